@@ -1,0 +1,164 @@
+"""Artifacts: folders that are either whole or absent.
+
+An artifact is written into `<folder>.partial`, flushed to disk, given its `manifest.json` last and renamed into place.
+A reader that finds a manifest finds every file that it lists. Knows nothing about what the files mean.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from modelwright.core.errors import ArtifactError, writing
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What `manifest.json` says.
+
+    `kind`: what the folder holds ("tokenizer", "shards", "checkpoint"); `digest`: of the config and inputs that made
+    it; `inputs`: digests of the parents by name; `files`: size in bytes and SHA-256 by relative path; `facts`: small
+    figures that later stages and the report read.
+    """
+
+    kind: str
+    digest: str
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def content_digest(self) -> str:
+        """SHA-256 over the files' names and hashes: equal if and only if the contents are equal."""
+        lines = "\n".join(f"{name} {entry['sha256']}" for name, entry in sorted(self.files.items()))
+        return hashlib.sha256(lines.encode()).hexdigest()
+
+
+class ArtifactDraft:
+    """The folder being written (`path`) and the facts that its manifest will carry."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.facts: dict[str, Any] = {}
+
+
+@contextmanager
+def write_artifact(
+    folder: Path, *, kind: str, digest: str, inputs: Mapping[str, str] | None = None
+) -> Iterator[ArtifactDraft]:
+    """Write a folder that appears whole or not at all.
+
+    Yields a draft; write files under `draft.path` and figures into `draft.facts`. On a clean exit the files are
+    flushed, hashed and listed in the manifest, and the folder replaces any older one. On an exception the partial
+    folder is removed and the older one stays. Raises `StorageError` when the disk is full.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    with writing(folder):
+        partial.mkdir(parents=True)
+        draft = ArtifactDraft(partial)
+        try:
+            yield draft
+            files = {str(path.relative_to(partial)): describe_file(path) for path in _files(partial)}
+            manifest = {
+                "kind": kind,
+                "digest": digest,
+                "inputs": dict(inputs or {}),
+                "files": files,
+                "facts": draft.facts,
+            }
+            write_atomic(partial / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
+            _replace_folder(partial, folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def read_manifest(folder: Path, *, kind: str = "", verify: bool = False) -> Manifest:
+    """Read and check an artifact's manifest.
+
+    Checks that every listed file exists with its size, and with `verify` also its SHA-256. Raises `ArtifactError`
+    when the manifest is missing (the artifact was never finished), damaged, or of another kind.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = Manifest(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ArtifactError(
+            f"{folder}: has no {MANIFEST}, so it was never finished; run its stage again"
+        ) from None
+    except (ValueError, TypeError) as error:
+        raise ArtifactError(
+            f"{path}: is damaged ({error}); remove {folder} and run its stage again"
+        ) from None
+    if kind and manifest.kind != kind:
+        raise ArtifactError(f"{folder}: holds {manifest.kind!r}, not {kind!r}")
+    for name, entry in manifest.files.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != entry["bytes"]:
+            raise ArtifactError(f"{file}: is missing or cut off; remove {folder} and run its stage again")
+        if verify and describe_file(file)["sha256"] != entry["sha256"]:
+            raise ArtifactError(
+                f"{file}: its content does not match the manifest; remove {folder} and run again"
+            )
+    return manifest
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether `folder` holds a finished, undamaged artifact."""
+    try:
+        read_manifest(folder)
+    except ArtifactError:
+        return False
+    return True
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """Flush a file to disk and describe it: size in bytes and SHA-256 in hex."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        checksum = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": checksum}
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a small file so that a reader sees the old content or the new one, never a part."""
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    temporary = path.with_name(path.name + ".tmp")
+    with writing(path):
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_folder(path.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames and new names inside `folder` durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _replace_folder(partial: Path, folder: Path) -> None:
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(partial, folder)
+    fsync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,197 @@
+"""Configuration: frozen dataclasses to and from plain mappings, YAML files and dotted overrides.
+
+A config is a frozen keyword-only dataclass that stands beside the class it configures and checks its own values in
+`__post_init__`. This module turns mappings into such dataclasses and back. It knows no recipe and no field.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from modelwright.core.errors import ConfigError, writing
+
+C = TypeVar("C")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 floats: `3e-4` is a number, not a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def parse(cls: type[C], data: Mapping[str, Any], path: str = "") -> C:
+    """Build the config dataclass `cls` from a plain mapping.
+
+    Raises `ConfigError` that starts with the dotted path of the field: unknown key (naming the nearest known
+    one), missing key, wrong type, or whatever the dataclass's own `__post_init__` objects to.
+    """
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{path or cls.__name__}: expected a mapping, got {data!r}")
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
+    for key in data:
+        if key not in fields:
+            raise ConfigError(_unknown_key(_join(path, str(key)), str(key), list(fields)))
+    values = {name: _convert(hints[name], data[name], _join(path, name)) for name in fields if name in data}
+    for name, field in fields.items():
+        has_default = (
+            field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        )
+        if name not in values and not has_default:
+            raise ConfigError(f"{_join(path, name)}: is required and has no default")
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}.{error}" if path else str(error)) from None
+
+
+def dump(config: Any) -> Any:
+    """The plain form (dicts, lists, scalars) of a config; `parse(type(config), dump(config)) == config`."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {field.name: dump(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    if isinstance(config, Mapping):
+        return {str(key): dump(value) for key, value in config.items()}
+    if isinstance(config, (tuple, list)):
+        return [dump(value) for value in config]
+    if isinstance(config, Path):
+        return str(config)
+    return config
+
+
+def set_dotted(data: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set `data["a"]["b"] = value` for `dotted == "a.b"`, making the mappings in between."""
+    *parents, last = dotted.split(".")
+    for parent in parents:
+        data = data.setdefault(parent, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"{dotted}: {parent} is a value, not a group of settings")
+    data[last] = value
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """A deep merge: mappings are merged key by key, everything else in `over` replaces what is in `base`."""
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+def parse_scalar(text: str) -> Any:
+    """A command-line word as YAML reads it: `3e-4` a float, `true` a bool, `[1, 2]` a list, `a/b` a string."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError:
+        return text
+
+
+def load_yaml(path: Path | str) -> dict[str, Any]:
+    """Read a YAML mapping. Raises `ConfigError` with file and line when it is missing, malformed or no mapping."""
+    try:
+        data = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise ConfigError(f"{where}: is not valid YAML ({getattr(error, 'problem', error)})") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping of settings at the top level")
+    return data
+
+
+def save_yaml(path: Path | str, config: Any) -> None:
+    """Write a config's plain form, keys in the order of definition."""
+    with writing(path):
+        Path(path).write_text(
+            yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True), encoding="utf-8"
+        )
+
+
+def digest(value: Any) -> str:
+    """A stable SHA-256 of a config or of plain data, as 64 hex digits."""
+    text = json.dumps(dump(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _unknown_key(path: str, key: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    return f"{path}: unknown setting; did you mean {near[0]!r}? (known here: {', '.join(known)})"
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(args, value, path)
+    if origin is typing.Literal:
+        if value not in args:
+            raise ConfigError(f"{path}: {value!r} is not one of {', '.join(map(str, args))}")
+        return value
+    if origin is tuple:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if len(args) == 2 and args[1] is Ellipsis:
+            return tuple(_convert(args[0], item, f"{path}[{i}]") for i, item in enumerate(items))
+        if len(items) != len(args):
+            raise ConfigError(f"{path}: expected {len(args)} values, got {len(items)}")
+        return tuple(
+            _convert(arg, item, f"{path}[{i}]") for i, (arg, item) in enumerate(zip(args, items, strict=True))
+        )
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path}: expected a mapping, got {value!r}")
+        return {str(key): _convert(args[1], item, f"{path}.{key}") for key, item in value.items()}
+    if dataclasses.is_dataclass(hint):
+        return (
+            value
+            if isinstance(value, typing.cast(type, hint))
+            else parse(typing.cast(type, hint), value, path)
+        )
+    return _convert_scalar(hint, value, path)
+
+
+def _convert_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
+    if value is None and type(None) in args:
+        return None
+    errors = []
+    for arg in args:
+        if arg is type(None):
+            continue
+        try:
+            return _convert(arg, value, path)
+        except ConfigError as error:
+            errors.append(str(error))
+    raise ConfigError(errors[-1])
+
+
+def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
+    if hint is Any:
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(value)
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
+        raise ConfigError(f"{path}: expected {hint.__name__}, got {value!r}")
+    return value

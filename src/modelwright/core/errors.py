@@ -1,0 +1,61 @@
+"""Errors that a user is meant to read: one sentence that names what is wrong and the way out.
+
+The command line prints the message of a `ModelwrightError` without a traceback; anything else is a bug and
+keeps its traceback.
+"""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class ModelwrightError(Exception):
+    """Something a user did or a machine refused; the text says what to do about it."""
+
+    exit_code = 2
+
+
+class ConfigError(ModelwrightError, ValueError):
+    """A configuration value is unknown, of the wrong type or out of range; the text starts with its path."""
+
+
+class DataError(ModelwrightError, ValueError):
+    """Input data cannot be read; the text names the file and, where there is one, the line."""
+
+
+class ArtifactError(ModelwrightError):
+    """An artifact is missing, incomplete or of another kind than was asked for."""
+
+
+class ModelError(ModelwrightError, ValueError):
+    """A model folder cannot be loaded: unsupported architecture, missing tensors, wrong shapes."""
+
+
+class StorageError(ModelwrightError, OSError):
+    """Writing failed (disk full, no permission); what was there before is untouched."""
+
+
+class Stopped(ModelwrightError):
+    """The process was asked to stop (SIGTERM, Ctrl-C); the state is saved and the run can go on."""
+
+    exit_code = 143
+
+
+@contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Turn the operating system's refusal to write `path` into one clear `StorageError`."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        if error.errno == errno.ENOSPC:
+            raise StorageError(
+                f"{path}: the disk is full; free some space and run the same command again"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT):
+            raise StorageError(
+                f"{path}: cannot be written ({error.strerror}); choose another --run-dir"
+            ) from error
+        raise

@@ -1,0 +1,35 @@
+"""What long work tells about itself. The terminal (floor 9) decides how it looks."""
+
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Told by long work how far it is; shows rate and time left."""
+
+    def begin(self, name: str, total: float, unit: str) -> None:
+        """A piece of work starts: `total` units of `unit` ("documents", "tokens", "steps"); 0 when unknown."""
+        ...
+
+    def advance(self, done: float, **fields: float | str) -> None:
+        """`done` units are finished so far; `fields` are shown beside them (loss, mfu, ...)."""
+        ...
+
+    def note(self, text: str) -> None:
+        """One line that stays: a warning, a decision, a result."""
+        ...
+
+    def end(self) -> None:
+        """The piece of work is over."""
+        ...
+
+
+class SilentProgress:
+    """Shows nothing; for tests and for ranks other than the first."""
+
+    def begin(self, name: str, total: float, unit: str) -> None: ...
+
+    def advance(self, done: float, **fields: float | str) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def end(self) -> None: ...

@@ -1,0 +1,91 @@
+"""Metric records: one JSON object per line, mirrored to TensorBoard, and their summaries.
+
+A line is written whole and flushed; on resume the lines past the checkpoint's step are cut, so that a step is
+recorded once. Knows nothing about what a metric means.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.errors import writing
+
+
+class Recorder:
+    """Appends records to `path` and mirrors their numbers to TensorBoard event files in `tensorboard`.
+
+    `first_step`: records at or past this step that an earlier process left are removed (it died after its last
+    checkpoint), in the file and, by TensorBoard's purge marker, in the event files.
+    """
+
+    def __init__(self, path: Path, *, tensorboard: Path, first_step: int = 0) -> None:
+        from tensorboardX import SummaryWriter
+
+        self.path = path
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kept = [record for record in read_records(path) if record.get("step", -1) < first_step]
+            write_atomic(path, "".join(_line(record) for record in kept))
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the recorder
+            self._mirror = SummaryWriter(str(tensorboard), purge_step=first_step, flush_secs=20)
+
+    def write(self, step: int, **values: float | int | str | bool) -> None:
+        """Record `values` at `step`. Numbers that are not finite are written as the strings `nan`, `inf`, `-inf`."""
+        with writing(self.path):
+            self._file.write(_line({"step": step, **values}))
+            self._file.flush()
+            for name, value in values.items():
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
+                    self._mirror.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        self._mirror.close()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """All whole records of a metrics file; a last line cut off by a crash is left out. No file: no records."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+def column(records: Iterable[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    """`(step, value)` of one metric wherever it was recorded."""
+    return [(int(record["step"]), float(record[name])) for record in records if name in record]
+
+
+def summarize(values: Sequence[float]) -> dict[str, float]:
+    """Count, mean, standard deviation (of the sample), extremes and percentiles of the finite values.
+
+    Percentiles interpolate linearly between the closest ranks. `nonfinite` counts what was left out.
+    """
+    finite = sorted(value for value in values if math.isfinite(value))
+    summary = {"count": float(len(finite)), "nonfinite": float(len(values) - len(finite))}
+    if not finite:
+        return summary
+    mean = math.fsum(finite) / len(finite)
+    variance = math.fsum((value - mean) ** 2 for value in finite) / max(1, len(finite) - 1)
+    summary |= {"mean": mean, "std": math.sqrt(variance), "min": finite[0], "max": finite[-1]}
+    return summary | {f"p{p:02d}": _percentile(finite, p / 100) for p in (1, 5, 25, 50, 75, 95, 99)}
+
+
+def _percentile(ordered: Sequence[float], fraction: float) -> float:
+    place = fraction * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def _line(record: dict[str, Any]) -> str:
+    safe = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return json.dumps(safe) + "\n"

@@ -1,0 +1,101 @@
+"""What the process and the machine have: peak memory of a piece of work, hardware, versions, commit."""
+
+import importlib.metadata
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+class ResourceUse:
+    """Wall time, CPU time and peak resident memory of the `with` block.
+
+    Linux can reset the peak (`/proc/self/clear_refs`), so that each block has its own; elsewhere the peak is that
+    of the whole process so far and `peak_is_own` is false.
+    """
+
+    wall_s = 0.0
+    cpu_s = 0.0
+    peak_bytes = 0
+    peak_is_own = False
+
+    def __enter__(self) -> "ResourceUse":
+        self.peak_is_own = _reset_peak()
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.wall_s = time.perf_counter() - self._wall
+        self.cpu_s = time.process_time() - self._cpu
+        self.peak_bytes = peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """Peak resident memory of this process in bytes, since the last reset where the system can reset it."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def num_usable_cores() -> int:
+    """Cores that this process may run on (its affinity mask, not the machine's count)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, cores, memory in bytes, operating system."""
+    return {
+        "processor": _processor_name(),
+        "cores": num_usable_cores(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Installed versions by package name; packages that are not installed are left out."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit(folder: Path) -> str:
+    """The commit checked out in `folder` ("-dirty" when files differ), or "" outside a checkout."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _reset_peak() -> bool:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _processor_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

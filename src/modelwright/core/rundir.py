@@ -1,0 +1,103 @@
+"""The run directory: where everything about one run lies.
+
+<run>/run.json           command line, commit, versions, hardware
+<run>/config.yaml        resolved configuration
+<run>/<stage>/metrics.jsonl, log.txt, tensorboard/, checkpoints/, artifact/manifest.json (written last = done)
+<run>/report.html
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.errors import ArtifactError, ModelwrightError, writing
+
+
+@dataclass(frozen=True)
+class StageDir:
+    """The folder of one stage."""
+
+    path: Path
+
+    @property
+    def artifact(self) -> Path:
+        return self.path / "artifact"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.txt"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The folder of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def info(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def stage(self, name: str) -> StageDir:
+        return StageDir(self.path / name)
+
+    def create(self) -> "RunDir":
+        """Make the folder. Raises `StorageError` when that is refused."""
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def read_info(self) -> dict[str, Any]:
+        """The content of `run.json`. Raises `ArtifactError` when this is no run directory."""
+        try:
+            return json.loads(self.info.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            raise ArtifactError(f"{self.path}: is no run directory (it has no readable run.json)") from None
+
+    def write_info(self, info: Mapping[str, Any]) -> None:
+        write_atomic(self.info, json.dumps(info, indent=1, default=str))
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run for this process. Raises `ModelwrightError` when another process is working in it.
+
+        The lock is the operating system's: it goes with the process, also on kill -9.
+        """
+        with writing(self.path), open(self.path / ".lock", "a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "unknown"
+                text = f"{self.path}: process {holder} is working in this run; wait for it or choose another --run-dir"
+                raise ModelwrightError(text) from None
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
