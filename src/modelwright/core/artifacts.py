@@ -91,13 +91,9 @@ def read_manifest(folder: Path, *, kind: str = "", verify: bool = False) -> Mani
     try:
         manifest = Manifest(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise ArtifactError(
-            f"{folder}: has no {MANIFEST}, so it was never finished; run its stage again"
-        ) from None
+        raise ArtifactError(f"{folder}: has no {MANIFEST}, so it was never finished; run its stage again") from None
     except (ValueError, TypeError) as error:
-        raise ArtifactError(
-            f"{path}: is damaged ({error}); remove {folder} and run its stage again"
-        ) from None
+        raise ArtifactError(f"{path}: is damaged ({error}); remove {folder} and run its stage again") from None
     if kind and manifest.kind != kind:
         raise ArtifactError(f"{folder}: holds {manifest.kind!r}, not {kind!r}")
     for name, entry in manifest.files.items():
@@ -105,9 +101,7 @@ def read_manifest(folder: Path, *, kind: str = "", verify: bool = False) -> Mani
         if not file.is_file() or file.stat().st_size != entry["bytes"]:
             raise ArtifactError(f"{file}: is missing or cut off; remove {folder} and run its stage again")
         if verify and describe_file(file)["sha256"] != entry["sha256"]:
-            raise ArtifactError(
-                f"{file}: its content does not match the manifest; remove {folder} and run again"
-            )
+            raise ArtifactError(f"{file}: its content does not match the manifest; remove {folder} and run again")
     return manifest
 
 

@@ -48,9 +48,7 @@ def parse(cls: type[C], data: Mapping[str, Any], path: str = "") -> C:
             raise ConfigError(_unknown_key(_join(path, str(key)), str(key), list(fields)))
     values = {name: _convert(hints[name], data[name], _join(path, name)) for name in fields if name in data}
     for name, field in fields.items():
-        has_default = (
-            field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        )
+        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if name not in values and not has_default:
             raise ConfigError(f"{_join(path, name)}: is required and has no default")
     try:
@@ -117,9 +115,7 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
 def save_yaml(path: Path | str, config: Any) -> None:
     """Write a config's plain form, keys in the order of definition."""
     with writing(path):
-        Path(path).write_text(
-            yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True), encoding="utf-8"
-        )
+        Path(path).write_text(yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def digest(value: Any) -> str:
@@ -151,19 +147,13 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             return tuple(_convert(args[0], item, f"{path}[{i}]") for i, item in enumerate(items))
         if len(items) != len(args):
             raise ConfigError(f"{path}: expected {len(args)} values, got {len(items)}")
-        return tuple(
-            _convert(arg, item, f"{path}[{i}]") for i, (arg, item) in enumerate(zip(args, items, strict=True))
-        )
+        return tuple(_convert(arg, item, f"{path}[{i}]") for i, (arg, item) in enumerate(zip(args, items, strict=True)))
     if origin is dict:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path}: expected a mapping, got {value!r}")
         return {str(key): _convert(args[1], item, f"{path}.{key}") for key, item in value.items()}
     if dataclasses.is_dataclass(hint):
-        return (
-            value
-            if isinstance(value, typing.cast(type, hint))
-            else parse(typing.cast(type, hint), value, path)
-        )
+        return value if isinstance(value, typing.cast(type, hint)) else parse(typing.cast(type, hint), value, path)
     return _convert_scalar(hint, value, path)
 
 

@@ -51,11 +51,7 @@ def writing(path: Path | str) -> Iterator[None]:
         if isinstance(error, StorageError):
             raise
         if error.errno == errno.ENOSPC:
-            raise StorageError(
-                f"{path}: the disk is full; free some space and run the same command again"
-            ) from error
+            raise StorageError(f"{path}: the disk is full; free some space and run the same command again") from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT):
-            raise StorageError(
-                f"{path}: cannot be written ({error.strerror}); choose another --run-dir"
-            ) from error
+            raise StorageError(f"{path}: cannot be written ({error.strerror}); choose another --run-dir") from error
         raise
