@@ -1,0 +1,25 @@
+"""`Attend` functions for whole rows: causal, and causal within the documents of a packed row."""
+
+from torch import Tensor
+
+from modelwright.model.decoder import Attend
+from modelwright.ops.attention import causal_attention, document_mask, masked_attention
+
+
+def causal_attend() -> Attend:
+    """Every token sees all tokens before it and itself."""
+
+    def attend(layer: int, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
+        return causal_attention(q_BTHd, k_BTKd, v_BTKd)
+
+    return attend
+
+
+def packed_attend(segments_BT: Tensor) -> Attend:
+    """Every token sees the tokens of its own document before it and itself; `segments_BT` names the documents."""
+    mask_B1TT = document_mask(segments_BT)
+
+    def attend(layer: int, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
+        return masked_attention(q_BTHd, k_BTKd, v_BTKd, mask_B1TT)
+
+    return attend

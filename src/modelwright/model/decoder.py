@@ -1,0 +1,120 @@
+"""The decoder: RMSNorm, rotary grouped-query attention with optional QK-norm, SwiGLU, optionally tied embeddings.
+
+Single-device code. It does not know how attention finds its keys: every layer hands its queries, keys and values to
+an `Attend` function, which training builds from a mask and inference from a KV cache. It knows no loss either: it
+returns hidden states, and whoever needs logits multiplies by `head_weight`.
+
+Legend: B rows, T tokens, D model width, H query heads, K key/value heads, d head width, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from modelwright.model.config import ModelConfig
+from modelwright.ops.rope import apply_rope, rope_tables
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""`(layer, q_BTHd, k_BTKd, v_BTKd) -> out_BTHd`; rotary positions are applied already."""
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention around an `Attend` function."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        query_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.model_dim, query_dim, bias=False)
+        self.k_proj = nn.Linear(config.model_dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(config.model_dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(query_dim, config.model_dim, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        q_BTHd = self.q_norm(self.q_proj(x_BTD).unflatten(-1, (-1, self.head_dim)))
+        k_BTKd = self.k_norm(self.k_proj(x_BTD).unflatten(-1, (-1, self.head_dim)))
+        v_BTKd = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
+        out_BTHd = attend(self.layer, apply_rope(q_BTHd, cos, sin), apply_rope(k_BTKd, cos, sin), v_BTKd)
+        return self.o_proj(out_BTHd.flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.model_dim, config.ffn_dim, bias=False)
+        self.up_proj = nn.Linear(config.model_dim, config.ffn_dim, bias=False)
+        self.down_proj = nn.Linear(config.ffn_dim, config.model_dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.model_dim, eps=config.norm_eps)
+        self.attention = Attention(config, layer)
+        self.ffn_norm = nn.RMSNorm(config.model_dim, eps=config.norm_eps)
+        self.ffn = FeedForward(config)
+
+    def forward(self, hidden_BTD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        hidden_BTD = hidden_BTD + self.attention(self.attention_norm(hidden_BTD), cos, sin, attend)
+        return hidden_BTD + self.ffn(self.ffn_norm(hidden_BTD))
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer; `blocks` is where passes (checkpointing, compile, sharding) take hold."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.model_dim, eps=config.norm_eps)
+        self.head = None if config.tie_embeddings else nn.Linear(config.model_dim, config.vocab_size, bias=False)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output projection [V, D]: the embedding itself when tied."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [B, T, D] after the final norm.
+
+        tokens_BT, positions_BT: int64 [B, T]; positions restart at 0 in each packed document.
+        """
+        cos, sin = rope_tables(positions_BT, self.config.head_dim, self.config.rope_theta)
+        hidden_BTD = self.embedding(tokens_BT)
+        for block in self.blocks:
+            hidden_BTD = block(hidden_BTD, cos, sin, attend)
+        return self.norm(hidden_BTD)
+
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        """Logits [..., V]. Training does not call this: see `ops.cross_entropy`."""
+        return F.linear(hidden_BTD, self.head_weight.to(hidden_BTD.dtype))
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Normal initialisation, residual projections scaled by 1/sqrt(2 * layers) (GPT-2); norms to one.
+
+        Drawn on the CPU from `seed` in parameter order, so that every device and every layout starts equal.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        residual_std = self.config.init_std / math.sqrt(2 * self.config.num_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                parameter.fill_(1.0)
+                continue
+            std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else self.config.init_std
+            draw = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+            parameter.copy_(draw)
