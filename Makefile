@@ -1,0 +1,65 @@
+# make demo   install into .venv and go from raw text to a served model
+# make test   install with the test tools and run the tests
+# make lint   formatting, types, import floors
+# make bench  the same training on two other trainers, side by side
+# make prove  measure every claim; make prove QUICK=1 for the short form
+# make gpu-check  on a CUDA machine with torch installed: parity tests and speed figures, nothing is downloaded
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+RECIPE ?= quickstart
+ARGS ?=
+
+.PHONY: demo test lint bench prove gpu-check clean
+
+demo: $(VENV)/.installed
+	$(BIN)/modelwright run $(RECIPE) $(ARGS)
+
+test: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed-peers
+	$(BIN)/python benchmarks/peers.py $(ARGS)
+
+prove: $(VENV)/.installed
+	$(BIN)/modelwright prove --all $(if $(QUICK),--quick) $(ARGS)
+
+gpu-check:
+	PYTHONPATH=src python3 benchmarks/gpu_check.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache
+
+# A CPU-only Linux machine gets the CPU build of torch: the default one brings gigabytes of CUDA libraries with it.
+$(VENV)/.torch: constraints.txt
+	@test -n "$(PYTHON)" || { echo "Modelwright needs Python 3.11 or newer with the venv module"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@if [ "$$(uname -s)" != Linux ] || command -v nvidia-smi >/dev/null; then \
+		$(PIP) -c constraints.txt torch; \
+	else \
+		$(PIP) "torch==$(TORCH)+cpu" 2>/dev/null || \
+		$(PIP) --index-url https://download.pytorch.org/whl/cpu "torch==$(TORCH)"; \
+	fi
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(PIP) -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
+	$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-peers: $(VENV)/.torch pyproject.toml
+	$(PIP) -c constraints.txt -e '.[peers]'
+	@touch $@ $(VENV)/.installed

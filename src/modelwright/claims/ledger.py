@@ -1,0 +1,67 @@
+"""The ledger: which claims there are, and measuring them by name.
+
+`prove` measures, writes the result files and the page. Knows no technique; each claim module knows one.
+"""
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from modelwright.claims import bf16_mixed, gradient_accumulation, int8, packing, warmup_cosine
+from modelwright.claims.claim import Claim, Result, Setting
+from modelwright.claims.page import render
+from modelwright.claims.results import circumstances, read_results, write_result
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.errors import ConfigError
+from modelwright.core.progress import Progress
+
+CLAIMS: tuple[Claim, ...] = (
+    gradient_accumulation.CLAIM,
+    warmup_cosine.CLAIM,
+    bf16_mixed.CLAIM,
+    packing.CLAIM,
+    int8.CLAIM,
+)
+
+
+def select(names: Sequence[str]) -> list[Claim]:
+    """The claims called `names`, in that order; all of them for no names. Unknown names raise `ConfigError`."""
+    known = {claim.name: claim for claim in CLAIMS}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{name}: is no claim; the ledger has {', '.join(known)}")
+    return [known[name] for name in names] if names else list(CLAIMS)
+
+
+def listing() -> list[tuple[str, str]]:
+    """`(name, statement)` of every claim."""
+    return [(claim.name, claim.statement) for claim in CLAIMS]
+
+
+def prove(
+    names: Sequence[str], *, quick: bool, results: Path, page: Path, progress: Progress
+) -> list[tuple[Claim, Result]]:
+    """Measure the claims called `names` (all for none), one after the other.
+
+    Writes one JSON file per claim into `results` and renews `page` (Markdown) from everything in that folder.
+    """
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="modelwright-claims-") as scratch:
+        setting = Setting(quick=quick, folder=Path(scratch), progress=progress)
+        for claim in select(names):
+            around = circumstances()
+            start = time.perf_counter()
+            result = claim.measure(setting)
+            wall_s = time.perf_counter() - start
+            write_result(claim, result, quick=quick, wall_s=wall_s, around=around, folder=results)
+            progress.note(f"{claim.name}: {result.verdict}")
+            outcomes.append((claim, result))
+    write_page(results, page)
+    return outcomes
+
+
+def write_page(results: Path, page: Path) -> None:
+    """Renew the claims page from the result files."""
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(page, render(CLAIMS, read_results(results)))
