@@ -1,0 +1,19 @@
+"""The optimizer of a model: AdamW, fused, with weight decay on matrices only. Knows no schedule and no step."""
+
+from torch import nn
+from torch.optim import AdamW
+
+
+def build_adamw(
+    model: nn.Module, *, learning_rate: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> AdamW:
+    """AdamW (Loshchilov and Hutter 2019) over the trainable parameters in the order of their names.
+
+    Parameters of two and more dimensions decay; norms and biases do not. One fused kernel updates all of them.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for _, p in named if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return AdamW([group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True)

@@ -1,0 +1,165 @@
+"""The update seam: a list of small objects, applied in their written order between gradient and weight.
+
+An update reads and changes the `Context` that travels down the list. Agreement between ranks is handed in as a
+function; nothing here knows a rank. `standard_updates` writes the usual order.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from modelwright.core.errors import ModelwrightError
+from modelwright.optim.clip import global_norm, scale_to_norm
+from modelwright.optim.schedule import ScheduleConfig, rate_factor
+
+
+@dataclass
+class Context:
+    """One step on its way down the list.
+
+    step: update number from 0; gradients: summed over ranks and normalised; loss: of the whole batch, which joins
+    the check for finite values; skip: later updates leave weights and optimizer alone.
+    """
+
+    step: int
+    num_steps: int
+    gradients: Sequence[Tensor]
+    loss: float
+    grad_norm: float = math.nan
+    learning_rate: float = 0.0
+    skip: bool = False
+    scalars: dict[str, float] = field(default_factory=dict)
+    """Further figures that an update wants in the metrics."""
+
+
+class Update(Protocol):
+    """One thing that happens between gradient and weight; its state (tensors and JSON values) is checkpointed."""
+
+    def apply(self, context: Context) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class FiniteCheck:
+    """Measures the gradient norm and skips the step on all ranks when it or the loss is not finite on any.
+
+    `agree`: the maximum of a float over all ranks. After `max_skipped` skipped steps in a row a `ModelwrightError`
+    ends the run: nothing is learned any more.
+    """
+
+    def __init__(self, agree: Callable[[float], float], *, max_skipped: int) -> None:
+        self.agree = agree
+        self.max_skipped = max_skipped
+        self.num_skipped = 0
+        self.num_in_a_row = 0
+
+    def apply(self, context: Context) -> None:
+        context.grad_norm = float(global_norm(context.gradients))
+        finite = math.isfinite(context.grad_norm) and math.isfinite(context.loss)
+        context.skip = self.agree(0.0 if finite else 1.0) > 0.0
+        self.num_skipped += context.skip
+        self.num_in_a_row = self.num_in_a_row + 1 if context.skip else 0
+        if self.num_in_a_row >= self.max_skipped:
+            raise ModelwrightError(
+                f"step {context.step + 1}: loss or gradients were not finite for {self.num_in_a_row} steps in a row; "
+                "lower the learning rate, or clip harder, and run again"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_skipped": self.num_skipped, "num_in_a_row": self.num_in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_skipped, self.num_in_a_row = state["num_skipped"], state["num_in_a_row"]
+
+
+class Clip:
+    """Scales the gradients so that their global norm is at most `max_norm`."""
+
+    def __init__(self, max_norm: float) -> None:
+        self.max_norm = max_norm
+
+    def apply(self, context: Context) -> None:
+        if not context.skip:
+            scale_to_norm(context.gradients, context.grad_norm, self.max_norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class LearningRate:
+    """Sets the scheduled rate in all parameter groups."""
+
+    def __init__(self, optimizer: Optimizer, config: ScheduleConfig, peak: float) -> None:
+        self.optimizer = optimizer
+        self.config = config
+        self.peak = peak
+
+    def apply(self, context: Context) -> None:
+        context.learning_rate = self.peak * rate_factor(self.config, context.step, context.num_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = context.learning_rate
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class OptimizerStep:
+    """Lets the optimizer change the weights, unless the step is skipped.
+
+    State: the optimizer's tensors and scalars by parameter name, so that it fits any order or grouping of parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: dict[Tensor, str]) -> None:
+        self.optimizer = optimizer
+        self.names = names
+
+    def apply(self, context: Context) -> None:
+        if not context.skip:
+            self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self.names[parameter]: dict(state) for parameter, state in self.optimizer.state.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for parameter, name in self.names.items():
+            if name in state:
+                place = {key: _like(value, parameter, key) for key, value in state[name].items()}
+                self.optimizer.state[parameter] = place
+
+
+def standard_updates(
+    optimizer: Optimizer,
+    names: dict[Tensor, str],
+    *,
+    agree: Callable[[float], float],
+    max_skipped: int,
+    clip_norm: float,
+    schedule: ScheduleConfig,
+    peak_rate: float,
+) -> dict[str, Update]:
+    """Finite check, clip (when `clip_norm` > 0), learning rate, optimizer: in this order, by the names of their state.
+
+    `names`: every trainable parameter's name.
+    """
+    updates: dict[str, Update] = {"finite_check": FiniteCheck(agree, max_skipped=max_skipped)}
+    if clip_norm > 0:
+        updates["clip"] = Clip(clip_norm)
+    updates["learning_rate"] = LearningRate(optimizer, schedule, peak_rate)
+    updates["optimizer"] = OptimizerStep(optimizer, names)
+    return updates
+
+
+def _like(value: Any, parameter: Tensor, key: str) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(parameter.device) if key == "step" else value.to(parameter.device, parameter.dtype)

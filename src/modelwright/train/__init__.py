@@ -1,0 +1,1 @@
+"""Floor 4: THE loop: step, accumulate, resume, checkpoint, metrics. Never sees a loss formula."""

@@ -1,0 +1,105 @@
+"""What a person chooses about one training run."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from modelwright.core.config import dump
+from modelwright.core.errors import ConfigError
+from modelwright.optim.schedule import ScheduleConfig
+from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.watch import WatchConfig
+
+_WITHOUT_EFFECT_ON_WEIGHTS = (
+    "num_microbatches",
+    "activation_checkpoint_every",
+    "checkpoint_every_steps",
+    "checkpoint_every_minutes",
+    "keep_last",
+    "log_every_steps",
+    "watch",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run.
+
+    Length: exactly one of `num_steps`, `num_tokens` and `num_epochs` is above 0.
+    batch_tokens: tokens of one update over all ranks, padding included; num_microbatches: parts into which each rank
+    cuts its share (memory, not mathematics); clip_norm: 0 leaves gradients alone; activation_checkpoint_every: every
+    n-th block is computed again in the backward pass, 0 none; eval_every_steps: 0 only at the end;
+    checkpoint_every_steps and checkpoint_every_minutes: 0 switches that trigger off; keep_best: the checkpoint
+    with the lowest held-out loss is saved and kept beside the last `keep_last`; max_skipped_steps: updates in a row
+    that may be skipped for values that are not finite before the run gives up.
+    """
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_epochs: float = 0.0
+    batch_tokens: int = 8192
+    num_microbatches: int = 1
+    learning_rate: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    compile: bool = False
+    activation_checkpoint_every: int = 0
+    eval_every_steps: int = 100
+    checkpoint_every_steps: int = 0
+    checkpoint_every_minutes: float = 5.0
+    keep_last: int = 2
+    keep_best: bool = True
+    log_every_steps: int = 1
+    max_skipped_steps: int = 20
+    watch: WatchConfig = field(default_factory=WatchConfig)
+
+    def __post_init__(self) -> None:
+        lengths = {"num_steps": self.num_steps, "num_tokens": self.num_tokens, "num_epochs": self.num_epochs}
+        if any(value < 0 for value in lengths.values()) or sum(value > 0 for value in lengths.values()) != 1:
+            given = ", ".join(f"{name}={value}" for name, value in lengths.items())
+            raise ConfigError(f"num_steps: exactly one of the three lengths must be above 0, got {given}")
+        for name in ("batch_tokens", "num_microbatches", "keep_last", "log_every_steps", "max_skipped_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
+        for name in ("weight_decay", "clip_norm", "activation_checkpoint_every", "eval_every_steps"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 switches it off")
+        for name in ("checkpoint_every_steps", "checkpoint_every_minutes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 switches it off")
+        if self.learning_rate <= 0 or self.adam_eps <= 0:
+            raise ConfigError(f"learning_rate: it and adam_eps must be above 0, got {self.learning_rate}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas: must be in [0, 1), got {self.betas}; (0.9, 0.95) is usual")
+
+    def batch_rows(self, seq_len: int, *, world_size: int = 1) -> int:
+        """Rows of one global batch of rows of `seq_len` tokens.
+
+        Raises `ConfigError` when the batch does not divide into rows, ranks and microbatches.
+        """
+        parts = world_size * self.num_microbatches
+        if self.batch_tokens % (seq_len * parts):
+            raise ConfigError(
+                f"batch_tokens: {self.batch_tokens} must be a multiple of {seq_len * parts} "
+                f"({seq_len} tokens a row x {world_size} ranks x {self.num_microbatches} microbatches)"
+            )
+        return self.batch_tokens // seq_len
+
+    def resolve_num_steps(self, num_batches_per_epoch: int) -> int:
+        """Updates of the whole run, at least 1; `num_batches_per_epoch` is the loader's."""
+        if self.num_steps:
+            return self.num_steps
+        if self.num_tokens:
+            return max(1, math.ceil(self.num_tokens / self.batch_tokens))
+        return max(1, round(self.num_epochs * num_batches_per_epoch))
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that decide the weights (up to rounding): what a digest of the run should cover.
+
+        A run can be resumed with other values of the rest.
+        """
+        return {name: value for name, value in dump(self).items() if name not in _WITHOUT_EFFECT_ON_WEIGHTS}

@@ -1,0 +1,25 @@
+"""Model passes, `model -> model`, in their one fixed order.
+
+Activation checkpointing wraps blocks first, so that compile sees (and may fuse across) what is computed again; a
+compiled block comes last before sharding. Precision is no pass of its own here: it is the context (`autocast`) in
+which the loop runs forward and losses. Later passes take their place in this list, not in the model file.
+"""
+
+from modelwright.memory.checkpointing import checkpoint_blocks
+from modelwright.model.decoder import Decoder
+
+
+def apply_passes(model: Decoder, *, activation_checkpoint_every: int, compile_blocks: bool) -> Decoder:
+    """Apply the passes that are switched on, in place; parameter names stay as they are. Returns the model."""
+    if activation_checkpoint_every:
+        model = checkpoint_blocks(model, activation_checkpoint_every)
+    if compile_blocks:
+        model = compile_each_block(model)
+    return model
+
+
+def compile_each_block(model: Decoder) -> Decoder:
+    """`torch.compile` block by block: one graph serves all of them, so starting costs one compilation."""
+    for block in model.blocks:
+        block.compile()
+    return model
