@@ -1,0 +1,165 @@
+"""The engine: requests of token ids go in, tokens come out step by step.
+
+One thread calls it; it knows no clock, no text and no network. A request's tokens depend on the model, its prompt,
+its parameters and its seed, and not on what else is running: see `runner`, `scheduler` and `invariance` for how.
+"""
+
+import math
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass, replace
+
+import torch
+
+from modelwright.core.errors import ConfigError
+from modelwright.infer.blocks import BlockManager, PagedCache
+from modelwright.infer.invariance import MULTIPLES, stable_row_multiple
+from modelwright.infer.runner import CONTEXT_STEP, Runner
+from modelwright.infer.sampler import SampleRequest, sample
+from modelwright.infer.scheduler import Scheduler
+from modelwright.infer.sequence import SamplingParams, Sequence
+from modelwright.model.decoder import Decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes of the engine.
+
+    `max_running`: sequences computed at once. `cache_tokens`: room in the key/value cache, shared by all of them; at
+    least the model's `max_seq_len`. `block_len`: tokens per cache block. `prefill_chunk`: a prompt is computed in
+    pieces of this many tokens, and `prefill_budget` is about how many prompt tokens join one step, so that long
+    prompts do not hold up running answers. `batch_invariant`: pad products so that the load cannot change a request's
+    bits; off, a lone stream decodes somewhat faster.
+    """
+
+    max_running: int = 32
+    cache_tokens: int = 16_384
+    block_len: int = 16
+    prefill_chunk: int = 256
+    prefill_budget: int = 512
+    batch_invariant: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "cache_tokens", "block_len", "prefill_chunk", "prefill_budget"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
+        if CONTEXT_STEP % self.block_len:
+            raise ConfigError(f"block_len: must divide {CONTEXT_STEP}, got {self.block_len}; take 16")
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """One new token of one request.
+
+    `finish_reason`: "" while the request goes on, else "stop" (a stop token, which is `token_id`), "length", or
+    "error" (the model's output was not finite; `token_id` means nothing then). `logprob` is under the model's own
+    distribution, before temperature; `alternatives` are (token, log-probability), likeliest first.
+    """
+
+    request_id: str
+    token_id: int
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...]
+    finish_reason: str
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason != ""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """How busy the engine is."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    num_preemptions: int
+
+
+class Engine:
+    """Continuous batching over a paged cache."""
+
+    def __init__(self, model: Decoder, config: EngineConfig) -> None:
+        self.config = config
+        self.max_seq_len = model.config.max_seq_len
+        self.vocab_size = model.config.vocab_size
+        num_blocks = config.cache_tokens // config.block_len
+        if num_blocks * config.block_len < self.max_seq_len:
+            raise ConfigError(
+                f"cache_tokens: {config.cache_tokens} cannot hold one sequence of {self.max_seq_len} tokens, the model's "
+                f"context; raise it to at least {math.ceil(self.max_seq_len / config.block_len) * config.block_len}"
+            )
+        model.eval()
+        weight = model.embedding.weight
+        cache = PagedCache(model.config, num_blocks, config.block_len, dtype=weight.dtype, device=weight.device)
+        multiple = stable_row_multiple(model) if config.batch_invariant else 1
+        self.is_batch_invariant = config.batch_invariant and multiple > 0
+        self._runner = Runner(model, cache, row_multiple=multiple or MULTIPLES[-1])
+        self._scheduler = Scheduler(
+            BlockManager(num_blocks, config.block_len),
+            max_running=config.max_running,
+            prefill_chunk=config.prefill_chunk,
+            prefill_budget=config.prefill_budget,
+        )
+        self._sequences: dict[str, Sequence] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=scheduler.blocks.num_blocks,
+            num_free_blocks=scheduler.blocks.num_free,
+            num_preemptions=scheduler.num_preemptions,
+        )
+
+    def add(self, request_id: str, prompt_ids: Ids[int], params: SamplingParams) -> None:
+        """Queue a request. `max_tokens` is cut to what the context has room for.
+
+        Raises `ConfigError` when the id is in use, or the prompt is empty, holds unknown tokens or leaves no room.
+        """
+        if request_id in self._sequences:
+            raise ConfigError(f"request_id: {request_id!r} is running already; choose another")
+        prompt = [int(token) for token in prompt_ids]
+        if not prompt:
+            raise ConfigError("prompt: is empty; give at least one token")
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            raise ConfigError(f"prompt: token ids must be between 0 and {self.vocab_size - 1}")
+        room = self.max_seq_len - len(prompt)
+        if room < 1:
+            raise ConfigError(
+                f"prompt: has {len(prompt)} tokens; the model's context is {self.max_seq_len}; shorten it"
+            )
+        params = replace(params, max_tokens=min(params.max_tokens, room))
+        sequence = Sequence(request_id, prompt, len(prompt), params)
+        self._sequences[request_id] = sequence
+        self._scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a request and free its cache; false when it is not there (finished already)."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self._scheduler.remove(sequence)
+        return sequence is not None
+
+    def step(self) -> list[StepOutput]:
+        """Compute one step: at most one new token per running request. No work: no outputs."""
+        if not self._sequences:
+            return []
+        sequences, logits_BV = self._runner.run(self._scheduler.plan())
+        if not sequences:
+            return []
+        with torch.inference_mode():
+            draws = sample(logits_BV, [SampleRequest(s.params, s.num_new, s.counts) for s in sequences])
+        outputs = []
+        for sequence, draw in zip(sequences, draws, strict=True):
+            reason = sequence.append(draw.token_id) if math.isfinite(draw.logprob) else "error"
+            outputs.append(StepOutput(sequence.request_id, draw.token_id, draw.logprob, draw.alternatives, reason))
+            if reason:
+                self.abort(sequence.request_id)
+        return outputs

@@ -1,0 +1,50 @@
+"""Measure how this machine's matrix products must be padded so that a row's result does not depend on its neighbours.
+
+A BLAS chooses its kernel by the number of rows: one row goes through a matrix-vector kernel that sums in another
+order than the blocked kernel that many rows get. The last bits of a sequence's logits would then depend on how many
+other requests happen to run. Padding the rows to a multiple for which all products agree bit for bit removes that
+(the idea of batch-invariant inference: He et al., Thinking Machines 2025; measured here instead of assumed).
+"""
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from modelwright.model.decoder import Decoder
+
+MULTIPLES = (1, 2, 4, 8, 16)
+PROBE_ROWS = 64
+
+
+@torch.inference_mode()
+def stable_row_multiple(model: Decoder) -> int:
+    """The smallest multiple in `MULTIPLES` that makes every product of `model` independent of the number of rows.
+
+    0 when none does on this machine; then results may differ in the last bits with the load.
+    """
+    products = _distinct_products(model)
+    for multiple in MULTIPLES:
+        if all(_is_stable(product, width, multiple) for product, width in products):
+            return multiple
+    return 0
+
+
+def _distinct_products(model: Decoder) -> list[tuple[Callable[[Tensor], Tensor], int]]:
+    """One module of each kind and shape, and the head."""
+    found: dict[tuple[type, int, int], tuple[Callable[[Tensor], Tensor], int]] = {}
+    for module in model.modules():
+        width, height = getattr(module, "in_features", 0), getattr(module, "out_features", 0)
+        if isinstance(module, nn.Module) and width and height:
+            found.setdefault((type(module), width, height), (module, width))
+    return [*found.values(), (model.logits, model.config.model_dim)]
+
+
+def _is_stable(product: Callable[[Tensor], Tensor], width: int, multiple: int) -> bool:
+    x = torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0))
+    full = product(x)
+    counts = [multiple * n for n in itertools.chain(range(1, 9), (12, 16, 24, 32)) if multiple * n < PROBE_ROWS]
+    heads = all(torch.equal(product(x[:count]), full[:count]) for count in counts)
+    tails = all(torch.equal(product(x[-count:]), full[-count:]) for count in counts)
+    return heads and tails

@@ -1,0 +1,105 @@
+"""Continuous batching: which sequences take part in the next step (Orca, Yu et al. 2022; chunked prefill, Agrawal
+et al. 2023). Knows nothing about tensors.
+
+First come, first served. Every step carries one token of each running sequence and some chunks of prompts. Chunks are
+cut at multiples of `prefill_chunk` of the prompt itself, never to fit a step, so that a prompt is computed in the same
+pieces whatever else is running. When blocks run out the newest running sequence is put back to the queue; later its
+prompt is computed again in the same chunks and its tokens are replayed one by one, bit for bit.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from modelwright.infer.blocks import BlockManager
+from modelwright.infer.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens `start` to `end` of a prompt."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+
+@dataclass
+class Plan:
+    """One step: sequences that get one token computed, and chunks of prompts."""
+
+    decodes: list[Sequence] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+class Scheduler:
+    """Holds the waiting and the running sequences."""
+
+    def __init__(self, blocks: BlockManager, *, max_running: int, prefill_chunk: int, prefill_budget: int) -> None:
+        self.blocks = blocks
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._max_running = max_running
+        self._prefill_chunk = prefill_chunk
+        self._prefill_budget = prefill_budget
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence that is finished or was aborted, and free its blocks."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self.blocks.release(sequence)
+
+    def plan(self) -> Plan:
+        """Choose the next step. An empty plan means that there is no work."""
+        plan = Plan(decodes=self._reserve_decodes())
+        budget = self._prefill_budget
+        for sequence in [sequence for sequence in self.running if sequence.in_prefill]:
+            budget = self._take_chunk(sequence, plan, budget)
+        while budget > 0 and self._admit_next():
+            budget = self._take_chunk(self.running[-1], plan, budget)
+        return plan
+
+    def _reserve_decodes(self) -> list[Sequence]:
+        """Room for one more token in every decoding sequence, oldest first; the newest give way."""
+        ready: list[Sequence] = []
+        for sequence in list(self.running):
+            if sequence.in_prefill or sequence not in self.running:
+                continue
+            while not self.blocks.grow(sequence, sequence.num_cached + 1):
+                newest = self.running[-1]
+                self._preempt(newest)
+                if newest is sequence:
+                    break
+            else:
+                ready.append(sequence)
+        return ready
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.blocks.release(sequence)
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def _admit_next(self) -> bool:
+        """Start the first waiting sequence if there is a place and room for all its tokens and one more."""
+        if not self.waiting or len(self.running) >= self._max_running:
+            return False
+        sequence = self.waiting[0]
+        if not self.blocks.grow(sequence, len(sequence.token_ids) + 1):
+            return False
+        self.running.append(self.waiting.popleft())
+        return True
+
+    def _take_chunk(self, sequence: Sequence, plan: Plan, budget: int) -> int:
+        """Plan the next chunk of a prompt if any budget is left; one a step, since a chunk needs those before it."""
+        if budget <= 0:
+            return budget
+        start = sequence.num_cached
+        end = min(sequence.num_prompt, start + self._prefill_chunk)
+        plan.chunks.append(Chunk(sequence, start, end))
+        return budget - (end - start)
