@@ -1,0 +1,153 @@
+"""What long work looks like on the terminal: one live line on a terminal, now and then a plain line elsewhere.
+
+Both are `core.progress.Progress`. They know numbers and names, not what is being done.
+"""
+
+import time
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from modelwright.core.progress import Progress
+
+LINE_EVERY_S = 10.0
+RATE_WINDOW_S = 20.0
+
+
+def choose_display(stream: TextIO) -> Progress:
+    """A live line when `stream` is a terminal that can redraw, plain lines otherwise."""
+    console = Console(file=stream, highlight=False)
+    return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay(stream)
+
+
+class Pace:
+    """Rate and time left, from what was done in the last seconds (so that a resumed run starts afresh)."""
+
+    def __init__(self, total: float) -> None:
+        self.total = total
+        self.done = 0.0
+        self.started = time.monotonic()
+        self._marks: list[tuple[float, float]] = []
+
+    def update(self, done: float) -> None:
+        moment = time.monotonic()
+        self.done = done
+        self._marks.append((moment, done))
+        while len(self._marks) > 2 and moment - self._marks[1][0] > RATE_WINDOW_S:
+            self._marks.pop(0)
+
+    @property
+    def rate(self) -> float:
+        """Units per second, 0 while unknown."""
+        if len(self._marks) < 2:
+            return 0.0
+        (start, before), (end, after) = self._marks[0], self._marks[-1]
+        return (after - before) / (end - start) if end > start else 0.0
+
+    @property
+    def left_s(self) -> float | None:
+        return (self.total - self.done) / self.rate if self.total and self.rate > 0 else None
+
+
+class PlainDisplay:
+    """Lines for a log file: one at the start, one every ten seconds at most, one at the end."""
+
+    def __init__(self, stream: TextIO, every_s: float = LINE_EVERY_S) -> None:
+        self._stream, self._every_s = stream, every_s
+        self._name = self._unit = ""
+        self._pace = Pace(0)
+        self._fields: dict[str, float | str] = {}
+        self._last_line = 0.0
+
+    def begin(self, name: str, total: float, unit: str) -> None:
+        self._name, self._unit, self._pace, self._fields = name, unit, Pace(total), {}
+        self._last_line = time.monotonic()
+
+    def advance(self, done: float, **fields: float | str) -> None:
+        self._pace.update(done)
+        self._fields = fields
+        if time.monotonic() - self._last_line >= self._every_s:
+            self._last_line = time.monotonic()
+            self._print(f"{self._name}: {describe(self._pace, self._unit, self._fields)}")
+
+    def note(self, text: str) -> None:
+        self._print(text)
+
+    def end(self) -> None:
+        took = time.monotonic() - self._pace.started
+        if took >= 1.0:
+            fields = "".join(f", {key} {show(value)}" for key, value in self._fields.items())
+            count = f"{self._pace.done:,.0f} {self._unit} in " if self._pace.done else ""
+            self._print(f"{self._name}: {count}{duration(took)}{fields}")
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+
+class LiveDisplay:
+    """One line that redraws itself; notes scroll by above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+        self._name = self._unit = ""
+        self._pace = Pace(0)
+        self._fields: dict[str, float | str] = {}
+
+    def begin(self, name: str, total: float, unit: str) -> None:
+        self.end()
+        self._name, self._unit, self._pace, self._fields = name, unit, Pace(total), {}
+        self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4, transient=True)
+        self._live.start()
+
+    def advance(self, done: float, **fields: float | str) -> None:
+        self._pace.update(done)
+        self._fields = fields
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(text))
+
+    def end(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _render(self) -> Table:
+        table = Table.grid(padding=(0, 1), expand=False)
+        bar = ProgressBar(total=self._pace.total or None, completed=self._pace.done, width=24)
+        words = describe(self._pace, self._unit, self._fields)
+        table.add_row(Text(self._name, style="bold"), bar, Text(words, overflow="ellipsis", no_wrap=True))
+        return table
+
+
+def describe(pace: Pace, unit: str, fields: dict[str, float | str]) -> str:
+    """`1,024/2,000 steps, 3.1 steps/s, loss 2.31, mfu 52%, 0:05:12 left`."""
+    total = f"/{pace.total:,.0f}" if pace.total else ""
+    parts = [f"{pace.done:,.0f}{total} {unit}"]
+    if pace.rate > 0:
+        parts.append(f"{pace.rate:,.4g} {unit}/s")
+    parts += [f"{key} {show(value, key)}" for key, value in fields.items()]
+    if pace.left_s is not None:
+        parts.append(f"{duration(pace.left_s)} left")
+    return ", ".join(parts)
+
+
+def show(value: float | str, key: str = "") -> str:
+    """A number short enough to read in passing."""
+    if isinstance(value, str):
+        return value
+    if key == "mfu":
+        return f"{value:.0%}"
+    return f"{value:,.0f}" if abs(value) >= 1000 or isinstance(value, int) else f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """`8.3 s` under a minute, `h:mm:ss` from then on."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

@@ -1,0 +1,111 @@
+"""Dotted overrides on the command line: `--a.b value`, `--a.b=value`, `--data.sources one two three`.
+
+Turns words into a plain mapping for `core.config`. A word meant for a text field stays text (`--name 1e3`), everything
+else is read as YAML reads it. Knows the config's dataclasses only through their type hints.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from modelwright.core.config import parse_scalar, set_dotted
+from modelwright.core.errors import ConfigError
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Split into the words before the first option and `(option, its values)` in order.
+
+    A value is every word up to the next one that starts with `--`; after a bare `--` nothing is an option.
+    """
+    leading: list[str] = []
+    options: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            options.append((name, [value] if equals else []))
+        elif options:
+            options[-1][1].append(word)
+        else:
+            leading.append(word)
+    return leading, options
+
+
+def read_overrides(config: type, options: Sequence[tuple[str, list[str]]]) -> dict[str, Any]:
+    """The mapping that the options spell, for the dataclass `config`.
+
+    An option without a value means `true`. Raises `ConfigError` for a setting that does not exist, naming the nearest.
+    """
+    data: dict[str, Any] = {}
+    for dotted, words in options:
+        dotted = dotted.replace("-", "_")
+        hint = field_type(config, dotted)
+        set_dotted(data, dotted, _value(hint, words, dotted))
+    return data
+
+
+def field_type(config: type, dotted: str) -> Any:
+    """The type hint of the field at a dotted path. Raises `ConfigError` naming the nearest known path."""
+    hint: Any = config
+    for name in dotted.split("."):
+        hints = typing.get_type_hints(hint) if dataclasses.is_dataclass(hint) else {}
+        if isinstance(hint, type) and name in hints:
+            hint = hints[name]
+        elif typing.get_origin(hint) is dict:
+            hint = typing.get_args(hint)[1]
+        else:
+            raise ConfigError(f"--{dotted}: unknown setting; did you mean --{_nearest(config, dotted)}?")
+    return hint
+
+
+def all_paths(config: type, prefix: str = "") -> Iterator[str]:
+    """Every dotted path of a config dataclass, groups included."""
+    for name, hint in typing.get_type_hints(config).items():
+        yield prefix + name
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            yield from all_paths(hint, f"{prefix}{name}.")
+
+
+def _nearest(config: type, dotted: str) -> str:
+    known = list(all_paths(config))
+    by_last: dict[str, str] = {path.rpartition(".")[2]: path for path in reversed(known)}
+    near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.75)
+    if not near:
+        last = difflib.get_close_matches(dotted.rpartition(".")[2], list(by_last), n=1, cutoff=0.75)
+        near = [by_last[name] for name in last] or difflib.get_close_matches(dotted, known, n=1, cutoff=0.0)
+    return near[0]
+
+
+def _value(hint: Any, words: Sequence[str], dotted: str) -> Any:
+    if not words:
+        if _is_text(hint) or _item(hint) is not None:
+            raise ConfigError(f"--{dotted}: needs a value")
+        return True
+    item = _item(hint)
+    if item is None:
+        if len(words) > 1:
+            spare = " ".join(words[1:])
+            raise ConfigError(f"--{dotted}: takes one value; {spare!r} is too much (the recipe comes first)")
+        return _word(hint, words[0])
+    values = [_word(item, word) for word in words]
+    return values[0] if len(values) == 1 and isinstance(values[0], (list, Mapping)) else values
+
+
+def _word(hint: Any, word: str) -> Any:
+    return word if _is_text(hint) else parse_scalar(word)
+
+
+def _is_text(hint: Any) -> bool:
+    if typing.get_origin(hint) is typing.Literal:
+        return all(isinstance(choice, str) for choice in typing.get_args(hint))
+    return hint is str
+
+
+def _item(hint: Any) -> Any:
+    """The item type of a tuple field, `None` for a field with a single value."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        found = [_item(arg) for arg in typing.get_args(hint)]
+        return next((item for item in found if item is not None), None)
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None

@@ -1,0 +1,156 @@
+"""The journal of a stage: `stage.json` (digest, attempts and what each used) and `log.txt`.
+
+`stage.json` is written before the stage's first byte, so that a folder left by a killed process says which settings
+it belongs to. Knows nothing about what the stage does.
+"""
+
+import json
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.errors import ModelwrightError, Stopped, writing
+from modelwright.core.progress import Progress
+from modelwright.core.resources import ResourceUse
+from modelwright.core.rundir import StageDir
+
+LOG_EVERY_S = 5.0
+
+
+@dataclass
+class Attempt:
+    """One go at a stage. `state`: running, done, stopped, failed, killed (found still running by the next one)."""
+
+    started: str
+    ranks: int
+    state: str = "running"
+    error: str = ""
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_bytes: int = 0
+    child_peak_bytes: int = 0
+
+
+def now() -> str:
+    """The time in UTC, to the second, as ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def read_stage_digest(folder: StageDir) -> str:
+    """The digest that the stage's folder belongs to, "" when nothing was begun there."""
+    return str(_read(folder).get("digest", ""))
+
+
+def read_attempts(folder: StageDir) -> list[dict[str, Any]]:
+    """All goes at the stage, oldest first."""
+    return list(_read(folder).get("attempts", []))
+
+
+@contextmanager
+def begin_attempt(folder: StageDir, digest: str, ranks: int) -> Iterator[Attempt]:
+    """Write down that work begins, and at the end how it ended and what it used (this process, rank 0)."""
+    before = [entry | {"state": "killed"} if entry["state"] == "running" else entry for entry in read_attempts(folder)]
+    attempt = Attempt(started=now(), ranks=ranks)
+    _write(folder, digest, [*before, asdict(attempt)])
+    use = ResourceUse()
+    try:
+        with use:
+            yield attempt
+        attempt.state = "done"
+    except (Stopped, KeyboardInterrupt):
+        attempt.state = "stopped"
+        raise
+    except BaseException as error:
+        attempt.state, attempt.error = "failed", str(error)
+        raise
+    finally:
+        attempt.wall_s, attempt.cpu_s, attempt.peak_bytes = use.wall_s, use.cpu_s, use.peak_bytes
+        _write_quietly(folder, digest, [*before, asdict(attempt)], must=attempt.state == "done")
+
+
+class StageLog:
+    """A `Progress` that also keeps `log.txt`: notes as they come, the state of long work every few seconds."""
+
+    def __init__(self, path: Path, shown: Progress, title: str) -> None:
+        self._path, self._shown, self._title = path, shown, title
+        self._file: IO[str] | None = None
+        self._name = ""
+        self._unit = ""
+        self._total = 0.0
+        self._last_line = 0.0
+
+    def __enter__(self) -> "StageLog":
+        with writing(self._path):
+            self._file = open(self._path, "a", encoding="utf-8")
+        self._line(f"{self._title}: begins")
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._file is not None
+        if error is None:
+            self._line(f"{self._title}: done")
+        elif isinstance(error, (ModelwrightError, KeyboardInterrupt)):
+            self._line(f"{self._title}: {type(error).__name__}: {error}", must=False)
+        else:
+            self._line("".join(traceback.format_exception(error)), must=False)
+        self._file.close()
+
+    def begin(self, name: str, total: float, unit: str) -> None:
+        self._name, self._total, self._unit = name, total, unit
+        self._last_line = time.monotonic()
+        self._shown.begin(name, total, unit)
+
+    def advance(self, done: float, **fields: float | str) -> None:
+        if time.monotonic() - self._last_line >= LOG_EVERY_S:
+            self._last_line = time.monotonic()
+            shown = " ".join(f"{key}={_short(value)}" for key, value in fields.items())
+            self._line(f"{self._name}: {done:.0f}/{self._total:.0f} {self._unit} {shown}".rstrip())
+        self._shown.advance(done, **fields)
+
+    def note(self, text: str) -> None:
+        self._line(text)
+        self._shown.note(text)
+
+    def end(self) -> None:
+        self._shown.end()
+
+    def _line(self, text: str, *, must: bool = True) -> None:
+        assert self._file is not None
+        try:
+            with writing(self._path):
+                self._file.write(f"{now()} {text}\n")
+                self._file.flush()
+        except OSError:
+            if must:
+                raise
+
+
+def _short(value: float | str) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def _read(folder: StageDir) -> dict[str, Any]:
+    try:
+        return json.loads((folder.path / "stage.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _write(folder: StageDir, digest: str, attempts: list[dict[str, Any]]) -> None:
+    write_atomic(folder.path / "stage.json", json.dumps({"digest": digest, "attempts": attempts}, indent=1))
+
+
+def _write_quietly(folder: StageDir, digest: str, attempts: list[dict[str, Any]], *, must: bool) -> None:
+    """The record of a failure must not hide the failure: on a full disk it is left out."""
+    try:
+        _write(folder, digest, attempts)
+    except OSError:
+        if must:
+            raise

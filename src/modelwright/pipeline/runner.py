@@ -1,0 +1,144 @@
+"""The runner: brings every stage of a run to its end, doing only what is not done yet.
+
+A finished stage whose digest (settings, parents' contents, versions) is unchanged is skipped. A stage that was cut off
+keeps its folder and goes on from its checkpoints; a stage whose digest changed starts from an empty folder. Knows
+nothing about what any stage does.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from modelwright.core.artifacts import ArtifactDraft, Manifest, read_manifest, write_artifact
+from modelwright.core.errors import ArtifactError, ConfigError, writing
+from modelwright.core.progress import Progress
+from modelwright.core.rundir import RunDir
+from modelwright.pipeline.journal import StageLog, begin_attempt, read_stage_digest
+from modelwright.pipeline.stage import Ranks, Stage, StageContext
+
+State = Literal["done", "begun", "changed", "new"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one stage: `state` before the run, and whether it was worked on."""
+
+    stage: str
+    state: State
+    ran: bool
+
+
+@dataclass
+class Survey:
+    """Where a run stands: the state of each stage and the content digests known so far."""
+
+    states: dict[str, State] = field(default_factory=dict)
+    contents: dict[str, str] = field(default_factory=dict)
+
+
+def survey(run: RunDir, stages: Sequence[Stage]) -> Survey:
+    """The state of every stage, without changing anything. A stage below an unfinished one is never `done`."""
+    found = Survey()
+    for stage in stages:
+        found.states[stage.name] = _state(run, stage, found.contents)
+        if found.states[stage.name] == "done":
+            found.contents[stage.name] = read_manifest(run.stage(stage.name).artifact).content_digest
+    return found
+
+
+def run_stages(
+    run: RunDir,
+    stages: Sequence[Stage],
+    *,
+    ranks: Ranks,
+    progress: Progress,
+    only: Sequence[str] = (),
+    after_stage: Callable[[Stage, Manifest], None] = lambda stage, manifest: None,
+) -> list[Outcome]:
+    """Bring `stages` (in order, parents first) to their end.
+
+    `only`: names of the stages that may be worked on now (empty: all); the others must be finished as the settings
+    have them, else `ConfigError`. `after_stage` is told of every finished stage, skipped ones too, on rank 0. Errors
+    of a stage pass through; what it finished before stays.
+    """
+    contents: dict[str, str] = {}
+    outcomes = []
+    for stage in stages:
+        ranks.barrier()
+        state = _state(run, stage, contents)
+        ranks.barrier()  # nobody writes before everybody has looked
+        allowed = not only or stage.name in only
+        if not allowed and state != "done":
+            if any(stage.name in other.parents for other in stages if other.name in only):
+                raise ConfigError(_not_allowed(stage, state))
+            continue
+        if state != "done":
+            _work(run, stage, stage.digest(contents), contents, ranks, progress)
+            ranks.barrier()
+        manifest = read_manifest(run.stage(stage.name).artifact, kind=stage.name)
+        contents[stage.name] = manifest.content_digest
+        outcomes.append(Outcome(stage.name, state, state != "done"))
+        if ranks.rank == 0:
+            after_stage(stage, manifest)
+    return outcomes
+
+
+def _state(run: RunDir, stage: Stage, contents: Mapping[str, str]) -> State:
+    folder = run.stage(stage.name)
+    if not folder.path.exists():
+        return "new"
+    if any(parent not in contents for parent in stage.parents):
+        return "changed"
+    digest = stage.digest(contents)
+    try:
+        if read_manifest(folder.artifact, kind=stage.name).digest == digest:
+            return "done"
+    except ArtifactError:
+        pass
+    return "begun" if read_stage_digest(folder) == digest else "changed"
+
+
+def _not_allowed(stage: Stage, state: State) -> str:
+    why = {"new": "was never run", "begun": "was cut off", "changed": "was made with other settings"}
+    return f"stages: {stage.name} {why.get(state, state)} and is needed; add {stage.name} to --stages"
+
+
+def _work(
+    run: RunDir, stage: Stage, digest: str, contents: Mapping[str, str], ranks: Ranks, progress: Progress
+) -> None:
+    folder = run.stage(stage.name)
+    first = ranks.rank == 0
+    if first and read_stage_digest(folder) != digest:
+        shutil.rmtree(folder.path, ignore_errors=True)
+    if first:
+        with writing(folder.path):
+            folder.path.mkdir(parents=True, exist_ok=True)
+    if stage.every_rank:
+        ranks.barrier()
+    elif not first:
+        return
+    inputs = {name: contents[name] for name in stage.parents}
+    parents = {name: run.stage(name).artifact for name in stage.parents}
+
+    def context(output: ArtifactDraft, told: Progress) -> StageContext:
+        return StageContext(folder=folder, output=output, parents=parents, digest=digest, ranks=ranks, progress=told)
+
+    if not first:
+        stage.run(context(ArtifactDraft(folder.artifact), progress))
+        return
+    with (
+        begin_attempt(folder, digest, ranks.size) as attempt,
+        StageLog(folder.log, progress, stage.title) as log,
+        write_artifact(folder.artifact, kind=stage.name, digest=digest, inputs=inputs) as draft,
+    ):
+        stage.run(context(draft, log))
+        attempt.child_peak_bytes = int(draft.facts.get("child_peak_bytes", 0))
+
+
+def check_order(stages: Sequence[Stage]) -> None:
+    """Every parent stands before its child; only a bug in the chain can break it."""
+    seen: set[str] = set()
+    for stage in stages:
+        assert set(stage.parents) <= seen, f"{stage.name} stands before one of {stage.parents}"
+        seen.add(stage.name)

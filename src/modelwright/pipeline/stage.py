@@ -1,0 +1,84 @@
+"""A stage: one arrow of the pipeline, from its parents' artifacts to its own.
+
+What a stage does is a plain function of a `StageContext`. When it runs, whether it may be skipped, and what happens to
+a half-done one is the runner's business; a stage knows nothing about it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from modelwright.core import config as core_config
+from modelwright.core.artifacts import ArtifactDraft
+from modelwright.core.progress import Progress
+from modelwright.core.rundir import StageDir
+
+FORMAT_VERSION = 1
+"""Raised when the meaning of any artifact changes: every stage of an older run is then made again."""
+
+
+class Ranks(Protocol):
+    """The processes that work on this run together (`parallel.mesh.World` has this form)."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def barrier(self) -> None: ...
+
+
+class OneProcess:
+    """The usual case: nobody to wait for."""
+
+    rank = 0
+    size = 1
+
+    def barrier(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageContext:
+    """What a stage's function is handed.
+
+    `folder`: where checkpoints, metrics and the log go while it works; `output`: the draft of its artifact, which only
+    rank 0 may write to; `parents`: the finished artifacts by stage name; `digest`: of everything that determines the
+    result, so that a checkpoint of another configuration is never taken up.
+    """
+
+    folder: StageDir
+    output: ArtifactDraft
+    parents: Mapping[str, Path]
+    digest: str
+    ranks: Any
+    progress: Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One step of a run.
+
+    `settings`: plain data, all that determines the result beside the parents' contents; `every_rank`: whether all
+    processes take part (training) or only the first (data); `version`: raised when this stage's output changes meaning.
+    """
+
+    name: str
+    title: str
+    settings: Any
+    parents: tuple[str, ...]
+    run: Callable[[StageContext], None]
+    every_rank: bool = False
+    version: int = 1
+
+    def digest(self, contents: Mapping[str, str]) -> str:
+        """Digest of the settings, the versions and the parents' content digests (`contents`, by name)."""
+        return core_config.digest(
+            {
+                "stage": self.name,
+                "version": [FORMAT_VERSION, self.version],
+                "settings": self.settings,
+                "parents": {name: contents[name] for name in self.parents},
+            }
+        )

@@ -1,0 +1,81 @@
+"""Words on the command line become the right values, or an error that names the nearest setting."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from modelwright.cli.overrides import all_paths, read_overrides, split_words
+from modelwright.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    sources: tuple[str, ...] = ("python",)
+    text_field: str = "text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    learning_rate: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    compile: bool = False
+    compute: Literal["fp32", "bf16"] = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    name: str = "run"
+    data: Data = field(default_factory=Data)
+    pretrain: Optim = field(default_factory=Optim)
+
+
+def read(line: str) -> dict[str, object]:
+    leading, options = split_words(line.split())
+    assert leading == ["tiny"]
+    return read_overrides(Run, options)
+
+
+def test_values_of_every_kind() -> None:
+    line = "tiny --data.sources a b c --pretrain.learning_rate=3e-4 --pretrain.betas 0.9 0.99 --pretrain.compile"
+    assert read(line) == {
+        "data": {"sources": ["a", "b", "c"]},
+        "pretrain": {"learning_rate": 3e-4, "betas": [0.9, 0.99], "compile": True},
+    }
+
+
+def test_text_stays_text() -> None:
+    assert read("tiny --name 1e3 --data.text-field no --data.sources 007") == {
+        "name": "1e3",
+        "data": {"text_field": "no", "sources": ["007"]},
+    }
+
+
+def test_a_list_may_be_written_as_yaml() -> None:
+    assert read("tiny --pretrain.betas=[0.8,0.9]") == {"pretrain": {"betas": [0.8, 0.9]}}
+
+
+def test_negative_numbers_and_equals_signs_are_values() -> None:
+    assert read("tiny --pretrain.learning_rate -1 --name=a=b") == {"pretrain": {"learning_rate": -1}, "name": "a=b"}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("tiny --pretrain.learing_rate 1", "did you mean --pretrain.learning_rate"),
+        ("tiny --learning_rate 1", "did you mean --pretrain.learning_rate"),
+        ("tiny --pretrian.compile", "did you mean --pretrain.compile"),
+        ("tiny --dry-rum", "unknown setting"),
+        ("tiny --pretrain.learning_rate.x 1", "did you mean --pretrain.learning_rate"),
+        ("tiny --name", "needs a value"),
+        ("tiny --data.sources", "needs a value"),
+        ("tiny --name a b", "'b' is too much"),
+    ],
+)
+def test_mistakes(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(line)
+
+
+def test_all_paths_names_groups_and_fields() -> None:
+    assert list(all_paths(Run))[:4] == ["name", "data", "data.sources", "data.text_field"]
