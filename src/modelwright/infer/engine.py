@@ -85,13 +85,14 @@ class Engine:
         self.max_seq_len = model.config.max_seq_len
         self.vocab_size = model.config.vocab_size
         num_blocks = config.cache_tokens // config.block_len
-        if num_blocks * config.block_len < self.max_seq_len:
+        fewest = math.ceil(self.max_seq_len / config.block_len)
+        if num_blocks < fewest:
             raise ConfigError(
-                f"cache_tokens: {config.cache_tokens} cannot hold one sequence of {self.max_seq_len} tokens, the model's "
-                f"context; raise it to at least {math.ceil(self.max_seq_len / config.block_len) * config.block_len}"
+                f"cache_tokens: {config.cache_tokens} cannot hold one sequence of {self.max_seq_len} tokens (the model's "
+                f"context); raise it to at least {fewest * config.block_len}"
             )
         model.eval()
-        weight = model.embedding.weight
+        weight = model.norm.weight
         cache = PagedCache(model.config, num_blocks, config.block_len, dtype=weight.dtype, device=weight.device)
         multiple = stable_row_multiple(model) if config.batch_invariant else 1
         self.is_batch_invariant = config.batch_invariant and multiple > 0

@@ -66,7 +66,7 @@ class Runner:
         self._model = model
         self._cache = cache
         self._row_multiple = row_multiple
-        self._device = next(iter(model.embedding.parameters())).device
+        self._device = model.norm.weight.device
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> tuple[list[Sequence], Tensor]:

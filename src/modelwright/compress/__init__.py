@@ -1,0 +1,1 @@
+"""Floor 3: number formats of finished weights."""

@@ -1,0 +1,173 @@
+"""INT8 models: quantise a finished decoder, choose the fastest backend by measuring, save and load.
+
+Folder format: `config.json` with `format: "modelwright-int8"`, the model's shape and the quantisation's parameters;
+`model.safetensors` with, for each quantised matrix `NAME`, `NAME.weight` (int8, [out, in]) and `NAME.scale` (float32,
+[out]), and every other tensor in float32 under its own name. A tied embedding is stored once, as `embedding`.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from modelwright.compress.int8_linear import (
+    ACTIVATION_LEVELS,
+    WEIGHT_LEVELS,
+    Backend,
+    Int8Embedding,
+    Int8Linear,
+    quantize_rows,
+    require_backend,
+)
+from modelwright.core.config import dump, parse
+from modelwright.core.errors import ConfigError, ModelError, writing
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+
+FORMAT = "modelwright-int8"
+TIED = "embedding"
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Config:
+    """`backend`: who multiplies INT8 matrices. "fastest" measures them at the model's own shapes when it is loaded;
+    all give the same numbers up to rounding of the last bit."""
+
+    backend: Literal["fastest", "fbgemm", "int_mm"] = "fastest"
+
+
+def quantize_model(model: Decoder, config: Int8Config) -> Decoder:
+    """A new decoder with all linears in INT8, the head and a tied embedding too; norms stay as they are.
+
+    `model` is left as it was. The result is for inference: it has no gradients.
+    """
+    tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    for name, weight in list(_matrices(model)):
+        tensors[f"{name}.weight"], tensors[f"{name}.scale"] = quantize_rows(weight)
+    return _assemble(model.config, tensors, config)
+
+
+def save_int8(model: Decoder, folder: Path) -> None:
+    """Write an INT8 decoder into `folder` in the format of this module."""
+    tensors: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Int8Linear):
+            key = TIED if name == "head" and model.config.tie_embeddings else name
+            tensors[f"{key}.weight"], tensors[f"{key}.scale"] = module.quantized, module.scale
+    for name, parameter in model.named_parameters():
+        tensors[name] = parameter.detach()
+    description = {
+        "format": FORMAT,
+        "version": 1,
+        "model": dump(model.config),
+        "quantization_config": {
+            "quant_method": FORMAT,
+            "weights": f"symmetric per output channel, {WEIGHT_LEVELS} levels each way",
+            "activations": f"symmetric per token at run time, {ACTIVATION_LEVELS} levels each way",
+        },
+    }
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def is_int8_folder(folder: Path) -> bool:
+    """Whether `folder` was written by `save_int8`."""
+    try:
+        return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("format") == FORMAT
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def load_int8(folder: Path, config: Int8Config) -> Decoder:
+    """Read an INT8 decoder. Raises `ModelError` when the folder is of another kind, incomplete or damaged."""
+    if not is_int8_folder(folder):
+        raise ModelError(f"{folder}: is no INT8 model folder (its config.json does not say format {FORMAT!r})")
+    description: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    try:
+        shape = parse(ModelConfig, description["model"])
+        tensors = load_file(folder / "model.safetensors")
+    except (ConfigError, KeyError, OSError, SafetensorError) as error:
+        raise ModelError(f"{folder}: is damaged ({error}); write it again") from None
+    return _assemble(shape, tensors, config)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all distinct tensors of a model as they are stored."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(tensor.nbytes for tensor in {tensor.data_ptr(): tensor for tensor in tensors}.values())
+
+
+def _matrices(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """The matrices that are quantised, by module name; a tied head goes by the name of the embedding."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield name, module.weight
+    if model.config.tie_embeddings:
+        yield TIED, model.embedding.weight
+
+
+def _assemble(shape: ModelConfig, tensors: dict[str, Tensor], config: Int8Config) -> Decoder:
+    """A decoder from stored tensors. Raises `ModelError` on a missing, surplus or ill-shaped tensor."""
+    with torch.device("meta"):
+        model = Decoder(shape)
+    matrices = {name: weight.shape for name, weight in _matrices(model)}
+    expected = {f"{name}.{part}" for name in matrices for part in ("weight", "scale")}
+    expected |= {name for name, _ in model.named_parameters() if name.removesuffix(".weight") not in matrices}
+    if expected != set(tensors):
+        wrong = ", ".join(sorted(expected ^ set(tensors))[:4])
+        raise ModelError(f"INT8 weights: missing or unknown tensors ({wrong}); quantise the model again")
+    backend = _choose(config, {name: (tensors[f"{name}.weight"], tensors[f"{name}.scale"]) for name in matrices})
+    for name, tensor_shape in matrices.items():
+        quantized, scale = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.scale")
+        if quantized.shape != tensor_shape or scale.shape != tensor_shape[:1] or quantized.dtype != torch.int8:
+            raise ModelError(f"INT8 weights: {name} has shape {tuple(quantized.shape)}, not {tuple(tensor_shape)}")
+        _place(model, name, Int8Linear(quantized, scale, backend))
+    for name, tensor in tensors.items():
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
+    return model.eval()
+
+
+def _place(model: Decoder, name: str, linear: Int8Linear) -> None:
+    if name == TIED:
+        model.embedding = Int8Embedding(linear.quantized, linear.scale)  # type: ignore[assignment]
+        model.head = linear  # type: ignore[assignment]
+        return
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, linear)
+
+
+def _choose(config: Int8Config, matrices: dict[str, tuple[Tensor, Tensor]]) -> Backend:
+    if config.backend != "fastest":
+        require_backend(config.backend)
+        return config.backend
+    distinct = list({tuple(weight.shape): (weight, scale) for weight, scale in matrices.values()}.values())
+    usable: list[Backend] = [b for b in BACKENDS if b != "fbgemm" or b in torch.backends.quantized.supported_engines]
+    return min(usable, key=lambda backend: backend_seconds(backend, distinct))
+
+
+@torch.inference_mode()
+def backend_seconds(backend: Backend, matrices: list[tuple[Tensor, Tensor]], *, rows: int = 8) -> float:
+    """Seconds for one product of `rows` tokens with each matrix, the sum of medians of three."""
+    total = 0.0
+    for weight, scale in matrices:
+        linear = Int8Linear(weight, scale, backend)
+        x = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(0))
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            linear(x)
+            times.append(time.perf_counter() - start)
+        total += statistics.median(times[1:])
+    return total

@@ -1,0 +1,126 @@
+"""Linear layers over INT8 weights, with INT8 activations chosen per token at run time.
+
+    y[n, o] = a[n] / 127 * s[o] * sum_k round(127 * x[n, k] / a[n]) * q[o, k]        a[n] = max_k |x[n, k]|
+
+`q` in [-64, 64] with one scale `s` per output channel, activations in [-127, 127] with one scale per token. All sums
+are exact integers, so every backend gives the same result up to one rounding of the scales.
+
+Why 64: FBGEMM multiplies unsigned by signed bytes and adds neighbouring products in 16 bits, which saturates without
+VNNI instructions at 2 * 255 * 127 > 32767. PyTorch's answer is `reduce_range` (7-bit activations); 7-bit weights lose
+less, since activations have the outliers, and give the same numbers on every machine. Why per token: PyTorch's
+`linear_dynamic` takes one scale for the whole batch, so one loud token coarsens all others and a request's
+answer would depend on its neighbours.
+
+Legend: N tokens, D input width, O output width, B any leading dimensions.
+"""
+
+import warnings
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from modelwright.core.errors import ConfigError
+
+Backend = Literal["fbgemm", "int_mm"]
+
+WEIGHT_LEVELS = 64
+ACTIVATION_LEVELS = 127
+_TINY = 1e-12
+_INT_MM_MIN_ROWS = 17
+
+
+def quantize_rows(weight_OD: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric INT8 rows in [-64, 64] and their FP32 scales [O]; `rows * scales[:, None]` is about `weight_OD`."""
+    weight_OD = weight_OD.detach().float()
+    scale_O = (weight_OD.abs().amax(dim=1) / WEIGHT_LEVELS).clamp_min(_TINY)
+    return torch.round(weight_OD / scale_O[:, None]).to(torch.int8), scale_O
+
+
+def int8_linear_naive(x_ND: Tensor, weight_OD: Tensor, scale_O: Tensor) -> Tensor:
+    """The definition in exact arithmetic (float64 holds all these integers); the twin of the backends."""
+    peak_N1 = x_ND.abs().amax(dim=-1, keepdim=True).clamp_min(_TINY)
+    levels_ND = torch.round((x_ND / peak_N1) * ACTIVATION_LEVELS).double()
+    sums_NO = levels_ND @ weight_OD.double().T
+    return (sums_NO * scale_O.double() * (peak_N1.double() / ACTIVATION_LEVELS)).float()
+
+
+class Int8Linear(nn.Module):
+    """A linear layer without bias over an INT8 weight [O, D] and scales [O]."""
+
+    def __init__(self, weight_OD: Tensor, scale_O: Tensor, backend: Backend) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight_OD.shape
+        self.backend = backend
+        self.register_buffer("quantized", weight_OD.contiguous())
+        self.register_buffer("scale", scale_O)
+        self.quantized: Tensor
+        self.scale: Tensor
+        self._packed = _pack(self.quantized, scale_O) if backend == "fbgemm" else None
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as FP32 [O, D]: what the INT8 values stand for."""
+        return self.quantized.float() * self.scale[:, None]
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        x_ND = x_BD.reshape(-1, self.in_features).float()
+        peak_N1 = x_ND.abs().amax(dim=-1, keepdim=True).clamp_min(_TINY)
+        unit_ND = x_ND / peak_N1
+        out_NO = self._int_mm(unit_ND) if self._packed is None else _fbgemm(unit_ND, self._packed)
+        return (out_NO * peak_N1).view(*x_BD.shape[:-1], self.out_features)
+
+    def _int_mm(self, unit_ND: Tensor) -> Tensor:
+        levels_ND = torch.round(unit_ND * ACTIVATION_LEVELS).to(torch.int8)
+        missing = max(0, _INT_MM_MIN_ROWS - levels_ND.shape[0])
+        padded = torch.nn.functional.pad(levels_ND, (0, 0, 0, missing)) if missing else levels_ND
+        sums_NO = torch._int_mm(padded, self.quantized.t())  # pyright: ignore[reportPrivateImportUsage]
+        sums_NO = sums_NO[: levels_ND.shape[0]]
+        return sums_NO.float() * (self.scale / ACTIVATION_LEVELS)
+
+
+class Int8Embedding(nn.Module):
+    """An embedding table over INT8 rows, shared with a tied INT8 head."""
+
+    def __init__(self, quantized_VD: Tensor, scale_V: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("quantized", quantized_VD, persistent=False)
+        self.register_buffer("scale", scale_V, persistent=False)
+        self.quantized: Tensor
+        self.scale: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        """The table as FP32 [V, D]."""
+        return self.quantized.float() * self.scale[:, None]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.quantized[tokens].float() * self.scale[tokens].unsqueeze(-1)
+
+
+def require_backend(backend: Backend) -> None:
+    """Raises `ConfigError` when this build of PyTorch cannot run `backend`."""
+    if backend == "fbgemm" and "fbgemm" not in torch.backends.quantized.supported_engines:
+        raise ConfigError("backend: this PyTorch has no fbgemm; take 'int_mm' or 'fastest'")
+
+
+def _pack(weight_OD: Tensor, scale_O: Tensor) -> object:
+    require_backend("fbgemm")
+    engine = torch.backends.quantized.engine
+    try:
+        torch.backends.quantized.engine = "fbgemm"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*quantized tensor creation functions.*")
+            zeros = torch.zeros(len(scale_O), dtype=torch.long)
+            make = torch._make_per_channel_quantized_tensor  # pyright: ignore[reportPrivateImportUsage]
+            tensor = make(weight_OD, scale_O.double(), zeros, 0)
+        return torch.ops.quantized.linear_prepack(tensor, None)
+    finally:
+        torch.backends.quantized.engine = engine
+
+
+def _fbgemm(unit_ND: Tensor, packed: object) -> Tensor:
+    """FBGEMM with the activation range pinned to [-1, 1]: unsigned bytes around a zero point of 128."""
+    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+        unit_ND, 1.0 / ACTIVATION_LEVELS, ACTIVATION_LEVELS + 1, packed
+    )
