@@ -1,0 +1,106 @@
+"""What a report consists of: sections of figures, tables, samples and text. Knows neither HTML nor any stage."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A figure that stands large at the top: `value` with its `label`, and in small what it is compared with."""
+
+    label: str
+    value: str
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """An inline SVG with what it shows in words (`title`) and how to read it (`caption`)."""
+
+    title: str
+    svg: str
+    caption: str = ""
+    kind: Literal["chart"] = "chart"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a header. Columns named in `numeric` are set flush right; `strong` marks rows by number."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    caption: str = ""
+    numeric: Sequence[int] = ()
+    strong: Sequence[int] = ()
+    kind: Literal["table"] = "table"
+
+
+@dataclass(frozen=True)
+class Note:
+    """A paragraph; `level` "warning" is set apart."""
+
+    text: str
+    level: Literal["plain", "good", "warning"] = "plain"
+    kind: Literal["note"] = "note"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A question and its answer, with a small line about the circumstances."""
+
+    question: str
+    answer: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Questions and answers, one below the other."""
+
+    items: Sequence[Sample]
+    title: str = ""
+    kind: Literal["samples"] = "samples"
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """A piece of text to look into; `label` says what it is."""
+
+    label: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Excerpts behind a heading that opens on a click."""
+
+    title: str
+    items: Sequence[Excerpt]
+    kind: Literal["fold"] = "fold"
+
+
+Block = Chart | Table | Note | Samples | Fold
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the report. Neighbouring charts share a row where there is room."""
+
+    anchor: str
+    title: str
+    blocks: Sequence[Block]
+    lead: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """The whole report."""
+
+    title: str
+    subtitle: str
+    facts: Sequence[Fact]
+    sections: Sequence[Section]
+    footer: str = ""
+    warnings: Sequence[str] = field(default_factory=tuple)

@@ -1,0 +1,190 @@
+"""Charts as inline SVG whose colours are CSS variables, so that one picture serves light and dark.
+
+Drawn with matplotlib's `Figure` objects alone (no pyplot, no global state). Text stays text: it can be selected, and
+the page's font is used. Knows nothing about what the numbers mean.
+"""
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from modelwright.pipeline.report.format import compact
+
+WIDTH_IN, HEIGHT_IN = 4.5, 2.45
+FONT_PT = 8.5
+
+# Stand-ins that matplotlib draws with; each is replaced by a CSS variable of the page.
+_INK, _MUTED, _GRID = "#010101", "#020202", "#030303"
+_SERIES = ("#040404", "#050505", "#060606", "#070707")
+_VARIABLES = {_INK: "--ink", _MUTED: "--muted", _GRID: "--grid"} | {
+    colour: f"--series-{i + 1}" for i, colour in enumerate(_SERIES)
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """`points`: (x, y); `faint` for raw values behind a smoothed line; `marks` for few measured points."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    faint: bool = False
+    marks: bool = False
+    colour: int = 0
+
+
+def line_chart(
+    lines: Sequence[Line],
+    *,
+    name: str,
+    x_label: str,
+    y_label: str,
+    log: bool = False,
+    level: float = 0.0,
+    level_label: str = "",
+    percent: bool = False,
+) -> str:
+    """Lines over a common axis; `level` draws a dashed horizontal line (0: none). Returns an `<svg>` element.
+
+    Values that are not finite are gaps. With `log` values of zero and below are left out.
+    """
+    figure, axes = _figure()
+    for line in lines:
+        points = _visible(_thin(line.points), log)
+        if points:
+            axes.plot(
+                [x for x, _ in points],
+                [y for _, y in points],
+                color=_SERIES[line.colour],
+                linewidth=0.8 if line.faint else 1.6,
+                alpha=0.35 if line.faint else 1.0,
+                marker="o" if line.marks else "",
+                markersize=3.2,
+                label="" if line.faint else line.label,
+            )
+    if level:
+        axes.axhline(level, color=_MUTED, linewidth=1, linestyle=(0, (4, 3)), label=level_label)
+    if log:
+        _log_scale(axes)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.xaxis.set_major_formatter(lambda value, _: compact(value))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}" if percent else compact(value))
+    if not log and percent:
+        axes.set_ylim(bottom=0)
+    if len([line for line in lines if not line.faint]) + bool(level_label) > 1:
+        _legend(axes)
+    return _svg(figure, name)
+
+
+def bar_chart(
+    groups: Sequence[str],
+    series: Sequence[tuple[str, Sequence[float]]],
+    *,
+    name: str,
+    x_label: str,
+    values: Sequence[Sequence[str]] = (),
+) -> str:
+    """Horizontal bars: one group per entry of `groups`, one bar per series, its value written at its end.
+
+    `values`: the words at the bars' ends by series, when a plain number is not enough.
+    """
+    rows = len(groups) * (len(series) + (0.6 if len(series) > 1 else 0.35))
+    figure, axes = _figure(height_in=0.55 + 0.2 * rows)
+    thickness = 0.8 / len(series)
+    top = max((value for _, column in series for value in column if math.isfinite(value)), default=1.0) or 1.0
+    for number, (label, column) in enumerate(series):
+        places = [group + (number - (len(series) - 1) / 2) * thickness for group in range(len(groups))]
+        axes.barh(places, column, height=thickness * 0.84, color=_SERIES[number], label=label)
+        for group, (place, value) in enumerate(zip(places, column, strict=True)):
+            words = values[number][group] if values else compact(value)
+            axes.text(value + top * 0.015, place, words, va="center", color=_INK, fontsize=FONT_PT - 0.5)
+    axes.set_yticks(range(len(groups)), groups)
+    axes.invert_yaxis()
+    axes.set_xlim(0, top * 1.2)
+    axes.set_xlabel(x_label)
+    axes.xaxis.set_major_formatter(lambda value, _: compact(value))
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", colors=_INK)
+    if len(series) > 1:
+        _legend(axes, above=True, columns=len(series))
+    return _svg(figure, name)
+
+
+def smooth(points: Sequence[tuple[float, float]], weight: float = 0.95) -> list[tuple[float, float]]:
+    """Exponential moving average with bias correction (Adam's), so that the start is not dragged to zero."""
+    result, mean, norm = [], 0.0, 0.0
+    for x, y in points:
+        if math.isfinite(y):
+            mean, norm = weight * mean + (1 - weight) * y, weight * norm + (1 - weight)
+            result.append((x, mean / norm))
+    return result
+
+
+def _figure(height_in: float = HEIGHT_IN):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    axes = figure.add_subplot()
+    axes.grid(visible=True, color=_GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_MUTED)
+    axes.tick_params(colors=_MUTED, labelsize=FONT_PT, length=0)
+    axes.xaxis.label.set(color=_MUTED, size=FONT_PT)
+    axes.yaxis.label.set(color=_MUTED, size=FONT_PT)
+    return figure, axes
+
+
+def _log_scale(axes) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _legend(axes, *, above: bool = False, columns: int = 1) -> None:
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1.0), "borderaxespad": 0.2} if above else {"loc": "best"}
+    axes.legend(frameon=False, fontsize=FONT_PT, labelcolor=_INK, handlelength=1.3, ncols=columns, **place)
+
+
+def _thin(points: Sequence[tuple[float, float]], most: int = 700) -> Sequence[tuple[float, float]]:
+    """At most about `most` points, evenly chosen, the last always among them."""
+    if len(points) <= most:
+        return points
+    stride = math.ceil(len(points) / most)
+    kept = list(points[::stride])
+    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+
+
+def _visible(points: Sequence[tuple[float, float]], log: bool) -> list[tuple[float, float]]:
+    return [(x, y if math.isfinite(y) else math.nan) for x, y in points if not log or y > 0]
+
+
+def _svg(figure, name: str) -> str:
+    import matplotlib
+
+    buffer = io.StringIO()
+    settings = {"svg.fonttype": "none", "svg.hashsalt": f"chart-{name}", "font.family": ["sans-serif"]}
+    with matplotlib.rc_context(settings):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
+    svg = re.sub(r'<svg ([^>]*?)width="[^"]*" ?', r"<svg \1", svg, count=1)
+    svg = re.sub(r'<svg ([^>]*?)height="[^"]*" ?', r"<svg \1", svg, count=1)
+    svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 var(--font)", svg)
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
+    for colour, variable in _VARIABLES.items():
+        svg = svg.replace(colour, f"var({variable})")
+    return _own_ids(svg, name)
+
+
+def _own_ids(svg: str, name: str) -> str:
+    """Prefix every id with the chart's name: several charts share one page."""
+    svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
+    svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", svg)
+    return re.sub(r'xlink:href="#([^"]+)"', rf'href="#{name}-\1"', svg)

@@ -1,0 +1,54 @@
+"""Numbers as a reader wants them: grouped, rounded, with a unit."""
+
+import math
+
+
+def compact(value: float) -> str:
+    """Few characters for an axis: `12k`, `3.4M`, `0.002`, `2e-05`."""
+    if not math.isfinite(value):
+        return str(value)
+    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{letter}"
+    return f"{value:.0e}" if 0 < abs(value) < 1e-3 else f"{value:.4g}"
+
+
+def count(value: float) -> str:
+    """A whole number with its thousands grouped."""
+    return f"{value:,.0f}"
+
+
+def number(value: float, digits: int = 4) -> str:
+    """`digits` significant digits, thousands grouped, no exponent for ordinary sizes."""
+    if not math.isfinite(value):
+        return "not finite"
+    if value == 0:
+        return "0"
+    if abs(value) < 1e-3 or abs(value) >= 1e9:
+        return f"{value:.{digits - 1}g}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def size(value: float) -> str:
+    """Bytes in decimal units: `34.2 MB`."""
+    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
+def seconds(value: float) -> str:
+    """`0.4 s`, `12 s`, `3 min 20 s`, `2 h 05 min`."""
+    if value < 10:
+        return f"{value:.1f} s"
+    if value < 60:
+        return f"{value:.0f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def percent(value: float, digits: int = 1) -> str:
+    """A fraction as per cent."""
+    return f"{100 * value:.{digits}f} %"
