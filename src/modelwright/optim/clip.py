@@ -1,24 +1,22 @@
 """Norm and clipping of gradients, over many tensors at once. Knows no rank: replicas hold equal gradients."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 
-def global_norm(gradients: Sequence[Tensor]) -> Tensor:
+def global_norm(gradients: list[Tensor]) -> Tensor:
     """The L2 norm of all gradients together, a scalar tensor; not finite when any gradient is not."""
     return get_total_norm(gradients, foreach=True)
 
 
-def scale_to_norm(gradients: Sequence[Tensor], norm: float, max_norm: float) -> None:
+def scale_to_norm(gradients: list[Tensor], norm: float, max_norm: float) -> None:
     """Scale in place so that the global norm `norm` becomes at most `max_norm` (Pascanu et al. 2013)."""
     if norm > max_norm:
-        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
+        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))  # pyright: ignore
 
 
-def clip_naive(gradients: Sequence[Tensor], max_norm: float) -> float:
+def clip_naive(gradients: list[Tensor], max_norm: float) -> float:
     """The definition, step by step; the twin of `global_norm` and `scale_to_norm`. Returns the norm before."""
     norm = sum(float((gradient.double() ** 2).sum()) for gradient in gradients) ** 0.5
     for gradient in gradients:

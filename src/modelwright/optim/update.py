@@ -5,7 +5,7 @@ function; nothing here knows a rank. `standard_updates` writes the usual order.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ class Context:
 
     step: int
     num_steps: int
-    gradients: Sequence[Tensor]
+    gradients: list[Tensor]
     loss: float
     grad_norm: float = math.nan
     learning_rate: float = 0.0

@@ -5,7 +5,7 @@ whose collectives do nothing. Knows nothing about models or gradients.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -38,11 +38,28 @@ class World:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
-    def largest(self, value: float) -> float:
-        """The largest of the ranks' values."""
+    def start_sum(self, tensor: Tensor) -> Callable[[], object]:
+        """Begin a sum over all ranks, in place; the returned function waits for it."""
         if self.size == 1:
-            return value
-        return float(self.all_reduce_max(torch.tensor(value, dtype=torch.float64, device=self.device)))
+            return lambda: None
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        return work.wait
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """The sum of each value over the ranks, in one message."""
+        if self.size == 1:
+            return list(values)
+        return self.all_reduce_sum(self._tensor(values)).tolist()
+
+    def maxima(self, *values: float) -> list[float]:
+        """The largest of each value over the ranks, in one message."""
+        if self.size == 1:
+            return list(values)
+        return self.all_reduce_max(self._tensor(values)).tolist()
+
+    def _tensor(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=self.device)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """The first rank's values on all ranks, in place."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from modelwright.parallel.mesh import World
@@ -49,12 +48,12 @@ class ExactTransport:
         in_flight = []
         for bucket in self._buckets(gradients):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            in_flight.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
-        for bucket, flat, work in in_flight:
-            assert work is not None
-            work.wait()
+            in_flight.append((bucket, flat, self.world.start_sum(flat)))
+        for bucket, flat, wait in in_flight:
+            wait()
             parts = flat.split([gradient.numel() for gradient in bucket])
-            torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
+            shaped = [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)]
+            torch._foreach_copy_(bucket, shaped)  # pyright: ignore
             payload = flat.numel() * flat.element_size()
             self.bytes_sent += 2 * payload * (self.world.size - 1) // self.world.size
 

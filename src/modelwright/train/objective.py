@@ -71,6 +71,12 @@ class StepInfo:
     bytes_sent: int
     scalars: Mapping[str, float] = field(default_factory=dict)
 
+    def as_record(self) -> dict[str, float | int | bool]:
+        """The step's metrics, flat: loss terms as `loss/<name>` where there are several."""
+        terms = {f"loss/{name}": value for name, value in self.losses.items()} if len(self.losses) > 1 else {}
+        plain = {key: value for key, value in vars(self).items() if key not in ("step", "losses", "scalars")}
+        return {**plain, **terms, **self.scalars}
+
 
 class Controller(Protocol):
     """Looks at finished steps and changes what it was built around; its state is in the checkpoint."""

@@ -1,0 +1,422 @@
+"""THE training loop. Read `train` and `_Loop` from top to bottom.
+
+The loop owns microbatching, the normaliser, backward, the update, evaluation, checkpoints and metrics. It never sees a
+loss formula: an `Objective` gives sums and weights, a `GradientTransport` moves gradients, a list of `Update`s turns
+them into new weights, `Controller`s watch.
+
+What makes a run repeatable: batch number n is a function of n, random streams are seeded afresh at every step from
+(seed, step, rank), and everything else that lives longer than a step is in the checkpoint. So a run that is killed at
+any moment and started again ends with the same bits.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from modelwright.core.errors import Stopped
+from modelwright.core.progress import Progress, SilentProgress
+from modelwright.core.records import Recorder
+from modelwright.core.rundir import StageDir
+from modelwright.core.seeds import derive_seed
+from modelwright.model.decoder import Decoder
+from modelwright.optim.build import build_adamw
+from modelwright.optim.update import Context, FiniteCheck, Update, standard_updates
+from modelwright.parallel.mesh import World
+from modelwright.parallel.transport import ExactTransport, GradientTransport
+from modelwright.precision.policy import autocast
+from modelwright.train.checkpoint import Best, Checkpoints, Snapshot, read_weights
+from modelwright.train.config import TrainConfig
+from modelwright.train.evaluation import heldout_losses
+from modelwright.train.objective import Batch, Controller, Objective, StepInfo, forward
+from modelwright.train.passes import apply_passes
+from modelwright.train.signals import StopRequest
+from modelwright.train.watch import Watch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """How a run ended. The model holds the last weights; `load_best` puts the best ones in.
+
+    loss: of the last step; heldout_loss: at the last evaluation, nan without held-out batches; best: lowest held-out
+    loss and its step (0: none); num_tokens: trained on, padding left out; train_time_s: spent in steps, over all
+    starts; model_flops: of forward and backward passes; mfu: in [0, 1], 0 without a peak rate; num_skipped: updates
+    left out for values that were not finite; num_events: entries of the watch list by kind.
+    """
+
+    num_steps: int
+    loss: float
+    heldout_loss: float
+    best: Best
+    num_tokens: int
+    train_time_s: float
+    model_flops: float
+    mfu: float
+    num_skipped: int
+    num_events: Mapping[str, int]
+
+
+def train(
+    model: Decoder,
+    objective: Objective,
+    config: TrainConfig,
+    *,
+    num_steps: int,
+    world: World,
+    stage: StageDir,
+    seed: int,
+    name: str,
+    input_digest: str,
+    progress: Progress,
+    heldout: Sequence[Batch] = (),
+    peak_flops: float = 0.0,
+    controllers: Mapping[str, Controller] | None = None,
+    transport: GradientTransport | None = None,
+) -> TrainResult:
+    """Train `model` in place until `num_steps` updates are done, going on from the newest whole checkpoint in `stage`.
+
+    num_steps: from `config.resolve_num_steps`; name: what the progress display calls it; input_digest: of whatever
+    decides the result (config, data, initial weights): a checkpoint with another one is refused; heldout: batches for
+    evaluation, shared among the ranks; peak_flops: matrix-product rate of one rank in FLOP/s, 0 when unknown;
+    transport: the exact all-reduce unless given. Writes `stage.checkpoints`, `stage.metrics`, `stage.tensorboard`
+    and `stage.path/watch.jsonl`, on the first rank only.
+
+    Raises `Stopped` after a SIGTERM or Ctrl-C (the state is saved), `StorageError` when a checkpoint or a metric
+    cannot be written, `ArtifactError` for checkpoints of another run, `ModelwrightError` when training has diverged.
+    """
+    model = apply_passes(
+        model.to(world.device),
+        activation_checkpoint_every=config.activation_checkpoint_every,
+        compile_blocks=config.compile,
+    )
+    loop = _Loop(
+        model=model,
+        objective=objective,
+        config=config,
+        num_steps=num_steps,
+        world=world,
+        stage=stage,
+        seed=seed,
+        progress=progress if world.is_first else SilentProgress(),
+        heldout=heldout,
+        peak_flops=peak_flops,
+        controllers=dict(controllers or {}),
+        transport=transport or ExactTransport(world),
+        checkpoints=Checkpoints(stage.checkpoints, keep_last=config.keep_last, digest=input_digest),
+    )
+    loop.progress.begin(name, num_steps, "steps")
+    try:
+        with StopRequest() as stop:
+            return loop.run(stop)
+    finally:
+        loop.close()
+        loop.progress.end()
+
+
+def load_best(model: Decoder, stage: StageDir, best: Best) -> None:
+    """Put the weights with the lowest held-out loss into the model. Raises `ArtifactError` when they are gone."""
+    model.load_state_dict(read_weights(stage.checkpoints, best.step))
+
+
+@dataclass
+class _Position:
+    """How far the run is: what a checkpoint says besides tensors. `step`: updates done."""
+
+    step: int = 0
+    loss: float = math.nan
+    num_tokens: int = 0
+    train_time_s: float = 0.0
+    model_flops: float = 0.0
+    evaluated_step: int = 0
+    heldout_loss: float = math.nan
+    best_step: int = 0
+    best_loss: float = math.inf
+
+    @property
+    def best(self) -> Best:
+        return Best(step=self.best_step, loss=self.best_loss)
+
+
+@dataclass(kw_only=True)
+class _Loop:
+    """The parts of one run, and its steps in the order in which they happen."""
+
+    model: Decoder
+    objective: Objective
+    config: TrainConfig
+    num_steps: int
+    world: World
+    stage: StageDir
+    seed: int
+    progress: Progress
+    heldout: Sequence[Batch]
+    peak_flops: float
+    controllers: dict[str, Controller]
+    transport: GradientTransport
+    checkpoints: Checkpoints
+    names: dict[Tensor, str] = field(init=False)
+    optimizer: Optimizer = field(init=False)
+    updates: dict[str, Update] = field(init=False)
+    recorder: Recorder | None = None
+    at: _Position = field(default_factory=_Position)
+    saved: tuple[int, int] = (0, 0)
+    saved_time: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.names = {p: name for name, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = build_adamw(
+            self.model,
+            learning_rate=config.learning_rate,
+            betas=config.betas,
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+        )
+        self.updates = standard_updates(
+            self.optimizer,
+            self.names,
+            agree=lambda flag: self.world.maxima(flag)[0],
+            max_skipped=config.max_skipped_steps,
+            clip_norm=config.clip_norm,
+            schedule=config.schedule,
+            peak_rate=config.learning_rate,
+        )
+        if self.world.is_first:
+            watch = Watch(self.stage.path / "watch.jsonl", config.watch, note=self.progress.note)
+            self.controllers = {"watch": watch, **self.controllers}
+
+    def run(self, stop: StopRequest) -> TrainResult:
+        self.resume()
+        self.model.train()
+        batches = self.objective.batches(
+            self.model, first=self.at.step, rank=self.world.rank, world_size=self.world.size
+        )
+        while True:
+            stopping, minutes_due = map(bool, self.world.maxima(stop.requested, self.minutes_due()))
+            if self.evaluation_due() and not stopping:
+                self.evaluate()
+            if stopping or minutes_due or self.checkpoint_due():
+                self.save()
+            if self.at.step >= self.num_steps:
+                break
+            if stopping:
+                self.finish_writing()
+                raise Stopped(f"stopped after step {self.at.step} of {self.num_steps}; run again to go on from there")
+            self.report(self.one_step(batches))
+        self.finish_writing()
+        return self.result()
+
+    def one_step(self, batches: Iterator[Batch]) -> StepInfo:
+        """One update: batch, gradients, transport, updates."""
+        started = time.perf_counter()
+        torch.manual_seed(derive_seed(self.seed, "step", self.at.step, self.world.rank))
+        batch = next(batches)
+        data_wait_s = time.perf_counter() - started
+        totals, num_tokens, flops = self.count(batch)
+        losses = self.compute_gradients(batch, totals)
+        gradients = self.gradients()
+        self.transport.reduce(gradients)
+        context = Context(step=self.at.step, num_steps=self.num_steps, gradients=gradients, loss=sum(losses.values()))
+        for update in self.updates.values():
+            update.apply(context)
+        self.optimizer.zero_grad(set_to_none=True)
+        return self.account(context, losses, num_tokens, flops, data_wait_s, time.perf_counter() - started)
+
+    def count(self, batch: Batch) -> tuple[dict[str, float], int, float]:
+        """What the whole batch amounts to, before any of it is computed: the normaliser of each loss term, tokens
+        without padding, and the FLOPs of forward and backward.
+
+        FLOPs are counted from the batch as it is: a token attends to itself and to what stands before it in its
+        document; backward costs twice forward; what is computed again is not counted.
+        """
+        weights = self.objective.weights(batch)
+        real = batch.segments_BT >= 0
+        contexts = ((batch.positions_BT + 1) * real).sum()
+        *totals, num_tokens, context = self.world.sums([float(x) for x in (*weights.values(), real.sum(), contexts)])
+        flops = 3 * num_tokens * self.model.config.flops_per_token(context / max(1.0, num_tokens))
+        return dict(zip(weights, totals, strict=True)), int(num_tokens), flops
+
+    def compute_gradients(self, batch: Batch, totals: Mapping[str, float]) -> dict[str, float]:
+        """This rank's share of the gradient of the whole batch, left in the parameters.
+
+        Returns each loss term of the whole batch: its sum over all microbatches and ranks over its total weight.
+        """
+        scale = {name: 1.0 / total if total > 0 else 0.0 for name, total in totals.items()}
+        sums = torch.zeros(len(scale), dtype=torch.float64, device=self.world.device)
+        for part in batch.split(self.config.num_microbatches):
+            part = part.to(self.world.device)
+            with autocast(self.config.precision, self.world.device):
+                terms = self.objective.losses(forward(self.model, part), part, self.model)
+            scaled = torch.stack([terms[name] * scale[name] for name in scale])
+            scaled.sum().backward()
+            sums += scaled.detach()
+        return dict(zip(scale, self.world.sums(sums.tolist()), strict=True))
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients of all trainable parameters, in one order on all ranks; zeros where nothing flowed."""
+        found = []
+        for parameter in self.names:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            found.append(parameter.grad)
+        return found
+
+    def account(
+        self,
+        context: Context,
+        losses: dict[str, float],
+        num_tokens: int,
+        flops: float,
+        data_wait_s: float,
+        step_time_s: float,
+    ) -> StepInfo:
+        """Count the step as done."""
+        self.at.step += 1
+        self.at.loss = context.loss
+        self.at.num_tokens += num_tokens
+        self.at.train_time_s += step_time_s
+        self.at.model_flops += flops
+        return StepInfo(
+            step=self.at.step,
+            loss=context.loss,
+            losses=losses,
+            grad_norm=context.grad_norm,
+            learning_rate=context.learning_rate,
+            num_tokens=num_tokens,
+            tokens_per_s=num_tokens / step_time_s,
+            mfu=self.utilisation(flops, step_time_s),
+            data_wait_s=data_wait_s,
+            step_time_s=step_time_s,
+            skipped=context.skip,
+            bytes_sent=self.transport.bytes_sent,
+            scalars=context.scalars,
+        )
+
+    def utilisation(self, flops: float, time_s: float) -> float:
+        return flops / time_s / (self.peak_flops * self.world.size) if self.peak_flops and time_s else 0.0
+
+    def report(self, info: StepInfo) -> None:
+        """Show the step to controllers, metrics and display; hear from the checkpoint writer."""
+        for controller in self.controllers.values():
+            if info.step % controller.every == 0:
+                controller.observe(info)
+        if self.recorder is not None and info.step % self.config.log_every_steps == 0:
+            self.recorder.write(info.step, **info.as_record())
+        self.progress.advance(
+            info.step, loss=info.loss, lr=info.learning_rate, tokens_per_s=info.tokens_per_s, mfu=info.mfu
+        )
+        self.checkpoints.poll()
+
+    def evaluation_due(self) -> bool:
+        """Every n steps and at the end, once: a run that was stopped before evaluating does it when it goes on."""
+        if not self.heldout or self.at.step == self.at.evaluated_step:
+            return False
+        every = self.config.eval_every_steps
+        return self.at.step == self.num_steps or (every > 0 and self.at.step % every == 0)
+
+    def evaluate(self) -> None:
+        """Held-out losses over the whole set; the best so far is remembered."""
+        started = time.perf_counter()
+        with autocast(self.config.precision, self.world.device):
+            losses = heldout_losses(self.model, self.objective, self.heldout, self.world)
+        loss = sum(losses.values())
+        self.at.evaluated_step, self.at.heldout_loss = self.at.step, loss
+        if loss < self.at.best_loss:
+            self.at.best_step, self.at.best_loss = self.at.step, loss
+        if self.recorder is not None:
+            terms = {f"heldout_loss/{name}": value for name, value in losses.items()} if len(losses) > 1 else {}
+            took_s = time.perf_counter() - started
+            self.recorder.write(self.at.step, heldout_loss=loss, eval_time_s=took_s, **terms)
+        self.progress.advance(self.at.step, heldout_loss=loss)
+
+    def minutes_due(self) -> bool:
+        minutes = self.config.checkpoint_every_minutes
+        return self.at.step > 0 and 0 < minutes * 60 <= time.monotonic() - self.saved_time
+
+    def checkpoint_due(self) -> bool:
+        every = self.config.checkpoint_every_steps
+        is_best = self.config.keep_best and 0 < self.at.step == self.at.best_step
+        return self.at.step == self.num_steps or is_best or (every > 0 and self.at.step % every == 0)
+
+    def save(self) -> None:
+        """Hand the state to the checkpoint writer, unless it has it already; the first rank writes for all."""
+        self.saved_time = time.monotonic()
+        if self.saved == (self.at.step, self.at.evaluated_step):
+            return
+        self.saved = (self.at.step, self.at.evaluated_step)
+        if self.recorder is None:
+            return
+        started = time.perf_counter()
+        snapshot = Snapshot(step=self.at.step, weights=self.model.state_dict(), state=self.state())
+        self.checkpoints.save(snapshot, best=self.best())
+        self.recorder.write(self.at.step, checkpoint_stall_s=time.perf_counter() - started)
+
+    def finish_writing(self) -> None:
+        """Return on all ranks when the last checkpoint is on disk."""
+        self.checkpoints.wait()
+        self.world.barrier()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "position": dict(vars(self.at)),
+            "updates": {name: update.state_dict() for name, update in self.updates.items()},
+            "controllers": {name: controller.state_dict() for name, controller in self.controllers.items()},
+            "transport": self.transport.state_dict(),
+        }
+
+    def resume(self) -> None:
+        """Go on from the newest whole checkpoint, whatever the number of ranks that wrote it.
+
+        The first rank chooses; all read it (the run directory is shared) and begin with the first one's weights.
+        """
+        snapshot = None
+        if self.world.is_first:
+            self.checkpoints.prepare()
+            snapshot = self.checkpoints.latest(self.progress.note)
+        step = int(self.world.maxima(snapshot.step if snapshot else 0)[0])
+        if step:
+            self.restore(snapshot or self.checkpoints.read(step))
+            self.progress.note(f"going on after step {step} of {self.num_steps}")
+        if self.world.is_first:
+            self.checkpoints.write_best(self.best())
+            self.recorder = Recorder(self.stage.metrics, tensorboard=self.stage.tensorboard, first_step=step + 1)
+        for weight in self.model.state_dict().values():
+            self.world.broadcast(weight)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self.model.load_state_dict(dict(snapshot.weights))
+        self.at = _Position(**snapshot.state["position"])
+        self.saved = (self.at.step, self.at.evaluated_step)
+        for name, update in self.updates.items():
+            update.load_state_dict(snapshot.state["updates"][name])
+        for name, controller in self.controllers.items():
+            controller.load_state_dict(snapshot.state["controllers"][name])
+        self.transport.load_state_dict(snapshot.state["transport"])
+
+    def best(self) -> Best:
+        return self.at.best if self.config.keep_best else Best()
+
+    def result(self) -> TrainResult:
+        watch, check = self.controllers.get("watch"), self.updates["finite_check"]
+        return TrainResult(
+            num_steps=self.at.step,
+            loss=self.at.loss,
+            heldout_loss=self.at.heldout_loss,
+            best=self.best(),
+            num_tokens=self.at.num_tokens,
+            train_time_s=self.at.train_time_s,
+            model_flops=self.at.model_flops,
+            mfu=self.utilisation(self.at.model_flops, self.at.train_time_s),
+            num_skipped=check.num_skipped if isinstance(check, FiniteCheck) else 0,
+            num_events=dict(watch.num_events) if isinstance(watch, Watch) else {},
+        )
+
+    def close(self) -> None:
+        self.checkpoints.close()
+        if self.recorder is not None:
+            self.recorder.close()
