@@ -1,0 +1,134 @@
+"""Packed rows to training batches: a pure function of (seed, batch number), so resume is exact and needs no state.
+
+All ranks see one global order: rows are shuffled anew in every epoch, epochs follow one another without a gap, and
+batch `i` holds places `i * batch_rows` to `(i + 1) * batch_rows` of that order. A rank takes its equal share of
+consecutive rows, so any number of ranks gives the same global batch. Knows nothing about models or text.
+"""
+
+import json
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from modelwright.core.errors import ArtifactError, ConfigError
+from modelwright.core.seeds import derive_seed
+from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.data.pack import FORMAT, INDEX
+
+
+class PackedRows:
+    """A shard folder written by `pack`, mapped into memory. Raises `ArtifactError` when it is missing or damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index = _read_index(folder)
+        self.seq_len: int = index["seq_len"]
+        self.vocab_size: int = index["vocab_size"]
+        self.num_rows: int = index["num_rows"]
+        self.num_tokens: int = index["num_tokens"]
+        self.num_targets: int = index["num_targets"]
+        dtype = np.dtype(index["dtype"])
+        files = index["files"]
+        self._tokens = [_map(folder / f["tokens"], dtype, (f["rows"], self.seq_len)) for f in files]
+        self._masks = [
+            _map(folder / f["mask"], np.dtype(np.uint8), (f["rows"], self.seq_len)) for f in files if "mask" in f
+        ]
+        self._file_starts = np.cumsum([0] + [f["rows"] for f in files])
+        self._offsets = _map(folder / "offsets.bin", np.dtype(np.int64), (self.num_rows + 1,))
+        self._lengths = _map(folder / "lengths.bin", np.dtype(np.uint32), (index["num_pieces"],))
+
+    def gather(self, rows: np.ndarray) -> TokenBatch:
+        """The given rows as a batch, in the given order."""
+        shape = (len(rows), self.seq_len)
+        tokens, targets = np.empty(shape, dtype=np.int64), np.ones(shape, dtype=bool)
+        positions, segments = np.zeros(shape, dtype=np.int64), np.full(shape, -1, dtype=np.int32)
+        for place, row in enumerate(rows.tolist()):
+            file = int(np.searchsorted(self._file_starts, row, side="right")) - 1
+            tokens[place] = self._tokens[file][row - self._file_starts[file]]
+            if self._masks:
+                targets[place] = self._masks[file][row - self._file_starts[file]]
+            lengths = self.piece_lengths(row)
+            used = int(lengths.sum())
+            begins = np.cumsum(lengths) - lengths
+            positions[place, :used] = np.arange(used) - np.repeat(begins, lengths)
+            segments[place, :used] = np.repeat(np.arange(len(lengths)), lengths)
+        labels = np.full(shape, IGNORED, dtype=np.int64)
+        predicted = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] >= 0) & targets[:, 1:]
+        labels[:, :-1][predicted] = tokens[:, 1:][predicted]
+        return TokenBatch(
+            input_ids_BT=torch.from_numpy(tokens),
+            labels_BT=torch.from_numpy(labels),
+            positions_BT=torch.from_numpy(positions),
+            segments_BT=torch.from_numpy(segments),
+        )
+
+    def piece_lengths(self, row: int) -> np.ndarray:
+        """Lengths in tokens of the pieces in one row, in order."""
+        return self._lengths[self._offsets[row] : self._offsets[row + 1]].astype(np.int64)
+
+    def batches(self, batch_rows: int) -> Iterator[TokenBatch]:
+        """Every row once, in the order on disk; the last batch may have fewer rows. For evaluation."""
+        for first in range(0, self.num_rows, batch_rows):
+            yield self.gather(np.arange(first, min(first + batch_rows, self.num_rows)))
+
+
+class PackedLoader:
+    """Global batches of `batch_rows` rows, in an order that `seed` fixes."""
+
+    def __init__(self, rows: PackedRows, *, batch_rows: int, seed: int) -> None:
+        if batch_rows < 1:
+            raise ConfigError(f"batch_rows: {batch_rows} is not positive; choose 1 or more")
+        self.rows = rows
+        self.batch_rows = batch_rows
+        self.seed = seed
+        self._epoch_order = lru_cache(maxsize=2)(self._shuffle)  # a batch touches two epochs at most, unless it is huge
+
+    @property
+    def num_batches_per_epoch(self) -> int:
+        """Batches after which every row was seen at least once."""
+        return -(-self.rows.num_rows // self.batch_rows)
+
+    def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
+        """This rank's share of global batch `index` (from 0, without end). Raises `ConfigError` for uneven shares."""
+        if self.batch_rows % world_size:
+            text = f"batch_rows: {self.batch_rows} rows cannot be shared equally by {world_size} ranks"
+            raise ConfigError(f"{text}; choose a multiple of {world_size}")
+        share = self.batch_rows // world_size
+        first = index * self.batch_rows + rank * share
+        return self.rows.gather(self.order(first, first + share))
+
+    def order(self, first: int, last: int) -> np.ndarray:
+        """Rows at places `first` to `last` of the endless global order [last - first] int64."""
+        num_rows = self.rows.num_rows
+        places = np.arange(first, last)
+        epochs = places // num_rows
+        parts = [self._epoch_order(int(epoch))[places[epochs == epoch] % num_rows] for epoch in np.unique(epochs)]
+        return np.concatenate(parts)
+
+    def _shuffle(self, epoch: int) -> np.ndarray:
+        """A permutation from Philox's raw stream, which NumPy keeps stable (its `permutation` it does not)."""
+        bits = np.random.Philox(derive_seed(self.seed, "rows", epoch))
+        return np.argsort(bits.random_raw(self.rows.num_rows), kind="stable")
+
+
+def _read_index(folder: Path) -> dict:
+    path = folder / INDEX
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ArtifactError(f"{folder}: holds no packed rows (it has no {INDEX}); run the pack stage") from None
+    except ValueError as error:
+        raise ArtifactError(f"{path}: is damaged ({error}); run the pack stage again") from None
+    if index.get("format") != FORMAT:
+        raise ArtifactError(f"{path}: is of format {index.get('format')!r}, not {FORMAT!r}; run the pack stage again")
+    return index
+
+
+def _map(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    expected = int(np.prod(shape)) * dtype.itemsize
+    if not path.is_file() or path.stat().st_size != expected:
+        raise ArtifactError(f"{path}: is missing or cut off; run the pack stage again")
+    return np.memmap(path, dtype=dtype, mode="r", shape=shape)

@@ -1,0 +1,265 @@
+"""Token sequences to packed rows on disk.
+
+A shard folder holds rows of `seq_len` tokens, filled with whole sequences where they fit (best fit, longest first):
+
+    index.json        seq_len, counts, dtypes, files
+    tokens-00000.bin  [rows, seq_len] uint16, or uint32 when the vocabulary needs it; unused ends hold the end token
+    mask-00000.bin    [rows, seq_len] uint8, only when a sequence came with a loss mask: 1 where the token is a target
+    lengths.bin       uint32, the lengths of the pieces, row after row
+    offsets.bin       int64 [rows + 1], where each row's pieces start in lengths.bin
+
+A sequence longer than a row is cut into pieces that overlap by one token: the last token of a piece is the first of
+the next, so every token but a sequence's first is predicted exactly once. Memory is bounded by about 30 bytes a piece:
+the tokens wait in a spool file while the rows are planned. Knows nothing about text.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import numpy as np
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.errors import ConfigError, DataError, writing
+
+FORMAT = "modelwright-rows/1"
+INDEX = "index.json"
+
+TokenIds = Sequence[int] | np.ndarray
+LossMask = Sequence[int] | np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackConfig:
+    """How sequences become rows.
+
+    `seq_len`: tokens in a row. `mode`: "best_fit" fills rows with several sequences, "pad" gives each piece a row of
+    its own. `overlong`: what becomes of a sequence that is longer than a row, "cut" into pieces or "skip" and counted
+    (for chats, where an answer without its question teaches nothing). `shard_bytes`: size at which a file is closed.
+    """
+
+    seq_len: int = 512
+    mode: Literal["best_fit", "pad"] = "best_fit"
+    overlong: Literal["cut", "skip"] = "cut"
+    shard_bytes: int = 256 * 2**20
+
+    def __post_init__(self) -> None:
+        if self.seq_len < 2:
+            raise ConfigError(f"seq_len: {self.seq_len} leaves nothing to predict; choose 2 or more")
+        if self.shard_bytes < 1:
+            raise ConfigError(f"shard_bytes: {self.shard_bytes} is not positive; choose for instance 268435456")
+
+
+@dataclass(kw_only=True)
+class PackReport:
+    """What packing did. `num_tokens` counts pieces' tokens (the overlap of cut sequences twice), `fill` is their share
+    of the rows, `skipped` counts sequences and pieces left out, by reason."""
+
+    num_sequences: int = 0
+    num_cut: int = 0
+    num_pieces: int = 0
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_targets: int = 0
+    fill: float = 0.0
+    skipped: dict[str, int] = field(default_factory=dict)
+
+    def skip(self, reason: str) -> None:
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+
+
+def pack(
+    sequences: Iterable[tuple[TokenIds, LossMask | None]],
+    folder: Path,
+    config: PackConfig,
+    *,
+    vocab_size: int,
+    eos_id: int,
+) -> PackReport:
+    """Pack sequences into the shard folder `folder` (made if absent).
+
+    Each sequence comes with None (every token is a target) or a loss mask of the same length (1: the token is a
+    target). Every sequence ends with `eos_id`: it is appended, as a target, where it is missing. The same sequences
+    give the same bytes. Raises `DataError` when there is nothing to pack or an id lies outside the vocabulary, and
+    `StorageError` when the disk is full.
+    """
+    report = PackReport()
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        spool = _Spool(folder, np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32))
+        try:
+            for ids, mask in sequences:
+                _add(spool, ids, mask, config, report, vocab_size=vocab_size, eos_id=eos_id)
+            spool.finish()
+            if not spool.lengths:
+                raise DataError(f"{folder}: there is nothing to pack; {_why_empty(report)}")
+            lengths = np.array(spool.lengths, dtype=np.int64)
+            rows = best_fit(lengths, config.seq_len) if config.mode == "best_fit" else np.arange(len(lengths))
+            _write_rows(spool, lengths, rows, folder, config, report, vocab_size=vocab_size, eos_id=eos_id)
+        finally:
+            spool.remove()
+    return report
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """The row of each piece [N] int64: longest first, each into the row with the least space that still takes it.
+
+    Pieces of equal length are placed together: the fullest row that takes one takes as many more as fit, which is
+    where one-by-one best fit puts them too. Cost grows with the number of distinct lengths, not of pieces.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    row_of = np.empty(len(lengths), dtype=np.int64)
+    values, counts = np.unique(lengths, return_counts=True)
+    open_rows: list[list[int]] = [[] for _ in range(capacity + 1)]  # by the space that is left
+    present = 0  # bit c is set when open_rows[c] has a row
+    num_rows = start = 0
+    for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        end = start + count
+        while start < end:
+            wide_enough = present >> length
+            space = length + (wide_enough & -wide_enough).bit_length() - 1 if wide_enough else capacity
+            per_row = space // length
+            needed = -(-(end - start) // per_row)
+            if wide_enough:
+                taken, open_rows[space] = open_rows[space][:needed], open_rows[space][needed:]
+                present &= ~(1 << space) if not open_rows[space] else -1
+            else:
+                taken = list(range(num_rows, num_rows + needed))
+                num_rows += needed
+            placed = min(end - start, len(taken) * per_row)
+            row_of[order[start : start + placed]] = np.repeat(taken, per_row)[:placed]
+            start += placed
+            in_last = placed - (len(taken) - 1) * per_row
+            for rows, left in ((taken[:-1], space - per_row * length), (taken[-1:], space - in_last * length)):
+                if rows and left:
+                    open_rows[left].extend(rows)
+                    present |= 1 << left
+    return row_of
+
+
+class _Spool:
+    """Pieces' tokens and masks in files, one after another, until their rows are known."""
+
+    def __init__(self, folder: Path, dtype: np.dtype) -> None:
+        self.dtype = dtype
+        self.lengths: list[int] = []
+        self.has_mask = False
+        self._paths = [folder / "spool-tokens.tmp", folder / "spool-mask.tmp"]
+        self._files: list[BinaryIO] = [open(path, "wb", buffering=2**20) for path in self._paths]  # noqa: SIM115
+
+    def add(self, ids: np.ndarray, mask: np.ndarray | None) -> None:
+        self.lengths.append(len(ids))
+        self.has_mask |= mask is not None
+        self._files[0].write(ids.astype(self.dtype).tobytes())
+        self._files[1].write(b"\1" * len(ids) if mask is None else mask.tobytes())
+
+    def finish(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def tokens(self) -> np.ndarray:
+        return np.memmap(self._paths[0], dtype=self.dtype, mode="r")
+
+    def masks(self) -> np.ndarray:
+        return np.memmap(self._paths[1], dtype=np.uint8, mode="r")
+
+    def remove(self) -> None:
+        self.finish()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+
+def _add(
+    spool: _Spool, ids: TokenIds, mask: LossMask | None, config: PackConfig, report: PackReport, *,
+    vocab_size: int, eos_id: int,
+) -> None:  # fmt: skip
+    tokens = np.asarray(ids, dtype=np.int64)
+    targets = None if mask is None else np.asarray(mask, dtype=np.uint8)
+    if targets is not None and len(targets) != len(tokens):
+        raise ValueError(f"sequence {report.num_sequences}: {len(tokens)} tokens but {len(targets)} mask values")
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        text = f"sequence {report.num_sequences}: a token id lies outside the vocabulary of {vocab_size}"
+        raise DataError(f"{text}; tokenize again with the tokenizer that the model was built for")
+    if not len(tokens) or tokens[-1] != eos_id:
+        tokens = np.append(tokens, eos_id)
+        targets = None if targets is None else np.append(targets, np.uint8(1))
+    report.num_sequences += 1
+    if len(tokens) < 2:
+        return report.skip("empty")
+    if len(tokens) > config.seq_len:
+        if config.overlong == "skip":
+            return report.skip("longer than a row")
+        report.num_cut += 1
+    for start, end in pieces(len(tokens), config.seq_len):
+        if targets is not None and not targets[start + 1 : end].any():
+            report.skip("piece without a target")
+            continue
+        spool.add(tokens[start:end], None if targets is None else targets[start:end])
+        report.num_targets += end - start - 1 if targets is None else int(targets[start + 1 : end].sum())
+    return None
+
+
+def pieces(length: int, seq_len: int) -> Iterator[tuple[int, int]]:
+    """Where to cut a sequence: `[start, end)` of pieces of at most `seq_len` tokens that overlap by one token."""
+    for start in range(0, length - 1, seq_len - 1):
+        yield start, min(start + seq_len, length)
+
+
+def _write_rows(
+    spool: _Spool, lengths: np.ndarray, rows: np.ndarray, folder: Path, config: PackConfig, report: PackReport, *,
+    vocab_size: int, eos_id: int,
+) -> None:  # fmt: skip
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    order = np.argsort(rows, kind="stable")
+    num_rows = int(rows.max()) + 1
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=num_rows))]).astype(np.int64)
+    tokens, masks = spool.tokens(), spool.masks() if spool.has_mask else None
+    per_file = max(1, config.shard_bytes // (config.seq_len * spool.dtype.itemsize))
+    files = []
+    for number, first in enumerate(range(0, num_rows, per_file)):
+        last = min(first + per_file, num_rows)
+        chosen = (order, starts, offsets[first : last + 1], config.seq_len)
+        files.append({"tokens": f"tokens-{number:05d}.bin", "rows": last - first})
+        _fill_file(folder / files[-1]["tokens"], tokens, *chosen, empty=eos_id)
+        if masks is not None:
+            files[-1]["mask"] = f"mask-{number:05d}.bin"
+            _fill_file(folder / files[-1]["mask"], masks, *chosen, empty=0)
+    lengths[order].astype(np.uint32).tofile(folder / "lengths.bin")
+    offsets.tofile(folder / "offsets.bin")
+    report.num_rows, report.num_pieces, report.num_tokens = num_rows, len(lengths), int(lengths.sum())
+    report.fill = report.num_tokens / (num_rows * config.seq_len)
+    index = {
+        "format": FORMAT, "seq_len": config.seq_len, "vocab_size": vocab_size, "eos_id": eos_id,
+        "dtype": spool.dtype.name, "has_mask": spool.has_mask, "files": files, **asdict(report),
+    }  # fmt: skip
+    write_atomic(folder / INDEX, json.dumps(index, indent=1))
+
+
+def _fill_file(
+    path: Path, flat: np.ndarray, order: np.ndarray, starts: np.ndarray, offsets: np.ndarray, seq_len: int, *,
+    empty: int, rows_at_once: int = 4096,
+) -> None:  # fmt: skip
+    """Write the rows whose pieces `offsets` [rows + 1] names, a block of rows at a time."""
+    with open(path, "wb") as file:
+        for first in range(0, len(offsets) - 1, rows_at_once):
+            block = offsets[first : first + rows_at_once + 1]
+            out = np.full((len(block) - 1, seq_len), empty, dtype=flat.dtype)
+            chosen = order[block[0] : block[-1]]
+            begins, ends = starts[chosen].tolist(), starts[chosen + 1].tolist()
+            piece = 0
+            for row, count in zip(out, np.diff(block).tolist(), strict=True):
+                at = 0
+                for begin, end in zip(begins[piece : piece + count], ends[piece : piece + count], strict=True):
+                    row[at : at + end - begin] = flat[begin:end]
+                    at += end - begin
+                piece += count
+            file.write(out.tobytes())
+
+
+def _why_empty(report: PackReport) -> str:
+    if not report.num_sequences:
+        return "no document reached this stage; look at the counts of the clean stage"
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(report.skipped.items()))
+    return f"all {report.num_sequences} sequences were left out ({reasons}); raise seq_len or look at the documents"
