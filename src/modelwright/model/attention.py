@@ -3,7 +3,13 @@
 from torch import Tensor
 
 from modelwright.model.decoder import Attend
-from modelwright.ops.attention import causal_attention, document_mask, masked_attention
+from modelwright.ops.attention import (
+    causal_attention,
+    document_mask,
+    masked_attention,
+    packed_attention,
+    packed_tiles,
+)
 
 
 def causal_attend() -> Attend:
@@ -16,10 +22,21 @@ def causal_attend() -> Attend:
 
 
 def packed_attend(segments_BT: Tensor) -> Attend:
-    """Every token sees the tokens of its own document before it and itself; `segments_BT` names the documents."""
+    """Every token sees the tokens of its own document before it and itself; `segments_BT` names the documents.
+
+    On a CPU each document is computed by itself; elsewhere a mask over the whole rows does it.
+    """
+    if segments_BT.device.type == "cpu":
+        tiles = packed_tiles(segments_BT)
+
+        def attend_tiles(layer: int, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
+            return packed_attention(q_BTHd, k_BTKd, v_BTKd, tiles)
+
+        return attend_tiles
+
     mask_B1TT = document_mask(segments_BT)
 
-    def attend(layer: int, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
+    def attend_mask(layer: int, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
         return masked_attention(q_BTHd, k_BTKd, v_BTKd, mask_B1TT)
 
-    return attend
+    return attend_mask

@@ -15,10 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modelwright.model.config import ModelConfig
+from modelwright.ops.norm import rms_norm
 from modelwright.ops.rope import apply_rope, rope_tables
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`(layer, q_BTHd, k_BTKd, v_BTKd) -> out_BTHd`; rotary positions are applied already."""
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension with a learned scale."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -33,8 +46,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.model_dim, kv_dim, bias=False)
         self.v_proj = nn.Linear(config.model_dim, kv_dim, bias=False)
         self.o_proj = nn.Linear(query_dim, config.model_dim, bias=False)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         q_BTHd = self.q_norm(self.q_proj(x_BTD).unflatten(-1, (-1, self.head_dim)))
@@ -62,9 +75,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.model_dim, eps=config.norm_eps)
+        self.attention_norm = RMSNorm(config.model_dim, eps=config.norm_eps)
         self.attention = Attention(config, layer)
-        self.ffn_norm = nn.RMSNorm(config.model_dim, eps=config.norm_eps)
+        self.ffn_norm = RMSNorm(config.model_dim, eps=config.norm_eps)
         self.ffn = FeedForward(config)
 
     def forward(self, hidden_BTD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
@@ -80,7 +93,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.model_dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config.model_dim, eps=config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.model_dim, config.vocab_size, bias=False)
 
     @property

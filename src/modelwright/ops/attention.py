@@ -1,11 +1,22 @@
-"""Softmax attention over whole rows: the fast path (PyTorch's fused kernels) and its naive twin.
+"""Softmax attention over whole rows: the fast paths and their naive twin.
 
-Legend: B rows, T tokens, H query heads, K key/value heads, d head width. Query head h reads key/value head h * K // H.
+Packed rows hold several documents, and a token sees its own document only. On a CPU most of a full T x T product would
+be masked away, so `packed_attention` cuts every document into tiles of queries and gives each tile just the keys it
+may see. Knows nothing about caches or layers.
+
+Legend: B rows, T tokens, H query heads, K key/value heads, d head width, G = H / K query heads per key/value head.
+Query head h reads key/value head h // G.
 """
+
+import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+TILE_LEN = 128
+"""Queries per tile. The CPU kernel walks keys in blocks of 512 and skips none within a block (its `kvSplitSize`)."""
 
 
 def document_mask(segments_BT: Tensor) -> Tensor:
@@ -18,7 +29,7 @@ def document_mask(segments_BT: Tensor) -> Tensor:
 
 
 def causal_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
-    """Causal attention, [B, T, H, d]."""
+    """Causal attention over whole rows, [B, T, H, d]."""
     out_BHTd = F.scaled_dot_product_attention(
         q_BTHd.transpose(1, 2), k_BTKd.transpose(1, 2), v_BTKd.transpose(1, 2), is_causal=True, enable_gqa=True
     )
@@ -34,9 +45,153 @@ def masked_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask_B1TT: 
 
 
 def masked_attention_naive(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask_B1TT: Tensor) -> Tensor:
-    """The definition, step by step; the twin of `masked_attention`."""
+    """The definition, step by step; the twin of `masked_attention` and of `packed_attention`."""
     group = q_BTHd.shape[2] // k_BTKd.shape[2]
     k_BTHd, v_BTHd = (x.repeat_interleave(group, dim=2) for x in (k_BTKd, v_BTKd))
     scores_BHTT = torch.einsum("bthd,bshd->bhts", q_BTHd, k_BTHd) / q_BTHd.shape[-1] ** 0.5
     weights_BHTT = scores_BHTT.masked_fill(~mask_B1TT, float("-inf")).softmax(dim=-1)
     return torch.einsum("bhts,bshd->bthd", weights_BHTT, v_BTHd)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How packed rows are cut for `packed_attention`.
+
+    bounds_P4: int64, one tile a line: row, first key, first query, end (of both queries and keys).
+    bias: [tile_len, longest document, rounded up], additive causal mask aligned at its lower right corner.
+    """
+
+    bounds_P4: Tensor
+    bias: Tensor
+
+
+def packed_tiles(segments_BT: Tensor, tile_len: int = TILE_LEN) -> Tiles:
+    """Cut every run of equal segment numbers into tiles of at most `tile_len` queries. CPU tensors only."""
+    bounds, longest = [], 1
+    for row, segments_T in enumerate(segments_BT):
+        start = 0
+        for length in torch.unique_consecutive(segments_T, return_counts=True)[1].tolist():
+            end = start + length
+            bounds += [(row, start, first, min(first + tile_len, end)) for first in range(start, end, tile_len)]
+            start, longest = end, max(longest, length)
+    width = math.ceil(longest / tile_len) * tile_len
+    bias = torch.full((tile_len, width), float("-inf")).triu(width - tile_len + 1)
+    return Tiles(torch.tensor(bounds, dtype=torch.int64), bias)
+
+
+def packed_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, tiles: Tiles) -> Tensor:
+    """Causal attention within documents, [B, T, H, d], in the number format of `v_BTKd`. CPU only.
+
+    Equals `masked_attention` under `document_mask`. One opaque operator to `torch.compile`; differentiable once.
+    """
+    q_BTHd, k_BTKd = q_BTHd.to(v_BTKd.dtype), k_BTKd.to(v_BTKd.dtype)
+    return _packed_forward(q_BTHd, k_BTKd, v_BTKd, tiles.bounds_P4, tiles.bias)[0]
+
+
+@torch.library.custom_op("modelwright::packed_attention", mutates_args=(), device_types="cpu")
+def _packed_forward(
+    q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P4: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The output [B, T, H, d] and the log of each softmax's denominator [B, K, G, T], which backward needs."""
+    rows, row_len, num_heads, _ = q_BTHd.shape
+    num_kv_heads = k_BTKd.shape[2]
+    out_BTHd = torch.empty_like(q_BTHd, memory_format=torch.contiguous_format)
+    lse_BKGT = q_BTHd.new_empty((rows, num_kv_heads, num_heads // num_kv_heads, row_len), dtype=torch.float32)
+    q_BKGTd, k_BKGTd, v_BKGTd = _grouped(q_BTHd, k_BTKd, v_BTKd)
+    out_BKGTd = out_BTHd.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    bias = bias.to(q_BTHd.dtype)
+    for row, start, first, end in bounds_P4.tolist():
+        out_BKGTd[row, :, :, first:end], lse_BKGT[row, :, :, first:end] = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q_BKGTd[row, :, :, first:end],
+                k_BKGTd[row, :, :, start:end],
+                v_BKGTd[row, :, :, start:end],
+                is_causal=first == start,
+                attn_mask=_tile_bias(bias, start, first, end),
+            )
+        )
+    return out_BTHd, lse_BKGT
+
+
+@_packed_forward.register_fake
+def _(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P4: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    rows, row_len, num_heads, _ = q_BTHd.shape
+    num_kv_heads = k_BTKd.shape[2]
+    lse_BKGT = q_BTHd.new_empty((rows, num_kv_heads, num_heads // num_kv_heads, row_len), dtype=torch.float32)
+    return torch.empty_like(q_BTHd, memory_format=torch.contiguous_format), lse_BKGT
+
+
+@torch.library.custom_op("modelwright::packed_attention_backward", mutates_args=(), device_types="cpu")
+def _packed_backward(
+    grad_BTHd: Tensor,
+    q_BTHd: Tensor,
+    k_BTKd: Tensor,
+    v_BTKd: Tensor,
+    out_BTHd: Tensor,
+    lse_BKGT: Tensor,
+    bounds_P4: Tensor,
+    bias: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_kv_heads = k_BTKd.shape[2]
+    q_BKGTd, k_BKGTd, v_BKGTd = _grouped(q_BTHd, k_BTKd, v_BTKd)
+    grad_q = torch.empty_like(q_BTHd, memory_format=torch.contiguous_format)
+    grad_k, grad_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k_BTKd, v_BTKd))
+    grad_BKGTd, out_BKGTd, grad_q_BKGTd = (
+        x.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4) for x in (grad_BTHd, out_BTHd, grad_q)
+    )
+    bias = bias.to(q_BTHd.dtype)
+    for row, start, first, end in bounds_P4.tolist():
+        tile_q, tile_k, tile_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_BKGTd[row, :, :, first:end],
+            q_BKGTd[row, :, :, first:end],
+            k_BKGTd[row, :, :, start:end],
+            v_BKGTd[row, :, :, start:end],
+            out_BKGTd[row, :, :, first:end],
+            lse_BKGT[row, :, :, first:end],
+            0.0,
+            first == start,
+            attn_mask=_tile_bias(bias, start, first, end),
+        )
+        grad_q_BKGTd[row, :, :, first:end] = tile_q
+        grad_k[row, start:end] += tile_k.sum(1).transpose(0, 1)
+        grad_v[row, start:end] += tile_v.sum(1).transpose(0, 1)
+    return grad_q, grad_k, grad_v
+
+
+@_packed_backward.register_fake
+def _(grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bounds_P4, bias) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BTHd, k_BTKd, v_BTKd))
+    return q, k, v
+
+
+def _keep_for_backward(ctx, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    q_BTHd, k_BTKd, v_BTKd, bounds_P4, bias = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q_BTHd, k_BTKd, v_BTKd, *output, bounds_P4, bias)
+
+
+def _differentiate(ctx, grad_BTHd: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    return (*_packed_backward(grad_BTHd, *ctx.saved_tensors), None, None)
+
+
+torch.library.register_autograd(
+    "modelwright::packed_attention", _differentiate, setup_context=_keep_for_backward
+)
+
+
+def _grouped(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views [B, K, G, T, d]; keys and values repeat over G with stride 0 instead of being copied."""
+    num_kv_heads = k_BTKd.shape[2]
+    q_BKGTd = q_BTHd.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    group = q_BKGTd.shape[2]
+    k_BKGTd, v_BKGTd = (x.transpose(1, 2).unsqueeze(2).expand(-1, -1, group, -1, -1) for x in (k_BTKd, v_BTKd))
+    return q_BKGTd, k_BKGTd, v_BKGTd
+
+
+def _tile_bias(bias: Tensor, start: int, first: int, end: int) -> Tensor | None:
+    """The causal bias of queries first..end over keys start..end; a document's first tile is plainly causal."""
+    if first == start:
+        return None
+    height, width = bias.shape
+    skip = width - height - (first - start)
+    return bias[: end - first, skip : skip + end - start]

@@ -5,15 +5,27 @@ from torch import Tensor
 
 
 def rope_tables(positions_BT: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine tables, each [B, T, 1, head_dim] in FP32, for integer positions."""
+    """Cosines and signed sines of integer positions, each [B, T, 1, head_dim] in FP32.
+
+    The sines of the first half carry the minus sign of the rotation, which saves a pass over the data.
+    """
     exponents = torch.arange(0, head_dim, 2, device=positions_BT.device, dtype=torch.float32) / head_dim
-    angles = positions_BT[..., None].float() * (theta**-exponents)
-    angles = torch.cat((angles, angles), dim=-1).unsqueeze(-2)
-    return angles.cos(), angles.sin()
+    angles = (positions_BT[..., None].float() * (theta**-exponents)).unsqueeze(-2)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def apply_rope(x_BTHd: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor) -> Tensor:
-    """Rotate each pair (i, i + head_dim / 2) of the last dimension by its position's angle."""
+    """Rotate each pair (i, i + head_dim / 2) of the last dimension by its position's angle; tables of `rope_tables`."""
+    swapped = x_BTHd.roll(x_BTHd.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x_BTHd * cos_BT1d, swapped, sin_BT1d).to(x_BTHd.dtype)
+
+
+def apply_rope_naive(x_BTHd: Tensor, positions_BT: Tensor, theta: float) -> Tensor:
+    """The definition: pair i as a complex number, times exp(i * position * theta^(-2i / head_dim)). The twin."""
     half = x_BTHd.shape[-1] // 2
-    rotated = torch.cat((-x_BTHd[..., half:], x_BTHd[..., :half]), dim=-1)
-    return (x_BTHd * cos_BT1d + rotated * sin_BT1d).to(x_BTHd.dtype)
+    frequencies = theta ** -(torch.arange(half, dtype=torch.float64) / half)
+    angles = positions_BT[..., None, None].double() * frequencies
+    pairs = torch.complex(x_BTHd[..., :half].double(), x_BTHd[..., half:].double())
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((turned.real, turned.imag), dim=-1).to(x_BTHd.dtype)

@@ -1,0 +1,127 @@
+"""Cross-entropy of a linear head without whole logits.
+
+A vocabulary of 12,000 makes the logits the largest tensor of a small model's step. Here they exist for one chunk of
+tokens at a time, and both gradients are computed while the chunk is still in the cache, so that nothing is computed
+twice. Tokens whose label is ignored cost nothing. Knows nothing about means: the sum is what can be split freely.
+
+Legend: N flattened tokens, D model width, V vocabulary, C tokens of one chunk.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK_TOKENS = 512
+
+
+def linear_cross_entropy(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Sum over tokens of -log softmax(hidden @ weight.T)[label], a scalar in FP32 (nats).
+
+    hidden_ND, weight_VD: floating point; labels_N: int64, `ignore_index` for tokens that do not count. The products
+    run in the autocast format where one is set, the softmax and all sums over chunks in FP32. Differentiable once, in
+    hidden and weight. Peak memory above the gradients: a few times chunk_tokens * V elements.
+    """
+    if torch.is_autocast_enabled(hidden_ND.device.type):
+        compute = torch.get_autocast_dtype(hidden_ND.device.type)
+    else:
+        compute = torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
+    return _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, compute)  # type: ignore
+
+
+def linear_cross_entropy_naive(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, ignore_index: int = -100
+) -> Tensor:
+    """The definition, with whole logits; the twin of `linear_cross_entropy`."""
+    logits_NV = F.linear(hidden_ND, weight_VD).float()
+    return F.cross_entropy(logits_NV, labels_N, ignore_index=ignore_index, reduction="sum")
+
+
+@torch.no_grad()
+def token_log_probs(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+    ignore_index: int = -100,
+) -> Tensor:
+    """log p(label) of every token, FP32 [N], 0 where the label is ignored. No gradient."""
+    result_N = torch.zeros(labels_N.shape, dtype=torch.float32, device=hidden_ND.device)
+    for kept_C in _chunks(labels_N, ignore_index, chunk_tokens):
+        logits_CV = F.linear(hidden_ND[kept_C], weight_VD.to(hidden_ND.dtype)).float()
+        result_N[kept_C] = -F.cross_entropy(logits_CV, labels_N[kept_C], reduction="none")
+    return result_N
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Computes the gradients of the sum along with the sum; backward only scales them."""
+
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, compute):
+        weight = weight_VD.to(compute)
+        grad_hidden_ND = torch.zeros_like(hidden_ND) if ctx.needs_input_grad[0] else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        loss = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            for kept_C in _chunks(labels_N, ignore_index, chunk_tokens):
+                hidden_CD = hidden_ND[kept_C].to(compute)
+                chunk_loss, grad_logits_CV = _loss_and_grad(hidden_CD @ weight.T, labels_N[kept_C])
+                loss += chunk_loss
+                grad_logits_CV = grad_logits_CV.to(compute)
+                if grad_hidden_ND is not None:
+                    grad_hidden_ND[kept_C] = (grad_logits_CV @ weight).to(grad_hidden_ND.dtype)
+                if grad_weight_VD is not None:
+                    _add_product(grad_weight_VD, grad_logits_CV.T, hidden_CD)
+        ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
+        ctx.weight_dtype = weight_VD.dtype
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_loss):
+        grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
+        if grad_hidden_ND is not None:
+            grad_hidden_ND = grad_hidden_ND * grad_loss.to(grad_hidden_ND.dtype)
+        if grad_weight_VD is not None:
+            grad_weight_VD = (grad_weight_VD * grad_loss).to(ctx.weight_dtype)
+        return grad_hidden_ND, grad_weight_VD, None, None, None, None
+
+
+def _loss_and_grad(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Summed loss and its gradient softmax - one_hot; FP32 logits are overwritten."""
+    scores_CV = logits_CV.float()
+    largest_C1 = scores_CV.amax(dim=-1, keepdim=True)
+    chosen_C1 = scores_CV.gather(1, labels_C[:, None])
+    exponentials_CV = scores_CV.sub_(largest_C1).exp_()
+    denominator_C1 = exponentials_CV.sum(dim=-1, keepdim=True)
+    loss = (largest_C1 + denominator_C1.log() - chosen_C1).sum()
+    grad_CV = exponentials_CV.div_(denominator_C1)
+    grad_CV.scatter_add_(1, labels_C[:, None], -torch.ones_like(chosen_C1))
+    return loss, grad_CV
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, with `total` in FP32 whatever the factors are in."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _chunks(labels_N: Tensor, ignore_index: int, chunk_tokens: int) -> Iterator[slice | Tensor]:
+    """Indices of the tokens that count, `chunk_tokens` at a time; slices (no copy) when all of them do."""
+    kept = labels_N != ignore_index
+    if bool(kept.all()):
+        for start in range(0, labels_N.numel(), chunk_tokens):
+            yield slice(start, start + chunk_tokens)
+    else:
+        yield from kept.nonzero()[:, 0].split(chunk_tokens)

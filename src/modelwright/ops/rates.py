@@ -1,0 +1,83 @@
+"""Measured rates of the machine: matrix products, INT8 linears, memory bandwidth.
+
+Plans and "fastest" settings rest on these figures, measured at the shapes that the model will use, and never on what
+a processor of that name is supposed to do. Every rate is the median of several repeats under PyTorch's current number
+of threads. Knows nothing about models.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from modelwright.core.errors import ConfigError
+
+Int8Backend = Literal["fbgemm", "int_mm"]
+
+
+def matmul_rate(m: int, k: int, n: int, *, dtype: torch.dtype, device: torch.device | str, repeats: int = 5) -> float:
+    """FLOP/s of [m, k] @ [k, n] in `dtype`, counted as 2 * m * k * n. A linear layer's layout (weight transposed)."""
+    x = torch.randn(m, k, device=device).to(dtype)
+    weight = torch.randn(n, k, device=device).to(dtype)
+    return 2.0 * m * k * n / _median_time(lambda: torch.nn.functional.linear(x, weight), device, repeats)
+
+
+def int8_linear_rate(m: int, k: int, n: int, *, backend: Int8Backend, repeats: int = 5) -> float:
+    """Operations/s (2 * m * k * n) of a dynamically quantised linear on the CPU, the input's quantisation included.
+
+    `fbgemm`: PyTorch's packed `quantized.linear_dynamic` (only on builds with that engine); `int_mm`: per-token
+    quantisation around `torch._int_mm`. Raises `ConfigError` when this build does not have the backend.
+    """
+    x = torch.randn(m, k)
+    if backend == "fbgemm":
+        call = _fbgemm_call(x, torch.randn(n, k) / k**0.5)
+    else:
+        call = _int_mm_call(x, torch.randint(-127, 128, (n, k), dtype=torch.int8))
+    return 2.0 * m * k * n / _median_time(call, "cpu", repeats)
+
+
+def copy_bandwidth(*, device: torch.device | str, num_bytes: int = 128 * 2**20, repeats: int = 5) -> float:
+    """Bytes/s of a large copy, read and write both counted."""
+    source = torch.ones(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    return 2.0 * num_bytes / _median_time(lambda: target.copy_(source), device, repeats)
+
+
+def _fbgemm_call(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        raise ConfigError("backend: this PyTorch build has no 'fbgemm' engine; use 'int_mm'")
+    scales = (weight.abs().amax(dim=1) / 127.0).double()
+    zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
+    quantised = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+    packed = torch.ops.quantized.linear_prepack(quantised, None)
+    return lambda: torch.ops.quantized.linear_dynamic(x, packed)
+
+
+def _int_mm_call(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    columns = weight.t()
+
+    def call() -> Tensor:
+        scale = x.abs().amax(dim=1, keepdim=True) / 127.0
+        quantised = (x / scale).round_().to(torch.int8)
+        return torch._int_mm(quantised, columns).float() * scale
+
+    return call
+
+
+def _median_time(call: Callable[[], Tensor], device: torch.device | str, repeats: int) -> float:
+    """Seconds of one call: the median over `repeats`, each at least a millisecond of work, after a warm-up."""
+    _time(call, device, 1)
+    calls = max(1, round(1e-3 / max(_time(call, device, 1), 1e-7)))
+    return statistics.median(_time(call, device, calls) / calls for _ in range(repeats))
+
+
+def _time(call: Callable[[], Tensor], device: torch.device | str, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    if torch.device(device).type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter() - start
