@@ -1,0 +1,54 @@
+"""The table of baselines beside a model's bits per byte: bigram, gzip, xz, on the very same documents.
+
+Knows no model. What is compared with what: the bigram learns from the model's own training tokens and is scored on
+the same tokens; the compressors see no training text, but in their concatenated reading all held-out text before.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from modelwright.core.progress import Progress
+from modelwright.data.batch import TokenBatch
+from modelwright.evaluate.bigram import document_nats, train_bigram, training_pairs
+from modelwright.evaluate.bits_per_byte import DocumentScore, summarize_scores
+from modelwright.evaluate.compressors import compressed_bits
+from modelwright.evaluate.config import EvaluateConfig
+from modelwright.evaluate.seams import HeldOut, TextEncoder
+
+
+def compressor_table(documents: Sequence[HeldOut]) -> dict[str, dict[str, dict[str, float]]]:
+    """Per kind what `compressed_bits` says."""
+    kinds = dict.fromkeys(document.kind for document in documents)
+    return {kind: compressed_bits([d.text for d in documents if d.kind == kind]) for kind in kinds}
+
+
+def bigram_table(
+    tokenizer: TextEncoder,
+    documents: Sequence[HeldOut],
+    config: EvaluateConfig,
+    *,
+    train_rows: Iterable[TokenBatch],
+    vocab_size: int,
+    progress: Progress,
+) -> dict[str, Any]:
+    """The bigram's discount, its number of training pairs and per kind what `summarize_scores` says."""
+    progress.begin("bigram baseline", 0, "tokens")
+    bigram = train_bigram(training_pairs(train_rows, max_tokens=config.bigram_tokens), vocab_size=vocab_size)
+    encoded = tokenizer.encode_batch([document.text for document in documents])
+    nats = document_nats(bigram, encoded, bos_id=tokenizer.bos_id)
+    scores = [
+        DocumentScore(
+            id=document.id,
+            kind=document.kind,
+            num_tokens=len(ids),
+            num_bytes=len(document.text.encode("utf-8")),
+            nats=float(cost),
+        )
+        for document, ids, cost in zip(documents, encoded, nats, strict=True)
+    ]
+    progress.end()
+    return {
+        "discount": bigram.discount,
+        "train_pairs": bigram.num_pairs,
+        "kinds": summarize_scores(scores, resamples=config.bootstrap_resamples, seed=config.seed),
+    }

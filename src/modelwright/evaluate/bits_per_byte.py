@@ -1,0 +1,133 @@
+"""Bits per byte of held-out documents: how many bits the model needs for one byte of text it has not seen.
+
+Independent of the tokenizer (bytes are the text's own), so models with different vocabularies and file compressors
+can stand in one table. A document is scored as the start token followed by its text: every token of the text is
+predicted exactly once; the start token is given and the end token is not counted, as its cost belongs to no byte.
+Knows nothing about baselines.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from modelwright.core.progress import Progress
+from modelwright.core.seeds import derive_seed
+from modelwright.evaluate.config import EvaluateConfig
+from modelwright.evaluate.scoring import Scored, sequence_nats
+from modelwright.evaluate.seams import HeldOut, LanguageModel, TextEncoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentScore:
+    """What one document costs: `nats` for `num_tokens` tokens, `num_bytes` UTF-8 bytes of text."""
+
+    id: str
+    kind: str
+    num_tokens: int
+    num_bytes: int
+    nats: float
+
+
+def select_documents(
+    documents: Iterable[HeldOut], *, kinds: Sequence[str], max_bytes_per_kind: int, seed: int
+) -> list[HeldOut]:
+    """Non-empty documents of `kinds`, of each kind a sample of at most `max_bytes_per_kind` bytes (0: all).
+
+    The sample depends on `seed` and the documents' ids and texts alone, not on their order; at least one document
+    of a kind is taken. The result is in the order of kinds, then of ids.
+    """
+    by_kind: dict[str, list[HeldOut]] = {kind: [] for kind in kinds}
+    for document in documents:
+        if document.kind in by_kind and document.text:
+            by_kind[document.kind].append(document)
+    chosen: list[HeldOut] = []
+    for group in by_kind.values():
+        taken, size = [], 0
+        for document in sorted(group, key=lambda d: _draw(seed, d)):
+            size += len(document.text.encode("utf-8"))
+            if max_bytes_per_kind and size > max_bytes_per_kind and taken:
+                break
+            taken.append(document)
+        chosen += sorted(taken, key=lambda d: (d.id, d.text))
+    return chosen
+
+
+def score_documents(
+    model: LanguageModel,
+    tokenizer: TextEncoder,
+    documents: Sequence[HeldOut],
+    config: EvaluateConfig,
+    *,
+    progress: Progress,
+) -> list[DocumentScore]:
+    """The model's cost of each document, every token with up to the model's context."""
+    encoded = tokenizer.encode_batch([document.text for document in documents])
+    nats = sequence_nats(
+        model,
+        [Scored([tokenizer.bos_id, *ids], 1) for ids in encoded],
+        context_overlap=config.context_overlap,
+        batch_tokens=config.batch_tokens,
+        progress=progress,
+        name="bits per byte",
+    )
+    return [
+        DocumentScore(
+            id=document.id,
+            kind=document.kind,
+            num_tokens=len(ids),
+            num_bytes=len(document.text.encode("utf-8")),
+            nats=float(cost),
+        )
+        for document, ids, cost in zip(documents, encoded, nats, strict=True)
+    ]
+
+
+def summarize_scores(scores: Sequence[DocumentScore], *, resamples: int, seed: int) -> dict[str, dict[str, Any]]:
+    """Per kind: documents, tokens, bytes, nats, nats per token, bits per byte and its 95% bootstrap interval."""
+    return {
+        kind: _summarize_kind([s for s in scores if s.kind == kind], resamples, derive_seed(seed, "bootstrap", kind))
+        for kind in dict.fromkeys(score.kind for score in scores)
+    }
+
+
+def bootstrap_ratio(
+    numerators: np.ndarray, denominators: np.ndarray, *, resamples: int, seed: int
+) -> tuple[float, float]:
+    """95% percentile interval of sum(numerators) / sum(denominators) over documents drawn with replacement.
+
+    Efron & Tibshirani 1993, chapter 13. The ratio is of sums, so long documents weigh as they do in the figure.
+    """
+    rng = np.random.default_rng(seed)
+    count = len(numerators)
+    ratios = np.empty(resamples)
+    for i in range(resamples):
+        drawn = rng.integers(0, count, count)
+        ratios[i] = numerators[drawn].sum() / denominators[drawn].sum()
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _summarize_kind(scores: Sequence[DocumentScore], resamples: int, seed: int) -> dict[str, Any]:
+    nats = np.array([score.nats for score in scores])
+    sizes = np.array([score.num_bytes for score in scores], dtype=np.float64)
+    num_tokens = sum(score.num_tokens for score in scores)
+    low, high = bootstrap_ratio(nats / math.log(2), sizes, resamples=resamples, seed=seed)
+    return {
+        "documents": len(scores),
+        "tokens": num_tokens,
+        "bytes": int(sizes.sum()),
+        "nats": float(nats.sum()),
+        "nats_per_token": float(nats.sum()) / max(1, num_tokens),
+        "bits_per_byte": float(nats.sum() / math.log(2) / sizes.sum()),
+        "bits_per_byte_low": low,
+        "bits_per_byte_high": high,
+    }
+
+
+def _draw(seed: int, document: HeldOut) -> bytes:
+    text_hash = hashlib.sha256(document.text.encode("utf-8")).hexdigest()
+    return hashlib.sha256(f"{seed}/{document.id}/{text_hash}".encode()).digest()

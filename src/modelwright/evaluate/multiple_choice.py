@@ -1,0 +1,157 @@
+"""Multiple choice by likelihood: the model picks the candidate that it finds most likely after the question.
+
+The question is put as a user's turn in the chat format of fine-tuning; each candidate is scored as the assistant's
+answer. Longer answers are less likely, so the log-likelihood is divided by a length (Brown et al. 2020, section 2.4):
+
+- `byte` (default): by UTF-8 bytes. The length of a text is its own; it is the unit of the bits-per-byte table, and
+  models with different tokenizers can be compared.
+- `token`: by tokens. An artefact of the tokenizer: a rare word cut into many pieces gains, as its last pieces are
+  nearly free.
+- `gain`: how much the question helps, per byte: the log-likelihood less that of the same candidate after a question
+  that names nothing (Holtzman et al. 2021). Takes out how plain a candidate is by itself; costs a second pass.
+
+Which one ranks is fixed in the config before the run. Knows nothing about how questions are made.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from modelwright.core.progress import Progress
+from modelwright.evaluate.config import EvaluateConfig
+from modelwright.evaluate.questions import CHANCE, NUM_CANDIDATES, Question, words_of
+from modelwright.evaluate.scoring import Scored, sequence_nats
+from modelwright.evaluate.seams import ChatEncoder, LanguageModel
+from modelwright.evaluate.statistics import log10_binomial_tail, wilson_interval
+
+NEUTRAL_QUESTION = "What does it do?"
+"""Stands in for the question where `gain` needs the candidate's likelihood without one."""
+
+
+def answer_questions(
+    model: LanguageModel,
+    tokenizer: ChatEncoder,
+    questions: Sequence[Question],
+    config: EvaluateConfig,
+    *,
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    """One plain record per question: the question itself, each candidate's nats, tokens, bytes and scores, `correct`.
+
+    `scores` holds the candidates' values by score name (higher is better), `choices` the index chosen by each,
+    `choice` and `correct` those of the configured score.
+    """
+    rule = config.multiple_choice.score
+    encoded = tokenizer.encode_batch([text for question in questions for text in question.candidates])
+    shape = (len(questions), NUM_CANDIDATES)
+    num_tokens = np.array([len(ids) for ids in encoded]).reshape(shape)
+    num_bytes = np.array([len(t.encode("utf-8")) for q in questions for t in q.candidates]).reshape(shape)
+    nats = _candidate_nats(model, tokenizer, encoded, [q.question for q in questions], config, progress)
+    scores = {"byte": -nats / num_bytes, "token": -nats / np.maximum(1, num_tokens)}
+    if rule == "gain":
+        neutral = _candidate_nats(model, tokenizer, encoded, [NEUTRAL_QUESTION] * len(questions), config, progress)
+        scores["gain"] = (neutral - nats) / num_bytes
+    return [
+        _record(question, rule, nats[i], num_tokens[i], num_bytes[i], {name: s[i] for name, s in scores.items()})
+        for i, question in enumerate(questions)
+    ]
+
+
+def summarize_answers(records: Sequence[Mapping[str, Any]], *, score: str) -> dict[str, Any]:
+    """Accuracy with its 95% Wilson interval, the exact one-sided p-value against chance, and what cues alone reach.
+
+    `by_score`: accuracy under each computed score. `cues`: accuracy of choosing the longest, the shortest, or the
+    candidate that shares most words with the question; ties share the credit.
+    """
+    total = len(records)
+    correct = sum(bool(record["correct"]) for record in records)
+    low, high = wilson_interval(correct, total)
+    log10_p = log10_binomial_tail(correct, total, CHANCE)
+    names = records[0]["choices"] if records else []
+    return {
+        "questions": total,
+        "correct": correct,
+        "accuracy": correct / max(1, total),
+        "accuracy_low": low,
+        "accuracy_high": high,
+        "chance": CHANCE,
+        "p_value": 10.0**log10_p,
+        "log10_p_value": log10_p,
+        "score": score,
+        "by_score": {name: sum(r["choices"][name] == r["answer"] for r in records) / total for name in names},
+        "cues": _cues(records),
+        "tiers": _count(record["tier"] for record in records),
+    }
+
+
+def _candidate_nats(
+    model: LanguageModel,
+    tokenizer: ChatEncoder,
+    encoded: Sequence[Sequence[int]],
+    questions: Sequence[str],
+    config: EvaluateConfig,
+    progress: Progress,
+) -> np.ndarray:
+    """[questions, candidates]"""
+    sequences = []
+    for i, question in enumerate(questions):
+        prompt = list(tokenizer.encode_chat([{"role": "user", "content": question}], add_generation_prompt=True))
+        for ids in encoded[i * NUM_CANDIDATES : (i + 1) * NUM_CANDIDATES]:
+            sequences.append(Scored([*prompt, *ids], len(prompt)))
+    nats = sequence_nats(
+        model,
+        sequences,
+        context_overlap=config.context_overlap,
+        batch_tokens=config.batch_tokens,
+        progress=progress,
+        name="multiple choice",
+    )
+    return nats.reshape(len(questions), NUM_CANDIDATES)
+
+
+def _record(
+    question: Question,
+    rule: str,
+    nats: np.ndarray,
+    num_tokens: np.ndarray,
+    num_bytes: np.ndarray,
+    scores: Mapping[str, np.ndarray],
+) -> dict[str, Any]:
+    choices = {name: int(values.argmax()) for name, values in scores.items()}
+    return {
+        **dataclasses.asdict(question),
+        "candidates": list(question.candidates),
+        "distractor_ids": list(question.distractor_ids),
+        "nats": nats.tolist(),
+        "tokens": num_tokens.tolist(),
+        "bytes": num_bytes.tolist(),
+        "scores": {name: values.tolist() for name, values in scores.items()},
+        "choices": choices,
+        "choice": choices[rule],
+        "correct": choices[rule] == question.answer,
+    }
+
+
+def _cues(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    credits = {"longest": 0.0, "shortest": 0.0, "shared_words": 0.0}
+    for record in records:
+        asked = set(words_of(record["question"]))
+        shared = [len(asked & set(words_of(text))) for text in record["candidates"]]
+        credits["longest"] += _credit(record["bytes"], record["answer"])
+        credits["shortest"] += _credit([-size for size in record["bytes"]], record["answer"])
+        credits["shared_words"] += _credit(shared, record["answer"])
+    return {name: credit / max(1, len(records)) for name, credit in credits.items()}
+
+
+def _credit(values: Sequence[float], answer: int) -> float:
+    best = max(values)
+    return (values[answer] == best) / sum(value == best for value in values)
+
+
+def _count(names: Iterable[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+    return counts

@@ -1,0 +1,95 @@
+"""Log-probabilities that a model gives to token sequences of any length.
+
+Knows nothing about text: ids in, nats out. Legend: B rows, T tokens, D model width, N predictions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modelwright.core.progress import Progress
+from modelwright.evaluate.seams import LanguageModel
+from modelwright.evaluate.windows import Window, cut_windows, pack_windows
+from modelwright.model.attention import packed_attend
+from modelwright.ops.cross_entropy import CHUNK_TOKENS
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One sequence to score: `ids`, of which `ids[first:]` are predicted and the rest is given (`first >= 1`)."""
+
+    ids: Sequence[int]
+    first: int
+
+
+@torch.no_grad()
+def sequence_nats(
+    model: LanguageModel,
+    sequences: Sequence[Scored],
+    *,
+    context_overlap: float,
+    batch_tokens: int,
+    progress: Progress,
+    name: str = "score",
+) -> np.ndarray:
+    """Negative log-likelihood in nats (float64) of the predicted tokens of each sequence.
+
+    Sequences longer than the model's context go through overlapping windows, short ones share rows without seeing
+    each other. Each predicted token counts exactly once. The model is put into evaluation mode.
+    """
+    context = model.config.max_seq_len
+    stride = max(1, round(context * (1.0 - context_overlap)))
+    windows = [
+        window
+        for number, scored in enumerate(sequences)
+        for window in cut_windows(number, len(scored.ids) - 1, scored.first - 1, context=context, stride=stride)
+    ]
+    rows = pack_windows(windows, context)
+    rows_per_batch = max(1, batch_tokens // context)
+    model.eval()
+    nats, done = np.zeros(len(sequences)), 0
+    progress.begin(name, sum(window.length for window in windows), "tokens")
+    for start in range(0, len(rows), rows_per_batch):
+        batch = rows[start : start + rows_per_batch]
+        _score_rows(model, sequences, batch, nats)
+        done += sum(window.length for row in batch for window in row)
+        progress.advance(done)
+    progress.end()
+    return nats
+
+
+def _score_rows(model: LanguageModel, sequences: Sequence[Scored], rows: list[list[Window]], nats: np.ndarray) -> None:
+    """Run one batch of rows and add each window's counted predictions to its sequence in `nats`."""
+    length = max(sum(window.length for window in row) for row in rows)
+    inputs, labels, positions = (np.zeros((len(rows), length), dtype=np.int64) for _ in range(3))
+    segments = np.full((len(rows), length), -1, dtype=np.int32)
+    owner = np.full((len(rows), length), -1, dtype=np.int64)
+    for r, row in enumerate(rows):
+        at = 0
+        for number, window in enumerate(row):
+            here = slice(at, at + window.length)
+            ids = np.asarray(sequences[window.sequence].ids[window.start : window.end + 1], dtype=np.int64)
+            inputs[r, here], labels[r, here] = ids[:-1], ids[1:]
+            positions[r, here], segments[r, here] = np.arange(window.length), number
+            owner[r, at + window.scored_from - window.start : at + window.length] = window.sequence
+            at += window.length
+    counted = owner >= 0
+    device = next(iter(model.parameters())).device
+    hidden_BTD = model(_to(inputs, device), _to(positions, device), packed_attend(_to(segments, device)))
+    hidden_ND = hidden_BTD[_to(counted, device)]
+    token_nats_N = _label_nats(model, hidden_ND, _to(labels[counted], device))
+    np.add.at(nats, owner[counted], token_nats_N.double().cpu().numpy())
+
+
+def _label_nats(model: LanguageModel, hidden_ND: Tensor, labels_N: Tensor) -> Tensor:
+    """-log p(label) [N] in FP32, by the model's own head (an INT8 head too), a chunk of logits at a time."""
+    chunks = zip(hidden_ND.split(CHUNK_TOKENS), labels_N.split(CHUNK_TOKENS), strict=True)
+    return torch.cat([F.cross_entropy(model.logits(h).float(), labels, reduction="none") for h, labels in chunks])
+
+
+def _to(array: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device)

@@ -1,0 +1,129 @@
+"""The whole evaluation of one model as plain JSON, and of two models against each other.
+
+Works for FP32 and INT8 models alike. Expects held-out documents only; choosing them is the caller's part.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.progress import Progress
+from modelwright.core.records import read_records
+from modelwright.core.seeds import derive_seed
+from modelwright.data.batch import TokenBatch
+from modelwright.evaluate.baselines import bigram_table, compressor_table
+from modelwright.evaluate.bits_per_byte import bootstrap_ratio, score_documents, select_documents, summarize_scores
+from modelwright.evaluate.config import EvaluateConfig
+from modelwright.evaluate.multiple_choice import answer_questions, summarize_answers
+from modelwright.evaluate.questions import build_questions
+from modelwright.evaluate.seams import ChatEncoder, HeldOut, LanguageModel
+from modelwright.evaluate.statistics import log10_sign_test
+
+DOCUMENTS_FILE = "documents.jsonl"
+QUESTIONS_FILE = "questions.jsonl"
+
+
+def evaluate_model(
+    model: LanguageModel,
+    tokenizer: ChatEncoder,
+    documents: Iterable[HeldOut],
+    config: EvaluateConfig,
+    *,
+    train_rows: Iterable[TokenBatch],
+    folder: Path,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Bits per byte per kind, baselines on the same documents, multiple choice.
+
+    `train_rows`: the training batches that the bigram learns from; an empty iterable leaves the baselines out (a
+    second model on the same documents needs them no second time). Per-document and per-question results are written
+    to `folder` as `documents.jsonl` and `questions.jsonl`.
+
+    Returns `{"bits_per_byte": {kind: ...}, "baselines": {} or {"bigram": ..., "compressors": {kind: ...}},
+    "multiple_choice": ..., "lossless": whether every scored text survives encoding and decoding}`; the inner shapes
+    are those of `summarize_scores`, `bigram_table`, `compressor_table` and `summarize_answers`.
+    """
+    documents = list(documents)
+    chosen = select_documents(
+        documents, kinds=config.kinds, max_bytes_per_kind=config.max_bytes_per_kind, seed=config.seed
+    )
+    scores = score_documents(model, tokenizer, chosen, config, progress=progress)
+    write_lines(folder / DOCUMENTS_FILE, [asdict(score) for score in scores])
+    questions = build_questions(documents, config.multiple_choice)
+    answers = answer_questions(model, tokenizer, questions, config, progress=progress)
+    write_lines(folder / QUESTIONS_FILE, answers)
+    return {
+        "bits_per_byte": summarize_scores(scores, resamples=config.bootstrap_resamples, seed=config.seed),
+        "baselines": _baselines(model, tokenizer, chosen, config, train_rows, progress),
+        "multiple_choice": summarize_answers(answers, score=config.multiple_choice.score),
+        "lossless": is_lossless(tokenizer, [document.text for document in chosen]),
+    }
+
+
+def compare_evaluations(folder: Path, reference: Path, config: EvaluateConfig) -> dict[str, Any]:
+    """What changed from the model evaluated into `reference` to the one evaluated into `folder`, in pairs.
+
+    `{"bits_per_byte": {kind: {"difference", "low", "high"}}, "multiple_choice": {"won", "lost", "log10_p_value"}}`:
+    bits per byte with a 95% bootstrap interval over documents (negative: better), questions that only the one or
+    only the other gets right with the two-sided sign test. Raises `ValueError` when the two were not evaluated on
+    the same documents and questions.
+    """
+    now, before = (read_records(path / DOCUMENTS_FILE) for path in (folder, reference))
+    _require_same(now, before, folder, reference)
+    tables = {}
+    for kind in dict.fromkeys(record["kind"] for record in now):
+        pairs = [(a, b) for a, b in zip(now, before, strict=True) if a["kind"] == kind]
+        bits = np.array([a["nats"] - b["nats"] for a, b in pairs]) / math.log(2)
+        sizes = np.array([float(a["num_bytes"]) for a, _ in pairs])
+        low, high = bootstrap_ratio(
+            bits, sizes, resamples=config.bootstrap_resamples, seed=derive_seed(config.seed, "compare", kind)
+        )
+        tables[kind] = {"difference": float(bits.sum() / sizes.sum()), "low": low, "high": high}
+    now, before = (read_records(path / QUESTIONS_FILE) for path in (folder, reference))
+    _require_same(now, before, folder, reference)
+    won = sum(a["correct"] and not b["correct"] for a, b in zip(now, before, strict=True))
+    lost = sum(b["correct"] and not a["correct"] for a, b in zip(now, before, strict=True))
+    test = {"won": won, "lost": lost, "log10_p_value": log10_sign_test(won, lost)}
+    return {"bits_per_byte": tables, "multiple_choice": test}
+
+
+def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write records as JSON lines, whole or not at all."""
+    write_atomic(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+
+
+def is_lossless(tokenizer: ChatEncoder, texts: Sequence[str]) -> bool:
+    """Whether decoding gives back every text; if not, bits per byte flatter the model."""
+    return all(tokenizer.decode(ids) == text for ids, text in zip(tokenizer.encode_batch(texts), texts, strict=True))
+
+
+def _baselines(
+    model: LanguageModel,
+    tokenizer: ChatEncoder,
+    documents: Sequence[HeldOut],
+    config: EvaluateConfig,
+    train_rows: Iterable[TokenBatch],
+    progress: Progress,
+) -> dict[str, Any]:
+    first = next(rows := iter(train_rows), None)
+    if first is None or not documents:
+        return {}
+    vocab_size = model.config.vocab_size
+
+    def again() -> Iterator[TokenBatch]:
+        yield first
+        yield from rows
+
+    bigram = bigram_table(tokenizer, documents, config, train_rows=again(), vocab_size=vocab_size, progress=progress)
+    return {"bigram": bigram, "compressors": compressor_table(documents)}
+
+
+def _require_same(now: list[dict], before: list[dict], folder: Path, reference: Path) -> None:
+    if [record["id"] for record in now] != [record["id"] for record in before]:
+        raise ValueError(f"{folder} and {reference}: were not evaluated on the same documents; run both again")

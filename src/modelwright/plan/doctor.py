@@ -1,0 +1,234 @@
+"""`doctor`: what the machine is and how fast it multiplies matrices of a model's own shapes.
+
+The rates settle two questions by measuring instead of assuming: which compute format is fastest here, and what the
+denominator of model FLOPs utilisation is. Changes nothing on the machine.
+"""
+
+import math
+import os
+import shutil
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from modelwright.core.errors import ConfigError
+from modelwright.core.resources import hardware, num_usable_cores
+from modelwright.model.config import ModelConfig
+from modelwright.ops.cross_entropy import CHUNK_TOKENS
+from modelwright.ops.rates import int8_linear_rate, matmul_rate
+from modelwright.plan.estimate import size
+from modelwright.plan.products import Product, effective_rate, forward_products, training_products
+
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+INT8_BACKENDS = ("fbgemm", "int_mm")
+INT8_TOKENS = {"decode": 8, "prefill": 256}
+"""Rows of the products that INT8 is measured at: a few streams decoding, a prompt."""
+_PROBE_TOKENS = 64
+_REPEATS = 3
+
+
+class DtypeRate(Protocol):
+    """`(m, k, n, dtype) -> FLOP/s`"""
+
+    def __call__(self, m: int, k: int, n: int, dtype: torch.dtype) -> float: ...
+
+
+def survey(
+    model: ModelConfig, *, num_tokens: int, folder: Path, device: str = "cpu", budget_s: float = 6.0
+) -> dict[str, Any]:
+    """Everything `doctor` knows, as plain data: `machine`, `torch`, `training`, `int8`, `recommended`.
+
+    `num_tokens`: tokens of one microbatch on one rank; `folder`: where runs are written; `budget_s`: about how long
+    each format may be measured.
+    """
+    training = measure_rates(model, num_tokens=num_tokens, device=device, budget_s=budget_s)
+    int8 = measure_int8(model, budget_s=budget_s) if device == "cpu" else {}
+    return {
+        "machine": machine(folder),
+        "torch": torch_facts(),
+        "training": training,
+        "int8": int8,
+        "recommended": recommend(training, int8),
+    }
+
+
+def machine(folder: Path) -> dict[str, Any]:
+    """Processor, cores, memory (whole, available, and the limit of the control group), free disk under `folder`."""
+    existing = next((f for f in (folder, *folder.resolve().parents) if f.is_dir()), Path("/"))
+    return {
+        **hardware(),
+        "memory_available_bytes": _available_memory(),
+        "memory_limit_bytes": _memory_limit(),
+        "disk_free_bytes": shutil.disk_usage(existing).free,
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0,
+    }
+
+
+def torch_facts() -> dict[str, Any]:
+    """Version, threads, CPU capability and accelerators as torch sees them."""
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return {
+        "version": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "mkldnn": torch.backends.mkldnn.is_available(),
+        "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
+    }
+
+
+def measure_rates(
+    model: ModelConfig,
+    *,
+    num_tokens: int,
+    device: str = "cpu",
+    budget_s: float = 6.0,
+    head_chunk_tokens: int = CHUNK_TOKENS,
+    rate: DtypeRate | None = None,
+) -> dict[str, Any]:
+    """Rates of the model's products in a training step, forward and both backward products of every linear.
+
+    Returns `{"threads", "products": [{name, during, m, k, n, flops, "fp32": FLOP/s, "bf16": FLOP/s}],
+    "effective": {"fp32": FLOP/s, "bf16": FLOP/s}, "tokens": {"fp32": n, ...}}`. `effective` weighs the products by
+    the time they take; it is what `precision.policy.resolve` and the loop's `peak_flops` want. A format that is too
+    slow for the budget is measured with fewer tokens, which `tokens` tells. `rate` replaces the measurement in tests.
+    """
+    measure = rate or partial(_float_rate, device=device)
+    whole = training_products(model, num_tokens=num_tokens, head_chunk_tokens=head_chunk_tokens)
+    rows = [{"name": p.name, "during": p.during, "m": p.m, "k": p.k, "n": p.n, "flops": p.flops} for p in whole]
+    effective, tokens = {}, {}
+    for name, dtype in COMPUTE_DTYPES.items():
+        once = cache(partial(measure, dtype=dtype))
+        tokens[name] = _affordable_tokens(whole, num_tokens, once, budget_s)
+        products = training_products(model, num_tokens=tokens[name], head_chunk_tokens=head_chunk_tokens)
+        effective[name] = effective_rate(products, once)
+        for row, product in zip(rows, products, strict=True):
+            row[name] = once(*product.shape)
+    return {"threads": torch.get_num_threads(), "products": rows, "effective": effective, "tokens": tokens}
+
+
+def measure_int8(model: ModelConfig, *, budget_s: float = 6.0) -> dict[str, Any]:
+    """Dynamic INT8 against FP32 at the model's linears (the head aside), by backend and number of rows.
+
+    `{"decode" | "prefill": {"fp32": FLOP/s, "fbgemm": FLOP/s, "int_mm": FLOP/s}}`; a backend that this build or
+    processor lacks is left out.
+    """
+    table: dict[str, Any] = {}
+    for name, num_tokens in INT8_TOKENS.items():
+        products = [
+            p for p in forward_products(model, num_tokens=num_tokens, head_chunk_tokens=num_tokens) if p.name != "head"
+        ]
+        rates = {"fp32": effective_rate(products, partial(_float_rate, dtype=torch.float32, device="cpu"))}
+        for backend in INT8_BACKENDS:
+            try:
+                rates[backend] = effective_rate(products, partial(int8_linear_rate, backend=backend, repeats=_REPEATS))
+            except (ConfigError, RuntimeError, AttributeError):
+                continue
+        table[name] = rates
+    return table
+
+
+def recommend(training: dict[str, Any], int8: dict[str, Any]) -> dict[str, Any]:
+    """The fastest training format, the fastest INT8 backend for decoding ("none": FP32 is), threads, each with why."""
+    effective = training["effective"]
+    compute = max(effective, key=effective.__getitem__)
+    others = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in effective.items() if name != compute)
+    advice = {
+        "compute": compute,
+        "compute_reason": f"{effective[compute] / 1e9:.0f} GFLOP/s at the model's own shapes, against {others}",
+        "threads": num_usable_cores(),
+    }
+    if int8:
+        rates = int8["decode"]
+        best = max(rates, key=rates.__getitem__)
+        advice["int8_backend"] = "none" if best == "fp32" else best
+        advice["int8_reason"] = f"{rates[best] / rates['fp32']:.1f}x FP32 at {INT8_TOKENS['decode']} rows"
+    return advice
+
+
+def survey_text(facts: dict[str, Any]) -> str:
+    """The survey as a plain-text table."""
+    box, library, training = facts["machine"], facts["torch"], facts["training"]
+    limit = f", limited to {size(box['memory_limit_bytes'])}" if box["memory_limit_bytes"] else ""
+    gpus = ", ".join(f"{gpu['name']} ({size(gpu['memory_bytes'])})" for gpu in library["gpus"]) or "none"
+    lines = [
+        f"processor   {box['processor']}, {box['cores']} usable cores, load {box['load']:.1f}",
+        f"memory      {size(box['memory_bytes'])}, {size(box['memory_available_bytes'])} available{limit}",
+        f"disk        {size(box['disk_free_bytes'])} free",
+        f"torch       {library['version']}, {library['threads']} threads, {library['cpu_capability']}",
+        f"GPU         {gpus}",
+        "",
+        f"GFLOP/s of the model's products in training ({training['threads']} threads; "
+        + ", ".join(f"{name} at {tokens} tokens" for name, tokens in training["tokens"].items())
+        + ")",
+        *_product_lines(training),
+    ]
+    if facts["int8"]:
+        lines += ["", "GFLOP/s of the blocks' linears in serving", *_int8_lines(facts["int8"])]
+    advice = facts["recommended"]
+    lines += ["", f"recommended compute: {advice['compute']} ({advice['compute_reason']})"]
+    if "int8_backend" in advice:
+        lines.append(f"recommended INT8 backend: {advice['int8_backend']} ({advice['int8_reason']})")
+    return "\n".join(lines)
+
+
+def _product_lines(training: dict[str, Any]) -> list[str]:
+    names = list(training["effective"])
+    lines = [f"{'':<24}{'m x k x n':>22}{'share':>8}" + "".join(f"{name:>8}" for name in names)]
+    total = sum(row["flops"] for row in training["products"])
+    for row in training["products"]:
+        shape = f"{row['m']} x {row['k']} x {row['n']}"
+        rates = "".join(f"{row[name] / 1e9:>8.1f}" for name in names)
+        lines.append(f"{row['name'] + ' ' + row['during']:<24}{shape:>22}{row['flops'] / total:>8.1%}{rates}")
+    effective = "".join(f"{training['effective'][name] / 1e9:>8.1f}" for name in names)
+    return [*lines, f"{'effective':<24}{'':>22}{'100.0%':>8}{effective}"]
+
+
+def _int8_lines(table: dict[str, Any]) -> list[str]:
+    names = list(dict.fromkeys(name for rates in table.values() for name in rates))
+    lines = [f"{'':<16}{'rows':>6}" + "".join(f"{name:>9}" for name in names)]
+    for use, rates in table.items():
+        values = "".join(f"{rates[n] / 1e9:>9.1f}" if n in rates else f"{'-':>9}" for n in names)
+        lines.append(f"{use:<16}{INT8_TOKENS[use]:>6}{values}")
+    return lines
+
+
+def _float_rate(m: int, k: int, n: int, dtype: torch.dtype, device: str) -> float:
+    return matmul_rate(m, k, n, dtype=dtype, device=device, repeats=_REPEATS)
+
+
+def _affordable_tokens(
+    products: list[Product], num_tokens: int, rate: Callable[[int, int, int], float], budget_s: float
+) -> int:
+    """The most tokens, a power of two below `num_tokens` if not all of them, at which every shape can be measured."""
+    largest = max(products, key=lambda p: p.k * p.n)
+    probed = rate(min(_PROBE_TOKENS, num_tokens), largest.k, largest.n)
+    unique = {p.shape: 2.0 * p.m * p.k * p.n for p in products}
+    seconds = (_REPEATS + 2) * sum(unique.values()) / probed
+    if seconds <= budget_s:
+        return num_tokens
+    share = num_tokens * budget_s / seconds
+    return max(_PROBE_TOKENS, 2 ** math.floor(math.log2(max(1.0, share))))
+
+
+def _available_memory() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _memory_limit() -> int:
+    """Bytes that the control group allows, 0 where there is no limit."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = int(Path(path).read_text())
+        except (OSError, ValueError):
+            continue
+        return limit if limit < 1 << 60 else 0
+    return 0
