@@ -1,0 +1,87 @@
+"""`modelwright COMMAND ...`: finds the command, runs it, and turns its errors into one line and an exit code.
+
+Exit codes: 0 done, 1 a bug (with traceback), 2 a user's or the machine's error, 130 Ctrl-C, 143 stopped and saved.
+"""
+
+import difflib
+import errno
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from modelwright import __version__
+from modelwright.cli import commands, run
+from modelwright.core.errors import ModelwrightError
+
+Command = Callable[[Sequence[str]], int]
+
+COMMANDS: dict[str, tuple[Command, str]] = {
+    "run": (run.run, "run a recipe, a YAML file, or a run directory again; resumes what was cut off"),
+    "recipes": (commands.recipes, "list the recipes"),
+    "config": (commands.config, "print the configuration of a recipe or a YAML file, overrides applied"),
+    "doctor": (commands.doctor, "survey this machine and measure what it can do"),
+    "serve": (commands.serve, "serve a run's model over HTTP, as the OpenAI API does"),
+    "chat": (commands.chat, "talk to a run's model in the terminal"),
+    "export": (commands.export, "write a run's model as a Hugging Face folder"),
+    "report": (commands.report, "write a run's report.html again"),
+    "prove": (commands.prove, "measure the claims of the ledger on this machine"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (without the program's name) and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"modelwright {__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        near = difflib.get_close_matches(words[0], COMMANDS, n=1, cutoff=0.0)
+        return _complain(f"{words[0]}: unknown command; did you mean {near[0]!r}? (modelwright --help lists them)")
+    return _guarded(COMMANDS[words[0]][0], words[1:])
+
+
+def _guarded(command: Command, words: Sequence[str]) -> int:
+    try:
+        return command(words)
+    except ModelwrightError as error:
+        return _complain(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _complain("interrupted; what was finished stays, the same command goes on from there", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        place = error.filename or "writing"
+        return _complain(f"{place}: the disk is full; free some space and run the same command again")
+
+
+def _complain(text: str, exit_code: int = ModelwrightError.exit_code) -> int:
+    print(f"modelwright: {text}", file=sys.stderr)
+    return exit_code
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: modelwright COMMAND [OPTIONS]",
+            "",
+            "From raw text to a served, monitored language model.",
+            "",
+            *lines,
+            "",
+            "First steps:  modelwright run quickstart     a model from this machine's own text, served, with a report",
+            "              modelwright run tiny           the same in under a minute, to see every stage",
+            "              modelwright COMMAND --help     what a command takes",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""The chain: which stages a configuration means, in order, each with its parents."""
+
+from collections.abc import Callable
+
+from modelwright.core.rundir import RunDir
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.runner import check_order
+from modelwright.pipeline.stage import Stage
+from modelwright.pipeline.stages.clean import clean_stage
+from modelwright.pipeline.stages.evaluate import evaluate_stage
+from modelwright.pipeline.stages.init import init_stage
+from modelwright.pipeline.stages.pack import pack_stage
+from modelwright.pipeline.stages.quantize import quantize_stage
+from modelwright.pipeline.stages.report import report_stage
+from modelwright.pipeline.stages.serve import serve_stage
+from modelwright.pipeline.stages.tokenize import tokenize_stage
+from modelwright.pipeline.stages.training import pretrain_stage, sft_stage
+
+
+def build_stages(config: RunConfig, run: RunDir) -> list[Stage]:
+    """All stages of a resolved configuration, parents first.
+
+    With `init_from` the stage `init` takes the model and its tokenizer over and `tokenize` falls away. Reads the
+    names and sizes of the sources and nothing else; raises `DataError` or `ModelError` when they are not there.
+    """
+    builders: dict[str, Callable[[], Stage]] = {
+        "clean": lambda: clean_stage(config),
+        "tokenize": lambda: tokenize_stage(config),
+        "pack": lambda: pack_stage(config),
+        "pretrain": lambda: pretrain_stage(config),
+        "sft": lambda: sft_stage(config),
+        "evaluate": lambda: evaluate_stage(config),
+        "quantize": lambda: quantize_stage(config),
+        "serve": lambda: serve_stage(config),
+        "report": lambda: report_stage(config, run),
+    }
+    stages = [init_stage(config)] if config.init_from else []
+    stages += [builders[name]() for name in config.stages if not (config.init_from and name == "tokenize")]
+    check_order(stages)
+    return stages

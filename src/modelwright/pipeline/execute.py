@@ -1,0 +1,189 @@
+"""One run from its configuration to its outcome: folder, lock, run.json, config.yaml, stages, signals.
+
+The only place that knows all of them; what a stage does and what the terminal shows lie elsewhere.
+"""
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from modelwright import __version__
+from modelwright.core.artifacts import Manifest
+from modelwright.core.config import load_yaml, parse, save_yaml
+from modelwright.core.errors import ArtifactError, ConfigError, Stopped
+from modelwright.core.progress import Progress, SilentProgress
+from modelwright.core.resources import git_commit, hardware, versions
+from modelwright.core.rundir import RunDir
+from modelwright.pipeline.chain import build_stages
+from modelwright.pipeline.config import STAGES, RunConfig, StageName
+from modelwright.pipeline.journal import now
+from modelwright.pipeline.ranks import PatientRanks, join_ranks, use_threads
+from modelwright.pipeline.redact import redact_words
+from modelwright.pipeline.resolve import resolve, settled_device
+from modelwright.pipeline.runner import Outcome, run_stages
+from modelwright.pipeline.stage import Stage
+
+PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "openai", "transformers")
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a run ended: what became of each stage; `is_first` on the process that may print."""
+
+    outcomes: Sequence[Outcome]
+    is_first: bool
+    has_model: bool
+
+
+def execute(
+    config: RunConfig, run: RunDir, *, only: Sequence[str], origin: str, words: Sequence[str], progress: Progress
+) -> Done:
+    """Bring the run in `run` to its end and return what was done.
+
+    `only`: stages to work on (empty: all of the configuration's); `words`: the command line, for run.json. Called by
+    every process that torchrun started. Raises `ModelwrightError` for whatever a person can do something about,
+    `Stopped` after SIGTERM or Ctrl-C.
+    """
+    run.create()
+    with _stop_on_signals(), join_ranks(settled_device(config.hardware.device)) as ranks, ExitStack() as held:
+        shown = progress if ranks.rank == 0 else SilentProgress()
+        if ranks.rank == 0:
+            held.enter_context(run.lock())
+            config, only = select_stages(config, previous_config(run), only)
+            config = resolve(config, previous_config(run), shown)
+            stages = build_stages(config, run)  # before anything is written: it checks what the stages need
+            save_yaml(run.config, config)
+        ranks.barrier()
+        if ranks.rank != 0:
+            before = config
+            config = parse(RunConfig, load_yaml(run.config))
+            only = select_stages(before, config, only)[1]
+            stages = build_stages(config, run)
+        use_threads(config.hardware.num_threads)
+        return _run(config, run, stages, only, origin, words, ranks, shown)
+
+
+def previous_config(run: RunDir) -> RunConfig | None:
+    """The configuration that the run was last worked on with, `None` for a new run."""
+    if not run.config.exists():
+        return None
+    try:
+        return parse(RunConfig, load_yaml(run.config))
+    except ConfigError as error:
+        raise ArtifactError(f"{run.config}: {error}; mend or remove it, or choose another --run-dir") from None
+
+
+def select_stages(
+    config: RunConfig, previous: RunConfig | None, only: Sequence[str]
+) -> tuple[RunConfig, tuple[str, ...]]:
+    """What `--stages` means: a new run consists of those stages; an existing one works on those only.
+
+    Returns the configuration with its stages, and the stages to work on (empty: all).
+    """
+    for name in only:
+        if name not in STAGES:
+            raise ConfigError(f"stages: {name!r} is not one of {', '.join(STAGES)}")
+    if not only:
+        return config, ()
+    wanted: set[str] = set(only) if previous is None else {*config.stages, *only}
+    stages: tuple[StageName, ...] = tuple(name for name in STAGES if name in wanted)
+    return replace(config, stages=stages), (() if previous is None else tuple(only))
+
+
+def _run(
+    config: RunConfig,
+    run: RunDir,
+    stages: Sequence[Stage],
+    only: Sequence[str],
+    origin: str,
+    words: Sequence[str],
+    ranks: PatientRanks,
+    progress: Progress,
+) -> Done:
+    journal = _RunJournal(run, config, origin, words, ranks) if ranks.rank == 0 else None
+    try:
+        outcomes = run_stages(
+            run,
+            stages,
+            ranks=ranks,
+            progress=progress,
+            only=("init", *only) if only else (),
+            after_stage=journal.stage_done if journal else lambda stage, manifest: None,
+        )
+    except BaseException as error:
+        if journal:
+            journal.end("stopped" if isinstance(error, (Stopped, KeyboardInterrupt)) else "failed", str(error))
+        raise
+    if journal:
+        journal.end("done", "")
+    has_model = any(run.stage(name).artifact.is_dir() for name in config.trained_stages)
+    return Done(outcomes, ranks.rank == 0, has_model)
+
+
+class _RunJournal:
+    """run.json: one entry per invocation, and the digests of what each stage made."""
+
+    def __init__(self, run: RunDir, config: RunConfig, origin: str, words: Sequence[str], ranks: PatientRanks) -> None:
+        self._run = run
+        try:
+            self._info = run.read_info()
+        except ArtifactError:
+            self._info = {"name": config.name, "created": now(), "invocations": [], "stages": {}}
+        self._entry: dict[str, Any] = {
+            "started": now(),
+            "command": ["modelwright", *redact_words(words)],
+            "origin": origin,
+            "commit": own_commit(),
+            "versions": {"modelwright": __version__, **versions(*PACKAGES)},
+            "hardware": hardware() | {"device": str(ranks.world.device), "num_threads": config.hardware.num_threads},
+            "world_size": ranks.size,
+            "state": "running",
+        }
+        self._info["invocations"].append(self._entry)
+        run.write_info(self._info)
+
+    def stage_done(self, stage: Stage, manifest: Manifest) -> None:
+        self._info["stages"][stage.name] = {
+            "digest": manifest.digest,
+            "content": manifest.content_digest,
+            "parents": dict(manifest.inputs),
+        }
+        self._run.write_info(self._info)
+
+    def end(self, state: str, error: str) -> None:
+        self._entry |= {"ended": now(), "state": state} | ({"error": error} if error else {})
+        try:
+            self._run.write_info(self._info)
+        except OSError:
+            if state == "done":
+                raise
+
+
+def own_commit() -> str:
+    """The commit of this package's own checkout, "" when it is installed from a wheel."""
+    folder = Path(__file__).resolve().parents[1]
+    return "" if "site-packages" in folder.parts else git_commit(folder)
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[None]:
+    """SIGTERM raises `Stopped` and Ctrl-C `KeyboardInterrupt` wherever the run is; training asks more politely."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped("stopped; what was finished stays, the same command goes on from there")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+

@@ -1,0 +1,46 @@
+"""Secrets taken out of what is written down: command lines, source addresses, the configuration in the report."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+HIDDEN = "***"
+_SECRET_NAME = re.compile(r"(token|secret|passw(or)?d|api[-_]?key|credential|signature|\bsig\b|\bkey\b)", re.I)
+_NOT_SECRET = re.compile(r"(max_|min_|num_|batch_|bigram_|per_)?tokens|tokenizer|num_token|special_token", re.I)
+_USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+_QUERY = re.compile(r"([?&;])([^=&\s]+)=([^&\s]+)")
+
+
+def redact_text(text: str) -> str:
+    """`text` without user names and passwords in URLs and without secret query parameters."""
+    text = _USER_IN_URL.sub(f"{HIDDEN}@", text)
+    return _QUERY.sub(lambda m: f"{m[1]}{m[2]}={HIDDEN}" if _is_secret(m[2]) else m[0], text)
+
+
+def redact_words(words: Sequence[str]) -> list[str]:
+    """A command line with the values of secret-sounding options hidden, `--x.token=v` and `--x.token v` alike."""
+    result, hide = [], False
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            hide = _is_secret(name)
+            result.append(f"{name}={HIDDEN if hide else redact_text(value)}" if equals else word)
+        else:
+            result.append(HIDDEN if hide else redact_text(word))
+    return result
+
+
+def redact_plain(value: Any) -> Any:
+    """Plain data (a dumped configuration) with secrets hidden in every text."""
+    if isinstance(value, dict):
+        return {
+            key: HIDDEN if isinstance(inner, str) and inner and _is_secret(key) else redact_plain(inner)
+            for key, inner in value.items()
+        }
+    if isinstance(value, list):
+        return [redact_plain(item) for item in value]
+    return redact_text(value) if isinstance(value, str) else value
+
+
+def _is_secret(name: str) -> bool:
+    return bool(_SECRET_NAME.search(_NOT_SECRET.sub("", name)))

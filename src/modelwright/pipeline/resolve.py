@@ -1,0 +1,128 @@
+"""Wishes settled once: "best" device, number of threads, "fastest" formats, paths made absolute.
+
+What was settled when the run was created is kept for as long as the wish is the same, so that a rerun on a busier
+machine cannot flip it.
+"""
+
+import glob
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from modelwright.compress.int8 import BACKENDS, backend_seconds
+from modelwright.compress.int8_linear import quantize_rows
+from modelwright.core.progress import Progress
+from modelwright.core.resources import num_usable_cores
+from modelwright.model.config import ModelConfig
+from modelwright.pipeline.config import HardwareConfig, RunConfig
+from modelwright.plan.doctor import measure_rates
+from modelwright.precision.policy import PrecisionConfig
+from modelwright.precision.policy import resolve as resolve_precision
+
+PROBE_TOKENS = 2048
+BUDGET_S = 2.0
+"""Tokens that rates are measured with at most, and seconds for each format."""
+
+
+def resolve(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
+    """The configuration with every wish replaced by what it comes to on this machine.
+
+    `previous`: the resolved configuration of the same run folder; its choices are kept where the model is the same.
+    """
+    config = settle_paths(settle_model(config))
+    config = replace(config, hardware=_settle_hardware(config.hardware, previous))
+    same_model = previous is not None and previous.model == config.model
+    config = _settle_precision(config, previous if same_model else None, progress)
+    return _settle_int8(config, previous if same_model else None, progress)
+
+
+def settled_device(device: str) -> Literal["cpu", "cuda"]:
+    """`best` is CUDA where there is a card."""
+    if device == "best":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if device == "cuda" else "cpu"
+
+
+def settle_model(config: RunConfig) -> RunConfig:
+    """With `init_from` the shape is the folder's."""
+    if not config.init_from:
+        return config
+    from modelwright.model.hf import load_config
+
+    folder = Path(config.init_from).expanduser().resolve()
+    return replace(config, model=load_config(folder), init_from=str(folder))
+
+
+def settle_paths(config: RunConfig) -> RunConfig:
+    """Source paths made absolute, so that config.yaml means the same from any folder."""
+    return replace(config, data=replace(config.data, sources=tuple(map(_absolute, config.data.sources))))
+
+
+def matrix_shapes(model: ModelConfig) -> list[tuple[int, int]]:
+    """(outputs, inputs) of each distinct matrix of a model: attention, FFN, head."""
+    heads, pairs = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    width, wide = model.model_dim, model.ffn_dim
+    shapes = [(heads, width), (pairs, width), (width, heads), (wide, width), (width, wide), (model.vocab_size, width)]
+    return list(dict.fromkeys(shapes))
+
+
+def measured_rates(config: RunConfig) -> dict[str, float]:
+    """FLOP/s of this process's matrix products in training, at the model's own shapes, by compute format."""
+    tokens = min(config.pretrain.batch_tokens // config.pretrain.num_microbatches, PROBE_TOKENS)
+    device = settled_device(config.hardware.device)
+    return measure_rates(config.model, num_tokens=tokens, device=device, budget_s=BUDGET_S)["effective"]
+
+
+def _settle_hardware(wish: HardwareConfig, previous: RunConfig | None) -> HardwareConfig:
+    kept = previous.hardware if previous else None
+    threads = wish.num_threads or (kept.num_threads if kept else 0) or num_usable_cores()
+    device = kept.device if kept and wish.device == "best" else settled_device(wish.device)
+    return HardwareConfig(device=device, num_threads=threads)
+
+
+def _settle_precision(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
+    open_stages = [name for name in ("pretrain", "sft") if getattr(config, name).precision.compute == "fastest"]
+    if not open_stages:
+        return config
+    if previous:
+        chosen = {name: getattr(previous, name).precision for name in open_stages}
+    else:
+        torch.set_num_threads(config.hardware.num_threads)
+        rates = measured_rates(config)
+        best = resolve_precision(PrecisionConfig(compute="fastest"), rates)
+        chosen = dict.fromkeys(open_stages, best)
+        shown = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items())
+        progress.note(f"compute format: {best.compute} (measured at the model's shapes: {shown})")
+    changes: dict[str, Any] = {
+        name: replace(getattr(config, name), precision=precision) for name, precision in chosen.items()
+    }
+    return replace(config, **changes)
+
+
+def _settle_int8(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
+    if config.quantize.backend != "fastest":
+        return config
+    if previous:
+        return replace(config, quantize=previous.quantize)
+    torch.set_num_threads(config.hardware.num_threads)
+    matrices = [quantize_rows(torch.randn(shape)) for shape in matrix_shapes(config.model)]
+    usable = [name for name in BACKENDS if name != "fbgemm" or name in torch.backends.quantized.supported_engines]
+    times = {name: backend_seconds(name, matrices) for name in usable}
+    best = min(times, key=lambda name: times[name])
+    progress.note("INT8 backend: " + best + _shown({name: f"{1e3 * value:.2f} ms" for name, value in times.items()}))
+    return replace(config, quantize=replace(config.quantize, backend=best))
+
+
+def _shown(values: dict[str, str]) -> str:
+    return " (" + ", ".join(f"{name} {value}" for name, value in values.items()) + ")"
+
+
+def _absolute(source: str) -> str:
+    """A local path or glob made absolute; addresses and names of built-in corpora stay as they are."""
+    if "://" in source:
+        return source
+    looks_local = os.sep in source or "." in source or glob.has_magic(source) or Path(source).exists()
+    return str(Path(source).expanduser().absolute()) if looks_local else source

@@ -1,0 +1,43 @@
+"""init: a Hugging Face folder taken into the run, model and tokenizer, checked once."""
+
+from pathlib import Path
+
+from modelwright.core.errors import ConfigError, ModelError
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.model.hf import load_model, save_model
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.stage import Stage, StageContext
+
+
+def init_stage(config: RunConfig) -> Stage:
+    """Artifact: the model and its tokenizer in the Hugging Face layout."""
+    folder = Path(config.init_from)
+    return Stage(
+        name="init",
+        title="Taking over the initial model",
+        settings={"files": _fingerprint(folder)},
+        parents=(),
+        run=lambda context: _run(context, folder),
+    )
+
+
+def _run(context: StageContext, folder: Path) -> None:
+    context.progress.begin("init", 0, "tensors")
+    model, tokenizer = load_model(folder), Tokenizer.load(folder)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ModelError(
+            f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, its model only {model.config.vocab_size}; "
+            "they do not belong together"
+        )
+    save_model(model, context.output.path, eos_id=tokenizer.eos_id, bos_id=tokenizer.bos_id, pad_id=tokenizer.pad_id)
+    tokenizer.save(context.output.path)
+    context.output.facts |= {"folder": str(folder), "num_parameters": model.config.num_parameters}
+    context.progress.end()
+
+
+def _fingerprint(folder: Path) -> list[list[str | int]]:
+    """Name, size and time of each file that matters."""
+    if not folder.is_dir():
+        raise ConfigError(f"init_from: {folder} is no folder; give a Hugging Face model folder on disk")
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".jinja"))
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]

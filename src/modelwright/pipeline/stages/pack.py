@@ -1,0 +1,108 @@
+"""pack: kept documents to rows of tokens: pretraining and question/answer rows, training and held-out.
+
+artifact/pretrain/train, pretrain/heldout: documents of kind prose and code; artifact/sft/train, sft/heldout:
+conversations with a mask that leaves only the answers to be learned. A set without documents has no folder.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from modelwright.core.config import dump
+from modelwright.core.errors import DataError
+from modelwright.data.clean import read_kept
+from modelwright.data.document import Document
+from modelwright.data.pack import LossMask, TokenIds, pack
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.stage import Stage, StageContext
+from modelwright.pipeline.stages.lineage import tokenizer_stage
+
+T = TypeVar("T")
+AT_ONCE = 256
+PRETRAIN_KINDS = ("prose", "code")
+
+
+def pack_stage(config: RunConfig) -> Stage:
+    """Artifact: shard folders (see the module). Facts: one packing report per folder."""
+    tokenizer_from = tokenizer_stage(config)
+
+    def run(context: StageContext) -> None:
+        _run(context, config, Tokenizer.load(context.parents[tokenizer_from]))
+
+    return Stage(
+        name="pack",
+        title="Packing rows of tokens",
+        settings=dump(config.pack),
+        parents=("clean", tokenizer_from),
+        run=run,
+    )
+
+
+def _run(context: StageContext, config: RunConfig, tokenizer: Tokenizer) -> None:
+    clean, out = context.parents["clean"], context.output.path
+    for split in ("train", "heldout"):
+        for purpose in ("pretrain", "sft"):
+            name = f"{purpose}/{split}"
+            if purpose == "pretrain":
+                sequences, settings = _documents(clean, split, tokenizer), config.pack
+            else:
+                sequences, settings = _conversations(clean, split, tokenizer), replace(config.pack, overlong="skip")
+            counted = _counted(sequences, context, f"pack {name}")
+            first = list(islice(counted, 1))
+            if first:
+                sequence = _chain(first, counted)
+                report = pack(sequence, out / name, settings, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
+                context.output.facts[name] = asdict(report)
+            context.progress.end()
+    if "pretrain/train" not in context.output.facts and "sft/train" not in context.output.facts:
+        raise DataError("pack: no training document is left after cleaning; see dropped text in the clean stage")
+
+
+def _documents(clean: Path, split: str, tokenizer: Tokenizer) -> Iterator[tuple[TokenIds, LossMask | None]]:
+    """Start token, then the text; the end token is added by `pack`."""
+    for documents in _groups(_of_kinds(clean, split), AT_ONCE):
+        for ids in tokenizer.encode_batch([document.text for document in documents]):
+            yield [tokenizer.bos_id, *ids], None
+
+
+def _of_kinds(clean: Path, split: str) -> Iterator[Document]:
+    return (document for document in read_kept(clean, split=split) if document.kind in PRETRAIN_KINDS)
+
+
+def _conversations(clean: Path, split: str, tokenizer: Tokenizer) -> Iterator[tuple[TokenIds, LossMask | None]]:
+    """The rendered chat of each pair; the answer and the token that ends it are the targets."""
+    for document in read_kept(clean, split=split, kind="qa"):
+        asked = [{"role": "user", "content": str(document.meta["question"])}]
+        answer = {"role": "assistant", "content": str(document.meta["answer"])}
+        prompt = list(tokenizer.encode_chat(asked, add_generation_prompt=True))
+        whole = list(tokenizer.encode_chat([*asked, answer], add_generation_prompt=False))
+        assert whole[: len(prompt)] == prompt, "the chat template must only append"
+        mask = np.zeros(len(whole), dtype=np.uint8)
+        mask[len(prompt) :] = 1
+        yield whole, mask
+
+
+def _counted(
+    sequences: Iterator[tuple[TokenIds, LossMask | None]], context: StageContext, name: str
+) -> Iterator[tuple[TokenIds, LossMask | None]]:
+    context.progress.begin(name, 0, "documents")
+    for number, sequence in enumerate(sequences, start=1):
+        yield sequence
+        if number % AT_ONCE == 0:
+            context.progress.advance(number)
+
+
+def _groups(items: Iterable[T], length: int) -> Iterator[list[T]]:
+    iterator = iter(items)
+    while group := list(islice(iterator, length)):
+        yield group
+
+
+def _chain(first: list[T], rest: Iterator[T]) -> Iterator[T]:
+    yield from first
+    yield from rest

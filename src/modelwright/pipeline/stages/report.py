@@ -1,0 +1,37 @@
+"""report: everything that the run left behind, as one page. Artifact: `report.html`, also in the run's own folder."""
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.config import dump
+from modelwright.core.rundir import RunDir
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.report.build import build_page
+from modelwright.pipeline.report.render import render
+from modelwright.pipeline.stage import Stage, StageContext
+
+
+def report_stage(config: RunConfig, run: RunDir) -> Stage:
+    """Reads all other stages' artifacts, metrics and journals."""
+    before = ("init",) if config.init_from else ()
+    parents = tuple(
+        name for name in config.stages if name != "report" and not (config.init_from and name == "tokenize")
+    )
+    return Stage(
+        name="report",
+        title="Writing the report",
+        settings=dump(config.report),
+        parents=(*before, *parents),
+        run=lambda context: _run(context, config, run),
+    )
+
+
+def _run(context: StageContext, config: RunConfig, run: RunDir) -> None:
+    context.progress.begin("report", 0, "sections")
+    write_atomic(context.output.path / "report.html", write_report(config, run))
+    context.progress.end()
+
+
+def write_report(config: RunConfig, run: RunDir) -> str:
+    """The report of what is in the run's folder now, written beside it too. Returns the HTML."""
+    html = render(build_page(config, run))
+    write_atomic(run.report, html)
+    return html

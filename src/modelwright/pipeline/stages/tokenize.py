@@ -1,0 +1,51 @@
+"""tokenize: a byte-level BPE tokenizer trained on the kept training text."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from modelwright.core.config import dump
+from modelwright.data.clean import read_kept
+from modelwright.data.tokenizer import Tokenizer, train_tokenizer
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.stage import Stage, StageContext
+
+FERTILITY_DOCUMENTS = 400
+
+
+def tokenize_stage(config: RunConfig) -> Stage:
+    """Artifact: the tokenizer in the Hugging Face layout. Facts: size, bytes per token on held-out text."""
+
+    def run(context: StageContext) -> None:
+        clean = context.parents["clean"]
+        context.progress.begin("tokenizer", 0, "documents")
+        tokenizer = train_tokenizer(_training_texts(clean), config.tokenizer)
+        tokenizer.save(context.output.path)
+        fertility = _bytes_per_token(clean, tokenizer)
+        context.output.facts |= {"vocab_size": tokenizer.vocab_size, "bytes_per_token": fertility}
+        context.progress.end()
+        shown = ", ".join(f"{kind} {value:.2f}" for kind, value in fertility.items())
+        context.progress.note(f"tokenizer: {tokenizer.vocab_size:,} tokens; bytes per token on held-out text: {shown}")
+
+    return Stage(
+        name="tokenize",
+        title="Training the tokenizer",
+        settings=dump(config.tokenizer),
+        parents=("clean",),
+        run=run,
+    )
+
+
+def _training_texts(clean: Path) -> Iterator[str]:
+    return (document.text for document in read_kept(clean, split="train"))
+
+
+def _bytes_per_token(clean: Path, tokenizer: Tokenizer) -> dict[str, float]:
+    """Bytes per token by kind, on the first held-out documents of each."""
+    result = {}
+    for kind in ("prose", "code", "qa"):
+        texts = [d.text for d in islice(read_kept(clean, split="heldout", kind=kind), FERTILITY_DOCUMENTS)]
+        if texts:
+            num_tokens = sum(len(ids) for ids in tokenizer.encode_batch(texts))
+            result[kind] = sum(len(text.encode("utf-8")) for text in texts) / max(1, num_tokens)
+    return result

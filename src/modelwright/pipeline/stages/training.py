@@ -1,0 +1,167 @@
+"""pretrain and sft: one loop, two objectives. Artifact: the model with its tokenizer in the Hugging Face layout."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.config import dump
+from modelwright.core.errors import DataError
+from modelwright.core.seeds import derive_seed
+from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.model.decoder import Decoder
+from modelwright.model.hf import load_model, save_model
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.objectives.sft import Sft
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.resolve import measured_rates
+from modelwright.pipeline.stage import Stage, StageContext
+from modelwright.pipeline.stages.lineage import model_before, tokenizer_stage
+from modelwright.train.config import TrainConfig
+from modelwright.train.evaluation import HeldoutBatches
+from modelwright.train.loop import TrainResult, load_best, train
+from modelwright.train.objective import Objective
+
+Learn = Callable[[PackedLoader], Objective]
+
+
+def pretrain_stage(config: RunConfig) -> Stage:
+    """Next-token prediction on prose and code."""
+    return _stage(config, "pretrain", "Pretraining", config.pretrain, Pretrain)
+
+
+def sft_stage(config: RunConfig) -> Stage:
+    """Fine-tuning on question/answer pairs; without any, the model is handed on as it is."""
+    return _stage(config, "sft", "Fine-tuning on questions and answers", config.sft, Sft)
+
+
+def _stage(config: RunConfig, name: str, title: str, training: TrainConfig, learn: Learn) -> Stage:
+    before = model_before(config, name)
+    settings = {"training": training.identity(), "seed": derive_seed(config.seed, name)}
+    if not before:
+        settings["model"] = dump(config.model)
+    return Stage(
+        name=name,
+        title=title,
+        settings=settings,
+        parents=("pack", tokenizer_stage(config), *([before] if before not in ("", tokenizer_stage(config)) else [])),
+        run=lambda context: _run(context, config, name, training, learn),
+        every_rank=True,
+    )
+
+
+def _run(context: StageContext, config: RunConfig, name: str, training: TrainConfig, learn: Learn) -> None:
+    model = initial_model(context, config, name)
+    rows = context.parents["pack"] / name / "train"
+    if rows.is_dir():
+        facts = _learn(context, config, name, training, learn, model, rows)
+    elif name == "sft":
+        facts = {"skipped": "there are no question/answer pairs to learn from; the model stays as it was"}
+        context.progress.note(f"sft: {facts['skipped']}")
+    else:
+        raise DataError(f"{name}: no prose or code document is left to learn from; see dropped text in the clean stage")
+    if context.ranks.rank == 0:
+        _save(context, model, Tokenizer.load(context.parents[tokenizer_stage(config)]), facts)
+
+
+def initial_model(context: StageContext, config: RunConfig, name: str) -> Decoder:
+    """The model of the stage before, or one with random weights that the seed fixes."""
+    before = model_before(config, name)
+    if before:
+        return load_model(context.parents[before])
+    model = Decoder(config.model)
+    model.init_weights(derive_seed(config.seed, "init"))
+    return model
+
+
+def _learn(
+    context: StageContext, config: RunConfig, name: str, training: TrainConfig, learn: Learn, model: Decoder, rows: Path
+) -> dict[str, Any]:
+    packed, world = PackedRows(rows), context.ranks.world
+    batch_rows = training.batch_rows(packed.seq_len, world_size=world.size)
+    loader = PackedLoader(packed, batch_rows=batch_rows, seed=derive_seed(config.seed, name, "order"))
+    num_steps = training.resolve_num_steps(loader.num_batches_per_epoch)
+    heldout_rows = rows.parent / "heldout"
+    microbatch_rows = max(1, batch_rows // (training.num_microbatches * world.size))
+    result = train(
+        model,
+        learn(loader),
+        training,
+        num_steps=num_steps,
+        world=world,
+        stage=context.folder,
+        seed=derive_seed(config.seed, name),
+        name=name,
+        input_digest=context.digest,
+        progress=context.progress,
+        heldout=HeldoutBatches(PackedRows(heldout_rows), batch_rows=microbatch_rows) if heldout_rows.is_dir() else (),
+        peak_flops=peak_flops(context, config, training),
+    )
+    taken = _take_best(model, context, training, result)
+    return _facts(result, model, num_steps, loader, taken, context)
+
+
+def _take_best(model: Decoder, context: StageContext, training: TrainConfig, result: TrainResult) -> int:
+    """Put the weights with the lowest held-out loss into the model when they are not the last; returns their step."""
+    better = training.keep_best and 0 < result.best.step < result.num_steps and result.best.loss < result.heldout_loss
+    if better and context.ranks.rank == 0:
+        load_best(model, context.folder, result.best)
+        context.progress.note(
+            f"weights of step {result.best.step} taken (held-out loss {result.best.loss:.4f}, "
+            f"last {result.heldout_loss:.4f})"
+        )
+    return result.best.step if better else result.num_steps
+
+
+def _facts(
+    result: TrainResult, model: Decoder, num_steps: int, loader: PackedLoader, taken: int, context: StageContext
+) -> dict[str, Any]:
+    return {
+        "num_steps": num_steps,
+        "taken_step": taken,
+        "num_parameters": model.config.num_parameters,
+        "heldout_loss": _finite(result.heldout_loss),
+        "best_step": result.best.step,
+        "best_loss": _finite(result.best.loss),
+        "num_tokens": result.num_tokens,
+        "train_time_s": result.train_time_s,
+        "model_flops": result.model_flops,
+        "num_skipped": result.num_skipped,
+        "events": dict(result.events),
+        "num_epochs": num_steps / loader.num_batches_per_epoch,
+        "world_size": context.ranks.size,
+        "peak_flops": _read_peak(context).get("flops", 0.0),
+    }
+
+
+def peak_flops(context: StageContext, config: RunConfig, training: TrainConfig) -> float:
+    """FLOP/s that the matrix products reach here in the stage's format: measured once, kept for resumed runs."""
+    if context.ranks.rank != 0:
+        return 0.0
+    known = _read_peak(context)
+    if not known:
+        rate = measured_rates(config)[training.precision.compute]
+        known = {"compute": training.precision.compute, "flops": rate}
+        write_atomic(context.folder.path / "peak.json", json.dumps(known))
+    return float(known["flops"])
+
+
+def _read_peak(context: StageContext) -> dict[str, Any]:
+    try:
+        return json.loads((context.folder.path / "peak.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _save(context: StageContext, model: Decoder, tokenizer: Tokenizer, facts: dict[str, Any]) -> None:
+    out = context.output.path
+    save_model(model, out, eos_id=tokenizer.eos_id, bos_id=tokenizer.bos_id, pad_id=tokenizer.pad_id)
+    tokenizer.save(out)
+    context.output.facts |= facts
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,72 @@
+"""From what a person names (a recipe, a YAML file, a run directory) to the configuration of a run."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modelwright.core.config import dump, load_yaml, merge, parse
+from modelwright.core.errors import ConfigError
+from modelwright.core.rundir import RunDir
+from modelwright.pipeline.config import RunConfig
+from modelwright.recipes.quickstart import quickstart
+from modelwright.recipes.tiny import tiny
+
+RECIPES: dict[str, Callable[[], RunConfig]] = {"quickstart": quickstart, "tiny": tiny}
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to run and where: `origin` says in words where the configuration came from."""
+
+    config: RunConfig
+    run: RunDir
+    origin: str
+
+
+def load(target: str, overrides: Mapping[str, Any], run_dir: str = "") -> Request:
+    """The configuration that `target` names, with `overrides` laid over it.
+
+    `target`: a recipe's name, a YAML file (which may say `recipe: NAME` and give only what differs), or a run
+    directory, whose own configuration is taken. `run_dir`: "" for the run's own folder, or `runs/<name>`. Raises
+    `ConfigError` when there is no such thing or a setting is wrong.
+    """
+    base, folder, origin = _base(target)
+    config = parse(RunConfig, merge(base, overrides))
+    return Request(config, RunDir(Path(run_dir) if run_dir else folder or RUNS / config.name), origin)
+
+
+def find_run(word: str) -> RunDir:
+    """The run directory that a person means: its path, or its name under `runs/`. Raises `ConfigError` if none."""
+    for path in (Path(word), RUNS / word):
+        if (path / "run.json").is_file():
+            return RunDir(path)
+    raise ConfigError(f"{word}: is no run directory (no run.json in it or in {RUNS / word})")
+
+
+def _base(target: str) -> tuple[dict[str, Any], Path | None, str]:
+    path = Path(target)
+    if target in RECIPES:
+        return dump(RECIPES[target]()), None, f"recipe {target}"
+    if path.is_dir():
+        if not (path / "config.yaml").is_file():
+            raise ConfigError(f"{target}: is a folder without config.yaml, so it is no run directory")
+        return load_yaml(path / "config.yaml"), path, str(path)
+    if path.suffix in (".yaml", ".yml"):
+        return _from_file(path), None, str(path)
+    near = difflib.get_close_matches(target, RECIPES, n=1, cutoff=0.0)[0]
+    raise ConfigError(
+        f"{target}: is neither a recipe, nor a .yaml file, nor a run directory; did you mean the recipe {near!r}?"
+    )
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    data = load_yaml(path)
+    recipe = data.pop("recipe", "")
+    if not recipe:
+        return {"name": path.stem} | data
+    if recipe not in RECIPES:
+        raise ConfigError(f"{path}: recipe: {recipe!r} is none of {', '.join(RECIPES)}")
+    return merge(dump(RECIPES[recipe]()), {"name": path.stem} | data)
