@@ -1,0 +1,207 @@
+"""The same training on Modelwright, Hugging Face `Trainer` and Lightning, side by side: `make bench`.
+
+Same model and initial weights, same packed rows in the same order, same optimizer settings, same threads. Each run
+is a process of its own; the trainers take turns (A B C A B C ...), so that a busy minute of the machine falls on all of
+them; figures are medians. That the work is equal shows in the losses: before the first update they agree to rounding
+(so the attention masks are the same), and after the last nearly so.
+
+    python benchmarks/peers.py [--compute bf16] [--steps N] [--repeats N] [--threads N] [--rows N] [--only NAME ...]
+"""
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from modelwright.data.builtin import machine_corpus
+from safetensors.torch import save_file
+
+from modelwright.claims.results import circumstances, machine_slug
+from modelwright.claims.workbench import tokenize
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.resources import ResourceUse, num_usable_cores, peak_resident_bytes
+from modelwright.data.loader import PackedRows
+from modelwright.data.pack import PackConfig, pack
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.model.hf import load_model, save_model
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.parallel.mesh import single
+from modelwright.train.evaluation import heldout_losses
+from trainers.own import loader
+from trainers.task import Task
+
+TRAINERS = {"Modelwright": "own", "Hugging Face Trainer": "hf_trainer", "Lightning": "lightning_trainer"}
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    options = parse()
+    if options.worker:
+        work(options.worker, Task.load(options.task), options.out)
+        return
+    around = circumstances()
+    with tempfile.TemporaryDirectory(prefix="modelwright-bench-") as folder:
+        task = prepare(Path(folder), options)
+        runs = measure(task, options.only or list(TRAINERS), options.repeats)
+        model = json.loads((task.folder / "model" / "config.json").read_text())
+    summary = {name: summarize(of) for name, of in runs.items()}
+    print_table(summary, task)
+    record = {
+        "benchmark": "peers",
+        "task": {key: value for key, value in vars(task).items() if key != "folder"},
+        "model": model,
+        "summary": summary,
+        "runs": runs,
+        **around,
+        "threads": task.threads,
+    }
+    save(record, options.results, f"peers-{task.compute}-{machine_slug(around['machine'])}.json")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="The same training on three trainers, side by side.")
+    parser.add_argument("--compute", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--warmup", type=int, default=4, help="untimed steps at the start, part of --steps")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=num_usable_cores())
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--dim", type=int, default=320)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--vocab", type=int, default=12_288)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", nargs="+", choices=list(TRAINERS))
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--task", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not 0 < options.warmup < options.steps:
+        parser.error(f"--warmup: {options.warmup} must be above 0 and below --steps ({options.steps})")
+    return options
+
+
+def prepare(folder: Path, options: argparse.Namespace) -> Task:
+    """Tokenize, pack, initialise, and write down the very batches that our loader gives."""
+    text = tokenize(machine_corpus(), vocab_size=options.vocab, train_bytes=3_000_000, heldout_bytes=150_000)
+    for split, sequences in (("shards", text.train), ("heldout", text.heldout)):
+        config = PackConfig(seq_len=options.seq_len)
+        pack(((ids, None) for ids in sequences), folder / split, config, vocab_size=text.vocab_size, eos_id=text.eos_id)
+    model = Decoder(model_config(options, text.vocab_size))
+    model.init_weights(seed=0)
+    save_model(model, folder / "model", eos_id=text.eos_id)
+    task = Task(
+        folder=folder,
+        compute=options.compute,
+        num_steps=options.steps,
+        warmup_steps=options.warmup,
+        batch_rows=options.rows,
+        seq_len=options.seq_len,
+        threads=options.threads,
+        device=options.device,
+    )
+    task.save()
+    batches = [loader(task).batch(step) for step in range(task.num_steps)]
+    tensors = {
+        "input_ids": torch.stack([batch.input_ids_BT for batch in batches]),
+        "shift_labels": torch.stack([batch.labels_BT for batch in batches]),
+        "position_ids": torch.stack([batch.positions_BT for batch in batches]),
+    }
+    save_file(tensors, folder / "batches.safetensors")
+    return task
+
+
+def model_config(options: argparse.Namespace, vocab_size: int) -> ModelConfig:
+    """A Qwen3-type decoder with heads of 64, as in the quickstart recipe."""
+    num_heads = options.dim // 64
+    return ModelConfig(
+        vocab_size=vocab_size,
+        num_layers=options.layers,
+        model_dim=options.dim,
+        num_heads=num_heads,
+        num_kv_heads=num_heads if num_heads % 2 else num_heads // 2,
+        ffn_dim=options.dim * 8 // 3 // 32 * 32,
+        head_dim=64,
+        max_seq_len=options.seq_len,
+    )
+
+
+def measure(task: Task, names: Sequence[str], repeats: int) -> dict[str, list[dict[str, Any]]]:
+    """Run the trainers in turn, each in a process of its own."""
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for repeat in range(repeats):
+        for name in names:
+            out = task.folder / f"{TRAINERS[name]}-{repeat}"
+            out.mkdir()
+            command = [sys.executable, __file__, "--worker", name, "--task", str(task.folder), "--out", str(out)]
+            threads = {key: str(task.threads) for key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+            done = subprocess.run(command, env={**os.environ, **threads}, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(f"{name} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+            runs[name].append(json.loads((out / "measured.json").read_text()))
+            print(f"{repeat + 1}/{repeats} {name}: {runs[name][-1]['tokens_per_s']:,.0f} tokens/s", flush=True)
+    return runs
+
+
+def work(name: str, task: Task, out: Path) -> None:
+    """One run, in this process."""
+    torch.set_num_threads(task.threads)
+    trainer = importlib.import_module(f"trainers.{TRAINERS[name]}")
+    with ResourceUse() as use:
+        before = peak_resident_bytes()
+        trained = trainer.run(task, out)
+    device_bytes = torch.cuda.max_memory_allocated() if task.device == "cuda" else 0
+    model = load_model(trained.weights).to(task.device)
+    rows = PackedRows(task.folder / "heldout")
+    losses = heldout_losses(model, Pretrain(loader(task)), list(rows.batches(8))[:16], single(task.device))
+    measured = {
+        "tokens_per_s": trained.clock.tokens_per_s,
+        "peak_bytes": device_bytes or use.peak_bytes,
+        "peak_bytes_above_start": device_bytes or use.peak_bytes - before,
+        "first_loss": trained.first_loss,
+        "heldout_loss": losses["loss"],
+        "step_ends_s": [end - trained.clock.ends[0] for end in trained.clock.ends],
+    }
+    (out / "measured.json").write_text(json.dumps(measured))
+
+
+def summarize(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Medians over the repeats, and the spread of the speed as (max - min) / median."""
+    keys = ("tokens_per_s", "peak_bytes", "peak_bytes_above_start", "first_loss", "heldout_loss")
+    summary = {key: statistics.median(run[key] for run in runs) for key in keys}
+    speeds = [run["tokens_per_s"] for run in runs]
+    return summary | {"spread": (max(speeds) - min(speeds)) / summary["tokens_per_s"]}
+
+
+def print_table(summary: Mapping[str, Mapping[str, float]], task: Task) -> None:
+    own = summary.get("Modelwright", {}).get("tokens_per_s", float("nan"))
+    print(f"\n{task.compute}, {task.threads} threads, batches of {task.batch_tokens} tokens, {task.device}")
+    print(
+        f"{'trainer':22}{'tokens/s':>10}{'spread':>8}{'ours is':>9}{'peak MiB':>10}{'first loss':>12}{'held-out':>10}"
+    )
+    for name, of in summary.items():
+        print(
+            f"{name:22}{of['tokens_per_s']:10,.0f}{of['spread']:8.1%}{own / of['tokens_per_s']:8.2f}x"
+            f"{of['peak_bytes'] / 2**20:10,.0f}{of['first_loss']:12.5f}{of['heldout_loss']:10.4f}"
+        )
+
+
+def save(record: Mapping[str, Any], folder: Path, name: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+
+    write_atomic(folder / name, json.dumps(record, indent=1, default=float) + "\n")
+    print(f"written to {folder / name}")
+
+
+if __name__ == "__main__":
+    main()

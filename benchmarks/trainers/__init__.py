@@ -1,0 +1,1 @@
+"""One training job, run by three trainers: ours, Hugging Face Trainer, Lightning."""

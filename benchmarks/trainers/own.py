@@ -1,0 +1,77 @@
+"""The job on Modelwright: its loader, its objective, THE loop, with their defaults."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelwright.core.progress import SilentProgress
+from modelwright.core.rundir import StageDir
+from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.model.hf import load_model, save_model
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.optim.schedule import ScheduleConfig
+from modelwright.parallel.mesh import single
+from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.config import TrainConfig
+from modelwright.train.loop import train
+from modelwright.train.objective import StepInfo, forward
+from trainers.task import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, StepClock, Task, Trained
+
+SEED = 0
+
+
+class Ticker:
+    """Controller that tells the clock when an update is done."""
+
+    every = 1
+
+    def __init__(self, clock: StepClock) -> None:
+        self.clock = clock
+
+    def observe(self, info: StepInfo) -> None:
+        self.clock.tick()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def loader(task: Task) -> PackedLoader:
+    """The job's rows in our loader's order, which is the order that all trainers take them in."""
+    return PackedLoader(PackedRows(task.folder / "shards"), batch_rows=task.batch_rows, seed=SEED)
+
+
+def run(task: Task, out: Path) -> Trained:
+    model = load_model(task.folder / "model").to(task.device)
+    objective = Pretrain(loader(task))
+    batch = objective.source.batch(0).to(task.device)
+    with torch.no_grad():
+        first_loss = float(objective.losses(forward(model, batch), batch, model)["loss"]) / batch.num_targets
+    clock = StepClock(task)
+    config = TrainConfig(
+        num_steps=task.num_steps,
+        batch_tokens=task.batch_tokens,
+        learning_rate=LEARNING_RATE,
+        betas=BETAS,
+        weight_decay=WEIGHT_DECAY,
+        clip_norm=CLIP_NORM,
+        schedule=ScheduleConfig(kind="constant", warmup_fraction=0.0),
+        precision=PrecisionConfig(compute=task.compute),
+    )
+    train(
+        model,
+        objective,
+        config,
+        num_steps=task.num_steps,
+        world=single(task.device),
+        stage=StageDir(out),
+        seed=SEED,
+        name="benchmark",
+        input_digest="benchmark",
+        progress=SilentProgress(),
+        controllers={"ticker": Ticker(clock)},
+    )
+    save_model(model, out / "model")
+    return Trained(clock=clock, first_loss=first_loss, weights=out / "model")

@@ -1,0 +1,249 @@
+"""The bench that training claims share: a small text, a small model, and runs of THE loop on them.
+
+Text: documentation of this interpreter's own libraries, split by module, tokenized once per call of `prove`. Every run
+of a seed starts from the same weights and takes the rows in the same order. Knows no technique.
+"""
+
+import json
+import multiprocessing
+import statistics
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from modelwright.claims.claim import Setting
+from modelwright.core.progress import SilentProgress
+from modelwright.core.resources import ResourceUse, peak_resident_bytes
+from modelwright.core.rundir import StageDir
+from modelwright.core.seeds import derive_seed
+from modelwright.data.builtin import machine_corpus
+from modelwright.data.document import Document
+from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.data.pack import PackConfig, pack
+from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.parallel.mesh import default_device, single
+from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.config import TrainConfig
+from modelwright.train.loop import train
+from modelwright.train.objective import StepInfo
+
+VOCAB_SIZE = 2048
+NUM_UNTIMED_STEPS = 3
+Mode = Literal["best_fit", "pad"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How large a training run of a claim is."""
+
+    model_dim: int
+    num_layers: int
+    seq_len: int
+    batch_rows: int
+    num_steps: int
+    learning_rate: float = 3e-3
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.batch_rows * self.seq_len
+
+    def model_config(self, vocab_size: int) -> ModelConfig:
+        """Heads of 32, two query heads to a key/value head, FFN of 8/3 the width."""
+        num_heads = self.model_dim // 32
+        return ModelConfig(
+            vocab_size=vocab_size,
+            num_layers=self.num_layers,
+            model_dim=self.model_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_heads // 2,
+            ffn_dim=self.model_dim * 8 // 3 // 16 * 16,
+            head_dim=32,
+            max_seq_len=self.seq_len,
+        )
+
+    def train_config(self, **changes: Any) -> TrainConfig:
+        """FP32, warmup and cosine, no checkpoints in between; `changes` are what the claim is about."""
+        config = TrainConfig(
+            num_steps=self.num_steps,
+            batch_tokens=self.batch_tokens,
+            learning_rate=self.learning_rate,
+            precision=PrecisionConfig(compute="fp32"),
+            eval_every_steps=0,
+            checkpoint_every_minutes=0,
+            keep_best=False,
+        )
+        return replace(config, **changes)
+
+    def describe(self) -> dict[str, str | int | float | bool]:
+        """For a result's conditions."""
+        parameters = self.model_config(VOCAB_SIZE).num_parameters
+        return {
+            "parameters": parameters,
+            "steps": self.num_steps,
+            "batch": f"{self.batch_rows} rows of {self.seq_len} tokens",
+            "text": "documentation of the interpreter's libraries, split by module",
+        }
+
+
+def size(setting: Setting) -> Size:
+    """The bench's usual run: some seconds in quick mode, about half a minute otherwise (one core)."""
+    if setting.quick:
+        return Size(model_dim=64, num_layers=2, seq_len=128, batch_rows=8, num_steps=40)
+    return Size(model_dim=128, num_layers=4, seq_len=256, batch_rows=8, num_steps=150)
+
+
+def device() -> torch.device:
+    """Where claims are measured: CUDA where there is one."""
+    return default_device()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """Tokenized documents."""
+
+    vocab_size: int
+    eos_id: int
+    train: list[list[int]]
+    heldout: list[list[int]]
+
+
+def prepare_text(setting: Setting) -> Text:
+    """Documents as token ids; made once in `setting.folder`."""
+    path = setting.folder / "text.json"
+    if not path.exists():
+        setting.progress.note("reading and tokenizing the interpreter's documentation")
+        train_bytes = 1_500_000 if setting.quick else 6_000_000
+        text = tokenize(machine_corpus(), vocab_size=VOCAB_SIZE, train_bytes=train_bytes, heldout_bytes=150_000)
+        path.write_text(json.dumps(vars(text)), encoding="utf-8")
+    return Text(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def tokenize(documents: Iterable[Document], *, vocab_size: int, train_bytes: int, heldout_bytes: int) -> Text:
+    """The first prose documents of each split, up to so many bytes, as token ids of a tokenizer trained on them."""
+    wanted = {"train": train_bytes, "heldout": heldout_bytes}
+    chosen: dict[str, list[str]] = {"train": [], "heldout": []}
+    for document in documents:
+        if document.kind == "prose" and wanted[document.split] > 0:
+            chosen[document.split].append(document.text)
+            wanted[document.split] -= len(document.text)
+        if max(wanted.values()) <= 0:
+            break
+    tokenizer = train_tokenizer(chosen["train"], TokenizerConfig(vocab_size=vocab_size))
+    ids = {split: tokenizer.encode_batch(texts) for split, texts in chosen.items()}
+    return Text(vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id, train=ids["train"], heldout=ids["heldout"])
+
+
+def packed_rows(
+    setting: Setting, text: Text, *, seq_len: int, mode: Mode, split: Literal["train", "heldout"]
+) -> PackedRows:
+    """The documents of a split as rows; made once in `setting.folder`."""
+    folder = setting.folder / f"{split}-{mode}-{seq_len}"
+    if not folder.exists():
+        sequences = ((ids, None) for ids in getattr(text, split))
+        config = PackConfig(seq_len=seq_len, mode=mode)
+        pack(sequences, folder, config, vocab_size=text.vocab_size, eos_id=text.eos_id)
+    return PackedRows(folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one training run gave. Tokens leave padding out; times leave the first steps out."""
+
+    heldout_loss: float
+    tokens_per_s: float
+    step_s: float
+
+
+@dataclass
+class Clock:
+    """Controller that keeps every step's time and tokens."""
+
+    every: int = 1
+    times_s: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def step_s(self) -> float:
+        return statistics.median(self.times_s[NUM_UNTIMED_STEPS:])
+
+    @property
+    def tokens_per_s(self) -> float:
+        return statistics.fmean(self.tokens[NUM_UNTIMED_STEPS:]) / self.step_s
+
+    def observe(self, info: StepInfo) -> None:
+        self.times_s.append(info.step_time_s)
+        self.tokens.append(info.num_tokens)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"times_s": self.times_s, "tokens": self.tokens}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.times_s, self.tokens = list(state["times_s"]), list(state["tokens"])
+
+
+def run(setting: Setting, text: Text, size: Size, config: TrainConfig, *, seed: int, mode: Mode = "best_fit") -> Run:
+    """One run of THE loop from `seed`'s weights in `seed`'s order; loss on the held-out documents, always packed."""
+    return train_model(setting, text, size, config, Decoder(size.model_config(text.vocab_size)), seed=seed, mode=mode)
+
+
+def train_model(
+    setting: Setting, text: Text, size: Size, config: TrainConfig, model: Decoder, *, seed: int, mode: Mode = "best_fit"
+) -> Run:
+    """`run`, with a model of the caller's, which is initialised and trained in place."""
+    model.init_weights(derive_seed(seed, "weights"))
+    rows = packed_rows(setting, text, seq_len=size.seq_len, mode=mode, split="train")
+    heldout = packed_rows(setting, text, seq_len=size.seq_len, mode="best_fit", split="heldout")
+    loader = PackedLoader(rows, batch_rows=size.batch_rows, seed=derive_seed(seed, "order"))
+    clock = Clock()
+    with tempfile.TemporaryDirectory(dir=setting.folder) as folder:
+        result = train(
+            model,
+            Pretrain(loader),
+            config,
+            num_steps=config.num_steps,
+            world=single(device()),
+            stage=StageDir(Path(folder)),
+            seed=seed,
+            name=f"seed {seed}",
+            input_digest="claim",
+            progress=setting.progress,
+            heldout=list(heldout.batches(32)),
+            controllers={"clock": clock},
+        )
+    return Run(heldout_loss=result.heldout_loss, tokens_per_s=clock.tokens_per_s, step_s=clock.step_s)
+
+
+def peak_alone(setting: Setting, text: Text, size: Size, config: TrainConfig) -> int:
+    """Peak memory in bytes that a short run takes above what the process had before, in a process of its own.
+
+    Host memory on a CPU, device memory on a GPU.
+    """
+    quiet = replace(setting, progress=SilentProgress())
+    short = replace(config, num_steps=NUM_UNTIMED_STEPS)
+    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_peak, quiet, text, size, short, torch.get_num_threads()).result()
+
+
+def _peak(setting: Setting, text: Text, size: Size, config: TrainConfig, threads: int) -> int:
+    torch.set_num_threads(threads)
+    model = Decoder(size.model_config(text.vocab_size))
+    with ResourceUse() as use:
+        before = peak_resident_bytes()
+        train_model(setting, text, size, config, model, seed=0)
+    if device().type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return use.peak_bytes - before
+
+
+def real_token_share(setting: Setting, text: Text, size: Size, *, mode: Mode) -> float:
+    """Share of the tokens in training rows that are not padding."""
+    rows = packed_rows(setting, text, seq_len=size.seq_len, mode=mode, split="train")
+    return rows.num_tokens / (rows.num_rows * rows.seq_len)

@@ -1,0 +1,103 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from modelwright.claims.claim import Claim, Figure, Result, Setting
+from modelwright.claims.ledger import CLAIMS, listing, select
+from modelwright.claims.page import number, render, show
+from modelwright.claims.results import circumstances, machine_slug, read_results, write_result
+from modelwright.core.errors import ArtifactError, ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def measure(setting: Setting) -> Result:
+    figures = {"speed-up": Figure(value=1.5, unit="x", spread=0.04)}
+    return Result(
+        kind="short", reason="by 0.5x", figures=figures, conditions={"rows": 8}, samples={"speed": [1.0, 2.0]}
+    )
+
+
+CLAIM = Claim(
+    name="doubling",
+    statement="It is twice as fast.",
+    source="A. Author 2020",
+    published="2x",
+    compared="with against without",
+    target="2x",
+    measure=measure,
+)
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(quick: bool) -> Path:
+        result = measure(Setting(quick=quick, folder=tmp_path, progress=None))  # type: ignore[arg-type]
+        return write_result(CLAIM, result, quick=quick, wall_s=1.0, around=circumstances(), folder=tmp_path)
+
+    return write
+
+
+def test_every_claim_says_what_it_says():
+    assert len({claim.name for claim in CLAIMS}) == len(CLAIMS) == len(listing())
+    for claim in CLAIMS:
+        assert claim.statement.endswith(".")
+        assert all((claim.source, claim.published, claim.compared, claim.target))
+
+
+def test_selection_by_name():
+    assert select([]) == list(CLAIMS)
+    assert [claim.name for claim in select(["packing"])] == ["packing"]
+    with pytest.raises(ConfigError, match=r"nonsense: is no claim; the ledger has .*packing"):
+        select(["nonsense"])
+
+
+def test_a_record_says_where_when_and_how(written):
+    record = json.loads(written(quick=False).read_text())
+    assert record["machine"]["processor"]
+    assert record["threads"] >= 1
+    assert record["versions"]["torch"]
+    assert record["samples"] == {"speed": [1.0, 2.0]}
+    assert record["figures"]["speed-up"] == {"value": 1.5, "unit": "x", "spread": 0.04}
+    assert record["published"] == "2x"
+
+
+def test_a_quick_measurement_never_replaces_a_full_one(written, tmp_path):
+    quick, full = written(quick=True), written(quick=False)
+    assert quick != full
+    assert [record["quick"] for record in read_results(tmp_path)] == [False]
+
+
+def test_damaged_results_are_named(tmp_path):
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(ArtifactError, match=r"x\.json: is not valid JSON"):
+        read_results(tmp_path)
+
+
+def test_the_page_puts_the_published_figure_beside_ours(written, tmp_path):
+    written(quick=False)
+    page = render([CLAIM], read_results(tmp_path))
+    assert "| [doubling](#doubling) | 2x | speed-up 1.5 ± 0.04 x | **short** |" in page
+    assert "A. Author 2020" in page
+    assert "**Short**: by 0.5x" in page
+    assert "not measured yet" in render([CLAIM], [])
+
+
+def test_the_page_in_the_tree_is_the_generated_one():
+    assert (ROOT / "docs/claims.md").read_text() == render(CLAIMS, read_results(ROOT / "benchmarks/results"))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (1.23456, "1.235"), (2.3e-16, "2.3e-16"), (45678.9, "45,679"), (float("inf"), "inf")],
+)
+def test_numbers_carry_the_digits_that_mean_something(value, text):
+    assert number(value) == text
+    assert show({"value": value, "spread": 0.0, "unit": ""}) == text
+
+
+def test_machines_have_file_names():
+    machine = {"processor": "AMD EPYC(TM)", "cores": 2, "instruction_set": "AVX2"}
+    assert machine_slug(machine) == "amd-epyc-tm-2c-avx2"
+    assert machine_slug(machine | {"accelerator": "NVIDIA H100 80GB HBM3"}) == "nvidia-h100-80gb-hbm3"
