@@ -174,9 +174,7 @@ def _differentiate(ctx, grad_BTHd: Tensor, _: Tensor) -> tuple[Tensor, Tensor, T
     return (*_packed_backward(grad_BTHd, *ctx.saved_tensors), None, None)
 
 
-torch.library.register_autograd(
-    "modelwright::packed_attention", _differentiate, setup_context=_keep_for_backward
-)
+torch.library.register_autograd("modelwright::packed_attention", _differentiate, setup_context=_keep_for_backward)
 
 
 def _grouped(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> tuple[Tensor, Tensor, Tensor]:

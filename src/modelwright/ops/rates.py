@@ -7,6 +7,7 @@ of threads. Knows nothing about models.
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from typing import Literal
 
@@ -51,18 +52,26 @@ def _fbgemm_call(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
         raise ConfigError("backend: this PyTorch build has no 'fbgemm' engine; use 'int_mm'")
     scales = (weight.abs().amax(dim=1) / 127.0).double()
     zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
-    quantised = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
-    packed = torch.ops.quantized.linear_prepack(quantised, None)
+    engine = torch.backends.quantized.engine
+    try:
+        torch.backends.quantized.engine = "fbgemm"  # the engine is chosen when the weight is packed
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*quantized tensor creation functions.*")
+            quantised = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+        packed = torch.ops.quantized.linear_prepack(quantised, None)
+    finally:
+        torch.backends.quantized.engine = engine
     return lambda: torch.ops.quantized.linear_dynamic(x, packed)
 
 
 def _int_mm_call(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
     columns = weight.t()
+    int_mm = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
 
     def call() -> Tensor:
         scale = x.abs().amax(dim=1, keepdim=True) / 127.0
         quantised = (x / scale).round_().to(torch.int8)
-        return torch._int_mm(quantised, columns).float() * scale
+        return int_mm(quantised, columns).float() * scale
 
     return call
 

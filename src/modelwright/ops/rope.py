@@ -10,7 +10,7 @@ def rope_tables(positions_BT: Tensor, head_dim: int, theta: float) -> tuple[Tens
     The sines of the first half carry the minus sign of the rotation, which saves a pass over the data.
     """
     exponents = torch.arange(0, head_dim, 2, device=positions_BT.device, dtype=torch.float32) / head_dim
-    angles = (positions_BT[..., None].float() * (theta**-exponents)).unsqueeze(-2)
+    angles = (positions_BT[..., None].float() * (1.0 / theta**exponents)).unsqueeze(-2)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 

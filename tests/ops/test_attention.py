@@ -1,0 +1,110 @@
+"""Tiled packed attention and the masked forms against the naive twin, outputs and gradients."""
+
+import pytest
+import torch
+
+from modelwright.ops.attention import (
+    causal_attention,
+    document_mask,
+    masked_attention,
+    masked_attention_naive,
+    packed_attention,
+    packed_tiles,
+)
+from tolerances import TOLERANCES
+
+LAYOUTS = {
+    "one document": [[13], [13]],
+    "several": [[5, 1, 7], [12, 1]],
+    "single tokens": [[1] * 13, [6, 7]],
+    "one row": [[3, 10]],
+    "long": [[33, 67], [100]],
+}
+
+
+def make_segments(lengths: list[list[int]]) -> torch.Tensor:
+    rows = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths]
+    return torch.stack(rows).to(torch.int32)
+
+
+def make_qkv(segments: torch.Tensor, heads: int, kv_heads: int, dim: int = 8, dtype: torch.dtype = torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(*segments.shape, count, dim) for count in (heads, kv_heads, kv_heads)]
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes)
+    return q, k, v
+
+
+def outputs_and_gradients(out, inputs):
+    weights = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
+    return out.detach(), *torch.autograd.grad(out, inputs, weights)
+
+
+@pytest.mark.parametrize("lengths", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("tile_len", [4, 32, 128])
+def test_packed_equals_naive(lengths, heads, kv_heads, tile_len):
+    segments = make_segments(lengths)
+    inputs = make_qkv(segments, heads, kv_heads)
+    fast = outputs_and_gradients(packed_attention(*inputs, packed_tiles(segments, tile_len)), inputs)
+    naive = outputs_and_gradients(masked_attention_naive(*inputs, document_mask(segments)), inputs)
+    for ours, reference in zip(fast, naive, strict=True):
+        torch.testing.assert_close(ours, reference, **TOLERANCES["fp32_gradient"])
+
+
+def test_masked_equals_naive():
+    segments = make_segments([[5, 1, 7], [12, 1]])
+    inputs = make_qkv(segments, 6, 2)
+    mask = document_mask(segments)
+    fast = outputs_and_gradients(masked_attention(*inputs, mask), inputs)
+    naive = outputs_and_gradients(masked_attention_naive(*inputs, mask), inputs)
+    for ours, reference in zip(fast, naive, strict=True):
+        torch.testing.assert_close(ours, reference, **TOLERANCES["fp32_gradient"])
+
+
+def test_causal_equals_one_document():
+    segments = torch.zeros(2, 9, dtype=torch.int32)
+    inputs = make_qkv(segments, 4, 2)
+    naive = masked_attention_naive(*inputs, document_mask(segments))
+    torch.testing.assert_close(causal_attention(*inputs), naive, **TOLERANCES["fp32_op"])
+
+
+def test_padding_is_finite():
+    segments = torch.tensor([[0, 0, 1, -1, -1]])
+    inputs = make_qkv(segments, 2, 1)
+    for out in (packed_attention(*inputs, packed_tiles(segments)), masked_attention(*inputs, document_mask(segments))):
+        assert all(x.isfinite().all() for x in outputs_and_gradients(out, inputs))
+
+
+def test_bf16_and_mixed_formats():
+    segments = make_segments([[33, 67], [100]])
+    inputs = make_qkv(segments, 4, 2, dtype=torch.bfloat16)
+    tiles = packed_tiles(segments, 32)
+    q, k, v = (x.detach().float().requires_grad_() for x in inputs)
+    exact_inputs = (q, k, v)
+    exact = outputs_and_gradients(masked_attention_naive(*exact_inputs, document_mask(segments)), exact_inputs)
+    fast = outputs_and_gradients(packed_attention(*inputs, tiles), inputs)
+    assert fast[0].dtype == torch.bfloat16
+    for ours, reference in zip(fast, exact, strict=True):
+        torch.testing.assert_close(ours.float(), reference, **TOLERANCES["bf16_gradient"])
+    mixed = packed_attention(exact_inputs[0], exact_inputs[1], inputs[2], tiles)
+    assert torch.equal(mixed, fast[0])
+
+
+def test_operator_is_sound_under_compile():
+    segments = make_segments([[5, 8], [13]])
+    inputs = make_qkv(segments, 4, 2)
+    tiles = packed_tiles(segments, 4)
+    torch.library.opcheck(
+        torch.ops.modelwright.packed_attention.default,
+        (*inputs, tiles.bounds_P4, tiles.bias),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+def test_tiles_cover_every_token_once():
+    segments = make_segments([[33, 67], [100]])
+    seen = torch.zeros(segments.shape, dtype=torch.int64)
+    for row, start, first, end in packed_tiles(segments, 16).bounds_P4.tolist():
+        seen[row, first:end] += 1
+        assert segments[row, start:end].unique().numel() == 1
+    assert torch.equal(seen, torch.ones_like(seen))
