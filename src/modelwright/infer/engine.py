@@ -88,8 +88,8 @@ class Engine:
         fewest = math.ceil(self.max_seq_len / config.block_len)
         if num_blocks < fewest:
             raise ConfigError(
-                f"cache_tokens: {config.cache_tokens} cannot hold one sequence of {self.max_seq_len} tokens (the model's "
-                f"context); raise it to at least {fewest * config.block_len}"
+                f"cache_tokens: {config.cache_tokens} cannot hold a sequence of {self.max_seq_len} tokens, the model's "
+                f"context; raise it to at least {fewest * config.block_len}"
             )
         model.eval()
         weight = model.norm.weight

@@ -1,0 +1,61 @@
+"""The bodies of /v1/completions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from modelwright.serve.answers import Generation
+from modelwright.serve.text import Piece, TokenInfo
+
+
+def full(generation: Generation) -> dict[str, Any]:
+    """The answer in one piece."""
+    choices = [
+        _choice(generation, index, answer.shown, answer.tokens, answer.finish_reason)
+        for index, answer in enumerate(generation.answers)
+    ]
+    return _envelope(generation, choices) | {"usage": generation.usage()}
+
+
+def opening(generation: Generation) -> list[dict[str, Any]]:
+    """A stream of completions has no opening chunk."""
+    return []
+
+
+def chunk(generation: Generation, index: int, piece: Piece) -> dict[str, Any]:
+    """One event of a stream."""
+    return _envelope(generation, [_choice(generation, index, piece.text, piece.tokens, piece.finish_reason)])
+
+
+def usage_chunk(generation: Generation) -> dict[str, Any]:
+    """The last event, when the client asked for it."""
+    return _envelope(generation, []) | {"usage": generation.usage()}
+
+
+def _envelope(generation: Generation, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "id": generation.answer_id,
+        "object": "text_completion",
+        "created": generation.created,
+        "model": generation.model,
+        "choices": choices,
+    }
+
+
+def _choice(generation: Generation, index: int, text: str, tokens: Sequence[TokenInfo], reason: str) -> dict[str, Any]:
+    wanted = getattr(generation.request, "logprobs", None) is not None
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": _logprobs(generation, tokens) if wanted else None,
+        "finish_reason": reason or None,
+    }
+
+
+def _logprobs(generation: Generation, tokens: Sequence[TokenInfo]) -> dict[str, Any]:
+    name = generation.codec.token_text
+    return {
+        "tokens": [name(token.token_id) for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [{name(other): logprob for other, logprob in token.alternatives} for token in tokens],
+        "text_offset": [token.offset for token in tokens],
+    }

@@ -1,0 +1,37 @@
+"""Refusals in the form that OpenAI clients understand."""
+
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+
+class ApiError(Exception):
+    """A refusal: HTTP status, a sentence for the person, the field at fault, a code for the program."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str = "", code: str = "", headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        return error_body(self.status, self.message, param=self.param, code=self.code)
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+
+
+def error_body(status: int, message: str, *, param: str = "", code: str = "") -> dict[str, Any]:
+    """`{"error": {"message", "type", "param", "code"}}`."""
+    kinds = {401: "authentication_error", 429: "rate_limit_error", 503: "server_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param or None, "code": code or None}}
+
+
+def overloaded(message: str, retry_after_s: int) -> ApiError:
+    """503 with the time after which to try again."""
+    return ApiError(503, message, code="overloaded", headers={"Retry-After": str(retry_after_s)})

@@ -1,0 +1,80 @@
+"""Prometheus metrics of one server, in a registry of their own."""
+
+import time
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from modelwright.infer.engine import EngineStats
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_FINE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
+
+
+class Metrics:
+    """All metrics by name. Times are in seconds."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "modelwright_http_requests", "Finished HTTP requests", ["route", "method", "status"], registry=registry
+        )
+        self.answers = Counter(
+            "modelwright_answers",
+            "Finished answers by reason (stop, length, aborted, error)",
+            ["reason"],
+            registry=registry,
+        )
+        self.prompt_tokens = Counter("modelwright_prompt_tokens", "Tokens of prompts taken in", registry=registry)
+        self.output_tokens = Counter("modelwright_output_tokens", "Tokens generated", registry=registry)
+        self.preemptions = Gauge(
+            "modelwright_preemptions",
+            "Answers put back to the queue for lack of cache since the start",
+            registry=registry,
+        )
+        self.running = Gauge("modelwright_running_answers", "Answers being computed", registry=registry)
+        self.waiting = Gauge("modelwright_waiting_answers", "Answers in the queue", registry=registry)
+        self.kv_blocks = Gauge("modelwright_kv_blocks", "Blocks of the key/value cache", ["state"], registry=registry)
+        self.first_token = Histogram(
+            "modelwright_time_to_first_token_seconds", "Arrival to first token", buckets=_SECONDS, registry=registry
+        )
+        self.next_token = Histogram(
+            "modelwright_inter_token_seconds", "Between tokens of one answer", buckets=_FINE_SECONDS, registry=registry
+        )
+        self.duration = Histogram(
+            "modelwright_answer_seconds", "Arrival to last token", buckets=_SECONDS, registry=registry
+        )
+
+    def observe(self, stats: EngineStats) -> None:
+        """Take over the engine's figures."""
+        self.running.set(stats.num_running)
+        self.waiting.set(stats.num_waiting)
+        self.kv_blocks.labels("free").set(stats.num_free_blocks)
+        self.kv_blocks.labels("used").set(stats.num_blocks - stats.num_free_blocks)
+        self.preemptions.set(stats.num_preemptions)
+
+    def text(self) -> bytes:
+        """Prometheus text format."""
+        return generate_latest(self.registry)
+
+
+@dataclass
+class AnswerClock:
+    """Times one answer."""
+
+    metrics: Metrics
+    started: float = field(default_factory=time.perf_counter)
+    last_token: float = 0.0
+
+    def token(self) -> None:
+        now = time.perf_counter()
+        self.metrics.output_tokens.inc()
+        if self.last_token:
+            self.metrics.next_token.observe(now - self.last_token)
+        else:
+            self.metrics.first_token.observe(now - self.started)
+        self.last_token = now
+
+    def end(self, reason: str) -> None:
+        self.metrics.answers.labels(reason).inc()
+        self.metrics.duration.observe(time.perf_counter() - self.started)

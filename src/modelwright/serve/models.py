@@ -1,0 +1,23 @@
+"""Load what is served: a folder in the Hugging Face layout, or an INT8 folder with a tokenizer beside the weights."""
+
+from pathlib import Path
+
+from modelwright.compress.int8 import Int8Config, is_int8_folder, load_int8
+from modelwright.core.errors import ModelError
+from modelwright.model.decoder import Decoder
+from modelwright.model.hf import load_model
+from modelwright.serve.codec import Codec
+
+
+def load_folder(folder: Path, int8: Int8Config) -> tuple[Decoder, Codec]:
+    """The model and its tokenizer. Raises `ModelError` when files are missing or do not fit together."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such model folder")
+    model = load_int8(folder, int8) if is_int8_folder(folder) else load_model(folder)
+    codec = Codec.load(folder)
+    if codec.vocab_size > model.config.vocab_size:
+        raise ModelError(
+            f"{folder}: the tokenizer has {codec.vocab_size} tokens, the model only {model.config.vocab_size}; "
+            "they do not belong together"
+        )
+    return model.eval(), codec

@@ -1,0 +1,173 @@
+"""Run the server: in a thread (`ServerThread`), or as the whole process until SIGTERM (`run_server`)."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from modelwright.core.errors import ConfigError
+from modelwright.infer.engine import Engine
+from modelwright.model.decoder import Decoder
+from modelwright.serve.app import Service, build_app
+from modelwright.serve.codec import Codec
+from modelwright.serve.config import ServeConfig
+from modelwright.serve.errors import overloaded
+from modelwright.serve.metrics import Metrics
+from modelwright.serve.models import load_folder
+from modelwright.serve.worker import RETRY_AFTER_S, EngineWorker
+
+log = logging.getLogger("modelwright.serve")
+
+_CLOSE_TIMEOUT_S = 2
+
+
+class ServerThread:
+    """A server with its event loop in a thread. Use as a context manager: leaving it drains and stops.
+
+    `url` is known at once: the port is bound in the constructor, and connections wait until the server is up.
+    """
+
+    def __init__(self, model: Decoder, codec: Codec, config: ServeConfig, *, model_name: str) -> None:
+        api_key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
+        if config.api_key_env and not api_key:
+            raise ConfigError(
+                f"api_key_env: the environment variable {config.api_key_env} is not set; set it or leave it out"
+            )
+        metrics = Metrics()
+        engine = Engine(model, config.engine)
+        worker = EngineWorker(engine, metrics, max_queue=config.max_queue)
+        self.service = Service(config, model_name, worker, codec, metrics, api_key)
+        self._socket = _bind(config)
+        host, port = self._socket.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{port}"
+        self._ready = threading.Event()
+        self._drain = asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+
+    def start(self) -> "ServerThread":
+        """Start and wait until requests are answered."""
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def stop(self) -> None:
+        """Drain and stop: new answers are refused at once, running ones get `drain_timeout_s`. Safe from any thread."""
+        self.stop_soon()
+        self._thread.join()
+
+    def stop_soon(self, *, at_once: bool = False) -> None:
+        """Begin to drain without waiting; `at_once` cuts running answers off."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._cut_off if at_once else self._begin_drain)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end; true when it has come."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def __enter__(self) -> "ServerThread":
+        return self.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._serve())
+        finally:
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        worker = self.service.worker
+        worker.start()
+        settings = uvicorn.Config(
+            build_app(self.service),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+        )
+        server = uvicorn.Server(settings)
+        serving = asyncio.create_task(server.serve(sockets=[self._socket]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.005)
+        self._ready.set()
+        draining = asyncio.create_task(self._drain.wait())
+        await asyncio.wait({serving, draining}, return_when=asyncio.FIRST_COMPLETED)
+        if not await worker.wait_idle(self.service.config.drain_timeout_s):
+            log.warning("running answers were cut off after %gs", self.service.config.drain_timeout_s)
+            self._cut_off()
+            await worker.wait_idle(_CLOSE_TIMEOUT_S)
+        server.should_exit = True
+        await serving
+        draining.cancel()
+        await worker.stop()
+
+    def _begin_drain(self) -> None:
+        self.service.is_draining = True
+        self._drain.set()
+
+    def _cut_off(self) -> None:
+        self._begin_drain()
+        self.service.worker.abort_all(overloaded("The server is shutting down.", RETRY_AFTER_S))
+
+
+def run_server(folder: Path, config: ServeConfig, *, model_name: str, announce: Callable[[str], None] = print) -> None:
+    """Serve the model in `folder` until SIGTERM or Ctrl-C; then drain and return. A second signal cuts answers off.
+
+    Call from the main thread. `announce` gets one line with the address when requests are answered. Raises
+    `ConfigError` when the port is taken, `ModelError` when the folder cannot be loaded.
+    """
+    model, codec = load_folder(folder, config.int8)
+    server = ServerThread(model, codec, config, model_name=model_name)
+    with _signals(server):
+        server.start()
+        announce(f"Serving {model_name} at {server.url} (chat page: {server.url}/, API: {server.url}/v1)")
+        while not server.join(0.5):
+            pass
+
+
+@contextlib.contextmanager
+def _signals(server: ServerThread) -> Iterator[None]:
+    """SIGTERM and SIGINT drain; the second one is impatient."""
+    num_received = 0
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal num_received
+        num_received += 1
+        server.stop_soon(at_once=num_received > 1)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _bind(config: ServeConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"port: cannot listen on {config.host}:{config.port} ({error.strerror}); choose another port, "
+            "or 0 for a free one"
+        ) from None
+    listener.listen(256)
+    return listener

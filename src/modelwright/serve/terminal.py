@@ -1,0 +1,101 @@
+"""Chat in the terminal with a model folder; no server in between."""
+
+import secrets
+import sys
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from pathlib import Path
+
+from modelwright.compress.int8 import Int8Config
+from modelwright.infer.engine import Engine, EngineConfig
+from modelwright.infer.sequence import SamplingParams
+from modelwright.serve.codec import Codec
+from modelwright.serve.models import load_folder
+from modelwright.serve.text import AnswerText, Detokenizer
+
+HELP = "Type a question and press Enter. /new starts over, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer."
+
+ANSWER_ROOM = 4
+"""At least one part in this many of the context is kept free for the answer; older turns are forgotten for it."""
+
+
+class Conversation:
+    """A conversation with one model: keeps the turns, forgets the oldest when the context is full."""
+
+    def __init__(self, engine: Engine, codec: Codec, params: SamplingParams) -> None:
+        self._engine = engine
+        self._codec = codec
+        self._params = params
+        self.messages: list[dict[str, str]] = []
+
+    def ask(self, question: str) -> Generator[str, None, None]:
+        """Pieces of the answer as they become final. Closing the iterator stops the answer and keeps what is there."""
+        self.messages.append({"role": "user", "content": question})
+        prompt = self._fitting_prompt()
+        text = AnswerText(Detokenizer(self._codec.decode))
+        params = replace(self._params, stop_ids=self._codec.control_ids, max_tokens=self._engine.max_seq_len)
+        params = replace(params, seed=secrets.randbits(62))
+        answer: list[str] = []
+        self._engine.add("terminal", prompt, params)
+        try:
+            while self._engine.has_work:
+                for output in self._engine.step():
+                    is_last = output.finish_reason in ("stop", "error")
+                    piece = "" if is_last else text.push(output.token_id, output.logprob, ()).text
+                    piece += text.finish("stop").text if output.finished else ""
+                    answer.append(piece)
+                    yield piece
+        finally:
+            self._engine.abort("terminal")
+            self.messages.append({"role": "assistant", "content": "".join(answer)})
+
+    def _fitting_prompt(self) -> list[int]:
+        limit = self._engine.max_seq_len - self._engine.max_seq_len // ANSWER_ROOM
+        while True:
+            prompt = self._codec.encode_chat(self.messages)
+            if len(prompt) <= limit:
+                return prompt
+            if len(self.messages) == 1:
+                return prompt[-limit:]
+            del self.messages[: 2 if len(self.messages) > 2 else 1]
+
+
+def chat(
+    folder: Path,
+    *,
+    temperature: float = 0.7,
+    top_p: float = 0.95,
+    read: Callable[[str], str] = input,
+    write: Callable[[str], object] = sys.stdout.write,
+) -> None:
+    """Read questions and write answers until the end of input. Raises `ModelError` when the folder cannot be loaded."""
+    model, codec = load_folder(folder, Int8Config())
+    engine = Engine(model, EngineConfig(max_running=1, cache_tokens=-(-model.config.max_seq_len // 16) * 16))
+    params = SamplingParams(temperature=temperature, top_p=top_p)
+    conversation = Conversation(engine, codec, params)
+    write(HELP + "\n")
+    while True:
+        try:
+            question = read("\n> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            write("\n")
+            return
+        if question == "/exit":
+            return
+        if question == "/new":
+            conversation = Conversation(engine, codec, params)
+        elif question:
+            _answer(conversation, question, write)
+
+
+def _answer(conversation: Conversation, question: str, write: Callable[[str], object]) -> None:
+    pieces = conversation.ask(question)
+    try:
+        for piece in pieces:
+            write(piece)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        write(" [stopped]")
+    finally:
+        pieces.close()
+    write("\n")

@@ -1,0 +1,217 @@
+"""The thread that owns the engine, and the streams through which the event loop hears from it.
+
+The event loop never waits for the engine: it puts commands on a queue and gets tokens by `call_soon_threadsafe`, one
+call per engine step.
+"""
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from modelwright.infer.engine import Engine, EngineStats, StepOutput
+from modelwright.infer.sequence import SamplingParams
+from modelwright.serve.errors import ApiError, overloaded
+from modelwright.serve.metrics import AnswerClock, Metrics
+
+log = logging.getLogger("modelwright.serve")
+
+RETRY_AFTER_S = 2
+
+
+@dataclass(frozen=True)
+class _Add:
+    request_id: str
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class _Abort:
+    request_id: str
+
+
+@dataclass(frozen=True)
+class _Stop:
+    pass
+
+
+@dataclass(frozen=True)
+class Job:
+    """One answer to compute."""
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+
+
+class Stream:
+    """The tokens of the answers to one request, in the order in which they arrive.
+
+    Iterate inside the event loop; `close` at the end, also after an early one.
+    """
+
+    def __init__(self, worker: "EngineWorker", ids: list[str]) -> None:
+        self._worker = worker
+        self._open = dict(enumerate(ids))
+        self._clocks = [AnswerClock(worker.metrics) for _ in ids]
+        self._inbox: asyncio.Queue[tuple[int, StepOutput] | ApiError] = asyncio.Queue()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, StepOutput]]:
+        """`(number of the answer, token)` until all are finished. Raises `ApiError` when the engine gives up."""
+        while self._open:
+            item = await self._inbox.get()
+            if isinstance(item, ApiError):
+                self._close_all("error")
+                raise item
+            index, output = item
+            if index not in self._open:
+                continue
+            yield index, output
+            if output.finished:
+                self.finish(index, output.finish_reason)
+
+    def put_token(self, index: int, output: StepOutput) -> None:
+        if index in self._open:
+            self._clocks[index].token()
+            self._inbox.put_nowait((index, output))
+
+    def put_error(self, error: ApiError) -> None:
+        self._inbox.put_nowait(error)
+
+    def finish(self, index: int, reason: str) -> None:
+        """One answer is over; the engine is told to stop if it has not."""
+        request_id = self._open.pop(index, "")
+        if request_id:
+            self._clocks[index].end(reason)
+            self._worker.release(request_id)
+
+    def close(self) -> None:
+        """Abort what still runs and give the places back."""
+        self._close_all("aborted")
+
+    def _close_all(self, reason: str) -> None:
+        for index in list(self._open):
+            self.finish(index, reason)
+
+
+class EngineWorker:
+    """Runs an engine in a thread of its own. All public methods belong to the event loop."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, *, max_queue: int) -> None:
+        self.engine = engine
+        self.metrics = metrics
+        self.failed = False
+        self._capacity = engine.config.max_running + max_queue
+        self._commands: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
+        self._streams: dict[str, tuple[Stream, int]] = {}
+        self._numbers = itertools.count()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.metrics.observe(engine.stats())
+
+    def start(self) -> None:
+        """Call inside the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def num_open(self) -> int:
+        """Answers that are running or waiting."""
+        return len(self._streams)
+
+    def require_room(self, count: int) -> None:
+        """Raises `ApiError` 503 when `count` more answers do not fit in the queue, 500 when the engine has failed."""
+        if self.failed:
+            raise ApiError(500, "The engine has failed; restart the server and see its log.", code="engine_failed")
+        if self.num_open + count > self._capacity:
+            raise overloaded("The queue is full; try again later.", RETRY_AFTER_S)
+
+    def submit(self, jobs: Sequence[Job]) -> Stream:
+        """Start the answers of one request, all or none. Raises like `require_room`."""
+        self.require_room(len(jobs))
+        number = next(self._numbers)
+        ids = [f"{number}.{index}" for index in range(len(jobs))]
+        stream = Stream(self, ids)
+        self._idle.clear()
+        for index, (request_id, job) in enumerate(zip(ids, jobs, strict=True)):
+            self._streams[request_id] = (stream, index)
+            self._commands.put(_Add(request_id, job.prompt_ids, job.params))
+        return stream
+
+    def release(self, request_id: str) -> None:
+        """Forget an answer; it is aborted if the engine still works on it."""
+        if self._streams.pop(request_id, None) is None:
+            return
+        self._commands.put(_Abort(request_id))
+        if not self._streams:
+            self._idle.set()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no answer is open; false when that took longer than `timeout_s`."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def abort_all(self, error: ApiError) -> None:
+        """End every open answer with `error`."""
+        for stream in {stream for stream, _ in self._streams.values()}:
+            stream.put_error(error)
+
+    async def stop(self) -> None:
+        """End the thread after its current step."""
+        self._commands.put(_Stop())
+        await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                outputs = self.engine.step()
+                self._tell(outputs)
+        except Exception:
+            log.exception("the engine has failed")
+            self._loop.call_soon_threadsafe(self._fail)
+
+    def _obey(self) -> bool:
+        """Carry out all commands; waits for one when there is nothing to compute. False: stop."""
+        while True:
+            try:
+                command = self._commands.get(block=not self.engine.has_work)
+            except queue.Empty:
+                return True
+            if isinstance(command, _Stop):
+                return False
+            if isinstance(command, _Add):
+                self._add(command)
+            elif self.engine.abort(command.request_id) and not self.engine.has_work:
+                self._tell([])
+
+    def _add(self, command: _Add) -> None:
+        try:
+            self.engine.add(command.request_id, command.prompt_ids, command.params)
+        except ValueError as error:
+            refusal = ApiError(400, str(error), code="invalid_value")
+            self._loop.call_soon_threadsafe(self._refuse, command.request_id, refusal)
+
+    def _tell(self, outputs: list[StepOutput]) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, outputs, self.engine.stats())
+
+    def _deliver(self, outputs: list[StepOutput], stats: EngineStats) -> None:
+        self.metrics.observe(stats)
+        for output in outputs:
+            if output.request_id in self._streams:
+                stream, index = self._streams[output.request_id]
+                stream.put_token(index, output)
+
+    def _refuse(self, request_id: str, error: ApiError) -> None:
+        if request_id in self._streams:
+            self._streams[request_id][0].put_error(error)
+
+    def _fail(self) -> None:
+        self.failed = True
+        self.abort_all(ApiError(500, "The engine has failed; see the server's log.", code="engine_failed"))

@@ -1,0 +1,213 @@
+"""Overload, disconnects, draining, keys, and what the log may hold."""
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from modelwright.core.errors import ConfigError
+from modelwright.serve.config import ServeConfig
+from modelwright.serve.server import ServerThread
+
+LONG = {"model": "tiny", "prompt": "the quick", "max_tokens": 3500, "temperature": 0}
+
+
+def post(url: str, **options) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json=LONG | options, timeout=60)
+
+
+def wait_until(condition, timeout_s: float = 10) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "took too long"
+        time.sleep(0.01)
+
+
+def test_full_queue_is_503_with_retry_after(slow_server):
+    server = slow_server(max_queue=1)
+    threads = [threading.Thread(target=post, args=(server.url,), kwargs={"max_tokens": 800}) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: server.service.worker.num_open == 2)
+    refused = post(server.url, max_tokens=1)
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) > 0
+    assert "queue is full" in refused.json()["error"]["message"]
+    with OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=8) as client:
+        assert client.completions.create(model="tiny", prompt="a", max_tokens=1).choices
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_place(slow_server, stream):
+    server = slow_server()
+    with pytest.raises(httpx.TimeoutException), httpx.Client(timeout=0.3) as client:
+        if not stream:
+            client.post(f"{server.url}/v1/completions", json=LONG)
+        with client.stream("POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}) as response:
+            for _ in response.iter_lines():
+                break
+            raise httpx.ReadTimeout("left on purpose")
+    wait_until(lambda: server.service.worker.num_open == 0, 3)
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert 'modelwright_answers_total{reason="aborted"} 1.0' in metrics
+    assert post(server.url, max_tokens=2).status_code == 200
+    stats = server.service.worker.engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_drain_finishes_running_answers_and_refuses_new_ones(slow_server):
+    server = slow_server(drain_timeout_s=30)
+    results = []
+    running = threading.Thread(target=lambda: results.append(post(server.url, max_tokens=1500)))
+    running.start()
+    wait_until(lambda: server.service.worker.num_open == 1)
+    server.stop_soon()
+    wait_until(lambda: server.service.is_draining)
+    refused = post(server.url, max_tokens=1)
+    assert refused.status_code == 503
+    assert "retry-after" in refused.headers
+    assert httpx.get(f"{server.url}/health").json()["status"] == "draining"
+    running.join()
+    assert results[0].status_code == 200
+    assert results[0].json()["usage"]["completion_tokens"] == 1500
+    assert server.join(10)
+
+
+def test_drain_is_bounded_in_time(slow_server):
+    server = slow_server(drain_timeout_s=0.2, max_running=4)
+    events: list[str] = []
+
+    def read() -> None:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=60) as response:
+            events.extend(line for line in response.iter_lines() if line)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    wait_until(lambda: server.service.worker.num_open == 1)
+    started = time.monotonic()
+    server.stop_soon()
+    assert server.join(10)
+    reader.join()
+    assert time.monotonic() - started < 5
+    assert "shutting down" in events[-2]
+
+
+def test_sigterm_drains_and_exits_with_zero(model_folder):
+    program = (
+        "import logging, pathlib, sys\n"
+        "from modelwright.serve.config import ServeConfig\n"
+        "from modelwright.serve.server import run_server\n"
+        "logging.basicConfig(level='INFO', stream=sys.stderr)\n"
+        "run_server(pathlib.Path(sys.argv[1]), ServeConfig(port=0, api_key_env='KEY'), model_name='tiny',\n"
+        "           announce=lambda line: print(line, flush=True))\n"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "KEY": "hush-hush"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(model_folder)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://\S+:\d+", line)
+        assert found, line
+        with OpenAI(base_url=f"{found.group()}/v1", api_key="hush-hush", max_retries=0) as client:
+            chunks = client.completions.create(model="tiny", prompt="private words", max_tokens=600, stream=True)
+            first = next(iter(chunks))
+            process.send_signal(signal.SIGTERM)
+            rest = list(chunks)
+            assert first.choices
+            assert rest[-1].choices[0].finish_reason in ("length", "stop")
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0
+    assert "POST /v1/completions 200" in errors
+    assert "hush" not in errors
+    assert "private" not in errors
+    assert "Traceback" not in errors
+
+
+def test_api_key_is_required_and_never_logged(slow_server, monkeypatch, caplog):
+    monkeypatch.setenv("MY_KEY", "s3cret-value")
+    caplog.set_level(logging.DEBUG)
+    server = slow_server(api_key_env="MY_KEY")
+    with OpenAI(base_url=f"{server.url}/v1", api_key="wrong-key", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        with pytest.raises(openai.AuthenticationError):
+            client.completions.create(model="tiny", prompt="a")
+    with OpenAI(base_url=f"{server.url}/v1", api_key="s3cret-value", max_retries=0) as client:
+        assert client.completions.create(model="tiny", prompt="a", max_tokens=1).choices
+    assert httpx.post(f"{server.url}/v1/completions", json=LONG).status_code == 401
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    ours = "\n".join(record.getMessage() for record in caplog.records if record.name.startswith("modelwright"))
+    assert "/v1/completions 401" in ours
+    assert "s3cret" not in ours
+    assert "wrong-key" not in ours
+    assert "s3cret" not in repr(server.service)
+
+
+def test_missing_key_and_taken_port_say_what_to_do(server: ServerThread):
+    taken = int(server.url.rsplit(":", 1)[1])
+    arguments = (server.service.worker.engine._runner._model, server.service.codec)
+    with pytest.raises(ConfigError, match="choose another port"):
+        ServerThread(*arguments, ServeConfig(port=taken), model_name="tiny")
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
+        ServerThread(*arguments, ServeConfig(port=0, api_key_env="NO_SUCH_KEY"), model_name="tiny")
+
+
+def test_slow_body_times_out(slow_server):
+    server = slow_server(body_timeout_s=0.2)
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert b" 408 " in connection.recv(4096)
+
+
+def test_an_engine_that_fails_is_reported(slow_server, monkeypatch, caplog):
+    server = slow_server()
+
+    def broken():
+        raise RuntimeError("no more electrons")
+
+    monkeypatch.setattr(server.service.worker.engine, "step", broken)
+    assert post(server.url).status_code == 500
+    assert httpx.get(f"{server.url}/health").status_code == 503
+    assert post(server.url).json()["error"]["code"] == "engine_failed"
+    assert "no more electrons" in caplog.text
+
+
+def test_the_event_loop_stays_responsive(slow_server):
+    server = slow_server(max_running=8)
+
+    async def measure() -> float:
+        async with httpx.AsyncClient(timeout=60) as client:
+            work = [
+                asyncio.create_task(client.post(f"{server.url}/v1/completions", json=LONG | {"max_tokens": 150}))
+                for _ in range(8)
+            ]
+            slowest = 0.0
+            while not all(task.done() for task in work):
+                started = time.monotonic()
+                await client.get(f"{server.url}/health")
+                slowest = max(slowest, time.monotonic() - started)
+                await asyncio.sleep(0.02)
+            assert all(task.result().status_code == 200 for task in work)
+            return slowest
+
+    assert asyncio.run(measure()) < 1.0
