@@ -2,8 +2,8 @@
 
 Each question keeps its own answer and gets three distractors, the answers of other held-out documents: of the same
 package but another module where there are enough, so that vocabulary is no cue, and of similar length, so that
-length is none: the answer is the shortest, second, third or longest of the four equally often. Positions are
-shuffled. Everything depends on the documents and the seed alone. Knows no model.
+length is none: the answer is the shortest, second, third or longest of the four equally often, as far as the
+documents allow. Positions are shuffled. Everything depends on the documents and the seed alone. Knows no model.
 """
 
 import hashlib
@@ -126,24 +126,31 @@ def _question(entry: _Entry, pool: Sequence[_Entry], seed: int) -> Question | No
         and other.id != entry.id
         and other.name != entry.name
     ]
-    for tier, allowed in TIERS.items():
-        chosen = _distractors(entry, [other for other in near if allowed(entry, other)], seed)
-        if len(chosen) == NUM_CANDIDATES - 1:
-            order = sorted([entry, *chosen], key=lambda e: _draw(seed, "place", entry.id, e.id))
-            return Question(
-                id=entry.id,
-                question=entry.question,
-                candidates=tuple(e.answer for e in order),
-                answer=order.index(entry),
-                tier=tier,
-                distractor_ids=tuple(e.id for e in order if e is not entry),
-            )
+    drawn = sorted(range(NUM_CANDIDATES), key=lambda rank: _draw(seed, "rank", entry.id, str(rank)))
+    for ranks in (drawn[:1], drawn[1:]):
+        for tier, allowed in TIERS.items():
+            allowed_near = [other for other in near if allowed(entry, other)]
+            for rank in ranks:
+                chosen = _distractors(entry, allowed_near, rank, seed)
+                if chosen:
+                    return _assemble(entry, chosen, tier, seed)
     return None
 
 
-def _distractors(entry: _Entry, near: Sequence[_Entry], seed: int) -> list[_Entry]:
-    """Three entries, as many shorter than the answer as a uniform draw says, none with the meaning of another."""
-    num_shorter = int.from_bytes(_draw(seed, "rank", entry.id)[:8], "little") % NUM_CANDIDATES
+def _assemble(entry: _Entry, distractors: Sequence[_Entry], tier: str, seed: int) -> Question:
+    order = sorted([entry, *distractors], key=lambda e: _draw(seed, "place", entry.id, e.id))
+    return Question(
+        id=entry.id,
+        question=entry.question,
+        candidates=tuple(e.answer for e in order),
+        answer=order.index(entry),
+        tier=tier,
+        distractor_ids=tuple(e.id for e in order if e is not entry),
+    )
+
+
+def _distractors(entry: _Entry, near: Sequence[_Entry], num_shorter: int, seed: int) -> list[_Entry]:
+    """Three entries, `num_shorter` of them shorter than the answer, none with the meaning of another; or none."""
     shorter, longer = _by_side(entry, near, seed)
     chosen: list[_Entry] = []
     for side, wanted in ((shorter, num_shorter), (longer, NUM_CANDIDATES - 1)):

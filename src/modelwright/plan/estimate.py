@@ -77,22 +77,17 @@ def training_memory(
     input only, 0 none.
     """
     weights = model.num_parameters * _FP32
-    per_block = _block_activation_bytes(model, compute)
-    wrapped = -(-model.num_layers // activation_checkpoint_every) if activation_checkpoint_every else 0
-    per_token = (model.num_layers - wrapped) * per_block + wrapped * _FP32 * model.model_dim
-    per_token += _FP32 * 4 * model.model_dim  # final norm (input, normalised) and the hidden states with gradient
+    kept = _kept_bytes(model, tokens_per_microbatch, compute, activation_checkpoint_every)
+    head_phase = kept[-1] + _head_workspace_bytes(model, min(head_chunk_tokens, tokens_per_microbatch))
+    peak = max(head_phase, _blocks_phase_bytes(model, tokens_per_microbatch, compute, activation_checkpoint_every))
     cast_weights = model.num_parameters * 2 if compute == "bf16" else 0
-    recomputed = per_block * tokens_per_microbatch if wrapped else 0
     return MemoryEstimate(
         process=PROCESS_BYTES,
         weights=weights,
         gradients=weights,
         optimizer=_ADAM_STATES * weights,
-        activations=per_token * tokens_per_microbatch + cast_weights,
-        workspace=max(
-            _head_workspace_bytes(model, min(head_chunk_tokens, tokens_per_microbatch)),
-            recomputed + _block_workspace_bytes(model, compute) * tokens_per_microbatch,
-        ),
+        activations=kept[-1] + cast_weights,
+        workspace=peak - kept[-1],
         checkpoint_copy=(1 + _ADAM_STATES) * weights if async_checkpoints else 0,
     )
 
@@ -213,20 +208,43 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def _kept_bytes(model: ModelConfig, num_tokens: int, compute: Compute, every: int) -> list[int]:
+    """Bytes kept for backward after 0, 1, ... blocks, and last after the final norm with its hidden states."""
+    whole, input_only = _block_activation_bytes(model, compute), _FP32 * model.model_dim
+    kept = [_FP32 * 2 * model.head_dim * num_tokens]  # rotary tables
+    for layer in range(model.num_layers):
+        kept.append(kept[-1] + num_tokens * (input_only if _is_wrapped(layer, every) else whole))
+    return [*kept, kept[-1] + num_tokens * _FP32 * 2 * model.model_dim]
+
+
+def _blocks_phase_bytes(model: ModelConfig, num_tokens: int, compute: Compute, every: int) -> int:
+    """The peak while blocks run backward, last to first: what is still kept, what is computed again, workspace."""
+    kept = _kept_bytes(model, num_tokens, compute, every)
+    again, work = _block_activation_bytes(model, compute), _block_workspace_bytes(model, compute)
+    return max(
+        kept[layer + 1] + num_tokens * (work + (again if _is_wrapped(layer, every) else 0))
+        for layer in range(model.num_layers)
+    )
+
+
+def _is_wrapped(layer: int, every: int) -> bool:
+    """Whether `memory.checkpointing.checkpoint_blocks` wraps this block."""
+    return every > 0 and layer % every == 0
+
+
 def _block_activation_bytes(model: ModelConfig, compute: Compute) -> int:
     """Bytes per token that one block keeps for backward: what autograd saves in `model.decoder.Block`.
 
-    Two norms: input and normalised input. Q/K-norm: the same for queries and keys. Attention: rotated q and k, v,
-    output. Feed-forward: gate, up, silu(gate), their product. Each product keeps its input; under autocast each
-    keeps its own BF16 copy of it.
+    Two norms: normalised input (FP32) and, as input of the products, output. Q/K-norm: normalised input. Attention:
+    rotated q and k, v, output. Feed-forward: gate, up, silu(gate), their product. Under autocast each of the five
+    products that read a norm's output keeps its own BF16 copy of it.
     """
     d, f = model.model_dim, model.ffn_dim
     q, k = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    qk_norm = q + k if model.qk_norm else 0
     if compute == "fp32":
-        qk_norm = 2 * (q + k) if model.qk_norm else 0
-        return _FP32 * (6 * d + qk_norm + 2 * q + 2 * k + 4 * f)
-    qk_norm = 2 * _FP32 * (q + k) if model.qk_norm else 0
-    return _FP32 * 4 * d + qk_norm + 2 * (5 * d + 2 * q + 2 * k + 4 * f)
+        return _FP32 * (4 * d + qk_norm + 2 * q + 2 * k + 4 * f)
+    return _FP32 * (2 * d + qk_norm) + 2 * (5 * d + 2 * q + 2 * k + 4 * f)
 
 
 def _block_workspace_bytes(model: ModelConfig, compute: Compute) -> int:

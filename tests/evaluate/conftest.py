@@ -1,0 +1,75 @@
+"""Small stand-ins: a tokenizer whose tokens are bytes, documents, a tiny decoder."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+
+
+class ByteTokenizer:
+    """Token ids are UTF-8 bytes; 256 starts a text, 257 and 258 begin a user's and an assistant's turn."""
+
+    bos_id = 256
+    vocab_size = 259
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(text.encode("utf-8")) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8")
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> list[int]:
+        ids = [self.bos_id]
+        for message in messages:
+            ids += [257 if message["role"] == "user" else 258, *message["content"].encode("utf-8")]
+        return [*ids, 258] if add_generation_prompt else ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeDocument:
+    id: str
+    text: str
+    kind: str = "prose"
+    source: str = "fake"
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def tokenizer() -> ByteTokenizer:
+    return ByteTokenizer()
+
+
+@pytest.fixture
+def make_document() -> type[FakeDocument]:
+    return FakeDocument
+
+
+@pytest.fixture
+def model() -> Decoder:
+    config = ModelConfig(
+        vocab_size=ByteTokenizer.vocab_size,
+        num_layers=2,
+        model_dim=32,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        ffn_dim=48,
+        max_seq_len=32,
+        init_std=0.3,
+    )
+    decoder = Decoder(config)
+    decoder.init_weights(7)
+    return decoder

@@ -1,0 +1,73 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from modelwright.model.attention import causal_attend
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.plan.doctor import measure_rates, recommend, survey, survey_text
+from modelwright.plan.products import effective_rate, forward_products, training_products
+from modelwright.precision.policy import PrecisionConfig, resolve
+
+MODEL = ModelConfig(
+    vocab_size=128,
+    num_layers=2,
+    model_dim=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_dim=64,
+    max_seq_len=64,
+)
+
+
+def test_products_are_those_that_the_model_runs() -> None:
+    model = Decoder(MODEL)
+    model.init_weights(0)
+    with FlopCounterMode(display=False) as counter:
+        model.logits(model(torch.zeros(2, 16, dtype=torch.int64), torch.arange(16).expand(2, 16), causal_attend()))
+    counts = counter.get_flop_counts()["Global"]
+    linears = sum(flops for op, flops in counts.items() if "mm" in str(op) and "bmm" not in str(op))
+    products = forward_products(MODEL, num_tokens=32, head_chunk_tokens=10)
+    assert sum(product.flops for product in products) == pytest.approx(linears)
+    trained = training_products(MODEL, num_tokens=32, head_chunk_tokens=10)
+    assert sum(product.flops for product in trained) == pytest.approx(3 * linears)
+    assert {product.during for product in trained} == {"forward", "grad_input", "grad_weight"}
+
+
+def test_effective_rate_weighs_by_time() -> None:
+    products = forward_products(MODEL, num_tokens=64, head_chunk_tokens=64)
+    assert effective_rate(products, lambda m, k, n: 5.0) == pytest.approx(5.0)
+    slow_head = effective_rate(products, lambda m, k, n: 1.0 if n == MODEL.vocab_size else 10.0)
+    head = products[-1].flops
+    total = sum(product.flops for product in products)
+    assert slow_head == pytest.approx(total / (head + (total - head) / 10))
+
+
+def test_a_slow_format_is_measured_with_fewer_tokens_and_not_recommended() -> None:
+    def rate(m: int, k: int, n: int, dtype: torch.dtype) -> float:
+        return 1e9 if dtype == torch.float32 else 1e6
+
+    training = measure_rates(MODEL, num_tokens=4096, budget_s=1.5, rate=rate)
+    assert training["tokens"]["fp32"] == 4096
+    assert 64 <= training["tokens"]["bf16"] < 4096
+    assert training["effective"] == pytest.approx({"fp32": 1e9, "bf16": 1e6})
+    assert recommend(training, {})["compute"] == "fp32"
+    assert resolve(PrecisionConfig(), training["effective"]).compute == "fp32"
+
+
+def test_survey_of_this_machine(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    facts = survey(MODEL, num_tokens=64, folder=tmp_path / "not" / "there", budget_s=0.2)
+    torch.set_num_threads(before)
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["machine"]["disk_free_bytes"] > 0
+    assert 0 < facts["machine"]["memory_available_bytes"] <= facts["machine"]["memory_bytes"]
+    assert all(value > 0 for value in facts["training"]["effective"].values())
+    text = survey_text(facts)
+    for word in ("processor", "gate_proj grad_weight", "effective", "recommended compute", "1 threads"):
+        assert word in text

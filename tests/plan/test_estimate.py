@@ -1,0 +1,181 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from modelwright.model.attention import causal_attend
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.plan.estimate import (
+    data_stage,
+    duration,
+    forward_flops,
+    plan_text,
+    recomputed_flops,
+    scoring_stage,
+    size,
+    training_flops,
+    training_memory,
+    training_stage,
+)
+
+MEMORY_TOLERANCE = 0.15
+"""Relative, of the peak of a real step less the process before it: allocator slack and kernels' own buffers."""
+
+SHAPE = {
+    "vocab_size": 4096,
+    "num_layers": 4,
+    "model_dim": 192,
+    "num_heads": 6,
+    "num_kv_heads": 2,
+    "head_dim": 32,
+    "ffn_dim": 512,
+    "max_seq_len": 256,
+}
+ROWS, LENGTH = 8, 256
+
+MEASURE = """
+import json, sys, torch
+from modelwright.core.resources import ResourceUse, peak_resident_bytes
+from modelwright.memory.checkpointing import checkpoint_blocks
+from modelwright.model.attention import packed_attend
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.ops.cross_entropy import linear_cross_entropy
+
+torch.set_num_threads(1)
+
+def steps(shape, every, rows, length, count):
+    model = Decoder(ModelConfig(**shape))
+    model.init_weights(0)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    if every:
+        checkpoint_blocks(model, every)
+    ids = torch.randint(0, shape["vocab_size"], (rows, length))
+    positions, segments = torch.arange(length).expand(rows, length), torch.zeros(rows, length, dtype=torch.int32)
+    for _ in range(count):
+        hidden = model(ids, positions, packed_attend(segments))
+        (linear_cross_entropy(hidden.flatten(0, 1), model.head_weight, ids.flatten()) / ids.numel()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+shape, rows, length = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+steps({**shape, "num_layers": 1, "vocab_size": 64}, 0, 1, 16, 2)
+for every in (0, 1, 2):
+    with ResourceUse() as use:
+        before = int(open("/proc/self/statm").read().split()[1]) * 4096
+        steps(shape, every, rows, length, 3)
+    print(json.dumps({"every": every, "before": before, "peak": use.peak_bytes, "own": use.peak_is_own}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to measure the peak of one piece of work")
+def test_memory_is_that_of_a_real_step() -> None:
+    """Without, with all and with every second block checkpointed; in a process of its own."""
+    command = [sys.executable, "-c", MEASURE, json.dumps(SHAPE), str(ROWS), str(LENGTH)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    for measured in map(json.loads, done.stdout.splitlines()):
+        if not measured["own"]:
+            pytest.skip("the kernel does not reset the peak")
+        estimate = training_memory(
+            ModelConfig(**SHAPE),
+            tokens_per_microbatch=ROWS * LENGTH,
+            compute="fp32",
+            activation_checkpoint_every=measured["every"],
+            async_checkpoints=False,
+        )
+        grown = measured["peak"] - measured["before"]
+        assert estimate.total - estimate.process == pytest.approx(grown, rel=MEMORY_TOLERANCE), measured
+        assert measured["before"] == pytest.approx(estimate.process, rel=0.4)
+
+
+def small_model() -> Decoder:
+    shape = {"vocab_size": 96, "num_layers": 3, "model_dim": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    decoder = Decoder(ModelConfig(**shape, ffn_dim=40, max_seq_len=64))
+    decoder.init_weights(0)
+    return decoder
+
+
+def counted_flops(model: Decoder, *, backward: bool) -> int:
+    """FLOPs that torch counts over 2 x 16 tokens, attention over all of 16 positions."""
+    ids = torch.arange(32).view(2, 16)
+
+    def attend(layer, q_BTHd, k_BTKd, v_BTKd):
+        k_BTHd, v_BTHd = (x.repeat_interleave(2, dim=2) for x in (k_BTKd, v_BTKd))
+        scores = torch.einsum("bthd,bshd->bhts", q_BTHd, k_BTHd)
+        return torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v_BTHd)
+
+    with FlopCounterMode(display=False) as counter:
+        logits = model.logits(model(ids, torch.arange(16).expand(2, 16), attend))
+        if backward:
+            logits.square().sum().backward()
+    return counter.get_total_flops()
+
+
+def test_flops_are_what_torch_counts() -> None:
+    model = small_model()
+    forward = forward_flops(model.config, num_tokens=32, mean_context=16)
+    assert counted_flops(model, backward=False) == pytest.approx(forward, rel=1e-3)
+    trained = training_flops(model.config, num_tokens=32, mean_context=16)
+    assert counted_flops(model, backward=True) == pytest.approx(trained, rel=2e-2)
+
+
+def test_parameters_are_counted() -> None:
+    model = small_model()
+    assert model.config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    hidden = model(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)[None], causal_attend())
+    assert hidden.shape == (1, 4, 24)
+
+
+def test_checkpointing_costs_time_and_saves_memory() -> None:
+    model = ModelConfig(**SHAPE)
+    settings = {
+        "num_steps": 10,
+        "batch_tokens": 8192,
+        "num_microbatches": 2,
+        "mean_context": 100.0,
+        "compute": "fp32",
+        "flops_per_s": 1e11,
+        "mfu": 0.5,
+    }
+    plain = training_stage("pretrain", model, activation_checkpoint_every=0, **settings)
+    wrapped = training_stage("pretrain", model, activation_checkpoint_every=1, **settings)
+    assert plain.seconds == pytest.approx(plain.flops / 5e10)
+    assert plain.flops == wrapped.flops
+    assert 1.1 < wrapped.seconds / plain.seconds < 4 / 3
+    assert wrapped.peak_bytes < plain.peak_bytes
+    assert recomputed_flops(model, num_tokens=10, mean_context=5, every=0) == 0
+    quarter = training_stage("pretrain", model, activation_checkpoint_every=0, **{**settings, "num_microbatches": 8})
+    assert quarter.peak_bytes < plain.peak_bytes
+
+
+def test_bf16_keeps_less_than_fp32() -> None:
+    settings = {"tokens_per_microbatch": 4096, "activation_checkpoint_every": 0}
+    model = ModelConfig(**SHAPE)
+    narrow, wide = (training_memory(model, compute=compute, **settings) for compute in ("bf16", "fp32"))
+    assert narrow.activations < 0.85 * wide.activations
+    assert narrow.weights == wide.weights
+    assert wide.checkpoint_copy == 3 * wide.weights
+
+
+def test_plan_reads_well() -> None:
+    model = ModelConfig(**SHAPE)
+    stages = [
+        data_stage("clean", num_bytes=20e6, bytes_per_s=2e6),
+        scoring_stage(
+            "evaluate", model, num_tokens=1e5, context_overlap=0.5, batch_tokens=4096, flops_per_s=1e11, mfu=0.5
+        ),
+    ]
+    memory = training_memory(model, tokens_per_microbatch=2048, compute="fp32", activation_checkpoint_every=0)
+    text = plan_text(model, stages, {"pretrain": memory})
+    assert f"{model.num_parameters:,}" in text
+    assert "clean" in text
+    assert "10 s" in text
+    assert "memory of pretrain: " in text
+    assert [duration(s) for s in (5, 600, 11_100)] == ["5 s", "10 min", "3 h 05 min"]
+    assert [size(b) for b in (5, 3 * 2**20, 2.5 * 2**30)] == ["5 B", "3 MiB", "2.5 GiB"]
