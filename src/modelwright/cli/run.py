@@ -48,7 +48,7 @@ def run(words: Sequence[str]) -> int:
     only = tuple(name.strip() for name in options.stages.split(",") if name.strip())
     request = load(options.target, overrides(), options.run_dir)
     if options.dry_run:
-        print(describe_plan(request.config, request.run))
+        print(describe_plan(request.config, request.run, only))
         return 0
     started = time.monotonic()
     display = choose_display(sys.stderr)
@@ -61,16 +61,6 @@ def run(words: Sequence[str]) -> int:
     if done.is_first:
         print(_summary(done, request, time.monotonic() - started))
     return 0
-
-
-def settings(words: Sequence[str], prog: str) -> tuple[str, dict[str, Any]]:
-    """A target and dotted overrides, nothing else. For `modelwright config`."""
-    from modelwright.pipeline.config import RunConfig
-
-    leading, options = split_words(words)
-    if len(leading) != 1:
-        raise ConfigError(f"{prog}: name one recipe, YAML file or run directory, before any option")
-    return leading[0], read_overrides(RunConfig, options)
 
 
 def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any]:

@@ -44,8 +44,11 @@ def line_chart(
     level: float = 0.0,
     level_label: str = "",
     percent: bool = False,
+    from_zero: bool = False,
+    top: float = 0.0,
 ) -> str:
-    """Lines over a common axis; `level` draws a dashed horizontal line (0: none). Returns an `<svg>` element.
+    """Lines over a common axis; `level` draws a dashed horizontal line (0: none); the axis begins at
+    zero with `from_zero` and ends at `top` (0: where the data end). Returns an `<svg>` element.
 
     Values that are not finite are gaps. With `log` values of zero and below are left out.
     """
@@ -71,8 +74,10 @@ def line_chart(
     axes.set_ylabel(y_label)
     axes.xaxis.set_major_formatter(lambda value, _: compact(value))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}" if percent else compact(value))
-    if not log and percent:
+    if from_zero or percent:
         axes.set_ylim(bottom=0)
+    if top and any(y > top for line in lines for _, y in line.points):
+        axes.set_ylim(top=top)
     if len([line for line in lines if not line.faint]) + bool(level_label) > 1:
         _legend(axes)
     return _svg(figure, name)

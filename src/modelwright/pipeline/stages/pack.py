@@ -4,7 +4,7 @@ artifact/pretrain/train, pretrain/heldout: documents of kind prose and code; art
 conversations with a mask that leaves only the answers to be learned. A set without documents has no folder.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 from modelwright.core.config import dump
 from modelwright.core.errors import DataError
 from modelwright.data.clean import read_kept
-from modelwright.data.document import Document
+from modelwright.data.document import Document, Message
 from modelwright.data.pack import LossMask, TokenIds, pack
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
@@ -75,16 +75,23 @@ def _of_kinds(clean: Path, split: str) -> Iterator[Document]:
 
 
 def _conversations(clean: Path, split: str, tokenizer: Tokenizer) -> Iterator[tuple[TokenIds, LossMask | None]]:
-    """The rendered chat of each pair; the answer and the token that ends it are the targets."""
+    """The rendered chat of each conversation; answers, with the token that ends them, are the targets."""
     for document in read_kept(clean, split=split, kind="qa"):
-        asked = [{"role": "user", "content": str(document.meta["question"])}]
-        answer = {"role": "assistant", "content": str(document.meta["answer"])}
-        prompt = list(tokenizer.encode_chat(asked, add_generation_prompt=True))
-        whole = list(tokenizer.encode_chat([*asked, answer], add_generation_prompt=False))
-        assert whole[: len(prompt)] == prompt, "the chat template must only append"
-        mask = np.zeros(len(whole), dtype=np.uint8)
-        mask[len(prompt) :] = 1
-        yield whole, mask
+        yield answers_masked(document.messages, tokenizer)
+
+
+def answers_masked(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[list[int], np.ndarray]:
+    """Token ids of a conversation, and 1 where a token belongs to one of the assistant's turns."""
+    whole = list(tokenizer.encode_chat(messages, add_generation_prompt=False))
+    mask = np.zeros(len(whole), dtype=np.uint8)
+    for place, turn in enumerate(messages):
+        if turn["role"] == "assistant":
+            before = list(tokenizer.encode_chat(messages[:place], add_generation_prompt=True))
+            after = list(tokenizer.encode_chat(messages[: place + 1], add_generation_prompt=False))
+            if whole[: len(after)] != after or after[: len(before)] != before:
+                raise DataError("the chat template rewrites earlier turns, so answers cannot be told from questions")
+            mask[len(before) : len(after)] = 1
+    return whole, mask
 
 
 def _counted(

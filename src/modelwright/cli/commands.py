@@ -1,0 +1,196 @@
+"""The other commands: each reads its words, calls one function of the floors below, prints what comes back."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from modelwright.cli.display import choose_display
+from modelwright.cli.overrides import read_overrides, split_words
+from modelwright.core.errors import ConfigError
+
+
+def recipes(words: Sequence[str]) -> int:
+    """`modelwright recipes`"""
+    _parser("recipes", "List the recipes that `modelwright run` knows.").parse_args(words)
+    from modelwright.recipes.load import RECIPES
+
+    for name, recipe in RECIPES.items():
+        summary = " ".join((recipe.__doc__ or "").split("\n\n")[0].split())
+        print(f"{name:<12} {summary}")
+    return 0
+
+
+def config(words: Sequence[str]) -> int:
+    """`modelwright config`"""
+    parser = _parser("config", "Print a configuration as YAML, overrides applied; it can be run as it stands.")
+    parser.usage = "modelwright config RECIPE|CONFIG.yaml|RUN_DIR [--a.b VALUE ...]"
+    if not words or "--help" in words or "-h" in words:
+        parser.parse_args(["--help"] if words else [])
+        raise ConfigError("config: name one recipe, YAML file or run directory (modelwright recipes lists the recipes)")
+    import yaml
+
+    from modelwright.core.config import dump
+    from modelwright.pipeline.config import RunConfig
+    from modelwright.recipes.load import load
+
+    target, overrides = _target(words, "config", RunConfig)
+    print(yaml.safe_dump(dump(load(target, overrides).config), sort_keys=False, allow_unicode=True), end="")
+    return 0
+
+
+def doctor(words: Sequence[str]) -> int:
+    """`modelwright doctor`"""
+    parser = _parser("doctor", "Survey this machine and measure its rates at a model's own shapes.")
+    parser.add_argument("target", nargs="?", default="quickstart", help="whose model (default: quickstart)")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--budget", type=float, default=6.0, metavar="SECONDS", help="time for each measurement")
+    options = parser.parse_args(words)
+    from modelwright.pipeline.doctor import examine
+    from modelwright.recipes.load import load
+
+    print(examine(load(options.target, {}).config, as_json=options.json, budget_s=options.budget))
+    return 0
+
+
+def serve(words: Sequence[str]) -> int:
+    """`modelwright serve`"""
+    parser = _parser("serve", "Serve a model over HTTP as the OpenAI API does; SIGTERM or Ctrl-C drains and stops.")
+    parser.usage = "modelwright serve RUN|MODEL_FOLDER [--int8] [--port N] [--host H] [--engine.max_running N ...]"
+    parser.add_argument("target", metavar="RUN|MODEL_FOLDER", help="a run directory, its name, or a model folder")
+    parser.add_argument("--int8", action="store_true", help="serve the run's INT8 model")
+    parser.add_argument("--name", default="", help="what clients call the model (default: the run's name)")
+    parser.epilog = "Every other setting of the server can be given by its name, --port 0 takes a free port."
+    leading, options = split_words(words)
+    own, rest = _split_own(leading, options, {"int8": 0, "name": 1, "help": 0}, words)
+    parsed = parser.parse_args(own)
+    from modelwright.core.config import dump, merge, parse
+    from modelwright.pipeline.models import find_model
+    from modelwright.serve.config import ServeConfig
+    from modelwright.serve.server import run_server
+
+    found = find_model(_run_or_folder(parsed.target), int8=parsed.int8)
+    settings = parse(ServeConfig, merge(dump(found.server), read_overrides(ServeConfig, rest)))
+    run_server(found.folder, settings, model_name=parsed.name or found.name, announce=_say)
+    return 0
+
+
+def chat(words: Sequence[str]) -> int:
+    """`modelwright chat`"""
+    parser = _parser("chat", "Talk to a model in the terminal.")
+    parser.add_argument("target", metavar="RUN|MODEL_FOLDER", help="a run directory, its name, or a model folder")
+    parser.add_argument("--int8", action="store_true", help="take the run's INT8 model")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 always takes the likeliest token")
+    parser.add_argument("--top-p", type=float, default=0.95, help="sample from the likeliest tokens of this weight")
+    options = parser.parse_args(words)
+    from modelwright.pipeline.models import find_model
+    from modelwright.serve.terminal import chat as talk
+
+    found = find_model(_run_or_folder(options.target), int8=options.int8)
+    talk(found.folder, temperature=options.temperature, top_p=options.top_p)
+    return 0
+
+
+def export(words: Sequence[str]) -> int:
+    """`modelwright export`"""
+    parser = _parser("export", "Write a run's model as a folder that `transformers` loads.")
+    parser.usage = "modelwright export RUN --to hf [DEST] [--stage NAME] [--overwrite]"
+    parser.add_argument("target", metavar="RUN", help="a run directory or its name")
+    parser.add_argument("--to", nargs="+", required=True, metavar=("hf", "DEST"), help="format, and where to")
+    parser.add_argument("--stage", default="", help="which model: pretrain or sft (default: the run's last)")
+    parser.add_argument("--overwrite", action="store_true", help="replace DEST when it exists")
+    options = parser.parse_args(words)
+    if options.to[0] != "hf" or len(options.to) > 2:
+        raise ConfigError(f"--to: {' '.join(options.to)!r} is not understood; write --to hf, or --to hf DEST")
+    from modelwright.pipeline.models import export_hf
+    from modelwright.recipes.load import find_run
+
+    run = find_run(options.target)
+    target = Path(options.to[1]) if len(options.to) == 2 else run.path / "hf"
+    print(export_hf(run, target, stage=options.stage, overwrite=options.overwrite))
+    return 0
+
+
+def report(words: Sequence[str]) -> int:
+    """`modelwright report`"""
+    parser = _parser("report", "Write a run's report.html again from what is in its folder.")
+    parser.add_argument("target", metavar="RUN", help="a run directory or its name")
+    options = parser.parse_args(words)
+    from modelwright.pipeline.execute import previous_config
+    from modelwright.pipeline.stages.report import write_report
+    from modelwright.recipes.load import find_run
+
+    run = find_run(options.target)
+    settings = previous_config(run)
+    if settings is None:
+        raise ConfigError(f"{run.path}: has no config.yaml; run it again")
+    write_report(settings, run)
+    print(run.report)
+    return 0
+
+
+def prove(words: Sequence[str]) -> int:
+    """`modelwright prove`"""
+    parser = _parser("prove", "Measure published claims on this machine and renew docs/claims.md.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="claims to measure")
+    parser.add_argument("--list", action="store_true", help="list the claims and stop")
+    parser.add_argument("--all", action="store_true", help="measure all of them")
+    parser.add_argument("--quick", action="store_true", help="a smaller measurement, for a smoke test")
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of the result files")
+    parser.add_argument("--page", type=Path, default=Path("docs/claims.md"), help="the page to renew")
+    options = parser.parse_args(words)
+    from modelwright.claims import ledger
+
+    if options.list:
+        for name, statement in ledger.listing():
+            print(f"{name:<24} {statement}")
+        return 0
+    if bool(options.names) == options.all:
+        raise ConfigError("prove: name the claims to measure, or --all for all of them (--list shows them)")
+    display = choose_display(sys.stderr)
+    try:
+        outcomes = ledger.prove(
+            options.names, quick=options.quick, results=options.results, page=options.page, progress=display
+        )
+    finally:
+        display.end()
+    for claim, result in outcomes:
+        print(f"{claim.name:<24} {result.verdict}")
+    return 0
+
+
+def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"modelwright {name}", description=description)
+
+
+def _target(words: Sequence[str], name: str, config: type) -> tuple[str, dict[str, Any]]:
+    leading, options = split_words(words)
+    if len(leading) != 1:
+        raise ConfigError(f"{name}: name one recipe, YAML file or run directory, before any option")
+    return leading[0], read_overrides(config, options)
+
+
+def _split_own(
+    leading: Sequence[str], options: Sequence[tuple[str, list[str]]], own: dict[str, int], words: Sequence[str]
+) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Words for the parser, and the options that are settings. `own`: the parser's options and their value counts."""
+    spelled = list(leading) + (["--help"] if "-h" in words else [])
+    rest = []
+    for name, values in options:
+        if name in own:
+            spelled += [f"--{name}", *values]
+        else:
+            rest.append((name, values))
+    return spelled, rest
+
+
+def _run_or_folder(word: str) -> Path:
+    """A run directory, a model folder, or the name of a run under runs/."""
+    from modelwright.recipes.load import find_run
+
+    return Path(word) if (Path(word) / "config.json").is_file() else find_run(word).path
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

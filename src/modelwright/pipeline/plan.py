@@ -1,0 +1,138 @@
+"""`--dry-run`: the plan of a run in words: each stage's state, tokens, FLOPs, memory and time. Changes nothing."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from modelwright.core.artifacts import read_manifest
+from modelwright.core.errors import ArtifactError
+from modelwright.core.progress import SilentProgress
+from modelwright.core.rundir import RunDir
+from modelwright.data.loader import PackedRows
+from modelwright.data.locate import locate
+from modelwright.data.sources import BUILTIN, SourceConfig
+from modelwright.model.config import ModelConfig
+from modelwright.pipeline.chain import build_stages
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.execute import previous_config, select_stages
+from modelwright.pipeline.resolve import measured_rates, resolve
+from modelwright.pipeline.runner import survey
+from modelwright.plan.estimate import (
+    MemoryEstimate,
+    StageEstimate,
+    data_stage,
+    duration,
+    plan_text,
+    scoring_stage,
+    training_memory,
+    training_stage,
+)
+
+BUILTIN_BYTES = {"pretrain": 20e6, "sft": 4e6}
+"""Size of the built-in corpus: prose and code, and rendered question/answer pairs."""
+BYTES_PER_TOKEN = 3.7
+BYTES_PER_S = {"clean": 0.8e6, "tokenize": 1.2e6, "pack": 3e6}
+"""Rates assumed for the stages that move text, on one core."""
+CHOICE_TOKENS = 80
+"""Tokens of one candidate with its question."""
+OTHER_S = {"init": 2.0, "serve": 20.0, "report": 5.0}
+_WORDS = {"done": "finished, kept", "begun": "begun, goes on", "changed": "to be made again", "new": "to be made"}
+
+
+def describe_plan(config: RunConfig, run: RunDir, only: Sequence[str]) -> str:
+    """The plan as plain text. Measures the machine's rates (seconds); raises what the run itself would raise."""
+    previous = previous_config(run)
+    config, only = select_stages(config, previous, only)
+    config = resolve(config, previous, SilentProgress())
+    stages = build_stages(config, run)
+    states = survey(run, stages).states
+    torch.set_num_threads(config.hardware.num_threads)
+    rates = measured_rates(config)
+    estimates = [_estimate(config, run, stage.name, rates) for stage in stages]
+    to_do = [e for e in estimates if states[e.name] != "done" and (not only or e.name in only)]
+    lines = [f"run         {config.name} in {run.path}", f"sources     {', '.join(config.data.sources)}"]
+    lines += [plan_text(config.model, estimates, _memories(config)), "", "state"]
+    lines += [f"  {stage.name:<12}{_words(states[stage.name], stage.name, only)}" for stage in stages]
+    left = sum(estimate.seconds for estimate in to_do)
+    threads = config.hardware.num_threads
+    lines += ["", f"left to do: about {duration(left)} on {config.hardware.device} with {threads} threads"]
+    lines.append("Times are estimates from rates measured just now; a dry run writes nothing.")
+    return "\n".join(lines)
+
+
+def _words(state: str, name: str, only: Sequence[str]) -> str:
+    return "left out this time" if only and name not in only and state != "done" else _WORDS[state]
+
+
+def _estimate(config: RunConfig, run: RunDir, name: str, rates: dict[str, float]) -> StageEstimate:
+    if name in BYTES_PER_S:
+        return data_stage(name, num_bytes=sum(_text_bytes(config.data).values()), bytes_per_s=BYTES_PER_S[name])
+    if name in ("pretrain", "sft"):
+        training = getattr(config, name)
+        return training_stage(
+            name,
+            config.model,
+            num_steps=training.resolve_num_steps(_batches_per_epoch(config, run, name)),
+            batch_tokens=training.batch_tokens,
+            num_microbatches=training.num_microbatches,
+            mean_context=_mean_context(config.model, config.pack.seq_len),
+            compute=training.precision.compute,
+            activation_checkpoint_every=training.activation_checkpoint_every,
+            flops_per_s=rates[training.precision.compute],
+        )
+    if name in ("evaluate", "quantize"):
+        models = min(2, len(config.trained_stages)) if name == "evaluate" else 1
+        return scoring_stage(
+            name,
+            config.model,
+            num_tokens=models * _scored_tokens(config),
+            context_overlap=config.evaluate.context_overlap,
+            batch_tokens=config.evaluate.batch_tokens,
+            flops_per_s=rates["fp32"],
+        )
+    return replace(data_stage(name, num_bytes=0, bytes_per_s=1.0), seconds=OTHER_S[name])
+
+
+def _memories(config: RunConfig) -> dict[str, MemoryEstimate]:
+    result = {}
+    for name in ("pretrain", "sft"):
+        training = getattr(config, name)
+        if name in config.stages:
+            result[name] = training_memory(
+                config.model,
+                tokens_per_microbatch=training.batch_tokens // training.num_microbatches,
+                compute=training.precision.compute,
+                activation_checkpoint_every=training.activation_checkpoint_every,
+            )
+    return result
+
+
+def _batches_per_epoch(config: RunConfig, run: RunDir, name: str) -> int:
+    """From the packed rows when they are there, else from the size of the sources."""
+    rows = run.stage("pack").artifact / name / "train"
+    try:
+        read_manifest(run.stage("pack").artifact, kind="pack")
+        tokens = float(PackedRows(rows).num_rows * config.pack.seq_len)
+    except ArtifactError:
+        tokens = _text_bytes(config.data)[name] / BYTES_PER_TOKEN
+    return max(1, round(tokens / getattr(config, name).batch_tokens))
+
+
+def _text_bytes(data: SourceConfig) -> dict[str, float]:
+    """Bytes of text by purpose; a user's files count for both, as it is not known what they hold."""
+    total = {name: size * data.builtin_fraction * (BUILTIN in data.sources) for name, size in BUILTIN_BYTES.items()}
+    named = tuple(source for source in data.sources if source != BUILTIN)
+    own = sum(file.filesystem.info(file.path).get("size") or 0 for file in locate(named, lambda reason, where: None))
+    return {name: size + own for name, size in total.items()}
+
+
+def _mean_context(model: ModelConfig, seq_len: int) -> float:
+    """Positions that a token sees on average: half of a document, and documents are about half of a row."""
+    return min(seq_len, model.max_seq_len) / 4
+
+
+def _scored_tokens(config: RunConfig) -> float:
+    kinds = len(config.evaluate.kinds)
+    size = config.evaluate.max_bytes_per_kind * kinds or BUILTIN_BYTES["pretrain"] / 20
+    return size / BYTES_PER_TOKEN + 4 * CHOICE_TOKENS * config.evaluate.multiple_choice.num_questions

@@ -1,0 +1,117 @@
+"""The report's sections on the text: what came in, what was dropped and why, tokens and rows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelwright.data.clean import read_dropped
+from modelwright.pipeline.redact import redact_text
+from modelwright.pipeline.report.blocks import Block, Excerpt, Fold, Note, Section, Table
+from modelwright.pipeline.report.format import count, number, percent, size
+from modelwright.pipeline.report.run_data import RunData, StageData
+
+_EXCERPT_CHARS = 600
+_EXAMPLES_AT_MOST = 40
+_ROWS = {
+    "pretrain/train": "pretraining, training",
+    "pretrain/heldout": "pretraining, held out",
+    "sft/train": "fine-tuning, training",
+    "sft/heldout": "fine-tuning, held out",
+}
+
+
+def corpus_section(data: RunData) -> Section | None:
+    """What came in, what was kept, what was dropped and why, with examples; `None` before cleaning."""
+    stage = data.done("clean")
+    if stage is None:
+        return None
+    sources, clean = stage.facts["sources"], stage.facts["clean"]
+    blocks: list[Block] = [_kinds_table(sources, clean)]
+    blocks += _dropped_blocks(stage, data.config.report.num_dropped_examples)
+    blocks += _skipped_blocks(sources)
+    places = ", ".join("Python's own libraries" if s == "python" else redact_text(s) for s in data.config.data.sources)
+    kept = sum(entry["documents"] for splits in clean["kept"].values() for entry in splits.values())
+    lead = (
+        f"From {places}: {count(clean['num_documents'])} documents, {size(clean['num_bytes'])}; "
+        f"{count(kept)} were kept. What is held out was never trained on."
+    )
+    return Section("data", "Data", blocks, lead)
+
+
+def tokens_section(data: RunData) -> Section | None:
+    """The tokenizer and the packed rows; `None` before packing."""
+    packed, tokenizer = data.done("pack"), data.done("tokenize")
+    if packed is None:
+        return None
+    rows = []
+    for name, words in _ROWS.items():
+        facts = packed.facts.get(name)
+        if facts:
+            skipped = ", ".join(f"{reason}: {times}" for reason, times in facts["skipped"].items()) or "none"
+            cells = [count(facts[key]) for key in ("num_sequences", "num_cut", "num_rows", "num_tokens", "num_targets")]
+            rows.append([words, *cells, percent(facts["fill"], 2), skipped])
+    header = ["rows for", "documents", "cut", "rows", "tokens", "predicted", "filled", "left out"]
+    caption = (
+        "Rows are filled by best fit. Attention and loss stay within a document; a cut document's pieces overlap by "
+        "one token, so no prediction is lost. In fine-tuning only the answers are predicted."
+    )
+    blocks: list[Block] = [Table(header, rows, "Packed rows", caption, numeric=range(1, 7))]
+    lead = f"Rows of {data.config.pack.seq_len} tokens."
+    if tokenizer is not None:
+        per_token = tokenizer.facts["bytes_per_token"]
+        shown = ", ".join(f"{number(value, 3)} for {kind}" for kind, value in per_token.items())
+        lead = f"Byte-level BPE with {count(tokenizer.facts['vocab_size'])} tokens; bytes per token: {shown}. " + lead
+    return Section("tokens", "Tokens", blocks, lead)
+
+
+def _kinds_table(sources: Mapping[str, Any], clean: Mapping[str, Any]) -> Table:
+    rows = []
+    for kind in sources["documents"]:
+        kept = clean["kept"].get(kind, {})
+        cells = [f"{count(sources['documents'][kind])} ({size(sources['bytes'][kind])})"]
+        for split in ("train", "heldout"):
+            entry = kept.get(split, {"documents": 0, "bytes": 0})
+            cells.append(f"{count(entry['documents'])} ({size(entry['bytes'])})")
+        left = sources["documents"][kind] - sum(entry["documents"] for entry in kept.values())
+        rows.append([kind, *cells, count(left)])
+    header = ["kind", "came in", "training", "held out", "dropped"]
+    return Table(header, rows, "Documents by kind", numeric=range(1, 5))
+
+
+def _dropped_blocks(stage: StageData, num_examples: int) -> list[Block]:
+    dropped = stage.facts["clean"]["dropped"]
+    total = stage.facts["clean"]["num_documents"]
+    if not dropped:
+        return [Note("Nothing was dropped.")]
+    rows = [
+        [step, reason, count(entry["documents"]), percent(entry["documents"] / total, 2), size(entry["bytes"])]
+        for step, reasons in dropped.items()
+        for reason, entry in sorted(reasons.items(), key=lambda item: -item[1]["documents"])
+    ]
+    header = ["step", "reason", "documents", "share", "bytes"]
+    blocks: list[Block] = [Table(header, rows, "Dropped, and why", numeric=(2, 3, 4))]
+    examples = _examples(stage, num_examples, sum(map(len, dropped.values())))
+    return [*blocks, Fold("Examples of dropped text", examples)] if examples else blocks
+
+
+def _examples(stage: StageData, most: int, num_reasons: int) -> list[Excerpt]:
+    """The first `most` dropped documents of each reason."""
+    seen: dict[tuple[str, str], list[Excerpt]] = {}
+    for document, step, reason in read_dropped(stage.folder.artifact):
+        found = seen.setdefault((step, reason), [])
+        if len(found) < most:
+            text = document.text[:_EXCERPT_CHARS] + (" …" if len(document.text) > _EXCERPT_CHARS else "")
+            found.append(Excerpt(f"{step}: {reason} ({document.kind}, {redact_text(document.id)})", text))
+        if len(seen) == num_reasons and all(len(items) >= most for items in seen.values()):
+            break
+    return [excerpt for found in seen.values() for excerpt in found][:_EXAMPLES_AT_MOST]
+
+
+def _skipped_blocks(sources: Mapping[str, Any]) -> list[Block]:
+    """Records and files that could not be read."""
+    if not sources["skipped"]:
+        return []
+    rows = [
+        [reason, count(times), ", ".join(redact_text(where) for where in sources["examples"].get(reason, [])[:3])]
+        for reason, times in sources["skipped"].items()
+    ]
+    return [Table(["not read", "records or files", "for example"], rows, "Left out before cleaning", numeric=(1,))]

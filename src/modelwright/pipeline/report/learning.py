@@ -1,0 +1,134 @@
+"""The report's sections on training: curves, summaries, the watch list."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from modelwright.core.records import column, summarize
+from modelwright.pipeline.report.blocks import Block, Chart, Excerpt, Fold, Note, Section, Table
+from modelwright.pipeline.report.charts import Line, line_chart, smooth
+from modelwright.pipeline.report.format import count, number, percent, seconds
+from modelwright.pipeline.report.run_data import RunData, StageData
+
+_SUMMARIES = {
+    "loss": "loss, nats per token",
+    "grad_norm": "gradient norm",
+    "tokens_per_s": "tokens per second",
+    "step_time_s": "time per step, s",
+    "data_wait_s": "waiting for data, s",
+    "mfu": "model FLOPs utilisation",
+}
+_KINDS = {
+    "loss_spike": "loss spikes",
+    "gradient_outlier": "gradient-norm outliers",
+    "nonfinite_step": "steps that were not finite",
+    "data_stall": "data stalls",
+}
+_EVENTS_SHOWN = 40
+
+
+def training_section(data: RunData, name: str, title: str) -> Section | None:
+    """Curves and figures of one training stage, `None` when it has not finished."""
+    stage = data.done(name)
+    if stage is None:
+        return None
+    if "skipped" in stage.facts:
+        return Section(name, title, [Note(str(stage.facts["skipped"]).capitalize() + ".")])
+    records = stage.records()
+    config = getattr(data.config, name)
+    blocks: list[Block] = [*_charts(records, name, config.clip_norm, bool(stage.facts.get("peak_flops")))]
+    blocks += [_summary_table(records), *_watch_blocks(stage)]
+    return Section(name, title, blocks, _lead(stage, config))
+
+
+def _lead(stage: StageData, config: Any) -> str:
+    facts = stage.facts
+    words = [
+        f"{count(facts['num_steps'])} steps of {count(config.batch_tokens)} tokens, "
+        f"{count(facts['num_tokens'])} tokens in all ({number(facts['num_epochs'], 3)} passes over the data), "
+        f"in {seconds(facts['train_time_s'])} of steps. "
+        f"Computed in {config.precision.compute.upper()} with FP32 master weights"
+    ]
+    if config.num_microbatches > 1:
+        words.append(f", accumulated over {config.num_microbatches} microbatches")
+    words.append(f"; peak learning rate {number(config.learning_rate, 3)}.")
+    if facts.get("taken_step") not in (None, facts["num_steps"]):
+        words.append(f" The weights of step {facts['taken_step']} were taken: their held-out loss is the lowest.")
+    return "".join(words)
+
+
+def _charts(records: Sequence[dict[str, Any]], name: str, clip_norm: float, has_peak: bool) -> list[Chart]:
+    losses, heldout = column(records, "loss"), column(records, "heldout_loss")
+    lines = [
+        Line("every step", losses, faint=True),
+        Line("training", smooth(losses)),
+        Line("held out", heldout, marks=True, colour=1),
+    ]
+    loss = line_chart(lines, name=f"{name}-loss", x_label="step", y_label="nats per token", top=_ceiling(losses))
+    clip = {"level": clip_norm, "level_label": f"clipped at {clip_norm:g}"} if clip_norm else {}
+    norm = line_chart(
+        [Line("gradient norm", column(records, "grad_norm"), colour=2)],
+        name=f"{name}-norm", x_label="step", y_label="norm before clipping", log=True, **clip,
+    )  # fmt: skip
+    rate = line_chart(
+        [Line("learning rate", column(records, "learning_rate"), colour=3)],
+        name=f"{name}-rate", x_label="step", y_label="learning rate",
+    )  # fmt: skip
+    return [
+        Chart("Loss", loss, _loss_words(losses, heldout)),
+        Chart("Learning rate", rate),
+        Chart("Gradient norm", norm),
+        _speed_chart(records, name, has_peak),
+    ]
+
+
+def _speed_chart(records: Sequence[dict[str, Any]], name: str, has_peak: bool) -> Chart:
+    rates = column(records, "tokens_per_s")
+    caption = f"Median {count(summarize([y for _, y in rates]).get('p50', 0))} tokens per second"
+    if not has_peak:
+        lines = [Line("every step", rates, faint=True), Line("smoothed", smooth(rates))]
+        svg = line_chart(lines, name=f"{name}-speed", x_label="step", y_label="tokens per second", from_zero=True)
+        return Chart("Throughput", svg, caption + ".")
+    mfu = column(records, "mfu")
+    lines = [Line("every step", mfu, faint=True), Line("smoothed", smooth(mfu))]
+    svg = line_chart(lines, name=f"{name}-speed", x_label="step", y_label="MFU", percent=True)
+    middle = summarize([y for _, y in mfu]).get("p50", 0.0)
+    caption += f"; median utilisation {percent(middle)} of the matrix-product rate measured at the model's own shapes."
+    return Chart("Throughput: model FLOPs utilisation", svg, caption)
+
+
+def _ceiling(points: Sequence[tuple[int, float]]) -> float:
+    """Where the loss axis ends, so that a spike does not flatten the curve."""
+    finite = [y for _, y in points if math.isfinite(y)]
+    if len(finite) < 20:
+        return 0.0
+    return max(finite[0], summarize(finite)["p99"]) * 1.05
+
+
+def _loss_words(losses: Sequence[tuple[int, float]], heldout: Sequence[tuple[int, float]]) -> str:
+    words = f"Last training loss {number(smooth(losses)[-1][1])} (smoothed)" if losses else ""
+    return words + (f", last held-out loss {number(heldout[-1][1])}." if heldout else ".")
+
+
+def _summary_table(records: Sequence[dict[str, Any]]) -> Table:
+    rows = []
+    for key, label in _SUMMARIES.items():
+        summary = summarize([value for _, value in column(records, key)])
+        if "mean" in summary and (key != "mfu" or summary["max"] > 0):
+            names = ("mean", "std", "min", "p05", "p50", "p95", "p99", "max")
+            rows.append([label, *[number(summary[part], 3) for part in names]])
+    header = ["metric", "mean", "std", "min", "p5", "median", "p95", "p99", "max"]
+    return Table(header, rows, "Metrics over all steps", numeric=range(1, 9))
+
+
+def _watch_blocks(stage: StageData) -> list[Block]:
+    events = stage.watch()
+    if not events:
+        return [Note("Watch list: no loss spike, gradient-norm outlier, non-finite step or data stall.", "good")]
+    kinds = Counter(event["kind"] for event in events)
+    found = ", ".join(f"{_KINDS.get(kind, kind)}: {times}" for kind, times in kinds.most_common())
+    text = "\n".join(f"step {event['step']:>6}  {event['text']}" for event in events[:_EVENTS_SHOWN])
+    if len(events) > _EVENTS_SHOWN:
+        text += f"\n... and {len(events) - _EVENTS_SHOWN} more in watch.jsonl"
+    return [Note(f"Watch list: {found}.", "warning"), Fold("Steps on the watch list", [Excerpt("", text)])]

@@ -1,0 +1,235 @@
+"""The report's sections on what came out: benchmarks with their baselines, INT8 beside FP32, served answers."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from modelwright.pipeline.report.blocks import Block, Chart, Excerpt, Fold, Note, Sample, Samples, Section, Table
+from modelwright.pipeline.report.charts import bar_chart
+from modelwright.pipeline.report.format import count, number, percent, seconds, size
+from modelwright.pipeline.report.run_data import RunData
+
+MODEL_TITLES = {"pretrain": "pretrained", "sft": "fine-tuned", "init": "initial model"}
+
+
+def evaluation_section(data: RunData) -> Section | None:
+    """Bits per byte beside the baselines, multiple choice beside chance; `None` when nothing was evaluated."""
+    stage = data.done("evaluate")
+    if stage is None:
+        return None
+    results = stage.json("results.json")
+    models = results["models"]
+    blocks: list[Block] = []
+    if any(model["bits_per_byte"] for model in models.values()):
+        blocks += [_bits_chart(results), _choice_chart(models), _bits_table(results)]
+    else:
+        blocks.append(Note("No prose or code was held out, so there are no bits per byte."))
+        if any(model["multiple_choice"]["questions"] for model in models.values()):
+            blocks.append(_choice_chart(models))
+    if not all(model["lossless"] for model in models.values()):
+        blocks.append(Note("Some scored text does not survive the tokenizer: its bits flatter the model.", "warning"))
+    choice = models[results["final"]]["multiple_choice"]
+    if choice["questions"]:
+        blocks += [_choice_table(results), _choice_examples(data, results["final"])]
+    blocks.append(_method_note(choice))
+    lead = "On held-out modules and files, none of which was seen in training. Lower bits per byte are better."
+    return Section("evaluation", "Benchmarks", blocks, lead)
+
+
+def bits_rows(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Bits per byte by who and kind: the models, the bigram, the compressors."""
+    rows = {
+        MODEL_TITLES.get(name, name): {kind: table["bits_per_byte"] for kind, table in model["bits_per_byte"].items()}
+        for name, model in reversed(results["models"].items())
+    }
+    baselines = results.get("baselines") or {}
+    if baselines:
+        kinds = baselines["bigram"]["kinds"]
+        rows["token bigram"] = {kind: table["bits_per_byte"] for kind, table in kinds.items()}
+        for name in ("xz", "gzip"):
+            for reading, words in (("concatenated", "whole corpus"), ("per_document", "each document")):
+                rows[f"{name}, {words}"] = {
+                    kind: table[name][reading] for kind, table in baselines["compressors"].items()
+                }
+    return rows
+
+
+def best_baseline(rows: Mapping[str, Mapping[str, float]], kind: str) -> tuple[str, float] | None:
+    """The strongest baseline of a kind, `None` without baselines."""
+    others = {name: row[kind] for name, row in rows.items() if name not in MODEL_TITLES.values() and kind in row}
+    return min(others.items(), key=lambda item: item[1]) if others else None
+
+
+def int8_section(data: RunData) -> Section | None:
+    """Size, speed and accuracy of the INT8 model."""
+    stage = data.done("quantize")
+    if stage is None:
+        return None
+    results = stage.json("results.json")
+    comparison = results["comparison"]
+    agreement = comparison["agreement"]
+    ratio = comparison["reference_bytes"] / comparison["int8_bytes"]
+    rows = [["weights", size(comparison["reference_bytes"]), size(comparison["int8_bytes"]), f"{ratio:.2f}x smaller"]]
+    for pair in comparison["speed"]:
+        fast, slow = pair["int8_tokens_per_s"], pair["reference_tokens_per_s"]
+        tokens = f"{pair['num_tokens']} token{'s' if pair['num_tokens'] > 1 else ''} at once"
+        rows.append([f"speed, {tokens}", f"{count(slow)} tokens/s", f"{count(fast)} tokens/s", f"{fast / slow:.2f}x"])
+    rows += _int8_accuracy_rows(results)
+    loss = agreement["int8_loss"] - agreement["reference_loss"]
+    rows.append(
+        ["loss on the same rows", number(agreement["reference_loss"]), number(agreement["int8_loss"]), f"{loss:+.4f}"]
+    )
+    table = Table(["", "FP32", "INT8", "change"], rows, numeric=(1, 2, 3))
+    words = (
+        f"Same likeliest next token at {percent(agreement['same_first'])} of {count(agreement['num_tokens'])} "
+        f"positions; mean divergence {number(agreement['divergence'], 3)} nats; largest logit difference "
+        f"{number(agreement['max_logit_gap'], 3)}."
+    )
+    lead = f"Weights per output channel, activations per token at run time, computed by {results['backend']}."
+    return Section("int8", "INT8 beside FP32", [table, Note(words)], lead)
+
+
+def serving_section(data: RunData) -> Section | None:
+    """The questions that the real server was asked, with its answers."""
+    stage = data.done("serve")
+    if stage is None:
+        return None
+    result = stage.json("answers.json")
+    items = [
+        Sample(
+            entry["question"],
+            entry["answer"].strip() or "(an empty answer)",
+            _answer_detail(entry),
+        )
+        for entry in result["answers"]
+    ]
+    total = sum(entry["num_tokens"] for entry in result["answers"])
+    spent = sum(entry["latency_s"] for entry in result["answers"])
+    lead = (
+        f"The server answered {seconds(result['start_s'])} after its start; {len(items)} questions through the "
+        f"official openai client, one after the other, {number(total / max(spent, 1e-9), 3)} tokens per second. "
+        f"Asked again as a stream, the first answer was the same, with its first text after "
+        f"{1000 * result['streamed']['first_text_s']:.0f} ms."
+    )
+    blocks: list[Block] = [Samples(items), Note("The server left with exit code 0 after SIGTERM.", "good")]
+    return Section("serving", "Served answers", blocks, lead)
+
+
+def _answer_detail(entry: Mapping[str, Any]) -> str:
+    words = f"{entry['num_tokens']} tokens in {entry['latency_s']:.2f} s ({entry['finish_reason']})"
+    return f"{words}. The documentation says: {_short(entry['reference'])}" if entry["reference"] else words
+
+
+def _bits_chart(results: Mapping[str, Any]) -> Chart:
+    rows = bits_rows(results)
+    kinds = list(next(iter(rows.values())))
+    series = [(kind, [row.get(kind, math.nan) for row in rows.values()]) for kind in kinds]
+    values = [[f"{value:.2f}" for value in column] for _, column in series]
+    svg = bar_chart(list(rows), series, name="bits", x_label="bits per byte (lower is better)", values=values)
+    return Chart("Bits per byte on held-out text", svg)
+
+
+def _choice_chart(models: Mapping[str, Any]) -> Chart:
+    rows = {MODEL_TITLES.get(name, name): model["multiple_choice"] for name, model in reversed(models.items())}
+    last = list(rows.values())[-1]
+    values = {name: table["accuracy"] for name, table in rows.items()}
+    values |= {f"cue: {name.replace('_', ' ')}": value for name, value in last["cues"].items()}
+    values["chance"] = last["chance"]
+    words = [[percent(value) for value in values.values()]]
+    svg = bar_chart(
+        list(values), [("accuracy", [100 * value for value in values.values()])],
+        name="choice", x_label="accuracy, %", values=words,
+    )  # fmt: skip
+    caption = (
+        f"{last['questions']} questions, four descriptions each. A cue picks without reading: the longest, the "
+        "shortest, or the description that shares most words with the question."
+    )
+    return Chart("Multiple choice: which description belongs to the name?", svg, caption)
+
+
+def _bits_table(results: Mapping[str, Any]) -> Table:
+    rows = []
+    for name, model in reversed(results["models"].items()):
+        for kind, table in model["bits_per_byte"].items():
+            rows.append([MODEL_TITLES.get(name, name), kind, *_bits_cells(table)])
+    for kind, table in (results.get("baselines") or {}).get("bigram", {}).get("kinds", {}).items():
+        rows.append(["token bigram", kind, *_bits_cells(table)])
+    header = ["model", "text", "bits per byte", "95 % interval", "nats per token", "documents", "bytes"]
+    caption = "Intervals: bootstrap over documents. The bigram was trained on the same tokens as the model."
+    return Table(header, rows, "Bits per byte in numbers", caption, numeric=range(2, 7))
+
+
+def _bits_cells(table: Mapping[str, Any]) -> list[str]:
+    interval = f"{table['bits_per_byte_low']:.3f} to {table['bits_per_byte_high']:.3f}"
+    tokens, documents = f"{table['nats_per_token']:.3f}", count(table["documents"])
+    return [f"{table['bits_per_byte']:.3f}", interval, tokens, documents, size(table["bytes"])]
+
+
+def _choice_table(results: Mapping[str, Any]) -> Table:
+    rows = []
+    for name, model in reversed(results["models"].items()):
+        table = model["multiple_choice"]
+        interval = f"{percent(table['accuracy_low'])} to {percent(table['accuracy_high'])}"
+        right = f"{count(table['correct'])} of {count(table['questions'])}"
+        rows.append(
+            [MODEL_TITLES.get(name, name), right, percent(table["accuracy"]), interval, power(table["log10_p_value"])]
+        )
+    header = ["model", "right", "accuracy", "95 % interval (Wilson)", "p against chance"]
+    return Table(header, rows, "Multiple choice in numbers", numeric=range(1, 5))
+
+
+def power(log10_value: float) -> str:
+    """A small probability from its logarithm: `3.2e-14`."""
+    if log10_value > -3:
+        return f"{10**log10_value:.3f}"
+    exponent = math.floor(log10_value)
+    return f"{10 ** (log10_value - exponent):.1f}e{exponent}"
+
+
+def _choice_examples(data: RunData, model: str) -> Fold:
+    stage = data.done("evaluate")
+    assert stage is not None
+    items = []
+    for record in stage.lines(f"{model}/questions.jsonl")[: data.config.report.num_questions]:
+        marks = []
+        for number_, text in enumerate(record["candidates"]):
+            sign = ("right, chosen" if number_ == record["choice"] else "right") if number_ == record["answer"] else ""
+            sign = sign or ("chosen" if number_ == record["choice"] else "")
+            marks.append(f"{'[' + sign + '] ' if sign else ''}{_short(text)}")
+        items.append(Excerpt(record["question"], "\n".join(f"- {mark}" for mark in marks)))
+    return Fold("Some of the questions, with what was chosen", items)
+
+
+def _method_note(choice: Mapping[str, Any]) -> Note:
+    rule = {"byte": "byte", "token": "token", "gain": "byte, less that without the question"}.get(choice["score"], "")
+    return Note(
+        "Every token of a held-out document is predicted once, with up to the model's whole context before it; bytes "
+        "are the text's own, so tokenizers and compressors are comparable. Multiple choice ranks the candidates by "
+        f"log-likelihood per {rule}, a rule that is fixed before the run."
+    )
+
+
+def _int8_accuracy_rows(results: Mapping[str, Any]) -> list[list[str]]:
+    rows = []
+    for kind, table in results["fp32"]["bits_per_byte"].items():
+        after = results["int8"]["bits_per_byte"][kind]["bits_per_byte"]
+        change = results["change"]["bits_per_byte"][kind]
+        rows.append(
+            [
+                f"bits per byte, {kind}",
+                f"{table['bits_per_byte']:.4f}",
+                f"{after:.4f}",
+                f"{change['difference']:+.4f} ({change['low']:+.4f} to {change['high']:+.4f})",
+            ]
+        )
+    before, after = results["fp32"]["multiple_choice"], results["int8"]["multiple_choice"]
+    if before["questions"]:
+        test = results["change"]["multiple_choice"]
+        words = f"{test['won']} won, {test['lost']} lost"
+        rows.append(["multiple choice", percent(before["accuracy"]), percent(after["accuracy"]), words])
+    return rows
+
+
+def _short(text: str, most: int = 220) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 1].rsplit(" ", 1)[0] + " …"
