@@ -1,0 +1,160 @@
+"""The text that is on every machine: the running interpreter's own libraries, as documents.
+
+Code: the standard library's sources. Prose: the docstrings of the standard library, torch and NumPy, and the language
+reference in `pydoc_data.topics`. Questions and answers: one pair for each docstring whose first paragraph answers
+"What does X do?". Tests are left out, and so is what the build of the interpreter generated about this machine.
+
+The split is by module: everything that comes from one module is on one side of it. Deterministic for given versions
+of Python, torch and NumPy. Knows nothing about a user's files.
+"""
+
+import importlib.util
+import tokenize
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from modelwright.core.errors import DataError
+from modelwright.core.seeds import derive_seed
+from modelwright.data.docstrings import (
+    Docstring,
+    docstrings_of_compiled,
+    docstrings_of_compiled_stdlib,
+    docstrings_of_source,
+    module_files,
+    stdlib_folder,
+)
+from modelwright.data.document import Document, Split
+from modelwright.data.questions import answer, question
+
+HELDOUT_FRACTION = 1 / 20
+"""Share of the modules that is held out."""
+
+_GENERATED = ("_sysconfigdata", "pydoc_data.topics")
+_COMPILED = {
+    "torch": ("torch", "torch.linalg", "torch.fft", "torch.special", "torch.nn.functional", "torch.Tensor"),
+    "numpy": ("numpy", "numpy.ndarray", "numpy.random", "numpy.random.Generator"),
+}
+
+SkipFile = Callable[[str, str], None]
+"""Told `(reason, file)` about a source file that cannot be read."""
+
+
+def machine_corpus(*, fraction: float, skip: SkipFile) -> Iterator[Document]:
+    """The documents of this machine's libraries; `fraction` in (0, 1] takes a share of the modules, by hash.
+
+    Raises `DataError` when the interpreter comes without its sources.
+    """
+    seen: set[str] = set()
+    for origin, docstring, code in _modules(fraction, skip):
+        if code is not None:
+            yield code
+        if docstring is not None and docstring.name not in seen:
+            seen.add(docstring.name)
+            yield from _documents(docstring, f"python:{origin}")
+
+
+def split_of(module: str) -> Split:
+    """The side on which a module is."""
+    return "heldout" if _hash("module", module) < HELDOUT_FRACTION else "train"
+
+
+def _modules(fraction: float, skip: SkipFile) -> Iterator[tuple[str, Docstring | None, Document | None]]:
+    """`(origin, docstring, code)`, one of the two at a time."""
+    found = False
+    for origin, base in (("stdlib", stdlib_folder()), ("torch", _package("torch")), ("numpy", _package("numpy"))):
+        for module, path in module_files(base, "" if origin == "stdlib" else origin) if base else ():
+            if module.startswith(_GENERATED) or not _is_chosen(module, fraction):
+                continue
+            source = _read(path, skip)
+            found |= bool(source)
+            if origin == "stdlib" and source:
+                yield origin, None, _code(module, source)
+            for docstring in docstrings_of_source(module, source):
+                yield origin, docstring, None
+        for docstring in _compiled(origin):
+            if _is_chosen(docstring.module, fraction):
+                yield origin, docstring, None
+    if not found:
+        text = f"{stdlib_folder()}: the interpreter came without its library sources"
+        raise DataError(f"{text}; install them (a full Python), or give your own files with --data.sources")
+    for topic, text in _topics():
+        if _is_chosen(topic, fraction):
+            yield "topics", Docstring(topic, topic, "module", text), None
+
+
+def _documents(docstring: Docstring, source: str) -> Iterator[Document]:
+    split = split_of(docstring.module)
+    summary = "" if source == "python:topics" else answer(docstring.text)
+    about = {"name": docstring.name, "module": docstring.module}
+    title = docstring.name
+    yield Document(
+        id=f"prose:{docstring.name}",
+        text=f"{title}\n\n{docstring.text}",
+        kind="prose",
+        split=split,
+        source=source,
+        meta={**about, "title": title, "summary": summary},
+    )
+    if not summary:
+        return
+    asked = question(docstring, canonical=split == "heldout")
+    yield Document(
+        id=f"qa:{docstring.name}",
+        text=f"{asked}\n\n{summary}",
+        kind="qa",
+        split=split,
+        source=source,
+        meta={**about, "question": asked, "answer": summary},
+    )
+
+
+def _code(module: str, source: str) -> Document:
+    return Document(
+        id=f"code:{module}",
+        text=source,
+        kind="code",
+        split=split_of(module),
+        source="python:stdlib",
+        meta={"module": module},
+    )
+
+
+def _compiled(origin: str) -> Iterator[Docstring]:
+    if origin == "stdlib":
+        yield from docstrings_of_compiled_stdlib()
+        return
+    for name in _COMPILED[origin]:
+        yield from docstrings_of_compiled(name, name)
+        if name == "torch.Tensor":
+            yield from docstrings_of_compiled("torch._C.TensorBase", name)
+
+
+def _topics() -> Iterator[tuple[str, str]]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions leave it out
+        return
+    for name, text in sorted(topics.items()):
+        yield f"pydoc_data.topics.{name}", text
+
+
+def _package(name: str) -> Path | None:
+    spec = importlib.util.find_spec(name)
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def _read(path: Path, skip: SkipFile) -> str:
+    try:
+        with tokenize.open(path) as file:  # honours the file's own encoding line
+            return file.read()
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        skip("not readable as Python source", str(path))
+        return ""
+
+
+def _is_chosen(module: str, fraction: float) -> bool:
+    return _hash("fraction", module) < fraction
+
+
+def _hash(purpose: str, module: str) -> float:
+    return derive_seed(0, purpose, module) / 2**63

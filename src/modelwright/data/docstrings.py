@@ -1,0 +1,152 @@
+"""Docstrings of Python modules: from source files by their syntax trees, from compiled modules by inspection.
+
+Source files are parsed, never imported. Knows nothing about documents, splits or questions.
+"""
+
+import ast
+import importlib
+import inspect
+import sys
+import sysconfig
+import types
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+MIN_CHARS = 20
+"""Shorter docstrings ("See base class.") say nothing."""
+
+_TEST_PARTS = frozenset({"test", "tests", "testing", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+_COMPILED_TESTS = ("_test", "_xx", "xx", "_ctypes_test", "test")
+_PUBLIC_NAMES = {"posix": "os", "nt": "os"}
+
+NameKind = Literal["module", "class", "function"]
+
+
+@dataclass(frozen=True)
+class Docstring:
+    """What is documented: the `module` it belongs to (the unit of the split), its qualified `name`, and the `text`."""
+
+    module: str
+    name: str
+    kind: NameKind
+    text: str
+
+
+def stdlib_folder() -> Path:
+    """Where the running interpreter keeps the standard library's sources."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def module_files(base: Path, prefix: str = "") -> Iterator[tuple[str, Path]]:
+    """`(module name, file)` of the Python sources under `base`, sorted by name, tests left out."""
+    found = []
+    for path in base.rglob("*.py"):
+        parts = path.relative_to(base).with_suffix("").parts
+        if any(part in _TEST_PARTS or part.startswith(("test_", "config-")) for part in parts):
+            continue
+        if parts[-1] == "__init__":
+            parts = parts[:-1]
+        name = ".".join([*prefix.split(), *parts])
+        if name:
+            found.append((name, path))
+    yield from sorted(found)
+
+
+def docstrings_of_source(module: str, source: str) -> Iterator[Docstring]:
+    """Docstrings of a module, its classes and functions at any depth of classes; none when it does not parse."""
+    if '"""' not in source and "'''" not in source:
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in other people's files
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    yield from _docstrings_of_node(tree, module, module, "module")
+
+
+def docstrings_of_compiled_stdlib() -> Iterator[Docstring]:
+    """Docstrings of the modules written in C, under their public names (`_io` is `io`, `posix` is `os`)."""
+    folder = stdlib_folder() / "lib-dynload"
+    names = {path.name.split(".")[0] for path in folder.glob("*") if path.suffix in (".so", ".pyd")}
+    for name in sorted(names.union(sys.builtin_module_names) - {"__main__"}):
+        if name.startswith(_COMPILED_TESTS):
+            continue
+        public = name.lstrip("_")
+        public = _PUBLIC_NAMES.get(name, public if public in sys.stdlib_module_names else name)
+        yield from docstrings_of_compiled(name, public)
+
+
+def docstrings_of_compiled(module: str, public: str) -> Iterator[Docstring]:
+    """Docstrings of the compiled functions and classes that an importable module (or class in it) holds."""
+    holder = _import(module)
+    if holder is None:
+        return
+    if isinstance(holder, types.ModuleType) and getattr(holder, "__file__", None) is None:
+        yield from _docstring(public, public, "module", holder)
+    for name, value in sorted(vars(holder).items()):
+        if name.startswith("_") or isinstance(value, (types.ModuleType, types.FunctionType)):
+            continue
+        if isinstance(value, type):
+            yield from _docstrings_of_class(value, public, f"{public}.{name}", module)
+        elif callable(value):
+            yield from _docstring(public, f"{public}.{name}", "function", value)
+
+
+def _docstrings_of_class(cls: type, public: str, name: str, module: str) -> Iterator[Docstring]:
+    if cls.__module__ not in (module, public) or _has_source(cls):
+        return
+    yield from _docstring(public, name, "class", cls)
+    for attribute, value in sorted(vars(cls).items()):
+        if not attribute.startswith("_") and callable(getattr(cls, attribute, None)):
+            yield from _docstring(public, f"{name}.{attribute}", "function", value)
+
+
+def _docstrings_of_node(node: ast.Module | ast.ClassDef, module: str, name: str, kind: NameKind) -> Iterator[Docstring]:
+    text = ast.get_docstring(node)
+    if text and len(text) >= MIN_CHARS:
+        yield Docstring(module, name, kind, text)
+    for child in _definitions(node.body):
+        below = f"{name}.{child.name}"
+        if isinstance(child, ast.ClassDef):
+            yield from _docstrings_of_node(child, module, below, "class")
+            continue
+        text = ast.get_docstring(child)
+        if text and len(text) >= MIN_CHARS:
+            yield Docstring(module, below, "function", text)
+
+
+def _definitions(body: list[ast.stmt]) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Definitions in a body, those under `if` and `try` too."""
+    for statement in body:
+        if isinstance(statement, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield statement
+        elif isinstance(statement, (ast.If, ast.Try)):
+            yield from _definitions([*statement.body, *statement.orelse, *getattr(statement, "finalbody", [])])
+
+
+def _docstring(module: str, name: str, kind: NameKind, value: object) -> Iterator[Docstring]:
+    text = getattr(value, "__doc__", None)
+    if isinstance(text, str) and len(text) >= MIN_CHARS:
+        yield Docstring(module, name, kind, inspect.cleandoc(text))
+
+
+def _import(name: str) -> object | None:
+    """A module, or a class in one; None when the machine cannot import it."""
+    parent, _, last = name.rpartition(".")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return importlib.import_module(name)
+            except ModuleNotFoundError:
+                return getattr(importlib.import_module(parent), last) if parent else None
+    except (ImportError, AttributeError, OSError):
+        return None
+
+
+def _has_source(cls: type) -> bool:
+    return getattr(sys.modules.get(cls.__module__), "__file__", "").endswith(".py") and cls.__module__ != "builtins"

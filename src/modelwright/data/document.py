@@ -1,0 +1,71 @@
+"""The one unit that travels from sources through cleaning to tokens. Knows nothing about files or tokens."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Kind = Literal["prose", "code", "qa"]
+Split = Literal["train", "heldout"]
+Message = Mapping[str, str]
+"""One turn of a conversation: `role` ("system", "user", "assistant") and `content`."""
+
+KINDS: tuple[Kind, ...] = ("prose", "code", "qa")
+SPLITS: tuple[Split, ...] = ("train", "heldout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """A text with where it came from.
+
+    `id` is unique within a corpus and names the origin (module, file and line); `source` names the corpus. A "qa"
+    document carries its conversation in `meta`: `question` and `answer`, or `messages` when it has other turns; its
+    `text` is the turns' contents, a blank line between them. `meta["title"]`, where present, is a heading line that
+    the text begins with: texts that differ in their titles only are duplicates.
+    """
+
+    id: str
+    text: str
+    kind: Kind
+    split: Split
+    source: str
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation of a "qa" document."""
+        if "messages" in self.meta:
+            return list(self.meta["messages"])
+        question, answer = self.meta["question"], self.meta["answer"]
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    @property
+    def body(self) -> str:
+        """What makes the document what it is: the answers of a "qa" document, else the text without its title."""
+        if self.kind == "qa":
+            return "\n\n".join(turn["content"] for turn in self.messages if turn["role"] == "assistant")
+        return self.text.removeprefix(self.meta.get("title", "")).lstrip("\n")
+
+    def map_text(self, change: Callable[[str], str]) -> "Document":
+        """The document with `change` applied to its text, for "qa" to each turn, and to its title."""
+        meta = dict(self.meta)
+        for key in ("title", "question", "answer"):
+            if key in meta:
+                meta[key] = change(meta[key])
+        if "messages" in meta:
+            meta["messages"] = [{**turn, "content": change(turn["content"])} for turn in meta["messages"]]
+        changed = replace(self, text=change(self.text), meta=meta)
+        return replace(changed, text=join_turns(changed.messages)) if self.kind == "qa" else changed
+
+    def to_json(self) -> str:
+        """One JSON line, without the line end; `from_json` reads it back."""
+        return json.dumps(vars(self) | {"meta": dict(self.meta)}, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> "Document":
+        return cls(**json.loads(line))
+
+
+def join_turns(messages: list[Message]) -> str:
+    """The text of a conversation."""
+    return "\n\n".join(turn["content"] for turn in messages)

@@ -1,0 +1,262 @@
+"""What a user names as sources, read as documents with a kind and a split.
+
+Prose comes from text files and records with a text field, code from source files by their extension, questions and
+answers from records with `question` and `answer` or with `messages`. The word "python" stands for the machine's own
+libraries. What cannot be read raises one `DataError` with file and line, or is left out and counted. Streams: memory
+holds one document at a time. Knows nothing about cleaning.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.seeds import derive_seed
+from modelwright.data import readers
+from modelwright.data.builtin import machine_corpus
+from modelwright.data.document import KINDS, SPLITS, Document, Kind, Split, join_turns
+from modelwright.data.locate import CODE_EXTENSIONS, PROSE_EXTENSIONS, locate
+
+BUILTIN = "python"
+ROLES = ("system", "user", "assistant")
+MAX_EXAMPLES = 5
+_HELDOUT_NAMES = ("test", "validation", "valid", "dev", "heldout")
+_DOCUMENT_FIELDS = tuple(entry.name for entry in fields(Document))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """Where the text comes from.
+
+    `sources`: paths, directories, globs, fsspec URLs, or "python" for the interpreter's own libraries. `text_field`:
+    the field of a record that holds its text. `heldout_fraction`: share of a user's documents that is held out, by
+    hash of the text (the built-in corpus brings its own split, by module). `on_bad_record`: "error" stops at the first
+    record that cannot be read, "skip" leaves it out and counts it. `section_chars`: longer text files become several
+    documents, cut at blank lines. `builtin_fraction`: share of the modules of the built-in corpus, for small runs.
+    """
+
+    sources: tuple[str, ...] = (BUILTIN,)
+    text_field: str = "text"
+    heldout_fraction: float = 0.05
+    on_bad_record: Literal["error", "skip"] = "error"
+    section_chars: int = 10_000
+    builtin_fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ConfigError(f"sources: is empty; name files or directories, or {BUILTIN!r}")
+        if not 0 <= self.heldout_fraction <= 0.5:
+            raise ConfigError(f"heldout_fraction: {self.heldout_fraction} is not between 0 and 0.5")
+        if not 0 < self.builtin_fraction <= 1:
+            raise ConfigError(f"builtin_fraction: {self.builtin_fraction} is not in (0, 1]")
+        if self.section_chars < 1:
+            raise ConfigError(f"section_chars: {self.section_chars} is not positive")
+
+
+@dataclass(kw_only=True)
+class SourceReport:
+    """What came in. `documents` and `bytes` (UTF-8) by kind; `skipped` by reason, with the first few `examples`."""
+
+    num_files: int = 0
+    documents: dict[str, int] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def num_documents(self) -> int:
+        return sum(self.documents.values())
+
+    def add(self, document: Document) -> None:
+        self.documents[document.kind] = self.documents.get(document.kind, 0) + 1
+        size = len(document.text.encode("utf-8", "replace"))
+        self.bytes[document.kind] = self.bytes.get(document.kind, 0) + size
+
+    def skip(self, reason: str, where: str) -> None:
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+        examples = self.examples.setdefault(reason, [])
+        if len(examples) < MAX_EXAMPLES:
+            examples.append(where)
+
+
+def read_documents(config: SourceConfig, *, report: SourceReport) -> Iterator[Document]:
+    """All documents of the sources, in a fixed order; `report` is filled on the way.
+
+    Raises `DataError`, with file and line where there is one, for a source that is missing or of an unsupported
+    format, for an unreadable record (unless `on_bad_record` is "skip") and, at the end, for an empty corpus.
+    """
+    for document in _split(_read(config, report), config.heldout_fraction):
+        report.add(document)
+        yield document
+    if not report.num_documents:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(report.skipped.items()))
+        text = f"{', '.join(config.sources)}: the corpus is empty ({reasons or 'no records'})"
+        raise DataError(f"{text}; name files that hold text with --data.sources")
+
+
+@dataclass(frozen=True)
+class _Unsplit:
+    """A document whose split is still to be decided by its hash."""
+
+    document: Document
+
+
+def _read(config: SourceConfig, report: SourceReport) -> Iterator[Document | _Unsplit]:
+    if BUILTIN in config.sources:
+        yield from machine_corpus(fraction=config.builtin_fraction, skip=report.skip)
+    named = tuple(source for source in config.sources if source != BUILTIN)
+    complain = _complaint(config, report)
+    for file in locate(named, report.skip):
+        report.num_files += 1
+        yield from _read_file(file, config, report, complain)
+
+
+def _complaint(config: SourceConfig, report: SourceReport) -> readers.Complaint:
+    def complain(reason: str, where: str, problem: str, way_out: str) -> None:
+        if config.on_bad_record == "error":
+            leave_out = "pass --data.on_bad_record skip to leave such records out and count them"
+            raise DataError(f"{where}: {problem}; {way_out}, or {leave_out}")
+        report.skip(reason, where)
+
+    return complain
+
+
+def _read_file(
+    file: readers.File, config: SourceConfig, report: SourceReport, complain: readers.Complaint
+) -> Iterator[Document | _Unsplit]:
+    if file.extension in PROSE_EXTENSIONS + CODE_EXTENSIONS:
+        is_code = file.extension in CODE_EXTENSIONS
+        section_chars = 0 if is_code else config.section_chars
+        for where, text in readers.read_sections(file, complain, section_chars):
+            if text.strip():
+                document = Document(
+                    id=where, text=text, kind="code" if is_code else "prose", split="train", source=file.name
+                )
+                yield _Unsplit(document)
+            else:
+                report.skip("empty text", where)
+        return
+    wanted = readers.Fields((config.text_field, "question", "messages"), ("answer", *_DOCUMENT_FIELDS))
+    records = {
+        ".jsonl": lambda: readers.read_jsonl(file, complain),
+        ".parquet": lambda: readers.read_parquet(file, complain, wanted),
+        ".arrow": lambda: readers.read_arrow(file, complain, wanted),
+    }[file.extension]()
+    given = _given_split(file)
+    for where, record in records:
+        found = _document(where, record, file.name, config, report, complain)
+        if isinstance(found, _Unsplit) and given:
+            found = replace(found.document, split=given)
+        if found is not None:
+            yield found
+
+
+def _document(
+    where: str, record: Mapping[str, Any], source: str, config: SourceConfig, report: SourceReport,
+    complain: readers.Complaint,
+) -> Document | _Unsplit | None:  # fmt: skip
+    """The document in a record; None when it was complained about or is empty."""
+    if all(name in record for name in _DOCUMENT_FIELDS) and record["kind"] in KINDS and record["split"] in SPLITS:
+        return Document(**{name: record[name] for name in _DOCUMENT_FIELDS})
+    kind: Kind = "prose"
+    meta: dict[str, Any] = {}
+    if record.get("messages") is not None or (record.get("question") is not None and "answer" in record):
+        kind, meta = "qa", _conversation(where, record, complain)
+        text = join_turns(meta["messages"]) if "messages" in meta else "\n\n".join(meta.values())
+        if not meta:
+            return None
+    elif config.text_field not in record:
+        names = ", ".join(map(str, record)) or "none"
+        problem = f"has no field {config.text_field!r} (its fields: {names})"
+        complain("no text field", where, problem, "name the right one with --data.text_field")
+        return None
+    else:
+        text = record[config.text_field]
+        kind = record["kind"] if record.get("kind") in ("prose", "code") else "prose"
+    if not isinstance(text, str) and text is not None:
+        problem = f"the field {config.text_field!r} holds a {type(text).__name__} where text is expected"
+        complain("text is not a string", where, problem, "name another one with --data.text_field")
+        return None
+    if not text or not text.strip():
+        report.skip("empty text", where)
+        return None
+    document = Document(id=where, text=text, kind=kind, split="train", source=source, meta=meta)
+    return _Unsplit(document.map_text(_encodable))
+
+
+def _encodable(text: str) -> str:
+    """Half surrogate pairs, which JSON can spell (`\\ud800`) and UTF-8 cannot, become question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _conversation(where: str, record: Mapping[str, Any], complain: readers.Complaint) -> dict[str, Any]:
+    """The `meta` of a question/answer document; empty when it was complained about."""
+    if record.get("messages") is None:
+        pair = {"question": record["question"], "answer": record["answer"]}
+        if all(isinstance(value, str) and value.strip() for value in pair.values()):
+            return pair
+        complain("bad conversation", where, "question or answer is no text or is empty", "fill in both")
+        return {}
+    turns = record["messages"]
+    problem = _problem_of(turns)
+    if problem:
+        complain("bad conversation", where, problem, 'write [{"role": "user", "content": ...}, ...]')
+        return {}
+    turns = [{"role": turn["role"], "content": turn["content"]} for turn in turns]
+    if [turn["role"] for turn in turns] == ["user", "assistant"]:
+        return {"question": turns[0]["content"], "answer": turns[1]["content"]}
+    return {"messages": turns}
+
+
+def _problem_of(turns: Any) -> str:
+    if not isinstance(turns, list) or not turns:
+        return "messages is not a list of turns"
+    for turn in turns:
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("content"), str):
+            return "a turn of messages has no text in its content"
+        if turn.get("role") not in ROLES:
+            return f"a turn of messages has the role {turn.get('role')!r}, not one of {', '.join(ROLES)}"
+    if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
+        return "messages has no answer (a turn of the role 'assistant')"
+    return ""
+
+
+def _given_split(file: readers.File) -> Split | None:
+    """The side that a Hugging Face dataset's own split says (`.../test/data-00000.arrow` is held out)."""
+    is_heldout = file.extension == ".arrow" and PurePosixPath(file.path).parent.name in _HELDOUT_NAMES
+    return "heldout" if is_heldout else None
+
+
+def _split(documents: Iterator[Document | _Unsplit], fraction: float) -> Iterator[Document]:
+    """Decide the open splits by the hash of the text, so that equal texts are on the same side.
+
+    However few documents of a kind there are, one of two or more is held out: until the first one is, that with the
+    smallest hash is kept back.
+    """
+    kept_back: dict[str, tuple[float, Document]] = {}
+    num_train: dict[str, int] = {}
+    with_heldout: set[str] = set()
+    for found in documents:
+        if isinstance(found, Document):
+            if found.split == "heldout":
+                with_heldout.add(found.kind)
+            yield found
+            continue
+        document = found.document
+        place = derive_seed(0, "heldout", document.text) / 2**63 if fraction else 1.0
+        if place < fraction:
+            with_heldout.add(document.kind)
+            yield replace(document, split="heldout")
+            continue
+        num_train[document.kind] = num_train.get(document.kind, 0) + 1
+        if fraction and document.kind not in with_heldout:
+            smallest = kept_back.setdefault(document.kind, (place, document))
+            if smallest[1] is document:
+                continue
+            if place < smallest[0]:
+                kept_back[document.kind], document = (place, document), smallest[1]
+        yield document
+    for kind, (_, document) in kept_back.items():
+        needed = kind not in with_heldout and num_train[kind] > 1
+        yield replace(document, split="heldout") if needed else document

@@ -1,0 +1,1 @@
+"""Cleaning steps, one file each: a generator of documents that says why it drops one."""

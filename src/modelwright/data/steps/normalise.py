@@ -1,0 +1,55 @@
+"""Normalise: one spelling of the same text, and no bytes that are no text.
+
+Unicode NFC, line ends as LF, no byte order marks, control characters or trailing spaces, at most two blank lines in a
+row (one page break less). Documents that were binary data are dropped.
+"""
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from modelwright.core.errors import ConfigError
+from modelwright.data.document import Document
+from modelwright.data.steps.step import Drop
+
+_CONTROL = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f\x80-\x84\x86-\x9f\ufeff\ufffe\uffff]")
+_LINE_END = re.compile("\r\n?|[\x0c\x85\u2028\u2029]")
+_TRAILING_SPACE = re.compile(r"[ \t]+$", re.MULTILINE)
+_BLANK_LINES = re.compile(r"\n{4,}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormaliseConfig:
+    """`max_control_share`: a text with a larger share of control and replacement characters is binary data."""
+
+    max_control_share: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_control_share <= 1:
+            raise ConfigError(f"max_control_share: {self.max_control_share} is not between 0 and 1")
+
+
+@dataclass(frozen=True)
+class Normalise:
+    config: NormaliseConfig
+    name: str = "normalise"
+
+    def __call__(self, documents: Iterator[Document], drop: Drop) -> Iterator[Document]:
+        for document in documents:
+            if control_share(document.text) > self.config.max_control_share:
+                drop(document, "binary data")
+            else:
+                yield document.map_text(normalise)
+
+
+def control_share(text: str) -> float:
+    """Share of the characters that are control or replacement characters."""
+    return (len(_CONTROL.findall(text)) + text.count("\ufffd")) / max(1, len(text))
+
+
+def normalise(text: str) -> str:
+    """The normal form; normalising it again changes nothing."""
+    text = _CONTROL.sub("", _LINE_END.sub("\n", text))
+    text = unicodedata.normalize("NFC", text)
+    return _BLANK_LINES.sub("\n\n\n", _TRAILING_SPACE.sub("", text)).strip("\n")
