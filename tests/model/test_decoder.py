@@ -107,3 +107,11 @@ def test_blocks_compile_without_graph_breaks():
         gradients.append(torch.autograd.grad(hidden.square().sum(), list(model.parameters())))
     for ours, reference in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, reference, **TOLERANCES["fp32_gradient"])
+
+
+def test_inference_mode_gives_the_same_hidden_states():
+    model = make_decoder()
+    tokens, positions, segments = make_row(9, 20, 3)
+    with torch.inference_mode():
+        hidden = model(tokens, positions, packed_attend(segments))
+    assert torch.equal(hidden, model(tokens, positions, packed_attend(segments)))

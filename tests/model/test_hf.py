@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from modelwright.core.errors import ModelError
+from modelwright.core.errors import ModelError, StorageError
 from modelwright.model.attention import causal_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
@@ -199,3 +200,17 @@ def test_hf_config_inverts(folder):
     config = load_config(folder)
     assert isinstance(config, ModelConfig)
     assert config_from_hf(hf_config(config)) == config
+
+
+def test_refused_write_is_one_clear_error_and_keeps_the_old_weights(folder, monkeypatch):
+    before = (folder / "model.safetensors").read_bytes()
+
+    def full_disk(tensors, path, metadata):
+        Path(path).write_bytes(b"half")
+        raise SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setattr("modelwright.model.hf.save_file", full_disk)
+    with pytest.raises(StorageError, match="No space left"):
+        save_model(make_decoder(), folder)
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert not list(folder.glob("*.tmp"))
