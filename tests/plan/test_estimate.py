@@ -68,7 +68,7 @@ steps({**shape, "num_layers": 1, "vocab_size": 64}, 0, 1, 16, 2)
 for every in (0, 1, 2):
     with ResourceUse() as use:
         before = int(open("/proc/self/statm").read().split()[1]) * 4096
-        steps(shape, every, rows, length, 3)
+        steps(shape, every, rows, length, 2)
     print(json.dumps({"every": every, "before": before, "peak": use.peak_bytes, "own": use.peak_is_own}))
 """
 

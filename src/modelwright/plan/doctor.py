@@ -165,6 +165,8 @@ def survey_text(facts: dict[str, Any]) -> str:
         + ")",
         *_product_lines(training),
     ]
+    if box["load"] > 0.5 * box["cores"]:
+        lines.append(f"note: the machine was busy (load {box['load']:.1f}); on a quiet one the rates are higher")
     if facts["int8"]:
         lines += ["", "GFLOP/s of the blocks' linears in serving", *_int8_lines(facts["int8"])]
     advice = facts["recommended"]
