@@ -49,8 +49,6 @@ def test_unknown_total_has_no_time_left() -> None:
     assert describe(Pace(0), "documents", {}) == "0 documents"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.44, "0.4 s"), (59.9, "59.9 s"), (61, "0:01:01"), (3661, "1:01:01")]
-)
+@pytest.mark.parametrize(("seconds", "text"), [(0.44, "0.4 s"), (59.9, "59.9 s"), (61, "0:01:01"), (3661, "1:01:01")])
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -35,7 +35,9 @@ def sample_page() -> Page:
         Chart("Gradient norm", line_chart(norms, name="norm", x_label="step", y_label="norm", log=True, level=1.0)),
         Chart("Bits per byte", bars),
     ]
-    table = Table(["model", "bits", "<b>note</b>"], [["ours", "1.71", "a long remark " * 6], ["xz", "2.6", ""]], "Table")
+    table = Table(
+        ["model", "bits", "<b>note</b>"], [["ours", "1.71", "a long remark " * 6], ["xz", "2.6", ""]], "Table"
+    )
     blocks = [
         *charts,
         table,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from modelwright.compress.int8 import BACKENDS, backend_seconds
-from modelwright.compress.int8_linear import quantize_rows
+from modelwright.compress.int8_linear import Backend, quantize_rows
 from modelwright.core.progress import Progress
 from modelwright.core.resources import num_usable_cores
 from modelwright.model.config import ModelConfig
@@ -109,7 +109,9 @@ def _settle_int8(config: RunConfig, previous: RunConfig | None, progress: Progre
         return replace(config, quantize=previous.quantize)
     torch.set_num_threads(config.hardware.num_threads)
     matrices = [quantize_rows(torch.randn(shape)) for shape in matrix_shapes(config.model)]
-    usable = [name for name in BACKENDS if name != "fbgemm" or name in torch.backends.quantized.supported_engines]
+    usable: list[Backend] = [
+        name for name in BACKENDS if name != "fbgemm" or name in torch.backends.quantized.supported_engines
+    ]
     times = {name: backend_seconds(name, matrices) for name in usable}
     best = min(times, key=lambda name: times[name])
     progress.note("INT8 backend: " + best + _shown({name: f"{1e3 * value:.2f} ms" for name, value in times.items()}))

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from modelwright.pipeline.report.format import compact
 
@@ -173,7 +174,7 @@ def _svg(figure, name: str) -> str:
     import matplotlib
 
     buffer = io.StringIO()
-    settings = {"svg.fonttype": "none", "svg.hashsalt": f"chart-{name}", "font.family": ["sans-serif"]}
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": f"chart-{name}", "font.family": ["sans-serif"]}
     with matplotlib.rc_context(settings):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()

@@ -38,9 +38,10 @@ def evaluation_section(data: RunData) -> Section | None:
 
 def bits_rows(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Bits per byte by who and kind: the models, the bigram, the compressors."""
-    rows = {
+    models: dict[str, Any] = results["models"]
+    rows: dict[str, dict[str, float]] = {
         MODEL_TITLES.get(name, name): {kind: table["bits_per_byte"] for kind, table in model["bits_per_byte"].items()}
-        for name, model in reversed(results["models"].items())
+        for name, model in reversed(models.items())
     }
     baselines = results.get("baselines") or {}
     if baselines:
@@ -129,8 +130,10 @@ def _bits_chart(results: Mapping[str, Any]) -> Chart:
     return Chart("Bits per byte on held-out text", svg)
 
 
-def _choice_chart(models: Mapping[str, Any]) -> Chart:
-    rows = {MODEL_TITLES.get(name, name): model["multiple_choice"] for name, model in reversed(models.items())}
+def _choice_chart(models: dict[str, Any]) -> Chart:
+    rows: dict[str, Any] = {
+        MODEL_TITLES.get(name, name): model["multiple_choice"] for name, model in reversed(models.items())
+    }
     last = list(rows.values())[-1]
     values = {name: table["accuracy"] for name, table in rows.items()}
     values |= {f"cue: {name.replace('_', ' ')}": value for name, value in last["cues"].items()}

@@ -15,7 +15,7 @@ import numpy as np
 from modelwright.core.config import dump
 from modelwright.core.errors import DataError
 from modelwright.data.clean import read_kept
-from modelwright.data.document import Document, Message
+from modelwright.data.document import SPLITS, Document, Message, Split
 from modelwright.data.pack import LossMask, TokenIds, pack
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
@@ -45,7 +45,7 @@ def pack_stage(config: RunConfig) -> Stage:
 
 def _run(context: StageContext, config: RunConfig, tokenizer: Tokenizer) -> None:
     clean, out = context.parents["clean"], context.output.path
-    for split in ("train", "heldout"):
+    for split in SPLITS:
         for purpose in ("pretrain", "sft"):
             name = f"{purpose}/{split}"
             if purpose == "pretrain":
@@ -63,18 +63,18 @@ def _run(context: StageContext, config: RunConfig, tokenizer: Tokenizer) -> None
         raise DataError("pack: no training document is left after cleaning; see dropped text in the clean stage")
 
 
-def _documents(clean: Path, split: str, tokenizer: Tokenizer) -> Iterator[tuple[TokenIds, LossMask | None]]:
+def _documents(clean: Path, split: Split, tokenizer: Tokenizer) -> Iterator[tuple[TokenIds, LossMask | None]]:
     """Start token, then the text; the end token is added by `pack`."""
     for documents in _groups(_of_kinds(clean, split), AT_ONCE):
         for ids in tokenizer.encode_batch([document.text for document in documents]):
             yield [tokenizer.bos_id, *ids], None
 
 
-def _of_kinds(clean: Path, split: str) -> Iterator[Document]:
+def _of_kinds(clean: Path, split: Split) -> Iterator[Document]:
     return (document for document in read_kept(clean, split=split) if document.kind in PRETRAIN_KINDS)
 
 
-def _conversations(clean: Path, split: str, tokenizer: Tokenizer) -> Iterator[tuple[TokenIds, LossMask | None]]:
+def _conversations(clean: Path, split: Split, tokenizer: Tokenizer) -> Iterator[tuple[TokenIds, LossMask | None]]:
     """The rendered chat of each conversation; answers, with the token that ends them, are the targets."""
     for document in read_kept(clean, split=split, kind="qa"):
         yield answers_masked(document.messages, tokenizer)

@@ -130,7 +130,7 @@ def _facts(
         "train_time_s": result.train_time_s,
         "model_flops": result.model_flops,
         "num_skipped": result.num_skipped,
-        "events": dict(result.events),
+        "events": dict(result.num_events),
         "num_epochs": num_steps / loader.num_batches_per_epoch,
         "world_size": context.ranks.size,
         "peak_flops": _read_peak(context).get("flops", 0.0),
