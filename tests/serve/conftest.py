@@ -89,7 +89,7 @@ def slow_server() -> Iterator[Callable[..., ServerThread]]:
     def make(**settings) -> ServerThread:
         engine = EngineConfig(max_running=settings.pop("max_running", 1))
         config = ServeConfig(port=0, engine=engine, **settings)
-        started.append(ServerThread(make_model(4096), make_codec(), config, model_name="tiny").start())
+        started.append(ServerThread(make_model(2048), make_codec(), config, model_name="tiny").start())
         return started[-1]
 
     yield make
@@ -102,7 +102,7 @@ def slow_server() -> Iterator[Callable[..., ServerThread]]:
 def model_folder(tmp_path: Path) -> Path:
     """A folder that the server can load."""
     folder = tmp_path / "model"
-    save_int8(quantize_model(make_model(4096), Int8Config(backend="int_mm")), folder)
+    save_int8(quantize_model(make_model(320), Int8Config()), folder)
     make_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|eos|>"}')

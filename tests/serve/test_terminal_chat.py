@@ -1,6 +1,8 @@
 """Chat in the terminal."""
 
+import copy
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,12 @@ def script(*lines: str):
     return read
 
 
+def small_engine(server: ServerThread) -> Engine:
+    model = copy.copy(server.service.worker.engine._runner._model)
+    model.config = replace(model.config, max_seq_len=200)
+    return Engine(model, server.service.worker.engine.config)
+
+
 def test_chat_answers_and_leaves(model_folder: Path):
     written: list[str] = []
     chat(
@@ -43,8 +51,7 @@ def test_missing_folder_is_named(tmp_path: Path):
 
 
 def test_old_turns_are_forgotten_when_the_context_is_full(server: ServerThread):
-    worker = server.service.worker
-    engine = Engine(worker.engine._runner._model, worker.engine.config)
+    engine = small_engine(server)
     conversation = Conversation(engine, server.service.codec, SamplingParams(temperature=0))
     for _ in range(4):
         assert "".join(conversation.ask("the quick brown fox jumps over the lazy dog " * 5))
@@ -54,8 +61,7 @@ def test_old_turns_are_forgotten_when_the_context_is_full(server: ServerThread):
 
 
 def test_stopping_an_answer_keeps_its_beginning(server: ServerThread):
-    worker = server.service.worker
-    engine = Engine(worker.engine._runner._model, worker.engine.config)
+    engine = small_engine(server)
     conversation = Conversation(engine, server.service.codec, SamplingParams(temperature=0))
     pieces = conversation.ask("the quick")
     shown = next(pieces) + next(pieces)

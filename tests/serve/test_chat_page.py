@@ -1,0 +1,72 @@
+"""The chat page in a real browser: ask, watch the answer come in, stop it, at desktop and phone width."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from modelwright.serve.server import ServerThread
+
+sync_api = pytest.importorskip("playwright.sync_api")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome") or ""
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)], ids=["desktop", "phone"])
+def test_a_question_gets_a_streamed_answer(server: ServerThread, browser, tmp_path: Path, width: int, height: int):
+    page = browser.new_page(viewport={"width": width, "height": height})
+    problems: list[str] = []
+    outside: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("request", lambda request: None if request.url.startswith(server.url) else outside.append(request.url))
+    page.goto(server.url)
+    sync_api.expect(page.locator("#model")).to_have_text("tiny")
+    page.fill("#question", "what does <b>this</b> do?")
+    page.keyboard.press("Enter")
+    sync_api.expect(page.locator("#send")).to_have_text("Stop")
+    sync_api.expect(page.locator(".note")).to_contain_text("tokens/s", timeout=30_000)
+    assert page.locator(".turn.user").inner_text() == "what does <b>this</b> do?"
+    assert len(page.locator(".turn.assistant").inner_text()) > 20
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.screenshot(path=str(tmp_path / "chat.png"))
+    assert [url for url in outside if not url.startswith("data:")] == []
+    assert problems == []
+    page.close()
+
+
+def test_an_answer_can_be_stopped_and_the_chat_go_on(slow_server, browser):
+    server = slow_server()
+    page = browser.new_page()
+    page.goto(server.url)
+    sync_api.expect(page.locator("#model")).to_have_text("tiny")
+    page.locator("#temperature").evaluate("box => box.value = 0")
+    page.fill("#question", "the quick")
+    page.click("#send")
+    page.wait_for_function("document.querySelector('.turn.assistant')?.textContent.length > 5")
+    page.click("#send")
+    sync_api.expect(page.locator(".note")).to_have_text("stopped")
+    page.wait_for_function("fetch('health').then(r => r.json()).then(body => body.open_answers === 0)")
+    page.locator("#max_tokens").evaluate("box => box.value = 3")
+    page.fill("#question", "and the dog")
+    page.click("#send")
+    sync_api.expect(page.locator(".note").nth(1)).to_contain_text("cut at the limit")
+    page.locator("#max_tokens").evaluate("box => box.value = 100000")
+    page.fill("#question", "again")
+    page.click("#send")
+    sync_api.expect(page.locator(".note.bad")).to_contain_text("context is 2048 tokens")
+    page.click("#new")
+    sync_api.expect(page.locator("#empty")).to_be_visible()
+    page.close()
