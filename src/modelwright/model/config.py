@@ -10,7 +10,8 @@ class ModelConfig:
     """Shape of a decoder-only transformer.
 
     Llama type without `qk_norm`, Qwen3 type with it. `vocab_size` is that of the tokenizer; `max_seq_len` is the
-    longest context in tokens that the model is meant for.
+    longest context in tokens that the model is meant for. `init_std` is of the projections' first weights,
+    `embedding_init_std` of the embedding's (and so of the first logits, when it is tied).
     """
 
     vocab_size: int
@@ -26,6 +27,8 @@ class ModelConfig:
     qk_norm: bool = True
     tie_embeddings: bool = True
     init_std: float = 0.02
+    embedding_init_std: float = 0.02
+    embedding_init_std: float = 0.02
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len"):

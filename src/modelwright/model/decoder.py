@@ -128,6 +128,10 @@ class Decoder(nn.Module):
             if parameter.dim() < 2:
                 parameter.fill_(1.0)
                 continue
-            std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else self.config.init_std
+            std = self.config.init_std
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                std = residual_std
+            elif name == "embedding.weight":
+                std = self.config.embedding_init_std
             draw = torch.empty(parameter.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
             parameter.copy_(draw)
