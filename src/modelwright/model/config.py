@@ -28,7 +28,6 @@ class ModelConfig:
     tie_embeddings: bool = True
     init_std: float = 0.02
     embedding_init_std: float = 0.02
-    embedding_init_std: float = 0.02
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len"):
