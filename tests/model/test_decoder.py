@@ -104,7 +104,7 @@ def test_blocks_compile_without_graph_breaks():
             for block in model.blocks:
                 block.compile(backend="aot_eager", fullgraph=True)
         hidden = model(tokens, positions, packed_attend(segments))
-        gradients.append(torch.autograd.grad(hidden.square().sum(), list(model.parameters())))
+        gradients.append(torch.autograd.grad(hidden.sin().sum(), list(model.parameters())))
     for ours, reference in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, reference, **TOLERANCES["fp32_gradient"])
 
