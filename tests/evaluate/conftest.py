@@ -15,19 +15,20 @@ class ByteTokenizer:
     """Token ids are UTF-8 bytes; 256 starts a text, 257 and 258 begin a user's and an assistant's turn."""
 
     bos_id = 256
+    eos_id = 256
     vocab_size = 259
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [list(text.encode("utf-8")) for text in texts]
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode("utf-8")
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> list[int]:
+    def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         ids = [self.bos_id]
         for message in messages:
             ids += [257 if message["role"] == "user" else 258, *message["content"].encode("utf-8")]
-        return [*ids, 258] if add_generation_prompt else ids
+        return [*ids, 258]
 
 
 @dataclass(frozen=True, kw_only=True)

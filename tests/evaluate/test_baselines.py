@@ -63,8 +63,8 @@ def test_bigram_equals_its_definition_and_sums_to_one() -> None:
 def test_bigram_learns_a_chain_and_needs_data() -> None:
     chain = np.tile(np.arange(10), 500)
     bigram = train_bigram([(chain[:-1], chain[1:])], vocab_size=11)
-    assert document_nats(bigram, [[1, 2, 3]], bos_id=0)[0] < 0.05
-    assert document_nats(bigram, [[], [5, 5]], bos_id=10).tolist()[0] == 0.0
+    assert document_nats(bigram, [[1, 2, 3]], start_id=0)[0] < 0.05
+    assert document_nats(bigram, [[], [5, 5]], start_id=10).tolist()[0] == 0.0
     with pytest.raises(ValueError, match="train rows"):
         train_bigram([], vocab_size=4)
 

@@ -5,6 +5,7 @@ import pytest
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import SilentProgress
+from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.evaluate import multiple_choice
 from modelwright.evaluate.config import EvaluateConfig, MultipleChoiceConfig
 from modelwright.evaluate.multiple_choice import answer_questions, summarize_answers
@@ -129,3 +130,14 @@ def test_config_errors_say_what_would_be_right() -> None:
         EvaluateConfig(context_overlap=1.0)
     with pytest.raises(ConfigError, match="min_answer_bytes"):
         MultipleChoiceConfig(min_answer_bytes=500)
+
+
+def test_candidates_are_scored_in_the_format_of_fine_tuning() -> None:
+    """Prompt and answer as they are encoded here are what SFT trains on, up to the token that ends the turn."""
+    tokenizer = train_tokenizer(["Copies a tree of files. What does it do?"] * 3, TokenizerConfig(vocab_size=300))
+    turns = [{"role": "user", "content": "What does `a.b` do?"}, {"role": "assistant", "content": "Copies a tree."}]
+    ids, mask = tokenizer.encode_chat(turns)
+    scored = [*tokenizer.encode_prompt(turns[:1]), *tokenizer.encode(turns[1]["content"])]
+    assert ids[: len(scored)].tolist() == scored
+    assert mask[: len(scored)].sum() == len(tokenizer.encode(turns[1]["content"]))
+    assert len(ids) == len(scored) + 1

@@ -9,7 +9,7 @@ from modelwright.model.decoder import Decoder
 
 
 def nats(model: Decoder, sequences: list[Scored], **changes) -> np.ndarray:
-    settings = {"context_overlap": 0.5, "batch_tokens": 64, "progress": SilentProgress()} | changes
+    settings = {"context_overlap": 0.5, "max_context": 2048, "batch_tokens": 64, "progress": SilentProgress()} | changes
     return sequence_nats(model, sequences, **settings)
 
 
@@ -52,6 +52,12 @@ def test_more_overlap_gives_later_tokens_more_context(model: Decoder) -> None:
     scored = random_sequences([90])
     assert nats(model, scored, context_overlap=0.0)[0] == pytest.approx(naive_nats(model, scored[0], 32, 32), rel=1e-5)
     assert nats(model, scored, context_overlap=0.97)[0] == pytest.approx(naive_nats(model, scored[0], 32, 1), rel=1e-5)
+
+
+def test_context_can_be_capped(model: Decoder) -> None:
+    scored = random_sequences([50])
+    expected = naive_nats(model, scored[0], 16, 8)
+    assert nats(model, scored, max_context=16)[0] == pytest.approx(expected, rel=1e-5)
 
 
 def test_nothing_to_predict_costs_nothing(model: Decoder) -> None:

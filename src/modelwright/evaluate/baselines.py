@@ -13,7 +13,7 @@ from modelwright.evaluate.bigram import document_nats, train_bigram, training_pa
 from modelwright.evaluate.bits_per_byte import DocumentScore, summarize_scores
 from modelwright.evaluate.compressors import compressed_bits
 from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.seams import HeldOut, TextEncoder
+from modelwright.evaluate.seams import HeldOut, TextEncoder, start_id
 
 
 def compressor_table(documents: Sequence[HeldOut]) -> dict[str, dict[str, dict[str, float]]]:
@@ -34,8 +34,8 @@ def bigram_table(
     """The bigram's discount, its number of training pairs and per kind what `summarize_scores` says."""
     progress.begin("bigram baseline", 0, "tokens")
     bigram = train_bigram(training_pairs(train_rows, max_tokens=config.bigram_tokens), vocab_size=vocab_size)
-    encoded = tokenizer.encode_batch([document.text for document in documents])
-    nats = document_nats(bigram, encoded, bos_id=tokenizer.bos_id)
+    encoded = [tokenizer.encode(document.text) for document in documents]
+    nats = document_nats(bigram, encoded, start_id=start_id(tokenizer))
     scores = [
         DocumentScore(
             id=document.id,

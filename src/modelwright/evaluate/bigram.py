@@ -93,11 +93,11 @@ def training_pairs(batches: Iterable[TokenBatch], *, max_tokens: int) -> Iterato
             return
 
 
-def document_nats(bigram: Bigram, encoded: Sequence[Sequence[int]], *, bos_id: int) -> np.ndarray:
+def document_nats(bigram: Bigram, encoded: Sequence[Sequence[int]], *, start_id: int) -> np.ndarray:
     """Negative log-likelihood in nats of each document's tokens, the first one after the start token."""
     nats = np.zeros(len(encoded))
     for i, ids in enumerate(encoded):
-        whole = np.array([bos_id, *ids], dtype=np.int64)
+        whole = np.array([start_id, *ids], dtype=np.int64)
         nats[i] = -bigram.log_probs(whole[:-1], whole[1:]).sum()
     return nats
 

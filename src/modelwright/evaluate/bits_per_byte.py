@@ -18,7 +18,7 @@ from modelwright.core.progress import Progress
 from modelwright.core.seeds import derive_seed
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.scoring import Scored, sequence_nats
-from modelwright.evaluate.seams import HeldOut, LanguageModel, TextEncoder
+from modelwright.evaluate.seams import HeldOut, LanguageModel, TextEncoder, start_id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,9 @@ def select_documents(
 ) -> list[HeldOut]:
     """Non-empty documents of `kinds`, of each kind a sample of at most `max_bytes_per_kind` bytes (0: all).
 
-    The sample depends on `seed` and the documents' ids and texts alone, not on their order; at least one document
-    of a kind is taken. The result is in the order of kinds, then of ids.
+    Documents are drawn at random and passed over when they no longer fit, so a tight cap favours short ones; at least
+    one of a kind is taken. The sample depends on `seed` and the documents' ids and texts alone, not on their order. The
+    result is in the order of kinds, then of ids.
     """
     by_kind: dict[str, list[HeldOut]] = {kind: [] for kind in kinds}
     for document in documents:
@@ -48,10 +49,10 @@ def select_documents(
     for group in by_kind.values():
         taken, size = [], 0
         for document in sorted(group, key=lambda d: _draw(seed, d)):
-            size += len(document.text.encode("utf-8"))
-            if max_bytes_per_kind and size > max_bytes_per_kind and taken:
-                break
-            taken.append(document)
+            num_bytes = len(document.text.encode("utf-8"))
+            if not taken or not max_bytes_per_kind or size + num_bytes <= max_bytes_per_kind:
+                taken.append(document)
+                size += num_bytes
         chosen += sorted(taken, key=lambda d: (d.id, d.text))
     return chosen
 
@@ -65,11 +66,12 @@ def score_documents(
     progress: Progress,
 ) -> list[DocumentScore]:
     """The model's cost of each document, every token with up to the model's context."""
-    encoded = tokenizer.encode_batch([document.text for document in documents])
+    encoded = [tokenizer.encode(document.text) for document in documents]
     nats = sequence_nats(
         model,
-        [Scored([tokenizer.bos_id, *ids], 1) for ids in encoded],
+        [Scored([start_id(tokenizer), *ids], 1) for ids in encoded],
         context_overlap=config.context_overlap,
+        max_context=config.max_context,
         batch_tokens=config.batch_tokens,
         progress=progress,
         name="bits per byte",

@@ -42,7 +42,8 @@ class EvaluateConfig:
     `kinds`: kinds of held-out documents that get bits per byte. `max_bytes_per_kind`: a deterministic sample of
     whole documents up to this size, 0 takes all. `context_overlap`: how much of the model's context a window shares
     with the one before it: a token far into a document sees at least this fraction of the context, at
-    1 / (1 - overlap) times the compute. `batch_tokens`: tokens per forward pass. `bootstrap_resamples`: resamples of
+    1 / (1 - overlap) times the compute. `max_context`: cap on that context for models with a very long one, whose
+    rows would not fit in memory. `batch_tokens`: tokens per forward pass. `bootstrap_resamples`: resamples of
     documents behind the 95% intervals. `bigram_tokens`: at most this many training tokens train the bigram, 0 takes
     all.
     """
@@ -50,6 +51,7 @@ class EvaluateConfig:
     kinds: tuple[str, ...] = ("prose", "code")
     max_bytes_per_kind: int = 400_000
     context_overlap: float = 0.5
+    max_context: int = 2048
     batch_tokens: int = 4096
     bootstrap_resamples: int = 1000
     bigram_tokens: int = 50_000_000
@@ -61,6 +63,7 @@ class EvaluateConfig:
             raise ConfigError(f"context_overlap: must be at least 0 and below 1, got {self.context_overlap}")
         for name, least in (
             ("max_bytes_per_kind", 0),
+            ("max_context", 1),
             ("batch_tokens", 1),
             ("bootstrap_resamples", 1),
             ("bigram_tokens", 0),

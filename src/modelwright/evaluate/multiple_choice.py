@@ -44,7 +44,7 @@ def answer_questions(
     `choice` and `correct` those of the configured score.
     """
     rule = config.multiple_choice.score
-    encoded = tokenizer.encode_batch([text for question in questions for text in question.candidates])
+    encoded = [tokenizer.encode(text) for question in questions for text in question.candidates]
     shape = (len(questions), NUM_CANDIDATES)
     num_tokens = np.array([len(ids) for ids in encoded]).reshape(shape)
     num_bytes = np.array([len(t.encode("utf-8")) for q in questions for t in q.candidates]).reshape(shape)
@@ -97,13 +97,14 @@ def _candidate_nats(
     """[questions, candidates]"""
     sequences = []
     for i, question in enumerate(questions):
-        prompt = list(tokenizer.encode_chat([{"role": "user", "content": question}], add_generation_prompt=True))
+        prompt = list(tokenizer.encode_prompt([{"role": "user", "content": question}]))
         for ids in encoded[i * NUM_CANDIDATES : (i + 1) * NUM_CANDIDATES]:
             sequences.append(Scored([*prompt, *ids], len(prompt)))
     nats = sequence_nats(
         model,
         sequences,
         context_overlap=config.context_overlap,
+        max_context=config.max_context,
         batch_tokens=config.batch_tokens,
         progress=progress,
         name="multiple choice",

@@ -32,16 +32,17 @@ def sequence_nats(
     sequences: Sequence[Scored],
     *,
     context_overlap: float,
+    max_context: int,
     batch_tokens: int,
     progress: Progress,
     name: str = "score",
 ) -> np.ndarray:
     """Negative log-likelihood in nats (float64) of the predicted tokens of each sequence.
 
-    Sequences longer than the model's context go through overlapping windows, short ones share rows without seeing
+    Sequences longer than the model's context, or than `max_context`, go through overlapping windows, short ones share rows without seeing
     each other. Each predicted token counts exactly once. The model is put into evaluation mode.
     """
-    context = model.config.max_seq_len
+    context = min(model.config.max_seq_len, max_context)
     stride = max(1, round(context * (1.0 - context_overlap)))
     windows = [
         window

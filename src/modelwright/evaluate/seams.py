@@ -10,13 +10,16 @@ from modelwright.model.decoder import Attend
 
 
 class TextEncoder(Protocol):
-    """A tokenizer as evaluation sees it."""
+    """A tokenizer as evaluation sees it (`data.tokenizer.Tokenizer`)."""
 
     @property
-    def bos_id(self) -> int: ...
+    def bos_id(self) -> int | None: ...
 
-    def encode_batch(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """Token ids of each text, nothing added."""
+    @property
+    def eos_id(self) -> int: ...
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Token ids of a plain text, nothing added."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -25,9 +28,14 @@ class TextEncoder(Protocol):
 class ChatEncoder(TextEncoder, Protocol):
     """A tokenizer that also knows the chat format of fine-tuning."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> Sequence[int]:
-        """Token ids of a rendered conversation."""
+    def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
+        """Token ids of a conversation up to where the assistant is to speak."""
         ...
+
+
+def start_id(tokenizer: TextEncoder) -> int:
+    """What stands before a text: the begin token, or the end token of the text before it where there is none."""
+    return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
 
 
 class LanguageModel(Protocol):
