@@ -18,8 +18,8 @@ def apply_passes(model: Decoder, *, activation_checkpoint_every: int, compile_bl
     return model
 
 
-def compile_each_block(model: Decoder) -> Decoder:
+def compile_each_block(model: Decoder, *, backend: str = "inductor") -> Decoder:
     """`torch.compile` block by block: one graph serves all of them, so starting costs one compilation."""
     for block in model.blocks:
-        block.compile()
+        block.compile(backend=backend)
     return model

@@ -53,7 +53,9 @@ class Watch:
         self.events: list[dict[str, Any]] = []
         self.num_events: dict[str, int] = {}
         self._recent: dict[str, list[float]] = {"loss_spike": [], "gradient_outlier": []}
-        write_atomic(path, "")
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, "")
 
     def observe(self, info: StepInfo) -> None:
         if info.skipped:

@@ -1,0 +1,47 @@
+"""Learning-rate shapes, step by step."""
+
+import itertools
+
+import pytest
+
+from modelwright.core.errors import ConfigError
+from modelwright.optim.schedule import ScheduleConfig, rate_factor
+
+
+def factors(num_steps, **config):
+    return [rate_factor(ScheduleConfig(**config), step, num_steps) for step in range(num_steps)]
+
+
+def test_warmup_climbs_linearly_over_the_first_tenth():
+    shape = factors(100)
+    assert shape[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert shape[10] == 1.0
+    assert all(a > b for a, b in itertools.pairwise(shape[10:]))
+
+
+def test_cosine_is_half_way_in_the_middle_and_ends_near_its_floor():
+    shape = factors(110, warmup_fraction=10 / 110, final_fraction=0.1)
+    assert shape[60] == pytest.approx(0.55)
+    assert 0.1 < shape[-1] < 0.101
+
+
+def test_linear_falls_by_equal_steps():
+    shape = factors(50, kind="warmup_linear", warmup_fraction=0.0)
+    assert shape == pytest.approx([1 - i / 50 for i in range(50)])
+
+
+def test_constant_warms_up_too_unless_told_otherwise():
+    assert factors(20, kind="constant") == [0.5] + [1.0] * 19
+    assert factors(20, kind="constant", warmup_fraction=0.0) == [1.0] * 20
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_the_shortest_runs_have_a_rate_in_every_step(num_steps):
+    assert all(0 < factor <= 1 for factor in factors(num_steps))
+
+
+def test_bad_fractions_are_refused():
+    with pytest.raises(ConfigError, match="warmup_fraction"):
+        ScheduleConfig(warmup_fraction=1.0)
+    with pytest.raises(ConfigError, match="final_fraction"):
+        ScheduleConfig(final_fraction=-0.1)

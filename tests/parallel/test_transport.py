@@ -1,0 +1,73 @@
+"""Collectives and the exact transport over real gloo processes; a world of one does nothing."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from modelwright.parallel.mesh import join_world, single
+from modelwright.parallel.transport import ExactTransport
+
+WORKER = """
+import sys, torch
+from modelwright.parallel.mesh import join_world
+from modelwright.parallel.transport import ExactTransport
+torch.set_num_threads(1)
+with join_world(torch.device("cpu")) as world:
+    draw = torch.Generator().manual_seed(world.rank)
+    tensors = [torch.randn(shape, generator=draw) for shape in ((40, 3), (7,), (), (500,), (2, 2))]
+    tensors.append(torch.randn(9, generator=draw, dtype=torch.float64))
+    shares = [[t.clone() for t in tensors] for _ in range(2)]
+    for share, bucket_bytes in zip(shares, (64, 10**6)):
+        transport = ExactTransport(world, bucket_bytes=bucket_bytes)
+        transport.reduce(share)
+        print(world.rank, bucket_bytes, transport.bytes_sent)
+    for one, other in zip(*shares):
+        torch.testing.assert_close(one, other)
+    assert world.sums([1.0, world.rank]) == [3.0, 3.0]
+    assert world.maxima(world.rank, -world.rank) == [2.0, 0.0]
+    assert world.broadcast(torch.tensor(world.rank)).item() == 0
+    world.barrier()
+    total = [sum(parts) for parts in zip(*(
+        [torch.randn(s, generator=g) for s in ((40, 3), (7,), (), (500,), (2, 2))]
+        for g in (torch.Generator().manual_seed(r) for r in range(3))))]
+    for ours, theirs in zip(shares[0], total):
+        torch.testing.assert_close(ours, theirs)
+"""
+
+
+def test_sums_over_three_processes_whatever_the_buckets(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3"}
+    processes = [
+        subprocess.Popen([sys.executable, script], env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    payload = 4 * (120 + 7 + 1 + 500 + 4) + 8 * 9
+    for rank, output in enumerate(outputs):
+        sent = {int(line.split()[1]): int(line.split()[2]) for line in output.splitlines()}
+        assert output.startswith(str(rank))
+        assert sent[10**6] == pytest.approx(payload * 4 / 3, abs=8)
+        assert sent[64] == pytest.approx(payload * 4 / 3, abs=8)
+
+
+def test_a_world_of_one_changes_and_sends_nothing(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with join_world(torch.device("cpu")) as world:
+        assert world == single()
+        assert world.is_first
+        transport, gradient = ExactTransport(world), torch.ones(3)
+        transport.reduce([gradient])
+        assert transport.bytes_sent == 0
+        assert torch.equal(gradient, torch.ones(3))
+        assert world.sums([2.5]) == [2.5]
+        assert world.maxima(True, 0.5) == [True, 0.5]

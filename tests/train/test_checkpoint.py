@@ -1,0 +1,178 @@
+"""Checkpoints: whole or absent, the last and the best kept, damage answered by the one before, one clear error."""
+
+import json
+import math
+import os
+import subprocess
+import threading
+
+import pytest
+import torch
+
+from modelwright.core.errors import ArtifactError, StorageError
+from modelwright.train import checkpoint
+from modelwright.train.checkpoint import (
+    Best,
+    Checkpoints,
+    Snapshot,
+    list_checkpoints,
+    read_best,
+    read_checkpoint,
+    read_weights,
+)
+
+STATE = {
+    "position": {"step": 3, "loss": math.nan, "best": math.inf},
+    "updates": {"optimizer": {"w": {"step": torch.tensor(3.0), "exp_avg": torch.arange(4.0)}}},
+    "list": [1, "two", torch.tensor([True, False])],
+}
+
+
+def snapshot(step):
+    return Snapshot(step=step, weights={"w": torch.full((2, 3), step / 7)}, state=STATE)
+
+
+def steps(folder):
+    return [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder)]
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    made = Checkpoints(tmp_path / "checkpoints", keep_last=2, digest="d")
+    made.prepare()
+    yield made
+    made.close()
+
+
+def save(checkpoints, *numbers, best=0):
+    for step in numbers:
+        checkpoints.save(snapshot(step), best=Best(step=best, loss=1.5))
+    checkpoints.wait()
+
+
+def fail(text):
+    raise AssertionError(text)
+
+
+def test_round_trip_is_bit_identical(checkpoints):
+    save(checkpoints, 3)
+    found = checkpoints.latest(fail)
+    assert found.step == 3
+    assert torch.equal(found.weights["w"], torch.full((2, 3), 3 / 7))
+    assert math.isnan(found.state["position"]["loss"])
+    assert found.state["position"]["best"] == math.inf
+    assert torch.equal(found.state["updates"]["optimizer"]["w"]["exp_avg"], torch.arange(4.0))
+    assert found.state["list"][:2] == [1, "two"]
+    assert found.state["list"][2].dtype == torch.bool
+    json.loads((checkpoints.folder / "step-00000003" / "state.json").read_text(), parse_constant=fail)
+
+
+def test_saving_copies_before_it_returns(checkpoints):
+    weight = torch.zeros(4)
+    checkpoints.save(Snapshot(step=1, weights={"w": weight}, state={"m": weight}), best=Best())
+    weight.fill_(9.0)
+    checkpoints.wait()
+    found = checkpoints.latest(fail)
+    assert found.weights["w"].sum() == 0
+    assert found.state["m"].sum() == 0
+
+
+def test_saving_does_not_wait_for_the_disk(checkpoints, monkeypatch):
+    go_on = threading.Event()
+    save_file = checkpoint.save_file
+    monkeypatch.setattr(checkpoint, "save_file", lambda *a: (go_on.wait(20), save_file(*a)))
+    checkpoints.save(snapshot(1), best=Best())
+    checkpoints.poll()
+    assert steps(checkpoints.folder) == []
+    go_on.set()
+    checkpoints.wait()
+    assert steps(checkpoints.folder) == [1]
+
+
+def test_the_last_and_the_best_are_kept(checkpoints):
+    save(checkpoints, 1, 2, best=1)
+    save(checkpoints, 3, 4, 5, best=2)
+    assert steps(checkpoints.folder) == [2, 4, 5]
+    assert read_best(checkpoints.folder) == Best(step=2, loss=1.5)
+    assert read_weights(checkpoints.folder, 2)["w"][0, 0] == torch.tensor(2 / 7)
+    save(checkpoints, 6, best=6)
+    assert steps(checkpoints.folder) == [2, 5, 6]  # going back to 5 must find its best one
+    save(checkpoints, 7, best=6)
+    assert steps(checkpoints.folder) == [6, 7]
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("damage", [flip_a_bit, lambda path: os.truncate(path, 30), os.unlink])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(checkpoints, name, damage):
+    save(checkpoints, 1, 2)
+    damage(checkpoints.folder / "step-00000002" / name)
+    notes = []
+    assert checkpoints.latest(notes.append).step == 1
+    assert len(notes) == 1
+    assert name in notes[0]
+    assert "step-00000002" in notes[0]
+    save(checkpoints, 2, 3)
+    assert checkpoints.latest(fail).step == 3
+    assert not list(checkpoints.folder.glob("*.damaged"))
+
+
+def test_only_damaged_checkpoints_means_none(checkpoints):
+    save(checkpoints, 1)
+    flip_a_bit(checkpoints.folder / "step-00000001" / "model.safetensors")
+    assert checkpoints.latest(lambda text: None) is None
+
+
+def test_another_runs_checkpoint_is_refused(checkpoints):
+    save(checkpoints, 1)
+    with pytest.raises(ArtifactError, match="another configuration"):
+        read_checkpoint(checkpoints.folder / "step-00000001", digest="other")
+
+
+def test_half_written_ones_are_removed_at_the_start(checkpoints):
+    save(checkpoints, 1)
+    half = checkpoints.folder / "step-00000002.partial"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    checkpoints.prepare()
+    assert not half.exists()
+    assert checkpoints.latest(fail).step == 1
+
+
+def test_a_refused_write_surfaces_once_and_leaves_the_old_one(checkpoints, monkeypatch):
+    save(checkpoints, 1)
+
+    def refuse(tensors, path):
+        raise checkpoint.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoint, "save_file", refuse)
+    checkpoints.save(snapshot(2), best=Best())
+    with pytest.raises(StorageError, match="the disk is full; free some space"):
+        checkpoints.wait()
+    checkpoints.poll()
+    assert steps(checkpoints.folder) == [1]
+    assert not list(checkpoints.folder.glob("*.partial"))
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path):
+    """A real one: a tmpfs of 256 KiB, where the system lets us mount it."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        full = Checkpoints(tmp_path / "checkpoints", keep_last=2, digest="d")
+        full.prepare()
+        save(full, 1)
+        full.save(Snapshot(step=2, weights={"w": torch.zeros(100_000)}, state={}), best=Best())
+        with pytest.raises(StorageError, match="the disk is full"):
+            full.wait()
+        full.close()
+        assert steps(full.folder) == [1]
+        assert full.latest(fail).step == 1
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)

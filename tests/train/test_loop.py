@@ -1,0 +1,207 @@
+"""The loop: what a step computes, what is recorded, how it stops, resumes and gives up."""
+
+import math
+import os
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from modelwright.core.errors import ArtifactError, ModelwrightError, Stopped
+from modelwright.core.records import column, read_records
+from modelwright.core.rundir import StageDir
+from modelwright.data.batch import IGNORED
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.train.loop import load_best
+from modelwright.train.objective import forward
+
+EXACT = {"rtol": 1e-11, "atol": 1e-13}
+CLOSE = {"rtol": 2e-4, "atol": 2e-5}
+
+
+class Spy:
+    """A controller that keeps what it saw, calls a hook, and has a state with a tensor in it."""
+
+    every = 1
+
+    def __init__(self, hook=lambda info: None):
+        self.seen, self.hook, self.total = [], hook, torch.zeros(3)
+
+    def observe(self, info):
+        self.seen.append(info)
+        self.total += info.loss
+        self.hook(info)
+
+    def state_dict(self):
+        return {"total": self.total, "count": len(self.seen)}
+
+    def load_state_dict(self, state):
+        self.total = state["total"]
+
+
+def equal(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_microbatches_do_not_change_the_gradient(tiny, tmp_path, parts):
+    models = [
+        tiny.run_in_float64(tmp_path / str(number), tiny.settings(num_microbatches=number, num_steps=6))
+        for number in (1, parts)
+    ]
+    for whole, split in zip(*(m.parameters() for m in models), strict=True):
+        torch.testing.assert_close(split, whole, **EXACT)
+
+
+def test_first_update_is_adamw_on_the_mean_over_all_targets(tiny, tmp_path):
+    model, reference = tiny.tiny_model(), tiny.tiny_model()
+    constant = {"kind": "constant", "warmup_fraction": 0.0}
+    config = tiny.settings(num_steps=1, num_microbatches=4, adam_eps=1e-3, schedule=constant)
+    spy = Spy()
+    tiny.run(tmp_path, config, model=model, controllers={"spy": spy}, heldout=[])
+
+    batch = tiny.Rows().batch(0)
+    logits = reference.logits(forward(reference, batch)).flatten(0, 1)
+    loss = F.cross_entropy(logits, batch.labels_BT.flatten(), ignore_index=IGNORED)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+    decay = [{"params": [p for p in reference.parameters() if (p.dim() >= 2) == matrix], "weight_decay": w}
+             for matrix, w in ((True, 0.1), (False, 0.0))]  # fmt: skip
+    torch.optim.AdamW(decay, lr=1e-2, betas=(0.9, 0.95), eps=1e-3).step()
+
+    assert spy.seen[0].loss == pytest.approx(loss.item(), rel=1e-5)
+    assert spy.seen[0].grad_norm == pytest.approx(norm.item(), rel=1e-4)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+def test_metrics_and_result(tiny, tmp_path):
+    result = tiny.run(tmp_path)
+    records = read_records(StageDir(tmp_path).metrics)
+    losses = column(records, "loss")
+    assert [step for step, _ in losses] == list(range(1, 13))
+    assert [step for step, _ in column(records, "heldout_loss")] == [3, 6, 9, 12]
+    assert losses[-1][1] < losses[0][1] - 0.3
+    assert result.loss == losses[-1][1]
+    assert result.best.loss == min(value for _, value in column(records, "heldout_loss"))
+    first = records[0]
+    flops = 3 * tiny.SHAPE.flops_per_token(_mean_context(tiny)) * first["num_tokens"]
+    assert first["mfu"] == pytest.approx(flops / first["step_time_s"] / 1e9)
+    assert result.num_tokens == sum(value for _, value in column(records, "num_tokens"))
+    assert result.mfu == pytest.approx(result.model_flops / result.train_time_s / 1e9)
+    assert first["learning_rate"] == pytest.approx(1e-2)
+    assert records[-1]["step"] == 12
+
+
+def _mean_context(tiny):
+    batch = tiny.Rows().batch(0)
+    real = batch.segments_BT >= 0
+    return ((batch.positions_BT + 1)[real]).double().mean().item()
+
+
+def test_heldout_loss_is_normalised_over_the_whole_set(tiny, tmp_path):
+    model, heldout = tiny.tiny_model(), [tiny.Rows().batch(7), tiny.Rows(num_rows=1).batch(8)]
+    result = tiny.run(tmp_path, tiny.settings(num_steps=1), model=model, heldout=heldout)
+    total = count = 0.0
+    for batch in heldout:
+        logits = model.logits(forward(model, batch)).flatten(0, 1)
+        total += F.cross_entropy(logits, batch.labels_BT.flatten(), ignore_index=IGNORED, reduction="sum").item()
+        count += batch.num_targets
+    assert result.heldout_loss == pytest.approx(total / count, rel=1e-5)
+
+
+def test_resume_is_bit_identical_with_other_microbatches_refused_for_other_inputs(tiny, tmp_path):
+    tiny.run(tmp_path / "whole")
+
+    def stop(info):
+        if info.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    rows = tiny.Rows()
+    with pytest.raises(Stopped, match="step 5 of 12"):
+        tiny.run(tmp_path / "cut", controllers={"spy": Spy(stop)})
+    spy = Spy()
+    result = tiny.run(tmp_path / "cut", objective=Pretrain(rows), controllers={"spy": spy})
+    assert rows.calls == list(range(5, 12))
+    assert equal(tiny.final_weights(tmp_path / "whole"), tiny.final_weights(tmp_path / "cut"))
+    whole, cut = (column(read_records(tmp_path / name / "metrics.jsonl"), "loss") for name in ("whole", "cut"))
+    assert whole == cut
+    assert spy.total[0] == pytest.approx(sum(loss for _, loss in whole), rel=1e-5)
+    assert result.num_steps == 12
+
+    with pytest.raises(ArtifactError, match="another configuration"):
+        tiny.run(tmp_path / "cut", input_digest="other", controllers={"spy": spy})
+
+
+def test_stop_before_an_evaluation_evaluates_after_resume(tiny, tmp_path):
+    def stop(info):
+        if info.step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped):
+        tiny.run(tmp_path, controllers={"spy": Spy(stop)})
+    tiny.run(tmp_path, controllers={"spy": Spy()})
+    records = read_records(tmp_path / "metrics.jsonl")
+    assert [step for step, _ in column(records, "heldout_loss")] == [3, 6, 9, 12]
+
+
+def test_finished_run_does_nothing_again(tiny, tmp_path):
+    first = tiny.run(tmp_path)
+    model, rows = tiny.tiny_model(), tiny.Rows()
+    again = tiny.run(tmp_path, objective=Pretrain(rows), model=model)
+    assert rows.calls == []
+    assert again == first
+    assert equal(model.state_dict(), tiny.final_weights(tmp_path))
+
+
+def test_best_weights_can_be_loaded(tiny, tmp_path):
+    config = tiny.settings(learning_rate=0.3, keep_last=1, clip_norm=0.0, num_steps=15)
+    result = tiny.run(tmp_path, config)
+    model = tiny.tiny_model()
+    load_best(model, StageDir(tmp_path), result.best)
+    assert equal(model.state_dict(), tiny.final_weights(tmp_path, result.best.step))
+
+
+class Poisoned(Pretrain):
+    """Gives infinite losses in some batches."""
+
+    def losses(self, output, batch, model):
+        bad = math.inf if self.source.calls[-1] in (3, 4) else 1.0
+        return {"loss": super().losses(output, batch, model)["loss"] * bad}
+
+
+def test_a_step_that_is_not_finite_is_skipped(tiny, tmp_path):
+    before = {}
+    model = tiny.tiny_model()
+
+    def keep(info):
+        before[info.step] = [p.detach().clone() for p in model.parameters()]
+
+    spy = Spy(keep)
+    result = tiny.run(tmp_path, model=model, objective=Poisoned(tiny.Rows()), controllers={"spy": spy}, heldout=[])
+    assert [info.step for info in spy.seen if info.skipped] == [4, 5]
+    assert all(torch.equal(a, b) for a, b in zip(before[3], before[5], strict=True))
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert result.num_skipped == 2
+    assert result.num_events["nonfinite_step"] == 2
+
+
+def test_a_diverged_run_gives_up(tiny, tmp_path):
+    config = tiny.settings(max_skipped_steps=2)
+    with pytest.raises(ModelwrightError, match=r"step 5: .* 2 steps in a row; lower the learning rate"):
+        tiny.run(tmp_path, config, objective=Poisoned(tiny.Rows()))
+
+
+def test_bf16_compute_keeps_fp32_weights_and_learns(tiny, tmp_path):
+    model = tiny.tiny_model()
+    result = tiny.run(tmp_path, tiny.settings(precision={"compute": "bf16"}), model=model)
+    plain = tiny.run(tmp_path / "fp32")
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert result.loss == pytest.approx(plain.loss, rel=0.02)
+    assert result.loss != plain.loss
+
+
+def test_unsettled_precision_is_refused(tiny, tmp_path):
+    with pytest.raises(ValueError, match="resolve it from measured rates"):
+        tiny.run(tmp_path, tiny.settings(precision={"compute": "fastest"}))

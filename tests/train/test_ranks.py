@@ -1,0 +1,77 @@
+"""One and two real processes over gloo, one to four microbatches, ragged batches: one and the same training."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from modelwright.core.records import column, read_records
+
+EXACT = {"rtol": 1e-11, "atol": 1e-13}
+LOSS = {"rtol": 1e-5, "atol": 1e-5}  # the row `fp32_loss` of the table of tolerances
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    stop_after(tiny, folder / "moved", 4)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen([sys.executable, tiny.__file__, "ranks", str(folder)], env={**shared, "RANK": str(rank)})
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    return folder
+
+
+def stop_after(tiny, folder, step):
+    """A single process that leaves a checkpoint at `step` and no later one."""
+    tiny.run(folder, tiny.settings(keep_last=20))
+    for path in (folder / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            for file in path.iterdir():
+                file.unlink()
+            path.rmdir()
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+def test_losses_equal_those_of_one_process(tiny, two_ranks, tmp_path, num_microbatches):
+    tiny.run(tmp_path, tiny.settings(num_steps=6))
+    for metric in ("loss", "heldout_loss", "num_tokens"):
+        single, ranks = (
+            torch.tensor(column(read_records(path / "metrics.jsonl"), metric))
+            for path in (tmp_path, two_ranks / f"fp32-{num_microbatches}")
+        )
+        torch.testing.assert_close(ranks, single, **LOSS)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+def test_weights_are_exact_in_float64(tiny, two_ranks, tmp_path, num_microbatches):
+    model = tiny.run_in_float64(tmp_path, tiny.settings(num_steps=6))
+    ranks = [load_file(two_ranks / f"fp64-{num_microbatches}" / f"rank{rank}.safetensors") for rank in range(2)]
+    for name, weight in model.state_dict().items():
+        assert torch.equal(ranks[0][name], ranks[1][name])
+        torch.testing.assert_close(ranks[0][name], weight, **EXACT)
+
+
+def test_bytes_sent_are_those_of_the_gradients(tiny, two_ranks):
+    records = read_records(two_ranks / "fp32-1" / "metrics.jsonl")
+    sent = column(records, "bytes_sent")
+    assert sent[0][1] == 4 * tiny.SHAPE.num_parameters
+    assert sent[-1][1] == 6 * sent[0][1]
+
+
+def test_checkpoint_of_one_process_goes_on_with_two_ranks_and_four_microbatches(tiny, two_ranks, tmp_path):
+    tiny.run(tmp_path)
+    single, moved = (
+        torch.tensor(column(read_records(path / "metrics.jsonl"), "loss")) for path in (tmp_path, two_ranks / "moved")
+    )
+    assert torch.equal(single[:4], moved[:4])
+    torch.testing.assert_close(moved, single, **LOSS)

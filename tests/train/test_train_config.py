@@ -1,0 +1,48 @@
+"""Settings of a run: lengths, rows of a batch, errors with the way out."""
+
+import pytest
+
+from modelwright.core.config import dump, parse
+from modelwright.core.errors import ConfigError
+from modelwright.train.config import TrainConfig
+
+
+def test_length_in_steps_tokens_and_epochs():
+    assert TrainConfig(num_steps=7).resolve_num_steps(100) == 7
+    assert TrainConfig(num_tokens=10_000, batch_tokens=4096).resolve_num_steps(100) == 3
+    assert TrainConfig(num_epochs=1.5).resolve_num_steps(100) == 150
+    assert TrainConfig(num_epochs=0.001).resolve_num_steps(100) == 1
+
+
+@pytest.mark.parametrize("lengths", [{}, {"num_steps": 5, "num_epochs": 1.0}, {"num_steps": -1}])
+def test_exactly_one_length(lengths):
+    with pytest.raises(ConfigError, match="exactly one"):
+        TrainConfig(**lengths)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("learning_rate", 0.0), ("betas", (0.9, 1.0)), ("keep_last", 0), ("clip_norm", -1.0), ("num_microbatches", 0)],
+)
+def test_values_out_of_range_are_named(field, value):
+    with pytest.raises(ConfigError, match=f"^{field}: "):
+        TrainConfig(num_steps=1, **{field: value})
+
+
+def test_rows_of_a_batch():
+    config = TrainConfig(num_steps=1, batch_tokens=8192, num_microbatches=4)
+    assert config.batch_rows(512, world_size=2) == 16
+    with pytest.raises(ConfigError, match="multiple of 12288"):
+        config.batch_rows(1024, world_size=3)
+
+
+def test_identity_leaves_out_what_does_not_decide_the_weights():
+    base = TrainConfig(num_steps=9)
+    same = TrainConfig(num_steps=9, num_microbatches=4, keep_last=7, checkpoint_every_minutes=1.0)
+    assert base.identity() == same.identity()
+    assert base.identity() != TrainConfig(num_steps=9, learning_rate=1.0).identity()
+
+
+def test_round_trip_through_plain_data():
+    config = TrainConfig(num_tokens=5, betas=(0.8, 0.9))
+    assert parse(TrainConfig, dump(config)) == config

@@ -1,0 +1,214 @@
+"""A tiny training run that ends in a second: called in the test's process, or as a script in processes of its own.
+
+tiny_run.py kills FOLDER SEED     train in child processes, kill them with SIGKILL, until the run is finished
+tiny_run.py ranks FOLDER          train as one rank of the world that the environment describes
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from modelwright.core.config import parse
+from modelwright.core.progress import SilentProgress
+from modelwright.core.rundir import StageDir
+from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.ops.attention import document_mask, masked_attention
+from modelwright.parallel.mesh import join_world, single
+from modelwright.train import checkpoint
+from modelwright.train import objective as objective_module
+from modelwright.train.config import TrainConfig
+from modelwright.train.loop import TrainResult, train
+
+ROWS, LENGTH, VOCABULARY = 8, 32, 64
+SHAPE = ModelConfig(
+    vocab_size=VOCABULARY, num_layers=2, model_dim=32, num_heads=4, num_kv_heads=2, ffn_dim=64, head_dim=8,
+    max_seq_len=LENGTH,
+)  # fmt: skip
+SETTINGS = {
+    "num_steps": 12,
+    "batch_tokens": ROWS * LENGTH,
+    "learning_rate": 1e-2,
+    "precision": {"compute": "fp32"},
+    "eval_every_steps": 3,
+    "checkpoint_every_steps": 2,
+    "checkpoint_every_minutes": 0.0,
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Batch `index` is a function of its number; documents, padding and counted tokens differ much from row to row."""
+
+    num_rows: int = ROWS
+    num_batches_per_epoch: int = 5
+    calls: list[int] = field(default_factory=list)
+
+    def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
+        self.calls.append(index)
+        share = self.num_rows // world_size
+        rows = [_row(index, row) for row in range(rank * share, (rank + 1) * share)]
+        tokens, labels, positions, segments = (torch.stack(parts) for parts in zip(*rows, strict=True))
+        return TokenBatch(input_ids_BT=tokens, labels_BT=labels, positions_BT=positions, segments_BT=segments)
+
+
+def _row(index: int, row: int) -> tuple[torch.Tensor, ...]:
+    draw = torch.Generator().manual_seed(1000 * index + row)
+    first = int(torch.randint(VOCABULARY, (1,), generator=draw))
+    tokens = (first + 7 * torch.arange(LENGTH)) % VOCABULARY
+    cut = int(torch.randint(2, LENGTH, (1,), generator=draw))
+    used = LENGTH - (row % 3) * 9
+    places = torch.arange(LENGTH)
+    segments = torch.where(places < cut, 0, 1)
+    segments[used:] = -1
+    positions = torch.where(places < cut, places, places - cut)
+    labels = tokens.roll(-1)
+    ends = torch.cat([segments[1:] != segments[:-1], torch.tensor([True])])
+    hidden = torch.rand(LENGTH, generator=draw) < 0.12 * row
+    labels[ends | (segments < 0) | hidden] = IGNORED
+    return tokens, labels, positions, segments.int()
+
+
+@dataclass(frozen=True)
+class Float64Objective:
+    """Two terms in float64, with weights of their own, to check the loop's arithmetic to the last digits."""
+
+    source: Rows
+
+    def batches(self, model, *, first, rank, world_size):
+        return Pretrain(self.source).batches(model, first=first, rank=rank, world_size=world_size)
+
+    def weights(self, batch):
+        return {"nll": (batch.labels_BT != IGNORED).sum(), "norm": (batch.segments_BT >= 0).sum() * 0.5}
+
+    def losses(self, output, batch, model):
+        nll = F.cross_entropy(
+            model.logits(output).flatten(0, 1), batch.labels_BT.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        return {"nll": nll, "norm": 0.01 * (output.square().mean(-1) * (batch.segments_BT >= 0)).sum()}
+
+
+def settings(**changes) -> TrainConfig:
+    return parse(TrainConfig, {**SETTINGS, **changes})
+
+
+def tiny_model(dtype: torch.dtype = torch.float32) -> Decoder:
+    model = Decoder(SHAPE)
+    model.init_weights(0)
+    return model.to(dtype)
+
+
+def run(
+    folder: Path, config: TrainConfig | None = None, *, objective=None, model=None, world=None, **more
+) -> TrainResult:
+    config = config or settings()
+    world = world or single()
+    arguments = {"seed": 1, "name": "tiny", "input_digest": "d", "progress": SilentProgress(), "peak_flops": 1e9}
+    arguments |= {"heldout": [Rows().batch(900), Rows(num_rows=3).batch(901), Rows().batch(902)]} | more
+    return train(
+        tiny_model() if model is None else model,
+        Pretrain(Rows()) if objective is None else objective,
+        config,
+        num_steps=config.resolve_num_steps(5),
+        world=world,
+        stage=StageDir(folder),
+        **arguments,
+    )
+
+
+def run_in_float64(folder: Path, config: TrainConfig, **more) -> Decoder:
+    """The same run in float64, with attention by a mask: the fused kernel keeps its statistics in FP32."""
+    model, packed_attend = tiny_model(torch.float64), objective_module.packed_attend
+    objective_module.packed_attend = _masked_attend
+    try:
+        run(folder, config, model=model, objective=Float64Objective(Rows()), **more)
+    finally:
+        objective_module.packed_attend = packed_attend
+    return model
+
+
+def _masked_attend(segments_BT):
+    mask_B1TT = document_mask(segments_BT)
+    return lambda layer, q, k, v: masked_attention(q, k, v, mask_B1TT)
+
+
+def final_weights(folder: Path, step: int = 12) -> dict[str, torch.Tensor]:
+    return checkpoint.read_weights(folder / "checkpoints", step)
+
+
+def train_under_fire(folder: Path, seed: int, num_kills: int) -> None:
+    """Start the run again and again in forked processes; kill each at a random moment or amid a checkpoint."""
+    draw = random.Random(seed)
+    started = time.monotonic()
+    os.waitpid(_start(folder.with_name("timing")), 0)
+    whole_run_s = time.monotonic() - started
+    for attempt in range(num_kills):
+        if attempt % 2:
+            child = _start(folder, die_in_file=draw.randint(1, 5))
+        else:
+            child = _start(folder)
+            time.sleep(draw.uniform(0.1, 0.8) * whole_run_s)
+            os.kill(child, signal.SIGKILL)
+        print(-os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(_start(folder), 0)[1]))
+
+
+def _start(folder: Path, *, die_in_file: int = 0) -> int:
+    child = os.fork()
+    if child == 0:
+        if die_in_file:
+            _die_while_writing(die_in_file)
+        run(folder)
+        os._exit(0)
+    return child
+
+
+def _die_while_writing(num_files: int) -> None:
+    """From the `num_files`-th tensor file on: write half of it and die."""
+    save, left = checkpoint.save_file, [num_files]
+
+    def save_half(tensors, path):
+        save(tensors, path)
+        left[0] -= 1
+        if left[0] == 0:
+            os.truncate(path, path.stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint.save_file = save_half
+
+
+def train_as_rank(folder: Path) -> None:
+    """The configurations of the parity test, one after the other, each in a folder of its own."""
+    with join_world(torch.device("cpu")) as world:
+        for num_microbatches in (1, 2, 4):
+            config = settings(num_microbatches=num_microbatches, num_steps=6)
+            run(folder / f"fp32-{num_microbatches}", config, world=world)
+            exact = folder / f"fp64-{num_microbatches}"
+            model = run_in_float64(exact, config, world=world)
+            save_file(model.state_dict(), exact / f"rank{world.rank}.safetensors")
+        run(folder / "moved", settings(num_microbatches=4), world=world)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    command, folder = sys.argv[1], Path(sys.argv[2])
+    if command == "kills":
+        import tensorboardX  # noqa: F401 - imported before the forks, to save time
+
+        train_under_fire(folder, int(sys.argv[3]), num_kills=6)
+    else:
+        train_as_rank(folder)
+
+
+if __name__ == "__main__":
+    main()
