@@ -18,6 +18,7 @@ def make_config(**changes: Any) -> ModelConfig:
         "head_dim": 12,
         "max_seq_len": 64,
         "init_std": 0.1,
+        "embedding_init_std": 0.1,
     }
     return ModelConfig(**{**shape, **changes})
 

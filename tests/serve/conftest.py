@@ -1,14 +1,16 @@
 """A tiny random model, a tiny tokenizer with a chat template, and servers over them."""
 
+import tempfile
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
 from openai import OpenAI
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from modelwright.compress.int8 import Int8Config, quantize_model, save_int8
+from modelwright.data.tokenizer import SPECIAL_TOKENS, Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.infer.engine import EngineConfig
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
@@ -16,11 +18,6 @@ from modelwright.serve.codec import Codec
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.server import ServerThread
 
-SPECIALS = ["<|pad|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 TEXT = [
     "the quick brown fox jumps over the lazy dog",
     "what does this do? it copies a tree of files",
@@ -28,22 +25,15 @@ TEXT = [
 ]
 
 
+@lru_cache
 def make_tokenizer() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[AddedToken(text, special=True) for text in SPECIALS],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXT, trainer)
-    return tokenizer
+    return train_tokenizer(TEXT * 3, TokenizerConfig(vocab_size=330))
 
 
 def make_codec() -> Codec:
-    return Codec(make_tokenizer(), chat_template=TEMPLATE, names={"eos_token": "<|eos|>"}, stop_ids=[1])
+    with tempfile.TemporaryDirectory() as folder:
+        make_tokenizer().save(Path(folder))
+        return Codec.load(Path(folder))
 
 
 def make_model(max_seq_len: int = 512) -> Decoder:
@@ -55,8 +45,8 @@ def make_model(max_seq_len: int = 512) -> Decoder:
     model = Decoder(config)
     model.init_weights(7)
     assert model.head is not None
-    model.head.weight.data[: len(SPECIALS)] = 0
-    model.head.weight.data[330:] = 0
+    model.head.weight.data[: len(SPECIAL_TOKENS)] = 0
+    model.head.weight.data[make_tokenizer().vocab_size :] = 0
     return model.eval()
 
 
@@ -103,7 +93,5 @@ def model_folder(tmp_path: Path) -> Path:
     """A folder that the server can load."""
     folder = tmp_path / "model"
     save_int8(quantize_model(make_model(320), Int8Config()), folder)
-    make_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|eos|>"}')
+    make_tokenizer().save(folder)
     return folder
