@@ -145,7 +145,7 @@ class _DocumentFile:
 
     def __init__(self, path: Path) -> None:
         self._raw = open(path, "wb")  # noqa: SIM115 - closed in __exit__
-        stream = zstandard.ZstdCompressor(level=6, write_checksum=True).stream_writer(self._raw)
+        stream = zstandard.ZstdCompressor(level=3, write_checksum=True).stream_writer(self._raw)
         self._text = TextIOWrapper(stream, encoding="utf-8", newline="\n")
 
     def write(self, line: str) -> None:

@@ -175,11 +175,11 @@ def _add(
     spool: _Spool, ids: TokenIds, mask: LossMask | None, config: PackConfig, report: PackReport, *,
     vocab_size: int, eos_id: int,
 ) -> None:  # fmt: skip
-    tokens = np.asarray(ids, dtype=np.int64)
+    tokens = np.ascontiguousarray(ids, dtype=np.int64)
     targets = None if mask is None else np.asarray(mask, dtype=np.uint8)
     if targets is not None and len(targets) != len(tokens):
         raise ValueError(f"sequence {report.num_sequences}: {len(tokens)} tokens but {len(targets)} mask values")
-    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+    if len(tokens) and int(tokens.view(np.uint64).max()) >= vocab_size:  # a negative id is a huge one
         text = f"sequence {report.num_sequences}: a token id lies outside the vocabulary of {vocab_size}"
         raise DataError(f"{text}; tokenize again with the tokenizer that the model was built for")
     if not len(tokens) or tokens[-1] != eos_id:

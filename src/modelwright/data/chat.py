@@ -1,0 +1,128 @@
+"""Chat templates: messages to one text, and which part of the text the assistant speaks.
+
+Templates are Jinja, rendered in a sandbox with the settings and helpers that `transformers` uses, so a template gives
+the same text here and there. Special tokens that a user writes into a message are shielded: they stay plain text.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from modelwright.core.errors import DataError
+from modelwright.data.document import Message
+
+DEFAULT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('a role must be system, user or assistant, not ' + message['role']) }}"
+    "{% endif %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+SHIELD = "\ufdd0"
+"""A code point that Unicode keeps out of texts; put into special tokens that a message holds."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a rendered conversation; `spoken` when the assistant says it (its end token included)."""
+
+    text: str
+    spoken: bool
+
+
+class ChatTemplate:
+    """A compiled template with the special tokens that it may name (`bos_token`, `eos_token`)."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str], shielded: Sequence[str]) -> None:
+        self.source = source
+        self._special_tokens = special_tokens
+        self._shielded = [token for token in shielded if len(token) > 1]
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise DataError(f"the tokenizer's chat template is not valid Jinja ({error}); mend chat_template") from None
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        """The conversation as one text; special tokens inside contents carry the `SHIELD`.
+
+        Raises `DataError` when the template refuses the messages (an unknown role, a wrong order).
+        """
+        turns = [{**turn, "content": self._shield(turn["content"])} for turn in messages]
+        try:
+            return self._template.render(
+                messages=turns, add_generation_prompt=add_generation_prompt, **self._special_tokens
+            )
+        except jinja2.TemplateError as error:
+            raise DataError(f"the chat template refuses these messages: {error}") from None
+
+    def spans(self, messages: Sequence[Message]) -> list[Span]:
+        """The conversation cut where the assistant begins and ends to speak; the joined texts are the rendering.
+
+        Raises `DataError` when an earlier turn's rendering depends on a later one, so that there is no such cut.
+        """
+        spans: list[Span] = []
+        done = ""
+        for number, turn in enumerate(messages):
+            if turn["role"] != "assistant":
+                continue
+            prompt = self.render(messages[:number], add_generation_prompt=True)
+            answered = self.render(messages[: number + 1], add_generation_prompt=False)
+            if not (prompt.startswith(done) and answered.startswith(prompt)):
+                raise DataError(
+                    "the chat template renders earlier turns differently once later ones follow; split them"
+                )
+            spans += [Span(prompt[len(done) :], False), Span(answered[len(prompt) :], True)]
+            done = answered
+        whole = self.render(messages, add_generation_prompt=False)
+        return [*spans, Span(whole[len(done) :], False)] if len(whole) > len(done) else spans
+
+    def _shield(self, text: str) -> str:
+        for token in self._shielded:
+            if token in text:
+                text = text.replace(token, token[0] + SHIELD + token[1:])
+        return text
+
+
+def unshield(text: str) -> str:
+    """The text as it was before `ChatTemplate.render` shielded it."""
+    return text.replace(SHIELD, "") if SHIELD in text else text
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}`, with which templates mark what the assistant says. Read over here:
+    `spans` finds the same by rendering."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's protocol
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
+
+    def _render(self, caller: Any) -> str:
+        return caller()
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

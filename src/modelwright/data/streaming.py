@@ -1,0 +1,65 @@
+"""Token ids to text, one at a time: a client never sees half a character. Knows nothing about vocabularies' origin."""
+
+import codecs
+from collections.abc import Mapping
+from typing import Protocol
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+
+class TextStream(Protocol):
+    """The texts of all steps and of `finish`, joined, are the text of all ids."""
+
+    def step(self, token_id: int) -> str:
+        """The text that became whole with this id; may be empty. Raises `ValueError` for an unknown id."""
+        ...
+
+    def finish(self) -> str:
+        """What is left: a replacement character when the ids end within a character."""
+        ...
+
+
+class ByteStream:
+    """For byte-level vocabularies: `token_bytes` by id, and the texts of added tokens, which stand for themselves."""
+
+    def __init__(self, token_bytes: Mapping[int, bytes], added: Mapping[int, str]) -> None:
+        self._bytes = token_bytes
+        self._added = added
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def step(self, token_id: int) -> str:
+        if token_id in self._added:
+            text = self._added[token_id]
+            return self.finish() + text if text else ""
+        if token_id not in self._bytes:
+            raise ValueError(f"token id {token_id} is not in the vocabulary")
+        return self._decoder.decode(self._bytes[token_id])
+
+    def finish(self) -> str:
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text
+
+
+class LibraryStream:
+    """For any other vocabulary, by `tokenizers`' own stream decoder."""
+
+    def __init__(self, library: tokenizers.Tokenizer, skip_special: bool) -> None:
+        self._library = library
+        self._skip_special = skip_special
+        self._stream = DecodeStream(skip_special_tokens=skip_special)
+        self._ids: list[int] = []
+        self._text = ""
+
+    def step(self, token_id: int) -> str:
+        if self._library.id_to_token(token_id) is None:
+            raise ValueError(f"token id {token_id} is not in the vocabulary")
+        self._ids.append(token_id)
+        text = self._stream.step(self._library, token_id) or ""
+        self._text += text
+        return text
+
+    def finish(self) -> str:
+        whole = self._library.decode(self._ids, skip_special_tokens=self._skip_special)
+        return whole[len(self._text) :] if whole.startswith(self._text) else ""

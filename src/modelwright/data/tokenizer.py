@@ -1,0 +1,280 @@
+"""Texts to token ids and back: byte-level BPE in the Hugging Face layout.
+
+A tokenizer folder holds `tokenizer.json`, `tokenizer_config.json` (special tokens, chat template) and
+`special_tokens_map.json`; `transformers.AutoTokenizer` loads it and gives the same ids. A Hugging Face tokenizer of any
+kind can be loaded in its place. Knows nothing about models or packing.
+"""
+
+import heapq
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.errors import ArtifactError, ConfigError, DataError
+from modelwright.core.resources import num_usable_cores
+from modelwright.core.seeds import derive_seed
+from modelwright.data.chat import DEFAULT_TEMPLATE, ChatTemplate, unshield
+from modelwright.data.document import Message
+from modelwright.data.fast_bpe import fast_encoding, is_byte_level, token_bytes
+from modelwright.data.streaming import ByteStream, LibraryStream, TextStream
+
+BOS, EOS, END, PAD = "<|bos|>", "<|eos|>", "<|end|>", "<|pad|>"
+SPECIAL_TOKENS = (BOS, EOS, END, PAD, "<|system|>", "<|user|>", "<|assistant|>")
+
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Where words may be cut: the pattern of Llama 3's `tokenizer.json`."""
+
+LONG_SPACE = 5_000
+"""From this many blanks in a row on, tiktoken's pattern matching runs out of stack and panics (seen at 10^6)."""
+
+_LONG_SPACE = re.compile(rf"(?<!\s)\s{{{LONG_SPACE}}}")
+_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """`vocab_size`: tokens, special ones included (fewer when the text is too small to give so many).
+    `min_frequency`: how often a pair must occur to be merged. `sample_bytes`: how much text to learn from."""
+
+    vocab_size: int = 12_288
+    min_frequency: int = 2
+    sample_bytes: int = 12_000_000
+
+    def __post_init__(self) -> None:
+        smallest = 256 + len(SPECIAL_TOKENS)
+        if self.vocab_size < smallest:
+            raise ConfigError(f"vocab_size: {self.vocab_size} has no room for bytes and special tokens ({smallest})")
+        if self.min_frequency < 1:
+            raise ConfigError(f"min_frequency: {self.min_frequency} is not positive")
+        if self.sample_bytes < 1:
+            raise ConfigError(f"sample_bytes: {self.sample_bytes} is not positive")
+
+
+def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> "Tokenizer":
+    """Learn a byte-level BPE from a sample of the texts.
+
+    The sample depends on the texts alone, not on their order; the result neither on threads nor on the hash seed.
+    Raises `DataError` when there is no text.
+    """
+    sample = _sample(texts, config.sample_bytes)
+    if not sample:
+        raise DataError("the tokenizer has no text to learn from; look at the counts of the clean stage")
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+        [
+            pre_tokenizers.Split(tokenizers.Regex(PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    trained.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocab_size,
+        min_frequency=config.min_frequency,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    trained.train_from_iterator(sample, trainer)
+    bos_id = trained.token_to_id(BOS)
+    trained.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS}:1 $B:1", special_tokens=[(BOS, bos_id)]
+    )
+    return Tokenizer(trained, special_tokens={"bos_token": BOS, "eos_token": EOS, "pad_token": PAD})
+
+
+class Tokenizer:
+    """Encodes and decodes. Special tokens in a text stay plain text, unless the chat template put them there."""
+
+    def __init__(
+        self, library: tokenizers.Tokenizer, *, special_tokens: dict[str, str], template: str = DEFAULT_TEMPLATE
+    ) -> None:
+        self._library = library
+        self._definition = json.loads(library.to_str())
+        self._fast = fast_encoding(library.to_str())
+        self._plain = _without_special_tokens(self._definition)
+        self._added = {entry["content"]: entry["id"] for entry in self._definition["added_tokens"]}
+        self._special = {
+            token for token in self._added if library.get_added_tokens_decoder()[self._added[token]].special
+        }
+        self._cut = re.compile("|".join(map(re.escape, sorted(self._added, key=len, reverse=True))) or r"(?!)")
+        self._bytes = token_bytes(self._definition) if is_byte_level(self._definition) else None
+        self.special_tokens = special_tokens
+        self.chat_template = ChatTemplate(template, special_tokens, sorted(self._added, key=len, reverse=True))
+        self.vocab_size: int = max(library.get_vocab(with_added_tokens=True).values()) + 1
+        self.bos_id = self._special_id("bos_token")
+        self.eos_id = self._special_id("eos_token")
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Load a folder in the Hugging Face layout. Raises `ArtifactError` when a file is missing or damaged."""
+        paths = [folder / name for name in _FILES]
+        for path in paths:
+            if not path.is_file():
+                raise ArtifactError(f"{path}: is missing; give a folder with {' and '.join(_FILES)} (a fast tokenizer)")
+        try:
+            library = tokenizers.Tokenizer.from_file(str(paths[0]))
+            settings = json.loads(paths[1].read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises bare Exception
+            raise ArtifactError(f"{folder}: its tokenizer cannot be read ({error})") from None
+        named = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        library.no_padding()
+        library.no_truncation()
+        template = _template(settings, folder)
+        return cls(library, special_tokens={k: v for k, v in named.items() if v}, template=template)
+
+    def save(self, folder: Path, *, max_length: int | None = None) -> None:
+        """Write the folder that `load` and `transformers.AutoTokenizer` read; `max_length`: the model's, in tokens."""
+        folder.mkdir(parents=True, exist_ok=True)
+        settings: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **self.special_tokens,
+            "added_tokens_decoder": {
+                str(entry["id"]): {k: v for k, v in entry.items() if k != "id"}
+                for entry in self._definition["added_tokens"]
+            },
+            "chat_template": self.chat_template.source,
+            "clean_up_tokenization_spaces": False,
+        }
+        if max_length is not None:
+            settings["model_max_length"] = max_length
+        write_atomic(folder / "tokenizer.json", self._library.to_str(pretty=True))
+        write_atomic(folder / "tokenizer_config.json", json.dumps(settings, indent=1, ensure_ascii=False))
+        write_atomic(folder / "special_tokens_map.json", json.dumps(self.special_tokens, indent=1))
+
+    @property
+    def end_id(self) -> int:
+        """The token that ends a turn of a chat; the end-of-text token in tokenizers that have no other."""
+        return self._added.get(END, self.eos_id)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens at which generation stops."""
+        return tuple(dict.fromkeys((self.end_id, self.eos_id)))
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether encoding goes through `tiktoken`."""
+        return self._fast is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a plain text: no special token is added, and none is read out of the text."""
+        if self._fast is not None and not (len(text) > LONG_SPACE and _LONG_SPACE.search(text)):
+            return self._fast.encode_ordinary(text)
+        return self._plain.encode(text, add_special_tokens=False).ids
+
+    def encode_document(self, text: str) -> np.ndarray:
+        """Ids of a whole document [T] int64: begin token (where there is one), text, end token."""
+        begin = [] if self.bos_id is None else [self.bos_id]
+        return np.array([*begin, *self.encode(text), self.eos_id], dtype=np.int64)
+
+    def encode_documents(self, texts: Iterable[str], *, num_threads: int = 0) -> Iterator[np.ndarray]:
+        """`encode_document` of many texts, in order, on `num_threads` threads (0: one for each usable core)."""
+        with ThreadPoolExecutor(num_threads or num_usable_cores()) as pool:
+            texts = iter(texts)
+            while block := list(islice(texts, 1024)):
+                yield from pool.map(self.encode_document, block, chunksize=32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
+        """The text of ids; bytes that are no UTF-8 become replacement characters.
+
+        Raises `ValueError` for an id outside the vocabulary.
+        """
+        stream = self.stream(skip_special=skip_special)
+        return "".join([*(stream.step(int(i)) for i in ids), stream.finish()])
+
+    def stream(self, *, skip_special: bool = True) -> TextStream:
+        """A decoder that takes one id at a time and gives whole characters only."""
+        added = {i: "" if skip_special and token in self._special else token for token, i in self._added.items()}
+        if self._bytes is not None:
+            return ByteStream(self._bytes, added)
+        return LibraryStream(self._library, skip_special)
+
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        """The conversation as the text that the model sees. Raises `DataError` when the template refuses it."""
+        return unshield(self.chat_template.render(messages, add_generation_prompt=add_generation_prompt))
+
+    def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a conversation up to where the assistant is to speak."""
+        return self._encode_rendered(self.chat_template.render(messages, add_generation_prompt=True))
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids [T] int64 of a conversation and its loss mask [T] uint8: 1 for what the assistant says, its end token
+        included. The ids up to an answer are those of `encode_prompt` for the turns before it."""
+        ids: list[int] = []
+        mask: list[int] = []
+        for span in self.chat_template.spans(messages):
+            part = self._encode_rendered(span.text)
+            ids += part
+            mask += [int(span.spoken)] * len(part)
+        return np.array(ids, dtype=np.int64), np.array(mask, dtype=np.uint8)
+
+    def token_text(self, token_id: int) -> str:
+        """A token as text to show; bytes that are no whole character become replacement characters."""
+        return self.decode([token_id], skip_special=False)
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a special token, or None."""
+        return self._added.get(token)
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        """Ids of a rendered template: special tokens are read, shielded ones are plain text."""
+        ids: list[int] = []
+        at = 0
+        for match in self._cut.finditer(text):
+            ids += self.encode(unshield(text[at : match.start()]))
+            ids.append(self._added[match.group()])
+            at = match.end()
+        return ids + self.encode(unshield(text[at:]))
+
+    def _special_id(self, name: str) -> Any:
+        token = self.special_tokens.get(name)
+        found = None if token is None else self._library.token_to_id(token)
+        if found is None and name == "eos_token":
+            raise ArtifactError("the tokenizer names no eos_token; add one to its tokenizer_config.json")
+        return found
+
+
+def _sample(texts: Iterable[str], sample_bytes: int) -> list[str]:
+    """The texts with the smallest hashes that fit into `sample_bytes`, in the order of their hashes; at least one."""
+    chosen: list[tuple[int, str]] = []  # a heap with the largest hash on top
+    size = 0
+    for text in texts:
+        heapq.heappush(chosen, (-derive_seed(0, "tokenizer", text), text))
+        size += len(text.encode("utf-8"))
+        while size > sample_bytes and len(chosen) > 1:
+            size -= len(heapq.heappop(chosen)[1].encode("utf-8"))
+    return [text for _, text in sorted(chosen, reverse=True)]
+
+
+def _without_special_tokens(definition: dict[str, Any]) -> tokenizers.Tokenizer:
+    """The tokenizer without added tokens, which reads special tokens in a text as plain text."""
+    return tokenizers.Tokenizer.from_str(json.dumps({**definition, "added_tokens": [], "post_processor": None}))
+
+
+def _content(token: Any) -> str | None:
+    """A special token's text; Hugging Face writes it as a string or as an object."""
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _template(settings: dict[str, Any], folder: Path) -> str:
+    own_file = folder / "chat_template.jinja"
+    if own_file.is_file():
+        return own_file.read_text(encoding="utf-8")
+    template = settings.get("chat_template") or DEFAULT_TEMPLATE
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default", next(iter(named.values())))
+    return template
