@@ -39,8 +39,8 @@ def sequence_nats(
 ) -> np.ndarray:
     """Negative log-likelihood in nats (float64) of the predicted tokens of each sequence.
 
-    Sequences longer than the model's context, or than `max_context`, go through overlapping windows, short ones share rows without seeing
-    each other. Each predicted token counts exactly once. The model is put into evaluation mode.
+    Sequences longer than the model's context, or than `max_context`, go through overlapping windows; short ones share
+    rows without seeing each other. Each predicted token counts exactly once. The model is put into evaluation mode.
     """
     context = min(model.config.max_seq_len, max_context)
     stride = max(1, round(context * (1.0 - context_overlap)))
