@@ -62,10 +62,12 @@ class PlainDisplay:
         self._pace = Pace(0)
         self._fields: dict[str, float | str] = {}
         self._last_line = 0.0
+        self._is_open = False
 
     def begin(self, name: str, total: float, unit: str) -> None:
         self._name, self._unit, self._pace, self._fields = name, unit, Pace(total), {}
         self._last_line = time.monotonic()
+        self._is_open = True
 
     def advance(self, done: float, **fields: float | str) -> None:
         self._pace.update(done)
@@ -79,10 +81,11 @@ class PlainDisplay:
 
     def end(self) -> None:
         took = time.monotonic() - self._pace.started
-        if took >= 1.0:
+        if self._is_open and took >= 1.0:
             fields = "".join(f", {key} {show(value)}" for key, value in self._fields.items())
             count = f"{self._pace.done:,.0f} {self._unit} in " if self._pace.done else ""
             self._print(f"{self._name}: {count}{duration(took)}{fields}")
+        self._is_open = False
 
     def _print(self, text: str) -> None:
         print(text, file=self._stream, flush=True)

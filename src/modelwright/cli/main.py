@@ -32,11 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (without the program's name) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_help())
-        return 0 if words else 2
+        return _guarded(lambda _: _show(_help(), 0 if words else 2), [])
     if words[0] == "--version":
-        print(f"modelwright {__version__}")
-        return 0
+        return _show(f"modelwright {__version__}", 0)
     if words[0] not in COMMANDS:
         near = difflib.get_close_matches(words[0], COMMANDS, n=1, cutoff=0.0)
         return _complain(f"{words[0]}: unknown command; did you mean {near[0]!r}? (modelwright --help lists them)")
@@ -45,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _guarded(command: Command, words: Sequence[str]) -> int:
     try:
-        return command(words)
+        code = command(words)
+        sys.stdout.flush()
+        return code
     except ModelwrightError as error:
         return _complain(str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -58,6 +58,11 @@ def _guarded(command: Command, words: Sequence[str]) -> int:
             raise
         place = error.filename or "writing"
         return _complain(f"{place}: the disk is full; free some space and run the same command again")
+
+
+def _show(text: str, exit_code: int) -> int:
+    print(text)
+    return exit_code
 
 
 def _complain(text: str, exit_code: int = ModelwrightError.exit_code) -> int:

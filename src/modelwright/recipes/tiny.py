@@ -23,7 +23,7 @@ def tiny() -> RunConfig:
     return RunConfig(
         name="tiny",
         hardware=HardwareConfig(device="cpu", num_threads=1),
-        data=SourceConfig(builtin_fraction=0.03),
+        data=SourceConfig(builtin_fraction=0.06),
         tokenizer=TokenizerConfig(vocab_size=VOCAB_SIZE),
         pack=PackConfig(seq_len=SEQ_LEN),
         model=ModelConfig(

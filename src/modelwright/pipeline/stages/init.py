@@ -4,9 +4,10 @@ from pathlib import Path
 
 from modelwright.core.errors import ConfigError, ModelError
 from modelwright.data.tokenizer import Tokenizer
-from modelwright.model.hf import load_model, save_model
+from modelwright.model.hf import load_model
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import Stage, StageContext
+from modelwright.pipeline.stages.folder import save_model_folder
 
 
 def init_stage(config: RunConfig) -> Stage:
@@ -29,8 +30,7 @@ def _run(context: StageContext, folder: Path) -> None:
             f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, its model only {model.config.vocab_size}; "
             "they do not belong together"
         )
-    save_model(model, context.output.path, eos_id=tokenizer.eos_id, bos_id=tokenizer.bos_id, pad_id=tokenizer.pad_id)
-    tokenizer.save(context.output.path)
+    save_model_folder(model, tokenizer, context.output.path)
     context.output.facts |= {"folder": str(folder), "num_parameters": model.config.num_parameters}
     context.progress.end()
 

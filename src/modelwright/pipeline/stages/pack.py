@@ -4,26 +4,24 @@ artifact/pretrain/train, pretrain/heldout: documents of kind prose and code; art
 conversations with a mask that leaves only the answers to be learned. A set without documents has no folder.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
-from itertools import islice
+from itertools import chain
 from pathlib import Path
-from typing import TypeVar
-
-import numpy as np
 
 from modelwright.core.config import dump
 from modelwright.core.errors import DataError
 from modelwright.data.clean import read_kept
-from modelwright.data.document import SPLITS, Document, Message, Split
-from modelwright.data.pack import LossMask, TokenIds, pack
+from modelwright.data.document import SPLITS, Split
+from modelwright.data.pack import LossMask, PackConfig, TokenIds, pack
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import Stage, StageContext
 from modelwright.pipeline.stages.lineage import tokenizer_stage
 
-T = TypeVar("T")
-AT_ONCE = 256
+Sequence = tuple[TokenIds, LossMask | None]
+Sequences = Iterator[Sequence]
+SHOWN_EVERY = 256
 PRETRAIN_KINDS = ("prose", "code")
 
 
@@ -44,72 +42,51 @@ def pack_stage(config: RunConfig) -> Stage:
 
 
 def _run(context: StageContext, config: RunConfig, tokenizer: Tokenizer) -> None:
-    clean, out = context.parents["clean"], context.output.path
+    clean, out, threads = context.parents["clean"], context.output.path, config.hardware.num_threads
     for split in SPLITS:
         for purpose in ("pretrain", "sft"):
             name = f"{purpose}/{split}"
             if purpose == "pretrain":
-                sequences, settings = _documents(clean, split, tokenizer), config.pack
+                sequences, settings = _documents(clean, split, tokenizer, threads), config.pack
             else:
                 sequences, settings = _conversations(clean, split, tokenizer), replace(config.pack, overlong="skip")
             counted = _counted(sequences, context, f"pack {name}")
-            first = list(islice(counted, 1))
-            if first:
-                sequence = _chain(first, counted)
-                report = pack(sequence, out / name, settings, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
+            too_long, first = _until_one_fits(counted, settings)
+            if first is not None:
+                report = pack(
+                    chain(too_long, [first], counted), out / name, settings,
+                    vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id,
+                )  # fmt: skip
                 context.output.facts[name] = asdict(report)
-            context.progress.end()
     if "pretrain/train" not in context.output.facts and "sft/train" not in context.output.facts:
         raise DataError("pack: no training document is left after cleaning; see dropped text in the clean stage")
 
 
-def _documents(clean: Path, split: Split, tokenizer: Tokenizer) -> Iterator[tuple[TokenIds, LossMask | None]]:
-    """Start token, then the text; the end token is added by `pack`."""
-    for documents in _groups(_of_kinds(clean, split), AT_ONCE):
-        for ids in tokenizer.encode_batch([document.text for document in documents]):
-            yield [tokenizer.bos_id, *ids], None
+def _documents(clean: Path, split: Split, tokenizer: Tokenizer, threads: int) -> Sequences:
+    """Begin token, text, end token."""
+    texts = (document.text for document in read_kept(clean, split=split) if document.kind in PRETRAIN_KINDS)
+    return ((ids, None) for ids in tokenizer.encode_documents(texts, num_threads=threads))
 
 
-def _of_kinds(clean: Path, split: Split) -> Iterator[Document]:
-    return (document for document in read_kept(clean, split=split) if document.kind in PRETRAIN_KINDS)
+def _conversations(clean: Path, split: Split, tokenizer: Tokenizer) -> Sequences:
+    """Rendered chats; what the assistant says, with the token that ends it, is the target."""
+    return (tokenizer.encode_chat(document.messages) for document in read_kept(clean, split=split, kind="qa"))
 
 
-def _conversations(clean: Path, split: Split, tokenizer: Tokenizer) -> Iterator[tuple[TokenIds, LossMask | None]]:
-    """The rendered chat of each conversation; answers, with the token that ends them, are the targets."""
-    for document in read_kept(clean, split=split, kind="qa"):
-        yield answers_masked(document.messages, tokenizer)
+def _until_one_fits(sequences: Sequences, settings: PackConfig) -> tuple[list[Sequence], Sequence | None]:
+    """The sequences that `pack` would leave out before the first that it takes, and that one; `None` when all are."""
+    left_out = []
+    for sequence in sequences:
+        if settings.overlong == "cut" or len(sequence[0]) <= settings.seq_len:
+            return left_out, sequence
+        left_out.append(sequence)
+    return left_out, None
 
 
-def answers_masked(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[list[int], np.ndarray]:
-    """Token ids of a conversation, and 1 where a token belongs to one of the assistant's turns."""
-    whole = list(tokenizer.encode_chat(messages, add_generation_prompt=False))
-    mask = np.zeros(len(whole), dtype=np.uint8)
-    for place, turn in enumerate(messages):
-        if turn["role"] == "assistant":
-            before = list(tokenizer.encode_chat(messages[:place], add_generation_prompt=True))
-            after = list(tokenizer.encode_chat(messages[: place + 1], add_generation_prompt=False))
-            if whole[: len(after)] != after or after[: len(before)] != before:
-                raise DataError("the chat template rewrites earlier turns, so answers cannot be told from questions")
-            mask[len(before) : len(after)] = 1
-    return whole, mask
-
-
-def _counted(
-    sequences: Iterator[tuple[TokenIds, LossMask | None]], context: StageContext, name: str
-) -> Iterator[tuple[TokenIds, LossMask | None]]:
+def _counted(sequences: Sequences, context: StageContext, name: str) -> Sequences:
     context.progress.begin(name, 0, "documents")
     for number, sequence in enumerate(sequences, start=1):
         yield sequence
-        if number % AT_ONCE == 0:
+        if number % SHOWN_EVERY == 0:
             context.progress.advance(number)
-
-
-def _groups(items: Iterable[T], length: int) -> Iterator[list[T]]:
-    iterator = iter(items)
-    while group := list(islice(iterator, length)):
-        yield group
-
-
-def _chain(first: list[T], rest: Iterator[T]) -> Iterator[T]:
-    yield from first
-    yield from rest
+    context.progress.end()

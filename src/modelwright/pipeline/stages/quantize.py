@@ -46,7 +46,7 @@ def _run(context: StageContext, config: RunConfig) -> None:
     reference, tokenizer = load_model(source), Tokenizer.load(source)
     context.progress.begin("quantise", 0, "tensors")
     save_int8(quantize_model(reference, config.quantize), out)
-    tokenizer.save(out)
+    tokenizer.save(out, max_length=config.model.max_seq_len)
     int8 = load_int8(out, config.quantize)
     comparison = compare(reference, int8, _sample(context.parents["pack"]))
     context.progress.end()

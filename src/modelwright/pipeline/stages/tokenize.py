@@ -20,7 +20,7 @@ def tokenize_stage(config: RunConfig) -> Stage:
         clean = context.parents["clean"]
         context.progress.begin("tokenizer", 0, "documents")
         tokenizer = train_tokenizer(_training_texts(clean), config.tokenizer)
-        tokenizer.save(context.output.path)
+        tokenizer.save(context.output.path, max_length=config.model.max_seq_len)
         fertility = _bytes_per_token(clean, tokenizer)
         context.output.facts |= {"vocab_size": tokenizer.vocab_size, "bytes_per_token": fertility}
         context.progress.end()
@@ -46,6 +46,6 @@ def _bytes_per_token(clean: Path, tokenizer: Tokenizer) -> dict[str, float]:
     for kind in ("prose", "code", "qa"):
         texts = [d.text for d in islice(read_kept(clean, split="heldout", kind=kind), FERTILITY_DOCUMENTS)]
         if texts:
-            num_tokens = sum(len(ids) for ids in tokenizer.encode_batch(texts))
+            num_tokens = sum(len(tokenizer.encode(text)) for text in texts)
             result[kind] = sum(len(text.encode("utf-8")) for text in texts) / max(1, num_tokens)
     return result

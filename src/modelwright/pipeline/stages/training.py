@@ -13,12 +13,13 @@ from modelwright.core.seeds import derive_seed
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.model.decoder import Decoder
-from modelwright.model.hf import load_model, save_model
+from modelwright.model.hf import load_model
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.objectives.sft import Sft
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.resolve import measured_rates
 from modelwright.pipeline.stage import Stage, StageContext
+from modelwright.pipeline.stages.folder import save_model_folder
 from modelwright.pipeline.stages.lineage import model_before, tokenizer_stage
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import HeldoutBatches
@@ -157,9 +158,7 @@ def _read_peak(context: StageContext) -> dict[str, Any]:
 
 
 def _save(context: StageContext, model: Decoder, tokenizer: Tokenizer, facts: dict[str, Any]) -> None:
-    out = context.output.path
-    save_model(model, out, eos_id=tokenizer.eos_id, bos_id=tokenizer.bos_id, pad_id=tokenizer.pad_id)
-    tokenizer.save(out)
+    save_model_folder(model, tokenizer, context.output.path)
     context.output.facts |= facts
 
 

@@ -1,0 +1,21 @@
+"""Whole model folders: weights, shape, tokenizer, and where generation stops."""
+
+import json
+from pathlib import Path
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.model.decoder import Decoder
+from modelwright.model.hf import save_model
+
+
+def save_model_folder(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a folder in the Hugging Face layout that loads, chats and stops."""
+    pad = tokenizer.special_tokens.get("pad_token")
+    pad_id = tokenizer.id_of(pad) if pad else None
+    save_model(model, folder, eos_id=tokenizer.eos_id, bos_id=tokenizer.bos_id, pad_id=pad_id)
+    tokenizer.save(folder, max_length=model.config.max_seq_len)
+    path = folder / "generation_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    settings["eos_token_id"] = list(tokenizer.stop_ids)
+    write_atomic(path, json.dumps(settings, indent=2) + "\n")
