@@ -17,24 +17,24 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from modelwright.data.builtin import machine_corpus
 from safetensors.torch import save_file
 
 from modelwright.claims.results import circumstances, machine_slug
-from modelwright.claims.workbench import tokenize
+from modelwright.claims.workbench import read_text
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.resources import ResourceUse, num_usable_cores, peak_resident_bytes
 from modelwright.data.loader import PackedRows
 from modelwright.data.pack import PackConfig, pack
-from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model, save_model
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.mesh import single
+from modelwright.recipes.load import RECIPES
 from modelwright.train.evaluation import heldout_losses
 from trainers.own import loader
 from trainers.task import Task
@@ -74,11 +74,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=4, help="untimed steps at the start, part of --steps")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=num_usable_cores())
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--dim", type=int, default=320)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--vocab", type=int, default=12_288)
+    parser.add_argument("--recipe", choices=list(RECIPES), default="quickstart", help="whose model and row length")
+    parser.add_argument("--rows", type=int, default=8, help="rows of a batch")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", nargs="+", choices=list(TRAINERS))
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -93,11 +90,12 @@ def parse() -> argparse.Namespace:
 
 def prepare(folder: Path, options: argparse.Namespace) -> Task:
     """Tokenize, pack, initialise, and write down the very batches that our loader gives."""
-    text = tokenize(machine_corpus(), vocab_size=options.vocab, train_bytes=3_000_000, heldout_bytes=150_000)
+    recipe = RECIPES[options.recipe]()
+    text = read_text(fraction=0.4, vocab_size=recipe.tokenizer.vocab_size, heldout_bytes=150_000)
     for split, sequences in (("shards", text.train), ("heldout", text.heldout)):
-        config = PackConfig(seq_len=options.seq_len)
+        config = PackConfig(seq_len=recipe.pack.seq_len)
         pack(((ids, None) for ids in sequences), folder / split, config, vocab_size=text.vocab_size, eos_id=text.eos_id)
-    model = Decoder(model_config(options, text.vocab_size))
+    model = Decoder(replace(recipe.model, vocab_size=text.vocab_size))
     model.init_weights(seed=0)
     save_model(model, folder / "model", eos_id=text.eos_id)
     task = Task(
@@ -106,7 +104,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> Task:
         num_steps=options.steps,
         warmup_steps=options.warmup,
         batch_rows=options.rows,
-        seq_len=options.seq_len,
+        seq_len=recipe.pack.seq_len,
         threads=options.threads,
         device=options.device,
     )
@@ -119,21 +117,6 @@ def prepare(folder: Path, options: argparse.Namespace) -> Task:
     }
     save_file(tensors, folder / "batches.safetensors")
     return task
-
-
-def model_config(options: argparse.Namespace, vocab_size: int) -> ModelConfig:
-    """A Qwen3-type decoder with heads of 64, as in the quickstart recipe."""
-    num_heads = options.dim // 64
-    return ModelConfig(
-        vocab_size=vocab_size,
-        num_layers=options.layers,
-        model_dim=options.dim,
-        num_heads=num_heads,
-        num_kv_heads=num_heads if num_heads % 2 else num_heads // 2,
-        ffn_dim=options.dim * 8 // 3 // 32 * 32,
-        head_dim=64,
-        max_seq_len=options.seq_len,
-    )
 
 
 def measure(task: Task, names: Sequence[str], repeats: int) -> dict[str, list[dict[str, Any]]]:

@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import statistics
 import tempfile
-from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from modelwright.core.resources import ResourceUse, peak_resident_bytes
 from modelwright.core.rundir import StageDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.builtin import machine_corpus
-from modelwright.data.document import Document
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.data.pack import PackConfig, pack
 from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
@@ -96,8 +94,8 @@ class Size:
 def size(setting: Setting) -> Size:
     """The bench's usual run: some seconds in quick mode, about half a minute otherwise (one core)."""
     if setting.quick:
-        return Size(model_dim=64, num_layers=2, seq_len=128, batch_rows=8, num_steps=40)
-    return Size(model_dim=128, num_layers=4, seq_len=256, batch_rows=8, num_steps=150)
+        return Size(model_dim=64, num_layers=2, seq_len=128, batch_rows=8, num_steps=60)
+    return Size(model_dim=128, num_layers=4, seq_len=256, batch_rows=4, num_steps=300)
 
 
 def device() -> torch.device:
@@ -120,24 +118,25 @@ def prepare_text(setting: Setting) -> Text:
     path = setting.folder / "text.json"
     if not path.exists():
         setting.progress.note("reading and tokenizing the interpreter's documentation")
-        train_bytes = 1_500_000 if setting.quick else 6_000_000
-        text = tokenize(machine_corpus(), vocab_size=VOCAB_SIZE, train_bytes=train_bytes, heldout_bytes=150_000)
+        fraction = 0.15 if setting.quick else 0.7
+        text = read_text(fraction=fraction, vocab_size=VOCAB_SIZE, heldout_bytes=150_000)
         path.write_text(json.dumps(vars(text)), encoding="utf-8")
     return Text(**json.loads(path.read_text(encoding="utf-8")))
 
 
-def tokenize(documents: Iterable[Document], *, vocab_size: int, train_bytes: int, heldout_bytes: int) -> Text:
-    """The first prose documents of each split, up to so many bytes, as token ids of a tokenizer trained on them."""
-    wanted = {"train": train_bytes, "heldout": heldout_bytes}
+def read_text(*, fraction: float, vocab_size: int, heldout_bytes: int) -> Text:
+    """The prose of a share of the interpreter's modules, as token ids of a tokenizer trained on its training side.
+
+    Held-out documents are thinned out evenly to about `heldout_bytes`.
+    """
     chosen: dict[str, list[str]] = {"train": [], "heldout": []}
-    for document in documents:
-        if document.kind == "prose" and wanted[document.split] > 0:
+    for document in machine_corpus(fraction=fraction, skip=lambda reason, file: None):
+        if document.kind == "prose":
             chosen[document.split].append(document.text)
-            wanted[document.split] -= len(document.text)
-        if max(wanted.values()) <= 0:
-            break
+    every = max(1, sum(map(len, chosen["heldout"])) // heldout_bytes)
+    chosen["heldout"] = chosen["heldout"][::every]
     tokenizer = train_tokenizer(chosen["train"], TokenizerConfig(vocab_size=vocab_size))
-    ids = {split: tokenizer.encode_batch(texts) for split, texts in chosen.items()}
+    ids = {split: [ids.tolist() for ids in tokenizer.encode_documents(texts)] for split, texts in chosen.items()}
     return Text(vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id, train=ids["train"], heldout=ids["heldout"])
 
 
@@ -227,7 +226,7 @@ def peak_alone(setting: Setting, text: Text, size: Size, config: TrainConfig) ->
     Host memory on a CPU, device memory on a GPU.
     """
     quiet = replace(setting, progress=SilentProgress())
-    short = replace(config, num_steps=NUM_UNTIMED_STEPS)
+    short = replace(config, num_steps=NUM_UNTIMED_STEPS + 1)
     with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_peak, quiet, text, size, short, torch.get_num_threads()).result()
 

@@ -1,0 +1,208 @@
+"""On a CUDA machine: the tests that bear on it, and how fast THE loop trains there: `make gpu-check`.
+
+Needs torch and pytest as they are installed; nothing is downloaded. Times training of a GPT-2-sized decoder (124 M
+parameters) on random tokens in FP32, in BF16 and in BF16 with compiled blocks, and measures the bare matrix product
+beside it, so that utilisation is of what the card does and not of a data sheet. Writes
+`benchmarks/results/gpu-check-<card>.json`. Without a GPU it says so and stops, unless asked for `--device cpu`.
+"""
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelwright.claims.results import circumstances, machine_slug
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.progress import SilentProgress
+from modelwright.core.rundir import StageDir
+from modelwright.core.seeds import derive_seed
+from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.ops.rates import matmul_rate
+from modelwright.parallel.mesh import single
+from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.config import TrainConfig
+from modelwright.train.loop import train
+from modelwright.train.objective import StepInfo
+
+ROOT = Path(__file__).parents[1]
+TESTS = ("core", "ops", "model", "optim", "precision", "memory", "infer", "claims/test_cuda.py")
+NUM_UNTIMED_STEPS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomRows:
+    """Batches of random tokens, two documents to a row: speed does not depend on the text."""
+
+    vocab_size: int
+    batch_rows: int
+    seq_len: int
+    num_batches_per_epoch: int = 1_000_000
+
+    def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
+        generator = torch.Generator().manual_seed(derive_seed(0, "row", index))
+        shape = (self.batch_rows, self.seq_len)
+        tokens_BT = torch.randint(self.vocab_size, shape, generator=generator)
+        place_T = torch.arange(self.seq_len)
+        half = self.seq_len // 2
+        segments_BT = (place_T >= half).int().expand(shape).contiguous()
+        labels_BT = tokens_BT.roll(-1, dims=1)
+        labels_BT[:, [half - 1, -1]] = IGNORED
+        positions_BT = (place_T % half).expand(shape).contiguous()
+        return TokenBatch(
+            input_ids_BT=tokens_BT, labels_BT=labels_BT, positions_BT=positions_BT, segments_BT=segments_BT
+        )
+
+
+@dataclass
+class Speeds:
+    """Controller that keeps step times and utilisation."""
+
+    every: int = 1
+    steps: list[StepInfo] = field(default_factory=list)
+
+    def observe(self, info: StepInfo) -> None:
+        self.steps.append(info)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def main() -> int:
+    options = parse()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("gpu-check: torch finds no CUDA device here; run it on a machine with one")
+        return 2
+    stand_in_for_tensorboard()
+    around = circumstances()
+    tests = {"skipped": True} if options.no_tests else run_tests()
+    rates = product_rates(options.device)
+    speeds = dict(measure(options, rates))
+    record = {"benchmark": "gpu-check", "tests": tests, "product_flops": rates, "training": speeds, **around}
+    options.results.mkdir(parents=True, exist_ok=True)
+    path = options.results / f"gpu-check-{machine_slug(around['machine'])}.json"
+    write_atomic(path, json.dumps(record, indent=1, default=float) + "\n")
+    for name, of in speeds.items():
+        print(f"{name:16} {of['tokens_per_s']:12,.0f} tokens/s  {of['mfu']:6.1%} of the product rate  "
+              f"{of['peak_bytes'] / 2**30:.1f} GiB  loss {of['last_loss']:.3f}")  # fmt: skip
+    print(f"tests: {tests.get('closing_line', 'not run')}\nwritten to {path}")
+    return int(tests.get("rc", 0))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Tests and training speed on a CUDA machine.")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--dim", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--vocab", type=int, default=32_768)
+    parser.add_argument("--no-tests", action="store_true")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    return parser.parse_args()
+
+
+def stand_in_for_tensorboard() -> None:
+    """A bare machine may lack tensorboardX; what the loop mirrors there is not part of this measurement."""
+    if importlib.util.find_spec("tensorboardX") is None:
+        writer = types.SimpleNamespace(add_scalar=lambda *_, **__: None, close=lambda: None)
+        module: Any = types.ModuleType("tensorboardX")
+        module.SummaryWriter = lambda *_, **__: writer
+        sys.modules["tensorboardX"] = module
+
+
+def run_tests() -> dict[str, Any]:
+    """The floors that a GPU changes, and the tests that only run on one."""
+    paths = [str(ROOT / "tests" / name) for name in TESTS]
+    command = [sys.executable, "-m", "pytest", *(path for path in paths if Path(path).exists())]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    print(done.stdout[-6000:], done.stderr[-2000:], sep="")
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    return {"rc": done.returncode, "closing_line": lines[-1] if lines else ""}
+
+
+def product_rates(device: str) -> dict[str, float]:
+    """FLOP/s of a large square product by format."""
+    edge = 4096 if device == "cuda" else 512
+    formats = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    return {name: matmul_rate(edge, edge, edge, dtype=dtype, device=device) for name, dtype in formats.items()}
+
+
+def measure(options: argparse.Namespace, rates: dict[str, float]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Each way of training in turn: median speed after the first steps, utilisation, memory, last loss."""
+    shape = ModelConfig(
+        vocab_size=options.vocab,
+        num_layers=options.layers,
+        model_dim=options.dim,
+        num_heads=options.dim // 64,
+        num_kv_heads=options.dim // 64,
+        ffn_dim=options.dim * 8 // 3 // 64 * 64,
+        head_dim=64,
+        max_seq_len=options.seq_len,
+    )
+    fp32 = TrainConfig(
+        num_steps=options.steps,
+        batch_tokens=options.rows * options.seq_len,
+        learning_rate=3e-4,
+        precision=PrecisionConfig(compute="fp32"),
+        eval_every_steps=0,
+        checkpoint_every_minutes=0,
+        keep_best=False,
+    )
+    bf16 = replace(fp32, precision=PrecisionConfig(compute="bf16"))
+    ways = {"fp32": fp32, "bf16": bf16, "bf16 compiled": replace(bf16, compile=True)}
+    for name, config in ways.items():
+        yield name, train_once(shape, config, options, rates[config.precision.compute])
+
+
+def train_once(
+    shape: ModelConfig, config: TrainConfig, options: argparse.Namespace, peak_flops: float
+) -> dict[str, float]:
+    source = RandomRows(vocab_size=shape.vocab_size, batch_rows=options.rows, seq_len=options.seq_len)
+    model, speeds = Decoder(shape), Speeds()
+    model.init_weights(seed=0)
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder:
+        train(
+            model,
+            Pretrain(source),
+            config,
+            num_steps=config.num_steps,
+            world=single(options.device),
+            stage=StageDir(Path(folder)),
+            seed=0,
+            name="gpu-check",
+            input_digest="gpu-check",
+            progress=SilentProgress(),
+            peak_flops=peak_flops,
+            controllers={"speeds": speeds},
+        )
+    timed = speeds.steps[min(NUM_UNTIMED_STEPS, len(speeds.steps) // 2) :]
+    return {
+        "tokens_per_s": statistics.median(info.tokens_per_s for info in timed),
+        "mfu": statistics.median(info.mfu for info in timed),
+        "peak_bytes": torch.cuda.max_memory_allocated() if options.device == "cuda" else 0,
+        "first_loss": speeds.steps[0].loss,
+        "last_loss": speeds.steps[-1].loss,
+        "parameters": shape.num_parameters,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""The claims' own machinery on a text of random tokens: small enough for every test run."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from modelwright.claims import bf16_mixed, gradient_accumulation, int8, packing, warmup_cosine, workbench
+from modelwright.claims.claim import Setting
+from modelwright.compress.compare import Agreement, SpeedPair
+from modelwright.core.progress import SilentProgress
+from modelwright.data.loader import PackedLoader
+from modelwright.model.decoder import Decoder
+from modelwright.objectives.pretrain import Pretrain
+
+SIZE = workbench.Size(model_dim=64, num_layers=1, seq_len=32, batch_rows=8, num_steps=6)
+
+
+@pytest.fixture
+def setting(tmp_path) -> Setting:
+    draw = random.Random(0)
+    documents = [[draw.randrange(1, 64) for _ in range(draw.randrange(2, 40))] for _ in range(200)]
+    text = {"vocab_size": 64, "eos_id": 0, "train": documents[:180], "heldout": documents[180:]}
+    (tmp_path / "text.json").write_text(json.dumps(text))
+    return Setting(quick=True, folder=tmp_path, progress=SilentProgress())
+
+
+def run(loss: float, tokens_per_s: float = 1000.0) -> workbench.Run:
+    return workbench.Run(heldout_loss=loss, tokens_per_s=tokens_per_s, step_s=0.1)
+
+
+def test_a_seed_fixes_a_run(setting):
+    text = workbench.prepare_text(setting)
+    losses = [workbench.run(setting, text, SIZE, SIZE.train_config(), seed=seed).heldout_loss for seed in (1, 1, 2)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_padding_leaves_less_room_for_tokens(setting):
+    text = workbench.prepare_text(setting)
+    packed, padded = (workbench.real_token_share(setting, text, SIZE, mode=mode) for mode in ("best_fit", "pad"))
+    assert 0 < padded < packed <= 1
+
+
+def test_accumulated_gradient_is_exact_and_the_mean_of_means_is_not(setting):
+    text = workbench.prepare_text(setting)
+    rows = workbench.packed_rows(setting, text, seq_len=32, mode="pad", split="train")
+    exact = gradient_accumulation.ExactNextToken(PackedLoader(rows, batch_rows=8, seed=0))
+    model = Decoder(SIZE.model_config(64))
+    model.init_weights(seed=0)
+    model = gradient_accumulation.in_double(model)
+    assert max(gradient_accumulation.errors_of_loop(setting, SIZE, model, exact)) < gradient_accumulation.EXACT
+    whole = gradient_accumulation.whole_batch_gradient(model, exact)
+    mistaken = gradient_accumulation.mean_of_means_gradient(model, exact, 4)
+    assert gradient_accumulation.relative_error(mistaken, whole) > 0.01
+
+
+def test_the_definition_of_the_loss_is_the_objective_s(setting):
+    text = workbench.prepare_text(setting)
+    rows = workbench.packed_rows(setting, text, seq_len=32, mode="best_fit", split="train")
+    loader = PackedLoader(rows, batch_rows=4, seed=0)
+    model = Decoder(SIZE.model_config(64))
+    model.init_weights(seed=0)
+    exact, fused = gradient_accumulation.ExactNextToken(loader), Pretrain(loader)
+    left, right = (gradient_accumulation.whole_batch_gradient(model, objective) for objective in (exact, fused))
+    assert gradient_accumulation.relative_error(left, right) < 1e-5
+
+
+def test_gradient_verdict():
+    errors = {f"{who}, FP64, {rows}": [1e-16] for who in ("loop", "mean of means") for rows in ("full", "ragged")}
+    shares = {"full": 1.0, "ragged": 0.5}
+    assert gradient_accumulation.judge(errors, shares, SIZE).kind == "met"
+    assert gradient_accumulation.judge(errors | {"loop, FP64, ragged": [1e-3]}, shares, SIZE).kind == "short"
+
+
+def test_schedule_verdict_needs_a_significant_gain():
+    def judge(method: list[float]) -> str:
+        losses = {"warmup + cosine": method, "constant": [3.0, 3.2, 2.9]}
+        tuning = {name: [1.0, 0.5, 0.7, 0.9] for name in losses}
+        return warmup_cosine.judge(tuning, dict.fromkeys(losses, 3e-3), losses, SIZE).kind
+
+    assert judge([2.9, 3.11, 2.8]) == "met"
+    assert judge([2.9, 3.3, 2.8]) == "short"
+    assert judge([3.1, 3.31, 3.0]) == "short"
+
+
+def test_bf16_verdict_says_what_fell_short_and_why():
+    fp32 = [run(3.0), run(3.1)]
+    rates = {"fp32": 1e11, "bf16": 2e11}
+    peaks = {"fp32": 100, "bf16": 80}
+    faster = {"fp32": fp32, "bf16": [run(3.001, 1600.0), run(3.102, 1700.0)]}
+    assert bf16_mixed.judge(faster, peaks, rates, SIZE).kind == "met"
+    slower = {"fp32": fp32, "bf16": [run(3.001, 100.0), run(3.102, 110.0)]}
+    result = bf16_mixed.judge(slower, peaks, rates | {"bf16": 1e10}, SIZE)
+    assert result.kind == "short"
+    assert result.reason.startswith("speed short by 1.29x")
+    assert "0.10x FP32" in result.reason
+    worse = {"fp32": fp32, "bf16": [run(3.2, 1600.0), run(3.3, 1700.0)]}
+    assert "loss worse by 0.200 nats" in bf16_mixed.judge(worse, peaks, rates, SIZE).reason
+
+
+def test_packing_verdict():
+    def judge(equal_tokens: float, equal_time: float, speed: float) -> str:
+        padded = [run(equal_tokens, 500.0), run(equal_tokens + 0.1, 500.0)]
+        in_time = [run(equal_time, 500.0), run(equal_time + 0.11, 500.0)]
+        packed = [run(3.0, speed), run(3.1, speed)]
+        return packing.judge(packed, padded, in_time, shares=(1.0, 0.5), size=SIZE, rows=16).kind
+
+    assert judge(3.0, 3.2, 950.0) == "met"
+    assert judge(2.9, 3.2, 950.0) == "short"
+    assert judge(3.0, 2.9, 950.0) == "short"
+    assert judge(3.0, 3.2, 450.0) == "short"
+
+
+def test_int8_verdict():
+    agreement = Agreement(
+        num_tokens=100, reference_loss=3.0, int8_loss=3.001, divergence=1e-4, same_first=0.99, max_logit_gap=0.1
+    )
+
+    def judge(speed: float, num_bytes: tuple[int, int]) -> str:
+        pairs = {"decode": SpeedPair(num_tokens=1, reference_tokens_per_s=100.0, int8_tokens_per_s=speed)}
+        return int8.judge(agreement, pairs, num_bytes, SIZE.model_config(64), SIZE).verdict
+
+    assert judge(200.0, (400, 110)).startswith("met")
+    assert judge(120.0, (400, 110)).startswith("short: decode short by 0.30x")
+    assert judge(200.0, (400, 300)).startswith("short: size short by")
+
+
+def test_rows_of_a_split_are_made_once(setting):
+    text = workbench.prepare_text(setting)
+    first = workbench.packed_rows(setting, text, seq_len=32, mode="pad", split="heldout")
+    again = workbench.packed_rows(setting, text, seq_len=32, mode="pad", split="heldout")
+    assert first.folder == again.folder
+    assert torch.equal(next(first.batches(4)).input_ids_BT, next(again.batches(4)).input_ids_BT)
