@@ -7,6 +7,7 @@ import torch
 
 from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import Engine, EngineConfig, StepOutput
+from modelwright.infer.head import _can_pack, _packed, fastest_head
 from modelwright.infer.naive import generate_naive
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.config import ModelConfig
@@ -152,3 +153,11 @@ def test_a_model_that_is_not_finite_ends_with_an_error():
     broken.norm.weight.data.fill_(float("nan"))
     outputs = alone(broken, [1, 2], GREEDY)
     assert [o.finish_reason for o in outputs] == ["error"]
+
+
+def test_every_form_of_the_head_gives_the_same_logits(model: Decoder):
+    hidden = torch.randn(7, 48, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        torch.testing.assert_close(fastest_head(model)(hidden), model.logits(hidden), rtol=1e-5, atol=1e-5)
+        if _can_pack(model.head_weight):
+            torch.testing.assert_close(_packed(model.head_weight)(hidden), model.logits(hidden), rtol=1e-5, atol=1e-5)

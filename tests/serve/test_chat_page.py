@@ -49,7 +49,7 @@ def test_a_question_gets_a_streamed_answer(server: ServerThread, browser, tmp_pa
 
 def test_an_answer_can_be_stopped_and_the_chat_go_on(slow_server, browser):
     server = slow_server()
-    page = browser.new_page()
+    page = browser.new_page(bypass_csp=True)
     page.goto(server.url)
     sync_api.expect(page.locator("#model")).to_have_text("tiny")
     page.locator("#temperature").evaluate("box => box.value = 0")

@@ -12,6 +12,7 @@ import torch
 
 from modelwright.core.errors import ConfigError
 from modelwright.infer.blocks import BlockManager, PagedCache
+from modelwright.infer.head import fastest_head
 from modelwright.infer.invariance import MULTIPLES, stable_row_multiple
 from modelwright.infer.runner import CONTEXT_STEP, Runner
 from modelwright.infer.sampler import SampleRequest, sample
@@ -94,9 +95,10 @@ class Engine:
         model.eval()
         weight = model.norm.weight
         cache = PagedCache(model.config, num_blocks, config.block_len, dtype=weight.dtype, device=weight.device)
-        multiple = stable_row_multiple(model) if config.batch_invariant else 1
+        head = fastest_head(model)
+        multiple = stable_row_multiple(model, head) if config.batch_invariant else 1
         self.is_batch_invariant = config.batch_invariant and multiple > 0
-        self._runner = Runner(model, cache, row_multiple=multiple or MULTIPLES[-1])
+        self._runner = Runner(model, head, cache, row_multiple=multiple or MULTIPLES[-1])
         self._scheduler = Scheduler(
             BlockManager(num_blocks, config.block_len),
             max_running=config.max_running,

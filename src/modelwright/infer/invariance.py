@@ -7,11 +7,11 @@ other requests happen to run. Padding the rows to a multiple for which all produ
 """
 
 import itertools
-from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from modelwright.infer.head import Product
 from modelwright.model.decoder import Decoder
 
 MULTIPLES = (1, 2, 4, 8, 16)
@@ -19,29 +19,30 @@ PROBE_ROWS = 64
 
 
 @torch.inference_mode()
-def stable_row_multiple(model: Decoder) -> int:
+def stable_row_multiple(model: Decoder, head: Product) -> int:
     """The smallest multiple in `MULTIPLES` that makes every product of `model` independent of the number of rows.
 
-    0 when none does on this machine; then results may differ in the last bits with the load.
+    `head` is how its logits are made. 0 when none does on this machine: results may then differ in the last bits with
+    the load.
     """
-    products = _distinct_products(model)
+    products = _distinct_products(model, head)
     for multiple in MULTIPLES:
         if all(_is_stable(product, width, multiple) for product, width in products):
             return multiple
     return 0
 
 
-def _distinct_products(model: Decoder) -> list[tuple[Callable[[Tensor], Tensor], int]]:
+def _distinct_products(model: Decoder, head: Product) -> list[tuple[Product, int]]:
     """One module of each kind and shape, and the head."""
-    found: dict[tuple[type, int, int], tuple[Callable[[Tensor], Tensor], int]] = {}
-    for module in model.modules():
+    found: dict[tuple[type, int, int], tuple[Product, int]] = {}
+    for module in model.blocks.modules():
         width, height = getattr(module, "in_features", 0), getattr(module, "out_features", 0)
         if isinstance(module, nn.Module) and width and height:
             found.setdefault((type(module), width, height), (module, width))
-    return [*found.values(), (model.logits, model.config.model_dim)]
+    return [*found.values(), (head, model.config.model_dim)]
 
 
-def _is_stable(product: Callable[[Tensor], Tensor], width: int, multiple: int) -> bool:
+def _is_stable(product: Product, width: int, multiple: int) -> bool:
     x = torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0))
     full = product(x)
     counts = [multiple * n for n in itertools.chain(range(1, 9), (12, 16, 24, 32)) if multiple * n < PROBE_ROWS]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modelwright.infer.blocks import PagedCache
+from modelwright.infer.head import Product
 from modelwright.infer.scheduler import Chunk, Plan
 from modelwright.infer.sequence import Sequence
 from modelwright.model.decoder import Attend, Decoder
@@ -62,8 +63,9 @@ class StepTensors:
 class Runner:
     """Runs plans on one model and one cache. `row_multiple`: the rows of every product are padded to a multiple."""
 
-    def __init__(self, model: Decoder, cache: PagedCache, *, row_multiple: int) -> None:
+    def __init__(self, model: Decoder, head: Product, cache: PagedCache, *, row_multiple: int) -> None:
         self._model = model
+        self._head = head
         self._cache = cache
         self._row_multiple = row_multiple
         self._device = model.norm.weight.device
@@ -78,7 +80,7 @@ class Runner:
         for chunk in plan.chunks:
             chunk.sequence.num_cached = chunk.end
         rows_BD = hidden_1ND[0].index_select(0, step.logit_rows)
-        return step.sampled, self._model.logits(rows_BD)[: len(step.sampled)] if step.sampled else rows_BD[:0]
+        return step.sampled, self._head(rows_BD)[: len(step.sampled)] if step.sampled else rows_BD[:0]
 
     def _prepare(self, plan: Plan) -> StepTensors:
         tokens: list[int] = []

@@ -12,7 +12,7 @@ from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.codec import Codec
 from modelwright.serve.errors import ApiError
 from modelwright.serve.protocol import GenerationRequest
-from modelwright.serve.text import AnswerText, Detokenizer, Piece, TokenInfo
+from modelwright.serve.text import AnswerText, Piece, TokenInfo
 from modelwright.serve.worker import EngineWorker, Job, Stream
 
 
@@ -102,7 +102,7 @@ def start(
     stream = worker.submit(jobs)
     num_prompt_tokens = sum(len(prompt) for prompt in prompts)
     worker.metrics.prompt_tokens.inc(num_prompt_tokens)
-    answers = [Answer(AnswerText(Detokenizer(codec.decode), request.stop_texts)) for _ in jobs]
+    answers = [Answer(AnswerText(codec.stream(), request.stop_texts)) for _ in jobs]
     answer_id = f"{kind}-{secrets.token_hex(12)}"
     return Generation(request, model, answer_id, codec, num_prompt_tokens, answers, stream)
 
@@ -136,7 +136,7 @@ def _sampling(request: GenerationRequest, codec: Codec, max_tokens: int, num_log
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
             top_k=request.top_k,
-            stop_ids=codec.control_ids,
+            stop_ids=codec.stop_ids,
             num_logprobs=num_logprobs,
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,

@@ -11,7 +11,7 @@ from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.codec import Codec
 from modelwright.serve.models import load_folder
-from modelwright.serve.text import AnswerText, Detokenizer
+from modelwright.serve.text import AnswerText
 
 HELP = "Type a question and press Enter. /new starts over, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer."
 
@@ -32,8 +32,8 @@ class Conversation:
         """Pieces of the answer as they become final. Closing the iterator stops the answer and keeps what is there."""
         self.messages.append({"role": "user", "content": question})
         prompt = self._fitting_prompt()
-        text = AnswerText(Detokenizer(self._codec.decode))
-        params = replace(self._params, stop_ids=self._codec.control_ids, max_tokens=self._engine.max_seq_len)
+        text = AnswerText(self._codec.stream())
+        params = replace(self._params, stop_ids=self._codec.stop_ids, max_tokens=self._engine.max_seq_len)
         params = replace(params, seed=secrets.randbits(62))
         answer: list[str] = []
         self._engine.add("terminal", prompt, params)

@@ -3,41 +3,9 @@
 Knows nothing about HTTP and nothing about the engine.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-Decode = Callable[[Sequence[int]], str]
-
-
-class Detokenizer:
-    """Turns a growing list of token ids into text that never has to be taken back.
-
-    Decodes a short window again at each token, since tokens may be parts of one character and some tokenizers treat the
-    first token of a text differently. Text that ends in U+FFFD waits for the rest of the character.
-    """
-
-    def __init__(self, decode: Decode) -> None:
-        self._decode = decode
-        self._ids: list[int] = []
-        self._window = 0
-        self._shown = 0
-
-    def push(self, token_id: int) -> str:
-        """The text that `token_id` completes, "" while a character is still open."""
-        self._ids.append(token_id)
-        return self._take(final=False)
-
-    def flush(self) -> str:
-        """What is left, an unfinished character as U+FFFD."""
-        return self._take(final=True)
-
-    def _take(self, *, final: bool) -> str:
-        before = self._decode(self._ids[self._window : self._shown])
-        after = self._decode(self._ids[self._window :])
-        if not final and (len(after) <= len(before) or after.endswith("\ufffd")):
-            return ""
-        self._window, self._shown = self._shown, len(self._ids)
-        return after[len(before) :]
+from modelwright.data.streaming import TextStream
 
 
 @dataclass(frozen=True)
@@ -63,7 +31,7 @@ class Piece:
 class AnswerText:
     """Assembles one answer. `stop_texts` end it; neither they nor what comes after is shown."""
 
-    detokenizer: Detokenizer
+    stream: TextStream
     stop_texts: tuple[str, ...] = ()
     _held: str = ""
     _num_shown: int = 0
@@ -72,7 +40,7 @@ class AnswerText:
     def push(self, token_id: int, logprob: float, alternatives: tuple[tuple[int, float], ...]) -> Piece:
         """Take a token; the piece has `finish_reason` "stop" when it completes a stop string."""
         self._pending.append(TokenInfo(token_id, logprob, alternatives, self._num_shown + len(self._held)))
-        self._held += self.detokenizer.push(token_id)
+        self._held += self._step(token_id)
         cut = self._find_stop()
         if cut >= 0:
             self._held = self._held[:cut]
@@ -81,10 +49,17 @@ class AnswerText:
 
     def finish(self, reason: str) -> Piece:
         """The rest of the text when the engine has ended the answer."""
-        self._held += self.detokenizer.flush()
+        self._held += self.stream.finish()
         cut = self._find_stop()
         self._held = self._held[:cut] if cut >= 0 else self._held
         return self._release(len(self._held), "stop" if cut >= 0 else reason)
+
+    def _step(self, token_id: int) -> str:
+        """Text of a token; a model may have more tokens than its tokenizer, and those say nothing."""
+        try:
+            return self.stream.step(token_id)
+        except ValueError:
+            return ""
 
     def _find_stop(self) -> int:
         places = [place for place in (self._held.find(text) for text in self.stop_texts) if place >= 0]
