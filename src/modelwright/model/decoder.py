@@ -114,7 +114,9 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Logits [..., V]. Training does not call this: see `ops.cross_entropy`."""
-        return F.linear(hidden_BTD, self.head_weight.to(hidden_BTD.dtype))
+        if self.head is None:
+            return F.linear(hidden_BTD, self.embedding.weight.to(hidden_BTD.dtype))
+        return self.head(hidden_BTD)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
