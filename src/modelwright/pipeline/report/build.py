@@ -6,7 +6,7 @@ from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Fact, Page
 from modelwright.pipeline.report.circumstances import cost_section, machine_words, settings_section, used
 from modelwright.pipeline.report.corpus import corpus_section, tokens_section
-from modelwright.pipeline.report.format import compact, count, number, percent, seconds
+from modelwright.pipeline.report.format import compact, count, flop_rate, number, percent, seconds
 from modelwright.pipeline.report.learning import training_section
 from modelwright.pipeline.report.results import (
     MODEL_TITLES,
@@ -87,7 +87,7 @@ def _training_facts(data: RunData) -> list[Fact]:
     result = [Fact("Pretraining", f"{compact(facts['num_tokens'])} tokens", f"{count(speed)} tokens per second")]
     if facts.get("peak_flops"):
         used_share = facts["model_flops"] / facts["train_time_s"] / facts["world_size"] / facts["peak_flops"]
-        hint = f"of {compact(facts['peak_flops'])}FLOP/s measured in matrix products"
+        hint = f"of {flop_rate(facts['peak_flops'])} measured in matrix products"
         result.append(Fact("FLOPs utilisation", percent(used_share), hint))
     return result
 

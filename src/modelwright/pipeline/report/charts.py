@@ -15,6 +15,8 @@ from modelwright.pipeline.report.format import compact
 
 WIDTH_IN, HEIGHT_IN = 4.5, 2.45
 FONT_PT = 8.5
+LEAST_LOG_SPAN = 20.0
+"""Below this ratio of largest to smallest value a logarithmic axis has too few ticks to read."""
 
 # Stand-ins that matplotlib draws with; each is replaced by a CSS variable of the page.
 _INK, _MUTED, _GRID = "#010101", "#020202", "#030303"
@@ -53,6 +55,8 @@ def line_chart(
 
     Values that are not finite are gaps. With `log` values of zero and below are left out.
     """
+    from matplotlib.ticker import MaxNLocator
+
     figure, axes = _figure()
     for line in lines:
         points = _visible(_thin(line.points), log)
@@ -69,10 +73,11 @@ def line_chart(
             )
     if level:
         axes.axhline(level, color=_MUTED, linewidth=1, linestyle=(0, (4, 3)), label=level_label)
-    if log:
+    if log and _spans(lines) > LEAST_LOG_SPAN:
         _log_scale(axes)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
     axes.xaxis.set_major_formatter(lambda value, _: compact(value))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}" if percent else compact(value))
     if from_zero or percent:
@@ -118,8 +123,12 @@ def bar_chart(
     return _svg(figure, name)
 
 
-def smooth(points: Sequence[tuple[float, float]], weight: float = 0.95) -> list[tuple[float, float]]:
-    """Exponential moving average with bias correction (Adam's), so that the start is not dragged to zero."""
+def smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Exponential moving average over about a fortieth of the points (two at least, fifty at most).
+
+    With bias correction (Adam's), so that the start is not dragged to zero.
+    """
+    weight = 1 - 1 / min(50.0, max(2.0, len(points) / 40))
     result, mean, norm = [], 0.0, 0.0
     for x, y in points:
         if math.isfinite(y):
@@ -150,6 +159,12 @@ def _log_scale(axes) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _spans(lines: Sequence[Line]) -> float:
+    """Largest over smallest positive value."""
+    values = [y for line in lines for _, y in line.points if math.isfinite(y) and y > 0]
+    return max(values) / min(values) if values else 1.0
 
 
 def _legend(axes, *, above: bool = False, columns: int = 1) -> None:

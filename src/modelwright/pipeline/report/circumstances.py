@@ -9,7 +9,7 @@ from modelwright.core.config import dump
 from modelwright.pipeline.redact import redact_plain
 from modelwright.pipeline.report.blocks import Block, Chart, Excerpt, Fold, Note, Section, Table
 from modelwright.pipeline.report.charts import bar_chart
-from modelwright.pipeline.report.format import percent, seconds, size
+from modelwright.pipeline.report.format import percent, plural, seconds, size
 from modelwright.pipeline.report.run_data import RunData, StageData
 
 
@@ -66,9 +66,14 @@ def machine_words(info: Mapping[str, Any]) -> str:
     box = info.get("hardware", {})
     if not box:
         return ""
-    device = "CUDA" if str(box.get("device", "")).startswith("cuda") else f"{box.get('num_threads', '?')} threads"
-    ranks = f" x {info['world_size']} processes" if info.get("world_size", 1) > 1 else ""
+    device = "CUDA" if str(box.get("device", "")).startswith("cuda") else machine_threads(box)
+    ranks = f" x {plural(info['world_size'], 'process')}" if info.get("world_size", 1) > 1 else ""
     return f"{box['processor']}, {device}{ranks}, {size(box['memory_bytes'])} memory"
+
+
+def machine_threads(box: Mapping[str, Any]) -> str:
+    """Threads of all processes together."""
+    return plural(box.get("num_threads", 1), "thread")
 
 
 def _table(stages: list[StageData], total: float) -> Table:
@@ -87,9 +92,9 @@ def _table(stages: list[StageData], total: float) -> Table:
 def _machine_table(entry: Mapping[str, Any]) -> Table:
     box = entry["hardware"]
     rows = [
-        ["processor", f"{box['processor']}, {box['cores']} cores"],
+        ["processor", f"{box['processor']}, {plural(box['cores'], 'core')}"],
         ["memory", size(box["memory_bytes"])],
-        ["device", f"{box.get('device', '')}, {box.get('num_threads', '')} threads, {entry['world_size']} process(es)"],
+        ["device", f"{box.get('device', '')}, {machine_threads(box)}, {plural(entry['world_size'], 'process')}"],
         ["system", f"{box['system']}, Python {box['python']}"],
         ["versions", ", ".join(f"{name} {version}" for name, version in entry["versions"].items())],
     ]

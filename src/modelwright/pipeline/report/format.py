@@ -10,7 +10,19 @@ def compact(value: float) -> str:
     for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.3g}{letter}"
-    return f"{value:.0e}" if 0 < abs(value) < 1e-3 else f"{value:.4g}"
+    return f"{value:.4g}"
+
+
+def flop_rate(value: float) -> str:
+    """`52.6 GFLOP/s`."""
+    text = compact(value)
+    return f"{text[:-1]} {text[-1]}FLOP/s" if text[-1].isalpha() else f"{text} FLOP/s"
+
+
+def plural(number: int, noun: str) -> str:
+    """`1 thread`, `2 threads`, `2 processes`."""
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def count(value: float) -> str:

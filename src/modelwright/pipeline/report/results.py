@@ -74,7 +74,7 @@ def int8_section(data: RunData) -> Section | None:
     for pair in comparison["speed"]:
         fast, slow = pair["int8_tokens_per_s"], pair["reference_tokens_per_s"]
         tokens = f"{pair['num_tokens']} token{'s' if pair['num_tokens'] > 1 else ''} at once"
-        rows.append([f"speed, {tokens}", f"{count(slow)} tokens/s", f"{count(fast)} tokens/s", f"{fast / slow:.2f}x"])
+        rows.append([f"tokens/s, {tokens}", count(slow), count(fast), f"{fast / slow:.2f}x"])
     rows += _int8_accuracy_rows(results)
     loss = agreement["int8_loss"] - agreement["reference_loss"]
     rows.append(
