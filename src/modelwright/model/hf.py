@@ -97,6 +97,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.init_std,
+        "embedding_initializer_range": config.embedding_init_std,
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -130,6 +131,7 @@ def config_from_hf(data: Mapping[str, Any], *, source: str = "config.json") -> M
             qk_norm=kind == "qwen3",
             tie_embeddings=bool(data.get("tie_word_embeddings", False)),
             init_std=float(data.get("initializer_range", 0.02)),
+            embedding_init_std=float(data.get("embedding_initializer_range", data.get("initializer_range", 0.02))),
         )
     except KeyError as error:
         raise ModelError(f"{source}: has no {error.args[0]!r}, so it does not describe a whole model") from None
