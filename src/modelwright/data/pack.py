@@ -166,9 +166,11 @@ class _Spool:
         return np.memmap(self._paths[1], dtype=np.uint8, mode="r")
 
     def remove(self) -> None:
-        self.finish()
-        for path in self._paths:
-            path.unlink(missing_ok=True)
+        try:
+            self.finish()
+        finally:  # closing fails on a full disk
+            for path in self._paths:
+                path.unlink(missing_ok=True)
 
 
 def _add(

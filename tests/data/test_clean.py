@@ -1,0 +1,151 @@
+"""Cleaning: every document is kept or dropped with a reason, and both can be looked at."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from modelwright.core.errors import ArtifactError, ConfigError, DataError
+from modelwright.core.progress import SilentProgress
+from modelwright.data.clean import CleanConfig, CleanReport, clean_documents, read_dropped, read_kept
+from modelwright.data.document import Document
+from modelwright.data.steps.length import LengthConfig
+from modelwright.data.steps.normalise import normalise
+from modelwright.data.steps.repetition import RepetitionConfig, data_share, duplicate_share, is_data_line
+
+
+def document(text: str, number: int = 0, **changes) -> Document:
+    values = {"id": f"d{number}", "kind": "prose", "split": "train", "source": "test"} | changes
+    return Document(text=text, **values)
+
+
+def pair(question: str, answer: str, number: int = 0, **changes) -> Document:
+    meta = {"question": question, "answer": answer}
+    return document(f"{question}\n\n{answer}", number, kind="qa", meta=meta, **changes)
+
+
+def clean(folder: Path, *documents: Document, **settings) -> CleanReport:
+    return clean_documents(iter(documents), CleanConfig(**settings), folder, SilentProgress())
+
+
+def reasons(folder: Path) -> dict[str, tuple[str, str]]:
+    return {entry.id: (step, reason) for entry, step, reason in read_dropped(folder)}
+
+
+def test_everything_is_kept_or_dropped_and_counted(tmp_path: Path) -> None:
+    table = "\n".join(f"    '\\x{i:02x}',   #  0x{i:02x} -> LETTER" for i in range(40))
+    report = clean(
+        tmp_path,
+        document("A sentence that is long enough.", 0),
+        document("short", 1),
+        document(" \n\t ", 2),
+        document("\x00\x01\x02 binary \x03\x04\x05 data that goes on", 3),
+        document(table, 4, kind="code"),
+        document("the same line, over and over\n" * 30, 5),
+        document("A  sentence that is\nlong enough.", 6),
+        document("A held-out sentence, long enough.", 7, split="heldout"),
+    )
+    assert reasons(tmp_path) == {
+        "d1": ("length", "too short"),
+        "d2": ("length", "empty"),
+        "d3": ("normalise", "binary data"),
+        "d4": ("repetition", "table of data"),
+        "d5": ("repetition", "repeated lines"),
+        "d6": ("duplicates", "duplicate"),
+    }
+    assert [entry.id for entry in read_kept(tmp_path)] == ["d0", "d7"]
+    assert [entry.id for entry in read_kept(tmp_path, split="heldout", kind="prose")] == ["d7"]
+    assert report.num_documents == 8
+    assert (report.num_kept, report.num_dropped) == (2, 6)
+    assert report.dropped["length"]["too short"] == {"documents": 1, "bytes": 5}
+    assert json.loads((tmp_path / "report.json").read_text())["kept"] == report.kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dropped.jsonl.zst", "kept.jsonl.zst", "report.json"]
+
+
+def test_the_held_out_side_wins_over_training(tmp_path: Path) -> None:
+    given_away = "An answer that is held out."
+    clean(
+        tmp_path,
+        document("first.name\n\nThe very same description.", 0, meta={"title": "first.name"}),
+        document("other.name\n\nThe very same description.", 1, meta={"title": "other.name"}, split="heldout"),
+        pair("What is a?", given_away, 2),
+        pair("What is b?", given_away, 3, split="heldout"),
+        document("x\n\n" + given_away + "\n\nArgs: x", 4, meta={"title": "x", "summary": given_away}),
+        document("y\n\nQuite something else, all in all.", 5, meta={"title": "y"}),
+    )  # fmt: skip
+    assert [entry.id for entry in read_kept(tmp_path)] == ["d1", "d3", "d5"]
+    assert set(reasons(tmp_path).values()) == {("duplicates", "in the held-out set")}
+
+
+def test_same_answer_to_two_questions_is_a_duplicate_but_prose_may_say_it_too(tmp_path: Path) -> None:
+    text = "Return the absolute version of a path."
+    clean(tmp_path, pair("What is a?", text, 0), pair("What is b?", text, 1), document(text, 2))
+    assert [entry.id for entry in read_kept(tmp_path)] == ["d0", "d2"]
+
+
+def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
+    documents = [document(f"Sentence number {i % 40}, long enough.", i) for i in range(60)]
+    for name in ("a", "b"):
+        clean(tmp_path / name, *documents)
+    for name in ("kept.jsonl.zst", "dropped.jsonl.zst", "report.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_nothing_left_is_an_error_that_says_why(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no training document is left of 2 \(2 too short\)"):
+        clean(tmp_path, document("a"), document("b"))
+    assert len(list(read_dropped(tmp_path))) == 2
+
+
+def test_missing_and_damaged_files(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="run the clean stage"):
+        list(read_kept(tmp_path))
+    (tmp_path / "kept.jsonl.zst").write_bytes(b"rubbish")
+    with pytest.raises(ArtifactError, match="is damaged"):
+        list(read_kept(tmp_path))
+
+
+def test_config_is_checked() -> None:
+    with pytest.raises(ConfigError, match="min_chars: 5"):
+        LengthConfig(min_chars=5, max_chars=4)
+    with pytest.raises(ConfigError, match="max_data_share: 2"):
+        RepetitionConfig(max_data_share=2)
+
+
+@pytest.mark.parametrize(("raw", "expected"), [
+    ("a\r\nb\rc\x0cd\u2028e", "a\nb\nc\nd\ne"),
+    ("e\u0301", "é"),
+    ("\ufefftext \t\n\n\n\n\n\nmore  ", "text\n\n\nmore"),
+    ("nul\x00 bell\x07", "nul bell"),
+    ("    indented\n\ttabbed", "    indented\n\ttabbed"),
+    ("👩‍🚀 مرحبا", "👩‍🚀 مرحبا"),
+])  # fmt: skip
+def test_normalise(raw: str, expected: str) -> None:
+    assert normalise(raw) == expected
+    assert normalise(expected) == expected
+
+
+def test_normalise_reaches_conversations(tmp_path: Path) -> None:
+    clean(tmp_path, pair("What\r\nis e\u0301?", "It is an  e \x07with an accent.  "))
+    (kept,) = read_kept(tmp_path)
+    assert kept.meta == {"question": "What\nis é?", "answer": "It is an  e with an accent."}
+    assert kept.text == "What\nis é?\n\nIt is an  e with an accent."
+
+
+@pytest.mark.parametrize(("line", "expected"), [
+    ("    0x0041,  # LATIN CAPITAL LETTER A", True),
+    ("    'aa': 'bb', 'cc': 'dd',", True),
+    ("1.5 2.25 3e-7", True),
+    ("x = compute_something(1, 'a')", False),
+    ("# 0x41 is a letter", False),
+    ("A sentence about 3 things.", False),
+    ("", False),
+])  # fmt: skip
+def test_data_lines(line: str, expected: bool) -> None:
+    assert is_data_line(line) is expected
+
+
+def test_shares() -> None:
+    assert duplicate_share(["aa", "bb", "aa", "aa"]) == 0.5
+    assert data_share(["1, 2", "word"]) == 0.5
+    assert duplicate_share([]) == data_share([]) == 0.0

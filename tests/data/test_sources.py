@@ -1,0 +1,272 @@
+"""Sources: every format gives documents; every bad input gives one clear error or a counted skip."""
+
+import gzip
+import json
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from modelwright.core.errors import ConfigError, DataError
+from modelwright.data.document import Document
+from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+
+LINES = "".join(json.dumps({"text": f"record number {i}"}) + "\n" for i in range(4))
+
+
+def read(*sources, **settings) -> tuple[list[Document], SourceReport]:
+    report = SourceReport()
+    config = SourceConfig(sources=tuple(map(str, sources)), **settings)
+    return list(read_documents(config, report=report)), report
+
+
+def texts(*sources, **settings) -> list[str]:
+    return sorted(document.text for document in read(*sources, **settings)[0])
+
+
+RECORDS = sorted(f"record number {i}" for i in range(4))
+
+
+def write_zst(path: Path, text: str, frames: int = 1) -> Path:
+    size = -(-len(text) // frames)
+    parts = [text[i : i + size].encode() for i in range(0, len(text), size)]
+    path.write_bytes(b"".join(zstandard.ZstdCompressor().compress(part) for part in parts))
+    return path
+
+
+def test_text_and_code_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfA plain text.\r\n")
+    (tmp_path / "b.md").write_text("# Title\n\nProse with ümlauts.\n", encoding="utf-8")
+    (tmp_path / "c.py").write_text("print('x')\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "d.rs").write_text("fn main() {}\n")
+    (tmp_path / "e.png").write_bytes(b"\x89PNG")
+    (tmp_path / ".hidden.txt").write_text("not read")
+    documents, report = read(tmp_path)
+    kinds = {Path(document.source).name: document.kind for document in documents}
+    assert kinds == {"a.txt": "prose", "b.md": "prose", "c.py": "code", "d.rs": "code"}
+    assert next(d.text for d in documents if d.source.endswith("a.txt")) == "A plain text.\r\n"
+    assert report.skipped == {"unsupported extension .png": 1}
+    assert report.documents == {"prose": 2, "code": 2}
+    assert report.num_files == 4
+
+
+def test_long_texts_are_cut_at_blank_lines(tmp_path: Path) -> None:
+    text = "\n\n".join(f"Paragraph {i} " + "word " * 30 for i in range(50)) + "\n"
+    path = tmp_path / "long.txt"
+    path.write_text(text)
+    documents, _ = read(path, section_chars=1000, heldout_fraction=0.0)
+    assert "".join(document.text for document in documents) == text
+    assert len(documents) > 5
+    assert all(document.text.startswith("Paragraph") for document in documents)
+    assert documents[1].id.startswith(f"{path}:")
+
+
+@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz", "r.jsonl.zst"])
+def test_jsonl(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if name.endswith(".gz"):
+        path.write_bytes(gzip.compress(LINES.encode()))
+    elif name.endswith(".zst"):
+        write_zst(path, LINES, frames=3)
+    else:
+        path.write_text(LINES.rstrip("\n"))
+    assert texts(path) == RECORDS
+
+
+def test_parquet_and_arrow_folders(tmp_path: Path) -> None:
+    table = pa.table({"text": RECORDS, "id": [1, 2, 3, 4]})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    assert texts(tmp_path / "t.parquet") == RECORDS
+
+    folder = tmp_path / "dataset"
+    for split in ("train", "test"):
+        (folder / split).mkdir(parents=True)
+        (folder / split / "state.json").write_text("{}")
+        (folder / split / "dataset_info.json").write_text("{}")
+        with pyarrow.ipc.new_stream(folder / split / "data-00000-of-00001.arrow", table.schema) as stream:
+            stream.write_table(pa.table({"text": [f"{split} {i}" for i in range(3)], "id": [1, 2, 3]}))
+        (folder / split / "cache-12.arrow").write_bytes(b"not read")
+    (folder / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    documents, report = read(folder, heldout_fraction=0.0)
+    assert {(d.text.split()[0], d.split) for d in documents} == {("train", "train"), ("test", "heldout")}
+    assert len(documents) == 6
+    assert not report.skipped
+
+
+def test_datasets_library_folder(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_dict({"question": ["Why?", "How?"], "answer": ["So.", "Thus."]})
+    dataset.save_to_disk(tmp_path / "saved")
+    documents, _ = read(tmp_path / "saved")
+    assert {d.meta["answer"] for d in documents} == {"So.", "Thus."}
+    assert {d.kind for d in documents} == {"qa"}
+
+
+def test_globs_urls_and_repeats(tmp_path: Path) -> None:
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text(f"text {i}")
+    (tmp_path / "odd[1].txt").write_text("odd name")
+    assert texts(tmp_path / "[01].txt") == ["text 0", "text 1"]
+    assert texts(tmp_path / "odd[1].txt") == ["odd name"]
+    assert len(texts(tmp_path / "*.txt", tmp_path, f"file://{tmp_path}/0.txt")) == 4
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/box/a.jsonl", LINES.encode())
+    assert texts("memory://box/a.jsonl") == texts("memory://box") == texts("memory://box/*.jsonl") == RECORDS
+
+
+def test_conversations(tmp_path: Path) -> None:
+    turns = [{"role": role, "content": role} for role in ("system", "user", "assistant", "user", "assistant")]
+    records = [{"question": "Q", "answer": "A"}, {"messages": turns}, {"messages": turns[1:3]}]
+    (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, records)))
+    documents, _ = read(tmp_path / "qa.jsonl", heldout_fraction=0.0)
+    assert [d.kind for d in documents] == ["qa"] * 3
+    assert documents[0].meta == {"question": "Q", "answer": "A"}
+    assert documents[0].text == "Q\n\nA"
+    assert documents[1].messages == turns
+    assert documents[1].body == "assistant\n\nassistant"
+    assert documents[2].meta == {"question": "user", "answer": "assistant"}
+
+
+def test_a_kept_document_can_come_in_again(tmp_path: Path) -> None:
+    document = Document(id="x", text="Some text", kind="code", split="heldout", source="s", meta={"a": 1})
+    (tmp_path / "kept.jsonl").write_text(document.to_json())
+    assert read(tmp_path / "kept.jsonl")[0] == [document]
+
+
+def test_half_surrogates_become_question_marks(tmp_path: Path) -> None:
+    (tmp_path / "s.jsonl").write_text('{"text": "broken \\ud83d here"}\n{"text": "whole \\ud83d\\ude00"}')
+    assert texts(tmp_path / "s.jsonl") == ["broken ? here", "whole 😀"]
+
+
+def test_split_depends_on_the_text_alone(tmp_path: Path) -> None:
+    for order, name in ((range(400), "a.jsonl"), (reversed(range(400)), "b.jsonl")):
+        (tmp_path / name).write_text("\n".join(json.dumps({"text": f"text {i}"}) for i in order))
+    sides = [{d.text: d.split for d in read(tmp_path / name)[0]} for name in ("a.jsonl", "b.jsonl")]
+    assert sides[0] == sides[1]
+    assert 8 <= sum(side == "heldout" for side in sides[0].values()) <= 32
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_something_is_held_out_of_few_documents(tmp_path: Path, count: int) -> None:
+    (tmp_path / "few.jsonl").write_text("\n".join(json.dumps({"text": f"text {i}"}) for i in range(count)))
+    sides = [document.split for document in read(tmp_path / "few.jsonl", heldout_fraction=0.001)[0]]
+    assert len(sides) == count
+    assert sides.count("heldout") == 1
+    assert "heldout" not in [d.split for d in read(tmp_path / "few.jsonl", heldout_fraction=0.0)[0]]
+
+
+def test_one_document_is_for_training(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("alone")
+    assert [document.split for document in read(tmp_path / "one.txt", heldout_fraction=0.001)[0]] == ["train"]
+
+
+def fails(match: str, *sources, **settings) -> None:
+    with pytest.raises(DataError, match=match):
+        read(*sources, **settings)
+
+
+def test_missing_and_unsupported_sources(tmp_path: Path) -> None:
+    fails(r"nothing\.txt: no such file or directory; check --data\.sources", tmp_path / "nothing.txt")
+    fails(r"the pattern matches no file", tmp_path / "*.txt")
+    fails(r"the directory holds no file of a supported format", tmp_path)
+    (tmp_path / "a.docx").write_bytes(b"x")
+    fails(r"a\.docx: the extension \.docx is not supported; convert it to one of \.txt", tmp_path / "a.docx")
+    (tmp_path / "README").write_bytes(b"x")
+    fails(r"README: the extension \(none\) is not supported", tmp_path / "README")
+    fails(r"nope://x/y: is no address that fsspec knows", "nope://x/y")
+    fails(r"needs a package that is not installed", "adl://x/y.txt")
+    with pytest.raises(ConfigError, match="sources: is empty"):
+        SourceConfig(sources=())
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n{"text": "  "}\n{"text": null}\n'])
+def test_empty_corpus(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "e.jsonl"
+    path.write_text(content)
+    fails(r"e\.jsonl: the corpus is empty", path)
+
+
+def test_corrupt_line(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"text": "good one"}\n{"text": "cut\n[1, 2]\n{"text": "good two"}\n')
+    fails(r"c\.jsonl:2: is not valid JSON \(.*column 14\); mend the line.*--data\.on_bad_record skip", path)
+    documents, report = read(path, on_bad_record="skip")
+    assert {d.text for d in documents} == {"good one", "good two"}
+    assert report.skipped == {"not JSON": 1, "not a JSON object": 1}
+    assert report.examples["not JSON"] == [f"{path}:2"]
+
+
+def test_missing_text_field_names_those_that_are_there(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"content": "the text", "url": "u"}\n')
+    fails(r"m\.jsonl:1: has no field 'text' \(its fields: content, url\); .*--data\.text_field", path)
+    assert texts(path, text_field="content") == ["the text"]
+    pyarrow.parquet.write_table(pa.table({"body": ["x"], "id": [1]}), tmp_path / "m.parquet")
+    fails(r"m\.parquet: row 1: has no field 'text' \(its fields: body, id\)", tmp_path / "m.parquet")
+    path.write_text('{"text": 5}\n')
+    fails(r"m\.jsonl:1: the field 'text' holds a int", path)
+
+
+@pytest.mark.parametrize(("record", "problem"), [
+    ({"messages": []}, "not a list of turns"),
+    ({"messages": [{"role": "user"}]}, "has no text"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "the role 'robot'"),
+    ({"messages": [{"role": "user", "content": "x"}]}, "has no answer"),
+    ({"question": "x", "answer": None}, "question or answer is no text"),
+])  # fmt: skip
+def test_bad_conversations(tmp_path: Path, record: dict, problem: str) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text(json.dumps(record) + '\n{"question": "Q", "answer": "A"}')
+    fails(rf"q\.jsonl:1: .*{problem}", path)
+    documents, report = read(path, on_bad_record="skip")
+    assert len(documents) == 1
+    assert report.skipped == {"bad conversation": 1}
+
+
+def test_truncated_compression(tmp_path: Path) -> None:
+    lines = "".join(json.dumps({"text": f"{i} " + str(i * 7919) * 20}) + "\n" for i in range(2000))
+    checked = zstandard.ZstdCompressor(write_checksum=True)
+    for path, compress in ((tmp_path / "t.jsonl.gz", gzip.compress), (tmp_path / "t.jsonl.zst", checked.compress)):
+        whole = compress(lines.encode())
+        path.write_bytes(whole[: len(whole) * 2 // 3])
+        fails(rf"t\.jsonl{path.suffix}:\d+: the \w+ data is cut off here", path)
+        documents, report = read(path, on_bad_record="skip")
+        assert 100 < len(documents) < 2000
+        assert report.skipped["cut off"] == 1
+        assert set(report.skipped) <= {"cut off", "not JSON"}
+        path.write_bytes(whole[:300] + b"\0\1\2" + whole[303:])
+        fails(rf"t\.jsonl{path.suffix}:\d+: the \w+ data is damaged here", path)
+        path.write_bytes(b"not compressed at all")
+        fails(rf"t\.jsonl{path.suffix}:1: the \w+ data is damaged here", path)
+
+
+def test_truncated_tables(tmp_path: Path) -> None:
+    table = pa.table({"text": [f"text {i}" for i in range(5000)]})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    with pyarrow.ipc.new_stream(tmp_path / "t.arrow", table.schema) as stream:
+        stream.write_table(table, max_chunksize=1000)
+    (tmp_path / "good.txt").write_text("good")
+    for path in (tmp_path / "t.parquet", tmp_path / "t.arrow"):
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2])
+        fails(rf"{path.name}: .*the \w+ file is damaged or cut off", path)
+        _, report = read(tmp_path / "good.txt", path, on_bad_record="skip")
+        assert report.skipped == {"damaged file": 1}
+
+
+def test_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "l.txt"
+    path.write_bytes("erste Zeile\nzweite\nsch\xf6n\n".encode("latin1"))
+    fails(r"l\.txt:3: is not UTF-8 \(byte 0xf6\); convert the file \(iconv -f LATIN1 -t UTF-8\)", path)
+    fails(r"the corpus is empty \(1 not UTF-8\)", path, on_bad_record="skip")
+    path.write_text("wide", encoding="utf-16")
+    fails(r"l\.txt:1: is not UTF-8 .*iconv -f UTF-16", path)
+    lines = tmp_path / "l.jsonl"
+    lines.write_bytes(b'{"text": "good"}\n{"text": "sch\xf6n"}\n')
+    fails(r"l\.jsonl:2: is not UTF-8", lines)
+    assert texts(lines, on_bad_record="skip") == ["good"]
