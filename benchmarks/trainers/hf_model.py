@@ -35,7 +35,8 @@ def load_model(task: Task) -> nn.Module:
     """The initial weights as a `transformers` model with SDPA and without a KV cache."""
     model = AutoModelForCausalLM.from_pretrained(task.folder / "model", attn_implementation="sdpa", dtype=torch.float32)
     model.config.use_cache = False
-    return model.to(task.device)
+    model.to(torch.device(task.device))  # type: ignore[arg-type]
+    return model
 
 
 def first_loss(model: nn.Module, task: Task) -> float:

@@ -46,5 +46,5 @@ def run(task: Task, out: Path) -> Trained:
     )
     trainer = Trainer(model, arguments, train_dataset=Rows(task), data_collator=collate, callbacks=[Ticker(clock)])
     trainer.train()
-    model.save_pretrained(out)
+    model.save_pretrained(out)  # type: ignore[operator]
     return Trained(clock=clock, first_loss=loss, weights=out)

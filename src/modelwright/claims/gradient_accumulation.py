@@ -74,7 +74,8 @@ def measure(setting: Setting) -> Result:
     text = workbench.prepare_text(setting)
     errors: dict[str, list[float]] = {}
     shares = {}
-    for kind, mode in (("full", "best_fit"), ("ragged", "pad")):
+    modes: dict[str, workbench.Mode] = {"full": "best_fit", "ragged": "pad"}
+    for kind, mode in modes.items():
         rows = workbench.packed_rows(setting, text, seq_len=size.seq_len, mode=mode, split="train")
         loader = PackedLoader(rows, batch_rows=size.batch_rows, seed=SEED)
         shares[kind] = loader.batch(0).num_targets / size.batch_tokens

@@ -94,7 +94,7 @@ class Size:
 def size(setting: Setting) -> Size:
     """The bench's usual run: some seconds in quick mode, about half a minute otherwise (one core)."""
     if setting.quick:
-        return Size(model_dim=64, num_layers=2, seq_len=128, batch_rows=8, num_steps=60)
+        return Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=120)
     return Size(model_dim=128, num_layers=4, seq_len=256, batch_rows=4, num_steps=300)
 
 
