@@ -15,9 +15,10 @@ from modelwright.data.batch import IGNORED
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.train.loop import load_best
 from modelwright.train.objective import forward
+from tolerances import TOLERANCES
 
 EXACT = {"rtol": 1e-11, "atol": 1e-13}
-CLOSE = {"rtol": 2e-4, "atol": 2e-5}
+CLOSE = TOLERANCES["fp32_trained"]
 
 
 class Spy:

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from modelwright.core.records import column, read_records
+from tolerances import TOLERANCES
 
 EXACT = {"rtol": 1e-11, "atol": 1e-13}
-LOSS = {"rtol": 1e-5, "atol": 1e-5}  # the row `fp32_loss` of the table of tolerances
+LOSS = TOLERANCES["fp32_loss"]
 
 
 @pytest.fixture(scope="module")

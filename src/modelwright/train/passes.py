@@ -23,3 +23,10 @@ def compile_each_block(model: Decoder, *, backend: str = "inductor") -> Decoder:
     for block in model.blocks:
         block.compile(backend=backend)
     return model
+
+
+def remove_passes(model: Decoder) -> None:
+    """Take the passes off again, so that the model is plain once more (and may be trained again)."""
+    for block in model.blocks:
+        block.__dict__.pop("forward", None)
+        block._compiled_call_impl = None
