@@ -35,9 +35,14 @@ def test_content_digest_is_of_the_content_alone(tmp_path: Path) -> None:
 
 def test_a_failed_rewrite_keeps_the_old_one(tmp_path: Path) -> None:
     make(tmp_path / "a")
-    with pytest.raises(RuntimeError), write_artifact(tmp_path / "a", kind="thing", digest="e") as draft:
-        (draft.path / "half").write_text("half")
-        raise RuntimeError
+
+    def fail() -> None:
+        with write_artifact(tmp_path / "a", kind="thing", digest="e") as draft:
+            (draft.path / "half").write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert read_manifest(tmp_path / "a").digest == "d"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 

@@ -11,11 +11,15 @@ from modelwright.pipeline.journal import StageLog, begin_attempt, read_attempts,
 
 
 def test_log_has_notes_and_how_it_ended(tmp_path: Path) -> None:
-    with pytest.raises(Stopped), StageLog(tmp_path / "log.txt", SilentProgress(), "Training") as log:
-        log.begin("train", 10, "steps")
-        log.advance(1, loss=2.0)
-        log.note("a note")
-        raise Stopped("asked to")
+    def work() -> None:
+        with StageLog(tmp_path / "log.txt", SilentProgress(), "Training") as log:
+            log.begin("train", 10, "steps")
+            log.advance(1, loss=2.0)
+            log.note("a note")
+            raise Stopped("asked to")
+
+    with pytest.raises(Stopped):
+        work()
     lines = [line.split(" ", 1)[1] for line in (tmp_path / "log.txt").read_text().splitlines()]
     assert lines == ["Training: begins", "a note", "Training: Stopped: asked to"]
 

@@ -1,7 +1,11 @@
 """The other commands: each reads its words, calls one function of the floors below, prints what comes back."""
 
 import argparse
+import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,9 +65,10 @@ def serve(words: Sequence[str]) -> int:
     parser.add_argument("target", metavar="RUN|MODEL_FOLDER", help="a run directory, its name, or a model folder")
     parser.add_argument("--int8", action="store_true", help="serve the run's INT8 model")
     parser.add_argument("--name", default="", help="what clients call the model (default: the run's name)")
+    parser.add_argument("--with-parent", action="store_true", help="stop when the process that started it has gone")
     parser.epilog = "Every other setting of the server can be given by its name, --port 0 takes a free port."
     leading, options = split_words(words)
-    own, rest = _split_own(leading, options, {"int8": 0, "name": 1, "help": 0}, words)
+    own, rest = _split_own(leading, options, ("int8", "name", "with-parent", "help"), words)
     parsed = parser.parse_args(own)
     from modelwright.core.config import dump, merge, parse
     from modelwright.pipeline.models import find_model
@@ -71,6 +76,8 @@ def serve(words: Sequence[str]) -> int:
     from modelwright.serve.server import run_server
 
     found = find_model(_run_or_folder(parsed.target), int8=parsed.int8)
+    if parsed.with_parent:
+        _leave_with_parent()
     settings = parse(ServeConfig, merge(dump(found.server), read_overrides(ServeConfig, rest)))
     run_server(found.folder, settings, model_name=parsed.name or found.name, announce=_say)
     return 0
@@ -172,9 +179,9 @@ def _target(words: Sequence[str], name: str, config: type) -> tuple[str, dict[st
 
 
 def _split_own(
-    leading: Sequence[str], options: Sequence[tuple[str, list[str]]], own: dict[str, int], words: Sequence[str]
+    leading: Sequence[str], options: Sequence[tuple[str, list[str]]], own: Sequence[str], words: Sequence[str]
 ) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Words for the parser, and the options that are settings. `own`: the parser's options and their value counts."""
+    """Words for the parser, and the options that are settings. `own`: the parser's options."""
     spelled = list(leading) + (["--help"] if "-h" in words else [])
     rest = []
     for name, values in options:
@@ -190,6 +197,18 @@ def _run_or_folder(word: str) -> Path:
     from modelwright.recipes.load import find_run
 
     return Path(word) if (Path(word) / "config.json").is_file() else find_run(word).path
+
+
+def _leave_with_parent() -> None:
+    """Ask this process to stop as SIGTERM does once its parent is another one: a killed parent can tell nobody."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _say(line: str) -> None:

@@ -56,7 +56,7 @@ def field_type(config: type, dotted: str) -> Any:
         elif typing.get_origin(hint) is dict:
             hint = typing.get_args(hint)[1]
         else:
-            raise ConfigError(f"--{dotted}: unknown setting; did you mean --{_nearest(config, dotted)}?")
+            raise ConfigError(f"--{dotted}: unknown setting; did you mean --{_nearest(config, dotted)}?{_known(hint)}")
     return hint
 
 
@@ -68,8 +68,15 @@ def all_paths(config: type, prefix: str = "") -> Iterator[str]:
             yield from all_paths(hint, f"{prefix}{name}.")
 
 
+def _known(group: Any) -> str:
+    """What there is beside an unknown name."""
+    return f" (known there: {', '.join(typing.get_type_hints(group))})" if dataclasses.is_dataclass(group) else ""
+
+
 def _nearest(config: type, dotted: str) -> str:
     known = list(all_paths(config))
+    group = dotted.rpartition(".")[0] + "."
+    known = [path for path in known if path.startswith(group)] or known
     by_last: dict[str, str] = {path.rpartition(".")[2]: path for path in reversed(known)}
     near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.75)
     if not near:

@@ -1,0 +1,173 @@
+"""The whole pipeline as a person runs it: one run, then everything that can be asked of it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from modelwright.core.artifacts import read_manifest
+from modelwright.core.config import load_yaml
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+CHROMIUM = Path("/usr/bin/chromium")
+STAGES = ("clean", "tokenize", "pack", "pretrain", "sft", "evaluate", "quantize", "serve", "report")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, command: Command, small_words: tuple[str, ...]) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    done = command(*small_words, "--run-dir", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert f"report   {folder}/report.html" in done.stdout
+    return folder
+
+
+def words_of(done: subprocess.CompletedProcess[str], name: str) -> str:
+    """What the summary says after `name`."""
+    lines = [line.split(None, 1) for line in done.stdout.splitlines()]
+    return next((parts[1] for parts in lines if parts[0] == name), "")
+
+
+def test_every_stage_left_a_whole_artifact(run: Path) -> None:
+    for name in STAGES:
+        manifest = read_manifest(run / name / "artifact", kind=name, verify=True)
+        assert set(manifest.inputs) <= set(STAGES)
+        journal = json.loads((run / name / "stage.json").read_text())
+        assert [entry["state"] for entry in journal["attempts"]] == ["done"]
+    info = json.loads((run / "run.json").read_text())
+    assert info["invocations"][0]["state"] == "done"
+    assert set(info["stages"]) == set(STAGES)
+    assert (run / "pretrain" / "metrics.jsonl").exists()
+    assert list((run / "pretrain" / "tensorboard").iterdir())
+
+
+def test_a_rerun_skips_everything_by_recipe_by_yaml_and_by_folder(
+    run: Path, inside: Command, small_words: tuple[str, ...]
+) -> None:
+    for words in ((*small_words, "--run-dir", str(run)), ("run", str(run))):
+        done = inside(*words)
+        assert done.returncode == 0, done.stderr
+        assert words_of(done, "ran") == ""
+        assert words_of(done, "kept") == ", ".join(STAGES)
+    before = (run / "config.yaml").read_text()
+    done = inside("run", str(run / "config.yaml"), "--run-dir", str(run))
+    assert words_of(done, "ran") == "", done.stderr
+    assert (run / "config.yaml").read_text() == before
+
+
+def test_the_resolved_config_holds_no_wish(run: Path) -> None:
+    config = load_yaml(run / "config.yaml")
+    assert config["hardware"] == {"device": "cpu", "num_threads": 1}
+    assert "fastest" not in yaml.safe_dump({name: config[name] for name in ("hardware", "pretrain", "sft", "quantize")})
+
+
+def test_a_changed_setting_runs_only_what_depends_on_it(run: Path, inside: Command) -> None:
+    before = {name: read_manifest(run / name / "artifact").content_digest for name in STAGES}
+    done = inside("run", str(run), "--serve.max_tokens", "5", "--stages", "serve")
+    assert words_of(done, "ran") == "serve", done.stderr
+    done = inside("run", str(run))
+    assert words_of(done, "ran") == "report", done.stderr
+    after = {name: read_manifest(run / name / "artifact").content_digest for name in STAGES}
+    assert [name for name in STAGES if before[name] != after[name]] == ["serve", "report"]
+
+
+def test_stages_that_are_needed_must_be_up_to_date(run: Path, inside: Command) -> None:
+    done = inside("run", str(run), "--sft.learning_rate", "1e-5", "--stages", "evaluate")
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith("sft was made with other settings and is needed; add sft to --stages")
+
+
+def test_dry_run_changes_nothing(run: Path, inside: Command) -> None:
+    before = sorted((str(path), path.stat().st_mtime_ns) for path in run.rglob("*"))
+    done = inside("run", str(run), "--dry-run", "--sft.learning_rate", "1e-5")
+    assert done.returncode == 0, done.stderr
+    assert "parameters  " in done.stdout
+    assert "pretrain    finished, kept" in done.stdout
+    assert "sft         to be made again" in done.stdout
+    assert sorted((str(path), path.stat().st_mtime_ns) for path in run.rglob("*")) == before
+
+
+def test_the_server_answered_and_left(run: Path) -> None:
+    answers = json.loads((run / "serve" / "artifact" / "answers.json").read_text())
+    assert len(answers["answers"]) == 3
+    assert answers["streamed"]["answer"] == answers["answers"][0]["answer"]
+    assert answers["num_metrics"] > 10
+
+
+def test_export_loads_in_transformers(run: Path, inside: Command, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    done = inside("export", str(run), "--to", "hf", str(tmp_path / "hf"))
+    assert done.returncode == 0, done.stderr
+    assert "manifest.json" not in [path.name for path in (tmp_path / "hf").iterdir()]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+    assert model.config.vocab_size >= len(tokenizer)
+    assert "hello" in text
+    again = inside("export", str(run), "--to", "hf", str(tmp_path / "hf"))
+    assert again.returncode == 2
+    assert "--overwrite" in again.stderr
+
+
+def test_start_from_the_exported_folder(
+    run: Path, command: Command, tmp_path: Path, corpus: Path, small_words: tuple[str, ...]
+) -> None:
+    command("export", str(run), "--to", "hf", str(tmp_path / "hf"), "--stage", "pretrain")
+    target = tmp_path / "second"
+    done = command(
+        *small_words, "--run-dir", str(target), "--init-from", str(tmp_path / "hf"),
+        "--stages", "clean,pack,sft,report", "--model.num_layers", "9",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert words_of(done, "ran") == "init, clean, pack, sft, report"
+    assert load_yaml(target / "config.yaml")["model"]["num_layers"] == 2
+    same = [(folder / "sft" / "artifact" / "model.safetensors").read_bytes() for folder in (run, target)]
+    assert same[0] == same[1], "the same weights, data and settings must give the same model"
+
+
+def test_two_processes_by_torchrun(run: Path, tmp_path: Path, small_words: tuple[str, ...]) -> None:
+    target = tmp_path / "two"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+        "-m", "modelwright.cli.main", *small_words, "--run-dir", str(target),
+        "--stages", "clean,tokenize,pack,pretrain,report",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("finished in") == 1
+    last = [json.loads((folder / "pretrain/metrics.jsonl").read_text().splitlines()[0]) for folder in (run, target)]
+    assert last[0]["loss"] == pytest.approx(last[1]["loss"], rel=1e-5)
+    assert json.loads((target / "run.json").read_text())["invocations"][0]["world_size"] == 2
+
+
+@pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Chromium")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_report_opens_without_network(run: Path, width: int) -> None:
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as tool:
+        arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        browser = tool.chromium.launch(executable_path=str(CHROMIUM), args=arguments)
+        tab = browser.new_page(viewport={"width": width, "height": 900})
+        requests: list[str] = []
+        tab.on("request", lambda request: requests.append(request.url))
+        tab.goto((run / "report.html").as_uri())
+        titles = tab.locator("h2").all_inner_texts()
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        assert tab.locator("svg").count() >= 12
+        browser.close()
+    assert requests == [(run / "report.html").as_uri()]
+    assert titles == [
+        "Data", "Tokens", "Pretraining", "Fine-tuning", "Benchmarks", "INT8 beside FP32", "Served answers",
+        "Time and memory", "Machine and settings",
+    ]  # fmt: skip
+
+
+def test_report_can_be_written_again_by_name(run: Path, inside: Command) -> None:
+    (run / "report.html").unlink()
+    done = inside("report", str(run))
+    assert done.stdout.strip() == str(run / "report.html")
+    assert (run / "report.html").stat().st_size > 50_000

@@ -1,0 +1,81 @@
+"""Golden resolved configurations: a change of a default is a change that somebody sees."""
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from modelwright.core.config import dump, parse
+from modelwright.core.errors import ConfigError
+from modelwright.pipeline.config import RunConfig
+from modelwright.recipes.load import RECIPES, load
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_golden(name: str) -> None:
+    """After a deliberate change: MODELWRIGHT_WRITE_GOLDEN=1 pytest tests/recipes, and look at the difference."""
+    text = yaml.safe_dump(dump(RECIPES[name]()), sort_keys=False)
+    path = GOLDEN / f"{name}.yaml"
+    if os.environ.get("MODELWRIGHT_WRITE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_a_printed_config_is_the_same_config(name: str) -> None:
+    config = RECIPES[name]()
+    assert parse(RunConfig, yaml.safe_load(yaml.safe_dump(dump(config)))) == config
+
+
+def test_quickstart_has_the_promised_size() -> None:
+    assert 6_000_000 <= RECIPES["quickstart"]().model.num_parameters <= 15_000_000
+
+
+def test_yaml_file_over_a_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("recipe: tiny\npretrain:\n  num_steps: 7\n")
+    request = load(str(path), {"seed": 5})
+    assert request.config.name == "mine"
+    assert (request.config.pretrain.num_steps, request.config.seed) == (7, 5)
+    assert request.run.path == Path("runs/mine")
+
+
+def test_whole_yaml_file(tmp_path: Path) -> None:
+    path = tmp_path / "whole.yaml"
+    path.write_text(yaml.safe_dump(dump(RECIPES["tiny"]())))
+    assert load(str(path), {}, str(tmp_path / "there")).config == RECIPES["tiny"]()
+
+
+@pytest.mark.parametrize(
+    ("target", "overrides", "message"),
+    [
+        ("tine", {}, "did you mean the recipe 'tiny'"),
+        ("none.yaml", {}, r"none\.yaml: no such file"),
+        ("tiny", {"pretrain": {"num_stepz": 1}}, r"pretrain\.num_stepz: unknown setting; did you mean 'num_steps'"),
+        ("tiny", {"pack": {"seq_len": 4096}}, r"pack\.seq_len: 4096 is more than the model's context"),
+        ("tiny", {"tokenizer": {"vocab_size": 5000}}, r"model\.vocab_size: 768 has no room"),
+        ("tiny", {"pretrain": {"batch_tokens": 100}}, r"pretrain\.batch_tokens: 100 must be a multiple of 128"),
+        ("tiny", {"stages": ["pack", "clean"]}, "must be in the pipeline's order: clean, pack"),
+        ("tiny", {"stages": ["clean", "pack"]}, "pack needs tokenize; add it or start from a model folder"),
+        ("tiny", {"stages": ["sft"]}, "sft needs pack"),
+        ("tiny", {"stages": ["clean", "tokenize", "pack", "sft"]}, "sft needs pretrain"),
+        ("tiny", {"stages": []}, "stages: is empty"),
+        ("tiny", {"stages": ["clean", "wash"]}, "'wash' is not one of"),
+        ("tiny", {"name": "a/b"}, "name: 'a/b'"),
+        ("tiny", {"hardware": {"num_threads": -1}}, r"hardware\.num_threads"),
+        ("tiny", {"serve": {"questions": [], "num_heldout_questions": 0}}, r"serve\.questions"),
+    ],
+)
+def test_mistakes_name_the_field_and_the_way_out(target: str, overrides: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(target, overrides)
+
+
+def test_init_from_needs_neither_tokenizer_nor_pretraining() -> None:
+    stages = ["clean", "pack", "sft", "evaluate"]
+    config = load("tiny", {"init_from": "some/model", "stages": stages}).config
+    assert config.trained_stages == ("init", "sft")
