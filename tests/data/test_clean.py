@@ -9,6 +9,7 @@ from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean import CleanConfig, CleanReport, clean_documents, read_dropped, read_kept
 from modelwright.data.document import Document
+from modelwright.data.steps.duplicates import DuplicatesConfig
 from modelwright.data.steps.length import LengthConfig
 from modelwright.data.steps.normalise import normalise
 from modelwright.data.steps.repetition import RepetitionConfig, data_share, duplicate_share, is_data_line
@@ -75,6 +76,16 @@ def test_the_held_out_side_wins_over_training(tmp_path: Path) -> None:
     )  # fmt: skip
     assert [entry.id for entry in read_kept(tmp_path)] == ["d1", "d3", "d5"]
     assert set(reasons(tmp_path).values()) == {("duplicates", "in the held-out set")}
+
+
+def test_a_held_out_text_inside_a_training_text_is_dropped(tmp_path: Path) -> None:
+    inner = "Rotate the given matrix by ninety degrees."
+    outer = f'def rotate(matrix):\n    """{inner}\n\n    Slowly.\n    """\n    return matrix'
+    documents = [document(outer, 0, kind="code"), pair("What is r?", inner, 1, split="heldout")]
+    clean(tmp_path / "on", *documents)
+    assert reasons(tmp_path / "on") == {"d1": ("duplicates", "inside a training text")}
+    clean(tmp_path / "off", *documents, duplicates=DuplicatesConfig(check_contained=False))
+    assert not reasons(tmp_path / "off")
 
 
 def test_same_answer_to_two_questions_is_a_duplicate_but_prose_may_say_it_too(tmp_path: Path) -> None:
