@@ -27,37 +27,37 @@ with join_world(torch.device("cpu")) as world:
         print(world.rank, bucket_bytes, transport.bytes_sent)
     for one, other in zip(*shares):
         torch.testing.assert_close(one, other)
-    assert world.sums([1.0, world.rank]) == [3.0, 3.0]
-    assert world.maxima(world.rank, -world.rank) == [2.0, 0.0]
+    assert world.sums([1.0, world.rank]) == [2.0, 1.0]
+    assert world.maxima(world.rank, -world.rank) == [1.0, 0.0]
     assert world.broadcast(torch.tensor(world.rank)).item() == 0
     world.barrier()
     total = [sum(parts) for parts in zip(*(
         [torch.randn(s, generator=g) for s in ((40, 3), (7,), (), (500,), (2, 2))]
-        for g in (torch.Generator().manual_seed(r) for r in range(3))))]
+        for g in (torch.Generator().manual_seed(r) for r in range(2))))]
     for ours, theirs in zip(shares[0], total):
         torch.testing.assert_close(ours, theirs)
 """
 
 
-def test_sums_over_three_processes_whatever_the_buckets(tmp_path):
+def test_sums_over_two_processes_whatever_the_buckets(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3"}
+    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     processes = [
         subprocess.Popen([sys.executable, script], env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-        for rank in range(3)
+        for rank in range(2)
     ]
     outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert [process.returncode for process in processes] == [0, 0]
     payload = 4 * (120 + 7 + 1 + 500 + 4) + 8 * 9
     for rank, output in enumerate(outputs):
         sent = {int(line.split()[1]): int(line.split()[2]) for line in output.splitlines()}
         assert output.startswith(str(rank))
-        assert sent[10**6] == pytest.approx(payload * 4 / 3, abs=8)
-        assert sent[64] == pytest.approx(payload * 4 / 3, abs=8)
+        assert sent[10**6] == pytest.approx(payload, abs=8)
+        assert sent[64] == pytest.approx(payload, abs=8)
 
 
 def test_a_world_of_one_changes_and_sends_nothing(monkeypatch):
