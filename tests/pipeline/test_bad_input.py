@@ -12,7 +12,7 @@ import zstandard
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 GOOD = "\n".join(
-    json.dumps({"text": f"This is sentence number {n}, which nobody has written before."}) for n in range(40)
+    json.dumps({"text": f"This is sentence number {n}, which nobody has written before."}) for n in range(3000)
 )
 
 
