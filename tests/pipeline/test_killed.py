@@ -1,4 +1,4 @@
-"""Killed at random moments, across stages, and run again: the final weights are those of an undisturbed run, bit for bit.
+"""Killed at random moments, across stages, and run again: the final weights are those of an undisturbed run.
 
 MODELWRIGHT_KILLS=10 pytest tests/pipeline/test_killed.py   ten runs, each killed once, instead of one killed thrice
 """
@@ -33,12 +33,8 @@ def start(words: Sequence[str]) -> subprocess.Popen[str]:
 
 def weights(run: Path) -> dict[str, str]:
     """Hashes of everything that a later stage builds on."""
-    files = [
-        "tokenize/artifact/tokenizer.json",
-        "pretrain/artifact/model.safetensors",
-        "sft/artifact/model.safetensors",
-    ]
-    files += ["quantize/artifact/model.safetensors", "pack/artifact/pretrain/train/tokens-00000.bin"]
+    files = [f"{stage}/artifact/model.safetensors" for stage in ("pretrain", "sft", "quantize")]
+    files += ["tokenize/artifact/tokenizer.json", "pack/artifact/pretrain/train/tokens-00000.bin"]
     return {name: hashlib.sha256((run / name).read_bytes()).hexdigest() for name in files}
 
 
@@ -100,9 +96,7 @@ def test_killed_once(number: int, tmp_path: Path, undisturbed: tuple[Path, float
     whole, duration_s = undisturbed
     moment = random.Random().uniform(0.1, 0.95) * duration_s
     kill_at(words, tmp_path / "run", moment)
-    reached = (
-        [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()] if (tmp_path / "run").exists() else []
-    )
+    reached = sorted(path.parent.name for path in (tmp_path / "run").glob("*/stage.json"))
     finish(words, tmp_path / "run")
     assert weights(tmp_path / "run") == weights(whole), f"killed after {moment:.1f} s in {reached}"
 
