@@ -114,26 +114,25 @@ def test_sigterm_drains_and_exits_with_zero(model_folder):
         "           announce=lambda line: print(line, flush=True))\n"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1", "KEY": "hush-hush"}
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", program, str(model_folder)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.search(r"http://\S+:\d+", line)
-        assert found, line
-        with OpenAI(base_url=f"{found.group()}/v1", api_key="hush-hush", max_retries=0) as client:
-            chunks = client.completions.create(model="tiny", prompt="private words", max_tokens=250, stream=True)
-            first = next(iter(chunks))
-            process.send_signal(signal.SIGTERM)
-            rest = list(chunks)
-            assert first.choices
-            assert rest[-1].choices[0].finish_reason in ("length", "stop")
-        _, errors = process.communicate(timeout=20)
-    finally:
-        process.kill()
-        process.wait()
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.search(r"http://\S+:\d+", line)
+            assert found, line
+            with OpenAI(base_url=f"{found.group()}/v1", api_key="hush-hush", max_retries=0) as client:
+                chunks = client.completions.create(model="tiny", prompt="private words", max_tokens=250, stream=True)
+                first = next(iter(chunks))
+                process.send_signal(signal.SIGTERM)
+                rest = list(chunks)
+                assert first.choices
+                assert rest[-1].choices[0].finish_reason in ("length", "stop")
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 0
     assert "POST /v1/completions 200" in errors
     assert "hush" not in errors
