@@ -13,6 +13,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 RECIPE ?= quickstart
 ARGS ?=
+TORCH_INDEX ?=
 
 .PHONY: demo test lint bench prove gpu-check clean
 
@@ -40,15 +41,16 @@ gpu-check:
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache
 
-# A CPU-only Linux machine gets the CPU build of torch: the default one brings gigabytes of CUDA libraries with it.
+# A CPU-only Linux machine wants the CPU build of torch: the default one brings gigabytes of CUDA libraries with it.
+# Where pip knows no "+cpu" build, TORCH_INDEX names the package index that has it; without one the default is taken.
 $(VENV)/.torch: constraints.txt
 	@test -n "$(PYTHON)" || { echo "Modelwright needs Python 3.11 or newer with the venv module"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@if [ "$$(uname -s)" != Linux ] || command -v nvidia-smi >/dev/null; then \
+	@if [ "$$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then \
+		$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "torch==$(TORCH)+cpu" 2>/dev/null || \
 		$(PIP) -c constraints.txt torch; \
 	else \
-		$(PIP) "torch==$(TORCH)+cpu" 2>/dev/null || \
-		$(PIP) --index-url https://download.pytorch.org/whl/cpu "torch==$(TORCH)"; \
+		$(PIP) -c constraints.txt torch; \
 	fi
 	@touch $@
 

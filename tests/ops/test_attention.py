@@ -108,3 +108,17 @@ def test_tiles_cover_every_token_once():
         seen[row, first:end] += 1
         assert segments[row, start:end].unique().numel() == 1
     assert torch.equal(seen, torch.ones_like(seen))
+
+
+def test_packed_attention_keeps_float64() -> None:
+    segments = torch.tensor([[0] * 5 + [1] * 9, [0] * 14], dtype=torch.int32)
+    q, k, v = make_qkv(segments, 4, 2, dtype=torch.float64)
+    fast = packed_attention(q, k, v, packed_tiles(segments, 4))
+    exact = masked_attention_naive(q, k, v, document_mask(segments))
+    for ours, reference in zip(
+        torch.autograd.grad(fast.sin().sum(), (q, k, v)),
+        torch.autograd.grad(exact.sin().sum(), (q, k, v)),
+        strict=True,
+    ):
+        assert ours.dtype == torch.float64
+        torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)

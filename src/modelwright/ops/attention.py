@@ -88,6 +88,11 @@ def packed_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, tiles: Tile
     return _packed_forward(q_BTHd, k_BTKd, v_BTKd, tiles.bounds_P4, tiles.bias)[0]
 
 
+def _wide(x: Tensor) -> torch.dtype:
+    """The format in which the kernel keeps the softmax's denominator."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 @torch.library.custom_op("modelwright::packed_attention", mutates_args=(), device_types="cpu")
 def _packed_forward(
     q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P4: Tensor, bias: Tensor
@@ -96,7 +101,7 @@ def _packed_forward(
     rows, row_len, num_heads, _ = q_BTHd.shape
     num_kv_heads = k_BTKd.shape[2]
     out_BTHd = torch.empty_like(q_BTHd, memory_format=torch.contiguous_format)
-    lse_BKGT = q_BTHd.new_empty((rows, num_kv_heads, num_heads // num_kv_heads, row_len), dtype=torch.float32)
+    lse_BKGT = q_BTHd.new_empty((rows, num_kv_heads, num_heads // num_kv_heads, row_len), dtype=_wide(q_BTHd))
     q_BKGTd, k_BKGTd, v_BKGTd = _grouped(q_BTHd, k_BTKd, v_BTKd)
     out_BKGTd = out_BTHd.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
     bias = bias.to(q_BTHd.dtype)
@@ -117,7 +122,7 @@ def _packed_forward(
 def _(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P4: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     rows, row_len, num_heads, _ = q_BTHd.shape
     num_kv_heads = k_BTKd.shape[2]
-    lse_BKGT = q_BTHd.new_empty((rows, num_kv_heads, num_heads // num_kv_heads, row_len), dtype=torch.float32)
+    lse_BKGT = q_BTHd.new_empty((rows, num_kv_heads, num_heads // num_kv_heads, row_len), dtype=_wide(q_BTHd))
     return torch.empty_like(q_BTHd, memory_format=torch.contiguous_format), lse_BKGT
 
 
