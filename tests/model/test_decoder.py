@@ -113,5 +113,6 @@ def test_inference_mode_gives_the_same_hidden_states():
     model = make_decoder()
     tokens, positions, segments = make_row(9, 20, 3)
     with torch.inference_mode():
+        hidden = model(tokens, positions, packed_attend(segments))
     with_gradients = model(tokens, positions, packed_attend(segments))
     torch.testing.assert_close(hidden, with_gradients, **TOLERANCES["fp32_op"])
