@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,20 @@ def test_report_can_be_written_again_by_name(run: Path, inside: Command) -> None
     done = inside("report", str(run))
     assert done.stdout.strip() == str(run / "report.html")
     assert (run / "report.html").stat().st_size > 50_000
+
+
+def test_chat_answers_in_the_terminal(run: Path) -> None:
+    words = [sys.executable, "-m", "modelwright.cli.main", "chat", str(run), "--temperature", "0"]
+    done = subprocess.run(words, input="hello\n/exit\n", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Type a question" in done.stdout
+
+
+def test_int8_model_can_be_served(run: Path, tmp_path: Path) -> None:
+    from modelwright.pipeline.models import find_model
+    from modelwright.pipeline.stages.serve import start_server
+
+    found = find_model(run, int8=True)
+    with start_server(found.folder, replace(found.server, port=0), tmp_path, 120) as server:
+        assert server.url.startswith("http://127.0.0.1:")
+    assert server.exit_code == 0

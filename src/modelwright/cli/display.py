@@ -71,7 +71,7 @@ class PlainDisplay:
 
     def advance(self, done: float, **fields: float | str) -> None:
         self._pace.update(done)
-        self._fields = fields
+        self._fields |= fields
         if time.monotonic() - self._last_line >= self._every_s:
             self._last_line = time.monotonic()
             self._print(f"{self._name}: {describe(self._pace, self._unit, self._fields)}")
@@ -109,7 +109,7 @@ class LiveDisplay:
 
     def advance(self, done: float, **fields: float | str) -> None:
         self._pace.update(done)
-        self._fields = fields
+        self._fields |= fields
 
     def note(self, text: str) -> None:
         self._console.print(Text(text))

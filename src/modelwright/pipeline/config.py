@@ -71,13 +71,15 @@ class RunConfig:
 
     name: of the run and, unless told otherwise, of its folder under `runs/`; stages: what the run consists of, in the
     pipeline's order; init_from: a Llama/Qwen3-type Hugging Face folder that training starts from (its tokenizer and
-    shape replace the sections `tokenizer` and `model`), "" for random weights.
+    shape replace the sections `tokenizer` and `model`), "" for random weights; heldout_tokens: how much of the packed
+    held-out text training is judged by while it runs (a fixed random sample; the evaluation is thorough), 0 for all.
     """
 
     name: str
     seed: int = 1
     stages: tuple[StageName, ...] = STAGES
     init_from: str = ""
+    heldout_tokens: int = 65_536
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     data: SourceConfig
     clean: CleanConfig = field(default_factory=CleanConfig)
@@ -94,6 +96,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ConfigError(f"name: {self.name!r} must be usable as a folder's name, without a slash or a first dot")
+        if self.heldout_tokens < 0:
+            raise ConfigError(f"heldout_tokens: must be 0 (all) or more, got {self.heldout_tokens}")
         self._check_stages()
         self._check_lengths()
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump
 from modelwright.core.errors import DataError
 from modelwright.core.seeds import derive_seed
+from modelwright.data.batch import TokenBatch
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.model.decoder import Decoder
@@ -41,7 +42,11 @@ def sft_stage(config: RunConfig) -> Stage:
 
 def _stage(config: RunConfig, name: str, title: str, training: TrainConfig, learn: Learn) -> Stage:
     before = model_before(config, name)
-    settings = {"training": training.identity(), "seed": derive_seed(config.seed, name)}
+    settings = {
+        "training": training.identity(),
+        "seed": derive_seed(config.seed, name),
+        "heldout_tokens": config.heldout_tokens,
+    }
     if not before:
         settings["model"] = dump(config.model)
     return Stage(
@@ -85,7 +90,6 @@ def _learn(
     batch_rows = training.batch_rows(packed.seq_len, world_size=world.size)
     loader = PackedLoader(packed, batch_rows=batch_rows, seed=derive_seed(config.seed, name, "order"))
     num_steps = training.resolve_num_steps(loader.num_batches_per_epoch)
-    heldout_rows = rows.parent / "heldout"
     microbatch_rows = max(1, batch_rows // (training.num_microbatches * world.size))
     result = train(
         model,
@@ -98,11 +102,23 @@ def _learn(
         name=name,
         input_digest=context.digest,
         progress=context.progress,
-        heldout=HeldoutBatches(PackedRows(heldout_rows), batch_rows=microbatch_rows) if heldout_rows.is_dir() else (),
+        heldout=heldout_sample(rows.parent / "heldout", config, batch_rows=microbatch_rows),
         peak_flops=peak_flops(context, config, training),
     )
     taken = _take_best(model, context, training, result)
     return _facts(result, model, num_steps, loader, taken, context)
+
+
+def heldout_sample(folder: Path, config: RunConfig, *, batch_rows: int) -> Sequence[TokenBatch]:
+    """The held-out batches that training is judged by: about `config.heldout_tokens`, always the same ones."""
+    if not folder.is_dir():
+        return ()
+    packed = PackedRows(folder)
+    wanted = packed.num_rows if not config.heldout_tokens else config.heldout_tokens // packed.seq_len
+    if wanted >= packed.num_rows:
+        return HeldoutBatches(packed, batch_rows=batch_rows)
+    loader = PackedLoader(packed, batch_rows=batch_rows, seed=derive_seed(config.seed, "heldout"))
+    return [loader.batch(number) for number in range(max(1, wanted // batch_rows))]
 
 
 def _take_best(model: Decoder, context: StageContext, training: TrainConfig, result: TrainResult) -> int:
