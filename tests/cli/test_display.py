@@ -27,7 +27,7 @@ def test_plain_line_says_rate_loss_and_time_left() -> None:
     display.advance(10, loss=2.34567, mfu=0.523)
     display.advance(20, loss=2.2, mfu=0.5)
     last = stream.getvalue().splitlines()[-1]
-    assert re.fullmatch(r"pretrain: 20/100 steps, \S+ steps/s, loss 2.2, mfu 50%, \S+ s left", last)
+    assert re.fullmatch(r"pretrain: 20/100 steps, \S+ s left, loss 2.2, mfu 50%, \S+ steps/s", last)
 
 
 def test_a_stream_that_is_no_terminal_gets_plain_lines() -> None:

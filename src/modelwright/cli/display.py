@@ -16,6 +16,7 @@ from modelwright.core.progress import Progress
 
 LINE_EVERY_S = 10.0
 RATE_WINDOW_S = 20.0
+_FIRST = ("loss", "mfu")
 
 
 def choose_display(stream: TextIO) -> Progress:
@@ -121,21 +122,22 @@ class LiveDisplay:
 
     def _render(self) -> Table:
         table = Table.grid(padding=(0, 1), expand=False)
-        bar = ProgressBar(total=self._pace.total or None, completed=self._pace.done, width=24)
+        bar = ProgressBar(total=self._pace.total or None, completed=self._pace.done, width=14)
         words = describe(self._pace, self._unit, self._fields)
         table.add_row(Text(self._name, style="bold"), bar, Text(words, overflow="ellipsis", no_wrap=True))
         return table
 
 
 def describe(pace: Pace, unit: str, fields: dict[str, float | str]) -> str:
-    """`1,024/2,000 steps, 3.1 steps/s, loss 2.31, mfu 52%, 0:05:12 left`."""
+    """`1,024/2,000 steps, 0:05:12 left, loss 2.31, mfu 52%, 3.1 steps/s`: what matters most stands first."""
     total = f"/{pace.total:,.0f}" if pace.total else ""
     parts = [f"{pace.done:,.0f}{total} {unit}"]
-    if pace.rate > 0:
-        parts.append(f"{pace.rate:,.4g} {unit}/s")
-    parts += [f"{key} {show(value, key)}" for key, value in fields.items()]
     if pace.left_s is not None:
         parts.append(f"{duration(pace.left_s)} left")
+    ordered = sorted(fields, key=lambda key: _FIRST.index(key) if key in _FIRST else len(_FIRST))
+    parts += [f"{key} {show(fields[key], key)}" for key in ordered]
+    if pace.rate > 0:
+        parts.append(f"{pace.rate:,.4g} {unit}/s")
     return ", ".join(parts)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class ResourceUse:
-    """Wall time, CPU time and peak resident memory of the `with` block.
+    """Wall time, CPU time (ended child processes included) and peak resident memory of the `with` block.
 
     Linux can reset the peak (`/proc/self/clear_refs`), so that each block has its own; elsewhere the peak is that
     of the whole process so far and `peak_is_own` is false.
@@ -26,12 +26,12 @@ class ResourceUse:
 
     def __enter__(self) -> "ResourceUse":
         self.peak_is_own = _reset_peak()
-        self._wall, self._cpu = time.perf_counter(), time.process_time()
+        self._wall, self._cpu = time.perf_counter(), _cpu_seconds()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.wall_s = time.perf_counter() - self._wall
-        self.cpu_s = time.process_time() - self._cpu
+        self.cpu_s = _cpu_seconds() - self._cpu
         self.peak_bytes = peak_resident_bytes()
 
 
@@ -81,6 +81,12 @@ def git_commit(folder: Path) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+def _cpu_seconds() -> float:
+    """CPU time of this process and of its children that have ended."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
 
 
 def _reset_peak() -> bool:

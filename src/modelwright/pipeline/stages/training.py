@@ -105,6 +105,7 @@ def _learn(
         heldout=heldout_sample(rows.parent / "heldout", config, batch_rows=microbatch_rows),
         peak_flops=peak_flops(context, config, training),
     )
+    context.progress.note(_summary(name, num_steps, result))
     taken = _take_best(model, context, training, result)
     return _facts(result, model, num_steps, loader, taken, context)
 
@@ -176,6 +177,16 @@ def _read_peak(context: StageContext) -> dict[str, Any]:
 def _save(context: StageContext, model: Decoder, tokenizer: Tokenizer, facts: dict[str, Any]) -> None:
     save_model_folder(model, tokenizer, context.output.path)
     context.output.facts |= facts
+
+
+def _summary(name: str, num_steps: int, result: TrainResult) -> str:
+    """`pretrain: 700 steps, loss 2.310, held out 2.402, 2,415 tokens/s, MFU 61%`."""
+    parts = [f"{name}: {num_steps} steps", f"loss {result.loss:.3f}"]
+    if math.isfinite(result.heldout_loss):
+        parts.append(f"held out {result.heldout_loss:.3f}")
+    if result.train_time_s:
+        parts.append(f"{result.num_tokens / result.train_time_s:,.0f} tokens/s")
+    return ", ".join([*parts, f"MFU {result.mfu:.0%}"] if result.mfu else parts)
 
 
 def _finite(value: float) -> float | None:
