@@ -1,11 +1,11 @@
 """Measured rates of the machine: matrix products, INT8 linears, memory bandwidth.
 
 Plans and "fastest" settings rest on these figures, measured at the shapes that the model will use, and never on what
-a processor of that name is supposed to do. Every rate is the median of several repeats under PyTorch's current number
-of threads. Knows nothing about models.
+a processor of that name is supposed to do. Every rate is the best of several repeats under PyTorch's current number of
+threads: other work on the machine can only slow a repeat down, and what serves as a peak must not lie below what the
+machine can do. Knows nothing about models.
 """
 
-import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def matmul_rate(m: int, k: int, n: int, *, dtype: torch.dtype, device: torch.dev
     """FLOP/s of [m, k] @ [k, n] in `dtype`, counted as 2 * m * k * n. A linear layer's layout (weight transposed)."""
     x = torch.randn(m, k, device=device).to(dtype)
     weight = torch.randn(n, k, device=device).to(dtype)
-    return 2.0 * m * k * n / _median_time(lambda: torch.nn.functional.linear(x, weight), device, repeats)
+    return 2.0 * m * k * n / _best_time(lambda: torch.nn.functional.linear(x, weight), device, repeats)
 
 
 def int8_linear_rate(m: int, k: int, n: int, *, backend: Int8Backend, repeats: int = 5) -> float:
@@ -37,14 +37,14 @@ def int8_linear_rate(m: int, k: int, n: int, *, backend: Int8Backend, repeats: i
         call = _fbgemm_call(x, torch.randn(n, k) / k**0.5)
     else:
         call = _int_mm_call(x, torch.randint(-127, 128, (n, k), dtype=torch.int8))
-    return 2.0 * m * k * n / _median_time(call, "cpu", repeats)
+    return 2.0 * m * k * n / _best_time(call, "cpu", repeats)
 
 
 def copy_bandwidth(*, device: torch.device | str, num_bytes: int = 128 * 2**20, repeats: int = 5) -> float:
     """Bytes/s of a large copy, read and write both counted."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
-    return 2.0 * num_bytes / _median_time(lambda: target.copy_(source), device, repeats)
+    return 2.0 * num_bytes / _best_time(lambda: target.copy_(source), device, repeats)
 
 
 def _fbgemm_call(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
@@ -76,11 +76,11 @@ def _int_mm_call(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
     return call
 
 
-def _median_time(call: Callable[[], Tensor], device: torch.device | str, repeats: int) -> float:
-    """Seconds of one call: the median over `repeats`, each at least a millisecond of work, after a warm-up."""
+def _best_time(call: Callable[[], Tensor], device: torch.device | str, repeats: int) -> float:
+    """Seconds of one call: the best of `repeats`, each at least a millisecond of work, after a warm-up."""
     _time(call, device, 1)
     calls = max(1, round(1e-3 / max(_time(call, device, 1), 1e-7)))
-    return statistics.median(_time(call, device, calls) / calls for _ in range(repeats))
+    return min(_time(call, device, calls) / calls for _ in range(repeats))
 
 
 def _time(call: Callable[[], Tensor], device: torch.device | str, calls: int) -> float:
