@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import lightning
+import lightning  # pyright: ignore[reportMissingImports] - installed by `make bench` alone
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader

@@ -56,8 +56,8 @@ def prove(
             wall_s = time.perf_counter() - start
             write_result(claim, result, quick=quick, wall_s=wall_s, around=around, folder=results)
             progress.note(f"{claim.name}: {result.verdict}")
+            write_page(results, page)
             outcomes.append((claim, result))
-    write_page(results, page)
     return outcomes
 
 

@@ -33,7 +33,8 @@ from modelwright.train.config import TrainConfig
 from modelwright.train.loop import train
 from modelwright.train.objective import StepInfo
 
-VOCAB_SIZE = 2048
+VOCAB_SIZE = 512
+"""Small: what a short run learns is then more than the frequencies of tokens."""
 NUM_UNTIMED_STEPS = 3
 Mode = Literal["best_fit", "pad"]
 
@@ -47,7 +48,7 @@ class Size:
     seq_len: int
     batch_rows: int
     num_steps: int
-    learning_rate: float = 3e-3
+    learning_rate: float = 1e-3
 
     @property
     def batch_tokens(self) -> int:
@@ -94,8 +95,8 @@ class Size:
 def size(setting: Setting) -> Size:
     """The bench's usual run: some seconds in quick mode, about half a minute otherwise (one core)."""
     if setting.quick:
-        return Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=120)
-    return Size(model_dim=128, num_layers=4, seq_len=256, batch_rows=4, num_steps=300)
+        return Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=150)
+    return Size(model_dim=128, num_layers=2, seq_len=256, batch_rows=4, num_steps=300)
 
 
 def device() -> torch.device:
