@@ -2,7 +2,8 @@
 
 Folder format: `config.json` with `format: "modelwright-int8"`, the model's shape and the quantisation's parameters;
 `model.safetensors` with, for each quantised matrix `NAME`, `NAME.weight` (int8, [out, in]) and `NAME.scale` (float32,
-[out]), and every other tensor in float32 under its own name. A tied embedding is stored once, as `embedding`.
+[out]), and every other tensor in float32 under its own name. The embedding is one of them; a head that is tied to it
+is not stored again.
 """
 
 import json
@@ -33,7 +34,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 
 FORMAT = "modelwright-int8"
-TIED = "embedding"
+EMBEDDING = "embedding"
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
@@ -46,7 +47,7 @@ class Int8Config:
 
 
 def quantize_model(model: Decoder, config: Int8Config) -> Decoder:
-    """A new decoder with all linears in INT8, the head and a tied embedding too; norms stay as they are.
+    """A new decoder with all linears in INT8, the head and the embedding's table too; norms stay as they are.
 
     `model` is left as it was. The result is for inference: it has no gradients.
     """
@@ -60,9 +61,8 @@ def save_int8(model: Decoder, folder: Path) -> None:
     """Write an INT8 decoder into `folder` in the format of this module."""
     tensors: dict[str, Tensor] = {}
     for name, module in model.named_modules():
-        if isinstance(module, Int8Linear):
-            key = TIED if name == "head" and model.config.tie_embeddings else name
-            tensors[f"{key}.weight"], tensors[f"{key}.scale"] = module.quantized, module.scale
+        if isinstance(module, Int8Embedding) or (isinstance(module, Int8Linear) and not _is_tied_head(model, name)):
+            tensors[f"{name}.weight"], tensors[f"{name}.scale"] = module.quantized, module.scale
     for name, parameter in model.named_parameters():
         tensors[name] = parameter.detach()
     description = {
@@ -111,10 +111,12 @@ def weight_bytes(model: nn.Module) -> int:
 def _matrices(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """The matrices that are quantised, by module name; a tied head goes by the name of the embedding."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
             yield name, module.weight
-    if model.config.tie_embeddings:
-        yield TIED, model.embedding.weight
+
+
+def _is_tied_head(model: Decoder, name: str) -> bool:
+    return name == "head" and model.config.tie_embeddings
 
 
 def _assemble(shape: ModelConfig, tensors: dict[str, Tensor], config: Int8Config) -> Decoder:
@@ -132,20 +134,21 @@ def _assemble(shape: ModelConfig, tensors: dict[str, Tensor], config: Int8Config
         quantized, scale = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.scale")
         if quantized.shape != tensor_shape or scale.shape != tensor_shape[:1] or quantized.dtype != torch.int8:
             raise ModelError(f"INT8 weights: {name} has shape {tuple(quantized.shape)}, not {tuple(tensor_shape)}")
-        _place(model, name, Int8Linear(quantized, scale, backend))
+        _place(model, name, quantized, scale, backend)
     for name, tensor in tensors.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
     return model.eval()
 
 
-def _place(model: Decoder, name: str, linear: Int8Linear) -> None:
-    if name == TIED:
-        model.embedding = Int8Embedding(linear.quantized, linear.scale)  # type: ignore[assignment]
-        model.head = linear  # type: ignore[assignment]
+def _place(model: Decoder, name: str, quantized: Tensor, scale: Tensor, backend: Backend) -> None:
+    if name == EMBEDDING:
+        model.embedding = Int8Embedding(quantized, scale)  # type: ignore[assignment]
+        if model.config.tie_embeddings:
+            model.head = Int8Linear(quantized, scale, backend)  # type: ignore[assignment]
         return
     parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, linear)
+    setattr(model.get_submodule(parent), leaf, Int8Linear(quantized, scale, backend))
 
 
 def _choose(config: Int8Config, matrices: dict[str, tuple[Tensor, Tensor]]) -> Backend:

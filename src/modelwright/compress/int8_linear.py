@@ -80,7 +80,7 @@ class Int8Linear(nn.Module):
 
 
 class Int8Embedding(nn.Module):
-    """An embedding table over INT8 rows, shared with a tied INT8 head."""
+    """An embedding table over INT8 rows; a tied INT8 head shares them."""
 
     def __init__(self, quantized_VD: Tensor, scale_V: Tensor) -> None:
         super().__init__()

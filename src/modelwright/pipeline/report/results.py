@@ -158,7 +158,7 @@ def _bits_table(results: Mapping[str, Any]) -> Table:
     for kind, table in (results.get("baselines") or {}).get("bigram", {}).get("kinds", {}).items():
         rows.append(["token bigram", kind, *_bits_cells(table)])
     header = ["model", "text", "bits per byte", "95 % interval", "nats per token", "documents", "bytes"]
-    caption = "Intervals: bootstrap over documents. The bigram was trained on the same tokens as the model."
+    caption = "Intervals: bootstrap over documents. The bigram saw every training token, the model those of its steps."
     return Table(header, rows, "Bits per byte in numbers", caption, numeric=range(2, 7))
 
 
