@@ -149,6 +149,7 @@ def work(name: str, task: Task, out: Path) -> None:
     losses = heldout_losses(model, Pretrain(loader(task)), list(rows.batches(8))[:16], single(task.device))
     measured = {
         "tokens_per_s": trained.clock.tokens_per_s,
+        "tokens_per_cpu_s": trained.clock.tokens_per_cpu_s,
         "peak_bytes": device_bytes or use.peak_bytes,
         "peak_bytes_above_start": device_bytes or use.peak_bytes - before,
         "first_loss": trained.first_loss,
@@ -160,21 +161,21 @@ def work(name: str, task: Task, out: Path) -> None:
 
 def summarize(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Medians over the repeats, and the spread of the speed as (max - min) / median."""
-    keys = ("tokens_per_s", "peak_bytes", "peak_bytes_above_start", "first_loss", "heldout_loss")
+    keys = ("tokens_per_s", "tokens_per_cpu_s", "peak_bytes", "peak_bytes_above_start", "first_loss", "heldout_loss")
     summary = {key: statistics.median(run[key] for run in runs) for key in keys}
     speeds = [run["tokens_per_s"] for run in runs]
     return summary | {"spread": (max(speeds) - min(speeds)) / summary["tokens_per_s"]}
 
 
 def print_table(summary: Mapping[str, Mapping[str, float]], task: Task) -> None:
-    own = summary.get("Modelwright", {}).get("tokens_per_s", float("nan"))
+    own = summary.get("Modelwright", {})
     print(f"\n{task.compute}, {task.threads} threads, batches of {task.batch_tokens} tokens, {task.device}")
-    print(
-        f"{'trainer':22}{'tokens/s':>10}{'spread':>8}{'ours is':>9}{'peak MiB':>10}{'first loss':>12}{'held-out':>10}"
-    )
+    print(f"{'trainer':21}{'tokens/s':>10}{'spread':>8}{'ours is':>9}{'per CPU s':>11}{'ours is':>9}", end="")
+    print(f"{'peak MiB':>10}{'first loss':>12}{'held-out':>10}")
     for name, of in summary.items():
+        wall, cpu = (own.get(key, float("nan")) / of[key] for key in ("tokens_per_s", "tokens_per_cpu_s"))
         print(
-            f"{name:22}{of['tokens_per_s']:10,.0f}{of['spread']:8.1%}{own / of['tokens_per_s']:8.2f}x"
+            f"{name:21}{of['tokens_per_s']:10,.0f}{of['spread']:8.1%}{wall:8.2f}x{of['tokens_per_cpu_s']:11,.0f}{cpu:8.2f}x"
             f"{of['peak_bytes'] / 2**20:10,.0f}{of['first_loss']:12.5f}{of['heldout_loss']:10.4f}"
         )
 

@@ -55,22 +55,35 @@ class Task:
 
 @dataclass
 class StepClock:
-    """Notes when each step ended. On a GPU it waits for the queue only at the two ends of the timed part."""
+    """Notes when each step ended, in wall time and in this process's processor time (all threads together).
+
+    On a GPU it waits for the queue only at the two ends of the timed part.
+    """
 
     task: Task
     ends: list[float] = field(default_factory=list)
+    cpu_ends: list[float] = field(default_factory=list)
 
     def tick(self) -> None:
         if self.task.device == "cuda" and len(self.ends) + 1 in (self.task.warmup_steps, self.task.num_steps):
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
+        self.cpu_ends.append(time.process_time())
 
     @property
     def tokens_per_s(self) -> float:
         """Throughput over the timed steps, from the end of the last warm-up step to the end of the last step."""
-        assert len(self.ends) == self.task.num_steps, f"{len(self.ends)} steps of {self.task.num_steps} were clocked"
+        return self._rate(self.ends)
+
+    @property
+    def tokens_per_cpu_s(self) -> float:
+        """The same per second of processor time: what is left of a comparison on a machine that others use too."""
+        return self._rate(self.cpu_ends)
+
+    def _rate(self, ends: list[float]) -> float:
+        assert len(ends) == self.task.num_steps, f"{len(ends)} steps of {self.task.num_steps} were clocked"
         timed = self.task.num_steps - self.task.warmup_steps
-        return timed * self.task.batch_tokens / (self.ends[-1] - self.ends[self.task.warmup_steps - 1])
+        return timed * self.task.batch_tokens / (ends[-1] - ends[self.task.warmup_steps - 1])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,7 @@ def test_packing_verdict():
         padded = [run(equal_tokens, 500.0), run(equal_tokens + 0.1, 500.0)]
         in_time = [run(equal_time, 500.0), run(equal_time + 0.11, 500.0)]
         packed = [run(3.0, speed), run(3.1, speed)]
-        return packing.judge(packed, padded, in_time, shares=(1.0, 0.5), size=SIZE, rows=16).kind
+        return packing.judge(packed, padded, in_time, shares=(1.0, 0.5), size=SIZE, rows=16, steps_in_time=3).kind
 
     assert judge(3.0, 3.2, 950.0) == "met"
     assert judge(2.9, 3.2, 950.0) == "short"

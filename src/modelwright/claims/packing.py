@@ -14,7 +14,8 @@ def measure(setting: Setting) -> Result:
     """Train on the same documents packed and padded.
 
     The padded batch has as many more rows as it takes to hold the real tokens of a packed batch. Twice: with the
-    same updates (equal tokens), and with as many updates as fit into the packed run's time (equal time).
+    same updates (equal tokens), and with as many updates as fit into the packed run's time (equal time), the ratio of
+    times being the median over the seeds.
     """
     size = workbench.size(setting)
     text = workbench.prepare_text(setting)
@@ -22,16 +23,23 @@ def measure(setting: Setting) -> Result:
     padded_share = workbench.real_token_share(setting, text, size, mode="pad")
     rows = max(1, round(size.batch_rows * packed_share / padded_share))
     padded_size = replace(size, batch_rows=rows)
-    packed: list[workbench.Run] = []
-    equal_tokens: list[workbench.Run] = []
-    equal_time: list[workbench.Run] = []
-    for seed in range(2 if setting.quick else 5):
+    seeds = range(2 if setting.quick else 5)
+    packed, equal_tokens = [], []
+    for seed in seeds:
         packed.append(workbench.run(setting, text, size, size.train_config(), seed=seed))
         equal_tokens.append(_padded(setting, text, padded_size, seed))
-        slower = equal_tokens[-1].step_s / packed[-1].step_s
-        in_time = replace(padded_size, num_steps=max(1, round(size.num_steps / slower)))
-        equal_time.append(_padded(setting, text, in_time, seed))
-    return judge(packed, equal_tokens, equal_time, shares=(packed_share, padded_share), size=size, rows=rows)
+    slower = statistics.median(b.step_s / a.step_s for a, b in zip(packed, equal_tokens, strict=True))
+    in_time = replace(padded_size, num_steps=max(1, round(size.num_steps / slower)))
+    equal_time = [_padded(setting, text, in_time, seed) for seed in seeds]
+    return judge(
+        packed,
+        equal_tokens,
+        equal_time,
+        shares=(packed_share, padded_share),
+        size=size,
+        rows=rows,
+        steps_in_time=in_time.num_steps,
+    )
 
 
 def _padded(setting: Setting, text: workbench.Text, size: workbench.Size, seed: int) -> workbench.Run:
@@ -46,6 +54,7 @@ def judge(
     shares: tuple[float, float],
     size: workbench.Size,
     rows: int,
+    steps_in_time: int,
 ) -> Result:
     """Met when packing trains more real tokens per second, loses at most `LOSS_TARGET` per token, wins per time."""
     speed_ups = [a.tokens_per_s / b.tokens_per_s for a, b in zip(packed, equal_tokens, strict=True)]
@@ -74,7 +83,7 @@ def judge(
             "real tokens in padded rows": Figure(value=100 * shares[1], unit="%"),
             "possible speed-up": Figure(value=bound, unit="x"),
         },
-        conditions=size.describe() | {"rows of a padded batch": rows},
+        conditions=size.describe() | {"rows of a padded batch": rows, "padded steps in equal time": steps_in_time},
         samples={
             **losses,
             "real tokens per second, packed": [run.tokens_per_s for run in packed],
