@@ -81,7 +81,7 @@ CLAIM = Claim(
     statement="At equal steps, linear warmup over the first 10% and cosine decay end at a lower held-out loss than a "
     "constant learning rate.",
     source="Loshchilov and Hutter, SGDR, ICLR 2017; Haegele et al., Scaling Laws and Compute-Optimal Training Beyond "
-    "Fixed Training Durations, 2024 (arXiv:2405.18392), figures 1-3",
+    "Fixed Training Durations, 2024 (arXiv:2405.18392)",
     published="direction, no single figure: before its cooldown, a constant rate stays above cosine at equal steps",
     compared="warmup + cosine to zero against a constant rate from the first step; same steps, same weights and data "
     "order per seed; each at the best of the same four rates, chosen on a seed of its own",
