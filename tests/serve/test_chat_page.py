@@ -34,6 +34,7 @@ def test_a_question_gets_a_streamed_answer(server: ServerThread, browser, tmp_pa
     page.on("request", lambda request: None if request.url.startswith(server.url) else outside.append(request.url))
     page.goto(server.url)
     sync_api.expect(page.locator("#model")).to_have_text("tiny")
+    page.locator("#temperature").evaluate("box => box.value = 0")
     page.fill("#question", "what does <b>this</b> do?")
     page.keyboard.press("Enter")
     sync_api.expect(page.locator("#send")).to_have_text("Stop")
