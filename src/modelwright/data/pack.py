@@ -81,8 +81,8 @@ def pack(
     """Pack sequences into the shard folder `folder` (made if absent).
 
     Each sequence comes with None (every token is a target) or a loss mask of the same length (1: the token is a
-    target). Every sequence ends with `eos_id`: it is appended, as a target, where it is missing. The same sequences
-    give the same bytes. Raises `DataError` when there is nothing to pack or an id lies outside the vocabulary, and
+    target). Every sequence ends with `eos_id` (of a text or of a turn): it is appended, as a target, where it is
+    missing. The same sequences give the same bytes. Raises `DataError` when there is nothing to pack or an id lies outside the vocabulary, and
     `StorageError` when the disk is full.
     """
     report = PackReport()

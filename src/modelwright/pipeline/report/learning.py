@@ -35,11 +35,20 @@ def training_section(data: RunData, name: str, title: str) -> Section | None:
         return None
     if "skipped" in stage.facts:
         return Section(name, title, [Note(str(stage.facts["skipped"]).capitalize() + ".")])
-    records = stage.records()
+    records = _with_final_peak(stage)
     config = getattr(data.config, name)
     blocks: list[Block] = [*_charts(records, name, config.clip_norm, bool(stage.facts.get("peak_flops")))]
     blocks += [_summary_table(records), *_watch_blocks(stage)]
     return Section(name, title, blocks, _lead(stage, config))
+
+
+def _with_final_peak(stage: StageData) -> list[dict[str, Any]]:
+    """The records with their utilisation against the peak that the stage ended with, not the one it began with."""
+    facts = stage.facts
+    if not facts.get("peak_flops"):
+        return stage.records()
+    scale = facts["live_peak_flops"] / facts["peak_flops"]
+    return [record | {"mfu": record["mfu"] * scale} if "mfu" in record else record for record in stage.records()]
 
 
 def _lead(stage: StageData, config: Any) -> str:

@@ -48,14 +48,16 @@ def _run(context: StageContext, config: RunConfig, tokenizer: Tokenizer) -> None
             name = f"{purpose}/{split}"
             if purpose == "pretrain":
                 sequences, settings = _documents(clean, split, tokenizer, threads), config.pack
+                last = tokenizer.eos_id
             else:
                 sequences, settings = _conversations(clean, split, tokenizer), replace(config.pack, overlong="skip")
+                last = tokenizer.end_id
             counted = _counted(sequences, context, f"pack {name}")
             too_long, first = _until_one_fits(counted, settings)
             if first is not None:
                 report = pack(
                     chain(too_long, [first], counted), out / name, settings,
-                    vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id,
+                    vocab_size=tokenizer.vocab_size, eos_id=last,
                 )  # fmt: skip
                 context.output.facts[name] = asdict(report)
     if "pretrain/train" not in context.output.facts and "sft/train" not in context.output.facts:

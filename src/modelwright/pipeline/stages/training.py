@@ -105,9 +105,11 @@ def _learn(
         heldout=heldout_sample(rows.parent / "heldout", config, batch_rows=microbatch_rows),
         peak_flops=peak_flops(context, config, training),
     )
-    context.progress.note(_summary(name, num_steps, result))
+    peaks = _peaks_after(context, config, training)
+    used_share = _utilisation(result, peaks, context.ranks.size)
+    context.progress.note(_summary(name, num_steps, result, used_share))
     taken = _take_best(model, context, training, result)
-    return _facts(result, model, num_steps, loader, taken, context)
+    return _facts(result, model, num_steps, loader, taken, context) | peaks
 
 
 def heldout_sample(folder: Path, config: RunConfig, *, batch_rows: int) -> Sequence[TokenBatch]:
@@ -151,7 +153,6 @@ def _facts(
         "events": dict(result.num_events),
         "num_epochs": num_steps / loader.num_batches_per_epoch,
         "world_size": context.ranks.size,
-        "peak_flops": _read_peak(context).get("flops", 0.0),
     }
 
 
@@ -167,6 +168,23 @@ def peak_flops(context: StageContext, config: RunConfig, training: TrainConfig) 
     return float(known["flops"])
 
 
+def _peaks_after(context: StageContext, config: RunConfig, training: TrainConfig) -> dict[str, float]:
+    """`live_peak_flops`, which the recorded utilisation refers to, and `peak_flops`, the higher of that and the rate
+    after training: one measurement may fall into a busy moment of the machine, and no step is faster than the peak.
+    """
+    live = float(_read_peak(context).get("flops", 0.0))
+    if not live:
+        return {"live_peak_flops": 0.0, "peak_flops": 0.0}
+    return {"live_peak_flops": live, "peak_flops": max(live, measured_rates(config)[training.precision.compute])}
+
+
+def _utilisation(result: TrainResult, peaks: dict[str, float], num_ranks: int) -> float:
+    """Model FLOPs utilisation of the whole training in [0, 1], 0 when there is no peak rate."""
+    if not peaks["peak_flops"] or not result.train_time_s:
+        return 0.0
+    return result.model_flops / result.train_time_s / (peaks["peak_flops"] * num_ranks)
+
+
 def _read_peak(context: StageContext) -> dict[str, Any]:
     try:
         return json.loads((context.folder.path / "peak.json").read_text(encoding="utf-8"))
@@ -179,14 +197,14 @@ def _save(context: StageContext, model: Decoder, tokenizer: Tokenizer, facts: di
     context.output.facts |= facts
 
 
-def _summary(name: str, num_steps: int, result: TrainResult) -> str:
+def _summary(name: str, num_steps: int, result: TrainResult, used_share: float) -> str:
     """`pretrain: 700 steps, loss 2.310, held out 2.402, 2,415 tokens/s, MFU 61%`."""
     parts = [f"{name}: {num_steps} steps", f"loss {result.loss:.3f}"]
     if math.isfinite(result.heldout_loss):
         parts.append(f"held out {result.heldout_loss:.3f}")
     if result.train_time_s:
         parts.append(f"{result.num_tokens / result.train_time_s:,.0f} tokens/s")
-    return ", ".join([*parts, f"MFU {result.mfu:.0%}"] if result.mfu else parts)
+    return ", ".join([*parts, f"MFU {used_share:.0%}"] if used_share else parts)
 
 
 def _finite(value: float) -> float | None:
