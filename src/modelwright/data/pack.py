@@ -82,8 +82,8 @@ def pack(
 
     Each sequence comes with None (every token is a target) or a loss mask of the same length (1: the token is a
     target). Every sequence ends with `eos_id` (of a text or of a turn): it is appended, as a target, where it is
-    missing. The same sequences give the same bytes. Raises `DataError` when there is nothing to pack or an id lies outside the vocabulary, and
-    `StorageError` when the disk is full.
+    missing. The same sequences give the same bytes. Raises `DataError` when there is nothing to pack or an id lies
+    outside the vocabulary, and `StorageError` when the disk is full.
     """
     report = PackReport()
     with writing(folder):
