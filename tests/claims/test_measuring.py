@@ -48,7 +48,7 @@ def test_accumulated_gradient_is_exact_and_the_mean_of_means_is_not(setting):
     exact = gradient_accumulation.ExactNextToken(PackedLoader(rows, batch_rows=8, seed=0))
     model = Decoder(SIZE.model_config(64))
     model.init_weights(seed=0)
-    model = gradient_accumulation.in_double(model)
+    model = model.double()
     assert max(gradient_accumulation.errors_of_loop(setting, SIZE, model, exact)) < gradient_accumulation.EXACT
     whole = gradient_accumulation.whole_batch_gradient(model, exact)
     mistaken = gradient_accumulation.mean_of_means_gradient(model, exact, 4)
@@ -73,15 +73,19 @@ def test_gradient_verdict():
     assert gradient_accumulation.judge(errors | {"loop, FP64, ragged": [1e-3]}, shares, SIZE).kind == "short"
 
 
-def test_schedule_verdict_needs_a_significant_gain():
-    def judge(method: list[float]) -> str:
-        losses = {"warmup + cosine": method, "constant": [3.0, 3.2, 2.9]}
-        tuning = {name: [1.0, 0.5, 0.7, 0.9] for name in losses}
-        return warmup_cosine.judge(tuning, dict.fromkeys(losses, 3e-3), losses, SIZE).kind
+def test_schedule_verdict_needs_a_significant_gain_in_every_regime():
+    def comparison(method: list[float]) -> warmup_cosine.Comparison:
+        final = {"warmup + cosine": method, "constant": [3.0, 3.2, 2.9]}
+        tuning = {name: [1.0, 0.5, 0.7, 0.9] for name in final}
+        return warmup_cosine.Comparison(size=SIZE, tuning=tuning, final=final)
 
-    assert judge([2.9, 3.11, 2.8]) == "met"
-    assert judge([2.9, 3.3, 2.8]) == "short"
-    assert judge([3.1, 3.31, 3.0]) == "short"
+    def judge(**regimes: list[float]) -> str:
+        return warmup_cosine.judge({name: comparison(losses) for name, losses in regimes.items()}).kind
+
+    better, uneven, worse = [2.9, 3.11, 2.8], [2.9, 3.3, 2.8], [3.1, 3.31, 3.0]
+    assert judge(short=better, long=better) == "met"
+    assert judge(short=worse, long=better) == "short"
+    assert judge(short=better, long=uneven) == "short"
 
 
 def test_bf16_verdict_says_what_fell_short_and_why():

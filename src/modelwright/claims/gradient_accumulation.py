@@ -22,9 +22,8 @@ from modelwright.core.rundir import StageDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.data.loader import PackedLoader
-from modelwright.model.decoder import Attend, Decoder
+from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
-from modelwright.ops.attention import document_mask, masked_attention
 from modelwright.parallel.mesh import single
 from modelwright.train.loop import train
 from modelwright.train.objective import Objective, forward
@@ -82,25 +81,13 @@ def measure(setting: Setting) -> Result:
         model = Decoder(size.model_config(text.vocab_size))
         model.init_weights(derive_seed(SEED, "weights"))
         errors[f"loop, FP32, {kind}"] = errors_of_loop(setting, size, model, Pretrain(loader))
-        model = in_double(model)
+        model = model.double()
         exact = ExactNextToken(loader)
         errors[f"loop, FP64, {kind}"] = errors_of_loop(setting, size, model, exact)
         whole = whole_batch_gradient(model, exact)
         means = [mean_of_means_gradient(model, exact, parts) for parts in MICROBATCHES]
         errors[f"mean of means, FP64, {kind}"] = [relative_error(mean, whole) for mean in means]
     return judge(errors, shares, size)
-
-
-def in_double(model: Decoder) -> Decoder:
-    """The model in FP64 under masked attention, in place: the tiled operator keeps its softmax sums in FP32."""
-    forward_of = model.forward
-
-    def forward_masked(tokens_BT: Tensor, positions_BT: Tensor, attend: Attend) -> Tensor:
-        mask_B1TT = document_mask((positions_BT == 0).cumsum(-1))
-        return forward_of(tokens_BT, positions_BT, lambda layer, q, k, v: masked_attention(q, k, v, mask_B1TT))
-
-    model.forward = forward_masked
-    return model.double()
 
 
 def errors_of_loop(setting: Setting, size: workbench.Size, model: Decoder, objective: Objective) -> list[float]:

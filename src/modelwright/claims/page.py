@@ -10,7 +10,8 @@ HEADER = """# Claims
 
 Every efficiency technique in this project comes with a published statement about it, and with what we measured.
 This page is generated from `benchmarks/results/*.json` by `modelwright prove`; do not edit it.
-A target is fixed before measuring. *Met*, *short* and *cannot be tested here* are all results.
+A target is fixed before measuring; where a comparison was changed after a first look, its conditions say so.
+*Met*, *short* and *cannot be tested here* are all results.
 """
 
 
