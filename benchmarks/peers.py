@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,11 @@ from modelwright.data.pack import PackConfig, pack
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model, save_model
 from modelwright.objectives.pretrain import Pretrain
-from modelwright.parallel.mesh import single
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import lay_out, single
 from modelwright.recipes.load import RECIPES
 from modelwright.train.evaluation import heldout_losses
+from modelwright.train.runner import WholeModel
 from trainers.own import loader
 from trainers.task import Task
 
@@ -146,7 +149,9 @@ def work(name: str, task: Task, out: Path) -> None:
     device_bytes = torch.cuda.max_memory_allocated() if task.device == "cuda" else 0
     model = load_model(trained.weights).to(task.device)
     rows = PackedRows(task.folder / "heldout")
-    losses = heldout_losses(model, Pretrain(loader(task)), list(rows.batches(8))[:16], single(task.device))
+    alone = lay_out(single(task.device), ParallelConfig())
+    runner = WholeModel(model, alone.context, scatters_each=False, autocast=nullcontext)
+    losses = heldout_losses(runner, Pretrain(loader(task)), list(rows.batches(8))[:16], alone)
     measured = {
         "tokens_per_s": trained.clock.tokens_per_s,
         "tokens_per_cpu_s": trained.clock.tokens_per_cpu_s,

@@ -101,7 +101,7 @@ def test_blocks_compile_without_graph_breaks():
     for compiled in (True, False):
         model = make_decoder()
         if compiled:
-            for block in model.blocks:
+            for block in model.blocks.values():
                 block.compile(backend="aot_eager", fullgraph=True)
         hidden = model(tokens, positions, packed_attend(segments))
         gradients.append(torch.autograd.grad(hidden.sin().sum(), list(model.parameters())))

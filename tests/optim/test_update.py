@@ -34,7 +34,14 @@ def updates_of(model, agree=lambda flag: flag, max_skipped=3):
     names = {p: name for name, p in model.named_parameters()}
     schedule = ScheduleConfig(kind="warmup_linear")
     updates = standard_updates(
-        optimizer, names, agree=agree, max_skipped=max_skipped, clip_norm=1.0, schedule=schedule, peak_rate=0.1
+        optimizer,
+        names,
+        agree=agree,
+        norm=lambda gradients: float(global_norm(gradients)),
+        max_skipped=max_skipped,
+        clip_norm=1.0,
+        schedule=schedule,
+        peak_rate=0.1,
     )
     return optimizer, updates
 

@@ -29,7 +29,7 @@ def test_hugging_face_folder(server: ServerThread, tmp_path: Path):
 
 def test_int8_folder(model_folder: Path):
     model, codec = load_folder(model_folder, Int8Config(backend="int_mm"))
-    assert isinstance(model.blocks[0].ffn.up_proj, Int8Linear)
+    assert isinstance(model.blocks["0"].ffn.up_proj, Int8Linear)
     assert codec.decode(codec.encode("the quick")) == "the quick"
 
 

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import lay_out, single
 from modelwright.train import passes
 from modelwright.train.objective import forward
 
@@ -11,7 +13,13 @@ def test_compile_comes_after_activation_checkpointing(tiny, monkeypatch):
     order = []
     monkeypatch.setattr(passes, "checkpoint_blocks", lambda model, every: order.append("checkpoint") or model)
     monkeypatch.setattr(passes, "compile_each_block", lambda model: order.append("compile") or model)
-    passes.apply_passes(tiny.tiny_model(), activation_checkpoint_every=1, compile_blocks=True)
+    passes.apply_passes(
+        tiny.tiny_model(),
+        mesh=lay_out(single(), ParallelConfig()),
+        parallel=ParallelConfig(),
+        activation_checkpoint_every=1,
+        compile_blocks=True,
+    )
     assert order == ["checkpoint", "compile"]
 
 
@@ -27,6 +35,6 @@ def test_compiled_blocks_give_the_same_gradients_under_the_same_names(tiny):
         forward(model, batch).square().mean().backward()
     for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
-    assert all(block._compiled_call_impl is not None for block in compiled.blocks)
+    assert all(block._compiled_call_impl is not None for block in compiled.blocks.values())
     passes.remove_passes(compiled)
-    assert all("forward" not in vars(block) and block._compiled_call_impl is None for block in compiled.blocks)
+    assert all("forward" not in vars(block) and block._compiled_call_impl is None for block in compiled.blocks.values())

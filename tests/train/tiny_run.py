@@ -23,10 +23,8 @@ from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
-from modelwright.ops.attention import document_mask, masked_attention
 from modelwright.parallel.mesh import join_world, single
 from modelwright.train import checkpoint
-from modelwright.train import objective as objective_module
 from modelwright.train.config import TrainConfig
 from modelwright.train.loop import TrainResult, train
 
@@ -127,19 +125,10 @@ def run(
 
 
 def run_in_float64(folder: Path, config: TrainConfig, **more) -> Decoder:
-    """The same run in float64, with attention by a mask: the fused kernel keeps its statistics in FP32."""
-    model, packed_attend = tiny_model(torch.float64), objective_module.packed_attend
-    objective_module.packed_attend = _masked_attend
-    try:
-        run(folder, config, model=model, objective=Float64Objective(Rows()), **more)
-    finally:
-        objective_module.packed_attend = packed_attend
+    """The same run in float64."""
+    model = tiny_model(torch.float64)
+    run(folder, config, model=model, objective=Float64Objective(Rows()), **more)
     return model
-
-
-def _masked_attend(segments_BT):
-    mask_B1TT = document_mask(segments_BT)
-    return lambda layer, q, k, v: masked_attention(q, k, v, mask_B1TT)
 
 
 def final_weights(folder: Path, step: int = 12) -> dict[str, torch.Tensor]:

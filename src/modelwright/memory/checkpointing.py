@@ -20,7 +20,7 @@ def checkpoint_blocks(model: Decoder, every: int) -> Decoder:
     """
     if every < 1:
         raise ConfigError(f"every: must be at least 1, got {every}; leave the pass out to keep all activations")
-    for block in list(model.blocks)[::every]:
+    for block in list(model.blocks.values())[::every]:
         _checkpoint_module(block)
     return model
 

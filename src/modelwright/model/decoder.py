@@ -1,8 +1,8 @@
 """The decoder: RMSNorm, rotary grouped-query attention with optional QK-norm, SwiGLU, optionally tied embeddings.
 
 Single-device code. It does not know how attention finds its keys: every layer hands its queries, keys and values to
-an `Attend` function, which training builds from a mask and inference from a KV cache. It knows no loss either: it
-returns hidden states, and whoever needs logits multiplies by `head_weight`.
+an `Attend` function, which training builds from a mask and inference from a KV cache. It returns hidden states;
+`logits` and `cross_entropy` are what its head makes of them. Blocks are named by layer: a part of them keeps its names.
 
 Legend: B rows, T tokens, D model width, H query heads, K key/value heads, d head width, V vocabulary.
 """
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modelwright.model.config import ModelConfig
+from modelwright.ops.cross_entropy import linear_cross_entropy
 from modelwright.ops.norm import rms_norm
 from modelwright.ops.rope import apply_rope, rope_tables
 
@@ -92,7 +93,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.num_layers)})
         self.norm = RMSNorm(config.model_dim, eps=config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.model_dim, config.vocab_size, bias=False)
 
@@ -106,14 +107,25 @@ class Decoder(nn.Module):
 
         tokens_BT, positions_BT: int64 [B, T]; positions restart at 0 in each packed document.
         """
+        return self.norm(self.run_blocks(self.embedding(tokens_BT), positions_BT, attend))
+
+    def run_blocks(self, hidden_BTD: Tensor, positions_BT: Tensor, attend: Attend) -> Tensor:
+        """The residual stream [B, T, D] after all blocks that are here."""
         cos, sin = rope_tables(positions_BT, self.config.head_dim, self.config.rope_theta)
-        hidden_BTD = self.embedding(tokens_BT)
-        for block in self.blocks:
+        for block in self.blocks.values():
             hidden_BTD = block(hidden_BTD, cos, sin, attend)
-        return self.norm(hidden_BTD)
+        return hidden_BTD
+
+    def cross_entropy(self, hidden_BTD: Tensor, labels_BT: Tensor, *, chunk_tokens: int) -> Tensor:
+        """Sum of the labels' negative log-likelihoods (nats), FP32; logits stand for `chunk_tokens` tokens at most.
+
+        Here, because only the model knows where its head lies. Labels of -100 do not count and cost no head.
+        """
+        hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten()
+        return linear_cross_entropy(hidden_ND, self.head_weight, labels_N, chunk_tokens=chunk_tokens)
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
-        """Logits [..., V]. Training does not call this: see `ops.cross_entropy`."""
+        """Logits [..., V]. Training calls `cross_entropy` instead."""
         if self.head is None:
             return F.linear(hidden_BTD, self.embedding.weight.to(hidden_BTD.dtype))
         return self.head(hidden_BTD)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder
-from modelwright.ops.cross_entropy import linear_cross_entropy
 from modelwright.train.objective import BatchSource
 
 
@@ -31,5 +30,4 @@ def next_token_loss(hidden_BTD: Tensor, batch: TokenBatch, model: Decoder, *, ch
 
     Tokens without a label cost no head.
     """
-    hidden_ND, labels_N = hidden_BTD.flatten(0, 1), batch.labels_BT.flatten()
-    return linear_cross_entropy(hidden_ND, model.head_weight, labels_N, chunk_tokens=chunk_tokens)
+    return model.cross_entropy(hidden_BTD, batch.labels_BT, chunk_tokens=chunk_tokens)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from modelwright.core.errors import ModelwrightError
-from modelwright.optim.clip import global_norm, scale_to_norm
+from modelwright.optim.clip import scale_to_norm
 from modelwright.optim.schedule import ScheduleConfig, rate_factor
 
 
@@ -49,18 +49,21 @@ class Update(Protocol):
 class FiniteCheck:
     """Measures the gradient norm and skips the step on all ranks when it or the loss is not finite on any.
 
-    `agree`: the maximum of a float over all ranks. After `max_skipped` skipped steps in a row a `ModelwrightError`
-    ends the run: nothing is learned any more.
+    `agree`: the maximum of a float over all ranks; `norm`: the norm of the whole model's gradients. After
+    `max_skipped` skipped steps in a row a `ModelwrightError` ends the run: nothing is learned any more.
     """
 
-    def __init__(self, agree: Callable[[float], float], *, max_skipped: int) -> None:
+    def __init__(
+        self, agree: Callable[[float], float], norm: Callable[[list[Tensor]], float], *, max_skipped: int
+    ) -> None:
         self.agree = agree
+        self.norm = norm
         self.max_skipped = max_skipped
         self.num_skipped = 0
         self.num_in_a_row = 0
 
     def apply(self, context: Context) -> None:
-        context.grad_norm = float(global_norm(context.gradients))
+        context.grad_norm = self.norm(context.gradients)
         finite = math.isfinite(context.grad_norm) and math.isfinite(context.loss)
         context.skip = self.agree(0.0 if finite else 1.0) > 0.0
         self.num_skipped += context.skip
@@ -142,6 +145,7 @@ def standard_updates(
     names: dict[Tensor, str],
     *,
     agree: Callable[[float], float],
+    norm: Callable[[list[Tensor]], float],
     max_skipped: int,
     clip_norm: float,
     schedule: ScheduleConfig,
@@ -151,7 +155,7 @@ def standard_updates(
 
     `names`: every trainable parameter's name.
     """
-    updates: dict[str, Update] = {"finite_check": FiniteCheck(agree, max_skipped=max_skipped)}
+    updates: dict[str, Update] = {"finite_check": FiniteCheck(agree, norm, max_skipped=max_skipped)}
     if clip_norm > 0:
         updates["clip"] = Clip(clip_norm)
     updates["learning_rate"] = LearningRate(optimizer, schedule, peak_rate)

@@ -1,7 +1,8 @@
 """Who takes part: this process's rank, the number of processes, its device, and the collectives among them.
 
-`torchrun` starts processes and sets the environment; `join_world` reads it. One process alone is a world of size 1
-whose collectives do nothing. Knows nothing about models or gradients.
+`torchrun` starts processes and sets the environment; `join_world` reads it. `lay_out` arranges the processes of a world
+along the axes of a mesh; along each axis they are a smaller world. One process alone is a world of size 1 whose
+collectives do nothing. Knows nothing about models or gradients.
 """
 
 import os
@@ -12,15 +13,22 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from modelwright.parallel.config import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The data-parallel processes. Collectives work in place and on every rank, in the same order."""
+    """Some processes, and this one's place among them. Collectives work in place and on every rank, in the same order.
+
+    group: None for all processes.
+    """
 
     rank: int
     size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_first(self) -> bool:
@@ -29,22 +37,30 @@ class World:
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, in place; the same bits everywhere."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
         """Maximum over all ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return tensor
 
     def start_sum(self, tensor: Tensor) -> Callable[[], object]:
         """Begin a sum over all ranks, in place; the returned function waits for it."""
         if self.size == 1:
             return lambda: None
-        work = dist.all_reduce(tensor, async_op=True)
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
         return work.wait
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all ranks (of one shape), stacked along a new first dimension."""
+        if self.size == 1:
+            return tensor.unsqueeze(0)
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        dist.all_gather(list(gathered.unbind(0)), tensor.contiguous(), group=self.group)
+        return gathered
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """The sum of each value over the ranks, in one message."""
@@ -64,13 +80,65 @@ class World:
     def broadcast(self, tensor: Tensor) -> Tensor:
         """The first rank's values on all ranks, in place."""
         if self.size > 1:
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, group_src=0, group=self.group)
         return tensor
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The processes of a world along the axes of a `ParallelConfig`.
+
+    data: copies that take rows of their own (replicate x shard); reduce: the ranks whose gradients a transport sums;
+    sharing: the ranks among which FSDP divides states (shard x context). devices: PyTorch's mesh with the axes
+    pipeline, replicate, shard, context, tensor and the flattened sharing; None for one process.
+    """
+
+    world: World
+    pipeline: World
+    replicate: World
+    shard: World
+    context: World
+    tensor: World
+    data: World
+    reduce: World
+    sharing: World
+    devices: DeviceMesh | None
+
+    @property
+    def speaks_for_rows(self) -> bool:
+        """Whether this rank counts its rows' tokens: one rank of those that hold the same rows."""
+        return self.pipeline.is_first and self.context.is_first and self.tensor.is_first
+
+    @property
+    def is_only_data_parallel(self) -> bool:
+        return self.pipeline.size == self.context.size == self.tensor.size == self.shard.size == 1
+
+
+def lay_out(world: World, config: ParallelConfig) -> Mesh:
+    """Arrange the world. Every rank calls it. Raises `ConfigError` when the axes do not make up the world."""
+    sizes = config.axes(world.size)
+    if world.size == 1:
+        return Mesh(world=world, devices=None, **dict.fromkeys((*sizes, "data", "reduce", "sharing"), world))
+    devices = init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    axes = {name: _axis(devices[name].get_group(), world) for name in sizes}
+    joint = {"data": ("replicate", "shard"), "sharing": ("shard", "context")}
+    for name, parts in joint.items():
+        axes[name] = _axis(devices[parts]._flatten(name).get_group(), world)
+    if config.shard == "none":
+        copies = devices["replicate", "context"]._flatten("copies")
+        axes["reduce"] = _axis(copies.get_group(), world)
+    else:
+        axes["reduce"] = axes["replicate"]
+    return Mesh(world=world, devices=devices, **axes)
+
+
+def _axis(group: dist.ProcessGroup, world: World) -> World:
+    return World(rank=group.rank(), size=group.size(), device=world.device, group=group)
 
 
 def single(device: torch.device | str = "cpu") -> World:

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from modelwright.data.loader import PackedRows
-from modelwright.model.decoder import Decoder
-from modelwright.parallel.mesh import World
-from modelwright.train.objective import Batch, Objective, forward
+from modelwright.parallel.mesh import Mesh
+from modelwright.train.objective import Batch, Objective
+from modelwright.train.runner import Runner
 
 
 class HeldoutBatches(Sequence[Batch]):
@@ -31,20 +32,28 @@ class HeldoutBatches(Sequence[Batch]):
 
 
 @torch.no_grad()
-def heldout_losses(model: Decoder, objective: Objective, batches: Sequence[Batch], world: World) -> dict[str, float]:
+def heldout_losses(runner: Runner, objective: Objective, batches: Sequence[Batch], mesh: Mesh) -> dict[str, float]:
     """Each loss term over all batches, divided by its weight over all batches; 0 where nothing counts.
 
-    Rank r takes batches r, r + size, ...; every rank gets the result. The model is left in training mode.
+    Copy r takes batches r, r + copies, ...; every rank gets the result. The model is left in training mode.
     """
     names = list(objective.weights(batches[0]))
-    sums = torch.zeros(2, len(names), dtype=torch.float64, device=world.device)
+    sums = torch.zeros(2, len(names), dtype=torch.float64, device=mesh.world.device)
+    copies, model = mesh.data, runner.model
     model.eval()
-    for index in range(world.rank, len(batches), world.size):
-        weights = objective.weights(batches[index])
-        batch = batches[index].to(world.device)
-        losses = objective.losses(forward(model, batch), batch, model)
-        sums[0] += torch.stack([losses[name] for name in names])
-        sums[1] += torch.stack([weights[name] for name in names]).to(world.device)
+    for first in range(0, len(batches), copies.size):
+        counts = first + copies.rank < len(batches)  # all copies take part in every round: layers may be gathered
+        batch = batches[first + copies.rank if counts else first].to(mesh.world.device)
+
+        def add_losses(output: Tensor, part: Batch, counts: bool = counts) -> Tensor:
+            losses = objective.losses(output, part, model)
+            terms = torch.stack([losses[name] for name in names])
+            sums[0] += terms * (counts and mesh.tensor.is_first)
+            return terms.sum()
+
+        runner.evaluate([batch], add_losses)
+        weights = objective.weights(batch)
+        sums[1] += torch.stack([weights[name] for name in names]) * (counts and mesh.speaks_for_rows)
     model.train()
-    total, weight = world.all_reduce_sum(sums).tolist()
+    total, weight = mesh.world.all_reduce_sum(sums).tolist()
     return {name: total[i] / weight[i] if weight[i] > 0 else 0.0 for i, name in enumerate(names)}

@@ -9,10 +9,12 @@ What makes a run repeatable: batch number n is a function of n, random streams a
 any moment and started again ends with the same bits.
 """
 
+import copy
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,16 +30,22 @@ from modelwright.memory.allocator import freed_memory_kept
 from modelwright.model.decoder import Decoder
 from modelwright.optim.build import build_adamw
 from modelwright.optim.update import Context, FiniteCheck, Update, standard_updates
-from modelwright.parallel.mesh import World
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.gather import put, whole_weights
+from modelwright.parallel.gradients import global_norm, holders, like_parameter, local
+from modelwright.parallel.mesh import Mesh, World, lay_out
 from modelwright.parallel.transport import ExactTransport, GradientTransport
 from modelwright.precision.policy import autocast
 from modelwright.train.checkpoint import Best, Checkpoints, Snapshot, read_weights
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import heldout_losses
-from modelwright.train.objective import Batch, Controller, Objective, StepInfo, forward
-from modelwright.train.passes import apply_passes, remove_passes
+from modelwright.train.objective import Batch, Controller, Objective, StepInfo
+from modelwright.train.passes import remove_passes, spread
+from modelwright.train.runner import Runner
 from modelwright.train.signals import StopRequest
 from modelwright.train.watch import Watch
+
+DATA_PARALLEL = ParallelConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,42 +86,54 @@ def train(
     peak_flops: float = 0.0,
     controllers: Mapping[str, Controller] | None = None,
     transport: GradientTransport | None = None,
+    parallel: ParallelConfig = DATA_PARALLEL,
 ) -> TrainResult:
     """Train `model` in place until `num_steps` updates are done, going on from the newest whole checkpoint in `stage`.
 
     num_steps: from `config.resolve_num_steps`; name: what the progress display calls it; input_digest: of whatever
     decides the result (config, data, initial weights): a checkpoint with another one is refused; heldout: batches for
     evaluation, shared among the ranks; peak_flops: matrix-product rate of one rank in FLOP/s, 0 when unknown;
-    transport: the exact all-reduce unless given. Writes `stage.checkpoints`, `stage.metrics`, `stage.tensorboard`
+    transport: the exact all-reduce unless given; parallel: how the world is laid out. Every rank comes with the same
+    whole model and leaves with it, trained. Writes `stage.checkpoints`, `stage.metrics`, `stage.tensorboard`
     and `stage.path/watch.jsonl`, on the first rank only.
 
     Raises `Stopped` after a SIGTERM or Ctrl-C (the state is saved), `StorageError` when a checkpoint or a metric
     cannot be written, `ArtifactError` for checkpoints of another run, `ModelwrightError` when training has diverged.
     """
-    model = apply_passes(
-        model.to(world.device),
+    mesh = lay_out(world, parallel)
+    model = model.to(world.device)
+    in_place = mesh.is_only_data_parallel
+    runner = spread(
+        model if in_place else copy.deepcopy(model),
+        mesh=mesh,
+        parallel=parallel,
         activation_checkpoint_every=config.activation_checkpoint_every,
         compile_blocks=config.compile,
+        autocast=partial(autocast, config.precision, world.device),
     )
     loop = _Loop(
-        model=model,
+        runner=runner,
         objective=objective,
         config=config,
         num_steps=num_steps,
-        world=world,
+        mesh=mesh,
         stage=stage,
         seed=seed,
         progress=progress if world.is_first else SilentProgress(),
         heldout=heldout,
         peak_flops=peak_flops,
         controllers=dict(controllers or {}),
-        transport=transport or ExactTransport(world),
+        transport=transport or ExactTransport(mesh.reduce),
         checkpoints=Checkpoints(stage.checkpoints, keep_last=config.keep_last, digest=input_digest),
     )
     loop.progress.begin(name, num_steps, "steps")
     try:
         with StopRequest() as stop, freed_memory_kept():
-            return loop.run(stop)
+            result = loop.run(stop)
+        if not in_place:
+            for name, whole in whole_weights(runner.model, mesh):
+                put(model.get_parameter(name), whole)
+        return result
     finally:
         loop.close()
         loop.progress.end()
@@ -148,11 +168,11 @@ class _Position:
 class _Loop:
     """The parts of one run, and its steps in the order in which they happen."""
 
-    model: Decoder
+    runner: Runner
     objective: Objective
     config: TrainConfig
     num_steps: int
-    world: World
+    mesh: Mesh
     stage: StageDir
     seed: int
     progress: Progress
@@ -162,6 +182,7 @@ class _Loop:
     transport: GradientTransport
     checkpoints: Checkpoints
     names: dict[Tensor, str] = field(init=False)
+    num_holders: list[int] = field(init=False)
     optimizer: Optimizer = field(init=False)
     updates: dict[str, Update] = field(init=False)
     recorder: Recorder | None = None
@@ -172,6 +193,9 @@ class _Loop:
     def __post_init__(self) -> None:
         config = self.config
         self.names = {p: name for name, p in self.model.named_parameters() if p.requires_grad}
+        self.num_holders = [
+            holders(p, self.mesh, num_stages=self.runner.num_stages_with(name)) for p, name in self.names.items()
+        ]
         self.optimizer = build_adamw(
             self.model,
             learning_rate=config.learning_rate,
@@ -183,6 +207,7 @@ class _Loop:
             self.optimizer,
             self.names,
             agree=lambda flag: self.world.maxima(flag)[0],
+            norm=lambda gradients: global_norm(gradients, self.mesh, num_holders=self.num_holders),
             max_skipped=config.max_skipped_steps,
             clip_norm=config.clip_norm,
             schedule=config.schedule,
@@ -192,11 +217,20 @@ class _Loop:
             watch = Watch(self.stage.path / "watch.jsonl", config.watch, note=self.progress.note)
             self.controllers = {"watch": watch, **self.controllers}
 
+    @property
+    def model(self) -> Decoder:
+        """What this rank holds of the model."""
+        return self.runner.model
+
+    @property
+    def world(self) -> World:
+        return self.mesh.world
+
     def run(self, stop: StopRequest) -> TrainResult:
         self.resume()
         self.model.train()
         batches = self.objective.batches(
-            self.model, first=self.at.step, rank=self.world.rank, world_size=self.world.size
+            self.model, first=self.at.step, rank=self.mesh.data.rank, world_size=self.mesh.data.size
         )
         while True:
             stopping, minutes_due = map(bool, self.world.maxima(stop.requested, self.minutes_due()))
@@ -216,13 +250,13 @@ class _Loop:
     def one_step(self, batches: Iterator[Batch]) -> StepInfo:
         """One update: batch, gradients, transport, updates."""
         started = time.perf_counter()
-        _seed_generators(derive_seed(self.seed, "step", self.at.step, self.world.rank), self.world.device)
+        _seed_generators(derive_seed(self.seed, "step", self.at.step, self.mesh.data.rank), self.world.device)
         batch = next(batches)
         data_wait_s = time.perf_counter() - started
         totals, num_tokens, flops = self.count(batch)
         losses = self.compute_gradients(batch, totals)
         gradients = self.gradients()
-        self.transport.reduce(gradients)
+        self.transport.reduce([local(gradient) for gradient in gradients])
         context = Context(step=self.at.step, num_steps=self.num_steps, gradients=gradients, loss=sum(losses.values()))
         for update in self.updates.values():
             update.apply(context)
@@ -239,7 +273,8 @@ class _Loop:
         weights = self.objective.weights(batch)
         real = batch.segments_BT >= 0
         contexts = ((batch.positions_BT + 1) * real).sum()
-        *totals, num_tokens, context = self.world.sums([float(x) for x in (*weights.values(), real.sum(), contexts)])
+        mine = [float(x) * self.mesh.speaks_for_rows for x in (*weights.values(), real.sum(), contexts)]
+        *totals, num_tokens, context = self.world.sums(mine)
         flops = 3 * num_tokens * self.model.config.flops_per_token(context / max(1.0, num_tokens))
         return dict(zip(weights, totals, strict=True)), int(num_tokens), flops
 
@@ -250,23 +285,26 @@ class _Loop:
         """
         scale = {name: 1.0 / total if total > 0 else 0.0 for name, total in totals.items()}
         sums = torch.zeros(len(scale), dtype=torch.float64, device=self.world.device)
-        for part in batch.split(self.config.num_microbatches):
-            part = part.to(self.world.device)
-            with autocast(self.config.precision, self.world.device):
-                terms = self.objective.losses(forward(self.model, part), part, self.model)
+
+        def loss_of(output: Tensor, part: Batch) -> Tensor:
+            terms = self.objective.losses(output, part, self.model)
             scaled = torch.stack([terms[name] * scale[name] for name in scale])
-            scaled.sum().backward()
-            sums += scaled.detach()
+            sums.add_(scaled.detach())
+            return scaled.sum()
+
+        self.runner.train(batch.to(self.world.device).split(self.config.num_microbatches), loss_of)
+        sums *= self.mesh.tensor.is_first  # ranks of the tensor axis compute the same losses
         return dict(zip(scale, self.world.sums(sums.tolist()), strict=True))
 
     def gradients(self) -> list[Tensor]:
-        """The gradients of all trainable parameters, in one order on all ranks; zeros where nothing flowed."""
-        found = []
+        """The gradients of this rank's trainable parameters, in one order on all ranks that hold them; zeros where
+        nothing flowed."""
         for parameter in self.names:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            found.append(parameter.grad)
-        return found
+            parameter.grad = like_parameter(parameter.grad, parameter)
+        self.runner.finish_gradients()
+        return [parameter.grad for parameter in self.names if parameter.grad is not None]
 
     def account(
         self,
@@ -324,8 +362,7 @@ class _Loop:
     def evaluate(self) -> None:
         """Held-out losses over the whole set; the best so far is remembered."""
         started = time.perf_counter()
-        with autocast(self.config.precision, self.world.device):
-            losses = heldout_losses(self.model, self.objective, self.heldout, self.world)
+        losses = heldout_losses(self.runner, self.objective, self.heldout, self.mesh)
         loss = sum(losses.values())
         self.at.evaluated_step, self.at.heldout_loss = self.at.step, loss
         if loss < self.at.best_loss:
@@ -387,8 +424,9 @@ class _Loop:
         if self.world.is_first:
             self.checkpoints.write_best(self.best())
             self.recorder = Recorder(self.stage.metrics, tensorboard=self.stage.tensorboard, first_step=step + 1)
-        for weight in self.model.state_dict().values():
-            self.world.broadcast(weight)
+        if self.mesh.is_only_data_parallel:
+            for weight in self.model.state_dict().values():
+                self.world.broadcast(weight)
 
     def restore(self, snapshot: Snapshot) -> None:
         self.model.load_state_dict(dict(snapshot.weights))

@@ -1,0 +1,78 @@
+"""What a person chooses about how training is spread over processes."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from modelwright.core.errors import ConfigError
+
+Shard = Literal["none", "optimizer", "gradients", "full"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The layout of one training run; the product of the axes is the number of processes.
+
+    pipeline: stages of consecutive layers, with `schedule` over the run's microbatches and `stages_per_rank` stages on
+    each rank (above 1 for interleaved schedules); 1 microbatch makes it a plain layer-to-device map; layers_per_stage:
+    how many layers each stage holds, in order, empty for a balanced split.
+    data: copies that take rows of their own, 0 for all processes that the other axes leave.
+    shard: what is divided among copies instead of kept by each: nothing (ZeRO-0), optimizer states (1), gradients too
+    (2), parameters too (3). shard_group: copies that share one whole model, 0 for all of them; fewer is hybrid
+    sharding: sharded within groups of neighbouring ranks, replicated across groups.
+    context: processes that share the tokens of each row. tensor: processes that share each layer's heads, FFN columns
+    and the vocabulary; with sequence_parallel the norms and the residual stream between them are shared too.
+    """
+
+    pipeline: int = 1
+    data: int = 0
+    context: int = 1
+    tensor: int = 1
+    shard: Shard = "none"
+    shard_group: int = 0
+    sequence_parallel: bool = True
+    schedule: Schedule = "1f1b"
+    stages_per_rank: int = 1
+    layers_per_stage: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline", "context", "tensor", "stages_per_rank"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
+        for name in ("data", "shard_group"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 takes what is left")
+        if self.shard == "none" and self.shard_group:
+            raise ConfigError("shard_group: has no meaning while nothing is sharded; choose what with `shard`")
+        many = self.stages_per_rank > 1
+        if many and (self.pipeline == 1 or self.schedule in ("gpipe", "1f1b")):
+            raise ConfigError("stages_per_rank: above 1 needs a pipeline and an interleaved or zero_bubble schedule")
+        if self.schedule == "interleaved" and self.pipeline > 1 and not many:
+            raise ConfigError("stages_per_rank: an interleaved schedule needs at least 2")
+        stages = self.pipeline * self.stages_per_rank
+        if self.layers_per_stage and (len(self.layers_per_stage) != stages or min(self.layers_per_stage) < 0):
+            raise ConfigError(f"layers_per_stage: needs {stages} numbers of layers, got {self.layers_per_stage}")
+
+    def axes(self, num_processes: int) -> dict[str, int]:
+        """Ranks along each axis of the mesh, slowest first: pipeline, replicate, shard, context, tensor.
+
+        Neighbouring ranks are the ones that talk most. Raises `ConfigError` when the product cannot be
+        `num_processes`.
+        """
+        others = self.pipeline * self.context * self.tensor
+        data = self.data or num_processes // others
+        if data * others != num_processes:
+            raise ConfigError(
+                f"data: pipeline {self.pipeline} x data {self.data or 'rest'} x context {self.context} x tensor "
+                f"{self.tensor} does not make {num_processes} processes; start {max(1, self.data) * others}"
+            )
+        shard = 1 if self.shard == "none" else self.shard_group or data
+        if data % shard:
+            raise ConfigError(f"shard_group: {shard} does not divide the {data} copies")
+        return {
+            "pipeline": self.pipeline,
+            "replicate": data // shard,
+            "shard": shard,
+            "context": self.context,
+            "tensor": self.tensor,
+        }

@@ -1,0 +1,54 @@
+"""Whole tensors out of a model that is laid out over a mesh, and pieces of whole tensors back into it.
+
+Every rank calls these in the same order. Knows nothing about files.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from modelwright.parallel.mesh import Mesh
+
+
+def whole_weights(model: nn.Module, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of the whole model by name, one at a time, on all ranks; pipeline stages hold names of their own."""
+    mine = dict(model.state_dict())
+    if mesh.pipeline.size == 1:
+        yield from ((name, _whole(weight)) for name, weight in mine.items())
+        return
+    for name, (owner, shape, dtype) in _owners(mine, mesh).items():
+        whole = _whole(mine[name]).contiguous() if name in mine else torch.empty(
+            shape, dtype=dtype, device=mesh.world.device
+        )  # fmt: skip
+        dist.broadcast(whole, group_src=owner, group=mesh.pipeline.group)
+        yield name, whole
+
+
+def _owners(mine: Mapping[str, Tensor], mesh: Mesh) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
+    """The first stage that holds each name, with shape and type, in the same order on all ranks."""
+    names: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(mesh.pipeline.size)]
+    dist.all_gather_object(names, {name: (w.shape, w.dtype) for name, w in mine.items()}, group=mesh.pipeline.group)
+    found: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
+    for stage, held in enumerate(names):
+        for name, (shape, dtype) in held.items():
+            found.setdefault(name, (stage, shape, dtype))
+    return found
+
+
+@torch.no_grad()
+def put(target: Tensor, whole: Tensor) -> None:
+    """Copy this rank's piece of `whole` into `target`, in place; no rank waits for another."""
+    if not isinstance(target, DTensor):
+        target.copy_(whole)
+        return
+    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    piece = whole[tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))]
+    target.to_local().copy_(piece)
+
+
+def _whole(weight: Tensor) -> Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight

@@ -1,0 +1,49 @@
+"""Gradients of a model that is laid out over a mesh: their norm, and where pieces of one parameter must agree.
+
+A gradient is a plain tensor, equal on all ranks of the mesh that hold its parameter, or a DTensor of which each rank
+holds a piece. Knows nothing about what is done with gradients.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from modelwright.parallel.mesh import Mesh
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's piece, sharing memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The gradient laid out as its parameter is: sums that are still split over the mesh are finished."""
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        return gradient.redistribute(placements=parameter.placements)
+    return gradient
+
+
+def global_norm(gradients: Sequence[Tensor], mesh: Mesh, *, num_holders: Sequence[int]) -> float:
+    """The L2 norm of the gradients of the whole model; not finite when any piece is not.
+
+    num_holders: for each gradient, how many ranks of the mesh hold each of its elements (`holders`).
+    """
+    if mesh.world.size == 1 or mesh.is_only_data_parallel:
+        return float(get_total_norm(list(gradients), foreach=True))
+    squares = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
+    for gradient, copies in zip(gradients, num_holders, strict=True):
+        squares += torch.linalg.vector_norm(local(gradient), dtype=torch.float64).square() / copies
+    return float(mesh.world.all_reduce_sum(squares).sqrt())
+
+
+def holders(parameter: Tensor, mesh: Mesh, *, num_stages: int = 1) -> int:
+    """How many ranks hold each element of a parameter; num_stages: pipeline stages that have it (2 for a tied head)."""
+    pieces = 1
+    if isinstance(parameter, DTensor):
+        for axis, placement in enumerate(parameter.placements):
+            if placement.is_shard():
+                pieces *= parameter.device_mesh.size(axis)
+    return mesh.world.size // mesh.pipeline.size * num_stages // pieces
