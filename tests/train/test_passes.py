@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from modelwright.memory.activations import Segment
+from modelwright.memory.checkpointing import checkpoint_segments
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import lay_out, single
 from modelwright.train import passes
@@ -11,13 +13,12 @@ from modelwright.train.objective import forward
 
 def test_compile_comes_after_activation_checkpointing(tiny, monkeypatch):
     order = []
-    monkeypatch.setattr(passes, "checkpoint_blocks", lambda model, every: order.append("checkpoint") or model)
     monkeypatch.setattr(passes, "compile_each_block", lambda model: order.append("compile") or model)
     passes.apply_passes(
         tiny.tiny_model(),
         mesh=lay_out(single(), ParallelConfig()),
         parallel=ParallelConfig(),
-        activation_checkpoint_every=1,
+        activations=lambda model: order.append("checkpoint") or model,
         compile_blocks=True,
     )
     assert order == ["checkpoint", "compile"]
@@ -27,7 +28,7 @@ def test_compile_comes_after_activation_checkpointing(tiny, monkeypatch):
 def test_compiled_blocks_give_the_same_gradients_under_the_same_names(tiny):
     """With the tracing back end: graphs are captured and differentiated, only the C++ compiler stays out."""
     plain, compiled = tiny.tiny_model(), tiny.tiny_model()
-    passes.checkpoint_blocks(compiled, 2)
+    checkpoint_segments(compiled, [Segment(num_layers=1, recompute=True), Segment(num_layers=1, recompute=False)])
     passes.compile_each_block(compiled, backend="aot_eager")
     assert list(compiled.state_dict()) == list(plain.state_dict())
     batch = tiny.Rows().batch(0)

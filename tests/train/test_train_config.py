@@ -31,9 +31,9 @@ def test_values_out_of_range_are_named(field, value):
 
 def test_rows_of_a_batch():
     config = TrainConfig(num_steps=1, batch_tokens=8192, num_microbatches=4)
-    assert config.batch_rows(512, world_size=2) == 16
+    assert config.batch_rows(512, num_copies=2) == 16
     with pytest.raises(ConfigError, match="multiple of 12288"):
-        config.batch_rows(1024, world_size=3)
+        config.batch_rows(1024, num_copies=3)
 
 
 def test_identity_leaves_out_what_does_not_decide_the_weights():

@@ -1,29 +1,131 @@
-"""Activation checkpointing: blocks keep their input only and are computed again in the backward pass.
+"""Activation checkpointing: what is not kept is computed again in the backward pass.
 
-A model pass, `model -> model`, that changes the blocks in place and leaves parameter names alone. Gradients are the
-same to the last bit on one device (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
+A model pass, `model -> model`, that changes the model in place and leaves parameter names alone. Gradients are the
+same to the last bit on one device (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et
+al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
+
+A segment of one block is wrapped in the block's own `forward`, inside FSDP's hooks and inside what compile sees. A
+segment of several blocks calls the blocks, hooks and compiled code included, from one checkpointed function.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from modelwright.core.errors import ConfigError
-from modelwright.model.decoder import Decoder
+from modelwright.memory.activations import BlockShape, Segment
+from modelwright.memory.budget import Budget, block_choices, solve
+from modelwright.memory.config import ActivationConfig
+from modelwright.memory.offload import offloading
+from modelwright.memory.selective import contexts_keeping
+from modelwright.model.decoder import Attend, Decoder
+from modelwright.ops.rope import rope_tables
 
 
-def checkpoint_blocks(model: Decoder, every: int) -> Decoder:
-    """Checkpoint every `every`-th block: 1 all of them (least memory, about a third more compute), 2 every other.
+def segments_for(
+    config: ActivationConfig,
+    num_layers: int,
+    *,
+    shape: BlockShape,
+    num_tokens: int,
+    in_flight: int = 1,
+    end_bytes: int = 0,
+) -> list[Segment]:
+    """How `num_layers` consecutive blocks are treated; a last unit may be shorter than the others.
 
-    Blocks 0, `every`, 2 * `every`, ... are wrapped. Returns the same model. Raises `ConfigError` below 1.
+    shape, num_tokens (of one microbatch), in_flight and end_bytes (see `Budget`) matter to mode budget only, which
+    raises `ConfigError` when the budget is too small.
     """
-    if every < 1:
-        raise ConfigError(f"every: must be at least 1, got {every}; leave the pass out to keep all activations")
-    for block in list(model.blocks.values())[::every]:
-        _checkpoint_module(block)
+    if config.mode == "none":
+        return [Segment(num_layers=1, recompute=False)] * num_layers
+    if config.mode == "selective":
+        return [Segment(num_layers=1, recompute=True, keep=config.keep)] * num_layers
+    if config.mode == "unit":
+        starts = range(0, num_layers, config.unit_layers)
+        return [Segment(num_layers=min(config.unit_layers, num_layers - s), recompute=True) for s in starts]
+    budget = Budget(num_bytes=config.budget_bytes, in_flight=in_flight, end_bytes=end_bytes)
+    choices = block_choices(shape, num_tokens, num_layers)
+    return [choice.segment for choice in solve(choices, num_layers, budget)] if num_layers else []
+
+
+def checkpoint_segments(model: Decoder, segments: Sequence[Segment], *, offload: bool = False) -> Decoder:
+    """Treat the model's blocks, in order, as the segments say. Returns the same model.
+
+    Raises `ConfigError` for `offload` when the model is on the host already.
+    """
+    if offload:
+        _check_offload(model)
+    assert sum(segment.num_layers for segment in segments) == len(model.blocks)
+    blocks = iter(model.blocks.values())
+    groups = [(segment, [next(blocks) for _ in range(segment.num_layers)]) for segment in segments]
+    for segment, group in groups:
+        if segment.num_layers == 1:
+            _wrap_block(group[0], segment, offload)
+    if any(segment.num_layers > 1 for segment in segments):
+        model.run_blocks = partial(_run_units, model, [group for _, group in groups], offload)
     return model
 
 
-def _checkpoint_module(module: nn.Module) -> None:
-    module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+def remove_checkpoints(model: Decoder) -> None:
+    """Make the model plain again."""
+    model.__dict__.pop("run_blocks", None)
+    for block in model.blocks.values():
+        block.__dict__.pop("forward", None)
+
+
+def _wrap_block(block: nn.Module, segment: Segment, offload: bool) -> None:
+    forward = block.forward
+    if segment.recompute:
+        contexts = contexts_keeping(segment.keep) if segment.keep else noop_context_fn
+        forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+    if offload:
+        forward = partial(_offloaded, [block], forward)
+    if segment.recompute or offload:
+        block.forward = forward
+
+
+def _run_units(
+    model: Decoder,
+    units: Sequence[Sequence[nn.Module]],
+    offload: bool,
+    hidden_BTD: Tensor,
+    positions_BT: Tensor,
+    attend: Attend,
+) -> Tensor:
+    """`Decoder.run_blocks`, with every unit of several blocks as one checkpointed function."""
+    cos, sin = rope_tables(positions_BT, model.config.head_dim, model.config.rope_theta)
+    for unit in units:
+        run = partial(_run_in_turn, unit)
+        if len(unit) > 1:
+            run = partial(checkpoint, run, use_reentrant=False)
+            run = partial(_offloaded, unit, run) if offload else run
+        hidden_BTD = run(hidden_BTD, cos, sin, attend)
+    return hidden_BTD
+
+
+def _run_in_turn(blocks: Sequence[nn.Module], hidden_BTD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    for block in blocks:
+        hidden_BTD = block(hidden_BTD, cos, sin, attend)
+    return hidden_BTD
+
+
+def _offloaded(
+    blocks: Sequence[nn.Module],
+    run: Callable[..., Tensor],
+    hidden_BTD: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    attend: Attend,
+) -> Tensor:
+    with offloading(blocks, (cos, sin)):
+        return run(hidden_BTD, cos, sin, attend)
+
+
+def _check_offload(model: Decoder) -> None:
+    if next(model.parameters()).device.type == "cpu":
+        raise ConfigError(
+            "offload: moves what is kept to the host's memory, and this model lies there already; switch it off, or "
+            "save memory with mode unit, selective or budget"
+        )

@@ -15,6 +15,7 @@ from modelwright.data.sources import SourceConfig
 from modelwright.data.tokenizer import TokenizerConfig
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.model.config import ModelConfig
+from modelwright.parallel.config import ParallelConfig
 from modelwright.serve.config import ServeConfig
 from modelwright.train.config import TrainConfig
 
@@ -72,7 +73,8 @@ class RunConfig:
     name: of the run and, unless told otherwise, of its folder under `runs/`; stages: what the run consists of, in the
     pipeline's order; init_from: a Llama/Qwen3-type Hugging Face folder that training starts from (its tokenizer and
     shape replace the sections `tokenizer` and `model`), "" for random weights; heldout_tokens: how much of the packed
-    held-out text training is judged by while it runs (a fixed random sample; the evaluation is thorough), 0 for all.
+    held-out text training is judged by while it runs (a fixed random sample; the evaluation is thorough), 0 for all;
+    parallel: how both trainings are laid out over the processes that torchrun started.
     """
 
     name: str
@@ -81,6 +83,7 @@ class RunConfig:
     init_from: str = ""
     heldout_tokens: int = 65_536
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: SourceConfig
     clean: CleanConfig = field(default_factory=CleanConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

@@ -6,13 +6,14 @@ from typing import Any
 
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
+from modelwright.memory.config import ActivationConfig
 from modelwright.optim.schedule import ScheduleConfig
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.watch import WatchConfig
 
 _WITHOUT_EFFECT_ON_WEIGHTS = (
     "num_microbatches",
-    "activation_checkpoint_every",
+    "activations",
     "checkpoint_every_steps",
     "checkpoint_every_minutes",
     "keep_last",
@@ -26,9 +27,9 @@ class TrainConfig:
     """One training run.
 
     Length: exactly one of `num_steps`, `num_tokens` and `num_epochs` is above 0.
-    batch_tokens: tokens of one update over all ranks, padding included; num_microbatches: parts into which each rank
-    cuts its share (memory, not mathematics); clip_norm: 0 leaves gradients alone; activation_checkpoint_every: every
-    n-th block is computed again in the backward pass, 0 none; eval_every_steps: 0 only at the end;
+    batch_tokens: tokens of one update over all ranks, padding included; num_microbatches: parts into which each copy
+    of the model cuts its share (memory, not mathematics); clip_norm: 0 leaves gradients alone; activations: what
+    forward keeps for backward; eval_every_steps: 0 only at the end;
     checkpoint_every_steps and checkpoint_every_minutes: 0 switches that trigger off; keep_best: the checkpoint
     with the lowest held-out loss is saved and kept beside the last `keep_last`; max_skipped_steps: updates in a row
     that may be skipped for values that are not finite before the run gives up.
@@ -47,7 +48,7 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     compile: bool = False
-    activation_checkpoint_every: int = 0
+    activations: ActivationConfig = field(default_factory=ActivationConfig)
     eval_every_steps: int = 100
     checkpoint_every_steps: int = 0
     checkpoint_every_minutes: float = 5.0
@@ -65,7 +66,7 @@ class TrainConfig:
         for name in ("batch_tokens", "num_microbatches", "keep_last", "log_every_steps", "max_skipped_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
-        for name in ("weight_decay", "clip_norm", "activation_checkpoint_every", "eval_every_steps"):
+        for name in ("weight_decay", "clip_norm", "eval_every_steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 switches it off")
         for name in ("checkpoint_every_steps", "checkpoint_every_minutes"):
@@ -76,16 +77,16 @@ class TrainConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas: must be in [0, 1), got {self.betas}; (0.9, 0.95) is usual")
 
-    def batch_rows(self, seq_len: int, *, world_size: int = 1) -> int:
+    def batch_rows(self, seq_len: int, *, num_copies: int = 1) -> int:
         """Rows of one global batch of rows of `seq_len` tokens.
 
-        Raises `ConfigError` when the batch does not divide into rows, ranks and microbatches.
+        Raises `ConfigError` when the batch does not divide into rows, copies of the model and microbatches.
         """
-        parts = world_size * self.num_microbatches
+        parts = num_copies * self.num_microbatches
         if self.batch_tokens % (seq_len * parts):
             raise ConfigError(
                 f"batch_tokens: {self.batch_tokens} must be a multiple of {seq_len * parts} "
-                f"({seq_len} tokens a row x {world_size} ranks x {self.num_microbatches} microbatches)"
+                f"({seq_len} tokens a row x {num_copies} copies of the model x {self.num_microbatches} microbatches)"
             )
         return self.batch_tokens // seq_len
 

@@ -40,7 +40,7 @@ from modelwright.train.checkpoint import Best, Checkpoints, Snapshot, read_weigh
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import heldout_losses
 from modelwright.train.objective import Batch, Controller, Objective, StepInfo
-from modelwright.train.passes import remove_passes, spread
+from modelwright.train.passes import activation_pass, remove_passes, spread
 from modelwright.train.runner import Runner
 from modelwright.train.signals import StopRequest
 from modelwright.train.watch import Watch
@@ -107,7 +107,13 @@ def train(
         model if in_place else copy.deepcopy(model),
         mesh=mesh,
         parallel=parallel,
-        activation_checkpoint_every=config.activation_checkpoint_every,
+        activations=activation_pass(
+            config.activations,
+            precision=config.precision,
+            tokens_per_microbatch=config.batch_tokens // (mesh.data.size * mesh.context.size * config.num_microbatches),
+            num_microbatches=config.num_microbatches,
+            parallel=parallel,
+        ),
         compile_blocks=config.compile,
         autocast=partial(autocast, config.precision, world.device),
     )

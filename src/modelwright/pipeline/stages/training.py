@@ -87,10 +87,12 @@ def _learn(
     context: StageContext, config: RunConfig, name: str, training: TrainConfig, learn: Learn, model: Decoder, rows: Path
 ) -> dict[str, Any]:
     packed, world = PackedRows(rows), context.ranks.world
-    batch_rows = training.batch_rows(packed.seq_len, world_size=world.size)
+    axes = config.parallel.axes(world.size)
+    num_copies = axes["replicate"] * axes["shard"]
+    batch_rows = training.batch_rows(packed.seq_len, num_copies=num_copies)
     loader = PackedLoader(packed, batch_rows=batch_rows, seed=derive_seed(config.seed, name, "order"))
     num_steps = training.resolve_num_steps(loader.num_batches_per_epoch)
-    microbatch_rows = max(1, batch_rows // (training.num_microbatches * world.size))
+    microbatch_rows = max(1, batch_rows // (training.num_microbatches * num_copies))
     result = train(
         model,
         learn(loader),
@@ -104,6 +106,7 @@ def _learn(
         progress=context.progress,
         heldout=heldout_sample(rows.parent / "heldout", config, batch_rows=microbatch_rows),
         peak_flops=peak_flops(context, config, training),
+        parallel=config.parallel,
     )
     peaks = _peaks_after(context, config, training)
     used_share = _utilisation(result, peaks, context.ranks.size)

@@ -1,0 +1,165 @@
+"""How many bytes a block of the decoder keeps for its backward pass, and what it costs to compute them again.
+
+The figures follow `model.decoder.Block` tensor by tensor; tests hold them against what autograd really saves. All
+are per token of one microbatch on one rank. Knows no layout: whoever divides heads and columns hands in what is left.
+
+All heads together: Q this rank's queries, K its keys, F its feed-forward columns.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from modelwright.core.errors import ConfigError
+from modelwright.memory.config import OPERATORS, Operator
+from modelwright.model.config import ModelConfig
+
+Compute = Literal["fp32", "bf16"]
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Consecutive blocks that are treated alike.
+
+    recompute false: they keep all that backward needs. True: they keep the input of the first and the outputs of the
+    operators in `keep`; the rest is computed again, for all of them at once. `keep` needs segments of one block.
+    """
+
+    num_layers: int
+    recompute: bool
+    keep: tuple[Operator, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.num_layers > 0
+        assert not self.keep or (self.recompute and self.num_layers == 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """Widths of one block on one rank, and the bytes and FLOPs that follow from them.
+
+    stream_dim: width of the residual stream that this rank holds per token of the microbatch: D, or its share of D
+    where ranks divide the tokens between the products (sequence parallelism).
+    """
+
+    model_dim: int
+    stream_dim: int
+    num_heads: int
+    num_kv_heads: int
+    query_dim: int
+    kv_dim: int
+    ffn_dim: int
+    qk_norm: bool
+    compute: Compute
+    mean_context: float
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element that a product computes."""
+        return FP32_BYTES if self.compute == "fp32" else 2
+
+    @property
+    def input_bytes(self) -> int:
+        """The block's input: the residual stream is FP32 in either format."""
+        return FP32_BYTES * self.stream_dim
+
+    @property
+    def whole_bytes(self) -> int:
+        """All that backward needs when nothing is computed again.
+
+        Two norms: normalised input in FP32 and one divisor; the products' inputs, which under autocast are a BF16 copy
+        for each of the five products that read them. Q/K-norm: the same for each head. Attention: rotated q and k, v,
+        output, log of the softmax's denominator. Feed-forward: gate, up, silu(gate), their product.
+        """
+        qk_norm = self.query_dim + self.kv_dim + self.num_heads + self.num_kv_heads if self.qk_norm else 0
+        copies = 2 if self.compute == "fp32" else 5
+        wide = FP32_BYTES * (2 * self.stream_dim + 2 + qk_norm + self.num_heads)
+        return wide + self.width * (copies * self.model_dim + 2 * self.query_dim + 2 * self.kv_dim + 4 * self.ffn_dim)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """While the block runs backward: gradients of product, gate and up, and of two hidden states."""
+        return self.width * 3 * self.ffn_dim + FP32_BYTES * 2 * self.stream_dim
+
+    def output_bytes(self, operator: Operator) -> int:
+        """The output of an operator, what `keep` costs."""
+        if operator == "attend":
+            return self.width * self.query_dim + FP32_BYTES * self.num_heads
+        columns = {"q_proj": self.query_dim, "k_proj": self.kv_dim, "v_proj": self.kv_dim, "o_proj": self.model_dim}
+        return self.width * columns.get(operator, self.ffn_dim)
+
+    def flops(self, operator: Operator) -> float:
+        """FLOPs of one forward pass of an operator, what `keep` saves."""
+        if operator == "attend":
+            return 4.0 * self.query_dim * self.mean_context
+        if operator == "o_proj":
+            return 2.0 * self.query_dim * self.model_dim
+        return 2.0 * self.model_dim * self.output_bytes(operator) / self.width
+
+    @property
+    def forward_flops(self) -> float:
+        return sum(map(self.flops, OPERATORS)) + 2.0 * self.ffn_dim * self.model_dim
+
+    def kept_bytes(self, segment: Segment) -> int:
+        """From forward to backward, by all blocks of the segment."""
+        if not segment.recompute:
+            return segment.num_layers * self.whole_bytes
+        return self.input_bytes + sum(map(self.output_bytes, segment.keep))
+
+    def moment_bytes(self, segment: Segment) -> int:
+        """Beside what is kept, while the segment runs backward: what was computed again, and one block's workspace."""
+        again = segment.num_layers * self.whole_bytes - sum(map(self.output_bytes, segment.keep))
+        return self.workspace_bytes + (max(0, again) if segment.recompute else 0)
+
+    def recomputed_flops(self, segment: Segment) -> float:
+        """FLOPs computed again. The last product of a segment is not: nobody needs its output."""
+        if not segment.recompute:
+            return 0.0
+        spared = sum(map(self.flops, segment.keep)) + 2.0 * self.ffn_dim * self.model_dim
+        return segment.num_layers * self.forward_flops - spared
+
+
+def block_shape(
+    model: ModelConfig,
+    *,
+    compute: Compute,
+    mean_context: float,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+) -> BlockShape:
+    """The shape of a rank's block when `tensor` ranks divide heads and columns. Raises `ConfigError` if they cannot."""
+    for name in ("num_heads", "num_kv_heads", "ffn_dim"):
+        if getattr(model, name) % tensor:
+            raise ConfigError(f"tensor: {tensor} does not divide {name} {getattr(model, name)}")
+    return BlockShape(
+        model_dim=model.model_dim,
+        stream_dim=model.model_dim // tensor if sequence_parallel else model.model_dim,
+        num_heads=model.num_heads // tensor,
+        num_kv_heads=model.num_kv_heads // tensor,
+        query_dim=model.num_heads * model.head_dim // tensor,
+        kv_dim=model.num_kv_heads * model.head_dim // tensor,
+        ffn_dim=model.ffn_dim // tensor,
+        qk_norm=model.qk_norm,
+        compute=compute,
+        mean_context=mean_context,
+    )
+
+
+def total_kept_bytes(shape: BlockShape, segments: Iterable[Segment]) -> int:
+    """Bytes per token that all blocks keep."""
+    return sum(map(shape.kept_bytes, segments))
+
+
+def peak_bytes(shape: BlockShape, segments: Sequence[Segment]) -> int:
+    """The most bytes per token that the blocks of one microbatch hold while they run backward, last to first."""
+    kept = peak = 0
+    for segment in segments:
+        kept += shape.kept_bytes(segment)
+        peak = max(peak, kept + shape.moment_bytes(segment))
+    return peak
+
+
+def total_recomputed_flops(shape: BlockShape, segments: Iterable[Segment]) -> float:
+    """FLOPs per token that all blocks compute again."""
+    return sum(map(shape.recomputed_flops, segments))

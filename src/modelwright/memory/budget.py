@@ -1,0 +1,170 @@
+"""The least computed again under a memory budget: which blocks keep everything, which some outputs, which their input.
+
+Blocks run backward from the last to the first, so while a segment runs, what all segments before it keep is still
+there: the budget holds at every such moment. Chosen by dynamic programming over (blocks done, bytes kept so far),
+after the knapsack form of Beaumont et al. 2021, "Efficient Combination of Rematerialization and Offloading" and of
+PyTorch's memory-budget partitioner; `solve_naive` tries everything. Knows no model: choices come as bytes and costs.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from modelwright.core.errors import ConfigError
+from modelwright.memory.activations import BlockShape, Segment
+from modelwright.memory.config import OPERATORS, Operator
+
+_QUANTA = 2**13
+"""Steps into which the budget is divided; what is kept is rounded up to whole steps, so the budget always holds."""
+_MAX_UNIT_LAYERS = 16
+_CAPS = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One way to treat the blocks of `segment`: bytes kept to backward, bytes besides while it runs backward, cost."""
+
+    segment: Segment
+    kept_bytes: int
+    moment_bytes: int
+    cost: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What the activations of one rank may take.
+
+    in_flight: microbatches whose activations are held at once (a pipeline's stages hold several); end_bytes: needed
+    when all blocks are done and nothing has run backward (the head's chunk of logits).
+    """
+
+    num_bytes: int
+    in_flight: int = 1
+    end_bytes: int = 0
+
+
+def block_choices(shape: BlockShape, num_tokens: int, num_layers: int) -> list[Choice]:
+    """The choices for homogeneous blocks: keep all; keep the outputs that cost most per byte; units of blocks."""
+    by_cost = sorted(OPERATORS, key=lambda name: shape.flops(name) / shape.output_bytes(name), reverse=True)
+    segments = [Segment(num_layers=1, recompute=False)]
+    for count in range(1, len(by_cost) + 1):
+        segments.append(Segment(num_layers=1, recompute=True, keep=_in_order(by_cost[:count])))
+    units = range(1, min(_MAX_UNIT_LAYERS, num_layers) + 1)
+    segments += [Segment(num_layers=n, recompute=True) for n in units]
+    return [
+        Choice(
+            segment=segment,
+            kept_bytes=num_tokens * shape.kept_bytes(segment),
+            moment_bytes=num_tokens * shape.moment_bytes(segment),
+            cost=num_tokens * shape.recomputed_flops(segment),
+        )
+        for segment in segments
+    ]
+
+
+def solve(choices: Sequence[Choice], num_layers: int, budget: Budget) -> list[Choice]:
+    """The cheapest sequence of choices for `num_layers` blocks within the budget.
+
+    Exact up to rounding kept bytes to 1/8192 of the budget. With several microbatches in flight the others hold all
+    that the blocks keep: the solver tries caps on that total. Raises `ConfigError` that names the least budget.
+    """
+    best = _best(choices, num_layers, budget)
+    if best is not None:
+        return best
+    raise ConfigError(
+        f"budget_bytes: {budget.num_bytes} is not enough for the activations of {num_layers} blocks; the least that "
+        f"works is about {least_budget(choices, num_layers, budget)}; use smaller microbatches or more ranks"
+    )
+
+
+def solve_naive(choices: Sequence[Choice], num_layers: int, budget: Budget) -> list[Choice] | None:
+    """All sequences, the cheapest that fits (the one that keeps least, among equals); the twin of `solve`."""
+    fitting = [way for way in _all_ways(choices, num_layers) if peak(way, budget) <= budget.num_bytes]
+    return min(fitting, key=lambda way: (total_cost(way), peak(way, budget)), default=None)
+
+
+def peak(way: Sequence[Choice], budget: Budget) -> int:
+    """The most bytes held at once."""
+    kept = itertools.accumulate(choice.kept_bytes for choice in way)
+    moments = [before + choice.moment_bytes for before, choice in zip(kept, way, strict=True)]
+    total = sum(choice.kept_bytes for choice in way)
+    return (budget.in_flight - 1) * total + max(*moments, total + budget.end_bytes)
+
+
+def total_cost(way: Sequence[Choice]) -> float:
+    return math.fsum(choice.cost for choice in way)
+
+
+def least_budget(choices: Sequence[Choice], num_layers: int, budget: Budget) -> int:
+    """The smallest budget that has a solution, to about a percent."""
+    low, high = 1, max(1, budget.num_bytes)
+    while _best(choices, num_layers, _with_bytes(budget, high)) is None:
+        high *= 2
+    while high - low > high // 100:
+        middle = (low + high) // 2
+        found = _best(choices, num_layers, _with_bytes(budget, middle))
+        low, high = (low, middle) if found else (middle, high)
+    return high
+
+
+def _best(choices: Sequence[Choice], num_layers: int, budget: Budget) -> list[Choice] | None:
+    others = budget.in_flight - 1
+    if not others:
+        return _solve_capped(choices, num_layers, budget, budget.num_bytes)
+    caps = [budget.num_bytes * step // (_CAPS * budget.in_flight) for step in range(1, _CAPS + 1)]
+    ways = [_solve_capped(choices, num_layers, _with_bytes(budget, budget.num_bytes - others * c), c) for c in caps]
+    return min((way for way in ways if way), key=total_cost, default=None)
+
+
+def _solve_capped(choices: Sequence[Choice], num_layers: int, budget: Budget, cap: int) -> list[Choice] | None:
+    """One microbatch in flight; at most `cap` bytes kept in all."""
+    quantum = max(1, budget.num_bytes // _QUANTA)
+    steps = budget.num_bytes // quantum
+    costs = np.full((num_layers + 1, steps + 1), np.inf)
+    taken = np.full((num_layers + 1, steps + 1), -1, dtype=np.int16)
+    costs[0, 0] = 0.0
+    sizes = [-(-choice.kept_bytes // quantum) for choice in choices]
+    for layer in range(num_layers):
+        for index, choice in enumerate(choices):
+            end = layer + choice.segment.num_layers
+            highest = steps - sizes[index] - -(-choice.moment_bytes // quantum)
+            if end > num_layers or highest < 0:
+                continue
+            reached = costs[layer, : highest + 1] + choice.cost
+            target = slice(sizes[index], sizes[index] + highest + 1)
+            better = reached < costs[end, target]
+            costs[end, target][better] = reached[better]
+            taken[end, target][better] = index
+    last = min(cap, budget.num_bytes - budget.end_bytes) // quantum
+    if last < 0 or not np.isfinite(costs[num_layers, : last + 1]).any():
+        return None
+    return _trace(choices, sizes, taken, num_layers, int(np.argmin(costs[num_layers, : last + 1])))
+
+
+def _trace(choices: Sequence[Choice], sizes: Sequence[int], taken: np.ndarray, layer: int, kept: int) -> list[Choice]:
+    way = []
+    while layer:
+        index = int(taken[layer, kept])
+        way.append(choices[index])
+        layer, kept = layer - choices[index].segment.num_layers, kept - sizes[index]
+    return way[::-1]
+
+
+def _all_ways(choices: Sequence[Choice], num_layers: int) -> Iterator[list[Choice]]:
+    if num_layers == 0:
+        yield []
+    for choice in choices:
+        if choice.segment.num_layers <= num_layers:
+            for rest in _all_ways(choices, num_layers - choice.segment.num_layers):
+                yield [choice, *rest]
+
+
+def _in_order(names: Sequence[Operator]) -> tuple[Operator, ...]:
+    return tuple(name for name in OPERATORS if name in names)
+
+
+def _with_bytes(budget: Budget, num_bytes: int) -> Budget:
+    return Budget(num_bytes=num_bytes, in_flight=budget.in_flight, end_bytes=budget.end_bytes)

@@ -1,0 +1,46 @@
+"""Selective activation checkpointing: outputs of chosen operators are kept, everything else is computed again.
+
+PyTorch's selective checkpointing decides operator by operator; here an operator is named by its place in the block
+(`config.OPERATORS`), so that each product can be chosen by itself. Knows the order in which a block runs its products
+and which attention operators there are.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from modelwright.memory.config import OPERATORS, Operator
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+_PRODUCTS = tuple(name for name in OPERATORS if name != "attend")
+_LINEAR = {"aten::mm", "aten::addmm"}
+_ATTENTION = {
+    "modelwright::packed_attention",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+}
+"""By name, because an operator of ours exists only once its module is imported."""
+
+
+def contexts_keeping(keep: Sequence[Operator]) -> Callable[[], Contexts]:
+    """A `context_fn` for `torch.utils.checkpoint.checkpoint` of one block, which keeps the outputs of `keep`."""
+
+    def make() -> Contexts:
+        num_products = 0
+
+        def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            nonlocal num_products
+            name = "attend" if operator.name() in _ATTENTION else ""
+            if operator.name() in _LINEAR:
+                name = _PRODUCTS[num_products] if num_products < len(_PRODUCTS) else ""
+                num_products += 1
+            return CheckpointPolicy.MUST_SAVE if name in keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return make
