@@ -1,53 +1,166 @@
-"""Activation checkpointing: equal gradients, fewer bytes kept."""
+"""Activation checkpointing: equal gradients, the bytes and FLOPs that the formulas say."""
+
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from modelwright.core.errors import ConfigError
-from modelwright.memory.checkpointing import checkpoint_blocks
-from modelwright.model.attention import packed_attend
+from modelwright.memory import selective
+from modelwright.memory.activations import Segment, block_shape, total_kept_bytes, total_recomputed_flops
+from modelwright.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
+from modelwright.memory.config import OPERATORS, ActivationConfig
+from modelwright.model.attention import causal_attend, packed_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 
 CONFIG = ModelConfig(
-    vocab_size=50, num_layers=4, model_dim=32, num_heads=4, num_kv_heads=2, ffn_dim=96, head_dim=8, max_seq_len=24
+    vocab_size=50, num_layers=5, model_dim=32, num_heads=4, num_kv_heads=2, ffn_dim=96, head_dim=8, max_seq_len=64
 )
+ROWS, LENGTH = 2, 64
+TOKENS = ROWS * LENGTH
+CONFIGS = {
+    "unit of 1": ActivationConfig(mode="unit", unit_layers=1),
+    "unit of 2": ActivationConfig(mode="unit", unit_layers=2),
+    "unit of 8": ActivationConfig(mode="unit"),
+    "all products": ActivationConfig(mode="selective"),
+    "two operators": ActivationConfig(mode="selective", keep=("attend", "gate_proj")),
+    "wide budget": ActivationConfig(mode="budget", budget_bytes=1_000_000),
+    "narrow budget": ActivationConfig(mode="budget", budget_bytes=700_000),
+}
 
 
-def gradients_and_kept_bytes(every):
+class Storages:
+    """Bytes of distinct storages that autograd and selective checkpointing keep, weights left out."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.saved: dict[int, torch.Tensor] = {}
+        self.caches = []
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def contexts(self, policy):
+        made = selective_contexts(policy)
+        self.caches.append(made[0].storage)
+        return made
+
+    def num_bytes(self) -> int:
+        for cache in self.caches:
+            for entries in cache.values():
+                for entry in entries.values():
+                    torch.utils._pytree.tree_map(lambda held: hasattr(held, "val") and self.keep(held.val), entry)
+        return sum(x.untyped_storage().nbytes() for at, x in self.saved.items() if at not in self.weights)
+
+
+selective_contexts = selective.create_selective_checkpoint_contexts
+
+
+def run(config, *, compute="fp32", attend=None):
+    """Gradients, bytes kept, FLOPs of backward, and the segments."""
     model = Decoder(CONFIG)
     model.init_weights(3)
     names = list(model.state_dict())
-    if every:
-        checkpoint_blocks(model, every)
+    shape = block_shape(CONFIG, compute=compute, mean_context=0)
+    segments = segments_for(config, CONFIG.num_layers, shape=shape, num_tokens=TOKENS)
+    checkpoint_segments(model, segments)
     assert list(model.state_dict()) == names
-    tokens = torch.arange(48).view(2, 24)
-    positions = torch.arange(24).repeat(2, 1)
-    segments = (torch.arange(24) // 10).int().repeat(2, 1)
-    kept = {}
-
-    def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden = model(tokens, positions, packed_attend(segments))
-    for parameter in model.parameters():
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
-    (hidden * torch.linspace(-1, 1, 32)).sum().backward()
-    return [p.grad for p in model.parameters()], sum(kept.values())
-
-
-def test_gradients_are_equal_and_memory_falls_with_every_block_more():
-    plain, all_bytes = gradients_and_kept_bytes(0)
-    half, half_bytes = gradients_and_kept_bytes(2)
-    full, few_bytes = gradients_and_kept_bytes(1)
-    for reference, *others in zip(plain, half, full, strict=True):
-        assert all(torch.equal(reference, other) for other in others)
-    assert few_bytes < half_bytes < all_bytes
-    assert few_bytes < 0.3 * all_bytes
+    tokens = torch.arange(TOKENS).view(ROWS, LENGTH) % 50
+    positions = torch.arange(LENGTH).repeat(ROWS, 1)
+    attend = attend or packed_attend((torch.arange(LENGTH) // 40).int().repeat(ROWS, 1))
+    storages = Storages(model)
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=compute == "bf16"),
+        torch.autograd.graph.saved_tensors_hooks(storages.keep, lambda tensor: tensor),
+        mock.patch.object(selective, "create_selective_checkpoint_contexts", storages.contexts),
+    ):
+        hidden = model(tokens, positions, attend)
+    num_bytes = storages.num_bytes()
+    with FlopCounterMode(display=False) as counter:
+        (hidden * torch.linspace(-1, 1, 32)).sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    return gradients, num_bytes, counter.get_total_flops(), shape, segments
 
 
-def test_zero_is_no_pass():
-    with pytest.raises(ConfigError, match="leave the pass out"):
-        checkpoint_blocks(Decoder(CONFIG), 0)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_gradients_are_equal_and_bytes_and_flops_are_those_of_the_formulas(compute):
+    plain, _, flops, _, _ = run(ActivationConfig(), compute=compute)
+    ids, tables, norm, bias = 8 * TOKENS, 2 * TOKENS * CONFIG.head_dim * 4, 4 * TOKENS * (32 + 1), 128 * 128 * 4
+    casts = 2 * CONFIG.block_parameters if compute == "bf16" else 0
+    for name, config in {"none": ActivationConfig(), **CONFIGS}.items():
+        gradients, num_bytes, again, shape, segments = run(config, compute=compute)
+        assert all(torch.equal(a, b) for a, b in zip(plain, gradients, strict=True)), name
+        num_plain = sum(not segment.recompute for segment in segments)
+        beside = ids + tables + norm + casts * num_plain + bias * (num_plain > 0)
+        assert num_bytes == pytest.approx(TOKENS * total_kept_bytes(shape, segments) + beside, rel=0.03), name
+        assert again - flops == pytest.approx(TOKENS * total_recomputed_flops(shape, segments)), name
+
+
+def test_budget_holds_and_is_used():
+    """Bytes kept and FLOPs fall and rise as the budget narrows; too narrow a one says what would do."""
+    shape = block_shape(CONFIG, compute="fp32", mean_context=0)
+    wide, narrow = (
+        segments_for(CONFIGS[name], 5, shape=shape, num_tokens=TOKENS) for name in ("wide budget", "narrow budget")
+    )
+    assert 0 < total_recomputed_flops(shape, wide) < total_recomputed_flops(shape, narrow)
+    assert total_kept_bytes(shape, wide) > total_kept_bytes(shape, narrow)
+    with pytest.raises(ConfigError, match=r"^budget_bytes: 1000 .* least that works is about \d+"):
+        segments_for(ActivationConfig(mode="budget", budget_bytes=1000), 5, shape=shape, num_tokens=TOKENS)
+
+
+def test_attention_of_other_kinds_is_kept_too():
+    """Outside packed rows attention is PyTorch's own operator."""
+    plain = run(ActivationConfig(), attend=causal_attend())
+    kept = run(ActivationConfig(mode="selective"), attend=causal_attend())
+    without = run(ActivationConfig(mode="selective", keep=OPERATORS[:3]), attend=causal_attend())
+    assert all(torch.equal(a, b) for a, b in zip(plain[0], kept[0], strict=True))
+    assert plain[2] == kept[2] < without[2]
+
+
+def test_each_operator_can_be_kept_by_itself():
+    """What is spared is that operator's own FLOPs; attention's are not counted by torch."""
+    nothing = run(ActivationConfig(mode="unit", unit_layers=1))
+    for operator in OPERATORS:
+        one = run(ActivationConfig(mode="selective", keep=(operator,)))
+        spared = one[3].flops(operator) * TOKENS * CONFIG.num_layers
+        assert nothing[2] - one[2] == pytest.approx(spared), operator
+        assert one[1] - nothing[1] == one[3].output_bytes(operator) * TOKENS * CONFIG.num_layers, operator
+
+
+def test_last_unit_is_shorter_and_the_model_becomes_plain_again():
+    segments = segments_for(
+        CONFIGS["unit of 2"], 5, shape=block_shape(CONFIG, compute="fp32", mean_context=0), num_tokens=1
+    )
+    assert [segment.num_layers for segment in segments] == [2, 2, 1]
+    model = Decoder(CONFIG)
+    checkpoint_segments(model, segments)
+    assert "run_blocks" in vars(model)
+    remove_checkpoints(model)
+    assert "run_blocks" not in vars(model)
+    assert all("forward" not in vars(block) for block in model.blocks.values())
+
+
+def test_a_part_of_the_layers_keeps_its_names():
+    """What a pipeline stage holds."""
+    model = Decoder(CONFIG)
+    for layer in ("0", "1", "4"):
+        del model.blocks[layer]
+    checkpoint_segments(model, [Segment(num_layers=2, recompute=True)])
+    assert {name.split(".")[1] for name in model.state_dict() if name.startswith("blocks")} == {"2", "3"}
+    model(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)[None], causal_attend()).sum().backward()
+    assert model.blocks["2"].ffn.up_proj.weight.grad.abs().sum() > 0
+
+
+def test_wrong_settings_name_their_field():
+    for settings, field in (
+        ({"mode": "unit", "unit_layers": 0}, "unit_layers"),
+        ({"mode": "selective", "keep": ()}, "keep"),
+        ({"mode": "selective", "keep": ("attend", "attend")}, "keep"),
+        ({"mode": "budget"}, "budget_bytes"),
+        ({"budget_bytes": 5}, "budget_bytes"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{field}: "):
+            ActivationConfig(**settings)
