@@ -15,9 +15,9 @@ from modelwright.train.checkpoint import (
     Best,
     Checkpoints,
     Snapshot,
+    check_checkpoint,
     list_checkpoints,
     read_best,
-    read_checkpoint,
     read_weights,
 )
 
@@ -131,7 +131,7 @@ def test_only_damaged_checkpoints_means_none(checkpoints):
 def test_another_runs_checkpoint_is_refused(checkpoints):
     save(checkpoints, 1)
     with pytest.raises(ArtifactError, match="another configuration"):
-        read_checkpoint(checkpoints.folder / "step-00000001", digest="other")
+        check_checkpoint(checkpoints.folder / "step-00000001", digest="other")
 
 
 def test_half_written_ones_are_removed_at_the_start(checkpoints):

@@ -1,0 +1,110 @@
+"""A line between the processes of a run that is apart from the training's own: for what a thread has to agree on.
+
+A collective of a background thread must not mix with those of the training, so it has a process group of its own, over
+gloo whatever the device. No rank waits for ever: a process that has died or is late becomes one clear error on the
+others. Knows nothing about what is agreed on.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from modelwright.core.errors import ModelwrightError, StorageError
+from modelwright.parallel.mesh import World
+
+T = TypeVar("T")
+
+TIMEOUT_S = 600.0
+
+
+class LostRankError(ModelwrightError):
+    """Another process of the run has ended or did not answer in time."""
+
+
+class Channel:
+    """All ranks of a world; every rank makes one and calls the same methods in the same order, from one thread at a
+    time. With one process nothing is sent."""
+
+    def __init__(self, world: World, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.rank = world.rank
+        self.size = world.size
+        self.timeout_s = timeout_s
+        self._group: dist.ProcessGroup | None = None
+        if world.size > 1:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            assert isinstance(group, dist.ProcessGroup)
+            self._group = group
+
+    def exchange(self, value: Any, *, what: str = "agreement") -> list[Any]:
+        """The values of all ranks, in rank order. Raises `LostRankError`."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        self._guard(lambda: dist.all_gather_object(values, value, group=self._group), what)
+        return values
+
+    def any(self, flag: bool, *, what: str = "agreement") -> bool:
+        """Whether the flag is set on any rank: one small message."""
+        if self._group is None:
+            return flag
+        found = torch.tensor([int(flag)])
+        self._guard(lambda: dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group), what)
+        return bool(found)
+
+    def attempt(self, action: Callable[[], T], *, what: str) -> T:
+        """Run `action` on every rank; when it raises on any, raise on every rank. `action` itself sends nothing.
+
+        A rank's own error is raised as it is, another's as `StorageError` with its rank and text.
+        """
+        if self._group is None:
+            return action()
+        problem: Exception | None = None
+        result: Any = None
+        try:
+            result = action()
+        except Exception as error:
+            problem = error
+        texts = self.exchange(None if problem is None else str(problem) or repr(problem), what=what)
+        if problem is not None:
+            raise problem
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise StorageError(f"{what}: rank {rank} failed: {text}")
+        return result
+
+    def swap(self, tensor: Tensor, *, to: int, num_received: int, source: int, what: str) -> Tensor:
+        """Send bytes to one rank while receiving `num_received` bytes from another (uint8, on the CPU)."""
+        received = torch.empty(num_received, dtype=torch.uint8)
+        if self._group is None:
+            return tensor.clone()
+
+        def move() -> None:
+            works = [
+                dist.isend(tensor, group=self._group, group_dst=to),
+                dist.irecv(received, group=self._group, group_src=source),
+            ]
+            for work in works:
+                assert work is not None
+                work.wait()
+
+        self._guard(move, what)
+        return received
+
+    def broadcast(self, tensor: Tensor, *, source: int, what: str) -> Tensor:
+        """One rank's bytes on all ranks, in place (uint8, on the CPU)."""
+        if self._group is not None:
+            self._guard(lambda: dist.broadcast(tensor, group_src=source, group=self._group), what)
+        return tensor
+
+    def _guard(self, action: Callable[[], object], what: str) -> None:
+        try:
+            action()
+        except RuntimeError as error:  # gloo's connection errors and timeouts, PyTorch's own
+            text = str(error).splitlines()[0][:200]
+            raise LostRankError(
+                f"{what}: another process of the run has ended or did not answer within {self.timeout_s:.0f} s ({text})"
+            ) from error

@@ -1,0 +1,240 @@
+"""Tensors of a run that is laid out over processes: as pieces in safetensors files, and back under any other layout.
+
+A tensor is plain (whole on every rank that has its name) or a DTensor of which each rank holds a piece. Each piece is
+written once, by one of the ranks that hold it; `index.json` says where in the whole tensor it belongs. A reader takes
+from each file just the values that its own piece of the tensor needs. Knows nothing about what the tensors mean.
+
+PyTorch's distributed checkpoint with its safetensors writer was tried: it carries DTensors, names that only some ranks
+have and 0-dimensional tensors, but a value that is no tensor makes a file that no reader opens, a missing file shows as
+a tensor of another size, and there are no checksums; what is left of it is this intersection of boxes.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from modelwright.core.errors import ArtifactError
+
+INDEX = "index.json"
+
+
+class DamagedCheckpointError(ArtifactError):
+    """A checkpoint's files are missing, cut off or changed."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a tensor."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def volume(self) -> int:
+        return math.prod(self.shape)
+
+    def overlap(self, other: "Box") -> "Box":
+        """What both have in common; its volume is 0 when they are apart."""
+        first = tuple(map(max, self.offset, other.offset))
+        ends = (
+            min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+        return Box(first, tuple(max(0, end - start) for start, end in zip(first, ends, strict=True)))
+
+    def within(self, outer: "Box") -> tuple[slice, ...]:
+        """Where this box lies inside a tensor that holds `outer`."""
+        starts = [mine - its for mine, its in zip(self.offset, outer.offset, strict=True)]
+        return tuple(slice(start, start + length) for start, length in zip(starts, self.shape, strict=True))
+
+
+def whole(shape: Sequence[int]) -> Box:
+    return Box((0,) * len(shape), tuple(shape))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's part of a tensor: its values, its place, and the shape of the whole."""
+
+    values: Tensor
+    box: Box
+    shape: tuple[int, ...]
+
+    def key(self, name: str) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Equal on two ranks if they hold the same piece of the same tensor."""
+        return (name, self.shape, self.box.offset, self.box.shape)
+
+
+def piece_of(tensor: Tensor) -> Piece:
+    """What this rank holds of a tensor, sharing its memory."""
+    if not isinstance(tensor, DTensor):
+        return Piece(tensor.detach(), whole(tensor.shape), tuple(tensor.shape))
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ArtifactError(f"a tensor laid out as {tensor.placements} holds unfinished sums and cannot be saved")
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    values = tensor.to_local().detach()
+    assert tuple(values.shape) == tuple(shape), (values.shape, shape, tensor.placements)
+    return Piece(values, Box(tuple(offset), tuple(shape)), tuple(tensor.shape))
+
+
+def laid_out_like(values: Tensor, target: Tensor) -> Tensor:
+    """This rank's piece of a tensor as a tensor with the layout of `target`, on its device."""
+    if not isinstance(target, DTensor):
+        return values.to(target.device)
+    local = values.to(target.to_local().device)
+    return DTensor.from_local(
+        local, target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
+    )
+
+
+def share_out(keys: Sequence[Sequence[tuple]]) -> list[list[int]]:
+    """Which of its pieces each rank writes: positions in its list. A piece that several ranks hold goes to the one
+    with the fewest values so far; every rank computes the same answer.
+
+    keys: for each rank, `Piece.key` of each of its pieces.
+    """
+    holders: dict[tuple, list[tuple[int, int]]] = {}
+    for rank, held in enumerate(keys):
+        for position, key in enumerate(held):
+            holders.setdefault(key, []).append((rank, position))
+    written: list[list[int]] = [[] for _ in keys]
+    load = [0] * len(keys)
+    for key, places in sorted(holders.items(), key=lambda item: (-math.prod(item[0][-1]), item[0])):
+        if math.prod(key[-1]):
+            rank, position = min(places, key=lambda place: (load[place[0]], place[0]))
+            load[rank] += math.prod(key[-1])
+            written[rank].append(position)
+    return [sorted(positions) for positions in written]
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 of a CPU tensor's bytes."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy().data)
+
+
+def describe_pieces(file: str, pieces: Mapping[str, Piece]) -> dict[str, Any]:
+    """Index entries of the pieces that were written to `file`."""
+    return {
+        name: {
+            "shape": list(piece.shape),
+            "dtype": str(piece.values.dtype).removeprefix("torch."),
+            "pieces": [
+                {
+                    "file": file,
+                    "offset": list(piece.box.offset),
+                    "shape": list(piece.box.shape),
+                    "crc32": checksum(piece.values),
+                }
+            ],
+        }
+        for name, piece in pieces.items()
+    }
+
+
+def merge_indexes(indexes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One index out of those of all ranks. Raises `ArtifactError` when pieces leave gaps or cover each other."""
+    merged: dict[str, Any] = {}
+    for index in indexes:
+        for name, entry in index.items():
+            known = merged.setdefault(name, {**entry, "pieces": []})
+            if (known["shape"], known["dtype"]) != (entry["shape"], entry["dtype"]):
+                raise ArtifactError(f"{name}: has shape {known['shape']} on one rank and {entry['shape']} on another")
+            known["pieces"] = [*known["pieces"], *entry["pieces"]]
+    for name, entry in merged.items():
+        boxes = [Box(tuple(piece["offset"]), tuple(piece["shape"])) for piece in entry["pieces"]]
+        apart = all(a.overlap(b).volume == 0 for i, a in enumerate(boxes) for b in boxes[:i])
+        if not apart or sum(box.volume for box in boxes) != math.prod(entry["shape"]):
+            raise ArtifactError(f"{name}: the ranks' pieces do not make up the whole tensor: {boxes}")
+    return merged
+
+
+class ShardReader:
+    """The tensors of one checkpoint folder. Raises `DamagedCheckpointError` that names the file."""
+
+    def __init__(self, folder: Path, entries: Mapping[str, Any]) -> None:
+        """entries: one part (`model` or `training`) of the index."""
+        self.folder = folder
+        self.entries = entries
+        self._files: dict[str, Any] = {}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._entry(name)["shape"])
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """A part of a tensor, or all of it, on the CPU."""
+        entry = self._entry(name)
+        box = whole(entry["shape"]) if box is None else box
+        result = torch.empty(box.shape, dtype=getattr(torch, entry["dtype"]))
+        num_found = 0
+        for piece in entry["pieces"]:
+            held = Box(tuple(piece["offset"]), tuple(piece["shape"]))
+            common = held.overlap(box)
+            if common.volume:
+                result[common.within(box)] = self._slice(piece["file"], name, common.within(held))
+                num_found += common.volume
+        if num_found != box.volume:
+            raise DamagedCheckpointError(f"{self.folder / INDEX}: does not have all of {name}")
+        return result
+
+    def read_like(self, name: str, target: Tensor) -> Tensor:
+        """The tensor with the layout of `target`: each rank reads its own piece."""
+        return laid_out_like(self.read(name, piece_of(target).box), target)
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Copy this rank's piece into `target`, in place."""
+        if self.shape(name) != tuple(target.shape):
+            raise ArtifactError(
+                f"{self.folder}: {name} has shape {list(self.shape(name))}, the model wants {list(target.shape)}"
+            )
+        piece = piece_of(target)
+        with torch.no_grad():
+            piece.values.copy_(self.read(name, piece.box))
+
+    def damaged_tensor(self, file: str) -> str:
+        """The first tensor in `file` whose values do not have their checksum, or nothing when it cannot be told."""
+        for name, entry in self.entries.items():
+            for piece in entry["pieces"]:
+                if piece["file"] == file:
+                    try:
+                        if checksum(self._open(file).get_tensor(name)) != piece["crc32"]:
+                            return name
+                    except (DamagedCheckpointError, SafetensorError):
+                        return ""
+        return ""
+
+    def _entry(self, name: str) -> Mapping[str, Any]:
+        if name not in self.entries:
+            raise ArtifactError(f"{self.folder}: has no tensor {name}; it was made by another model")
+        return self.entries[name]
+
+    def _slice(self, file: str, name: str, part: tuple[slice, ...]) -> Tensor:
+        try:
+            return self._open(file).get_slice(name)[part]
+        except SafetensorError as error:
+            raise DamagedCheckpointError(f"{self.folder / file}: {name} cannot be read ({error})") from None
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(self.folder / file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise DamagedCheckpointError(f"{self.folder / file}: cannot be read ({error})") from None
+        return self._files[file]
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """`index.json` of a checkpoint: its parts by name."""
+    try:
+        return json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpointError(f"{folder / INDEX}: cannot be read ({error})") from None
