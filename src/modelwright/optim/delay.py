@@ -1,0 +1,54 @@
+"""Delay compensation: a gradient computed at older weights, corrected towards what it would be at the present ones.
+
+DC-ASGD (Zheng et al. 2017, Asynchronous Stochastic Gradient Descent with Delay Compensation): the first-order Taylor
+term of the gradient, with the Hessian's diagonal approximated by `strength * g * g`. The square of one sample's
+gradient estimates the diagonal; the square of a mean over n samples is about n times too small, so the `strength` that
+does something is of the order of the predicted tokens in a batch rather than 1. Knows nothing about where the delay
+comes from.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modelwright.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayConfig:
+    """strength: lambda of the formula; 0 leaves gradients as they are."""
+
+    strength: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.strength < 0:
+            raise ConfigError(f"strength: must not be negative, got {self.strength}; 0 switches compensation off")
+
+
+@torch.no_grad()
+def compensate(gradients: Sequence[Tensor], now: Sequence[Tensor], then: Sequence[Tensor], *, strength: float) -> None:
+    """g += strength * g * g * (now - then), in place; `then`: the weights at which the gradients were computed."""
+    change = torch._foreach_sub(list(now), list(then))  # pyright: ignore
+    torch._foreach_mul_(change, list(gradients))  # pyright: ignore
+    torch._foreach_mul_(change, list(gradients))  # pyright: ignore
+    torch._foreach_add_(list(gradients), change, alpha=strength)  # pyright: ignore
+
+
+@torch.no_grad()
+def compensate_naive(
+    gradients: Sequence[Tensor], now: Sequence[Tensor], then: Sequence[Tensor], *, strength: float
+) -> None:
+    """The formula, tensor by tensor; the twin of `compensate`."""
+    for gradient, here, there in zip(gradients, now, then, strict=True):
+        gradient.copy_(gradient + strength * gradient * gradient * (here - there))
+
+
+def compensation(
+    config: DelayConfig,
+) -> Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None] | None:
+    """`compensate` at the configured strength; None when it is switched off."""
+    if config.strength == 0:
+        return None
+    return lambda gradients, now, then: compensate(gradients, now, then, strength=config.strength)
