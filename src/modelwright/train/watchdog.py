@@ -1,0 +1,43 @@
+"""A process that hangs is ended, with the stacks of all its threads in the log, so that a launcher can start it again.
+
+A lost link or a collective that one rank never enters blocks a process inside C code without an error. The clock runs
+in `faulthandler`'s own thread, which needs neither the interpreter's lock nor a healthy main thread. There is one such
+clock in a process. Knows nothing about steps: whoever makes progress says so.
+"""
+
+import faulthandler
+from pathlib import Path
+from typing import Self
+
+from modelwright.core.errors import ConfigError, writing
+
+
+class Watchdog:
+    """Ends the process (exit status 1) when `alive` was not called for `limit_s` seconds; 0 switches it off.
+
+    Used as a context. The stacks are appended to `log`.
+    """
+
+    def __init__(self, log: Path, *, limit_s: float) -> None:
+        if limit_s < 0:
+            raise ConfigError(f"hang_after_s: must not be negative, got {limit_s}; 0 switches it off")
+        self.log = log
+        self.limit_s = limit_s
+
+    def __enter__(self) -> Self:
+        if self.limit_s:
+            with writing(self.log):
+                self.log.parent.mkdir(parents=True, exist_ok=True)
+                self._file = open(self.log, "ab", buffering=0)
+            self.alive()
+        return self
+
+    def alive(self) -> None:
+        """Start the clock anew (some tens of microseconds)."""
+        if self.limit_s:
+            faulthandler.dump_traceback_later(self.limit_s, exit=True, file=self._file)
+
+    def __exit__(self, *exception: object) -> None:
+        if self.limit_s:
+            faulthandler.cancel_dump_traceback_later()
+            self._file.close()
