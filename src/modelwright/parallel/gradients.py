@@ -44,6 +44,6 @@ def holders(parameter: Tensor, mesh: Mesh, *, num_stages: int = 1) -> int:
     pieces = 1
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
-            if placement.is_shard():
+            if not placement.is_replicate():  # FSDP's pieces of a tensor-parallel piece are no plain `Shard`
                 pieces *= parameter.device_mesh.size(axis)
     return mesh.world.size // mesh.pipeline.size * num_stages // pieces

@@ -95,7 +95,8 @@ class Mesh:
 
     data: copies that take rows of their own (replicate x shard); reduce: the ranks whose gradients a transport sums;
     sharing: the ranks among which FSDP divides states (shard x context). devices: PyTorch's mesh with the axes
-    pipeline, replicate, shard, context, tensor and the flattened sharing; None for one process.
+    pipeline, replicate, shard, context, tensor; sharing_devices: that of the flattened axis sharing; None for one
+    process.
     """
 
     world: World
@@ -108,6 +109,7 @@ class Mesh:
     reduce: World
     sharing: World
     devices: DeviceMesh | None
+    sharing_devices: DeviceMesh | None
 
     @property
     def speaks_for_rows(self) -> bool:
@@ -123,18 +125,19 @@ def lay_out(world: World, config: ParallelConfig) -> Mesh:
     """Arrange the world. Every rank calls it. Raises `ConfigError` when the axes do not make up the world."""
     sizes = config.axes(world.size)
     if world.size == 1:
-        return Mesh(world=world, devices=None, **dict.fromkeys((*sizes, "data", "reduce", "sharing"), world))
+        axes = dict.fromkeys((*sizes, "data", "reduce", "sharing"), world)
+        return Mesh(world=world, devices=None, sharing_devices=None, **axes)
     devices = init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     axes = {name: _axis(devices[name].get_group(), world) for name in sizes}
     joint = {"data": ("replicate", "shard"), "sharing": ("shard", "context")}
-    for name, parts in joint.items():
-        axes[name] = _axis(devices[parts]._flatten(name).get_group(), world)
+    joined = {name: devices[parts]._flatten(name) for name, parts in joint.items()}
+    axes |= {name: _axis(mesh.get_group(), world) for name, mesh in joined.items()}
     if config.shard == "none":
         copies = devices["replicate", "context"]._flatten("copies")
         axes["reduce"] = _axis(copies.get_group(), world)
     else:
         axes["reduce"] = axes["replicate"]
-    return Mesh(world=world, devices=devices, **axes)
+    return Mesh(world=world, devices=devices, sharing_devices=joined["sharing"], **axes)
 
 
 def _axis(group: dist.ProcessGroup, world: World) -> World:

@@ -66,8 +66,8 @@ def apply_passes(
     model = activations(model)
     if compile_blocks:
         model = compile_each_block(model)
-    if mesh.devices is not None and parallel.shard != "none":
-        model = shard_states(model, mesh.devices["sharing"], parallel.shard)
+    if mesh.sharing_devices is not None and parallel.shard != "none":
+        model = shard_states(model, mesh.sharing_devices, parallel.shard)
     return model
 
 
