@@ -96,7 +96,7 @@ def test_operator_is_sound_under_compile():
     tiles = packed_tiles(segments, 4)
     torch.library.opcheck(
         torch.ops.modelwright.packed_attention.default,
-        (*inputs, tiles.bounds_P4, tiles.bias),
+        (*inputs, tiles.bounds_P5, tiles.bias),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 
@@ -104,8 +104,9 @@ def test_operator_is_sound_under_compile():
 def test_tiles_cover_every_token_once():
     segments = make_segments([[33, 67], [100]])
     seen = torch.zeros(segments.shape, dtype=torch.int64)
-    for row, start, first, end in packed_tiles(segments, 16).bounds_P4.tolist():
+    for row, start, first, end, at in packed_tiles(segments, 16).bounds_P5.tolist():
         seen[row, first:end] += 1
+        assert at == first
         assert segments[row, start:end].unique().numel() == 1
     assert torch.equal(seen, torch.ones_like(seen))
 
@@ -122,3 +123,17 @@ def test_packed_attention_keeps_float64() -> None:
     ):
         assert ours.dtype == torch.float64
         torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("spans", [[(0, 3), (10, 13)], [(5, 6)], [(3, 10)], [(7, 13), (0, 2)]])
+@pytest.mark.parametrize("tile_len", [2, 128])
+def test_some_queries_of_each_row(spans, tile_len) -> None:
+    segments = make_segments([[5, 1, 7], [12, 1]])
+    q, k, v = make_qkv(segments, 4, 2)
+    own = torch.cat([torch.arange(*span) for span in spans])
+    fast = packed_attention(q[:, own], k, v, packed_tiles(segments, tile_len, spans=spans))
+    naive = masked_attention_naive(q, k, v, document_mask(segments))[:, own]
+    for ours, reference in zip(
+        outputs_and_gradients(fast, (q, k, v)), outputs_and_gradients(naive, (q, k, v)), strict=True
+    ):
+        torch.testing.assert_close(ours, reference, **TOLERANCES["fp32_gradient"])

@@ -9,6 +9,7 @@ Query head h reads key/value head h // G.
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,35 +58,56 @@ def masked_attention_naive(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask_
 class Tiles:
     """How packed rows are cut for `packed_attention`.
 
-    bounds_P4: int64, one tile a line: row, first key, first query, end (of both queries and keys).
-    bias: [tile_len, longest document, rounded up], additive causal mask aligned at its lower right corner.
+    bounds_P5: int64, one tile a line: row, first key, first query, end (of both queries and keys), all three counted in
+    the row; and where the first query lies in the tensor of queries, which may hold only some of the row's tokens.
+    bias: [tile_len, most keys that a tile sees, rounded up], additive causal mask aligned at its lower right corner.
     """
 
-    bounds_P4: Tensor
+    bounds_P5: Tensor
     bias: Tensor
 
 
-def packed_tiles(segments_BT: Tensor, tile_len: int = TILE_LEN) -> Tiles:
-    """Cut every run of equal segment numbers into tiles of at most `tile_len` queries. CPU tensors only."""
-    bounds, longest = [], 1
+def packed_tiles(
+    segments_BT: Tensor, tile_len: int = TILE_LEN, *, spans: Sequence[tuple[int, int]] | None = None
+) -> Tiles:
+    """Cut every run of equal segment numbers into tiles of at most `tile_len` queries. CPU tensors only.
+
+    spans: `(start, end)` of the tokens whose queries are computed, one span after another in the tensor of queries;
+    the whole row unless given.
+    """
+    bounds: list[tuple[int, int, int, int, int]] = []
+    spans = [(0, segments_BT.shape[1])] if spans is None else spans
     for row, segments_T in enumerate(segments_BT):
         start = 0
         for length in torch.unique_consecutive(segments_T, return_counts=True)[1].tolist():
             end = start + length
-            bounds += [(row, start, first, min(first + tile_len, end)) for first in range(start, end, tile_len)]
-            start, longest = end, max(longest, length)
-    width = math.ceil(longest / tile_len) * tile_len
+            bounds += _document_tiles(row, start, end, tile_len, spans)
+            start = end
+    reach = max((first - start for _, start, first, _, _ in bounds), default=0)
+    width = (math.ceil(reach / tile_len) + 1) * tile_len
     bias = torch.full((tile_len, width), float("-inf")).triu(width - tile_len + 1)
-    return Tiles(torch.tensor(bounds, dtype=torch.int64), bias)
+    return Tiles(torch.tensor(bounds, dtype=torch.int64).view(-1, 5), bias)
+
+
+def _document_tiles(
+    row: int, start: int, end: int, tile_len: int, spans: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int, int, int, int]]:
+    before = 0
+    for span_start, span_end in spans:
+        last = min(end, span_end)
+        for first in range(max(start, span_start), last, tile_len):
+            yield row, start, first, min(first + tile_len, last), before + first - span_start
+        before += span_end - span_start
 
 
 def packed_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, tiles: Tiles) -> Tensor:
     """Causal attention within documents, [B, T, H, d], in the number format of `v_BTKd`. CPU only.
 
-    Equals `masked_attention` under `document_mask`. One opaque operator to `torch.compile`; differentiable once.
+    Equals `masked_attention` under `document_mask`, at the queries that the tiles were cut for. One opaque operator to
+    `torch.compile`; differentiable once.
     """
     q_BTHd, k_BTKd = q_BTHd.to(v_BTKd.dtype), k_BTKd.to(v_BTKd.dtype)
-    return _packed_forward(q_BTHd, k_BTKd, v_BTKd, tiles.bounds_P4, tiles.bias)[0]
+    return _packed_forward(q_BTHd, k_BTKd, v_BTKd, tiles.bounds_P5, tiles.bias)[0]
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -95,7 +117,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 @torch.library.custom_op("modelwright::packed_attention", mutates_args=(), device_types="cpu")
 def _packed_forward(
-    q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P4: Tensor, bias: Tensor
+    q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P5: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The output [B, T, H, d] and the log of each softmax's denominator [B, K, G, T], which backward needs."""
     rows, row_len, num_heads, _ = q_BTHd.shape
@@ -105,21 +127,20 @@ def _packed_forward(
     q_BKGTd, k_BKGTd, v_BKGTd = _grouped(q_BTHd, k_BTKd, v_BTKd)
     out_BKGTd = out_BTHd.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
     bias = bias.to(q_BTHd.dtype)
-    for row, start, first, end in bounds_P4.tolist():
-        out_BKGTd[row, :, :, first:end], lse_BKGT[row, :, :, first:end] = (
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q_BKGTd[row, :, :, first:end],
-                k_BKGTd[row, :, :, start:end],
-                v_BKGTd[row, :, :, start:end],
-                is_causal=first == start,
-                attn_mask=_tile_bias(bias, start, first, end),
-            )
+    for row, start, first, end, at in bounds_P5.tolist():
+        tile = (row, slice(None), slice(None), slice(at, at + end - first))
+        out_BKGTd[tile], lse_BKGT[tile] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BKGTd[tile],
+            k_BKGTd[row, :, :, start:end],
+            v_BKGTd[row, :, :, start:end],
+            is_causal=first == start,
+            attn_mask=_tile_bias(bias, start, first, end),
         )
     return out_BTHd, lse_BKGT
 
 
 @_packed_forward.register_fake
-def _(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P4: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def _(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P5: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     rows, row_len, num_heads, _ = q_BTHd.shape
     num_kv_heads = k_BTKd.shape[2]
     lse_BKGT = q_BTHd.new_empty((rows, num_kv_heads, num_heads // num_kv_heads, row_len), dtype=_wide(q_BTHd))
@@ -134,7 +155,7 @@ def _packed_backward(
     v_BTKd: Tensor,
     out_BTHd: Tensor,
     lse_BKGT: Tensor,
-    bounds_P4: Tensor,
+    bounds_P5: Tensor,
     bias: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_kv_heads = k_BTKd.shape[2]
@@ -145,34 +166,35 @@ def _packed_backward(
         x.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4) for x in (grad_BTHd, out_BTHd, grad_q)
     )
     bias = bias.to(q_BTHd.dtype)
-    for row, start, first, end in bounds_P4.tolist():
+    for row, start, first, end, at in bounds_P5.tolist():
+        tile = (row, slice(None), slice(None), slice(at, at + end - first))
         tile_q, tile_k, tile_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_BKGTd[row, :, :, first:end],
-            q_BKGTd[row, :, :, first:end],
+            grad_BKGTd[tile],
+            q_BKGTd[tile],
             k_BKGTd[row, :, :, start:end],
             v_BKGTd[row, :, :, start:end],
-            out_BKGTd[row, :, :, first:end],
-            lse_BKGT[row, :, :, first:end],
+            out_BKGTd[tile],
+            lse_BKGT[tile],
             0.0,
             first == start,
             attn_mask=_tile_bias(bias, start, first, end),
         )
-        grad_q_BKGTd[row, :, :, first:end] = tile_q
+        grad_q_BKGTd[tile] = tile_q
         grad_k[row, start:end] += tile_k.sum(1).transpose(0, 1)
         grad_v[row, start:end] += tile_v.sum(1).transpose(0, 1)
     return grad_q, grad_k, grad_v
 
 
 @_packed_backward.register_fake
-def _(grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bounds_P4, bias) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bounds_P5, bias) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BTHd, k_BTKd, v_BTKd))
     return q, k, v
 
 
 def _keep_for_backward(ctx, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    q_BTHd, k_BTKd, v_BTKd, bounds_P4, bias = inputs
+    q_BTHd, k_BTKd, v_BTKd, bounds_P5, bias = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q_BTHd, k_BTKd, v_BTKd, *output, bounds_P4, bias)
+    ctx.save_for_backward(q_BTHd, k_BTKd, v_BTKd, *output, bounds_P5, bias)
 
 
 def _differentiate(ctx, grad_BTHd: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:

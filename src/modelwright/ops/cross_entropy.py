@@ -7,13 +7,29 @@ twice. Tokens whose label is ignored cost nothing. Knows nothing about means: th
 Legend: N flattened tokens, D model width, V vocabulary, C tokens of one chunk.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_TOKENS = 512
+
+LossOfLogits = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""`(logits_CV, labels_C) -> (summed loss, its gradient in the logits)`, both FP32."""
+
+
+def softmax_loss(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Summed loss and its gradient softmax - one_hot; FP32 logits are overwritten."""
+    scores_CV = logits_CV.float()
+    largest_C1 = scores_CV.amax(dim=-1, keepdim=True)
+    chosen_C1 = scores_CV.gather(1, labels_C[:, None])
+    exponentials_CV = scores_CV.sub_(largest_C1).exp_()
+    denominator_C1 = exponentials_CV.sum(dim=-1, keepdim=True)
+    loss = (largest_C1 + denominator_C1.log() - chosen_C1).sum()
+    grad_CV = exponentials_CV.div_(denominator_C1)
+    grad_CV.scatter_add_(1, labels_C[:, None], -torch.ones_like(chosen_C1))
+    return loss, grad_CV
 
 
 def linear_cross_entropy(
@@ -23,18 +39,22 @@ def linear_cross_entropy(
     *,
     chunk_tokens: int = CHUNK_TOKENS,
     ignore_index: int = -100,
+    loss_of_logits: LossOfLogits = softmax_loss,
 ) -> Tensor:
     """Sum over tokens of -log softmax(hidden @ weight.T)[label], a scalar in FP32 (nats).
 
     hidden_ND, weight_VD: floating point; labels_N: int64, `ignore_index` for tokens that do not count. The products
     run in the autocast format where one is set, the softmax and all sums over chunks in FP32. Differentiable once, in
-    hidden and weight. Peak memory above the gradients: a few times chunk_tokens * V elements.
+    hidden and weight. Peak memory above the gradients: a few times chunk_tokens * V elements. loss_of_logits: another
+    softmax, such as one over a vocabulary of which only some rows are here.
     """
     if torch.is_autocast_enabled(hidden_ND.device.type):
         compute = torch.get_autocast_dtype(hidden_ND.device.type)
     else:
         compute = torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
-    return _LinearCrossEntropy.apply(hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, compute)  # type: ignore
+    return _LinearCrossEntropy.apply(  # type: ignore[return-value]
+        hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, compute, loss_of_logits
+    )
 
 
 def linear_cross_entropy_naive(
@@ -66,7 +86,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Computes the gradients of the sum along with the sum; backward only scales them."""
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, compute):
+    def forward(ctx, hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, compute, loss_of_logits):
         weight = weight_VD.to(compute)
         grad_hidden_ND = torch.zeros_like(hidden_ND) if ctx.needs_input_grad[0] else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -74,7 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(hidden_ND.device.type, enabled=False):
             for kept_C in _chunks(labels_N, ignore_index, chunk_tokens):
                 hidden_CD = hidden_ND[kept_C].to(compute)
-                chunk_loss, grad_logits_CV = _loss_and_grad(hidden_CD @ weight.T, labels_N[kept_C])
+                chunk_loss, grad_logits_CV = loss_of_logits(hidden_CD @ weight.T, labels_N[kept_C])
                 loss += chunk_loss
                 grad_logits_CV = grad_logits_CV.to(compute)
                 if grad_hidden_ND is not None:
@@ -93,20 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden_ND = grad_hidden_ND * grad_loss.to(grad_hidden_ND.dtype)
         if grad_weight_VD is not None:
             grad_weight_VD = (grad_weight_VD * grad_loss).to(ctx.weight_dtype)
-        return grad_hidden_ND, grad_weight_VD, None, None, None, None
-
-
-def _loss_and_grad(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed loss and its gradient softmax - one_hot; FP32 logits are overwritten."""
-    scores_CV = logits_CV.float()
-    largest_C1 = scores_CV.amax(dim=-1, keepdim=True)
-    chosen_C1 = scores_CV.gather(1, labels_C[:, None])
-    exponentials_CV = scores_CV.sub_(largest_C1).exp_()
-    denominator_C1 = exponentials_CV.sum(dim=-1, keepdim=True)
-    loss = (largest_C1 + denominator_C1.log() - chosen_C1).sum()
-    grad_CV = exponentials_CV.div_(denominator_C1)
-    grad_CV.scatter_add_(1, labels_C[:, None], -torch.ones_like(chosen_C1))
-    return loss, grad_CV
+        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

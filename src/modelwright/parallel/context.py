@@ -1,11 +1,95 @@
-"""Context parallelism: the ranks of one axis share the tokens of each row."""
+"""Context parallelism: the ranks of one axis share the tokens of each row.
 
+A row of T tokens is cut into twice as many chunks as there are ranks, and rank r takes chunk r from the front and
+chunk r from the back: the causal work of a long document is then the same on every rank. Keys and values of all tokens
+are gathered in every layer, queries stay (as in Llama 3, section 3.3.2); the gradients of keys and values are summed
+and scattered. A document sees itself only, wherever the cuts fall. Knows nothing about layers and losses: sums over the
+tokens of all ranks are what whole rows would give.
+
+Legend: B rows, T tokens of a whole row, S those on this rank, H query heads, K key/value heads, d head width, R ranks.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Attend
+from modelwright.ops.attention import masked_attention, packed_attention, packed_tiles
+from modelwright.parallel.conjugates import gathered, moved, summed_slice
 from modelwright.parallel.mesh import World
 
 
 def attention_of(part: TokenBatch, context: World) -> tuple[Attend, TokenBatch]:
-    """The `Attend` of packed rows, and the tokens of theirs that are this rank's."""
-    return packed_attend(part.segments_BT), part
+    """The `Attend` of packed rows, and the tokens of theirs that are this rank's.
+
+    All ranks of the axis come with the same rows. Raises `ConfigError` when the tokens of a row do not divide.
+    """
+    if context.size == 1:
+        return packed_attend(part.segments_BT), part
+    row_len = part.segments_BT.shape[1]
+    own_S = _places(row_len, context.size, context.rank).to(part.segments_BT.device)
+    attend = _attend_on_cpu if part.segments_BT.device.type == "cpu" else _attend_elsewhere
+    mine = TokenBatch(
+        input_ids_BT=part.input_ids_BT[:, own_S],
+        labels_BT=part.labels_BT[:, own_S],
+        positions_BT=part.positions_BT[:, own_S],
+        segments_BT=part.segments_BT[:, own_S],
+    )
+    return attend(part.segments_BT, context, own_S), mine
+
+
+def own_spans(row_len: int, num_ranks: int, rank: int) -> Sequence[tuple[int, int]]:
+    """`(start, end)` of the two runs of tokens that `rank` holds, in their order there."""
+    if row_len % (2 * num_ranks):
+        raise ConfigError(
+            f"context: rows of {row_len} tokens do not divide into two equal chunks for each of {num_ranks} ranks; "
+            f"choose a row length that is a multiple of {2 * num_ranks}"
+        )
+    chunk = row_len // (2 * num_ranks)
+    return [(first * chunk, (first + 1) * chunk) for first in (rank, 2 * num_ranks - 1 - rank)]
+
+
+def _places(row_len: int, num_ranks: int, rank: int) -> Tensor:
+    return torch.cat([torch.arange(start, end) for start, end in own_spans(row_len, num_ranks, rank)])
+
+
+def _attend_on_cpu(segments_BT: Tensor, context: World, own_S: Tensor) -> Attend:
+    tiles = packed_tiles(segments_BT, spans=own_spans(segments_BT.shape[1], context.size, context.rank))
+
+    def attend(layer: int, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
+        return packed_attention(q_BSHd, *_whole_rows(k_BSKd, v_BSKd, context), tiles)
+
+    return attend
+
+
+def _attend_elsewhere(segments_BT: Tensor, context: World, own_S: Tensor) -> Attend:
+    same_BST = segments_BT[:, own_S, None] == segments_BT[:, None, :]
+    before_ST = own_S[:, None] >= torch.arange(segments_BT.shape[1], device=own_S.device)
+    mask_B1ST = (same_BST & before_ST).unsqueeze(1)
+
+    def attend(layer: int, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
+        k_BTKd, v_BTKd = _whole_rows(k_BSKd, v_BSKd, context)
+        return masked_attention(q_BSHd.to(v_BTKd.dtype), k_BTKd, v_BTKd, mask_B1ST)
+
+    return attend
+
+
+def _whole_rows(k_BSKd: Tensor, v_BSKd: Tensor, context: World) -> tuple[Tensor, Tensor]:
+    """Keys and values of all tokens in the order of the row, in the format of the values; one message."""
+    num_ranks, row_len = context.size, k_BSKd.shape[1] * context.size
+    order_T = torch.cat([_places(row_len, num_ranks, rank) for rank in range(num_ranks)]).to(k_BSKd.device)
+    sorted_T = order_T.argsort()
+
+    def there(both: Tensor) -> Tensor:
+        return gathered(both, context, 1)[:, sorted_T]
+
+    def back(gradient: Tensor) -> Tensor:
+        return summed_slice(gradient[:, order_T], context, 1)
+
+    both_BTKd = moved(torch.cat([k_BSKd.to(v_BSKd.dtype), v_BSKd], dim=2), there, back)
+    k_BTKd, v_BTKd = both_BTKd.chunk(2, dim=2)
+    return k_BTKd, v_BTKd
