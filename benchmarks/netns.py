@@ -261,11 +261,13 @@ class Network:
             self._connect(link)
         for node in self.topology.nodes:
             self._add_routes(node)
-        names = "".join(f"{address} {node}\n" for node, address in self._addresses.items())
+        # In both notations, and no name server beyond: c10d looks peers up by their IPv4-in-IPv6 address.
+        names = "".join(f"{address} {node}\n::ffff:{address} {node}\n" for node, address in self._addresses.items())
         for host in self.hosts:
             folder = Path("/etc/netns") / self._space(host)
             folder.mkdir(parents=True)
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+            (folder / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
 
     def _connect(self, link: Link) -> None:
         a, b = link.ends

@@ -1,0 +1,292 @@
+"""How fast the links between the ranks are: measured at the start, kept per set of hosts, read as a cost model.
+
+A message of n bytes between two ranks takes latency + n / bandwidth (the alpha-beta model). Ranks on one host share its
+figures, and every two hosts are measured once, so that the cost is that of the number of hosts. `measure_links` is a
+collective call: every rank of the world makes it and gets the same numbers to the last bit, so that whatever is planned
+from them is the same plan everywhere. Knows nothing about algorithms or about who should sit where.
+"""
+
+import datetime
+import hashlib
+import itertools
+import json
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.errors import ConfigError
+from modelwright.parallel.mesh import World
+
+Matrix = tuple[tuple[float, ...], ...]
+
+MIN_PAIR_S = 0.02
+"""Shortest useful measurement of one pair; below it the pairs of a round are measured at the same time."""
+FIRST_PROBE_BYTES = 4096
+LAST_PROBE_BYTES = 64 * 2**20
+NAME_BYTES = 256
+GAP = 2.0
+"""Links that differ by less than this factor are of one kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinksConfig:
+    """budget_s: about how long the measurement may take in all; cache: a JSON file that keeps the figures per set of
+    hosts, "" for none; max_age_days: figures older than this are measured again.
+    """
+
+    budget_s: float = 2.0
+    cache: str = ""
+    max_age_days: float = 7.0
+
+    def __post_init__(self) -> None:
+        for name in ("budget_s", "max_age_days"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}: must be positive, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """The cost model. hosts: each rank's host; latency_s, bytes_per_s: by two hosts, in the order of `host_names`.
+
+    The diagonal holds the figures between two ranks of one host; where each host has one rank it is zero and unused.
+    A link is the same both ways.
+    """
+
+    hosts: tuple[str, ...]
+    latency_s: Matrix
+    bytes_per_s: Matrix
+
+    def __post_init__(self) -> None:
+        num_hosts = len(self.host_names)
+        for matrix in (self.latency_s, self.bytes_per_s):
+            assert len(matrix) == num_hosts
+            assert all(len(row) == num_hosts for row in matrix)
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        return tuple(sorted(set(self.hosts)))
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.hosts)
+
+    def seconds(self, a: int, b: int, num_bytes: float, *, sharing: int = 1) -> float:
+        """Time of a message from rank a to rank b while `sharing` such messages use the link at once."""
+        host_a, host_b = self._host(a), self._host(b)
+        rate = self.bytes_per_s[host_a][host_b]
+        return self.latency_s[host_a][host_b] + (num_bytes * sharing / rate if num_bytes else 0.0)
+
+    def costs(self, num_bytes: float) -> Matrix:
+        """Seconds of a message of that size by two ranks; zero on the diagonal."""
+        ranks = range(self.num_ranks)
+        return tuple(tuple(0.0 if a == b else self.seconds(a, b, num_bytes) for b in ranks) for a in ranks)
+
+    def groups(self, num_bytes: float = 2**16) -> tuple[tuple[int, ...], ...]:
+        """Ranks that reach each other markedly faster than the rest, for messages of that size.
+
+        Single linkage, cut at the widest gap between the costs of all pairs; one group when no gap is `GAP` wide.
+        """
+        costs = self.costs(num_bytes)
+        ranks = range(self.num_ranks)
+        different = sorted({costs[a][b] for a in ranks for b in ranks if a < b})
+        steps = [(slow / fast, fast) for fast, slow in itertools.pairwise(different) if fast > 0]
+        if not steps or max(steps)[0] < GAP:
+            return (tuple(ranks),)
+        near = max(steps)[1]
+        group_of = list(ranks)
+        for a in ranks:
+            for b in range(a):
+                if costs[a][b] <= near and group_of[a] != group_of[b]:
+                    old, new = max(group_of[a], group_of[b]), min(group_of[a], group_of[b])
+                    group_of = [new if group == old else group for group in group_of]
+        return tuple(tuple(rank for rank in ranks if group_of[rank] == group) for group in sorted(set(group_of)))
+
+    def renumbered(self, permutation: Sequence[int]) -> "Links":
+        """The same links when position i is held by rank permutation[i]."""
+        return Links(
+            hosts=tuple(self.hosts[rank] for rank in permutation),
+            latency_s=self.latency_s,
+            bytes_per_s=self.bytes_per_s,
+        )
+
+    def worst_change(self, other: "Links", num_bytes: float = 2**16) -> float:
+        """The largest factor, at least 1, by which a pair's cost differs between two measurements."""
+        pairs = zip(sum(self.costs(num_bytes), ()), sum(other.costs(num_bytes), ()), strict=True)
+        return max([max(a / b, b / a) for a, b in pairs if a and b], default=1.0)
+
+    def _host(self, rank: int) -> int:
+        return self.host_names.index(self.hosts[rank])
+
+
+def uniform(num_ranks: int, *, latency_s: float, bytes_per_s: float) -> Links:
+    """Equal links between ranks on hosts of their own."""
+    hosts = tuple(f"{rank:05d}" for rank in range(num_ranks))
+    return Links(
+        hosts=hosts,
+        latency_s=((latency_s,) * num_ranks,) * num_ranks,
+        bytes_per_s=((bytes_per_s,) * num_ranks,) * num_ranks,
+    )
+
+
+def measure_links(world: World, config: LinksConfig | None = None, *, host: str = "") -> Links:
+    """The links among the ranks of a world, from the cache when it knows these hosts.
+
+    host: this rank's host, "" for its network name. Collective. The cache is the first rank's file; the others need
+    none. A file that cannot be read is measured anew and replaced.
+    """
+    config = config or LinksConfig()
+    hosts = _gather_names(world, host or socket.gethostname())
+    if world.size == 1:
+        return Links(hosts=hosts, latency_s=((0.0,),), bytes_per_s=((0.0,),))
+    cached = _read_cache(Path(config.cache), hosts, config.max_age_days) if config.cache and world.is_first else None
+    links = _share(world, hosts, cached)
+    if links is None:
+        links = _measure(world, hosts, config.budget_s)
+        if config.cache and world.is_first:
+            _write_cache(Path(config.cache), links)
+    return links
+
+
+def _gather_names(world: World, host: str) -> tuple[str, ...]:
+    encoded = host.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+    mine = torch.tensor(list(encoded), dtype=torch.uint8, device=world.device)
+    return tuple(bytes(row).rstrip(b"\0").decode(errors="replace") for row in world.all_gather(mine).tolist())
+
+
+def _share(world: World, hosts: tuple[str, ...], links: Links | None) -> Links | None:
+    """The first rank's links on all ranks; None when it has none."""
+    num_hosts = len(set(hosts))
+    figures = torch.zeros(2, num_hosts, num_hosts, dtype=torch.float64, device=world.device)
+    if links is not None:
+        figures.copy_(torch.tensor([links.latency_s, links.bytes_per_s], dtype=torch.float64))
+    world.broadcast(figures)
+    return _from_figures(hosts, figures) if figures.any() else None
+
+
+def _from_figures(hosts: tuple[str, ...], figures_2HH: torch.Tensor) -> Links:
+    latency, rate = (tuple(tuple(row) for row in matrix) for matrix in figures_2HH.tolist())
+    return Links(hosts=hosts, latency_s=latency, bytes_per_s=rate)
+
+
+def _measure(world: World, hosts: tuple[str, ...], budget_s: float) -> Links:
+    """Rounds of disjoint pairs; one pair after the other within a round while the budget allows it."""
+    names = sorted(set(hosts))
+    rounds = [*_tournament(len(names)), [(number, number) for number in range(len(names))]]
+    members = [[rank for rank in range(world.size) if hosts[rank] == name] for name in names]
+    pairs = [[(a, b, *ends) for a, b in of if (ends := _representatives(members, a, b))] for of in rounds]
+    num_pairs = sum(map(len, pairs))
+    if num_pairs * MIN_PAIR_S <= budget_s:
+        pairs = [[pair] for of in pairs for pair in of]
+    figures_2HH = torch.zeros(2, len(names), len(names), dtype=torch.float64, device=world.device)
+    for at_once in pairs:
+        world.barrier()  # nobody starts while the pair before is still measuring
+        for a, b, first, second in at_once:
+            if world.rank == first:
+                latency, rate = _probe(world, second, budget_s / len(pairs))
+                figures_2HH[0, a, b] = figures_2HH[0, b, a] = latency
+                figures_2HH[1, a, b] = figures_2HH[1, b, a] = rate
+            elif world.rank == second:
+                _answer(world, first)
+    world.all_reduce_sum(figures_2HH)  # each figure was measured by one rank: the sum copies it
+    return _from_figures(hosts, figures_2HH)
+
+
+def _representatives(members: Sequence[Sequence[int]], a: int, b: int) -> tuple[int, int] | None:
+    if a != b:
+        return members[a][0], members[b][0]
+    return (members[a][0], members[a][1]) if len(members[a]) > 1 else None
+
+
+def _tournament(num_players: int) -> Iterator[list[tuple[int, int]]]:
+    """Every two players meet once, each plays at most once per round (the circle method)."""
+    players = list(range(num_players + num_players % 2))
+    half = len(players) // 2
+    for _ in range(len(players) - 1):
+        pairs = zip(players[:half], reversed(players[half:]), strict=True)
+        yield [(min(pair), max(pair)) for pair in pairs if max(pair) < num_players]
+        players = [players[0], players[-1], *players[1:-1]]
+
+
+def _probe(world: World, peer: int, allowed_s: float) -> tuple[float, float]:
+    """Latency in seconds and bandwidth in bytes per second to a peer that runs `_answer`.
+
+    Latency is half of the least round trip, since noise only adds. For the bandwidth messages are doubled until one
+    takes a fifth of the time allowed; the last is repeated and the faster of both counts.
+    """
+    end = time.perf_counter() + allowed_s / 4
+    round_trip = min(_timed(world, peer, 0) for _ in range(3))
+    while time.perf_counter() < end:
+        round_trip = min(round_trip, _timed(world, peer, 0))
+    num_bytes = FIRST_PROBE_BYTES
+    while (taken := _timed(world, peer, num_bytes)) < allowed_s / 5 and num_bytes < LAST_PROBE_BYTES:
+        num_bytes *= 2
+    taken = min(taken, _timed(world, peer, num_bytes))
+    dist.send(torch.tensor([-1], device=world.device), group=world.group, group_dst=peer)
+    # A message can come back faster than the least round trip only by noise; a twentieth keeps the rate finite.
+    return round_trip / 2, num_bytes / max(taken - round_trip, taken / 20)
+
+
+def _timed(world: World, peer: int, num_bytes: int) -> float:
+    """Seconds from sending `num_bytes` (after a header that says so) until the peer's answer is here."""
+    header, answer = torch.tensor([num_bytes], device=world.device), torch.zeros(1, device=world.device)
+    payload = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
+    start = time.perf_counter()
+    dist.send(header, group=world.group, group_dst=peer)
+    if num_bytes:
+        dist.send(payload, group=world.group, group_dst=peer)
+    dist.recv(answer, group=world.group, group_src=peer)
+    answer.item()  # on an accelerator the value is there only now
+    return time.perf_counter() - start
+
+
+def _answer(world: World, peer: int) -> None:
+    header, answer = torch.tensor([0], device=world.device), torch.zeros(1, device=world.device)
+    while True:
+        dist.recv(header, group=world.group, group_src=peer)
+        num_bytes = int(header)
+        if num_bytes < 0:
+            return
+        if num_bytes:
+            payload = torch.empty(num_bytes, dtype=torch.uint8, device=world.device)
+            dist.recv(payload, group=world.group, group_src=peer)
+        dist.send(answer, group=world.group, group_dst=peer)
+
+
+def _key(hosts: Sequence[str]) -> str:
+    """Names the set of hosts and how many ranks each has; the ranks' numbers do not matter."""
+    return hashlib.sha256("\n".join(sorted(hosts)).encode()).hexdigest()[:16]
+
+
+def _read_cache(path: Path, hosts: tuple[str, ...], max_age_days: float) -> Links | None:
+    try:
+        entry = json.loads(path.read_text(encoding="utf-8"))[_key(hosts)]
+        age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(entry["measured"])
+        if age > datetime.timedelta(days=max_age_days):
+            return None
+        num_hosts = len(set(hosts))
+        figures_2HH = torch.tensor([entry["latency_s"], entry["bytes_per_s"]], dtype=torch.float64)
+        whole = figures_2HH.shape == (2, num_hosts, num_hosts) and bool(figures_2HH.isfinite().all())
+        return _from_figures(hosts, figures_2HH) if whole else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write_cache(path: Path, links: Links) -> None:
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    entry = {
+        "hosts": links.host_names,
+        "measured": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "latency_s": links.latency_s,
+        "bytes_per_s": links.bytes_per_s,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps({**(known if isinstance(known, dict) else {}), _key(links.hosts): entry}, indent=1))

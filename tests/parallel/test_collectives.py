@@ -1,0 +1,253 @@
+"""Every all-reduce algorithm against the backend's sum, bits against bits across ranks, and plans proved on symbols."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from modelwright.core.errors import ConfigError
+from modelwright.parallel.collectives import CollectivesConfig, FlatCost, Planner, _Watch
+from modelwright.parallel.links import Links, uniform
+from modelwright.parallel.plans import (
+    Plan,
+    Step,
+    binomial,
+    check_plan,
+    chunk_bounds,
+    doubling,
+    fastest_tree,
+    hierarchical,
+    plan_seconds,
+    ring,
+    sharded,
+    tree,
+)
+from tolerances import TOLERANCES
+
+JOB = Path(__file__).with_name("collective_job.py")
+ALGORITHMS = ("auto", "flat", "ring", "doubling", "tree", "hierarchical_ring", "hierarchical_doubling", "sharded")
+SLOW_FLAT = FlatCost(latency_s=1.0, s_per_byte=1.0)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """By rank: the tensors that every algorithm left in every size of group."""
+    folder = tmp_path_factory.mktemp("sums")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    assert subprocess.run([sys.executable, str(JOB), "sums", str(folder)], env=environment, timeout=200).returncode == 0
+    return [load_file(folder / f"rank{rank}.safetensors") for rank in range(8)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_sum_is_the_backends(ranks, size, algorithm):
+    names = [name for name in ranks[0] if name.startswith(f"{size}/{algorithm}/")]
+    assert len(names) == 2 * 10
+    for name in names:
+        tensor = name.split("/")[2]
+        found, flat = ranks[0][name], ranks[0][f"{size}/flat/{tensor.removeprefix('many-')}"]
+        assert found.shape == flat.shape
+        # The last rank's values are the largest; what is left where values cancel is rounded relative to them.
+        scale = 2.0 ** (size - 1)
+        row = "bf16_op" if tensor.endswith("bf16") else "fp32_op"
+        torch.testing.assert_close(found / scale, flat / scale, **TOLERANCES[row])
+
+
+def bits(tensor):
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_all_ranks_have_the_same_bits(ranks, size):
+    names = [name for name in ranks[0] if name.startswith(f"{size}/")]
+    assert len(names) == 2 * 10 * len(ALGORITHMS)
+    for other in ranks[1:size]:
+        for name in names:
+            assert torch.equal(bits(ranks[0][name]), bits(other[name])), name
+
+
+@pytest.mark.parametrize("num_ranks", range(2, 18))
+def test_plans_sum_every_rank_once_and_alike(num_ranks):
+    ranks = list(range(num_ranks))
+    shuffled = ranks[::2] + ranks[1::2][::-1]
+    links = random_links(num_ranks, seed=num_ranks)
+    plans = [ring(shuffled), doubling(shuffled), tree(binomial(shuffled), num_ranks)]
+    plans.append(tree(fastest_tree(links, 1e4), num_ranks))
+    for groups in (
+        [ranks[:1], ranks[1:]],
+        [shuffled[: num_ranks // 2], shuffled[num_ranks // 2 :]],
+        [[r] for r in ranks],
+    ):
+        plans += [hierarchical(groups, across) for across in ("ring", "doubling")]
+        if len({len(group) for group in groups}) == 1:
+            plans.append(sharded(groups))
+    for plan in plans:
+        check_plan(plan)
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ((Step(0, 1, 0, 1, True),), "different sums"),
+        ((Step(0, 1, 0, 1, False), Step(1, 0, 0, 1, False)), "different sums"),
+        ((Step(0, 1, 0, 1, True), Step(0, 1, 0, 1, True)), "twice in one round"),
+    ],
+)
+def test_wrong_plans_are_found(steps, message):
+    with pytest.raises(ValueError, match=message):
+        check_plan(Plan("wrong", 2, 1, (steps,)))
+
+
+def test_a_value_that_counts_twice_is_found():
+    with pytest.raises(ValueError, match="once"):
+        check_plan(
+            Plan("wrong", 2, 1, ((Step(0, 1, 0, 1, True),), (Step(1, 0, 0, 1, True),), (Step(0, 1, 0, 1, False),)))
+        )
+
+
+def test_chunks_cover_the_vector():
+    for length in (0, 1, 3, 10, 17):
+        bounds = chunk_bounds(length, 4)
+        assert bounds[0] == 0
+        assert bounds[-1] == length
+        assert bounds == sorted(bounds)
+
+
+def random_links(num_ranks, seed):
+    draw = torch.Generator().manual_seed(seed)
+    half = torch.rand(num_ranks, num_ranks, generator=draw, dtype=torch.float64).triu(1)
+    whole = (half + half.T).tolist()
+    return Links(
+        hosts=tuple(f"{rank:03d}" for rank in range(num_ranks)),
+        latency_s=tuple(tuple(1e-4 + 1e-3 * value for value in row) for row in whole),
+        bytes_per_s=tuple(tuple(1e7 + 1e8 * value for value in row) for row in whole),
+    )
+
+
+def racks(sizes, latency_s, bytes_per_s, *, across_latency_s, across_bytes_per_s):
+    rack = [number for number, size in enumerate(sizes) for _ in range(size)]
+    same = [[a == b for b in rack] for a in rack]
+    return Links(
+        hosts=tuple(f"{rank:03d}" for rank in range(len(rack))),
+        latency_s=tuple(tuple(latency_s if near else across_latency_s for near in row) for row in same),
+        bytes_per_s=tuple(tuple(bytes_per_s if near else across_bytes_per_s for near in row) for row in same),
+    )
+
+
+def test_costs_of_plans_are_the_formulas_of_the_model():
+    latency, rate, size, num_bytes = 1e-4, 1e8, 8, 8e5
+    links, ranks = uniform(size, latency_s=latency, bytes_per_s=rate), list(range(8))
+    ring_s = 2 * (size - 1) * (latency + num_bytes / size / rate)
+    assert plan_seconds(ring(ranks), links, num_bytes) == pytest.approx(ring_s)
+    assert plan_seconds(doubling(ranks), links, num_bytes) == pytest.approx(3 * (latency + num_bytes / rate))
+    binary = tree(binomial(ranks), size)
+    assert plan_seconds(binary, links, num_bytes) == pytest.approx(6 * (latency + num_bytes / rate))
+
+
+def test_ranks_of_one_rack_share_the_way_out():
+    links = racks([2, 2], 1e-5, 1e9, across_latency_s=1e-3, across_bytes_per_s=1e6)
+    crossing = Plan("crossing", 4, 1, ((Step(0, 2, 0, 1, True), Step(1, 3, 0, 1, True)),))
+    assert plan_seconds(crossing, links, 1e6) == pytest.approx(2 + 1e-3)
+
+
+def test_choice_follows_the_message_size():
+    planner = Planner(uniform(8, latency_s=1e-3, bytes_per_s=1e8), SLOW_FLAT)
+    assert planner.choose(100).name == "doubling"
+    assert planner.choose(1e8).name == "ring"
+    assert Planner(planner.links, FlatCost(latency_s=0.0, s_per_byte=0.0)).choose(100).name == "flat"
+
+
+def test_choice_crosses_slow_links_least():
+    """Interleaved racks: the plans that are chosen cross the uplink as seldom as can be, small and large."""
+    near = racks([4, 4], 1e-5, 1e9, across_latency_s=5e-3, across_bytes_per_s=1e7)
+    links = near.renumbered([0, 4, 1, 5, 2, 6, 3, 7])
+    planner = Planner(links, SLOW_FLAT)
+    assert [sorted(group) for group in planner.groups] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    naive = ring(range(8))
+    for num_bytes in (100, 1e5, 1e8):
+        plan = planner.choose(num_bytes)
+        check_plan(plan)
+        assert plan_seconds(plan, links, num_bytes) < 0.5 * plan_seconds(naive, links, num_bytes)
+    assert planner.choose(100).name in ("tree", "hierarchical_doubling")
+    assert planner.choose(1e8).name == "sharded"
+
+
+def test_tree_goes_around_a_slow_link():
+    rates = [[1e8] * 4 for _ in range(4)]
+    rates[0][1] = rates[1][0] = 1e5
+    links = Links(
+        hosts=("a", "b", "c", "d"), latency_s=((1e-4,) * 4,) * 4, bytes_per_s=tuple(tuple(row) for row in rates)
+    )
+    assert not {(0, 1), (1, 0)} & set(fastest_tree(links, 1e5))
+
+
+def test_small_messages_are_joined_until_bandwidth_counts():
+    slow_start = Planner(uniform(2, latency_s=1e-2, bytes_per_s=1e8), SLOW_FLAT)
+    quick = Planner(uniform(2, latency_s=1e-6, bytes_per_s=1e8), SLOW_FLAT)
+    assert slow_start.coalesce_bytes() == 8_000_000
+    assert quick.coalesce_bytes() == 2**16
+
+
+def test_watch_tells_a_slow_window_from_a_few_slow_calls():
+    watch = _Watch(CollectivesConfig(window=4, recheck_windows=3))
+
+    def window(*taken, is_as_at_first=True):
+        full = [watch.add(seconds, 1.0) for seconds in taken]
+        assert full == [False, False, False, True]
+        return watch.is_suspicious(list(watch.elapsed_s), is_as_at_first)
+
+    assert not window(3, 3, 3, 3)  # the first says what is usual
+    assert not window(3, 3, 4, 90)
+    assert window(7, 7, 7, 3)
+    watch.forget()
+    assert not window(7, 7, 7, 7)
+    assert not window(7, 7, 7, 7, is_as_at_first=False)
+    assert window(7, 7, 7, 7, is_as_at_first=False)  # time to look whether the links have recovered
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("algorithm", "star"), ("window", -1), ("degraded_ratio", 1.0), ("recheck_windows", 0), ("measure_s", 0.0)],
+)
+def test_config_names_the_field(field, value):
+    with pytest.raises(ConfigError, match=f"^{field}: "):
+        CollectivesConfig(**{field: value})
+
+
+def test_a_link_that_degrades_leaves_the_tree(tmp_path, monkeypatch):
+    """Four hosts, a cable between every two; one that the tree uses drops from 200 to 2 Mbit/s while it runs."""
+    monkeypatch.syspath_prepend(str(JOB.parents[2] / "benchmarks"))
+    import netns
+
+    if reason := netns.missing():
+        pytest.skip(reason)
+    rates = [[200.0] * 4 for _ in range(4)]
+    rates[0][1] = rates[2][3] = 400.0
+    with netns.Network(netns.full_mesh(rates)) as net:
+        port = netns.free_port(net, "h0")
+        ranks = [
+            net.popen(
+                host,
+                [sys.executable, str(JOB), "watch", str(tmp_path), "600"],
+                env={**net.torch_environment(host, "h0", port), "RANK": str(rank), "WORLD_SIZE": "4"},
+            )
+            for rank, host in enumerate(net.hosts)
+        ]
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "warm").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        net.shape("h0", "h1", 2)
+        assert [rank.wait(timeout=60) for rank in ranks] == [0] * 4
+    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
+    assert all(other == found[0] for other in found[1:])
+    before, after = ({tuple(sorted(edge)) for edge in plan} for plan in found[0]["plans"])
+    assert found[0]["num_plannings"] == 2
+    assert (0, 1) in before
+    assert (0, 1) not in after
+    assert found[0]["rate"][0][1] < 1e6 < 10e6 < found[0]["rate"][2][3]
