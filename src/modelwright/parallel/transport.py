@@ -1,7 +1,12 @@
 """The gradient-transport seam: how gradients cross the network, and how many bytes that took.
 
 Gradients come in as each rank's share of one sum (already divided by the global normaliser) and leave as the sum.
-Knows nothing about losses or optimizers.
+Knows nothing about losses or optimizers. `transports/` holds those that send fewer bytes.
+
+A transport's state differs from rank to rank, and a checkpoint keeps it for each rank. What stands under a key
+`shared` is equal on all ranks; of all other tensors only the sum over the ranks matters, so that under another number
+of ranks each gets that sum divided by the new number. A list of tensors with the gradients' shapes, in their order,
+follows the parameters into another layout.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,8 +24,10 @@ BUCKET_BYTES = 25 * 2**20
 class GradientTransport(Protocol):
     """Sums gradients over the ranks."""
 
-    bytes_sent: int
-    """Bytes that this rank has put on the network so far."""
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has put on the network so far."""
+        ...
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
         """Replace every gradient by its sum over the ranks, in place; same tensors in the same order everywhere."""

@@ -1,0 +1,191 @@
+"""Sparse vectors as compact bytes: which entries to keep, their values in 2 to 16 bits, their places in few bits.
+
+Pure functions from tensors and arrays to tensors, arrays and bytes; no state, no rank. A coded bucket is
+
+    header   18 bytes: place code, value bits, count, bytes of the place code, lowest and highest magnitude
+    places   nothing (every entry is kept), one bit an entry, or Rice-coded gaps: whichever is smaller
+    values   one sign bit and the level of the magnitude, `bits` in all, most significant first
+
+Knows nothing of gradients or of what becomes of the entries that were not kept.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Bytes = NDArray[np.uint8]
+
+_HEADER = np.dtype(
+    [("places", "u1"), ("bits", "u1"), ("count", "<u4"), ("place_bytes", "<u4"), ("low", "<f4"), ("high", "<f4")]
+)
+_ALL, _BITMAP, _RICE = 255, 254, 0
+"""Values of `places`; below `_BITMAP` it is `_RICE` plus the number of low bits of each gap."""
+
+
+def top_k(values_N: Tensor, k: int) -> Tensor:
+    """Indices of the `k` largest magnitudes, ascending."""
+    if k >= values_N.numel():
+        return torch.arange(values_N.numel(), device=values_N.device)
+    return torch.topk(values_N.abs(), k, sorted=False).indices.sort().values
+
+
+def sampled_threshold(values_N: Tensor, keep: float, num_samples: int) -> float:
+    """The magnitude above which about the share `keep` of the values lies, from `num_samples` evenly spaced ones.
+
+    Sampling instead of sorting is from Deep Gradient Compression (Lin et al. 2018, section 3); the spacing is odd, so
+    that it does not fall into step with rows of even width.
+    """
+    stride = max(1, values_N.numel() // num_samples) | 1
+    sample = values_N[::stride].abs()
+    k = max(1, round(keep * sample.numel()))
+    return float(torch.topk(sample, k, sorted=False).values.min())
+
+
+def above(values_N: Tensor, threshold: float) -> Tensor:
+    """Indices of the magnitudes of at least `threshold` that are not zero, ascending."""
+    magnitudes = values_N.abs()
+    return torch.nonzero((magnitudes >= threshold) & (magnitudes > 0)).flatten()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantised:
+    """Values as signs and levels: level c of a magnitude stands for low + c (high - low) / (2 ** (bits - 1) - 1)."""
+
+    bits: int
+    low: float
+    high: float
+    codes_K: NDArray[np.uint16]
+
+    def values(self) -> NDArray[np.float32]:
+        """What the codes stand for [K]; the same arithmetic on both sides of the wire."""
+        levels = (1 << (self.bits - 1)) - 1
+        step = np.float32((self.high - self.low) / levels)
+        magnitudes = np.float32(self.low) + (self.codes_K & levels).astype(np.float32) * step
+        return np.where(self.codes_K >> (self.bits - 1), -magnitudes, magnitudes)
+
+
+def quantise(values_K: NDArray[np.float32], bits: int) -> Quantised:
+    """Signs and evenly spaced magnitudes between the lowest and the highest one, to the nearest level."""
+    assert 2 <= bits <= 16
+    magnitudes = np.abs(values_K)
+    low, high = (float(magnitudes.min()), float(magnitudes.max())) if len(values_K) else (0.0, 0.0)
+    levels = (1 << (bits - 1)) - 1
+    scale = levels / (high - low) if high > low else 0.0
+    codes = np.rint((magnitudes - np.float32(low)).astype(np.float64) * (scale if math.isfinite(scale) else 0.0))
+    signs = np.signbit(values_K).astype(np.uint16) << np.uint16(bits - 1)
+    return Quantised(bits=bits, low=low, high=high, codes_K=np.bitwise_or(codes.astype(np.uint16), signs))
+
+
+def relative_error(values_K: NDArray[np.float32], quantised: Quantised) -> float:
+    """Norm of what quantisation changed over the norm of the values; 0 when there is nothing but zeros."""
+    norm = float(np.linalg.norm(values_K))
+    return float(np.linalg.norm(values_K - quantised.values())) / norm if norm > 0 else 0.0
+
+
+def quantise_within(values_K: NDArray[np.float32], *, min_bits: int, max_bits: int, max_error: float) -> Quantised:
+    """The narrowest width in [min_bits, max_bits] whose observed relative error is at most `max_error`.
+
+    The next width to try comes from the error seen: each bit halves it. At `max_bits` any error is accepted.
+    """
+    bits = min_bits
+    while True:
+        quantised = quantise(values_K, bits)
+        error = relative_error(values_K, quantised)
+        if error <= max_error or bits >= max_bits:
+            return quantised
+        # One bit fewer than the error asks for: the rule is rough at few levels, and a bit too many stays for good.
+        missing = math.ceil(math.log2(error / max_error)) if max_error > 0 else max_bits
+        bits = min(max_bits, bits + max(1, missing - 1))
+
+
+def pack_bits(codes_K: NDArray[np.uint16] | NDArray[np.uint64], bits: int) -> Bytes:
+    """The low `bits` of each code, most significant first, without gaps."""
+    if bits == 0 or len(codes_K) == 0:
+        return np.zeros(0, np.uint8)
+    shifts = np.arange(bits - 1, -1, -1, dtype=codes_K.dtype)
+    return np.packbits(((codes_K[:, None] >> shifts) & 1).astype(np.uint8).ravel())
+
+
+def unpack_bits(data: Bytes, count: int, bits: int) -> NDArray[np.int64]:
+    """The codes that `pack_bits` wrote."""
+    if bits == 0:
+        return np.zeros(count, np.int64)
+    table = np.unpackbits(data, count=count * bits).reshape(count, bits)
+    codes = np.zeros(count, np.int64)
+    for column in table.T:
+        codes = (codes << 1) | column
+    return codes
+
+
+def rice_parameter(gaps_K: NDArray[np.int64]) -> int:
+    """The number of low bits that makes the Rice code of the gaps shortest, found beside log2 of their mean."""
+    guess = int(math.log2(max(1.0, float(gaps_K.mean()))))
+    return min(range(max(0, guess - 1), guess + 2), key=lambda low: _rice_bits(gaps_K, low))
+
+
+def _rice_bits(gaps_K: NDArray[np.int64], low: int) -> int:
+    return int((gaps_K >> low).sum()) + len(gaps_K) * (1 + low)
+
+
+def rice_encode(gaps_K: NDArray[np.int64], low: int) -> Bytes:
+    """Rice code (Rice and Plaunt 1971): the low bits of all gaps, then the rest of each in unary, closed by a one."""
+    ends = np.cumsum((gaps_K >> low) + 1) - 1
+    unary = np.zeros(int(ends[-1]) + 1 if len(ends) else 0, np.uint8)
+    unary[ends] = 1
+    return np.concatenate([pack_bits(gaps_K.astype(np.uint64), low), np.packbits(unary)])
+
+
+def rice_decode(data: Bytes, count: int, low: int) -> NDArray[np.int64]:
+    """The gaps that `rice_encode` wrote."""
+    split = (count * low + 7) // 8
+    ends = np.flatnonzero(np.unpackbits(data[split:]))[:count]
+    return (np.diff(ends, prepend=-1) - 1 << low) | unpack_bits(data[:split], count, low)
+
+
+def encode_places(indices_K: NDArray[np.int64], numel: int) -> tuple[int, Bytes]:
+    """Ascending indices below `numel` as (kind of code, bytes): nothing for all, a bitmap or Rice-coded gaps."""
+    if len(indices_K) == numel:
+        return _ALL, np.zeros(0, np.uint8)
+    if len(indices_K) == 0:
+        return _RICE, np.zeros(0, np.uint8)
+    gaps = np.diff(indices_K, prepend=-1) - 1
+    low = rice_parameter(gaps)
+    if _rice_bits(gaps, low) < numel:
+        return _RICE + low, rice_encode(gaps, low)
+    kept = np.zeros(numel, np.uint8)
+    kept[indices_K] = 1
+    return _BITMAP, np.packbits(kept)
+
+
+def decode_places(kind: int, data: Bytes, count: int, numel: int) -> NDArray[np.int64]:
+    """The indices that `encode_places` wrote."""
+    if kind == _ALL:
+        return np.arange(numel)
+    if kind == _BITMAP:
+        return np.flatnonzero(np.unpackbits(data, count=numel))
+    return np.cumsum(rice_decode(data, count, kind - _RICE) + 1) - 1 if count else np.zeros(0, np.int64)
+
+
+def encode(indices_K: NDArray[np.int64], quantised: Quantised, numel: int) -> Bytes:
+    """One bucket of `numel` entries, of which those at `indices_K` (ascending) have the quantised values."""
+    kind, places = encode_places(indices_K, numel)
+    header = np.array(
+        [(kind, quantised.bits, len(indices_K), len(places), quantised.low, quantised.high)], dtype=_HEADER
+    )
+    return np.concatenate([header.view(np.uint8), places, pack_bits(quantised.codes_K, quantised.bits)])
+
+
+def decode(data: Bytes, numel: int) -> tuple[NDArray[np.int64], NDArray[np.float32], int]:
+    """Indices and values of the bucket at the front of `data`, and how many bytes it took."""
+    size = _HEADER.itemsize
+    header = data[:size].view(_HEADER)[0]
+    bits, count, place_bytes = int(header["bits"]), int(header["count"]), int(header["place_bytes"])
+    indices = decode_places(int(header["places"]), data[size : size + place_bytes], count, numel)
+    first, last = size + place_bytes, size + place_bytes + (count * bits + 7) // 8
+    codes = unpack_bits(data[first:last], count, bits).astype(np.uint16)
+    quantised = Quantised(bits=bits, low=float(header["low"]), high=float(header["high"]), codes_K=codes)
+    return indices, quantised.values(), last

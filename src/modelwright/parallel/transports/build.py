@@ -1,0 +1,52 @@
+"""Which transport a run uses: one config, one function."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from modelwright.core.errors import ConfigError
+from modelwright.parallel.mesh import World
+from modelwright.parallel.transport import ExactTransport, GradientTransport
+from modelwright.parallel.transports.bf16 import Bf16Transport
+from modelwright.parallel.transports.local_steps import LocalSteps, LocalStepsConfig
+from modelwright.parallel.transports.powersgd import PowerSgdTransport
+from modelwright.parallel.transports.three_level import ThreeLevelConfig, ThreeLevelTransport
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportConfig:
+    """How gradients, or with local steps the pseudo-gradients, cross between the ranks that sum them.
+
+    kind: `exact`; `bf16`; `int8` (all entries, 8 bits each); `powersgd` of rank `powersgd_rank`; `three_level`.
+    """
+
+    kind: Literal["exact", "bf16", "int8", "powersgd", "three_level"] = "exact"
+    powersgd_rank: int = 8
+    three_level: ThreeLevelConfig = field(default_factory=ThreeLevelConfig)
+    local_steps: LocalStepsConfig = field(default_factory=LocalStepsConfig)
+
+    def __post_init__(self) -> None:
+        if self.powersgd_rank < 1:
+            raise ConfigError(f"powersgd_rank: must be at least 1, got {self.powersgd_rank}; 8 is usual")
+
+
+INT8 = ThreeLevelConfig(keep=1.0, min_bits=8, max_bits=8, bucket_numel=65_536)
+
+
+def build_transport(config: TransportConfig, world: World) -> GradientTransport:
+    """The transport for the ranks of `world`; a `LocalSteps` if these take local steps."""
+    transport = _codec(config, world)
+    return LocalSteps(world, transport, config.local_steps) if config.local_steps.every else transport
+
+
+def _codec(config: TransportConfig, world: World) -> GradientTransport:
+    match config.kind:
+        case "exact":
+            return ExactTransport(world)
+        case "bf16":
+            return Bf16Transport(world)
+        case "int8":
+            return ThreeLevelTransport(world, INT8)
+        case "powersgd":
+            return PowerSgdTransport(world, rank=config.powersgd_rank)
+        case "three_level":
+            return ThreeLevelTransport(world, config.three_level)

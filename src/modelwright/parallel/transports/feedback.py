@@ -1,0 +1,64 @@
+"""Error feedback: what a transport left out of one message joins the next (Seide et al. 2014; Karimireddy et al. 2019).
+
+Gradients travel as one flat FP32 vector; the residual is kept for each gradient, so that a checkpoint can lay it out
+anew with the parameters. Knows no codec and no rank.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from modelwright.core.errors import ArtifactError
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """All values in their order, FP32 [N]; a copy."""
+    return torch.cat([tensor.reshape(-1).float() for tensor in tensors])
+
+
+def write_back(flat_N: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Put the values of `flatten`'s order into the tensors."""
+    torch._foreach_copy_(list(tensors), shaped(flat_N, tensors))  # pyright: ignore
+
+
+def shaped(flat_N: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of the flat vector with the shapes of `like`."""
+    parts = flat_N.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
+class Residual:
+    """The values that have not been sent yet, one tensor a gradient (FP32); empty before the first message."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def flat(self, gradients: Sequence[Tensor]) -> Tensor | None:
+        """The residual of these gradients [N], None while there is none. Raises `ArtifactError` when it has been
+        loaded for other gradients."""
+        if not self.tensors:
+            return None
+        if [tensor.shape for tensor in self.tensors] != [gradient.shape for gradient in gradients]:
+            raise ArtifactError(
+                "checkpoint: the gradient transport's residuals fit other parameters than this layout's; resume with "
+                "the layout that wrote the checkpoint, or start afresh"
+            )
+        return flatten(self.tensors).to(gradients[0].device)
+
+    def keep(self, flat_N: Tensor, gradients: Sequence[Tensor]) -> None:
+        self.tensors = shaped(flat_N, gradients)
+
+    def drain(self, gradients: Sequence[Tensor]) -> None:
+        """Add everything to the gradients: for a rank that is alone and has no more messages to wait for."""
+        flat = self.flat(gradients)
+        if flat is not None:
+            left = [part.to(gradient.dtype) for part, gradient in zip(shaped(flat, gradients), gradients, strict=True)]
+            torch._foreach_add_(list(gradients), left)  # pyright: ignore
+            self.tensors = []
+
+    def state_dict(self) -> list[Tensor]:
+        return list(self.tensors)
+
+    def load_state_dict(self, state: Sequence[Tensor]) -> None:
+        self.tensors = [tensor.float() for tensor in state]
