@@ -1,0 +1,129 @@
+"""A tiny run on the ranks of a pipeline: pipeline_run.py SIZE FOLDER CASE..., a folder for each case."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
+
+import tiny_run as tiny
+
+from modelwright.model.decoder import Decoder
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import join_world
+from modelwright.train import loop
+
+LAYERS = 8
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """schedule, stages_per_rank, num_microbatches, tied, dtype, pipeline, data, shard."""
+
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    num_microbatches: int = 4
+    tied: bool = False
+    exact: bool = True
+    pipeline: int = 2
+    data: int = 1
+    shard: str = "none"
+    precision: str = "fp32"
+
+    @property
+    def name(self) -> str:
+        return "-".join(str(value) for value in vars(self).values())
+
+    @classmethod
+    def parse(cls, name: str) -> "Case":
+        kinds = {"int": int, "bool": lambda text: text == "True", "str": str}
+        values = zip(cls.__dataclass_fields__.items(), name.split("-"), strict=True)
+        return cls(**{key: kinds[getattr(field.type, "__name__", field.type)](text) for (key, field), text in values})
+
+
+def tiny_model(*, tied: bool) -> Decoder:
+    shape = replace(tiny.SHAPE, num_layers=LAYERS, model_dim=16, num_heads=2, num_kv_heads=1, ffn_dim=32, qk_norm=True)
+    model = Decoder(replace(shape, tie_embeddings=tied))
+    model.init_weights(3)
+    return model
+
+
+def run_case(case: Case, folder: Path, world=None) -> None:
+    """Train and leave metrics.jsonl and, of every rank, the whole final weights."""
+    model = tiny_model(tied=case.tied)
+    objective = Pretrain(tiny.Rows())
+    if case.exact:
+        model, objective = model.double(), tiny.Float64Objective(tiny.Rows())
+    config = tiny.settings(
+        num_steps=STEPS,
+        num_microbatches=case.num_microbatches if world else 1,
+        eval_every_steps=2,
+        precision={"compute": case.precision},
+        keep_best=False,
+        checkpoint_every_steps=0,
+    )
+    more = {}
+    if world:
+        more["parallel"] = ParallelConfig(
+            pipeline=case.pipeline,
+            data=case.data,
+            schedule=case.schedule,  # type: ignore[arg-type]
+            stages_per_rank=case.stages_per_rank,
+            shard=case.shard,  # type: ignore[arg-type]
+        )
+    tiny.run(folder, config, objective=objective, model=model, world=world, **more)
+    rank = world.rank if world else 0
+    weights = {name: weight.contiguous() for name, weight in model.state_dict().items()}
+    save_file(weights, folder / f"rank{rank}.safetensors")
+
+
+def launch(size: int, folder: Path, cases: list[Case], *, timeout_s: float = 250) -> None:
+    """Run the cases on `size` processes over gloo. Raises when one of them fails."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-W", "error", __file__, str(size), str(folder), *(case.name for case in cases)]
+    subprocess.run(command, env=environment, check=True, timeout=timeout_s)
+
+
+def fork_ranks(size: int) -> None:
+    """Become `size` processes, each with its rank; this one waits for them and takes their failure for its own."""
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+            return
+        children.append(child)
+    failed = 0
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status and not failed:
+            failed = 1
+            for other in children:  # they would wait for the lost one
+                os.kill(other, signal.SIGTERM)
+    sys.exit(failed)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    fork_ranks(int(sys.argv[1]))
+    loop._Loop.save = lambda self: None  # a split model's checkpoint is another test's matter
+    with join_world(torch.device("cpu")) as world:
+        for name in sys.argv[3:]:
+            run_case(Case.parse(name), Path(sys.argv[2]) / name, world)
+
+
+if __name__ == "__main__":
+    main()

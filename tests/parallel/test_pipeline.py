@@ -1,0 +1,134 @@
+"""Every schedule, on two and four real processes, is one and the same training as a single process."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from modelwright.core.errors import ConfigError
+from modelwright.core.records import column, read_records
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.stages import check_microbatches, check_ties, cut, join, layers_of_stages, rank_of_stage
+from tolerances import TOLERANCES
+
+EXACT = {"rtol": 1e-11, "atol": 1e-13}
+_spec = importlib.util.spec_from_file_location("pipeline_run", Path(__file__).with_name("pipeline_run.py"))
+assert _spec is not None
+assert _spec.loader is not None
+pipeline_run = importlib.util.module_from_spec(_spec)
+sys.modules["pipeline_run"] = pipeline_run
+_spec.loader.exec_module(pipeline_run)
+Case = pipeline_run.Case
+
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2)]
+TWO = [
+    Case(schedule=schedule, stages_per_rank=stages, num_microbatches=number, tied=number == 2)
+    for schedule, stages in SCHEDULES
+    for number in (1, 2, 4)
+]
+FP32 = [Case(schedule=schedule, stages_per_rank=stages, exact=False, tied=True) for schedule, stages in SCHEDULES]
+FOUR = [
+    case
+    for schedule, stages in SCHEDULES
+    for case in (
+        Case(schedule=schedule, stages_per_rank=stages, pipeline=4, tied=True),
+        Case(schedule=schedule, stages_per_rank=stages, data=2, num_microbatches=2),
+        Case(schedule=schedule, stages_per_rank=stages, data=2, num_microbatches=2, shard="full", tied=stages == 1),
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("pipeline")
+    pipeline_run.launch(2, folder, TWO + FP32)
+    pipeline_run.launch(4, folder, FOUR)
+    for tied in (False, True):
+        for exact in (False, True):
+            pipeline_run.run_case(Case(tied=tied, exact=exact), folder / f"one-{tied}-{exact}")
+    return folder
+
+
+@pytest.mark.parametrize("case", TWO + FOUR + FP32, ids=lambda case: case.name)
+def test_losses_and_weights_equal_those_of_one_process(folder, case):
+    single, ranks = folder / f"one-{case.tied}-{case.exact}", folder / case.name
+    for metric in ("loss", "heldout_loss", "grad_norm", "num_tokens"):
+        of_one, of_ranks = (
+            torch.tensor(column(read_records(path / "metrics.jsonl"), metric), dtype=torch.float64)
+            for path in (single, ranks)
+        )
+        torch.testing.assert_close(of_ranks, of_one, **(EXACT if case.exact else TOLERANCES["fp32_loss"]))
+    weights = load_file(single / "rank0.safetensors")
+    for rank in range(case.pipeline * case.data):
+        for name, weight in load_file(ranks / f"rank{rank}.safetensors").items():
+            torch.testing.assert_close(weight, weights[name], **(EXACT if case.exact else TOLERANCES["fp32_trained"]))
+
+
+def test_training_changed_the_weights(folder):
+    before = pipeline_run.tiny_model(tied=False)
+    after = load_file(folder / "one-False-True" / "rank0.safetensors")
+    assert all(not torch.equal(weight.double(), after[name]) for name, weight in before.state_dict().items())
+
+
+def model(num_layers: int = 4, *, tied: bool = False) -> Decoder:
+    shape = ModelConfig(
+        vocab_size=32, num_layers=num_layers, model_dim=16, num_heads=2, num_kv_heads=1, ffn_dim=32, head_dim=8,
+        max_seq_len=16, tie_embeddings=tied,
+    )  # fmt: skip
+    return Decoder(shape)
+
+
+def test_parts_hold_every_weight_once_under_its_name():
+    whole = model(5)
+    parts = [cut(whole, range(2), is_first=True, is_last=False), cut(whole, range(2, 5), is_first=False, is_last=True)]
+    names = [name for part in parts for name in part.state_dict()]
+    assert sorted(names) == sorted(whole.state_dict())
+    assert list(join(parts).state_dict()) == list(whole.state_dict())
+
+
+def test_tied_embedding_is_in_the_first_part_and_the_last():
+    whole = model(4, tied=True)
+    parts = [cut(whole, range(i, i + 1), is_first=i == 0, is_last=i == 3) for i in range(4)]
+    assert ["embedding.weight" in part.state_dict() for part in parts] == [True, False, False, True]
+
+
+def test_stages_go_round_or_down_and_up():
+    assert rank_of_stage(ParallelConfig(pipeline=3)) == [0, 1, 2]
+    assert rank_of_stage(ParallelConfig(pipeline=2, schedule="interleaved", stages_per_rank=3)) == [0, 1, 0, 1, 0, 1]
+    assert rank_of_stage(ParallelConfig(pipeline=3, schedule="zero_bubble", stages_per_rank=2)) == [0, 1, 2, 2, 1, 0]
+
+
+def test_given_split_is_taken_and_checked():
+    config = ParallelConfig(pipeline=3, layers_per_stage=(1, 3, 0))
+    assert layers_of_stages(model(4), config) == [range(1), range(1, 4), range(4, 4)]
+    with pytest.raises(ConfigError, match=r"^layers_per_stage: .* adds up to 4 of 5 layers"):
+        layers_of_stages(model(5), config)
+    with pytest.raises(ConfigError, match=r"^layers_per_stage: only the first and the last"):
+        layers_of_stages(model(4), ParallelConfig(pipeline=3, layers_per_stage=(1, 0, 3)))
+
+
+def test_too_few_layers_are_refused():
+    with pytest.raises(ConfigError, match=r"^pipeline: 3 layers cannot make 4 stages"):
+        layers_of_stages(model(3), ParallelConfig(pipeline=4))
+
+
+def test_microbatches_that_no_round_holds_are_refused():
+    config = ParallelConfig(pipeline=2, schedule="interleaved", stages_per_rank=2)
+    for number in (1, 2, 3, 4, 6, 8):
+        check_microbatches(config, number)
+    with pytest.raises(ConfigError, match=r"^num_microbatches: 5 cannot .* take 4 or 6"):
+        check_microbatches(config, 5)
+    check_microbatches(ParallelConfig(pipeline=2, schedule="zero_bubble", stages_per_rank=2), 5)
+
+
+def test_tied_weights_in_two_sharded_stages_of_one_rank_are_refused():
+    config = ParallelConfig(pipeline=2, schedule="zero_bubble", stages_per_rank=2, shard="full")
+    check_ties(model(), config)
+    with pytest.raises(ConfigError, match=r"^stages_per_rank: "):
+        check_ties(model(tied=True), config)

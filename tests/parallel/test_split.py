@@ -1,0 +1,88 @@
+"""The split is the best there is, and measured times are those of the layers."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from modelwright.core.errors import ConfigError
+from modelwright.data.batch import TokenBatch
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.parallel.split import LayerCosts, flop_costs, measure_layer_times, split_layers
+
+SHAPE = ModelConfig(
+    vocab_size=64, num_layers=3, model_dim=16, num_heads=2, num_kv_heads=1, ffn_dim=32, head_dim=8, max_seq_len=32
+)
+
+
+def naive(costs: LayerCosts, num_stages: int, slowness, min_layers: int) -> tuple[float, float]:
+    """The least slowest stage, and the least sum of squares that goes with it, over all splits."""
+    outcomes = []
+    for sizes in itertools.product(range(min_layers, len(costs.layers) + 1), repeat=num_stages):
+        if sum(sizes) == len(costs.layers):
+            stages = [cost * slow for cost, slow in zip(costs.of_stages(sizes), slowness, strict=True)]
+            outcomes.append((max(stages), sum(x * x for x in stages)))
+    least = min(slowest for slowest, _ in outcomes)
+    return least, min(squares for slowest, squares in outcomes if slowest <= least * (1 + 1e-12))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_split_is_as_good_as_trying_all(seed):
+    draw = random.Random(seed)
+    num_stages, min_layers = draw.randint(1, 4), draw.randint(0, 1)
+    layers = tuple(draw.choice([1.0, draw.uniform(0.1, 3)]) for _ in range(draw.randint(num_stages, 8)))
+    costs = LayerCosts(embedding=draw.choice([0.0, 0.5]), layers=layers, head=draw.choice([0.0, 4.0, draw.random()]))
+    slowness = [draw.choice([1.0, draw.uniform(0.5, 2)]) for _ in range(num_stages)]
+    sizes = split_layers(costs, num_stages, slowness=slowness, min_layers=min_layers)
+    assert sum(sizes) == len(layers)
+    assert min(sizes) >= min_layers
+    stages = [cost * slow for cost, slow in zip(costs.of_stages(sizes), slowness, strict=True)]
+    least, squares = naive(costs, num_stages, slowness, min_layers)
+    assert max(stages) == pytest.approx(least)
+    assert sum(x * x for x in stages) == pytest.approx(squares)
+
+
+def test_expensive_head_gives_the_last_stage_fewer_layers():
+    costs = LayerCosts(embedding=0.0, layers=(1.0,) * 10, head=4.0)
+    assert split_layers(costs, 2) == (7, 3)
+    assert split_layers(costs, 4) == (3, 3, 3, 1)
+
+
+def test_flops_count_the_head_and_not_the_embedding():
+    costs = flop_costs(SHAPE, mean_context=8.0)
+    assert costs.head == 2 * 64 * 16
+    assert costs.embedding == 0
+    assert sum(costs.layers) + costs.head == pytest.approx(SHAPE.flops_per_token(8.0))
+
+
+def test_too_many_stages_are_refused():
+    with pytest.raises(ConfigError, match=r"^pipeline: 2 layers cannot make 3 stages"):
+        split_layers(LayerCosts(embedding=0, layers=(1.0, 1.0), head=0), 3)
+
+
+def test_measured_times_see_the_slow_layer_and_leave_no_trace():
+    torch.set_num_threads(1)
+    model = Decoder(SHAPE)
+    model.init_weights(0)
+    tokens = torch.arange(64).reshape(2, 32)
+    batch = TokenBatch(
+        input_ids_BT=tokens, labels_BT=tokens, positions_BT=torch.arange(32).repeat(2, 1),
+        segments_BT=torch.zeros(2, 32, dtype=torch.int32),
+    )  # fmt: skip
+    clock = [0.0]
+    names = {id(block): float(number) for number, block in enumerate(model.blocks.values(), start=1)}
+
+    def count(block, *_):
+        clock[0] += names[id(block)]
+
+    for block in model.blocks.values():
+        block.register_forward_pre_hook(count)
+    model.norm.register_forward_pre_hook(lambda *_: clock.__setitem__(0, clock[0] + 10))
+    times = measure_layer_times(model, batch, num_repeats=2, clock=lambda: clock[0])
+    assert times == LayerCosts(embedding=0.0, layers=(1.0, 2.0, 3.0), head=10.0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    real = measure_layer_times(model, batch)
+    assert min(real.layers) > 0
+    assert min(real.head, real.embedding) > 0
