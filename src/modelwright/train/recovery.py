@@ -1,0 +1,71 @@
+"""How long a run takes to get over a fault: from the last step before it to the first step after it.
+
+A controller of the first rank keeps the time of its last step in a small file; the process that goes on finds it there.
+A run that was stopped on purpose takes the file away. Knows nothing about what the fault was.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from modelwright.core.errors import writing
+from modelwright.train.objective import StepInfo
+
+
+class Recovery:
+    """Controller; every recovery is one line in `path`.
+
+    A line: step (the first one done again or anew), steps_lost (done before the fault and again after it), down_s
+    (seconds without a finished step), num_ranks and restart (the launcher's number of this start).
+    """
+
+    every = 1
+
+    def __init__(self, path: Path, *, num_ranks: int, restart: int) -> None:
+        self.path = path
+        self.num_ranks = num_ranks
+        self.restart = restart
+        self._alive = path.with_name(path.name + ".alive")
+        self._before = _read(self._alive)
+
+    def observe(self, info: StepInfo) -> None:
+        now = time.time()
+        if self._before is not None:
+            line = {
+                "step": info.step,
+                "steps_lost": max(0, self._before["step"] - info.step + 1),
+                "down_s": now - self._before["time"],
+                "num_ranks": self.num_ranks,
+                "restart": self.restart,
+            }
+            with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            self._before = None
+        temporary = self._alive.with_name(self._alive.name + ".tmp")  # not flushed to disk: that would cost every step
+        temporary.write_text(json.dumps({"step": info.step, "time": now}), encoding="utf-8")
+        os.replace(temporary, self._alive)
+
+    def stopped(self) -> None:
+        """The run ends on purpose: what comes later is no recovery."""
+        self._alive.unlink(missing_ok=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def read_recoveries(path: Path) -> list[dict[str, Any]]:
+    """All recoveries of a run, oldest first; their mean `down_s` is the mean time to recover."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

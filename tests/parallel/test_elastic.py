@@ -1,0 +1,121 @@
+"""Processes and hosts that are killed under a real torchrun: the run goes on by itself and ends as it would have."""
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from modelwright.core.errors import ConfigError
+from modelwright.core.records import column, read_records
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.elastic import LaunchConfig, fit, num_used, torchrun_command, torchrun_environment
+from tolerances import TOLERANCES
+
+SCRIPT = Path(__file__).with_name("elastic_run.py")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The losses of one process alone."""
+    spec = importlib.util.spec_from_file_location("tiny_run", SCRIPT.parents[1] / "train" / "tiny_run.py")
+    tiny_run = importlib.util.module_from_spec(spec)
+    sys.modules["tiny_run"] = tiny_run
+    spec.loader.exec_module(tiny_run)
+    folder = tmp_path_factory.mktemp("undisturbed")
+    tiny_run.run(folder, tiny_run.settings(num_steps=16))
+    return losses(folder)
+
+
+def losses(folder):
+    return torch.tensor(column(read_records(folder / "metrics.jsonl"), "loss"))
+
+
+def start(folder, fault, *, host="a", **config):
+    """torchrun of one host, in a process group of its own so that nothing of it stays behind."""
+    command = torchrun_command(LaunchConfig(**config), [str(SCRIPT), str(folder), fault])
+    environment = torchrun_environment({**os.environ, "HOST_NAME": host}, threads=1)
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def finish(*launched):
+    try:
+        outcomes = [(process.communicate(timeout=200)[1], process.returncode) for process in launched]
+    finally:
+        for process in launched:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+    return outcomes
+
+
+def starts(folder):
+    """(rank, world size) of every process that took part, by restart."""
+    found = {}
+    for line in (folder / "starts.txt").read_text().splitlines():
+        restart, rank, size = map(int, line.split())
+        found.setdefault(restart, set()).add((rank, size))
+    return found
+
+
+def test_a_killed_process_comes_back_and_a_third_one_waits(undisturbed, tmp_path):
+    """Three processes cannot share eight rows: two train."""
+    [(errors, code)] = finish(start(tmp_path, "process", processes=3))
+    assert code == 0, errors[-3000:]
+    assert (tmp_path / "fault").exists()
+    assert starts(tmp_path) == {0: {(0, 2), (1, 2)}, 1: {(0, 2), (1, 2)}}
+    torch.testing.assert_close(losses(tmp_path), undisturbed, **TOLERANCES["fp32_loss"])
+
+
+def test_a_killed_host_is_done_without(undisturbed, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    hosts = {"rendezvous": f"127.0.0.1:{port}", "min_hosts": 1, "max_hosts": 2, "last_call_s": 4, "lost_after_s": 3}
+    (errors, code), (_, killed) = finish(*(start(tmp_path, "host", host=host, **hosts) for host in "ab"))
+    assert killed == -signal.SIGKILL
+    assert code == 0, errors[-3000:]
+    assert starts(tmp_path) == {0: {(0, 2), (1, 2)}, 1: {(0, 1)}}
+    torch.testing.assert_close(losses(tmp_path), undisturbed, **TOLERANCES["fp32_loss"])
+
+
+@pytest.mark.parametrize(
+    ("config", "num_processes", "expected"),
+    [
+        ({}, 8, {"data": 8}),
+        ({}, 7, {"data": 6}),
+        ({"data": 4}, 8, {"data": 4}),
+        ({"data": 4}, 3, {"data": 3}),
+        ({"pipeline": 2, "tensor": 2}, 15, {"data": 3}),
+        ({"shard": "full", "shard_group": 2}, 4, {"data": 4, "shard_group": 2}),
+        ({"shard": "full", "shard_group": 2}, 3, {"data": 3, "shard_group": 0}),
+        ({"shard": "full", "shard_group": 4}, 6, {"data": 6, "shard_group": 2}),
+    ],
+)
+def test_the_data_axis_takes_what_fits(config, num_processes, expected):
+    given = ParallelConfig(**config)
+    found = fit(given, num_processes=num_processes, num_rows=24)
+    assert {name: getattr(found, name) for name in expected} == expected
+    assert (found.pipeline, found.tensor) == (given.pipeline, given.tensor)
+    assert num_used(found) <= num_processes
+    found.axes(num_used(found))
+
+
+def test_too_few_processes_for_one_copy_are_refused():
+    with pytest.raises(ConfigError, match=r"^data: one copy of the model takes 4 processes .* 3 are left"):
+        fit(ParallelConfig(pipeline=2, tensor=2), num_processes=3, num_rows=8)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"processes": 0}, {"max_hosts": 0}, {"max_restarts": -1}, {"lost_after_s": 1}, {"max_hosts": 2}]
+)
+def test_wrong_settings_are_named(wrong):
+    name = "rendezvous" if wrong == {"max_hosts": 2} else next(iter(wrong))
+    with pytest.raises(ConfigError, match=f"^{name}: "):
+        LaunchConfig(**wrong)

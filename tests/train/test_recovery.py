@@ -1,0 +1,37 @@
+"""What a fault has cost is one line; a stop on purpose is none."""
+
+import time
+
+from modelwright.train.objective import StepInfo
+from modelwright.train.recovery import Recovery, read_recoveries
+
+
+def info(step):
+    values = {"loss": 1.0, "losses": {}, "grad_norm": 1.0, "learning_rate": 0.1, "num_tokens": 1, "tokens_per_s": 1.0,
+              "mfu": 0.0, "data_wait_s": 0.0, "step_time_s": 0.1, "skipped": False, "bytes_sent": 0}  # fmt: skip
+    return StepInfo(step=step, **values)
+
+
+def test_a_fault_is_measured_from_the_last_step_to_the_next(tmp_path):
+    path = tmp_path / "recoveries.jsonl"
+    before = Recovery(path, num_ranks=2, restart=0)
+    for step in (1, 2, 3, 4):
+        before.observe(info(step))
+    assert read_recoveries(path) == []
+    time.sleep(0.2)
+    after = Recovery(path, num_ranks=1, restart=1)
+    after.observe(info(3))
+    after.observe(info(4))
+    [found] = read_recoveries(path)
+    down_s = found.pop("down_s")
+    assert 0.2 <= down_s < 5
+    assert found == {"step": 3, "steps_lost": 2, "num_ranks": 1, "restart": 1}
+
+
+def test_a_stop_on_purpose_is_no_fault(tmp_path):
+    path = tmp_path / "recoveries.jsonl"
+    before = Recovery(path, num_ranks=1, restart=0)
+    before.observe(info(1))
+    before.stopped()
+    Recovery(path, num_ranks=1, restart=0).observe(info(2))
+    assert read_recoveries(path) == []
