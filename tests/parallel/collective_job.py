@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from modelwright.core.artifacts import write_atomic
 from modelwright.parallel.collectives import Algorithm, Collectives, CollectivesConfig
 from modelwright.parallel.links import Links, LinksConfig, measure_links
 from modelwright.parallel.mesh import World, join_world
@@ -115,29 +116,28 @@ def measure(world: World, file: Path, budget_s: float) -> None:
 
 
 def watch(world: World, folder: Path, num_calls: int) -> None:
-    """Tells when the first window has passed, then goes on until plans were made anew."""
-    config = CollectivesConfig(algorithm="tree", window=8, measure_s=0.3)
-    links = measure_links(world, LinksConfig(budget_s=0.5))
-    collectives = Collectives(world, links, config)
-    message = torch.ones(2**14)
-    before = collectives.plan_for(2**16)
-    calls = 0
-    for calls in range(1, num_calls + 1):
+    """Writes down its tree when the first window has passed, then goes on until plans were made anew."""
+    config = CollectivesConfig(algorithm="tree", window=8, measure_s=0.5)
+    collectives = Collectives(world, measure_links(world, LinksConfig(budget_s=0.5)), config)
+    message = torch.ones(2**13)
+
+    def edges() -> list[tuple[int, int]]:
+        steps = [step for steps in collectives.plan_for(4 * message.numel()).rounds for step in steps]
+        return [(step.source, step.target) for step in steps if not step.adds]
+
+    before, calls = edges(), 0
+    while calls < num_calls and (calls < 2 * config.window or edges() == before):
         collectives.all_reduce(message.fill_(1.0))
         assert bool((message == world.size).all())
+        calls += 1
         if calls == 2 * config.window and world.is_first:
-            (folder / "warm").touch()
-        if collectives.num_plannings > 1:
-            break
-    plans = [
-        [(step.source, step.target) for steps in plan.rounds for step in steps]
-        for plan in (before, collectives.plan_for(2**16))
-    ]
+            write_atomic(folder / "tree.json", json.dumps(before))
     record = {
         "calls": calls,
-        "plans": plans,
+        "before": before,
+        "after": edges(),
         "num_plannings": collectives.num_plannings,
-        "rate": collectives.links.bytes_per_s,
+        "bytes_per_s": collectives.links.bytes_per_s,
     }
     (folder / f"rank{world.rank}.json").write_text(json.dumps(record))
 

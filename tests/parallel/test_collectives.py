@@ -221,33 +221,31 @@ def test_config_names_the_field(field, value):
 
 
 def test_a_link_that_degrades_leaves_the_tree(tmp_path, monkeypatch):
-    """Four hosts, a cable between every two; one that the tree uses drops from 200 to 2 Mbit/s while it runs."""
+    """Four hosts, a cable between every two; one that the tree uses drops from 50 to 1 Mbit/s while it runs."""
     monkeypatch.syspath_prepend(str(JOB.parents[2] / "benchmarks"))
     import netns
 
     if reason := netns.missing():
         pytest.skip(reason)
-    rates = [[200.0] * 4 for _ in range(4)]
-    rates[0][1] = rates[2][3] = 400.0
-    with netns.Network(netns.full_mesh(rates)) as net:
+    with netns.Network(netns.full_mesh([[50.0] * 4] * 4)) as net:
         port = netns.free_port(net, "h0")
         ranks = [
             net.popen(
                 host,
-                [sys.executable, str(JOB), "watch", str(tmp_path), "600"],
+                [sys.executable, str(JOB), "watch", str(tmp_path), "400"],
                 env={**net.torch_environment(host, "h0", port), "RANK": str(rank), "WORLD_SIZE": "4"},
             )
             for rank, host in enumerate(net.hosts)
         ]
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "warm").exists() and time.monotonic() < deadline:
+        tree_file, deadline = tmp_path / "tree.json", time.monotonic() + 120
+        while not tree_file.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
-        net.shape("h0", "h1", 2)
-        assert [rank.wait(timeout=60) for rank in ranks] == [0] * 4
+        a, b = json.loads(tree_file.read_text())[0]
+        net.shape(f"h{a}", f"h{b}", 1)
+        assert [rank.wait(timeout=120) for rank in ranks] == [0] * 4
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
     assert all(other == found[0] for other in found[1:])
-    before, after = ({tuple(sorted(edge)) for edge in plan} for plan in found[0]["plans"])
-    assert found[0]["num_plannings"] == 2
-    assert (0, 1) in before
-    assert (0, 1) not in after
-    assert found[0]["rate"][0][1] < 1e6 < 10e6 < found[0]["rate"][2][3]
+    assert found[0]["num_plannings"] > 1
+    assert [a, b] in found[0]["before"]
+    assert not {(a, b), (b, a)} & {tuple(edge) for edge in found[0]["after"]}
+    assert found[0]["bytes_per_s"][a][b] < 0.2e6
