@@ -138,18 +138,27 @@ def final_weights(folder: Path, step: int = 12) -> dict[str, torch.Tensor]:
 def train_under_fire(folder: Path, seed: int, num_kills: int) -> None:
     """Start the run again and again in forked processes; kill each at a random moment or amid a checkpoint."""
     draw = random.Random(seed)
-    started = time.monotonic()
-    os.waitpid(_start(folder.with_name("timing")), 0)
-    whole_run_s = time.monotonic() - started
     for attempt in range(num_kills):
         if attempt % 2:
             child = _start(folder, die_in_file=draw.randint(1, 5))
         else:
+            seen = _num_records(folder)
             child = _start(folder)
-            time.sleep(draw.uniform(0.1, 0.8) * whole_run_s)
+            while (
+                _num_records(folder) == seen
+                and os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
+            ):
+                time.sleep(0.001)
+            time.sleep(draw.uniform(0.0, 0.05))
             os.kill(child, signal.SIGKILL)
         print(-os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(_start(folder), 0)[1]))
+
+
+def _num_records(folder: Path) -> int:
+    """Lines of the metrics so far: they change as soon as a started run makes a step (or takes records back)."""
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def _start(folder: Path, *, die_in_file: int = 0) -> int:

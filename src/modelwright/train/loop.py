@@ -130,7 +130,9 @@ def train(
         peak_flops=peak_flops,
         controllers=dict(controllers or {}),
         transport=transport or ExactTransport(mesh.reduce),
-        checkpoints=Checkpoints(stage.checkpoints, keep_last=config.keep_last, digest=input_digest),
+        checkpoints=Checkpoints(
+            stage.checkpoints, keep_last=config.keep_last, digest=input_digest, world=world, reduce=mesh.reduce
+        ),
     )
     loop.progress.begin(name, num_steps, "steps")
     try:
@@ -239,7 +241,10 @@ class _Loop:
             self.model, first=self.at.step, rank=self.mesh.data.rank, world_size=self.mesh.data.size
         )
         while True:
-            stopping, minutes_due = map(bool, self.world.maxima(stop.requested, self.minutes_due()))
+            wishes = stop.requested, self.minutes_due(), self.checkpoints.failed
+            stopping, minutes_due, failed = map(bool, self.world.maxima(*wishes))
+            if failed:
+                self.checkpoints.wait()  # raises on every rank what the writer met
             if self.evaluation_due() and not stopping:
                 self.evaluate()
             if stopping or minutes_due or self.checkpoint_due():
@@ -356,7 +361,6 @@ class _Loop:
         self.progress.advance(
             info.step, loss=info.loss, lr=info.learning_rate, tokens_per_s=info.tokens_per_s, mfu=info.mfu
         )
-        self.checkpoints.poll()
 
     def evaluation_due(self) -> bool:
         """Every n steps and at the end, once: a run that was stopped before evaluating does it when it goes on."""
@@ -389,22 +393,25 @@ class _Loop:
         return self.at.step == self.num_steps or is_best or (every > 0 and self.at.step % every == 0)
 
     def save(self) -> None:
-        """Hand the state to the checkpoint writer, unless it has it already; the first rank writes for all."""
+        """Hand the state to the checkpoint writer, unless it has it already; every rank writes its part."""
         self.saved_time = time.monotonic()
         if self.saved == (self.at.step, self.at.evaluated_step):
             return
         self.saved = (self.at.step, self.at.evaluated_step)
-        if self.recorder is None:
-            return
         started = time.perf_counter()
-        snapshot = Snapshot(step=self.at.step, weights=self.model.state_dict(), state=self.state())
+        snapshot = Snapshot(
+            step=self.at.step,
+            weights=self.model.state_dict(),
+            state=self.state(),
+            gradients=list(self.names.values()),
+        )
         self.checkpoints.save(snapshot, best=self.best())
-        self.recorder.write(self.at.step, checkpoint_stall_s=time.perf_counter() - started)
+        if self.recorder is not None:
+            self.recorder.write(self.at.step, checkpoint_stall_s=time.perf_counter() - started)
 
     def finish_writing(self) -> None:
         """Return on all ranks when the last checkpoint is on disk."""
         self.checkpoints.wait()
-        self.world.barrier()
 
     def state(self) -> dict[str, Any]:
         return {
@@ -415,34 +422,34 @@ class _Loop:
         }
 
     def resume(self) -> None:
-        """Go on from the newest whole checkpoint, whatever the number of ranks that wrote it.
+        """Go on from the newest whole checkpoint, whatever the layout and number of ranks that wrote it.
 
-        The first rank chooses; all read it (the run directory is shared) and begin with the first one's weights.
+        All ranks read their parts of it (the run directory is shared); without one, copies of the model begin with
+        the first one's weights.
         """
-        snapshot = None
-        if self.world.is_first:
-            self.checkpoints.prepare()
-            snapshot = self.checkpoints.latest(self.progress.note)
-        step = int(self.world.maxima(snapshot.step if snapshot else 0)[0])
+        self.checkpoints.prepare()
+        step = self.checkpoints.latest_step(self.progress.note)
         if step:
-            self.restore(snapshot or self.checkpoints.read(step))
+            names = list(self.names.values())
+            self.restore(self.checkpoints.load(step, self.model.state_dict(), gradients=names, note=self.progress.note))
             self.progress.note(f"going on after step {step} of {self.num_steps}")
-        if self.world.is_first:
-            self.checkpoints.write_best(self.best())
-            self.recorder = Recorder(self.stage.metrics, tensorboard=self.stage.tensorboard, first_step=step + 1)
-        if self.mesh.is_only_data_parallel:
+        elif self.mesh.is_only_data_parallel:
             for weight in self.model.state_dict().values():
                 self.world.broadcast(weight)
+        self.checkpoints.write_best(self.best())
+        if self.world.is_first:
+            self.recorder = Recorder(self.stage.metrics, tensorboard=self.stage.tensorboard, first_step=step + 1)
 
-    def restore(self, snapshot: Snapshot) -> None:
-        self.model.load_state_dict(dict(snapshot.weights))
-        self.at = _Position(**snapshot.state["position"])
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over a checkpoint's state; the weights are in place already."""
+        self.at = _Position(**state["position"])
         self.saved = (self.at.step, self.at.evaluated_step)
         for name, update in self.updates.items():
-            update.load_state_dict(snapshot.state["updates"][name])
+            update.load_state_dict(state["updates"][name])
         for name, controller in self.controllers.items():
-            controller.load_state_dict(snapshot.state["controllers"][name])
-        self.transport.load_state_dict(snapshot.state["transport"])
+            controller.load_state_dict(state["controllers"][name])
+        if state["transport"]:  # empty when it does not fit this layout: it starts afresh
+            self.transport.load_state_dict(state["transport"])
 
     def best(self) -> Best:
         return self.at.best if self.config.keep_best else Best()
