@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 import zlib
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -85,7 +86,11 @@ class Run:
         }
 
     def checkpoints(self, folder: Path) -> Checkpoints:
-        return Checkpoints(folder, keep_last=3, digest="d", world=self.world, reduce=self.reduce)
+        """Two ranks are a host with a memory of its own."""
+        memory = folder.parent / f"memory{self.world.rank // 2}"
+        made = Checkpoints(folder, keep_last=3, digest="d", world=self.world, reduce=self.reduce, memory=memory)
+        made.prepare()
+        return made
 
 
 def _linear(name: str, rows: int, columns: int) -> nn.Linear:
@@ -100,15 +105,15 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def save(run: Run, folder: Path, *steps: str) -> None:
+def save(run: Run, folder: Path, *steps: str, keep: bool = False) -> None:
     found = run.checkpoints(folder)
-    found.prepare()
     try:
         for step in map(int, steps):
             snapshot = Snapshot(step=step, weights=run.weights, state=run.state(), gradients=list(run.weights))
-            found.save(snapshot, best=Best(step=step, loss=1.0))
-            for weight in run.weights.values():
-                _local(weight).mul_(1)  # the writer's copies are its own
+            if keep:
+                found.keep(snapshot, best=Best())
+            else:
+                found.save(snapshot, best=Best(step=step, loss=1.0))
         found.wait()
     finally:
         found.close()
@@ -169,7 +174,13 @@ def die_on_one_rank(run: Run, folder: Path, step: str) -> None:
     save(run, folder, step)
 
 
-ACTIONS = {"save": save, "check": check, "full": fail_on_one_rank, "die": die_on_one_rank}
+ACTIONS = {
+    "save": save,
+    "keep": partial(save, keep=True),
+    "check": check,
+    "full": fail_on_one_rank,
+    "die": die_on_one_rank,
+}
 """LAYOUT:FOLDER:NAME:WORDS..."""
 
 

@@ -3,11 +3,13 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import threading
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from modelwright.core.errors import ArtifactError, StorageError
 from modelwright.train import checkpoint
@@ -50,13 +52,23 @@ def save(checkpoints, *numbers, best=0):
     checkpoints.wait()
 
 
+def latest(checkpoints, note):
+    """The newest whole checkpoint, loaded into tensors that hold something else before."""
+    step = checkpoints.latest_step(note)
+    if not step:
+        return None
+    weights = {name: torch.full_like(weight, 7) for name, weight in read_weights(checkpoints.folder, step).items()}
+    state = checkpoints.load(step, weights)
+    return Snapshot(step=step, weights=weights, state=state)
+
+
 def fail(text):
     raise AssertionError(text)
 
 
 def test_round_trip_is_bit_identical(checkpoints):
     save(checkpoints, 3)
-    found = checkpoints.latest(fail)
+    found = latest(checkpoints, fail)
     assert found.step == 3
     assert torch.equal(found.weights["w"], torch.full((2, 3), 3 / 7))
     assert math.isnan(found.state["position"]["loss"])
@@ -67,12 +79,61 @@ def test_round_trip_is_bit_identical(checkpoints):
     json.loads((checkpoints.folder / "step-00000003" / "state.json").read_text(), parse_constant=fail)
 
 
+def test_one_process_writes_plain_safetensors(checkpoints):
+    save(checkpoints, 3)
+    weights = load_file(checkpoints.folder / "step-00000003" / "model.safetensors")
+    assert {name: tuple(weight.shape) for name, weight in weights.items()} == {"w": (2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [
+        ({"w": torch.zeros(3, 2)}, r"w has shape \[2, 3\], the model wants \[3, 2\]"),
+        ({"w": torch.zeros(2, 3), "v": torch.zeros(1)}, "v is in the model only"),
+        ({}, "w is in the checkpoint only"),
+    ],
+)
+def test_another_models_checkpoint_is_refused(checkpoints, weights, text):
+    save(checkpoints, 3)
+    with pytest.raises(ArtifactError, match=text):
+        checkpoints.load(3, weights)
+
+
+def test_copies_in_memory_outlive_the_process_and_belong_to_one_folder(tmp_path):
+    def make():
+        made = Checkpoints(tmp_path / "checkpoints", keep_last=2, digest="d", memory=tmp_path / "memory")
+        made.prepare()
+        return made
+
+    first = make()
+    save(first, 3)
+    for step in (4, 5, 6):
+        first.keep(snapshot(step), best=Best())
+    first.close()
+    second = make()
+    weights = {"w": torch.zeros(2, 3)}
+    assert second.latest_step(lambda text: None) == 6
+    assert torch.isnan(torch.tensor(second.load(6, weights)["position"]["loss"]))
+    assert torch.equal(weights["w"], snapshot(6).weights["w"])
+    assert len(list((tmp_path / "memory").glob("*/step-*"))) == 2
+    save(second, 7)
+    assert make().latest_step(fail) == 7
+    second.keep(snapshot(8), best=Best(step=8))  # the best checkpoint was never finished on disk
+    second.wait()
+    assert make().latest_step(fail) == 7
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert make().latest_step(fail) == 0
+    second.forget()
+    assert not list((tmp_path / "memory").glob("*/step-*"))
+    second.close()
+
+
 def test_saving_copies_before_it_returns(checkpoints):
     weight = torch.zeros(4)
     checkpoints.save(Snapshot(step=1, weights={"w": weight}, state={"m": weight}), best=Best())
     weight.fill_(9.0)
     checkpoints.wait()
-    found = checkpoints.latest(fail)
+    found = latest(checkpoints, fail)
     assert found.weights["w"].sum() == 0
     assert found.state["m"].sum() == 0
 
@@ -113,19 +174,19 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(checkpoints, nam
     save(checkpoints, 1, 2)
     damage(checkpoints.folder / "step-00000002" / name)
     notes = []
-    assert checkpoints.latest(notes.append).step == 1
+    assert latest(checkpoints, notes.append).step == 1
     assert len(notes) == 1
     assert name in notes[0]
     assert "step-00000002" in notes[0]
     save(checkpoints, 2, 3)
-    assert checkpoints.latest(fail).step == 3
+    assert latest(checkpoints, fail).step == 3
     assert not list(checkpoints.folder.glob("*.damaged"))
 
 
 def test_only_damaged_checkpoints_means_none(checkpoints):
     save(checkpoints, 1)
     flip_a_bit(checkpoints.folder / "step-00000001" / "model.safetensors")
-    assert checkpoints.latest(lambda text: None) is None
+    assert latest(checkpoints, lambda text: None) is None
 
 
 def test_another_runs_checkpoint_is_refused(checkpoints):
@@ -141,7 +202,7 @@ def test_half_written_ones_are_removed_at_the_start(checkpoints):
     (half / "model.safetensors").write_bytes(b"half")
     checkpoints.prepare()
     assert not half.exists()
-    assert checkpoints.latest(fail).step == 1
+    assert latest(checkpoints, fail).step == 1
 
 
 def test_a_refused_write_surfaces_once_and_leaves_the_old_one(checkpoints, monkeypatch):
@@ -173,6 +234,6 @@ def test_a_full_disk_is_one_clear_error(tmp_path):
             full.wait()
         full.close()
         assert steps(full.folder) == [1]
-        assert full.latest(fail).step == 1
+        assert latest(full, fail).step == 1
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from modelwright.train.checkpoint import list_checkpoints, read_weights
+from modelwright.train.memory_copies import peers
 
 NUM_COPIES = {"copies2": 2, "fsdp2tp2": 1, "pp2fsdp2": 1, "hybrid2x2": 2}
 """The layouts that are written, and how many ranks of each a transport joins."""
@@ -110,3 +111,29 @@ def test_a_rank_that_dies_while_writing_is_an_error_on_the_others(tmp_path):
         assert text.startswith("LostRankError: writing checkpoint 7: another process of the run has ended")
     assert [path.name for path in list_checkpoints(tmp_path / "x")] == ["step-00000003"]
     assert launch(tmp_path, 1, "one:x:check:1:3") == ["ok"]
+
+
+def test_copies_in_memory_survive_the_loss_of_a_host(tmp_path):
+    """Four ranks on two hosts; each rank's copy is on both. Newer than the disk until the last copy is damaged."""
+    keeps = [f"{layout}:{layout}:{what}" for layout in ("hybrid2x2", "pp2fsdp2") for what in ("save:3", "keep:4:5")]
+    assert launch(tmp_path, 4, *keeps) == ["ok"] * 4
+    shutil.rmtree(tmp_path / "memory0")
+    again = ["fsdp2tp2:hybrid2x2:check:2:5", "copies2tp2:pp2fsdp2:check:1:5"]
+    first, *others = launch(tmp_path, 4, *again)
+    assert first.count("step 5 is in the memory of the hosts") == 2
+    assert others == ["ok"] * 3
+    shutil.rmtree(tmp_path / "memory1")
+    assert launch(tmp_path, 1, "one:pp2fsdp2:check:1:5")[0].endswith("ok")
+    for file in tmp_path.glob("memory0/*/step-*/training-00002-of-00004.safetensors"):
+        flip_a_bit(file)
+    assert launch(tmp_path, 1, "one:pp2fsdp2:check:1:3") == ["ok"]
+
+
+def test_peers_are_on_other_hosts():
+    assert peers(["a"]) == peers(["a", "a"]) == []
+    assert peers(["a", "b"]) == [(0, 1), (1, 0)]
+    assert peers(["a", "a", "b", "b"]) == [(0, 2), (1, 3), (2, 1), (3, 0)]
+    for hosts in ("aab", "abc", "aabbcc", "abbb"):
+        pairs = peers(hosts)
+        assert [rank for rank, _ in pairs] == list(range(len(hosts)))
+        assert all(hosts[rank] != hosts[peer] for rank, peer in pairs)

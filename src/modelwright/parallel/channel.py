@@ -5,7 +5,7 @@ gloo whatever the device. No rank waits for ever: a process that has died or is 
 others. Knows nothing about what is agreed on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -76,22 +76,26 @@ class Channel:
                 raise StorageError(f"{what}: rank {rank} failed: {text}")
         return result
 
-    def swap(self, tensor: Tensor, *, to: int, num_received: int, source: int, what: str) -> Tensor:
-        """Send bytes to one rank while receiving `num_received` bytes from another (uint8, on the CPU)."""
-        received = torch.empty(num_received, dtype=torch.uint8)
+    def move(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[int, int]], *, what: str
+    ) -> list[Tensor]:
+        """Send byte tensors to ranks and receive others, (number of bytes, rank) each; in order between two ranks."""
+        received = [torch.empty(size, dtype=torch.uint8) for size, _ in receives]
         if self._group is None:
-            return tensor.clone()
+            return received
+        group = self._group
 
-        def move() -> None:
-            works = [
-                dist.isend(tensor, group=self._group, group_dst=to),
-                dist.irecv(received, group=self._group, group_src=source),
+        def run() -> None:
+            works = [dist.isend(tensor, group=group, group_dst=to) for tensor, to in sends]
+            works += [
+                dist.irecv(tensor, group=group, group_src=source)
+                for tensor, (_, source) in zip(received, receives, strict=True)
             ]
             for work in works:
                 assert work is not None
                 work.wait()
 
-        self._guard(move, what)
+        self._guard(run, what)
         return received
 
     def broadcast(self, tensor: Tensor, *, source: int, what: str) -> Tensor:

@@ -19,6 +19,7 @@ import errno
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,20 +31,32 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save as serialize
 from safetensors.torch import save_file
 from torch import Tensor
 
 from modelwright.core.artifacts import (
     ArtifactDraft,
-    Manifest,
-    describe_file,
-    read_manifest,
     write_artifact,
     write_atomic,
 )
 from modelwright.core.errors import ArtifactError, StorageError, writing
 from modelwright.parallel.channel import Channel
 from modelwright.parallel.mesh import World, single
+from modelwright.train.checkpoint_files import (
+    KIND,
+    PARTS,
+    STATE,
+    Best,
+    best_step_of,
+    check_checkpoint,
+    list_checkpoints,
+    read_best,
+    read_state,
+    read_weights,
+    step_name,
+)
+from modelwright.train.memory_copies import MemoryCopies
 from modelwright.train.shards import (
     INDEX,
     DamagedCheckpointError,
@@ -66,11 +79,21 @@ from modelwright.train.state_tree import (
     split_transport,
 )
 
-__all__ = ["Best", "Checkpoints", "DamagedCheckpointError", "Snapshot", "list_checkpoints", "read_best", "read_weights"]
+__all__ = [
+    "Best",
+    "Checkpoints",
+    "DamagedCheckpointError",
+    "Snapshot",
+    "check_checkpoint",
+    "list_checkpoints",
+    "read_best",
+    "read_weights",
+]
 
-KIND = "checkpoint"
 ALONE = single()
-PARTS = ("model", "training")
+MEMORY = Path("/dev/shm")
+"""A file system in memory that every Linux host has."""
+TOKEN = "memory-token"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +108,6 @@ class Snapshot:
     weights: Mapping[str, Tensor]
     state: Mapping[str, Any]
     gradients: Sequence[str] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Best:
-    """The lowest held-out loss so far; step 0 while there is none."""
-
-    step: int = 0
-    loss: float = float("inf")
 
 
 @dataclass(frozen=True)
@@ -114,7 +129,14 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: Path, *, keep_last: int, digest: str, world: World = ALONE, reduce: World = ALONE
+        self,
+        folder: Path,
+        *,
+        keep_last: int,
+        digest: str,
+        world: World = ALONE,
+        reduce: World = ALONE,
+        memory: Path = MEMORY,
     ) -> None:
         self.folder = folder
         self.keep_last = keep_last
@@ -122,6 +144,9 @@ class Checkpoints:
         self.world = world
         self.reduce = reduce
         self._channel = Channel(world)
+        self.memory = memory
+        self._copies: MemoryCopies | None = None
+        self._sources: dict[int, Path] = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._keys: list[tuple] = []
@@ -136,24 +161,25 @@ class Checkpoints:
 
     def prepare(self) -> None:
         """Make the folder and remove what a killed run left half-written."""
-        self._channel.attempt(self._clear if self.world.is_first else _nothing, what=f"{self.folder}")
+        token = self._channel.attempt(self._clear if self.world.is_first else str, what=f"{self.folder}")
+        token = self._channel.exchange(token, what=f"{self.folder}")[0]
+        self._copies = MemoryCopies(self.memory, f"{self.digest}:{token}", self._channel)
 
     def latest_step(self, note: Callable[[str], None]) -> int:
         """The step of the newest checkpoint that is whole, the same on all ranks; 0 when there is none.
 
-        The ranks share the checking. A damaged one is set aside as `*.damaged` and told to `note`; the one before is
-        taken. Raises `ArtifactError` when a checkpoint was made by another configuration.
+        A copy in memory counts when it is newer than what is on disk. The ranks share the checking. A damaged one is
+        set aside as `*.damaged` and told to `note`; the one before is taken. Raises `ArtifactError` when a checkpoint
+        was made by another configuration.
         """
-        for name in reversed(self._channel.exchange([path.name for path in list_checkpoints(self.folder)])[0]):
-            path = self.folder / name
-            mine = self._channel.attempt(partial(self._damage, path), what=f"checking {path}")
-            found = self._channel.exchange(mine, what=f"checking {path}")
-            damage = next(filter(None, found), "")
-            if not damage:
-                return int(name.removeprefix("step-"))
-            note(f"{damage}; going back to the checkpoint before it")
-            self._channel.attempt(partial(self._set_aside, path), what=f"setting {path} aside")
-        return 0
+        step = self._latest_on_disk(note)
+        copy = self._copies.newest(after=step) if self._copies else None
+        if copy is None or not self._goes_with_disk(copy):
+            return step
+        step = int(copy.name.removeprefix("step-"))
+        self._sources[step] = copy
+        note(f"step {step} is in the memory of the hosts")
+        return step
 
     def load(
         self,
@@ -170,26 +196,28 @@ class Checkpoints:
         laid out like them; all other tensors are whole, on the CPU. gradients: as in `Snapshot`. Raises
         `ArtifactError` when the checkpoint has other tensors than the ranks hold together.
         """
-        path = self.folder / _name(step)
+        path = self._sources.get(step, self.folder / step_name(step))
         names = set().union(*self._channel.exchange(list(weights), what=f"loading {path}"))
         held = {name: weights[name] for name in gradients}
         return self._channel.attempt(lambda: self._load(path, names, weights, held, note), what=f"loading {path}")
-
-    def latest(self, note: Callable[[str], None]) -> Snapshot | None:
-        """The newest whole checkpoint with all its tensors, or None: for one process."""
-        step = self.latest_step(note)
-        return self.read(step) if step else None
-
-    def read(self, step: int) -> Snapshot:
-        path = self.folder / _name(step)
-        weights = read_weights(self.folder, step)
-        return Snapshot(step=step, weights=weights, state=self._load(path, set(weights), weights, {}, print))
 
     def save(self, snapshot: Snapshot, *, best: Best) -> None:
         """Copy the snapshot to host memory and have it written, after an earlier one that is still being written."""
         self.wait()
         job = self._copy(snapshot, best)
         self._pending = self._writer.submit(self._write, job)
+
+    def keep(self, snapshot: Snapshot, *, best: Best) -> None:
+        """Like `save`, but into the hosts' memory, on two hosts where there are two; nothing goes to disk."""
+        self.wait()
+        assert self._copies, "`prepare` comes first"
+        self._pending = self._writer.submit(self._remember, self._copies, self._copy(snapshot, best))
+
+    def forget(self) -> None:
+        """Give the memory of the copies back: the run is finished."""
+        self.wait()
+        if self._copies:
+            self._copies.forget()
 
     def poll(self) -> None:
         """Raise what the writer met, without waiting for it."""
@@ -211,16 +239,36 @@ class Checkpoints:
         if not self.world.is_first:
             return
         if best.step:
-            record = {"step": best.step, "loss": best.loss, "folder": _name(best.step)}
+            record = {"step": best.step, "loss": best.loss, "folder": step_name(best.step)}
             write_atomic(self.folder / "best.json", json.dumps(record))
         else:
             (self.folder / "best.json").unlink(missing_ok=True)
 
-    def _clear(self) -> None:
+    def _clear(self) -> str:
+        """Returns what tells this folder from one of its name that was removed: copies in memory belong to it."""
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             for leftover in [*self.folder.glob("step-*.partial"), *self.folder.glob("step-*.old")]:
                 shutil.rmtree(leftover, ignore_errors=True)
+            if not (self.folder / TOKEN).exists():
+                write_atomic(self.folder / TOKEN, secrets.token_hex(8))
+            return (self.folder / TOKEN).read_text(encoding="utf-8")
+
+    def _latest_on_disk(self, note: Callable[[str], None]) -> int:
+        for name in reversed(self._channel.exchange([path.name for path in list_checkpoints(self.folder)])[0]):
+            path = self.folder / name
+            mine = self._channel.attempt(partial(self._damage, path), what=f"checking {path}")
+            damage = next(filter(None, self._channel.exchange(mine, what=f"checking {path}")), "")
+            if not damage:
+                return int(name.removeprefix("step-"))
+            note(f"{damage}; going back to the checkpoint before it")
+            self._channel.attempt(partial(self._set_aside, path), what=f"setting {path} aside")
+        return 0
+
+    def _goes_with_disk(self, copy: Path) -> bool:
+        """Whether the best checkpoint that a copy refers to is on disk: its writing may have been cut off."""
+        best_step = int(read_state(copy)["best_step"])
+        return not self._channel.any(best_step > 0 and not (self.folder / step_name(best_step)).is_dir())
 
     def _damage(self, path: Path) -> str:
         """What is wrong with this rank's share of a checkpoint's files, or nothing."""
@@ -244,7 +292,7 @@ class Checkpoints:
         gradients: Mapping[str, Tensor],
         note: Callable[[str], None],
     ) -> dict[str, Any]:
-        index, record = read_index(path), _read_state(path)
+        index, record = read_index(path), read_state(path)
         model, training = (ShardReader(path, index[part]) for part in PARTS)
         for name in sorted(names ^ set(model.entries)):
             raise ArtifactError(f"{path}: {name} is in {'the model' if name in names else 'the checkpoint'} only")
@@ -306,7 +354,7 @@ class Checkpoints:
 
     def _write(self, job: _Job) -> None:
         """Runs in the writer's thread, on every rank."""
-        path, what = self.folder / _name(job.step), f"writing checkpoint {job.step}"
+        path, what = self.folder / step_name(job.step), f"writing checkpoint {job.step}"
         with ExitStack() as stack:
             draft = self._channel.attempt(lambda: self._begin(path, stack), what=what)
             folder = path.with_name(path.name + ".partial")
@@ -321,127 +369,63 @@ class Checkpoints:
 
     def _write_own(self, folder: Path, job: _Job) -> dict[str, Any]:
         """This rank's files; returns their part of the index."""
-        index = {}
-        number = "" if self.world.size == 1 else f"-{self.world.rank:05d}-of-{self.world.size:05d}"
         for part, pieces in job.pieces.items():
-            file = f"{part}{number}.safetensors"
-            with writing(folder / file):
-                _save_tensors({name: piece.values for name, piece in pieces.items()}, folder / file)
-                with open(folder / file, "rb") as written:
+            path = folder / self._file(part)
+            with writing(path):
+                _save_tensors({name: piece.values for name, piece in pieces.items()}, path)
+                with open(path, "rb") as written:
                     os.fsync(written.fileno())
-            index[part] = describe_pieces(file, pieces)
-        return index
+        return self._describe(job)
+
+    def _file(self, part: str) -> str:
+        number = "" if self.world.size == 1 else f"-{self.world.rank:05d}-of-{self.world.size:05d}"
+        return f"{part}{number}.safetensors"
+
+    def _describe(self, job: _Job) -> dict[str, Any]:
+        return {part: describe_pieces(self._file(part), pieces) for part, pieces in job.pieces.items()}
 
     def _finish(self, draft: ArtifactDraft | None, job: _Job, described: list[Any], stack: ExitStack) -> None:
         """The first rank writes what all ranks have told, and the manifest last."""
         if draft is None:
             return
-        index = {part: merge_indexes([own[part] for own, _ in described]) for part in PARTS}
-        trees = [tree for _, tree in described]
-        record = {
-            "step": job.step,
-            "state": merge([tree["state"] for tree in trees]),
-            "transport": [tree["transport"] for tree in trees if "transport" in tree],
-        }
+        index, record = _combine(job, described)
         with writing(draft.path):
             (draft.path / INDEX).write_text(json.dumps(index), encoding="utf-8")
-            (draft.path / "state.json").write_text(json.dumps(record), encoding="utf-8")
+            (draft.path / STATE).write_text(json.dumps(record), encoding="utf-8")
             draft.facts.update(step=job.step, best_step=job.best.step, num_ranks=self.world.size)
             stack.close()
         self.write_best(job.best)
         self._prune()
 
+    def _remember(self, copies: MemoryCopies, job: _Job) -> None:
+        """Runs in the writer's thread, on every rank."""
+        files = {
+            self._file(part): serialize({name: piece.values for name, piece in pieces.items()})
+            for part, pieces in job.pieces.items()
+        }
+        what = f"copying step {job.step} to memory"
+        index, record = _combine(job, self._channel.exchange((self._describe(job), job.tree), what=what))
+        copies.write(job.step, files, index, record)
+
     def _prune(self) -> None:
         paths = list_checkpoints(self.folder)
         last = paths[-self.keep_last :]
-        wanted = {path.name for path in last} | {_name(_best_step(path)) for path in last}
+        wanted = {path.name for path in last} | {step_name(best_step_of(path)) for path in last}
         old = [path for path in paths if path.name not in wanted]
         for path in [*old, *self.folder.glob("step-*.damaged")]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints that were finished, oldest first; their content is not checked."""
-    return sorted(path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
-
-
-def check_checkpoint(path: Path, *, digest: str, part: int = 0, num_parts: int = 1) -> None:
-    """Check that every file is there, and the SHA-256 of every `num_parts`-th from `part` on.
-
-    Raises `DamagedCheckpointError` that names the file (and the tensor, where that can be told), or `ArtifactError`
-    when the checkpoint was made under another `digest`.
-    """
-    try:
-        manifest = read_manifest(path, kind=KIND)
-        if manifest.digest == digest:
-            _check_files(path, manifest, sorted(manifest.files)[part::num_parts])
-    except (ArtifactError, OSError) as error:
-        raise DamagedCheckpointError(f"checkpoint {path} is damaged ({error})") from None
-    if manifest.digest != digest:
-        raise ArtifactError(
-            f"{path}: was made by another configuration or from other inputs; remove {path.parent} to start afresh, "
-            "or run in another run directory"
-        )
-
-
-def read_best(folder: Path) -> Best:
-    """What `best.json` points at; step 0 when there is none or its checkpoint is gone."""
-    try:
-        record = json.loads((folder / "best.json").read_text(encoding="utf-8"))
-        best = Best(step=record["step"], loss=record["loss"])
-    except (OSError, ValueError, KeyError):
-        return Best()
-    return best if (folder / _name(best.step)).is_dir() else Best()
-
-
-def read_weights(folder: Path, step: int) -> dict[str, Tensor]:
-    """The whole weights of the checkpoint at `step`, on the CPU, whatever layout wrote it.
-
-    Raises `ArtifactError` when it is missing or damaged.
-    """
-    path = folder / _name(step)
-    read_manifest(path, kind=KIND, verify=True)
-    reader = ShardReader(path, read_index(path)["model"])
-    return {name: reader.read(name) for name in reader.entries}
-
-
-def _check_files(path: Path, manifest: Manifest, files: Sequence[str]) -> None:
-    for file in files:
-        if describe_file(path / file)["sha256"] != manifest.files[file]["sha256"]:
-            tensor = "" if file == INDEX else _damaged_tensor(path, file)
-            raise DamagedCheckpointError(f"{path / file}: its content does not match the manifest{tensor}")
-    if INDEX not in manifest.files:
-        raise DamagedCheckpointError(f"{path / INDEX}: is missing")
-
-
-def _damaged_tensor(path: Path, file: str) -> str:
-    try:
-        index = read_index(path)
-        names = (ShardReader(path, index[part]).damaged_tensor(file) for part in PARTS)
-        return "".join(f"; damaged: {name}" for name in names if name)
-    except (DamagedCheckpointError, KeyError, ValueError):
-        return ""
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads((path / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DamagedCheckpointError(f"{path / 'state.json'}: cannot be read ({error})") from None
-
-
-def _nothing() -> None: ...
-
-
-def _best_step(path: Path) -> int:
-    try:
-        return int(read_manifest(path).facts["best_step"])
-    except (ArtifactError, KeyError):
-        return 0
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
+def _combine(job: _Job, described: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[dict, dict]:
+    """`index.json` and `state.json` out of what all ranks tell."""
+    trees = [tree for _, tree in described]
+    record = {
+        "step": job.step,
+        "best_step": job.best.step,
+        "state": merge([tree["state"] for tree in trees]),
+        "transport": [tree["transport"] for tree in trees if "transport" in tree],
+    }
+    return {part: merge_indexes([own[part] for own, _ in described]) for part in PARTS}, record
 
 
 def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
