@@ -27,7 +27,8 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """schedule, stages_per_rank, num_microbatches, tied, dtype, pipeline, data, shard."""
+    """schedule, stages_per_rank, num_microbatches, tied, dtype, pipeline, data, shard, precision,
+    tensor, context, whether activations are computed again."""
 
     schedule: str = "1f1b"
     stages_per_rank: int = 1
@@ -38,10 +39,17 @@ class Case:
     data: int = 1
     shard: str = "none"
     precision: str = "fp32"
+    tensor: int = 1
+    context: int = 1
+    recompute: bool = False
 
     @property
     def name(self) -> str:
         return "-".join(str(value) for value in vars(self).values())
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pipeline * self.data * self.tensor * self.context
 
     @classmethod
     def parse(cls, name: str) -> "Case":
@@ -68,6 +76,7 @@ def run_case(case: Case, folder: Path, world=None) -> None:
         num_microbatches=case.num_microbatches if world else 1,
         eval_every_steps=2,
         precision={"compute": case.precision},
+        activations={"mode": "unit", "unit_layers": 1} if case.recompute else {},
         keep_best=False,
         checkpoint_every_steps=0,
     )
@@ -79,6 +88,8 @@ def run_case(case: Case, folder: Path, world=None) -> None:
             schedule=case.schedule,  # type: ignore[arg-type]
             stages_per_rank=case.stages_per_rank,
             shard=case.shard,  # type: ignore[arg-type]
+            tensor=case.tensor,
+            context=case.context,
         )
     tiny.run(folder, config, objective=objective, model=model, world=world, **more)
     rank = world.rank if world else 0

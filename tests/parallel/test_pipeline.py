@@ -10,10 +10,21 @@ from safetensors.torch import load_file
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
+from modelwright.memory.activations import Segment
+from modelwright.memory.checkpointing import checkpoint_segments
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.stages import check_microbatches, check_ties, cut, join, layers_of_stages, rank_of_stage
+from modelwright.parallel.stages import (
+    check_blocks,
+    check_microbatches,
+    check_ties,
+    cut,
+    join,
+    layers_of_stages,
+    rank_of_stage,
+)
+from modelwright.train.passes import compile_each_block
 from tolerances import TOLERANCES
 
 EXACT = {"rtol": 1e-11, "atol": 1e-13}
@@ -31,6 +42,10 @@ TWO = [
     for schedule, stages in SCHEDULES
     for number in (1, 2, 4)
 ]
+MIXED = [
+    Case(recompute=True, tied=True),
+    Case(schedule="interleaved", stages_per_rank=2, num_microbatches=2, recompute=True),
+]
 FP32 = [Case(schedule=schedule, stages_per_rank=stages, exact=False, tied=True) for schedule, stages in SCHEDULES]
 FOUR = [
     case
@@ -41,13 +56,18 @@ FOUR = [
         Case(schedule=schedule, stages_per_rank=stages, data=2, num_microbatches=2, shard="full", tied=stages == 1),
     )
 ]
+FOUR += [
+    Case(tensor=2, num_microbatches=2, tied=True),
+    Case(tensor=2, num_microbatches=2, schedule="zero_bubble"),
+    Case(context=2, num_microbatches=2, schedule="interleaved", stages_per_rank=2),
+]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("pipeline")
-    pipeline_run.launch(2, folder, TWO + FP32)
+    pipeline_run.launch(2, folder, TWO + MIXED + FP32)
     pipeline_run.launch(4, folder, FOUR)
     for tied in (False, True):
         for exact in (False, True):
@@ -55,7 +75,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("case", TWO + FOUR + FP32, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", TWO + FOUR + MIXED + FP32, ids=lambda case: case.name)
 def test_losses_and_weights_equal_those_of_one_process(folder, case):
     single, ranks = folder / f"one-{case.tied}-{case.exact}", folder / case.name
     for metric in ("loss", "heldout_loss", "grad_norm", "num_tokens"):
@@ -65,7 +85,7 @@ def test_losses_and_weights_equal_those_of_one_process(folder, case):
         )
         torch.testing.assert_close(of_ranks, of_one, **(EXACT if case.exact else TOLERANCES["fp32_loss"]))
     weights = load_file(single / "rank0.safetensors")
-    for rank in range(case.pipeline * case.data):
+    for rank in range(case.num_ranks):
         for name, weight in load_file(ranks / f"rank{rank}.safetensors").items():
             torch.testing.assert_close(weight, weights[name], **(EXACT if case.exact else TOLERANCES["fp32_trained"]))
 
@@ -96,6 +116,18 @@ def test_tied_embedding_is_in_the_first_part_and_the_last():
     whole = model(4, tied=True)
     parts = [cut(whole, range(i, i + 1), is_first=i == 0, is_last=i == 3) for i in range(4)]
     assert ["embedding.weight" in part.state_dict() for part in parts] == [True, False, False, True]
+
+
+def test_blocks_that_do_not_come_apart_are_refused_under_zero_bubble():
+    config = ParallelConfig(pipeline=2, schedule="zero_bubble")
+    check_blocks(model(), config)
+    check_blocks(checkpoint_segments(model(), [Segment(num_layers=1, recompute=True)] * 4), ParallelConfig(pipeline=2))
+    for refused in (
+        checkpoint_segments(model(), [Segment(num_layers=1, recompute=True)] * 4),
+        compile_each_block(model(), backend="eager"),
+    ):
+        with pytest.raises(ConfigError, match=r"^schedule: zero_bubble"):
+            check_blocks(refused, config)
 
 
 def test_stages_go_round_or_down_and_up():

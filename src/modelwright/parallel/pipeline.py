@@ -30,6 +30,7 @@ from modelwright.parallel.gradients import local
 from modelwright.parallel.mesh import Mesh
 from modelwright.parallel.shard import sharded_modules
 from modelwright.parallel.stages import (
+    check_blocks,
     check_microbatches,
     check_ties,
     cut,
@@ -38,6 +39,7 @@ from modelwright.parallel.stages import (
     layers_of_stages,
     rank_of_stage,
 )
+from modelwright.parallel.tensor import stage_tokens
 from modelwright.parallel.timeline import Timeline
 
 Schedule = (
@@ -111,6 +113,8 @@ class Pipeline:
             for index, owner in enumerate(self.owners)
             if owner == mesh.pipeline.rank
         ]
+        for stage in self.stages:
+            check_blocks(stage.part, config)
         self.model = join([stage.part for stage in self.stages])
         self.timeline = Timeline(mesh.world.device)
         self._schedules: dict[tuple[int, torch.Size], Schedule] = {}
@@ -217,8 +221,12 @@ class Pipeline:
             vars(wrapped)[method] = self.timeline.timed(getattr(wrapped, method), stage.index, kind)
         return wrapped
 
-    def _hidden_shape(self, shape: torch.Size) -> tuple[int, ...]:
-        return (*shape, self.model.config.model_dim)
+    def _hidden_shape(self, shape: torch.Size) -> tuple[int, int, int]:
+        """What travels between stages, for tokens of this shape."""
+        num_rows, row_len = shape
+        shares_tokens = self.config.sequence_parallel and self.mesh.tensor.size > 1
+        row_len = stage_tokens(row_len, self.mesh.tensor.size, sequence_parallel=shares_tokens)
+        return num_rows, row_len, self.model.config.model_dim
 
     def _receive(self, batch: TokenBatch, source: int) -> Tensor:
         hidden_BTD = torch.empty(

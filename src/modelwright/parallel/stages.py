@@ -69,6 +69,20 @@ def check_ties(model: Decoder, config: ParallelConfig) -> None:
         )
 
 
+def check_blocks(part: Decoder, config: ParallelConfig) -> None:
+    """Raise `ConfigError` when passes have made blocks that zero_bubble cannot take apart.
+
+    It computes weight gradients by themselves, from the middle of the graph: a block that is computed again would be so
+    for every weight, and a compiled one has no middle.
+    """
+    whole = [block for block in part.blocks.values() if "forward" in vars(block) or block._compiled_call_impl]
+    if config.schedule == "zero_bubble" and (whole or "call_blocks" in vars(part)):
+        raise ConfigError(
+            "schedule: zero_bubble computes the gradients of weights apart from those of activations and goes neither "
+            "with activation checkpointing or offload nor with compile; switch them off, or take 1f1b or interleaved"
+        )
+
+
 def cut(model: Decoder, layers: range, *, is_first: bool, is_last: bool) -> Decoder:
     """The part of `model` with these layers, modules shared; a last part of a tied model has the embedding for its
     head."""
