@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.ledger import SLOTS, Ledger
-from modelwright.parallel.mesh import World, lay_out, single
+from modelwright.parallel.mesh import Mesh, World, lay_out, single
 from modelwright.parallel.shared_memory import share
 from modelwright.parallel.turns import Done
 
@@ -41,7 +41,7 @@ class Hogwild:
     """
 
     def __init__(self, world: World, *, compensate: Compensate | None = None) -> None:
-        self.mesh = lay_out(single(world.device), ParallelConfig())
+        self.mesh: Mesh = lay_out(single(world.device), ParallelConfig())
         self.world = world
         self.compensate = compensate
         self.bytes_sent = 0

@@ -18,8 +18,10 @@ Done = TypeVar("Done")
 class Turns(Protocol):
     """Shares the updates of a run among its processes."""
 
-    mesh: Mesh
-    """The processes that make one update together."""
+    @property
+    def mesh(self) -> Mesh:
+        """The processes that make one update together."""
+        ...
 
     def begin(self, optimizer: Optimizer, step: int) -> None:
         """Once, when weights and optimizer are as they were after `step` updates, on all processes alike."""

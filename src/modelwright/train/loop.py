@@ -35,6 +35,7 @@ from modelwright.parallel.gather import put, whole_weights
 from modelwright.parallel.gradients import global_norm, holders, like_parameter, local
 from modelwright.parallel.mesh import Mesh, World, lay_out
 from modelwright.parallel.transport import ExactTransport, GradientTransport
+from modelwright.parallel.turns import Together, Turns
 from modelwright.precision.policy import autocast
 from modelwright.train.checkpoint import Best, Checkpoints, Snapshot, read_weights
 from modelwright.train.config import TrainConfig
@@ -87,20 +88,24 @@ def train(
     controllers: Mapping[str, Controller] | None = None,
     transport: GradientTransport | None = None,
     parallel: ParallelConfig = DATA_PARALLEL,
+    turns: Turns | None = None,
 ) -> TrainResult:
     """Train `model` in place until `num_steps` updates are done, going on from the newest whole checkpoint in `stage`.
 
     num_steps: from `config.resolve_num_steps`; name: what the progress display calls it; input_digest: of whatever
     decides the result (config, data, initial weights): a checkpoint with another one is refused; heldout: batches for
     evaluation, shared among the ranks; peak_flops: matrix-product rate of one rank in FLOP/s, 0 when unknown;
-    transport: the exact all-reduce unless given; parallel: how the world is laid out. Every rank comes with the same
+    transport: the exact all-reduce unless given; parallel: how the world is laid out; turns: who makes which update,
+    all ranks together unless given. Every rank comes with the same
     whole model and leaves with it, trained. Writes `stage.checkpoints`, `stage.metrics`, `stage.tensorboard`
     and `stage.path/watch.jsonl`, on the first rank only.
 
     Raises `Stopped` after a SIGTERM or Ctrl-C (the state is saved), `StorageError` when a checkpoint or a metric
     cannot be written, `ArtifactError` for checkpoints of another run, `ModelwrightError` when training has diverged.
     """
-    mesh = lay_out(world, parallel)
+    everyone = lay_out(world, parallel)
+    turns = turns or Together(everyone)
+    mesh = turns.mesh
     model = model.to(world.device)
     in_place = mesh.is_only_data_parallel
     runner = spread(
@@ -122,7 +127,8 @@ def train(
         objective=objective,
         config=config,
         num_steps=num_steps,
-        mesh=mesh,
+        turns=turns,
+        everyone=everyone,
         stage=stage,
         seed=seed,
         progress=progress if world.is_first else SilentProgress(),
@@ -131,7 +137,7 @@ def train(
         controllers=dict(controllers or {}),
         transport=transport or ExactTransport(mesh.reduce),
         checkpoints=Checkpoints(
-            stage.checkpoints, keep_last=config.keep_last, digest=input_digest, world=world, reduce=mesh.reduce
+            stage.checkpoints, keep_last=config.keep_last, digest=input_digest, world=world, reduce=everyone.reduce
         ),
     )
     loop.progress.begin(name, num_steps, "steps")
@@ -180,7 +186,8 @@ class _Loop:
     objective: Objective
     config: TrainConfig
     num_steps: int
-    mesh: Mesh
+    turns: Turns
+    everyone: Mesh
     stage: StageDir
     seed: int
     progress: Progress
@@ -196,6 +203,8 @@ class _Loop:
     recorder: Recorder | None = None
     at: _Position = field(default_factory=_Position)
     saved: tuple[int, int] = (0, 0)
+    batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
+    next_batch: int = -1
     saved_time: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -214,7 +223,7 @@ class _Loop:
         self.updates = standard_updates(
             self.optimizer,
             self.names,
-            agree=lambda flag: self.world.maxima(flag)[0],
+            agree=lambda flag: self.mesh.world.maxima(flag)[0],
             norm=lambda gradients: global_norm(gradients, self.mesh, num_holders=self.num_holders),
             max_skipped=config.max_skipped_steps,
             clip_norm=config.clip_norm,
@@ -231,15 +240,19 @@ class _Loop:
         return self.runner.model
 
     @property
+    def mesh(self) -> Mesh:
+        """The processes that make one update together."""
+        return self.turns.mesh
+
+    @property
     def world(self) -> World:
-        return self.mesh.world
+        """All processes of the run."""
+        return self.everyone.world
 
     def run(self, stop: StopRequest) -> TrainResult:
         self.resume()
+        self.turns.begin(self.optimizer, self.at.step)
         self.model.train()
-        batches = self.objective.batches(
-            self.model, first=self.at.step, rank=self.mesh.data.rank, world_size=self.mesh.data.size
-        )
         while True:
             wishes = stop.requested, self.minutes_due(), self.checkpoints.failed
             stopping, minutes_due, failed = map(bool, self.world.maxima(*wishes))
@@ -254,25 +267,45 @@ class _Loop:
             if stopping:
                 self.finish_writing()
                 raise Stopped(f"stopped after step {self.at.step} of {self.num_steps}; run again to go on from there")
-            self.report(self.one_step(batches))
+            interrupted = partial(self.interrupted, stop)
+            for info, flops in self.turns.updates(self.one_step, self.at.step, self.next_stop(), interrupted):
+                self.account(info, flops)
+                self.report(info)
         self.finish_writing()
         return self.result()
 
-    def one_step(self, batches: Iterator[Batch]) -> StepInfo:
-        """One update: batch, gradients, transport, updates."""
+    def interrupted(self, stop: StopRequest) -> bool:
+        """Whether this process wants all of them to meet before `next_stop`."""
+        return stop.requested or self.minutes_due() or self.checkpoints.failed
+
+    def next_stop(self) -> int:
+        """The step at which there is something to do for all: evaluation, checkpoint or the end."""
+        cadences = (self.config.eval_every_steps if self.heldout else 0, self.config.checkpoint_every_steps)
+        return min([self.num_steps, *((self.at.step // every + 1) * every for every in cadences if every)])
+
+    def one_step(self, number: int) -> tuple[StepInfo, float]:
+        """Update `number` (from 0): batch, gradients, transport, updates. Also returns its FLOPs."""
         started = time.perf_counter()
-        _seed_generators(derive_seed(self.seed, "step", self.at.step, self.mesh.data.rank), self.world.device)
-        batch = next(batches)
+        _seed_generators(derive_seed(self.seed, "step", number, self.mesh.data.rank), self.world.device)
+        batch = self.batch(number)
         data_wait_s = time.perf_counter() - started
         totals, num_tokens, flops = self.count(batch)
         losses = self.compute_gradients(batch, totals)
         gradients = self.gradients()
         self.transport.reduce([local(gradient) for gradient in gradients])
-        context = Context(step=self.at.step, num_steps=self.num_steps, gradients=gradients, loss=sum(losses.values()))
+        context = Context(step=number, num_steps=self.num_steps, gradients=gradients, loss=sum(losses.values()))
         for update in self.updates.values():
             update.apply(context)
         self.optimizer.zero_grad(set_to_none=True)
-        return self.account(context, losses, num_tokens, flops, data_wait_s, time.perf_counter() - started)
+        return self.describe(context, losses, num_tokens, flops, data_wait_s, time.perf_counter() - started), flops
+
+    def batch(self, number: int) -> Batch:
+        """This rank's rows of a global batch; one iterator serves as long as the numbers follow one another."""
+        if number != self.next_batch:
+            rank, size = self.mesh.data.rank, self.mesh.data.size
+            self.batches = self.objective.batches(self.model, first=number, rank=rank, world_size=size)
+        self.next_batch = number + 1
+        return next(self.batches)
 
     def count(self, batch: Batch) -> tuple[dict[str, float], int, float]:
         """What the whole batch amounts to, before any of it is computed: the normaliser of each loss term, tokens
@@ -285,7 +318,7 @@ class _Loop:
         real = batch.segments_BT >= 0
         contexts = ((batch.positions_BT + 1) * real).sum()
         mine = [float(x) * self.mesh.speaks_for_rows for x in (*weights.values(), real.sum(), contexts)]
-        *totals, num_tokens, context = self.world.sums(mine)
+        *totals, num_tokens, context = self.mesh.world.sums(mine)
         flops = 3 * num_tokens * self.model.config.flops_per_token(context / max(1.0, num_tokens))
         return dict(zip(weights, totals, strict=True)), int(num_tokens), flops
 
@@ -305,7 +338,7 @@ class _Loop:
 
         self.runner.train(batch.to(self.world.device).split(self.config.num_microbatches), loss_of)
         sums *= self.mesh.tensor.is_first  # ranks of the tensor axis compute the same losses
-        return dict(zip(scale, self.world.sums(sums.tolist()), strict=True))
+        return dict(zip(scale, self.mesh.world.sums(sums.tolist()), strict=True))
 
     def gradients(self) -> list[Tensor]:
         """The gradients of this rank's trainable parameters, in one order on all ranks that hold them; zeros where
@@ -317,7 +350,7 @@ class _Loop:
         self.runner.finish_gradients()
         return [parameter.grad for parameter in self.names if parameter.grad is not None]
 
-    def account(
+    def describe(
         self,
         context: Context,
         losses: dict[str, float],
@@ -326,14 +359,11 @@ class _Loop:
         data_wait_s: float,
         step_time_s: float,
     ) -> StepInfo:
-        """Count the step as done."""
-        self.at.step += 1
-        self.at.loss = context.loss
-        self.at.num_tokens += num_tokens
-        self.at.train_time_s += step_time_s
-        self.at.model_flops += flops
+        """The finished step. Where several updates are made at a time, each is charged its share of the time."""
+        share = self.mesh.world.size / self.world.size
+        data_wait_s, step_time_s = data_wait_s * share, step_time_s * share
         return StepInfo(
-            step=self.at.step,
+            step=context.step + 1,
             loss=context.loss,
             losses=losses,
             grad_norm=context.grad_norm,
@@ -345,8 +375,16 @@ class _Loop:
             step_time_s=step_time_s,
             skipped=context.skip,
             bytes_sent=self.transport.bytes_sent,
-            scalars=context.scalars,
+            scalars={**context.scalars, **self.turns.figures()},
         )
+
+    def account(self, info: StepInfo, flops: float) -> None:
+        """Count the step as done."""
+        self.at.step = info.step
+        self.at.loss = info.loss
+        self.at.num_tokens += info.num_tokens
+        self.at.train_time_s += info.step_time_s
+        self.at.model_flops += flops
 
     def utilisation(self, flops: float, time_s: float) -> float:
         return flops / time_s / (self.peak_flops * self.world.size) if self.peak_flops and time_s else 0.0
@@ -372,7 +410,7 @@ class _Loop:
     def evaluate(self) -> None:
         """Held-out losses over the whole set; the best so far is remembered."""
         started = time.perf_counter()
-        losses = heldout_losses(self.runner, self.objective, self.heldout, self.mesh)
+        losses = heldout_losses(self.runner, self.objective, self.heldout, self.everyone)
         loss = sum(losses.values())
         self.at.evaluated_step, self.at.heldout_loss = self.at.step, loss
         if loss < self.at.best_loss:
@@ -433,7 +471,7 @@ class _Loop:
             names = list(self.names.values())
             self.restore(self.checkpoints.load(step, self.model.state_dict(), gradients=names, note=self.progress.note))
             self.progress.note(f"going on after step {step} of {self.num_steps}")
-        elif self.mesh.is_only_data_parallel:
+        elif self.everyone.is_only_data_parallel:
             for weight in self.model.state_dict().values():
                 self.world.broadcast(weight)
         self.checkpoints.write_best(self.best())
