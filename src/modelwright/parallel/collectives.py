@@ -13,7 +13,7 @@ nothing about gradients; transports are handed `all_reduce` or `all_reduce_many`
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -44,6 +44,9 @@ FLAT_PROBE_BYTES = (64, 2**18)
 FLAT_REPEATS = 5
 RING_EVALUATIONS = 1000
 """Search for a ring's order: it starts from orders along the fastest links, which are nearly always right."""
+AHEAD_BYTES = 2**20
+"""Up to this size all receives of an all-reduce are posted before its first send: gloo's sender otherwise waits one
+trip for the receiver's word that it is ready. On NCCL receives ahead of sends would wait for each other."""
 MIN_COALESCE_BYTES, MAX_COALESCE_BYTES = 2**16, 25 * 2**20
 
 
@@ -218,27 +221,34 @@ class Collectives:
             num_bytes = vector.numel() * vector.element_size()
             self.bytes_sent += 2 * num_bytes * (self.world.size - 1) // self.world.size
             return
+        # A copy that is awaited from the start cannot come too early: it carries a finished sum, of which this rank's
+        # own value, sent before, is a part.
         bounds = chunk_bounds(vector.numel(), course.plan.num_chunks)
-        for steps in course.own_rounds:
-            parts = [(step, vector[bounds[step.first] : bounds[step.last]]) for step in steps]
-            self._exchange([(step, part) for step, part in parts if part.numel()])
+        exchanges = [self._exchange(steps, vector, bounds) for steps in course.own_rounds]
+        ahead = self.world.device.type == "cpu" and vector.numel() * vector.element_size() <= AHEAD_BYTES
+        awaited = [_post(exchange.receives if ahead else []) for exchange in exchanges]
+        for exchange, early in zip(exchanges, awaited, strict=True):
+            works = _post(exchange.sends if ahead else exchange.sends + exchange.receives)
+            for work in works + early:
+                work.wait()
+            for part, arriving in exchange.additions:
+                part.add_(arriving)
 
-    def _exchange(self, parts: Sequence[tuple[Step, Tensor]]) -> None:
-        """One round of this rank: all its messages in flight together; what came is added once all have arrived."""
-        messages, additions = [], []
-        for step, part in parts:
+    def _exchange(self, steps: Sequence[Step], vector: Tensor, bounds: Sequence[int]) -> "_Exchange":
+        exchange = _Exchange()
+        for step in steps:
+            part = vector[bounds[step.first] : bounds[step.last]]
+            if not part.numel():
+                continue
             if step.source == self.world.rank:
-                messages.append(dist.P2POp(dist.isend, part, group=self.world.group, group_peer=step.target))
+                exchange.sends.append(dist.P2POp(dist.isend, part, group=self.world.group, group_peer=step.target))
                 self.bytes_sent += part.numel() * part.element_size()
                 continue
             arriving = torch.empty_like(part) if step.adds else part
-            messages.append(dist.P2POp(dist.irecv, arriving, group=self.world.group, group_peer=step.source))
+            exchange.receives.append(dist.P2POp(dist.irecv, arriving, group=self.world.group, group_peer=step.source))
             if step.adds:
-                additions.append((part, arriving))
-        for work in dist.batch_isend_irecv(messages) if messages else []:
-            work.wait()
-        for part, arriving in additions:
-            part.add_(arriving)
+                exchange.additions.append((part, arriving))
+        return exchange
 
     def _observe(self, elapsed_s: float, predicted_s: float) -> None:
         if not self._watch.add(elapsed_s, predicted_s):
@@ -269,6 +279,19 @@ class _Course:
     plan: Plan
     own_rounds: Sequence[Sequence[Step]]
     predicted_s: float
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """One round of one rank; what has come is added once all messages of the round are through."""
+
+    sends: list[dist.P2POp] = field(default_factory=list)
+    receives: list[dist.P2POp] = field(default_factory=list)
+    additions: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+def _post(messages: list[dist.P2POp]) -> list[dist.Work]:
+    return dist.batch_isend_irecv(messages) if messages else []
 
 
 class _Watch:
