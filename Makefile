@@ -2,6 +2,7 @@
 # make test   install with the test tools and run the tests
 # make lint   formatting, types, import floors
 # make bench  the same training on two other trainers, side by side
+# make parity every parallel layout against one process
 # make prove  measure every claim; make prove QUICK=1 for the short form
 # make gpu-check  on a CUDA machine with torch installed: parity tests and speed figures, nothing is downloaded
 
@@ -15,7 +16,7 @@ RECIPE ?= quickstart
 ARGS ?=
 TORCH_INDEX ?=
 
-.PHONY: demo test lint bench prove gpu-check clean
+.PHONY: demo test lint bench prove parity gpu-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/modelwright run $(RECIPE) $(ARGS)
@@ -34,6 +35,10 @@ bench: $(VENV)/.installed-peers
 
 prove: $(VENV)/.installed
 	$(BIN)/modelwright prove --all $(if $(QUICK),--quick) $(ARGS)
+
+# Every parallel layout against one process; writes docs/parallel.md.
+parity: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py --page docs/parallel.md $(ARGS)
 
 gpu-check:
 	PYTHONPATH=src python3 benchmarks/gpu_check.py $(ARGS)
