@@ -1,6 +1,7 @@
 """A tiny run on the ranks of a pipeline: pipeline_run.py SIZE FOLDER CASE..., a folder for each case."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +20,6 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import join_world
-from modelwright.train import loop
 
 LAYERS = 8
 STEPS = 3
@@ -28,7 +28,8 @@ STEPS = 3
 @dataclass(frozen=True)
 class Case:
     """schedule, stages_per_rank, num_microbatches, tied, dtype, pipeline, data, shard, precision,
-    tensor, context, whether activations are computed again."""
+    tensor, context, whether activations are computed again,
+    layers per stage after step 2, as 6+2: the run goes on from the same case's checkpoint with an even split."""
 
     schedule: str = "1f1b"
     stages_per_rank: int = 1
@@ -42,6 +43,7 @@ class Case:
     tensor: int = 1
     context: int = 1
     recompute: bool = False
+    layers: str = ""
 
     @property
     def name(self) -> str:
@@ -78,9 +80,14 @@ def run_case(case: Case, folder: Path, world=None) -> None:
         precision={"compute": case.precision},
         activations={"mode": "unit", "unit_layers": 1} if case.recompute else {},
         keep_best=False,
-        checkpoint_every_steps=0,
+        checkpoint_every_steps=2,
     )
     more = {}
+    if world and case.layers:
+        before = folder.with_name(replace(case, layers="").name)
+        if world.is_first:
+            shutil.copytree(before / "checkpoints" / "step-00000002", folder / "checkpoints" / "step-00000002")
+        world.barrier()
     if world:
         more["parallel"] = ParallelConfig(
             pipeline=case.pipeline,
@@ -90,6 +97,7 @@ def run_case(case: Case, folder: Path, world=None) -> None:
             shard=case.shard,  # type: ignore[arg-type]
             tensor=case.tensor,
             context=case.context,
+            layers_per_stage=tuple(map(int, case.layers.split("+"))) if case.layers else (),
         )
     tiny.run(folder, config, objective=objective, model=model, world=world, **more)
     rank = world.rank if world else 0
@@ -130,7 +138,6 @@ def fork_ranks(size: int) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     fork_ranks(int(sys.argv[1]))
-    loop._Loop.save = lambda self: None  # a split model's checkpoint is another test's matter
     with join_world(torch.device("cpu")) as world:
         for name in sys.argv[3:]:
             run_case(Case.parse(name), Path(sys.argv[2]) / name, world)

@@ -8,7 +8,6 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,9 +78,6 @@ class StageBalance:
         """A better split, or the present one. Every rank calls it at the same step and gets the same answer."""
         times = self.agreed_times(mesh)
         return better_split(self.costs, self.layers_per_stage, times, self.config) if times else self.layers_per_stage
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"layers_per_stage": list(self.layers_per_stage)}
 
 
 def better_split(
