@@ -1,12 +1,8 @@
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from modelwright.memory.config import ActivationConfig
 from modelwright.model.attention import causal_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
@@ -15,7 +11,6 @@ from modelwright.plan.estimate import (
     duration,
     forward_flops,
     plan_text,
-    recomputed_flops,
     scoring_stage,
     size,
     training_flops,
@@ -23,9 +18,7 @@ from modelwright.plan.estimate import (
     training_stage,
 )
 
-MEMORY_TOLERANCE = 0.15
-"""Relative, of the peak of a real step less the process before it: allocator slack and kernels' own buffers."""
-
+EACH = ActivationConfig(mode="unit", unit_layers=1)
 SHAPE = {
     "vocab_size": 4096,
     "num_layers": 4,
@@ -36,62 +29,6 @@ SHAPE = {
     "ffn_dim": 512,
     "max_seq_len": 256,
 }
-ROWS, LENGTH = 8, 256
-
-MEASURE = """
-import json, sys, torch
-from modelwright.core.resources import ResourceUse, peak_resident_bytes
-from modelwright.memory.checkpointing import checkpoint_blocks
-from modelwright.model.attention import packed_attend
-from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Decoder
-from modelwright.ops.cross_entropy import linear_cross_entropy
-
-torch.set_num_threads(1)
-
-def steps(shape, every, rows, length, count):
-    model = Decoder(ModelConfig(**shape))
-    model.init_weights(0)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    if every:
-        checkpoint_blocks(model, every)
-    ids = torch.randint(0, shape["vocab_size"], (rows, length))
-    positions, segments = torch.arange(length).expand(rows, length), torch.zeros(rows, length, dtype=torch.int32)
-    for _ in range(count):
-        hidden = model(ids, positions, packed_attend(segments))
-        (linear_cross_entropy(hidden.flatten(0, 1), model.head_weight, ids.flatten()) / ids.numel()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-shape, rows, length = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-steps({**shape, "num_layers": 1, "vocab_size": 64}, 0, 1, 16, 2)
-for every in (0, 1, 2):
-    with ResourceUse() as use:
-        before = int(open("/proc/self/statm").read().split()[1]) * 4096
-        steps(shape, every, rows, length, 2)
-    print(json.dumps({"every": every, "before": before, "peak": use.peak_bytes, "own": use.peak_is_own}))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to measure the peak of one piece of work")
-def test_memory_is_that_of_a_real_step() -> None:
-    """Without, with all and with every second block checkpointed; in a process of its own."""
-    command = [sys.executable, "-c", MEASURE, json.dumps(SHAPE), str(ROWS), str(LENGTH)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    for measured in map(json.loads, done.stdout.splitlines()):
-        if not measured["own"]:
-            pytest.skip("the kernel does not reset the peak")
-        estimate = training_memory(
-            ModelConfig(**SHAPE),
-            tokens_per_microbatch=ROWS * LENGTH,
-            compute="fp32",
-            activation_checkpoint_every=measured["every"],
-            async_checkpoints=False,
-        )
-        grown = measured["peak"] - measured["before"]
-        assert estimate.total - estimate.process == pytest.approx(grown, rel=MEMORY_TOLERANCE), measured
-        assert measured["before"] == pytest.approx(estimate.process, rel=0.4)
 
 
 def small_model() -> Decoder:
@@ -143,19 +80,18 @@ def test_checkpointing_costs_time_and_saves_memory() -> None:
         "flops_per_s": 1e11,
         "mfu": 0.5,
     }
-    plain = training_stage("pretrain", model, activation_checkpoint_every=0, **settings)
-    wrapped = training_stage("pretrain", model, activation_checkpoint_every=1, **settings)
+    plain = training_stage("pretrain", model, activations=ActivationConfig(), **settings)
+    wrapped = training_stage("pretrain", model, activations=EACH, **settings)
     assert plain.seconds == pytest.approx(plain.flops / 5e10)
     assert plain.flops == wrapped.flops
     assert 1.1 < wrapped.seconds / plain.seconds < 4 / 3
     assert wrapped.peak_bytes < plain.peak_bytes
-    assert recomputed_flops(model, num_tokens=10, mean_context=5, every=0) == 0
-    quarter = training_stage("pretrain", model, activation_checkpoint_every=0, **{**settings, "num_microbatches": 8})
+    quarter = training_stage("pretrain", model, activations=ActivationConfig(), **{**settings, "num_microbatches": 8})
     assert quarter.peak_bytes < plain.peak_bytes
 
 
 def test_bf16_keeps_less_than_fp32() -> None:
-    settings = {"tokens_per_microbatch": 4096, "activation_checkpoint_every": 0}
+    settings = {"tokens_per_microbatch": 4096, "activations": ActivationConfig()}
     model = ModelConfig(**SHAPE)
     narrow, wide = (training_memory(model, compute=compute, **settings) for compute in ("bf16", "fp32"))
     assert narrow.activations < 0.85 * wide.activations
@@ -171,7 +107,7 @@ def test_plan_reads_well() -> None:
             "evaluate", model, num_tokens=1e5, context_overlap=0.5, batch_tokens=4096, flops_per_s=1e11, mfu=0.5
         ),
     ]
-    memory = training_memory(model, tokens_per_microbatch=2048, compute="fp32", activation_checkpoint_every=0)
+    memory = training_memory(model, tokens_per_microbatch=2048, compute="fp32", activations=ActivationConfig())
     text = plan_text(model, stages, {"pretrain": memory})
     assert f"{model.num_parameters:,}" in text
     assert "clean" in text

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from modelwright import __version__
-from modelwright.cli import commands, run
+from modelwright.cli import commands, plan, run
 from modelwright.core.errors import ModelwrightError
 
 Command = Callable[[Sequence[str]], int]
@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "recipes": (commands.recipes, "list the recipes"),
     "config": (commands.config, "print the configuration of a recipe or a YAML file, overrides applied"),
     "doctor": (commands.doctor, "survey this machine and measure what it can do"),
+    "plan": (plan.plan, "propose how to lay a model out over hosts and devices"),
     "serve": (commands.serve, "serve a run's model over HTTP, as the OpenAI API does"),
     "chat": (commands.chat, "talk to a run's model in the terminal"),
     "export": (commands.export, "write a run's model as a Hugging Face folder"),

@@ -78,7 +78,7 @@ def _estimate(config: RunConfig, run: RunDir, name: str, rates: dict[str, float]
             num_microbatches=training.num_microbatches,
             mean_context=_mean_context(config.model, config.pack.seq_len),
             compute=training.precision.compute,
-            activation_checkpoint_every=0 if training.activations.mode == "none" else 1,
+            activations=training.activations,
             flops_per_s=rates[training.precision.compute],
         )
     if name in ("evaluate", "quantize"):
@@ -103,7 +103,8 @@ def _memories(config: RunConfig) -> dict[str, MemoryEstimate]:
                 config.model,
                 tokens_per_microbatch=training.batch_tokens // training.num_microbatches,
                 compute=training.precision.compute,
-                activation_checkpoint_every=0 if training.activations.mode == "none" else 1,
+                num_microbatches=training.num_microbatches,
+                activations=training.activations,
             )
     return result
 

@@ -1,0 +1,251 @@
+"""Peak memory of training steps of THE loop, rank by rank, in processes of their own.
+
+Tokens are random: memory does not depend on what they say. On a CPU the bytes are resident memory above what the
+process held before the model, with a heap that maps every larger tensor by itself and gives it back at once, so that
+the gaps of a heap that keeps memory (`memory.allocator`) do not count; on a GPU they are the allocator's. Neither
+depends on what else the machine does. Writing the last checkpoint does not count. Knows no claim.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from modelwright.core.config import dump, parse
+from modelwright.core.progress import SilentProgress
+from modelwright.core.resources import ResourceUse
+from modelwright.core.rundir import StageDir
+from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import World, join_world
+from modelwright.train import loop
+from modelwright.train.config import TrainConfig
+from modelwright.train.objective import StepInfo
+
+NUM_STEPS = 3
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class _Measured(Exception):
+    """Ends a run before its last checkpoint, which is not what is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """What to train: a model on rows of `seq_len` tokens, each row one document; `count_flops` is slow."""
+
+    model: ModelConfig
+    train: TrainConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    seq_len: int
+    count_flops: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One rank's figures.
+
+    peak_bytes: the most that the steps after the first took (from then on all states exist); states_bytes: what was
+    held between two steps: weights and optimizer states; step_s: of the last step; flops: of one step, 0 if not
+    counted.
+    """
+
+    rank: int
+    peak_bytes: int
+    states_bytes: int
+    step_s: float
+    flops: float
+
+
+def measure(probe: Probe, *, num_ranks: int = 1) -> list[Measured]:
+    """Each rank's figures, from processes of one thread each. Raises `RuntimeError` with the output of a failure."""
+    return measure_all([probe], num_ranks=num_ranks)[0]
+
+
+def measure_all(probes: Sequence[Probe], *, num_ranks: int = 1) -> list[list[Measured]]:
+    """The probes one after the other in the same processes; `[probe][rank]`."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as errors:
+        config = Path(folder) / "probes.json"
+        config.write_text(json.dumps([dump(probe) for probe in probes]), encoding="utf-8")
+        shared = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
+        shared |= {"MASTER_PORT": _free_port(), "MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_ARENA_MAX": "1"}
+        children = [
+            subprocess.Popen(
+                [sys.executable, "-m", __name__, str(config)],
+                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+            for rank in range(num_ranks)
+        ]
+        outputs = [child.communicate()[0] for child in children]
+        if any(child.returncode for child in children):
+            errors.seek(0)
+            raise RuntimeError(errors.read().decode(errors="replace")[-4000:])
+    by_rank = [json.loads(output.splitlines()[-1]) for output in outputs]
+    return [[Measured(**found) for found in ranks] for ranks in zip(*by_rank, strict=True)]
+
+
+@dataclass(frozen=True)
+class RandomRows:
+    """Batches of random tokens, each row one document."""
+
+    num_rows: int
+    seq_len: int
+    vocab_size: int
+    num_batches_per_epoch: int = 1
+
+    def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
+        shape = (self.num_rows // world_size, self.seq_len)
+        draw = torch.Generator().manual_seed(index * world_size + rank)
+        tokens = torch.randint(self.vocab_size, shape, generator=draw)
+        labels = tokens.roll(-1, dims=1)
+        labels[:, -1] = IGNORED
+        positions = torch.arange(self.seq_len).repeat(shape[0], 1)
+        segments = torch.zeros(shape, dtype=torch.int32)
+        return TokenBatch(input_ids_BT=tokens, labels_BT=labels, positions_BT=positions, segments_BT=segments)
+
+
+@dataclass
+class Meter:
+    """Controller that reads memory at the end of every step, and ends the run after the last one."""
+
+    device: torch.device
+    every: int = 1
+    use: ResourceUse = field(default_factory=ResourceUse)
+    peak_bytes: int = 0
+    states_bytes: int = 0
+    step_s: float = 0.0
+
+    def observe(self, info: StepInfo) -> None:
+        self.step_s, self.states_bytes = info.step_time_s, _held(self.device)
+        if info.step > 1:
+            self.peak_bytes = max(self.peak_bytes, self._peak())
+        if info.step == NUM_STEPS:
+            raise _Measured
+        self._start()
+
+    def _peak(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        self.use.__exit__(None, None, None)
+        return self.use.peak_bytes
+
+    def _start(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self.use.__enter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def _run(probe: Probe, world: World, folder: Path) -> Measured:
+    """Train as one rank. A small model first, so that libraries have made their own buffers."""
+    warm = dataclasses.replace(probe.model, num_layers=probe.parallel.pipeline, vocab_size=64)
+    _train(dataclasses.replace(probe, model=warm), world, Meter(world.device), folder / "warm")
+    meter, flops = Meter(world.device), 0.0
+    if probe.count_flops:
+        with FlopCounterMode(display=False, custom_mapping=_FLOPS) as counter:
+            _train(probe, world, Meter(world.device), folder / "counted")
+        flops = counter.get_total_flops() / NUM_STEPS
+    before = _held(world.device)
+    _train(probe, world, meter, folder / "run")
+    return Measured(
+        rank=world.rank,
+        peak_bytes=meter.peak_bytes - before,
+        states_bytes=meter.states_bytes - before,
+        step_s=meter.step_s,
+        flops=flops,
+    )
+
+
+def _held(device: torch.device) -> int:
+    """What the process holds now."""
+    gc.collect()
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+def _train(probe: Probe, world: World, meter: Meter, folder: Path) -> None:
+    rows = RandomRows(probe.train.batch_tokens // probe.seq_len, probe.seq_len, probe.model.vocab_size)
+    model = Decoder(probe.model)
+    model.init_weights(0)
+    with contextlib.suppress(_Measured):
+        loop.train(
+            model,
+            Pretrain(rows),
+            probe.train,
+            num_steps=NUM_STEPS + 1,
+            world=world,
+            stage=StageDir(folder),
+            seed=0,
+            name="probe",
+            input_digest="probe",
+            progress=SilentProgress(),
+            controllers={"meter": meter},
+            parallel=probe.parallel,
+        )
+
+
+def _attention_flops(q_shape: Any, k_shape: Any, *rest: Any, out_shape: Any = None, **more: Any) -> int:
+    """Two products over half of the square: rows of one document, causal."""
+    rows, length, heads, head_dim = q_shape
+    return 2 * rows * heads * head_dim * length * (length + 1)
+
+
+def _attention_backward_flops(grad_shape: Any, q_shape: Any, k_shape: Any, *rest: Any, **more: Any) -> int:
+    """Five products, one of them computed again."""
+    return _attention_flops(q_shape, k_shape) * 5 // 2
+
+
+def _in_place_product_flops(total_shape: Any, left_shape: Any, right_shape: Any, *rest: Any, **more: Any) -> int:
+    """The gradient of the head's weight, added up chunk by chunk; PyTorch counts `addmm` only."""
+    return 2 * left_shape[0] * left_shape[1] * right_shape[1]
+
+
+_FLOPS = {
+    torch.ops.aten.addmm_: _in_place_product_flops,
+    torch.ops.modelwright.packed_attention: _attention_flops,
+    torch.ops.modelwright.packed_attention_backward: _attention_backward_flops,
+}
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def main() -> None:
+    path = Path(sys.argv[1])
+    probes = [parse(Probe, data) for data in json.loads(path.read_text(encoding="utf-8"))]
+    torch.set_num_threads(1)
+    loop.freed_memory_kept = contextlib.nullcontext  # see this module's contract
+    with join_world() as world:
+        found = [_run(probe, world, path.parent / str(number)) for number, probe in enumerate(probes)]
+    print(json.dumps([dataclasses.asdict(one) for one in found]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""One layout of a training job over a cluster: memory of its fullest rank, and how long a step takes.
+
+Time is compute over an assumed share of the peak rate, plus the pipeline's bubble, plus what communication its
+overlap does not hide. Estimates rank layouts; they do not replace a measurement. Knows no search and no terminal.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from modelwright.memory.activations import BlockShape, Compute, Segment, block_shape, total_recomputed_flops
+from modelwright.memory.checkpointing import segments_for
+from modelwright.memory.config import ActivationConfig
+from modelwright.model.config import ModelConfig
+from modelwright.parallel.config import ParallelConfig
+from modelwright.plan.memory import MemoryEstimate, RankPart, head_workspace_bytes, rank_memory
+from modelwright.plan.schedule import bubble_s, bubble_share, microbatches_in_flight
+from modelwright.plan.traffic import Cluster, axis_seconds
+
+KERNEL_EFFICIENCY = 0.55
+"""Share of the peak rate that a block's products, norms and attention reach together where nothing waits: assumed,
+from whole-job utilisations of 0.41-0.48 in Megatron-LM's published runs, bubble and communication taken out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained: rows of `seq_len` tokens, `batch_tokens` to an update."""
+
+    model: ModelConfig
+    seq_len: int
+    batch_tokens: int
+    compute: Compute = "bf16"
+
+    @property
+    def num_rows(self) -> int:
+        return self.batch_tokens // self.seq_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a job is laid out; `microbatch_rows`: rows of one copy of the model at a time."""
+
+    parallel: ParallelConfig
+    num_devices: int
+    microbatch_rows: int
+    activations: ActivationConfig
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return self.parallel.axes(self.num_devices)
+
+    @property
+    def copies(self) -> int:
+        """Copies of the model that take rows of their own."""
+        return self.axes["replicate"] * self.axes["shard"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assessment:
+    """A layout's fullest rank and its step time by part, in seconds; communication is what stays visible."""
+
+    layout: Layout
+    memory: MemoryEstimate
+    layers_per_stage: tuple[int, ...]
+    num_microbatches: int
+    compute_s: float
+    recompute_s: float
+    bubble_s: float
+    communication_s: Mapping[str, float]
+    model_flops: float
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.recompute_s + self.bubble_s + sum(self.communication_s.values())
+
+    @property
+    def bubble_share(self) -> float:
+        return bubble_share(bubble=self.bubble_s, work=self.compute_s + self.recompute_s)
+
+    def utilisation(self, cluster: Cluster) -> float:
+        return self.model_flops / (self.step_s * self.layout.num_devices * cluster.flops_per_s)
+
+
+def assess(job: Job, layout: Layout, cluster: Cluster) -> Assessment:
+    """Memory and time. Raises `ConfigError` when the model or the batch does not divide as the layout asks."""
+    parallel, axes = layout.parallel, layout.axes
+    shape = _shape(job, layout)
+    num_stages = parallel.pipeline * parallel.stages_per_rank
+    head_layers = _head_flops(job.model, parallel.tensor) / shape.forward_flops
+    layers = parallel.layers_per_stage or split_layers(job.model.num_layers, num_stages, last_layers=head_layers)
+    num_microbatches = job.num_rows // (layout.copies * layout.microbatch_rows)
+    # The first rank holds the embedding and most microbatches, the last one the head; none between them holds more.
+    ends = sorted({0, parallel.pipeline - 1})
+    parts = {rank: _part(job, layout, shape, layers, rank, num_microbatches) for rank in ends}
+    fullest = max((rank_memory(job.model, part) for part in parts.values()), key=lambda memory: memory.total)
+    tokens = layout.microbatch_rows * job.seq_len // axes["context"]
+    rate = cluster.flops_per_s * KERNEL_EFFICIENCY
+    slowest = max(ends, key=lambda rank: _rank_layers(layers, rank, parallel, head_layers))
+    forward_s = tokens * shape.forward_flops * _rank_layers(layers, slowest, parallel, head_layers) / rate
+    again_s = tokens * total_recomputed_flops(shape, parts[slowest].segments) / rate
+    seconds = axis_seconds(job.model, parts[slowest], axes, cluster, compute_s=num_microbatches * 3 * forward_s)
+    waiting = bubble_s(
+        parallel.schedule,
+        pipeline=parallel.pipeline,
+        stages_per_rank=parallel.stages_per_rank,
+        forward_s=forward_s,
+        input_s=forward_s + again_s,
+        weight_s=forward_s,
+    )
+    return Assessment(
+        layout=layout,
+        memory=fullest.on_device(cluster.device),
+        layers_per_stage=layers,
+        num_microbatches=num_microbatches,
+        compute_s=num_microbatches * 3 * forward_s,
+        recompute_s=num_microbatches * again_s,
+        bubble_s=waiting,
+        communication_s=seconds,
+        model_flops=3 * job.batch_tokens * job.model.flops_per_token(job.seq_len / 2),
+    )
+
+
+def split_layers(num_layers: int, num_stages: int, *, last_layers: float) -> tuple[int, ...]:
+    """Layers of each stage so that the slowest one is as fast as can be; the last one has the head besides.
+
+    last_layers: what the head costs, in layers.
+    """
+    if num_stages == 1:
+        return (num_layers,)
+    last = round(max(0.0, (num_layers + last_layers) / num_stages - last_layers))
+    last = min(last, num_layers)
+    share, more = divmod(num_layers - last, num_stages - 1)
+    return (*(share + (stage < more) for stage in range(num_stages - 1)), last)
+
+
+def _shape(job: Job, layout: Layout) -> BlockShape:
+    parallel = layout.parallel
+    return block_shape(
+        job.model,
+        compute=job.compute,
+        mean_context=job.seq_len / 2,
+        tensor=parallel.tensor,
+        sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
+    )
+
+
+def _part(
+    job: Job, layout: Layout, shape: BlockShape, layers: tuple[int, ...], rank: int, num_microbatches: int
+) -> RankPart:
+    parallel, axes = layout.parallel, layout.axes
+    num_layers = sum(layers[rank :: parallel.pipeline])
+    in_flight = microbatches_in_flight(
+        parallel.schedule,
+        pipeline=parallel.pipeline,
+        rank=rank,
+        stages_per_rank=parallel.stages_per_rank,
+        num_microbatches=num_microbatches,
+    )
+    part = RankPart(
+        segments=(Segment(num_layers=num_layers, recompute=False),) if num_layers else (),
+        shape=shape,
+        num_tokens=layout.microbatch_rows * job.seq_len // axes["context"],
+        num_microbatches=num_microbatches,
+        in_flight=in_flight,
+        has_embedding=rank == 0,
+        has_head=rank == parallel.pipeline - 1,
+        tensor=parallel.tensor,
+        shard=parallel.shard,
+        sharing=axes["shard"] * axes["context"],
+        copies=axes["replicate"] * (axes["context"] if parallel.shard == "none" else 1),
+    )
+    segments = segments_for(
+        layout.activations,
+        num_layers,
+        shape=shape,
+        num_tokens=part.num_tokens,
+        in_flight=-(-int(in_flight * 2) // 2),
+        end_bytes=head_workspace_bytes(job.model, part),
+    )
+    return replace(part, segments=tuple(segments))
+
+
+def _rank_layers(layers: tuple[int, ...], rank: int, parallel: ParallelConfig, head_layers: float) -> float:
+    """What a rank computes, in layers, the head with the last stage."""
+    return sum(layers[rank :: parallel.pipeline]) + (head_layers if rank == parallel.pipeline - 1 else 0.0)
+
+
+def _head_flops(model: ModelConfig, tensor: int) -> float:
+    return 2.0 * model.vocab_size * model.model_dim / tensor

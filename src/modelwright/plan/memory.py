@@ -1,0 +1,233 @@
+"""Bytes on one rank at the peak of a training step, by part, under any layout.
+
+A step's peak is the largest of a few moments: the head's turn after the last block, each segment's backward, the end
+of backward, the exchange of gradients. For each the parts are added up as PyTorch holds them: FSDP2's buffers (a flat
+message beside the copies made of it, the next group fetched ahead, the last scattered message) follow
+`torch.distributed.fsdp._fully_shard`. Tests hold totals against measured peaks. Knows no time and no link.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+from modelwright.memory.activations import FP32_BYTES, BlockShape, Segment, total_kept_bytes
+from modelwright.model.config import ModelConfig
+from modelwright.ops.cross_entropy import CHUNK_TOKENS
+from modelwright.parallel.config import Shard
+
+PROCESS_BYTES = 350 * 2**20
+"""Resident memory of Python with torch imported and warmed up, before the model."""
+
+ADAM_STATES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes by part at the peak of a training step, on one rank.
+
+    weights, gradients, optimizer: this rank's share; gathered: whole weights that FSDP has fetched, with its messages;
+    activations: kept from forward to backward; workspace: needed for a moment (a chunk of logits, what is computed
+    again, one block's backward pass); transport: flat copies of gradients on their way; checkpoint_copy: what an
+    asynchronous checkpoint writes from, in the host's memory; process: before the model.
+    """
+
+    process: int = 0
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    gathered: int = 0
+    activations: int = 0
+    workspace: int = 0
+    transport: int = 0
+    checkpoint_copy: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    @property
+    def states(self) -> int:
+        """Weights, gradients and optimizer states: what ZeRO divides."""
+        return self.weights + self.gradients + self.optimizer
+
+    def on_device(self, device: str) -> "MemoryEstimate":
+        """What counts against the device's memory: an accelerator holds neither the process nor checkpoint copies."""
+        return self if device == "cpu" else replace(self, process=0, checkpoint_copy=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPart:
+    """What one rank does of a training step.
+
+    segments: how its blocks treat activations, `shape`: their widths on this rank; num_tokens: of one microbatch on
+    this rank; in_flight: microbatches whose activations it holds at once (not whole where a rank has several stages);
+    tensor: ranks that share each matrix; shard, sharing: what is divided among how many ranks; copies: ranks whose
+    gradients a transport adds up.
+    """
+
+    segments: tuple[Segment, ...]
+    shape: BlockShape
+    num_tokens: int
+    num_microbatches: int = 1
+    in_flight: float = 1.0
+    has_embedding: bool = True
+    has_head: bool = True
+    tensor: int = 1
+    shard: Shard = "none"
+    sharing: int = 1
+    copies: int = 1
+    head_chunk_tokens: int = CHUNK_TOKENS
+    async_checkpoints: bool = True
+
+    @property
+    def num_layers(self) -> int:
+        return sum(segment.num_layers for segment in self.segments)
+
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces the states are cut."""
+        return 1 if self.shard == "none" else self.sharing
+
+
+def block_parameters(model: ModelConfig, tensor: int) -> int:
+    """Parameters of one block on one rank: matrices are divided, norms are not."""
+    norms = 2 * model.model_dim + (2 * model.head_dim if model.qk_norm else 0)
+    return (model.block_parameters - norms) // tensor + norms
+
+
+def root_parameters(model: ModelConfig, part: RankPart) -> int:
+    """Parameters outside the blocks on one rank: embedding, final norm, head (a copy where it is tied far away)."""
+    table = model.vocab_size * model.model_dim // part.tensor
+    has_own_head = part.has_head and not (model.tie_embeddings and part.has_embedding)
+    return table * (part.has_embedding + has_own_head) + model.model_dim * part.has_head
+
+
+def rank_memory(model: ModelConfig, part: RankPart) -> MemoryEstimate:
+    """Memory of training with FP32 master weights and AdamW."""
+    root, blocks = root_parameters(model, part), part.num_layers * block_parameters(model, part.tensor)
+    weights = FP32_BYTES * (root + blocks) // part.pieces
+    states = MemoryEstimate(
+        process=PROCESS_BYTES,
+        weights=weights,
+        optimizer=ADAM_STATES * weights,
+        checkpoint_copy=(1 + ADAM_STATES) * weights if part.async_checkpoints else 0,
+    )
+    moments = [*_forward_moments(model, part), *_backward_moments(model, part), *_end_moments(model, part)]
+    peak = max(moments, key=lambda moment: moment.total)
+    parts = {name: value for name, value in asdict(peak).items() if value}
+    return replace(states, **parts)
+
+
+def head_workspace_bytes(model: ModelConfig, part: RankPart) -> int:
+    """A chunk of logits with its softmax, and the head's gradient."""
+    chunk = min(part.head_chunk_tokens, part.num_tokens)
+    columns = model.vocab_size // part.tensor
+    return FP32_BYTES * columns * (2 * chunk + model.model_dim) if part.has_head else 0
+
+
+def _forward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]:
+    """All blocks are done: the root's weights are fetched again, then the head computes."""
+    root = FP32_BYTES * root_parameters(model, part)
+    gathered = _gathered_bytes(model, part, part.num_layers)
+    gradients = _earlier_gradients(model, part) + sum(_fresh_gradients(model, part, part.num_layers))
+    casts = 0 if part.shape.compute == "fp32" else 2 * part.num_layers * block_parameters(model, part.tensor)
+    kept = int(part.in_flight * _kept(part))
+    here = MemoryEstimate(activations=kept + _outside_blocks(model, part) + casts, gradients=gradients)
+    if part.shard != "none":
+        yield replace(here, gathered=gathered + root)
+    yield replace(here, gathered=gathered, workspace=head_workspace_bytes(model, part))
+
+
+def _backward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]:
+    """Each segment's backward, with what is kept before it and the gradients of what came after it."""
+    block = FP32_BYTES * block_parameters(model, part.tensor)
+    messages = 0 if part.shard == "none" else 2 * block
+    kept, layer = (part.in_flight - 1) * _kept(part), 0
+    for place, segment in enumerate(part.segments):
+        layer += segment.num_layers
+        kept += part.num_tokens * part.shape.kept_bytes(segment)
+        if part.segments[place - 1 : place] == part.segments[place + 1 : place + 2] == (segment,):
+            continue  # amid equal segments everything rises or falls evenly: a peak is at an end
+        fetched = segment.num_layers if part.shard == "full" else 0
+        plain = 0 if segment.recompute else segment.num_layers
+        casts = 0 if part.shape.compute == "fp32" else block // 2 * max(plain, segment.num_layers)
+        whole, divided = _fresh_gradients(model, part, layer - 1)
+        yield MemoryEstimate(
+            activations=int(kept) + _tables(model, part),
+            workspace=part.num_tokens * part.shape.moment_bytes(segment) + casts,
+            gathered=_gathered_bytes(model, part, layer) + fetched * block + messages,
+            gradients=_earlier_gradients(model, part) + whole + divided,
+        )
+
+
+def _end_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]:
+    """The embedding's gradient arrives, then copies of the model add up theirs."""
+    root = FP32_BYTES * root_parameters(model, part)
+    table = FP32_BYTES * model.vocab_size * model.model_dim // part.tensor
+    whole, divided = _fresh_gradients(model, part, 0)
+    gradients = _earlier_gradients(model, part) + whole + divided
+    others = int((part.in_flight - 1) * _kept(part))
+    added = part.has_embedding and (part.num_microbatches > 1 or (model.tie_embeddings and part.has_head))
+    yield MemoryEstimate(
+        gradients=gradients,
+        activations=others + _tables(model, part),
+        gathered=0 if part.shard == "none" else 2 * root,
+        workspace=table if added else 0,
+    )
+    states = FP32_BYTES * _num_parameters(model, part) // part.pieces
+    yield MemoryEstimate(gradients=states, transport=states if part.copies > 1 else 0)
+
+
+def _fresh_gradients(model: ModelConfig, part: RankPart, first_layer: int) -> tuple[int, int]:
+    """Gradients of this microbatch when blocks `first_layer` and later have run backward: whole ones, divided ones.
+
+    The head's gradient is there from its own turn on.
+    """
+    layers = part.num_layers - first_layer
+    blocks = FP32_BYTES * layers * block_parameters(model, part.tensor)
+    root = FP32_BYTES * root_parameters(model, part)
+    head = FP32_BYTES * model.vocab_size * model.model_dim // part.tensor if part.has_head else 0
+    outside = root if first_layer == 0 else min(head, root)
+    if first_layer == part.num_layers:
+        outside = 0
+    if part.shard == "none":
+        return (0, 0) if part.num_microbatches > 1 else (blocks + outside, 0)
+    if part.shard == "optimizer" and part.num_microbatches > 1:
+        return outside, 0
+    return outside, blocks // part.pieces if part.num_microbatches == 1 else 0
+
+
+def _earlier_gradients(model: ModelConfig, part: RankPart) -> int:
+    """Gradients that earlier microbatches of the step have left."""
+    if part.num_microbatches == 1:
+        return 0
+    whole = FP32_BYTES * _num_parameters(model, part)
+    return whole if part.shard == "optimizer" else whole // part.pieces
+
+
+def _gathered_bytes(model: ModelConfig, part: RankPart, num_layers: int) -> int:
+    """Whole weights that stand while the first `num_layers` blocks are still to run backward."""
+    root = FP32_BYTES * root_parameters(model, part)
+    if part.shard == "none":
+        return 0
+    if part.shard == "full":
+        return root
+    return root + FP32_BYTES * num_layers * block_parameters(model, part.tensor)
+
+
+def _num_parameters(model: ModelConfig, part: RankPart) -> int:
+    return root_parameters(model, part) + part.num_layers * block_parameters(model, part.tensor)
+
+
+def _kept(part: RankPart) -> int:
+    """What the blocks keep of one microbatch."""
+    return part.num_tokens * total_kept_bytes(part.shape, part.segments)
+
+
+def _tables(model: ModelConfig, part: RankPart) -> int:
+    """Rotary tables, and the gradient of the residual stream."""
+    return FP32_BYTES * part.num_tokens * 2 * model.head_dim
+
+
+def _outside_blocks(model: ModelConfig, part: RankPart) -> int:
+    """Rotary tables; the final norm's normalised input and output, and the gradient that the head makes at once."""
+    return _tables(model, part) + FP32_BYTES * part.num_tokens * 3 * model.model_dim * part.has_head

@@ -1,0 +1,152 @@
+"""Proposes layouts of a training job over a cluster: all that fit, fastest first, and why the others do not.
+
+Tries every way to divide the devices among the axes, ZeRO stages over all copies or within hosts, schedules, sizes of
+microbatches and ways to treat activations. Knows no recipe and no terminal.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from modelwright.core.errors import ConfigError
+from modelwright.memory.config import ActivationConfig
+from modelwright.parallel.config import ParallelConfig, Schedule, Shard
+from modelwright.plan.layout import Assessment, Job, Layout, assess
+from modelwright.plan.traffic import Cluster
+
+ACTIVATIONS = (
+    ActivationConfig(),
+    ActivationConfig(mode="selective"),
+    *(ActivationConfig(mode="unit", unit_layers=layers) for layers in (1, 2, 4, 8)),
+)
+SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
+MARGIN = 0.9
+"""Share of the memory that a layout may fill: the model's own error, and what allocators lose between blocks."""
+_MAX_MICROBATCH_ROWS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """Layouts that fit, the fastest first, one for each mesh and ZeRO stage; for each that does not fit, its least
+    memory."""
+
+    fitting: Sequence[Assessment]
+    too_large: Sequence[Assessment]
+    refused: Sequence[str] = field(default_factory=tuple)
+
+
+def propose(job: Job, cluster: Cluster, *, memory_share: float = MARGIN) -> Proposal:
+    """All layouts, assessed. Raises `ConfigError` when not even one divides the model, the batch and the devices."""
+    room = memory_share * cluster.memory_bytes
+    fitting: dict[tuple, Assessment] = {}
+    smallest: dict[tuple, Assessment] = {}
+    refused: dict[str, None] = {}
+    for layout in layouts(job, cluster):
+        try:
+            found = assess(job, layout, cluster)
+        except ConfigError as error:
+            refused.setdefault(str(error))
+            continue
+        key = _mesh(layout)
+        if found.memory.total <= room and (key not in fitting or _rank(found) < _rank(fitting[key])):
+            fitting[key] = found
+        if key not in smallest or found.memory.total < smallest[key].memory.total:
+            smallest[key] = found
+    if not smallest:
+        raise ConfigError(f"hosts: no layout divides this job over {cluster.num_devices} devices: {'; '.join(refused)}")
+    return Proposal(
+        fitting=sorted(fitting.values(), key=_rank),
+        too_large=sorted(
+            (found for key, found in smallest.items() if key not in fitting), key=lambda found: found.memory.total
+        ),
+        refused=tuple(refused),
+    )
+
+
+def layouts(job: Job, cluster: Cluster) -> Iterator[Layout]:
+    """Every layout that divides the devices, the rows and the layers without a rest."""
+    for parallel in meshes(job, cluster):
+        axes = parallel.axes(cluster.num_devices)
+        copies = axes["replicate"] * axes["shard"]
+        if job.num_rows % copies:
+            continue
+        for rows in _powers_of_two(min(_MAX_MICROBATCH_ROWS, job.num_rows // copies)):
+            num_microbatches = job.num_rows // copies // rows
+            if job.num_rows % (copies * rows) or not _schedulable(parallel, num_microbatches):
+                continue
+            for activations in ACTIVATIONS:
+                yield Layout(
+                    parallel=parallel,
+                    num_devices=cluster.num_devices,
+                    microbatch_rows=rows,
+                    activations=activations,
+                )
+
+
+def meshes(job: Job, cluster: Cluster) -> Iterator[ParallelConfig]:
+    """Tensor parallelism stays within a host; context parallelism is tried for long rows only."""
+    devices, model = cluster.num_devices, job.model
+    contexts = [c for c in _divisors(devices) if c == 1 or job.seq_len // c >= 4096]
+    for tensor, context in itertools.product(_divisors(cluster.devices_per_host), contexts):
+        if model.num_heads % tensor or model.num_kv_heads % tensor or model.ffn_dim % tensor:
+            continue
+        for pipeline in _divisors(devices // (tensor * context) if devices % (tensor * context) == 0 else 0):
+            if pipeline > model.num_layers:
+                continue
+            data = devices // (tensor * context * pipeline)
+            for shard, group in _shard_groups(cluster, data, context, tensor):
+                for schedule, stages in _schedules(pipeline, model.num_layers):
+                    yield ParallelConfig(
+                        pipeline=pipeline,
+                        data=data,
+                        context=context,
+                        tensor=tensor,
+                        shard=shard,
+                        shard_group=group,
+                        schedule=schedule,
+                        stages_per_rank=stages,
+                    )
+
+
+def _rank(found: Assessment) -> tuple[float, int]:
+    """Faster first; where the difference is less than the estimate is worth, smaller first."""
+    return float(f"{found.step_s:.2g}"), found.memory.total
+
+
+def _mesh(layout: Layout) -> tuple:
+    return *layout.axes.values(), layout.parallel.shard
+
+
+def _shard_groups(cluster: Cluster, data: int, context: int, tensor: int) -> Iterator[tuple[Shard, int]]:
+    yield "none", 0
+    if data == 1:
+        return
+    in_host = cluster.devices_per_host // (context * tensor)
+    for shard in SHARDS[1:]:
+        yield shard, 0
+        if 1 < in_host < data and data % in_host == 0:
+            yield shard, in_host
+
+
+def _schedules(pipeline: int, num_layers: int) -> Iterator[tuple[Schedule, int]]:
+    """GPipe is never faster than 1F1B and holds more. Zero bubble splits backward in two, and what is not kept would be
+    computed again in both: neither is proposed."""
+    yield "1f1b", 1
+    if pipeline > 1:
+        for stages_per_rank in (2, 4):
+            if pipeline * stages_per_rank <= num_layers:
+                yield "interleaved", stages_per_rank
+
+
+def _schedulable(parallel: ParallelConfig, num_microbatches: int) -> bool:
+    if parallel.pipeline == 1:
+        return True
+    return num_microbatches >= parallel.pipeline and num_microbatches % parallel.pipeline == 0
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [2**k for k in range(most.bit_length()) if 2**k <= most]

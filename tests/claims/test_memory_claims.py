@@ -1,0 +1,62 @@
+"""Verdicts of the memory claims from given figures, and the probe's own accounting."""
+
+import pytest
+
+from modelwright.claims import activation_checkpointing, memory_probe, zero_memory
+from modelwright.claims.memory_probe import Measured
+from modelwright.memory.config import ActivationConfig
+from modelwright.model.config import ModelConfig
+
+MODEL = ModelConfig(
+    vocab_size=64, num_layers=2, model_dim=64, num_heads=2, num_kv_heads=2, head_dim=32, ffn_dim=160, max_seq_len=64
+)
+
+
+def measured(peak: float, *, states: float = 100.0, flops: float = 3.0, step_s: float = 1.0) -> Measured:
+    return Measured(rank=0, peak_bytes=int(peak), states_bytes=int(states), step_s=step_s, flops=flops)
+
+
+def judge_checkpointing(peak: float, flops: float):
+    found = {"none": [measured(1100.0)], "unit of 1": [measured(peak, flops=flops, step_s=1.3)]}
+    estimates = {"none": 1100, "unit of 1": int(peak)}
+    return activation_checkpointing.judge(found, estimates, MODEL, seq_len=64, rows=2)
+
+
+def test_checkpointing_is_met_when_enough_is_saved_for_little_enough():
+    met = judge_checkpointing(350.0, 3.9)
+    assert met.kind == "met"
+    assert met.figures["memory saved, unit of 1"].value == 75.0
+    assert round(met.figures["more FLOPs, unit of 1"].value) == 30
+    assert met.figures["time of a step, unit of 1"].value == 1.3
+    assert judge_checkpointing(500.0, 3.9).kind == "short"
+    assert judge_checkpointing(350.0, 4.2).kind == "short"
+
+
+def judge_zero(states: float, peak: float):
+    theory = zero_memory.theory_bytes(MODEL, "full", 2) + zero_memory.callers_copy_bytes(MODEL, "full")
+    cases = {("full", 2): measured(peak * 1000, states=states * theory)}
+    return zero_memory.judge(cases, {("full", 2): 1000}, MODEL, large={"states": 2.8e12})
+
+
+def test_zero_is_met_when_states_and_peaks_are_near():
+    assert judge_zero(1.05, 1.05).kind == "met"
+    assert judge_zero(1.20, 1.05).kind == "short"
+    assert judge_zero(1.05, 1.20).kind == "short"
+
+
+def test_probe_counts_what_a_step_computes():
+    """Units of one layer compute all but the last product of each layer again, attention included."""
+    plain, again = memory_probe.measure_all(
+        [
+            activation_checkpointing.probe(MODEL, 64, 2, config, count_flops=True)
+            for config in (ActivationConfig(), ActivationConfig(mode="unit", unit_layers=1))
+        ]
+    )
+    head = 2 * MODEL.vocab_size * MODEL.model_dim
+    products = 128 * (MODEL.flops_per_token(0) - head)
+    attention = 128 * (MODEL.flops_per_token(65 / 2) - MODEL.flops_per_token(0))
+    labelled = 126  # the last token of a row predicts nothing
+    assert plain[0].flops == pytest.approx(3 * products + 3.5 * attention + 3 * labelled * head, rel=1e-6)
+    last = 128 * 2 * MODEL.num_layers * MODEL.ffn_dim * MODEL.model_dim
+    assert again[0].flops - plain[0].flops == pytest.approx(products - last + attention, rel=1e-6)
+    assert plain[0].states_bytes > 0

@@ -1,0 +1,187 @@
+"""Schedules, splits, traffic and the search over layouts."""
+
+import pytest
+
+from modelwright.cli.main import main
+from modelwright.cli.plan import number
+from modelwright.core.errors import ConfigError
+from modelwright.memory.config import ActivationConfig
+from modelwright.model.config import ModelConfig
+from modelwright.parallel.config import ParallelConfig
+from modelwright.plan.catalog import DEVICES, MODELS
+from modelwright.plan.layout import Job, Layout, assess, split_layers
+from modelwright.plan.proposal_text import known_error, proposal_data, proposal_text
+from modelwright.plan.schedule import bubble_s, bubble_share, microbatches_in_flight
+from modelwright.plan.search import MARGIN, layouts, propose
+from modelwright.plan.traffic import Cluster
+
+MODEL = ModelConfig(
+    vocab_size=32_000, num_layers=16, model_dim=2048, num_heads=16, num_kv_heads=8, head_dim=128, ffn_dim=5632,
+    max_seq_len=2048,
+)  # fmt: skip
+JOB = Job(model=MODEL, seq_len=2048, batch_tokens=64 * 2048)
+
+
+def cluster(num_hosts: int = 2, devices_per_host: int = 4, memory: float = 80e9, **changes) -> Cluster:
+    card = DEVICES["h100"]
+    rates = {"host_bytes_per_s": card.host_bytes_per_s, "network_bytes_per_s": card.network_bytes_per_s} | changes
+    return Cluster(
+        num_hosts=num_hosts,
+        devices_per_host=devices_per_host,
+        memory_bytes=memory,
+        flops_per_s=card.flops_per_s,
+        **rates,
+    )
+
+
+@pytest.mark.parametrize(("pipeline", "count"), [(2, 1), (4, 8), (8, 16)])
+def test_bubbles_are_the_published_ones(pipeline, count):
+    times = {"forward_s": 1.0, "input_s": 1.0, "weight_s": 1.0}
+    for schedule in ("gpipe", "1f1b"):
+        found = bubble_s(schedule, pipeline=pipeline, stages_per_rank=1, **times)
+        assert bubble_share(bubble=found, work=3 * count) == pytest.approx((pipeline - 1) / (count + pipeline - 1))
+    plain = bubble_s("1f1b", pipeline=pipeline, stages_per_rank=1, **times)
+    assert bubble_s("interleaved", pipeline=pipeline, stages_per_rank=2, **times) == pytest.approx(plain / 2)
+    assert bubble_s("zero_bubble", pipeline=pipeline, stages_per_rank=1, **times) == pytest.approx(plain / 3)
+
+
+def test_microbatches_in_flight_follow_pytorch_s_order_of_work():
+    """Counted from PyTorch's own list of actions for the interleaved schedules."""
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    pipeline, count = 4, 8
+    for stages in (2, 4):
+        for rank in range(pipeline):
+            fake = type("Fake", (), {})()
+            fake.n_local_stages, fake.pp_group_size, fake._n_microbatches = stages, pipeline, count
+            fake.microbatches_per_round = count // max(1, count // pipeline)
+            for schedule, name in (
+                ("interleaved", "ScheduleInterleaved1F1B"),
+                ("zero_bubble", "ScheduleInterleavedZeroBubble"),
+            ):
+                actions = getattr(torch_schedules, name)._calculate_single_rank_operations(fake, rank)
+                held = most = 0
+                for action in filter(None, actions):
+                    kind = action.computation_type.name
+                    held += (kind == "FORWARD") - (kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"))
+                    most = max(most, held)
+                found = microbatches_in_flight(
+                    schedule, pipeline=pipeline, rank=rank, stages_per_rank=stages, num_microbatches=count
+                )
+                assert found * stages == most, (schedule, stages, rank)
+
+
+def test_microbatches_in_flight_of_plain_pipelines():
+    def held(schedule, rank, count):
+        return microbatches_in_flight(schedule, pipeline=4, rank=rank, stages_per_rank=1, num_microbatches=count)
+
+    assert [held("gpipe", rank, 8) for rank in range(4)] == [8, 8, 8, 8]
+    assert [held("1f1b", rank, 8) for rank in range(4)] == [4, 3, 2, 1]
+    assert held("1f1b", 0, 2) == 2
+
+
+def test_layers_are_split_so_that_the_head_s_stage_has_fewer():
+    assert split_layers(16, 4, last_layers=0.0) == (4, 4, 4, 4)
+    assert split_layers(16, 4, last_layers=4.0) == (5, 5, 5, 1)
+    assert split_layers(16, 1, last_layers=4.0) == (16,)
+    assert split_layers(4, 2, last_layers=99.0) == (4, 0)
+
+
+def assessed(devices: int = 8, rows: int = 1, activations: ActivationConfig | None = None, **parallel):
+    layout = Layout(
+        parallel=ParallelConfig(**parallel),
+        num_devices=devices,
+        microbatch_rows=rows,
+        activations=activations or ActivationConfig(),
+    )
+    return assess(JOB, layout, cluster())
+
+
+def test_time_by_part():
+    plain, tensor, across = assessed(), assessed(tensor=4), assessed(tensor=8)
+    assert plain.communication_s.keys() == {"replicate"}
+    assert tensor.communication_s.keys() == {"tensor", "replicate"}
+    assert across.communication_s["tensor"] > 4 * tensor.communication_s["tensor"], "the network is the slower link"
+    assert plain.compute_s == pytest.approx(tensor.compute_s, rel=0.01)
+    piped = assessed(pipeline=4)
+    assert piped.bubble_s > plain.bubble_s == 0
+    again = assessed(activations=ActivationConfig(mode="unit", unit_layers=1))
+    assert 0.2 < again.recompute_s / again.compute_s < 1 / 3
+    assert again.memory.total < plain.memory.total
+    assert plain.step_s == pytest.approx(plain.compute_s + sum(plain.communication_s.values()))
+
+
+def test_proposals_fit_are_sorted_and_the_rest_have_reasons():
+    small = cluster(memory=12e9)
+    proposal = propose(JOB, small)
+    assert proposal.fitting
+    assert proposal.too_large
+    assert all(found.memory.total <= MARGIN * 12e9 for found in proposal.fitting)
+    assert all(found.memory.total > MARGIN * 12e9 for found in proposal.too_large)
+    assert proposal.fitting[0].step_s <= 1.1 * min(found.step_s for found in proposal.fitting)
+    text = proposal_text(JOB, small, proposal, top=3, known_error="")
+    for words in ("fastest 3", "meshes do not fit", "GB on its fullest device", "has not been measured here"):
+        assert words in text
+    data = proposal_data(JOB, small, proposal)
+    assert len(data["fitting"]) == len(proposal.fitting)
+    assert data["fitting"][0]["total_bytes"] == 8 * proposal.fitting[0].memory.total
+    tiny = cluster(memory=5e8)
+    nothing = proposal_text(JOB, tiny, propose(JOB, tiny), top=3, known_error="x: 3% off")
+    assert "no layout fits" in nothing
+    assert "its states alone" in nothing
+    assert "x: 3% off" in nothing
+
+
+def test_a_proposed_layout_is_one_that_training_accepts():
+    """Devices, rows and heads divide; stage counts match."""
+    seen = 0
+    for layout in layouts(JOB, cluster()):
+        sizes = layout.axes
+        assert sizes["pipeline"] * sizes["replicate"] * sizes["shard"] * sizes["context"] * sizes["tensor"] == 8
+        assert JOB.num_rows % (layout.copies * layout.microbatch_rows) == 0
+        seen += 1
+    assert seen > 100
+
+
+def test_a_batch_that_nothing_divides_is_refused():
+    with pytest.raises(ConfigError, match=r"^hosts: no layout"):
+        propose(Job(model=MODEL, seq_len=2048, batch_tokens=2048), cluster(num_hosts=3, devices_per_host=1))
+
+
+def test_gpt3_needs_terabytes_and_the_command_says_so(capsys, tmp_path):
+    assert MODELS["gpt3-175b"].num_parameters == pytest.approx(175e9, rel=0.005)
+    words = "plan gpt3-175b --hosts 1 --gpus-per-host 8 --device h100 --batch-tokens 131072 --top 1 --results"
+    assert main([*words.split(), str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "2.79 TB in all" in printed
+    assert "no layout fits" in printed
+    assert "its states alone" in printed
+
+
+def test_a_recipe_is_planned_on_links_that_are_given(capsys, tmp_path):
+    words = ["plan", "quickstart", "--gpus-per-host", "2", "--memory", "8GiB", "--flops", "1e11"]
+    assert main([*words, "--results", str(tmp_path)]) == 2
+    assert "--host-bandwidth: give it" in capsys.readouterr().err
+    links = ["--host-bandwidth", "1GB/s", "--network-bandwidth", "100M"]
+    assert main([*words, *links, "--results", str(tmp_path), "--json"]) == 0
+    assert '"process"' in capsys.readouterr().out, "a CPU's ranks are processes with memory of their own"
+
+
+def test_sizes_with_units():
+    for text, value in (("80GB", 80e9), ("64GiB", 64 * 2**30), ("9.5e14", 9.5e14), ("900M", 9e8), ("1GB/s", 1e9)):
+        assert number(text, "--memory") == value
+    for text in ("", "-3", "0", "3 apples"):
+        with pytest.raises(ConfigError, match=r"^--memory: "):
+            number(text, "--memory")
+
+
+def test_the_known_error_is_that_of_the_results():
+    record = {
+        "name": "zero_memory",
+        "samples": {"memory model's error, %": [1.0, -6.04]},
+        "machine": {"processor": "P"},
+        "date": "d",
+    }
+    assert known_error([record, {"name": "other", "samples": {}}]) == (
+        "zero_memory: at most 6.0% off over 2 measurements (P, d)"
+    )
