@@ -10,8 +10,9 @@ What is exact: every number is drawn once, by one process; all processes meet at
 every update drawn so far is made, and leave it with equal weights. A checkpoint made there is that of a synchronous run
 and loads into one. What is not: the order in which updates reach the weights, so no two runs end with the same bits.
 
-The optimizer's states are shared as well. States of each process's own would see one gradient in n (the momentum then
-reaches n times as far back), and a checkpoint would need n of them.
+The optimizer's states are shared as well. With states of each process's own the momentum sees one gradient in n and
+reaches n times as far back: 4 processes, 300 steps of a small model, held-out loss 5.02, 5.00 and 5.08 with shared states,
+5.10, 5.22 and 5.13 with own ones (three seeds; 4.40 to 4.65 without staleness). A checkpoint would need n of them, too.
 
 Knows nothing about what an update does.
 """

@@ -1,0 +1,107 @@
+"""THE loop in processes that share weights: the same batches, metrics, checkpoints and (nearly) losses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from modelwright.core.records import column, read_records
+from modelwright.parallel.bounded_staleness import DelayedTransport, StalenessConfig
+from modelwright.parallel.hogwild import Hogwild
+from modelwright.parallel.mesh import single
+from modelwright.parallel.transport import ExactTransport
+from rank_processes import run_ranks, start_ranks, wait_for
+
+SCRIPT = Path(__file__).with_name("hogwild_run.py")
+NUM_STEPS, DIE_AT, EVERY, LOST = 60, 33, 20, 3
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    """A run on two processes of which one is killed, and the same command again."""
+    folder = tmp_path_factory.mktemp("hogwild")
+    ended = wait_for(start_ranks(SCRIPT, folder, NUM_STEPS, DIE_AT, size=2))
+    left = sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*[0-9]"))
+    run_ranks(SCRIPT, folder, NUM_STEPS, -1, size=2)
+    return folder, ended, left
+
+
+@pytest.fixture(scope="module")
+def synchronous(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("synchronous")
+    config = tiny.settings(num_steps=NUM_STEPS, eval_every_steps=EVERY, checkpoint_every_steps=EVERY)
+    tiny.run(folder, config)
+    return folder
+
+
+def values(folder: Path, name: str) -> list[tuple[int, float]]:
+    return column(read_records(folder / "metrics.jsonl"), name)
+
+
+def test_one_process_alone_trains_as_the_synchronous_run_to_the_bit(tiny, synchronous, tmp_path):
+    config = tiny.settings(num_steps=NUM_STEPS, eval_every_steps=EVERY, checkpoint_every_steps=EVERY)
+    with Hogwild(single()) as hogwild:
+        tiny.run(tmp_path, config, turns=hogwild, transport=hogwild)
+    for name in ("loss", "heldout_loss", "learning_rate", "grad_norm", "num_tokens"):
+        assert values(tmp_path, name) == values(synchronous, name)
+    alone, plain = (load_tree(folder) for folder in (tmp_path, synchronous))
+    assert alone.keys() == plain.keys()
+    for name, tensor in plain.items():
+        assert torch.equal(alone[name], tensor), name
+
+
+def load_tree(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the last checkpoint, optimizer states among them."""
+    last = sorted((folder / "checkpoints").glob(f"step-{NUM_STEPS:08d}"))[0]
+    return {
+        f"{path.name}/{name}": value for path in last.glob("*.safetensors") for name, value in load_file(path).items()
+    }
+
+
+def test_a_killed_process_ends_the_run_with_its_last_checkpoint_whole(two_processes):
+    _, ((survivor, said, _), (victim, _, _)), left = two_processes
+    assert (survivor, victim) == (LOST, -9)
+    assert "has ended (rank 1)" in said
+    assert left
+    assert left[-1] in (EVERY, 2 * EVERY)
+
+
+def test_every_update_is_made_once_and_recorded_in_order(two_processes):
+    folder, _, left = two_processes
+    assert [step for step, _ in values(folder, "loss")] == list(range(1, NUM_STEPS + 1))
+    assert {worker for step, worker in values(folder, "worker")} == {0, 1}
+    drawn = [number for rank in range(2) for number in json.loads((folder / f"rank{rank}.json").read_text())]
+    assert sorted(drawn) == list(range(left[-1], NUM_STEPS))
+
+
+def test_schedule_and_counts_are_those_of_the_synchronous_run(two_processes, synchronous):
+    for name in ("learning_rate", "num_tokens"):
+        assert values(two_processes[0], name) == values(synchronous, name)
+    assert [step for step, _ in values(two_processes[0], "heldout_loss")] == [20, 40, 60]
+
+
+def test_processes_end_with_equal_weights_which_the_checkpoint_holds(two_processes):
+    first, second = (load_file(two_processes[0] / f"rank{rank}.safetensors") for rank in range(2))
+    saved = load_tree(two_processes[0])
+    for name, weight in first.items():
+        assert torch.equal(weight, second[name])
+        assert any(torch.equal(weight, value) for key, value in saved.items() if key.endswith(name))
+
+
+def test_it_learns_more_than_a_run_whose_gradients_are_all_two_updates_late(tiny, two_processes, tmp_path):
+    """Two processes make each other's gradients late by at most one update on average; that run is repeatable."""
+    config = tiny.settings(num_steps=NUM_STEPS, eval_every_steps=EVERY, checkpoint_every_steps=0)
+    with DelayedTransport(ExactTransport(single()), StalenessConfig(delay=2)) as late:
+        tiny.run(tmp_path, config, transport=late)
+    staleness = [value for step, value in values(two_processes[0], "staleness")]
+    assert 0 < sum(staleness) / NUM_STEPS <= 1.1
+    assert values(two_processes[0], "heldout_loss")[-1][1] < values(tmp_path, "heldout_loss")[-1][1]
+
+
+def test_a_synchronous_run_goes_on_from_its_checkpoint(tiny, two_processes):
+    folder = two_processes[0]
+    tiny.run(folder, tiny.settings(num_steps=NUM_STEPS + EVERY, eval_every_steps=EVERY, checkpoint_every_steps=EVERY))
+    losses = dict(values(folder, "heldout_loss"))
+    assert losses[NUM_STEPS + EVERY] < losses[NUM_STEPS] + 0.02
