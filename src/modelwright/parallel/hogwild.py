@@ -11,8 +11,9 @@ every update drawn so far is made, and leave it with equal weights. A checkpoint
 and loads into one. What is not: the order in which updates reach the weights, so no two runs end with the same bits.
 
 The optimizer's states are shared as well. With states of each process's own the momentum sees one gradient in n and
-reaches n times as far back: 4 processes, 300 steps of a small model, held-out loss 5.02, 5.00 and 5.08 with shared states,
-5.10, 5.22 and 5.13 with own ones (three seeds; 4.40 to 4.65 without staleness). A checkpoint would need n of them, too.
+reaches n times as far back: 4 processes, 300 steps of a small model, held-out loss 5.02, 5.00 and 5.08 with shared
+states, 5.10, 5.22 and 5.13 with own ones (three seeds; 4.40 to 4.65 without staleness). And a checkpoint would need n
+of them.
 
 Knows nothing about what an update does.
 """
