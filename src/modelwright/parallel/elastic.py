@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -30,16 +31,19 @@ class LaunchConfig:
     """How the processes of a run are started; the same on every host, but for what `torchrun` finds out itself.
 
     processes: on each host. min_hosts and max_hosts: the run waits for the first number and takes in hosts up to the
-    second; rendezvous: HOST:PORT of the host that the others ask, empty when there is one host only; name: of the run,
-    equal on all hosts; max_restarts: after so many it gives up; join_timeout_s: how long to wait for min_hosts;
-    last_call_s: how long more hosts may join once there are enough; lost_after_s: a host that was not heard of for so
-    long is gone.
+    second; rendezvous: HOST:PORT that the hosts ask for each other, empty when there is one host only; with
+    separate_store nobody of them runs what answers there, but `serve_rendezvous` does, so that any host may go;
+    address: where the others reach this host, its host name when empty; name: of the run, equal on all hosts;
+    max_restarts: after so many it gives up; join_timeout_s: how long to wait for min_hosts; last_call_s: how long more
+    hosts may join once there are enough; lost_after_s: a host that was not heard of for so long is gone.
     """
 
     processes: int = 1
     min_hosts: int = 1
     max_hosts: int = 1
     rendezvous: str = ""
+    separate_store: bool = False
+    address: str = ""
     name: str = "modelwright"
     max_restarts: int = 100
     join_timeout_s: int = 600
@@ -67,7 +71,11 @@ def torchrun_command(config: LaunchConfig, command: Sequence[str]) -> list[str]:
         "last_call_timeout": config.last_call_s,
         "keep_alive_interval": max(1, config.lost_after_s // 3),
         "keep_alive_max_attempt": 3,
+        "read_timeout": max(10, config.lost_after_s),
     }
+    if config.separate_store:
+        waits["is_host"] = 0
+    address = [f"--local-addr={config.address}"] if config.address else []
     return [
         sys.executable,
         "-m",
@@ -80,6 +88,7 @@ def torchrun_command(config: LaunchConfig, command: Sequence[str]) -> list[str]:
         f"--rdzv-conf={','.join(f'{key}={value}' for key, value in waits.items())}",
         f"--max-restarts={config.max_restarts}",
         "--monitor-interval=0.5",
+        *address,
         *command,
     ]
 
@@ -91,6 +100,14 @@ def torchrun_environment(environment: Mapping[str, str], *, threads: int) -> dic
     fail now and then: each start gets a store of its own.
     """
     return {**environment, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": str(threads)}
+
+
+def serve_rendezvous(port: int) -> None:
+    """Answer at HOST:`port` until this process is ended: where hosts find each other, on a machine that stays."""
+    store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)  # pyright: ignore
+    while True:
+        time.sleep(3600)
+        store.num_keys()
 
 
 def num_restarts() -> int:

@@ -44,7 +44,8 @@ class Recovery:
                 file.write(json.dumps(line) + "\n")
             self._before = None
         temporary = self._alive.with_name(self._alive.name + ".tmp")  # not flushed to disk: that would cost every step
-        temporary.write_text(json.dumps({"step": info.step, "time": now}), encoding="utf-8")
+        alive = {"step": info.step, "time": now, "num_ranks": self.num_ranks}
+        temporary.write_text(json.dumps(alive), encoding="utf-8")
         os.replace(temporary, self._alive)
 
     def stopped(self) -> None:
