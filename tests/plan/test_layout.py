@@ -1,5 +1,8 @@
 """Schedules, splits, traffic and the search over layouts."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 from modelwright.cli.main import main
@@ -9,7 +12,7 @@ from modelwright.memory.config import ActivationConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.plan.catalog import DEVICES, MODELS
-from modelwright.plan.layout import Job, Layout, assess, split_layers
+from modelwright.plan.layout import Job, Layout, assess
 from modelwright.plan.proposal_text import known_error, proposal_data, proposal_text
 from modelwright.plan.schedule import bubble_s, bubble_share, microbatches_in_flight
 from modelwright.plan.search import MARGIN, layouts, propose
@@ -43,32 +46,38 @@ def test_bubbles_are_the_published_ones(pipeline, count):
     plain = bubble_s("1f1b", pipeline=pipeline, stages_per_rank=1, **times)
     assert bubble_s("interleaved", pipeline=pipeline, stages_per_rank=2, **times) == pytest.approx(plain / 2)
     assert bubble_s("zero_bubble", pipeline=pipeline, stages_per_rank=1, **times) == pytest.approx(plain / 3)
+    assert bubble_s("zero_bubble", pipeline=pipeline, stages_per_rank=2, **times) == 0
 
 
 def test_microbatches_in_flight_follow_pytorch_s_order_of_work():
-    """Counted from PyTorch's own list of actions for the interleaved schedules."""
+    """Counted from PyTorch's own lists of actions."""
     from torch.distributed.pipelining import schedules as torch_schedules
 
     pipeline, count = 4, 8
-    for stages in (2, 4):
+    cases = (
+        ("interleaved", 2, torch_schedules.ScheduleInterleaved1F1B),
+        ("interleaved", 4, torch_schedules.ScheduleInterleaved1F1B),
+        ("zero_bubble", 1, torch_schedules.ScheduleInterleavedZeroBubble),
+        ("zero_bubble", 2, torch_schedules.ScheduleZBVZeroBubble),
+    )
+    for schedule, stages, kind in cases:
         for rank in range(pipeline):
-            fake = type("Fake", (), {})()
-            fake.n_local_stages, fake.pp_group_size, fake._n_microbatches = stages, pipeline, count
-            fake.microbatches_per_round = count // max(1, count // pipeline)
-            for schedule, name in (
-                ("interleaved", "ScheduleInterleaved1F1B"),
-                ("zero_bubble", "ScheduleInterleavedZeroBubble"),
-            ):
-                actions = getattr(torch_schedules, name)._calculate_single_rank_operations(fake, rank)
-                held = most = 0
-                for action in filter(None, actions):
-                    kind = action.computation_type.name
-                    held += (kind == "FORWARD") - (kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"))
-                    most = max(most, held)
-                found = microbatches_in_flight(
-                    schedule, pipeline=pipeline, rank=rank, stages_per_rank=stages, num_microbatches=count
-                )
-                assert found * stages == most, (schedule, stages, rank)
+            facts = SimpleNamespace(
+                n_local_stages=stages,
+                pp_group_size=pipeline,
+                num_stages=stages * pipeline,
+                _n_microbatches=count,
+                microbatches_per_round=count // max(1, count // pipeline),
+            )
+            held = most = 0
+            for action in filter(None, kind._calculate_single_rank_operations(facts, rank)):
+                done = action.computation_type.name
+                held += (done == "FORWARD") - (done in ("FULL_BACKWARD", "BACKWARD_WEIGHT"))
+                most = max(most, held)
+            found = microbatches_in_flight(
+                schedule, pipeline=pipeline, rank=rank, stages_per_rank=stages, num_microbatches=count
+            )
+            assert found * stages == most, (schedule, stages, rank)
 
 
 def test_microbatches_in_flight_of_plain_pipelines():
@@ -80,11 +89,18 @@ def test_microbatches_in_flight_of_plain_pipelines():
     assert held("1f1b", 0, 2) == 2
 
 
-def test_layers_are_split_so_that_the_head_s_stage_has_fewer():
-    assert split_layers(16, 4, last_layers=0.0) == (4, 4, 4, 4)
-    assert split_layers(16, 4, last_layers=4.0) == (5, 5, 5, 1)
-    assert split_layers(16, 1, last_layers=4.0) == (16,)
-    assert split_layers(4, 2, last_layers=99.0) == (4, 0)
+def test_stages_are_those_of_training():
+    """The head counts as layers; a V-shaped schedule has two stages on each rank."""
+    wide = replace(MODEL, vocab_size=256_000)
+    job = replace(JOB, model=wide)
+    layout = Layout(
+        parallel=ParallelConfig(pipeline=4), num_devices=4, microbatch_rows=1, activations=ActivationConfig()
+    )
+    layers = assess(job, layout, cluster(num_hosts=1)).layers_per_stage
+    assert sum(layers) == 16
+    assert layers[-1] < layers[0]
+    v_shaped = replace(layout, parallel=ParallelConfig(pipeline=4, schedule="zero_bubble", stages_per_rank=2))
+    assert len(assess(job, v_shaped, cluster(num_hosts=1)).layers_per_stage) == 8
 
 
 def assessed(devices: int = 8, rows: int = 1, activations: ActivationConfig | None = None, **parallel):

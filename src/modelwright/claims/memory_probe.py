@@ -164,12 +164,12 @@ def _run(probe: Probe, world: World, folder: Path) -> Measured:
     warm = dataclasses.replace(probe.model, num_layers=probe.parallel.pipeline, vocab_size=64)
     _train(dataclasses.replace(probe, model=warm), world, Meter(world.device), folder / "warm")
     meter, flops = Meter(world.device), 0.0
+    before = _held(world.device)
+    _train(probe, world, meter, folder / "run")
     if probe.count_flops:
         with FlopCounterMode(display=False, custom_mapping=_FLOPS) as counter:
             _train(probe, world, Meter(world.device), folder / "counted")
         flops = counter.get_total_flops() / NUM_STEPS
-    before = _held(world.device)
-    _train(probe, world, meter, folder / "run")
     return Measured(
         rank=world.rank,
         peak_bytes=meter.peak_bytes - before,

@@ -26,7 +26,7 @@ Case = tuple[Shard, int]
 
 def measure(setting: Setting) -> Result:
     """States between steps and the peak of a step, on the first rank of 1, 2, 4 and 8, for each ZeRO stage."""
-    width, num_layers, vocab = (256, 4, 1024) if setting.quick else (512, 8, 4096)
+    width, num_layers, vocab = (512, 4, 2048) if setting.quick else (768, 8, 4096)
     model = ModelConfig(
         vocab_size=vocab,
         num_layers=num_layers,

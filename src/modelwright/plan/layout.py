@@ -4,14 +4,18 @@ Time is compute over an assumed share of the peak rate, plus the pipeline's bubb
 overlap does not hide. Estimates rank layouts; they do not replace a measurement. Knows no search and no terminal.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from modelwright.memory.activations import BlockShape, Compute, Segment, block_shape, total_recomputed_flops
 from modelwright.memory.checkpointing import segments_for
 from modelwright.memory.config import ActivationConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.split import flop_costs, split_layers
+from modelwright.parallel.stages import rank_of_stage
 from modelwright.plan.memory import MemoryEstimate, RankPart, head_workspace_bytes, rank_memory
 from modelwright.plan.schedule import bubble_s, bubble_share, microbatches_in_flight
 from modelwright.plan.traffic import Cluster, axis_seconds
@@ -85,17 +89,18 @@ def assess(job: Job, layout: Layout, cluster: Cluster) -> Assessment:
     parallel, axes = layout.parallel, layout.axes
     shape = _shape(job, layout)
     num_stages = parallel.pipeline * parallel.stages_per_rank
-    head_layers = _head_flops(job.model, parallel.tensor) / shape.forward_flops
-    layers = parallel.layers_per_stage or split_layers(job.model.num_layers, num_stages, last_layers=head_layers)
+    layers = parallel.layers_per_stage or _split(job.model, num_stages, job.seq_len)
     num_microbatches = job.num_rows // (layout.copies * layout.microbatch_rows)
-    # The first rank holds the embedding and most microbatches, the last one the head; none between them holds more.
+    # The first rank holds the embedding and most microbatches, the last one the head (V-shaped schedules: the first
+    # both); none between them holds more.
     ends = sorted({0, parallel.pipeline - 1})
     parts = {rank: _part(job, layout, shape, layers, rank, num_microbatches) for rank in ends}
     fullest = max((rank_memory(job.model, part) for part in parts.values()), key=lambda memory: memory.total)
     tokens = layout.microbatch_rows * job.seq_len // axes["context"]
     rate = cluster.flops_per_s * KERNEL_EFFICIENCY
-    slowest = max(ends, key=lambda rank: _rank_layers(layers, rank, parallel, head_layers))
-    forward_s = tokens * shape.forward_flops * _rank_layers(layers, slowest, parallel, head_layers) / rate
+    flops = {rank: _forward_flops(job.model, part) for rank, part in parts.items()}
+    slowest = max(ends, key=lambda rank: flops[rank])
+    forward_s = tokens * flops[slowest] / rate
     again_s = tokens * total_recomputed_flops(shape, parts[slowest].segments) / rate
     seconds = axis_seconds(job.model, parts[slowest], axes, cluster, compute_s=num_microbatches * 3 * forward_s)
     waiting = bubble_s(
@@ -119,17 +124,10 @@ def assess(job: Job, layout: Layout, cluster: Cluster) -> Assessment:
     )
 
 
-def split_layers(num_layers: int, num_stages: int, *, last_layers: float) -> tuple[int, ...]:
-    """Layers of each stage so that the slowest one is as fast as can be; the last one has the head besides.
-
-    last_layers: what the head costs, in layers.
-    """
-    if num_stages == 1:
-        return (num_layers,)
-    last = round(max(0.0, (num_layers + last_layers) / num_stages - last_layers))
-    last = min(last, num_layers)
-    share, more = divmod(num_layers - last, num_stages - 1)
-    return (*(share + (stage < more) for stage in range(num_stages - 1)), last)
+@lru_cache
+def _split(model: ModelConfig, num_stages: int, seq_len: int) -> tuple[int, ...]:
+    """The split that training would make."""
+    return split_layers(flop_costs(model, mean_context=seq_len / 2), num_stages)
 
 
 def _shape(job: Job, layout: Layout) -> BlockShape:
@@ -147,7 +145,8 @@ def _part(
     job: Job, layout: Layout, shape: BlockShape, layers: tuple[int, ...], rank: int, num_microbatches: int
 ) -> RankPart:
     parallel, axes = layout.parallel, layout.axes
-    num_layers = sum(layers[rank :: parallel.pipeline])
+    stages = [stage for stage, owner in enumerate(rank_of_stage(parallel)) if owner == rank]
+    num_layers = sum(layers[stage] for stage in stages)
     in_flight = microbatches_in_flight(
         parallel.schedule,
         pipeline=parallel.pipeline,
@@ -161,8 +160,8 @@ def _part(
         num_tokens=layout.microbatch_rows * job.seq_len // axes["context"],
         num_microbatches=num_microbatches,
         in_flight=in_flight,
-        has_embedding=rank == 0,
-        has_head=rank == parallel.pipeline - 1,
+        has_embedding=0 in stages,
+        has_head=len(layers) - 1 in stages,
         tensor=parallel.tensor,
         shard=parallel.shard,
         sharing=axes["shard"] * axes["context"],
@@ -173,16 +172,13 @@ def _part(
         num_layers,
         shape=shape,
         num_tokens=part.num_tokens,
-        in_flight=-(-int(in_flight * 2) // 2),
+        in_flight=math.ceil(in_flight),
         end_bytes=head_workspace_bytes(job.model, part),
     )
     return replace(part, segments=tuple(segments))
 
 
-def _rank_layers(layers: tuple[int, ...], rank: int, parallel: ParallelConfig, head_layers: float) -> float:
-    """What a rank computes, in layers, the head with the last stage."""
-    return sum(layers[rank :: parallel.pipeline]) + (head_layers if rank == parallel.pipeline - 1 else 0.0)
-
-
-def _head_flops(model: ModelConfig, tensor: int) -> float:
-    return 2.0 * model.vocab_size * model.model_dim / tensor
+def _forward_flops(model: ModelConfig, part: RankPart) -> float:
+    """FLOPs of one token's forward pass on one rank."""
+    head = 2.0 * model.vocab_size * model.model_dim / part.tensor
+    return part.num_layers * part.shape.forward_flops + head * part.has_head

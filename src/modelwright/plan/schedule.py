@@ -1,8 +1,8 @@
 """Pipeline schedules as arithmetic: how long ranks wait, and how many microbatches' activations a rank holds.
 
 Sources: Huang et al. 2019 (GPipe); Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
-Clusters", section 2.2 (1F1B, interleaved); Qi et al. 2023, "Zero Bubble Pipeline Parallelism", table 2 (ZB-H1). The
-order of work is PyTorch's (`torch.distributed.pipelining.schedules`).
+Clusters", section 2.2 (1F1B, interleaved); Qi et al. 2023, "Zero Bubble Pipeline Parallelism", table 2 and section 6.
+The order of work is PyTorch's (`torch.distributed.pipelining.schedules`).
 """
 
 from modelwright.parallel.config import Schedule
@@ -15,11 +15,12 @@ def bubble_s(
 
     forward_s, input_s, weight_s: one microbatch through all of a rank's layers: forward; backward to the input, with
     what is computed again; gradients of weights. GPipe and 1F1B wait (p - 1) times all three, an interleaved schedule
-    the v-th part of that; the zero-bubble schedule computes gradients of weights while it would wait.
+    the v-th part of that. The zero-bubble schedules compute gradients of weights while they would wait: as ZB-H1 with
+    one stage on a rank; with two (ZB-V) as much as ZB-H2.
     """
     hops = pipeline - 1
     if schedule == "zero_bubble":
-        return hops * max(0.0, forward_s + input_s - weight_s) / stages_per_rank
+        return hops * max(0.0, forward_s + input_s - stages_per_rank * weight_s)
     rounds = stages_per_rank if schedule == "interleaved" else 1
     return hops * (forward_s + input_s + weight_s) / rounds
 
@@ -36,12 +37,13 @@ def microbatches_in_flight(
     if schedule == "gpipe":
         return float(num_microbatches)
     hops = pipeline - 1 - rank
+    if schedule == "zero_bubble":
+        # Rank r puts the gradients of weights off by r microbatches, so all ranks hold equally many.
+        return float(min(num_microbatches, pipeline))
     if schedule == "1f1b":
         return float(min(num_microbatches, hops + 1))
     per_round = num_microbatches // max(1, num_microbatches // pipeline)
-    first = (stages_per_rank - 1) * per_round
-    # Zero bubble: rank r puts the gradients of weights off by r microbatches, so all ranks hold equally many.
-    held = first + (pipeline if schedule == "zero_bubble" else 2 * hops + 1)
+    held = (stages_per_rank - 1) * per_round + 2 * hops + 1
     return min(held, num_microbatches * stages_per_rank) / stages_per_rank
 
 

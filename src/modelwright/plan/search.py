@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 from modelwright.core.errors import ConfigError
 from modelwright.memory.config import ActivationConfig
+from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig, Schedule, Shard
+from modelwright.parallel.stages import check_microbatches, is_v_shaped
 from modelwright.plan.layout import Assessment, Job, Layout, assess
 from modelwright.plan.traffic import Cluster
 
@@ -72,9 +74,10 @@ def layouts(job: Job, cluster: Cluster) -> Iterator[Layout]:
             continue
         for rows in _powers_of_two(min(_MAX_MICROBATCH_ROWS, job.num_rows // copies)):
             num_microbatches = job.num_rows // copies // rows
-            if job.num_rows % (copies * rows) or not _schedulable(parallel, num_microbatches):
+            if job.num_rows % (copies * rows) or not _schedulable(job.model, parallel, num_microbatches):
                 continue
-            for activations in ACTIVATIONS:
+            # Zero bubble splits backward in two and cannot compute again.
+            for activations in ACTIVATIONS[:1] if parallel.schedule == "zero_bubble" else ACTIVATIONS:
                 yield Layout(
                     parallel=parallel,
                     num_devices=cluster.num_devices,
@@ -129,19 +132,29 @@ def _shard_groups(cluster: Cluster, data: int, context: int, tensor: int) -> Ite
 
 
 def _schedules(pipeline: int, num_layers: int) -> Iterator[tuple[Schedule, int]]:
-    """GPipe is never faster than 1F1B and holds more. Zero bubble splits backward in two, and what is not kept would be
-    computed again in both: neither is proposed."""
+    """GPipe is never faster than 1F1B and holds more: it is not proposed."""
     yield "1f1b", 1
     if pipeline > 1:
+        yield "zero_bubble", 1
+        if 2 * pipeline <= num_layers:
+            yield "zero_bubble", 2
         for stages_per_rank in (2, 4):
             if pipeline * stages_per_rank <= num_layers:
                 yield "interleaved", stages_per_rank
 
 
-def _schedulable(parallel: ParallelConfig, num_microbatches: int) -> bool:
-    if parallel.pipeline == 1:
-        return True
-    return num_microbatches >= parallel.pipeline and num_microbatches % parallel.pipeline == 0
+def _schedulable(model: ModelConfig, parallel: ParallelConfig, num_microbatches: int) -> bool:
+    """Whether training would take this pipeline; with fewer microbatches than ranks it would wait most of the time."""
+    if num_microbatches < parallel.pipeline:
+        return False
+    divided = parallel.shard != "none" or parallel.tensor > 1
+    if model.tie_embeddings and divided and is_v_shaped(parallel):
+        return False
+    try:
+        check_microbatches(parallel, num_microbatches)
+    except ConfigError:
+        return False
+    return True
 
 
 def _divisors(number: int) -> list[int]:
