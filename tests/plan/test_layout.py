@@ -12,7 +12,7 @@ from modelwright.memory.config import ActivationConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.plan.catalog import DEVICES, MODELS
-from modelwright.plan.layout import Job, Layout, assess
+from modelwright.plan.layout import KERNEL_EFFICIENCY, Job, Layout, assess
 from modelwright.plan.proposal_text import known_error, proposal_data, proposal_text
 from modelwright.plan.schedule import bubble_s, bubble_share, microbatches_in_flight
 from modelwright.plan.search import MARGIN, layouts, propose
@@ -101,6 +101,18 @@ def test_stages_are_those_of_training():
     assert layers[-1] < layers[0]
     v_shaped = replace(layout, parallel=ParallelConfig(pipeline=4, schedule="zero_bubble", stages_per_rank=2))
     assert len(assess(job, v_shaped, cluster(num_hosts=1)).layers_per_stage) == 8
+
+
+def test_the_slowest_and_the_fullest_rank_may_be_in_the_middle():
+    """Unevenly many layers: no layout computes faster than blocks are assumed to."""
+    parallel = ParallelConfig(pipeline=4, layers_per_stage=(3, 6, 5, 2))
+    layout = Layout(parallel=parallel, num_devices=4, microbatch_rows=1, activations=ActivationConfig())
+    even = replace(layout, parallel=ParallelConfig(pipeline=4, layers_per_stage=(4, 4, 4, 4)))
+    uneven, plain = (assess(JOB, one, cluster(num_hosts=1)) for one in (layout, even))
+    assert uneven.compute_s > 1.1 * plain.compute_s, "six layers against four and the head"
+    assert uneven.memory.total > plain.memory.total
+    for found in propose(JOB, cluster(num_hosts=1)).fitting:
+        assert found.utilisation(cluster(num_hosts=1)) < KERNEL_EFFICIENCY
 
 
 def assessed(devices: int = 8, rows: int = 1, activations: ActivationConfig | None = None, **parallel):

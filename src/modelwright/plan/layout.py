@@ -91,15 +91,13 @@ def assess(job: Job, layout: Layout, cluster: Cluster) -> Assessment:
     num_stages = parallel.pipeline * parallel.stages_per_rank
     layers = parallel.layers_per_stage or _split(job.model, num_stages, job.seq_len)
     num_microbatches = job.num_rows // (layout.copies * layout.microbatch_rows)
-    # The first rank holds the embedding and most microbatches, the last one the head (V-shaped schedules: the first
-    # both); none between them holds more.
-    ends = sorted({0, parallel.pipeline - 1})
-    parts = {rank: _part(job, layout, shape, layers, rank, num_microbatches) for rank in ends}
+    ranks = _ranks_that_decide(layers, parallel)
+    parts = {rank: _part(job, layout, shape, layers, rank, num_microbatches) for rank in ranks}
     fullest = max((rank_memory(job.model, part) for part in parts.values()), key=lambda memory: memory.total)
     tokens = layout.microbatch_rows * job.seq_len // axes["context"]
     rate = cluster.flops_per_s * KERNEL_EFFICIENCY
     flops = {rank: _forward_flops(job.model, part) for rank, part in parts.items()}
-    slowest = max(ends, key=lambda rank: flops[rank])
+    slowest = max(ranks, key=lambda rank: flops[rank])
     forward_s = tokens * flops[slowest] / rate
     again_s = tokens * total_recomputed_flops(shape, parts[slowest].segments) / rate
     seconds = axis_seconds(job.model, parts[slowest], axes, cluster, compute_s=num_microbatches * 3 * forward_s)
@@ -145,7 +143,7 @@ def _part(
     job: Job, layout: Layout, shape: BlockShape, layers: tuple[int, ...], rank: int, num_microbatches: int
 ) -> RankPart:
     parallel, axes = layout.parallel, layout.axes
-    stages = [stage for stage, owner in enumerate(rank_of_stage(parallel)) if owner == rank]
+    stages = _stages(parallel, rank)
     num_layers = sum(layers[stage] for stage in stages)
     in_flight = microbatches_in_flight(
         parallel.schedule,
@@ -176,6 +174,19 @@ def _part(
         end_bytes=head_workspace_bytes(job.model, part),
     )
     return replace(part, segments=tuple(segments))
+
+
+def _stages(parallel: ParallelConfig, rank: int) -> list[int]:
+    return [stage for stage, owner in enumerate(rank_of_stage(parallel)) if owner == rank]
+
+
+def _ranks_that_decide(layers: tuple[int, ...], parallel: ParallelConfig) -> list[int]:
+    """The ranks that can be fullest or slowest: those with embedding and head, and the first of those with most layers
+    (earlier ranks hold more microbatches)."""
+    owners, held = rank_of_stage(parallel), [0] * parallel.pipeline
+    for stage, owner in enumerate(owners):
+        held[owner] += layers[stage]
+    return sorted({owners[0], owners[-1], held.index(max(held))})
 
 
 def _forward_flops(model: ModelConfig, part: RankPart) -> float:
