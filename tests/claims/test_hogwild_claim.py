@@ -46,6 +46,7 @@ def comparison(workers: int, *, speed: float, gap: float) -> hogwild.Comparison:
         },
         in_time=outcomes(3.0, 90.0 * workers),
         rates={"hogwild": 1e-3, "synchronous": 1e-3, "compensated": 1e-3},
+        strength=256.0,
     )
 
 
@@ -92,7 +93,7 @@ def test_the_stopwatch_leaves_the_beginning_out(monkeypatch):
 
 
 def test_two_real_workers_and_a_failing_one(setting):
-    job = hogwild.Job(method="compensated", workers=2, size=SIZE, seed=1)
+    job = hogwild.Job(method="compensated", workers=2, size=SIZE, seed=1, strength=256.0)
     outcome = hogwild.run(setting, job)
     assert 0 < outcome.heldout_loss < 5
     assert outcome.tokens_per_s > 0
