@@ -1,9 +1,9 @@
 """ZeRO by PyTorch's FSDP2: what every copy of a model would hold is divided among the ranks of one axis.
 
-Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Stage 1 gathers the
-parameters once for all microbatches of a step and scatters the gradients once; stage 2 scatters them after each
-microbatch; stage 3 gathers each block when it is needed and lets it go. Gradients leave as sums, never means: the loop
-has divided already. Knows nothing about rows or losses.
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Stage 1 adds gradients
+up over the microbatches of a step and scatters them once; stage 2 scatters them after each microbatch; stage 3 gathers
+each block when it is needed and lets it go. Gradients leave as sums, never means: the loop has divided already. Knows
+nothing about rows or losses.
 """
 
 from typing import cast

@@ -76,7 +76,7 @@ def check_blocks(part: Decoder, config: ParallelConfig) -> None:
     for every weight, and a compiled one has no middle.
     """
     whole = [block for block in part.blocks.values() if "forward" in vars(block) or block._compiled_call_impl]
-    if config.schedule == "zero_bubble" and (whole or "call_blocks" in vars(part)):
+    if config.schedule == "zero_bubble" and (whole or "run_blocks" in vars(part)):
         raise ConfigError(
             "schedule: zero_bubble computes the gradients of weights apart from those of activations and goes neither "
             "with activation checkpointing or offload nor with compile; switch them off, or take 1f1b or interleaved"
