@@ -7,17 +7,17 @@ Starts `--ranks` real processes of one thread each, joined by gloo on this machi
 other, through THE loop with the transports that training uses: nothing is simulated. Runs of a seed share initial
 weights and data order. Bytes are those that the transports count (see their docstrings for the formulas), warm-up
 included; small messages of the loop itself (losses, normalisers) are not among them. Finished runs are kept in
-`<folder>/runs.jsonl` and not made again. Times are not measured here.
+`<folder>/runs.jsonl` and not made again. Times are not measured here; `taskset -c 0` keeps the ranks on one core.
 """
 
 import argparse
 import json
 import os
+import shutil
 import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +45,19 @@ METHODS: dict[str, dict[str, Any]] = {
     "exact": {},
     "bf16": {"kind": "bf16"},
     "powersgd-8": {"kind": "powersgd"},
-    "three-level-step": {"kind": "three_level"},
+    "three-level-step": {"kind": "three_level", "three_level": {"keep": 0.05}},
+    "diloco-10": {"local_steps": {"every": 10}},
+    "int8-local-20": {"kind": "int8", "local_steps": {"every": 20}},
+    "three-level-local-5": {
+        "kind": "three_level",
+        "three_level": {"keep": 0.25},
+        "local_steps": {"every": 5, "keep_own": True},
+    },
+    "three-level-local-1": {
+        "kind": "three_level",
+        "three_level": {"keep": 0.05},
+        "local_steps": {"every": 1, "keep_own": True},
+    },
 }
 """Name -> `TransportConfig` as plain data."""
 
@@ -82,22 +94,25 @@ def one_run(
         parameters = list(model.parameters())
         transport.begin(parameters, num_steps=size.num_steps)
         controllers["meeting"] = Meeting(transport, parameters)
-    with tempfile.TemporaryDirectory(dir=setting.folder) as folder:
-        result = train(
-            model,
-            Pretrain(loader),
-            size.train_config(learning_rate=size.learning_rate),
-            num_steps=size.num_steps,
-            world=world,
-            stage=StageDir(Path(folder)),
-            seed=seed,
-            name=f"seed {seed}",
-            input_digest="quality",
-            progress=setting.progress,
-            heldout=list(heldout.batches(32)),
-            controllers=controllers,
-            transport=transport,
-        )
+    stage = StageDir(setting.folder / "stage")
+    if world.is_first:
+        shutil.rmtree(stage.path, ignore_errors=True)
+    world.barrier()
+    result = train(
+        model,
+        Pretrain(loader),
+        size.train_config(learning_rate=size.learning_rate),
+        num_steps=size.num_steps,
+        world=world,
+        stage=stage,
+        seed=seed,
+        name=f"seed {seed}",
+        input_digest="quality",
+        progress=setting.progress,
+        heldout=list(heldout.batches(32)),
+        controllers=controllers,
+        transport=transport,
+    )
     return {"heldout_loss": result.heldout_loss, "bytes_sent": transport.bytes_sent}
 
 
@@ -167,7 +182,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--seq", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=4e-3)
+    parser.add_argument("--rate", type=float, default=8e-3)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--methods", default=",".join(METHODS))
     given = parser.parse_args()
