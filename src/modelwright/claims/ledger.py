@@ -8,7 +8,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelwright.claims import bf16_mixed, gradient_accumulation, int8, packing, warmup_cosine
+from modelwright.claims import (
+    activation_checkpointing,
+    bf16_mixed,
+    gradient_accumulation,
+    hogwild,
+    int8,
+    packing,
+    pipeline_utilisation,
+    warmup_cosine,
+    zero_memory,
+)
 from modelwright.claims.claim import Claim, Result, Setting
 from modelwright.claims.page import render
 from modelwright.claims.results import circumstances, read_results, write_result
@@ -22,6 +32,10 @@ CLAIMS: tuple[Claim, ...] = (
     bf16_mixed.CLAIM,
     packing.CLAIM,
     int8.CLAIM,
+    activation_checkpointing.CLAIM,
+    zero_memory.CLAIM,
+    pipeline_utilisation.CLAIM,
+    hogwild.CLAIM,
 )
 
 
