@@ -160,16 +160,16 @@ def test_stages_go_round_or_down_and_up():
 
 def test_given_split_is_taken_and_checked():
     config = ParallelConfig(pipeline=3, layers_per_stage=(1, 3, 0))
-    assert layers_of_stages(model(4), config) == [range(1), range(1, 4), range(4, 4)]
+    assert layers_of_stages(model(4).config, config) == [range(1), range(1, 4), range(4, 4)]
     with pytest.raises(ConfigError, match=r"^layers_per_stage: .* adds up to 4 of 5 layers"):
-        layers_of_stages(model(5), config)
+        layers_of_stages(model(5).config, config)
     with pytest.raises(ConfigError, match=r"^layers_per_stage: only the first and the last"):
-        layers_of_stages(model(4), ParallelConfig(pipeline=3, layers_per_stage=(1, 0, 3)))
+        layers_of_stages(model(4).config, ParallelConfig(pipeline=3, layers_per_stage=(1, 0, 3)))
 
 
 def test_too_few_layers_are_refused():
     with pytest.raises(ConfigError, match=r"^pipeline: 3 layers cannot make 4 stages"):
-        layers_of_stages(model(3), ParallelConfig(pipeline=4))
+        layers_of_stages(model(3).config, ParallelConfig(pipeline=4))
 
 
 def test_microbatches_that_no_round_holds_are_refused():
@@ -183,6 +183,6 @@ def test_microbatches_that_no_round_holds_are_refused():
 
 def test_tied_weights_in_two_sharded_stages_of_one_rank_are_refused():
     config = ParallelConfig(pipeline=2, schedule="zero_bubble", stages_per_rank=2, shard="full")
-    check_ties(model(), config)
+    check_ties(model().config, config)
     with pytest.raises(ConfigError, match=r"^stages_per_rank: "):
-        check_ties(model(tied=True), config)
+        check_ties(model(tied=True).config, config)

@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from modelwright.core.errors import ModelwrightError
 from modelwright.data.batch import TokenBatch
 from modelwright.objectives.pretrain import Pretrain
-from modelwright.parallel.hogwild import Hogwild
 from modelwright.parallel.mesh import World, join_world
 from modelwright.train.config import TrainConfig
 
@@ -37,22 +36,15 @@ class Deadly(tiny_run.Rows):
 
 
 def config(num_steps: int) -> TrainConfig:
-    return tiny_run.settings(num_steps=num_steps, eval_every_steps=20, checkpoint_every_steps=20)
+    return tiny_run.settings(
+        num_steps=num_steps, eval_every_steps=20, checkpoint_every_steps=20, asynchronous={"mode": "hogwild"}
+    )
 
 
 def train(world: World, folder: Path, num_steps: int, die_at: int) -> None:
     die_at = die_at if world.rank == world.size - 1 else -1
     model, rows = tiny_run.tiny_model(), Deadly(die_at=die_at, checkpoints=folder / "checkpoints")
-    with Hogwild(world) as hogwild:
-        tiny_run.run(
-            folder,
-            config(num_steps),
-            objective=Pretrain(rows),
-            model=model,
-            world=world,
-            turns=hogwild,
-            transport=hogwild,
-        )
+    tiny_run.run(folder, config(num_steps), objective=Pretrain(rows), model=model, world=world)
     save_file(model.state_dict(), folder / f"rank{world.rank}.safetensors")
     (folder / f"rank{world.rank}.json").write_text(json.dumps(rows.calls))
 

@@ -8,10 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 from modelwright.core.records import column, read_records
-from modelwright.parallel.bounded_staleness import DelayedTransport, StalenessConfig
-from modelwright.parallel.hogwild import Hogwild
-from modelwright.parallel.mesh import single
-from modelwright.parallel.transport import ExactTransport
 from rank_processes import run_ranks, start_ranks, wait_for
 
 SCRIPT = Path(__file__).with_name("hogwild_run.py")
@@ -41,9 +37,10 @@ def values(folder: Path, name: str) -> list[tuple[int, float]]:
 
 
 def test_one_process_alone_trains_as_the_synchronous_run_to_the_bit(tiny, synchronous, tmp_path):
-    config = tiny.settings(num_steps=NUM_STEPS, eval_every_steps=EVERY, checkpoint_every_steps=EVERY)
-    with Hogwild(single()) as hogwild:
-        tiny.run(tmp_path, config, turns=hogwild, transport=hogwild)
+    config = tiny.settings(
+        num_steps=NUM_STEPS, eval_every_steps=EVERY, checkpoint_every_steps=EVERY, asynchronous={"mode": "hogwild"}
+    )
+    tiny.run(tmp_path, config)
     for name in ("loss", "heldout_loss", "learning_rate", "grad_norm", "num_tokens"):
         assert values(tmp_path, name) == values(synchronous, name)
     alone, plain = (load_tree(folder) for folder in (tmp_path, synchronous))
@@ -92,9 +89,9 @@ def test_processes_end_with_equal_weights_which_the_checkpoint_holds(two_process
 
 def test_it_learns_more_than_a_run_whose_gradients_are_all_two_updates_late(tiny, two_processes, tmp_path):
     """Two processes make each other's gradients late by at most one update on average; that run is repeatable."""
-    config = tiny.settings(num_steps=NUM_STEPS, eval_every_steps=EVERY, checkpoint_every_steps=0)
-    with DelayedTransport(ExactTransport(single()), StalenessConfig(delay=2)) as late:
-        tiny.run(tmp_path, config, transport=late)
+    late = {"mode": "delayed", "delay": 2}
+    config = tiny.settings(num_steps=NUM_STEPS, eval_every_steps=EVERY, checkpoint_every_steps=0, asynchronous=late)
+    tiny.run(tmp_path, config)
     staleness = [value for step, value in values(two_processes[0], "staleness")]
     assert 0 < sum(staleness) / NUM_STEPS <= 1.1
     assert values(two_processes[0], "heldout_loss")[-1][1] < values(tmp_path, "heldout_loss")[-1][1]

@@ -13,8 +13,8 @@ from modelwright.core.records import column, read_records
 from modelwright.core.rundir import StageDir
 from modelwright.data.batch import IGNORED
 from modelwright.objectives.pretrain import Pretrain
-from modelwright.train.loop import load_best
 from modelwright.train.objective import forward
+from modelwright.train.result import load_best
 from tolerances import TOLERANCES
 
 EXACT = {"rtol": 1e-11, "atol": 1e-13}

@@ -26,7 +26,8 @@ from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.mesh import join_world, single
 from modelwright.train import checkpoint
 from modelwright.train.config import TrainConfig
-from modelwright.train.loop import TrainResult, train
+from modelwright.train.loop import train
+from modelwright.train.result import TrainResult
 
 ROWS, LENGTH, VOCABULARY = 8, 32, 64
 SHAPE = ModelConfig(

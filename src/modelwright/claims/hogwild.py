@@ -30,9 +30,8 @@ from modelwright.core.seeds import derive_seed
 from modelwright.data.loader import PackedLoader
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
-from modelwright.optim.delay import DelayConfig, compensation
-from modelwright.parallel.hogwild import Hogwild
 from modelwright.parallel.mesh import join_world
+from modelwright.train.exchange import AsynchronousConfig
 from modelwright.train.loop import train
 from modelwright.train.objective import StepInfo
 
@@ -221,14 +220,12 @@ def train_as_rank(setting: Setting, job: Job, rank: int, port: int, folder: Path
     stopwatch = Stopwatch()
     with ExitStack() as stack:
         world = stack.enter_context(join_world(torch.device("cpu")))
-        hogwild = None
-        if job.method != "synchronous":
-            delay = compensation(DelayConfig(strength=job.strength))
-            hogwild = stack.enter_context(Hogwild(world, compensate=delay))
+        mode = "none" if job.method == "synchronous" else "hogwild"
+        asynchronous = AsynchronousConfig(mode=mode, compensation=job.strength)
         result = train(
             model,
             Pretrain(loader),
-            size.train_config(),
+            size.train_config(asynchronous=asynchronous),
             num_steps=size.num_steps,
             world=world,
             stage=StageDir(folder),
@@ -238,8 +235,6 @@ def train_as_rank(setting: Setting, job: Job, rank: int, port: int, folder: Path
             progress=setting.progress,
             heldout=list(heldout.batches(32)),
             controllers={"stopwatch": stopwatch},
-            transport=hogwild,
-            turns=hogwild,
         )
         if world.is_first:
             outcome = stopwatch.outcome(result.heldout_loss)

@@ -5,8 +5,9 @@ function; nothing here knows a rank. `standard_updates` writes the usual order.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -44,6 +45,9 @@ class Update(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+NOTHING: Mapping[str, Update] = MappingProxyType({})
 
 
 class FiniteCheck:
@@ -150,12 +154,14 @@ def standard_updates(
     clip_norm: float,
     schedule: ScheduleConfig,
     peak_rate: float,
+    after_check: Mapping[str, Update] = NOTHING,
 ) -> dict[str, Update]:
-    """Finite check, clip (when `clip_norm` > 0), learning rate, optimizer: in this order, by the names of their state.
+    """Finite check, `after_check`, clip (when `clip_norm` > 0), learning rate, optimizer: in this order, by the names
+    of their state.
 
     `names`: every trainable parameter's name.
     """
-    updates: dict[str, Update] = {"finite_check": FiniteCheck(agree, norm, max_skipped=max_skipped)}
+    updates: dict[str, Update] = {"finite_check": FiniteCheck(agree, norm, max_skipped=max_skipped), **after_check}
     if clip_norm > 0:
         updates["clip"] = Clip(clip_norm)
     updates["learning_rate"] = LearningRate(optimizer, schedule, peak_rate)

@@ -21,13 +21,17 @@ from modelwright.parallel.timeline import Span
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """When layers move between stages.
+    """Which work is moved around while a run goes on, and when layers move between stages.
 
+    stages: after a checkpoint, layers move between pipeline stages that have drifted apart; tokens: the rows of each
+    step are put into microbatches of nearly equal numbers of real tokens.
     drift: how far the slowest stage may be above the mean, as a share of it, before a new split is looked for; gain:
     the least share by which the new split must shorten the slowest stage (together they keep layers from going to and
     fro); window: newest steps whose median counts, and steps after a move before the next.
     """
 
+    stages: bool = False
+    tokens: bool = False
     drift: float = 0.15
     gain: float = 0.05
     window: int = 20

@@ -3,7 +3,8 @@
 Every rank calls these in the same order. Knows nothing about files.
 """
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import Mesh
 
 
@@ -48,6 +50,27 @@ def put(target: Tensor, whole: Tensor) -> None:
     shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
     piece = whole[tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))]
     target.to_local().copy_(piece)
+
+
+def take_weights(model: Decoder) -> Decoder:
+    """A model with the very weights of `model`, to be laid out; `model` keeps its shape and no values."""
+    shared = {id(parameter): parameter for parameter in model.parameters()}
+    taken = copy.deepcopy(model, shared)
+    _set_weights(model, {name: parameter.to("meta") for name, parameter in model.named_parameters()})
+    return taken
+
+
+def give_weights(model: Decoder, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Put whole weights into a model whose own were taken."""
+    for name, whole in weights:
+        _set_weights(model, {name: whole.detach()})
+
+
+def _set_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        place, _, own = name.rpartition(".")
+        module = model.get_submodule(place)
+        setattr(module, own, nn.Parameter(weight, requires_grad=getattr(module, own).requires_grad))
 
 
 def _whole(weight: Tensor) -> Tensor:

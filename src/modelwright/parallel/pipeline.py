@@ -101,11 +101,11 @@ class Pipeline:
         passes: Callable[[Decoder], Decoder],
         autocast: Callable[[], AbstractContextManager],
     ) -> None:
-        check_ties(model, config)
+        check_ties(model.config, config)
         self.config = config
         self.mesh = mesh
         self.autocast = autocast
-        self.layers = layers_of_stages(model, config)
+        self.layers = layers_of_stages(model.config, config)
         self.owners = rank_of_stage(config)
         self.dtype = model.embedding.weight.dtype
         self.stages = [

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from torch import nn
 
 from modelwright.core.errors import ConfigError
+from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.split import flop_costs, split_layers
@@ -28,15 +29,15 @@ def rank_of_stage(config: ParallelConfig) -> list[int]:
     return down * config.stages_per_rank
 
 
-def layers_of_stages(model: Decoder, config: ParallelConfig) -> list[range]:
+def layers_of_stages(model: ModelConfig, config: ParallelConfig) -> list[range]:
     """Which layers each stage holds: `layers_per_stage`, or a split that is balanced by FLOPs.
 
     Raises `ConfigError` when the layers do not make the stages.
     """
-    num_layers, num_stages = model.config.num_layers, config.pipeline * config.stages_per_rank
+    num_layers, num_stages = model.num_layers, config.pipeline * config.stages_per_rank
     sizes = config.layers_per_stage
     if not sizes:
-        costs = flop_costs(model.config, mean_context=model.config.max_seq_len / 2)
+        costs = flop_costs(model, mean_context=model.max_seq_len / 2)
         sizes = split_layers(costs, num_stages)
     if sum(sizes) != num_layers:
         raise ConfigError(f"layers_per_stage: {tuple(sizes)} adds up to {sum(sizes)} of {num_layers} layers")
@@ -59,9 +60,9 @@ def check_microbatches(config: ParallelConfig, num_microbatches: int) -> None:
         )
 
 
-def check_ties(model: Decoder, config: ParallelConfig) -> None:
+def check_ties(model: ModelConfig, config: ParallelConfig) -> None:
     """Raise `ConfigError` when one rank would have to shard a tied embedding for two stages."""
-    tied = model.config.tie_embeddings
+    tied = model.tie_embeddings
     if tied and is_v_shaped(config) and (config.shard != "none" or config.tensor > 1):
         raise ConfigError(
             "stages_per_rank: zero_bubble with 2 puts a tied embedding into two stages of one rank, which cannot be "

@@ -8,17 +8,25 @@ from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
 from modelwright.memory.config import ActivationConfig
 from modelwright.optim.schedule import ScheduleConfig
+from modelwright.parallel.balance import BalanceConfig
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.transports.build import TransportConfig
 from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.exchange import AsynchronousConfig, check_exchange
+from modelwright.train.guards import QuarantineConfig
+from modelwright.train.standing import GuardConfig
 from modelwright.train.watch import WatchConfig
 
 _WITHOUT_EFFECT_ON_WEIGHTS = (
     "num_microbatches",
     "activations",
+    "balance",
     "checkpoint_every_steps",
     "checkpoint_every_minutes",
     "keep_last",
     "log_every_steps",
     "watch",
+    "guards",
 )
 
 
@@ -29,7 +37,10 @@ class TrainConfig:
     Length: exactly one of `num_steps`, `num_tokens` and `num_epochs` is above 0.
     batch_tokens: tokens of one update over all ranks, padding included; num_microbatches: parts into which each copy
     of the model cuts its share (memory, not mathematics); clip_norm: 0 leaves gradients alone; activations: what
-    forward keeps for backward; eval_every_steps: 0 only at the end;
+    forward keeps for backward; transport: how gradients cross between copies of the model; asynchronous: updates that
+    do not wait for them; quarantine: gradients out of all proportion are left out; balance: layers and rows are moved
+    so that all ranks and microbatches have equal work; guards: what looks after runs of several processes;
+    eval_every_steps: 0 only at the end;
     checkpoint_every_steps and checkpoint_every_minutes: 0 switches that trigger off; keep_best: the checkpoint
     with the lowest held-out loss is saved and kept beside the last `keep_last`; max_skipped_steps: updates in a row
     that may be skipped for values that are not finite before the run gives up.
@@ -49,6 +60,10 @@ class TrainConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     compile: bool = False
     activations: ActivationConfig = field(default_factory=ActivationConfig)
+    transport: TransportConfig = field(default_factory=TransportConfig)
+    asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
+    quarantine: QuarantineConfig = field(default_factory=QuarantineConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
     eval_every_steps: int = 100
     checkpoint_every_steps: int = 0
     checkpoint_every_minutes: float = 5.0
@@ -57,6 +72,7 @@ class TrainConfig:
     log_every_steps: int = 1
     max_skipped_steps: int = 20
     watch: WatchConfig = field(default_factory=WatchConfig)
+    guards: GuardConfig = field(default_factory=GuardConfig)
 
     def __post_init__(self) -> None:
         lengths = {"num_steps": self.num_steps, "num_tokens": self.num_tokens, "num_epochs": self.num_epochs}
@@ -76,6 +92,14 @@ class TrainConfig:
             raise ConfigError(f"learning_rate: it and adam_eps must be above 0, got {self.learning_rate}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas: must be in [0, 1), got {self.betas}; (0.9, 0.95) is usual")
+        check_exchange(self.transport, self.asynchronous, ParallelConfig())
+        every = self.transport.local_steps.every
+        for name in ("eval_every_steps", "checkpoint_every_steps"):
+            if every and getattr(self, name) % every:
+                raise ConfigError(
+                    f"{name}: {getattr(self, name)} must be a multiple of transport.local_steps.every ({every}): "
+                    "between meetings every rank has weights of its own"
+                )
 
     def batch_rows(self, seq_len: int, *, num_copies: int = 1) -> int:
         """Rows of one global batch of rows of `seq_len` tokens.

@@ -157,7 +157,7 @@ class Quarantine:
             return
         median = statistics.median(self._norms) if len(self._norms) >= self.config.window // 3 else math.inf
         outlier = self.config.factor > 0 and context.grad_norm > self.config.factor * median
-        if self.agree(float(outlier and self._in_a_row < self.config.max_in_a_row)) > 0:
+        if self._agreed(outlier and self._in_a_row < self.config.max_in_a_row):
             self._in_a_row += 1
             context.skip = True
             context.scalars["quarantined"] = 1.0
@@ -177,6 +177,10 @@ class Quarantine:
         self._in_a_row = state["in_a_row"]
         if self.is_first and self.batches:
             write_atomic(self.path, "".join(_line(batch) for batch in self.batches))
+
+    def _agreed(self, leave_out: bool) -> bool:
+        """Whether any rank wants to leave the batch out; nothing is sent when outliers may pass."""
+        return self.config.factor > 0 and self.agree(float(leave_out)) > 0
 
     def _record(self, context: Context, kind: str, median: float) -> None:
         if len(self.batches) >= MAX_KEPT:

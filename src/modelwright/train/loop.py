@@ -1,74 +1,49 @@
-"""THE training loop. Read `train` and `_Loop` from top to bottom.
-
-The loop owns microbatching, the normaliser, backward, the update, evaluation, checkpoints and metrics. It never sees a
-loss formula: an `Objective` gives sums and weights, a `GradientTransport` moves gradients, a list of `Update`s turns
-them into new weights, `Controller`s watch.
+"""THE training loop: steps (`train/step.py`), evaluation, checkpoints and metrics. Read `train` and `_Loop.run`.
 
 What makes a run repeatable: batch number n is a function of n, random streams are seeded afresh at every step from
 (seed, step, rank), and everything else that lives longer than a step is in the checkpoint. So a run that is killed at
 any moment and started again ends with the same bits.
 """
 
-import copy
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from modelwright.core.errors import Stopped
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.records import Recorder
 from modelwright.core.rundir import StageDir
-from modelwright.core.seeds import derive_seed
 from modelwright.memory.allocator import freed_memory_kept
 from modelwright.model.decoder import Decoder
-from modelwright.optim.build import build_adamw
-from modelwright.optim.update import Context, FiniteCheck, Update, standard_updates
+from modelwright.optim.update import FiniteCheck
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.gather import put, whole_weights
-from modelwright.parallel.gradients import global_norm, holders, like_parameter, local
+from modelwright.parallel.gather import give_weights, take_weights, whole_weights
+from modelwright.parallel.gradients import local
 from modelwright.parallel.mesh import Mesh, World, lay_out
-from modelwright.parallel.transport import ExactTransport, GradientTransport
-from modelwright.parallel.turns import Together, Turns
+from modelwright.parallel.transport import GradientTransport
+from modelwright.parallel.transports.local_steps import LocalSteps
+from modelwright.parallel.turns import Together
 from modelwright.precision.policy import autocast
-from modelwright.train.checkpoint import Best, Checkpoints, Snapshot, read_weights
+from modelwright.train.checkpoint import Best, Checkpoints, Snapshot
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import heldout_losses
+from modelwright.train.exchange import check_exchange, transport_for, turns_for
 from modelwright.train.objective import Batch, Controller, Objective, StepInfo
 from modelwright.train.passes import activation_pass, remove_passes, spread
-from modelwright.train.runner import Runner
+from modelwright.train.recovery import Recovery
+from modelwright.train.result import Position, TrainResult
 from modelwright.train.signals import StopRequest
+from modelwright.train.standing import standing_controllers
+from modelwright.train.step import TrainStep
 from modelwright.train.watch import Watch
+from modelwright.train.watchdog import Watchdog
 
 DATA_PARALLEL = ParallelConfig()
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """How a run ended. The model holds the last weights; `load_best` puts the best ones in.
-
-    loss: of the last step; heldout_loss: at the last evaluation, nan without held-out batches; best: lowest held-out
-    loss and its step (0: none); num_tokens: trained on, padding left out; train_time_s: spent in steps, over all
-    starts; model_flops: of forward and backward passes; mfu: in [0, 1], 0 without a peak rate; num_skipped: updates
-    left out for values that were not finite; num_events: entries of the watch list by kind.
-    """
-
-    num_steps: int
-    loss: float
-    heldout_loss: float
-    best: Best
-    num_tokens: int
-    train_time_s: float
-    model_flops: float
-    mfu: float
-    num_skipped: int
-    num_events: Mapping[str, int]
 
 
 def train(
@@ -88,171 +63,191 @@ def train(
     controllers: Mapping[str, Controller] | None = None,
     transport: GradientTransport | None = None,
     parallel: ParallelConfig = DATA_PARALLEL,
-    turns: Turns | None = None,
 ) -> TrainResult:
     """Train `model` in place until `num_steps` updates are done, going on from the newest whole checkpoint in `stage`.
 
     num_steps: from `config.resolve_num_steps`; name: what the progress display calls it; input_digest: of whatever
     decides the result (config, data, initial weights): a checkpoint with another one is refused; heldout: batches for
     evaluation, shared among the ranks; peak_flops: matrix-product rate of one rank in FLOP/s, 0 when unknown;
-    transport: the exact all-reduce unless given; parallel: how the world is laid out; turns: who makes which update,
-    all ranks together unless given. Every rank comes with the same
-    whole model and leaves with it, trained. Writes `stage.checkpoints`, `stage.metrics`, `stage.tensorboard`
-    and `stage.path/watch.jsonl`, on the first rank only.
+    transport: the one that `config.transport` describes unless given; parallel: how the world is laid out. Every rank
+    comes with the same whole model and leaves with it, trained; in between, and after an error, a model that is laid
+    out over several ranks has no values of its own. Writes `stage.checkpoints`, `stage.metrics`, `stage.tensorboard`
+    and, in `stage.path`, the watch list and what guards leave, mostly on the first rank only.
 
     Raises `Stopped` after a SIGTERM or Ctrl-C (the state is saved), `StorageError` when a checkpoint or a metric
-    cannot be written, `ArtifactError` for checkpoints of another run, `ModelwrightError` when training has diverged.
+    cannot be written, `ArtifactError` for checkpoints of another run, `ModelwrightError` when training has diverged or
+    replicas differ, `ConfigError` when the settings do not go together.
+    """
+    check_exchange(config.transport, config.asynchronous, parallel)
+    progress = progress if world.is_first else SilentProgress()
+    progress.begin(name, num_steps, "steps")
+    hang_after_s = config.guards.hang_after_s if world.size > 1 else 0.0
+    model = model.to(world.device)
+    try:
+        with (
+            StopRequest() as stop,
+            freed_memory_kept(),
+            Watchdog(stage.path / f"hang-{world.rank}.txt", limit_s=hang_after_s) as watchdog,
+        ):
+            while True:
+                ended = _train_laid_out(
+                    model,
+                    config,
+                    parallel,
+                    world,
+                    given_transport=transport,
+                    stop=stop,
+                    objective=objective,
+                    num_steps=num_steps,
+                    stage=stage,
+                    seed=seed,
+                    progress=progress,
+                    heldout=heldout,
+                    peak_flops=peak_flops,
+                    given_controllers=dict(controllers or {}),
+                    input_digest=input_digest,
+                    watchdog=watchdog,
+                )
+                if isinstance(ended, TrainResult):
+                    return ended
+                parallel = replace(parallel, layers_per_stage=ended)
+    finally:
+        progress.end()
+
+
+def _train_laid_out(
+    model: Decoder,
+    config: TrainConfig,
+    parallel: ParallelConfig,
+    world: World,
+    *,
+    objective: Objective,
+    num_steps: int,
+    stage: StageDir,
+    seed: int,
+    peak_flops: float,
+    input_digest: str,
+    given_transport: GradientTransport | None,
+    stop: StopRequest,
+    **parts: Any,
+) -> TrainResult | tuple[int, ...]:
+    """Train under one layout: to the end, or until other numbers of layers per stage, which are returned, are better.
+
+    The model leaves with the trained weights.
     """
     everyone = lay_out(world, parallel)
-    turns = turns or Together(everyone)
-    mesh = turns.mesh
-    model = model.to(world.device)
-    in_place = mesh.is_only_data_parallel
-    runner = spread(
-        model if in_place else copy.deepcopy(model),
-        mesh=mesh,
-        parallel=parallel,
-        activations=activation_pass(
-            config.activations,
-            precision=config.precision,
-            tokens_per_microbatch=config.batch_tokens // (mesh.data.size * mesh.context.size * config.num_microbatches),
-            num_microbatches=config.num_microbatches,
+    with ExitStack() as held:
+        turns = held.enter_context(turns_for(config.asynchronous, everyone))
+        mesh = turns.mesh
+        in_place = mesh.is_only_data_parallel
+        runner = spread(
+            model if in_place else take_weights(model),
+            mesh=mesh,
             parallel=parallel,
-        ),
-        compile_blocks=config.compile,
-        autocast=partial(autocast, config.precision, world.device),
-    )
-    loop = _Loop(
-        runner=runner,
-        objective=objective,
-        config=config,
-        num_steps=num_steps,
-        turns=turns,
-        everyone=everyone,
-        stage=stage,
-        seed=seed,
-        progress=progress if world.is_first else SilentProgress(),
-        heldout=heldout,
-        peak_flops=peak_flops,
-        controllers=dict(controllers or {}),
-        transport=transport or ExactTransport(mesh.reduce),
-        checkpoints=Checkpoints(
-            stage.checkpoints, keep_last=config.keep_last, digest=input_digest, world=world, reduce=everyone.reduce
-        ),
-    )
-    loop.progress.begin(name, num_steps, "steps")
-    try:
-        with StopRequest() as stop, freed_memory_kept():
-            result = loop.run(stop)
+            activations=activation_pass(
+                config.activations,
+                precision=config.precision,
+                tokens_per_microbatch=config.batch_tokens
+                // (mesh.data.size * mesh.context.size * config.num_microbatches),
+                num_microbatches=config.num_microbatches,
+                parallel=parallel,
+            ),
+            compile_blocks=config.compile,
+            autocast=partial(autocast, config.precision, world.device),
+        )
+        held.callback(remove_passes, model)
+        weights = [local(p.detach()) for p in runner.model.parameters() if p.requires_grad]
+        transport = given_transport or held.enter_context(
+            transport_for(config.transport, config.asynchronous, turns, weights)
+        )
+        checkpoints = Checkpoints(
+            stage.checkpoints,
+            keep_last=config.keep_last,
+            digest=input_digest,
+            world=world,
+            reduce=everyone.reduce,
+        )
+        one_step = TrainStep(
+            runner=runner,
+            objective=objective,
+            config=config,
+            num_steps=num_steps,
+            turns=turns,
+            everyone=everyone,
+            seed=seed,
+            peak_flops=peak_flops,
+            transport=transport,
+            quarantine_path=stage.path / "quarantine.jsonl",
+        )
+        loop = _Loop(
+            one_step=one_step,
+            config=config,
+            num_steps=num_steps,
+            everyone=everyone,
+            stage=stage,
+            checkpoints=checkpoints,
+            **parts,
+        )
+        held.callback(loop.close)
+        ended = loop.run(stop)
         if not in_place:
-            for name, whole in whole_weights(runner.model, mesh):
-                put(model.get_parameter(name), whole)
-        return result
-    finally:
-        loop.close()
-        loop.progress.end()
-        remove_passes(model)
-
-
-def load_best(model: Decoder, stage: StageDir, best: Best) -> None:
-    """Put the weights with the lowest held-out loss into the model. Raises `ArtifactError` when they are gone."""
-    model.load_state_dict(read_weights(stage.checkpoints, best.step))
-
-
-@dataclass
-class _Position:
-    """How far the run is: what a checkpoint says besides tensors. `step`: updates done."""
-
-    step: int = 0
-    loss: float = math.nan
-    num_tokens: int = 0
-    train_time_s: float = 0.0
-    model_flops: float = 0.0
-    evaluated_step: int = 0
-    heldout_loss: float = math.nan
-    best_step: int = 0
-    best_loss: float = math.inf
-
-    @property
-    def best(self) -> Best:
-        return Best(step=self.best_step, loss=self.best_loss)
+            give_weights(model, whole_weights(runner.model, mesh))
+        return ended
 
 
 @dataclass(kw_only=True)
 class _Loop:
     """The parts of one run, and its steps in the order in which they happen."""
 
-    runner: Runner
-    objective: Objective
+    one_step: TrainStep
     config: TrainConfig
     num_steps: int
-    turns: Turns
     everyone: Mesh
     stage: StageDir
-    seed: int
     progress: Progress
     heldout: Sequence[Batch]
-    peak_flops: float
-    controllers: dict[str, Controller]
-    transport: GradientTransport
+    given_controllers: dict[str, Controller]
     checkpoints: Checkpoints
-    names: dict[Tensor, str] = field(init=False)
-    num_holders: list[int] = field(init=False)
-    optimizer: Optimizer = field(init=False)
-    updates: dict[str, Update] = field(init=False)
+    watchdog: Watchdog
+    controllers: dict[str, Controller] = field(init=False)
     recorder: Recorder | None = None
-    at: _Position = field(default_factory=_Position)
+    at: Position = field(default_factory=Position)
     saved: tuple[int, int] = (0, 0)
-    batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
-    next_batch: int = -1
     saved_time: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        config = self.config
-        self.names = {p: name for name, p in self.model.named_parameters() if p.requires_grad}
-        self.num_holders = [
-            holders(p, self.mesh, num_stages=self.runner.num_stages_with(name)) for p, name in self.names.items()
-        ]
-        self.optimizer = build_adamw(
-            self.model,
-            learning_rate=config.learning_rate,
-            betas=config.betas,
-            eps=config.adam_eps,
-            weight_decay=config.weight_decay,
+        together = isinstance(self.one_step.turns, Together)
+        self.controllers = self.given_controllers | standing_controllers(
+            self.stage.path,
+            self.config.guards,
+            self.config.watch,
+            self.everyone,
+            note=self.progress.note,
+            replicas=self.replicas if together else None,
+            own_time=self.one_step.own_time if together else None,
         )
-        self.updates = standard_updates(
-            self.optimizer,
-            self.names,
-            agree=lambda flag: self.mesh.world.maxima(flag)[0],
-            norm=lambda gradients: global_norm(gradients, self.mesh, num_holders=self.num_holders),
-            max_skipped=config.max_skipped_steps,
-            clip_norm=config.clip_norm,
-            schedule=config.schedule,
-            peak_rate=config.learning_rate,
-        )
-        if self.world.is_first:
-            watch = Watch(self.stage.path / "watch.jsonl", config.watch, note=self.progress.note)
-            self.controllers = {"watch": watch, **self.controllers}
+
+    def replicas(self) -> Mapping[str, Tensor]:
+        """What several ranks must hold alike: the weights, or with local steps what the ranks have in common."""
+        if isinstance(self.one_step.transport, LocalSteps):
+            return {f"start/{number}": start for number, start in enumerate(self.one_step.transport.start)}
+        return self.model.state_dict()
 
     @property
     def model(self) -> Decoder:
         """What this rank holds of the model."""
-        return self.runner.model
-
-    @property
-    def mesh(self) -> Mesh:
-        """The processes that make one update together."""
-        return self.turns.mesh
+        return self.one_step.model
 
     @property
     def world(self) -> World:
         """All processes of the run."""
         return self.everyone.world
 
-    def run(self, stop: StopRequest) -> TrainResult:
+    def run(self, stop: StopRequest) -> TrainResult | tuple[int, ...]:
+        """Go on to the end, or to a checkpoint after which other numbers of layers per stage, which are returned, are
+        better."""
         self.resume()
-        self.turns.begin(self.optimizer, self.at.step)
-        self.model.train()
+        self.one_step.begin(self.at.step)
         while True:
             wishes = stop.requested, self.minutes_due(), self.checkpoints.failed
             stopping, minutes_due, failed = map(bool, self.world.maxima(*wishes))
@@ -262,16 +257,22 @@ class _Loop:
                 self.evaluate()
             if stopping or minutes_due or self.checkpoint_due():
                 self.save()
+                split = self.better_split()
+                if split and not stopping:
+                    self.finish_writing()
+                    return split
+            elif self.copy_due():
+                self.checkpoints.keep(self.snapshot(), best=self.best())
             if self.at.step >= self.num_steps:
                 break
             if stopping:
-                self.finish_writing()
+                self.finish()
                 raise Stopped(f"stopped after step {self.at.step} of {self.num_steps}; run again to go on from there")
             interrupted = partial(self.interrupted, stop)
-            for info, flops in self.turns.updates(self.one_step, self.at.step, self.next_stop(), interrupted):
+            for info, flops in self.one_step.turns.updates(self.one_step, self.at.step, self.next_stop(), interrupted):
                 self.account(info, flops)
                 self.report(info)
-        self.finish_writing()
+        self.finish()
         return self.result()
 
     def interrupted(self, stop: StopRequest) -> bool:
@@ -280,103 +281,12 @@ class _Loop:
 
     def next_stop(self) -> int:
         """The step at which there is something to do for all: evaluation, checkpoint or the end."""
-        cadences = (self.config.eval_every_steps if self.heldout else 0, self.config.checkpoint_every_steps)
-        return min([self.num_steps, *((self.at.step // every + 1) * every for every in cadences if every)])
-
-    def one_step(self, number: int) -> tuple[StepInfo, float]:
-        """Update `number` (from 0): batch, gradients, transport, updates. Also returns its FLOPs."""
-        started = time.perf_counter()
-        _seed_generators(derive_seed(self.seed, "step", number, self.mesh.data.rank), self.world.device)
-        batch = self.batch(number)
-        data_wait_s = time.perf_counter() - started
-        totals, num_tokens, flops = self.count(batch)
-        losses = self.compute_gradients(batch, totals)
-        gradients = self.gradients()
-        self.transport.reduce([local(gradient) for gradient in gradients])
-        context = Context(step=number, num_steps=self.num_steps, gradients=gradients, loss=sum(losses.values()))
-        for update in self.updates.values():
-            update.apply(context)
-        self.optimizer.zero_grad(set_to_none=True)
-        return self.describe(context, losses, num_tokens, flops, data_wait_s, time.perf_counter() - started), flops
-
-    def batch(self, number: int) -> Batch:
-        """This rank's rows of a global batch; one iterator serves as long as the numbers follow one another."""
-        if number != self.next_batch:
-            rank, size = self.mesh.data.rank, self.mesh.data.size
-            self.batches = self.objective.batches(self.model, first=number, rank=rank, world_size=size)
-        self.next_batch = number + 1
-        return next(self.batches)
-
-    def count(self, batch: Batch) -> tuple[dict[str, float], int, float]:
-        """What the whole batch amounts to, before any of it is computed: the normaliser of each loss term, tokens
-        without padding, and the FLOPs of forward and backward.
-
-        FLOPs are counted from the batch as it is: a token attends to itself and to what stands before it in its
-        document; backward costs twice forward; what is computed again is not counted.
-        """
-        weights = self.objective.weights(batch)
-        real = batch.segments_BT >= 0
-        contexts = ((batch.positions_BT + 1) * real).sum()
-        mine = [float(x) * self.mesh.speaks_for_rows for x in (*weights.values(), real.sum(), contexts)]
-        *totals, num_tokens, context = self.mesh.world.sums(mine)
-        flops = 3 * num_tokens * self.model.config.flops_per_token(context / max(1.0, num_tokens))
-        return dict(zip(weights, totals, strict=True)), int(num_tokens), flops
-
-    def compute_gradients(self, batch: Batch, totals: Mapping[str, float]) -> dict[str, float]:
-        """This rank's share of the gradient of the whole batch, left in the parameters.
-
-        Returns each loss term of the whole batch: its sum over all microbatches and ranks over its total weight.
-        """
-        scale = {name: 1.0 / total if total > 0 else 0.0 for name, total in totals.items()}
-        sums = torch.zeros(len(scale), dtype=torch.float64, device=self.world.device)
-
-        def loss_of(output: Tensor, part: Batch) -> Tensor:
-            terms = self.objective.losses(output, part, self.model)
-            scaled = torch.stack([terms[name] * scale[name] for name in scale])
-            sums.add_(scaled.detach())
-            return scaled.sum()
-
-        self.runner.train(batch.to(self.world.device).split(self.config.num_microbatches), loss_of)
-        sums *= self.mesh.tensor.is_first  # ranks of the tensor axis compute the same losses
-        return dict(zip(scale, self.mesh.world.sums(sums.tolist()), strict=True))
-
-    def gradients(self) -> list[Tensor]:
-        """The gradients of this rank's trainable parameters, in one order on all ranks that hold them; zeros where
-        nothing flowed."""
-        for parameter in self.names:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad = like_parameter(parameter.grad, parameter)
-        self.runner.finish_gradients()
-        return [parameter.grad for parameter in self.names if parameter.grad is not None]
-
-    def describe(
-        self,
-        context: Context,
-        losses: dict[str, float],
-        num_tokens: int,
-        flops: float,
-        data_wait_s: float,
-        step_time_s: float,
-    ) -> StepInfo:
-        """The finished step. Where several updates are made at a time, each is charged its share of the time."""
-        share = self.mesh.world.size / self.world.size
-        data_wait_s, step_time_s = data_wait_s * share, step_time_s * share
-        return StepInfo(
-            step=context.step + 1,
-            loss=context.loss,
-            losses=losses,
-            grad_norm=context.grad_norm,
-            learning_rate=context.learning_rate,
-            num_tokens=num_tokens,
-            tokens_per_s=num_tokens / step_time_s,
-            mfu=self.utilisation(flops, step_time_s),
-            data_wait_s=data_wait_s,
-            step_time_s=step_time_s,
-            skipped=context.skip,
-            bytes_sent=self.transport.bytes_sent,
-            scalars={**context.scalars, **self.turns.figures()},
+        cadences = (
+            self.config.eval_every_steps if self.heldout else 0,
+            self.config.checkpoint_every_steps,
+            self.config.guards.memory_every_steps,
         )
+        return min([self.num_steps, *((self.at.step // every + 1) * every for every in cadences if every)])
 
     def account(self, info: StepInfo, flops: float) -> None:
         """Count the step as done."""
@@ -386,11 +296,9 @@ class _Loop:
         self.at.train_time_s += info.step_time_s
         self.at.model_flops += flops
 
-    def utilisation(self, flops: float, time_s: float) -> float:
-        return flops / time_s / (self.peak_flops * self.world.size) if self.peak_flops and time_s else 0.0
-
     def report(self, info: StepInfo) -> None:
-        """Show the step to controllers, metrics and display; hear from the checkpoint writer."""
+        """Show the step to guards, controllers, metrics and display."""
+        self.watchdog.alive()
         for controller in self.controllers.values():
             if info.step % controller.every == 0:
                 controller.observe(info)
@@ -409,8 +317,9 @@ class _Loop:
 
     def evaluate(self) -> None:
         """Held-out losses over the whole set; the best so far is remembered."""
+        self.watchdog.alive()
         started = time.perf_counter()
-        losses = heldout_losses(self.runner, self.objective, self.heldout, self.everyone)
+        losses = heldout_losses(self.one_step.runner, self.one_step.objective, self.heldout, self.everyone)
         loss = sum(losses.values())
         self.at.evaluated_step, self.at.heldout_loss = self.at.step, loss
         if loss < self.at.best_loss:
@@ -437,26 +346,53 @@ class _Loop:
             return
         self.saved = (self.at.step, self.at.evaluated_step)
         started = time.perf_counter()
-        snapshot = Snapshot(
+        self.checkpoints.save(self.snapshot(), best=self.best())
+        if self.recorder is not None:
+            self.recorder.write(self.at.step, checkpoint_stall_s=time.perf_counter() - started)
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
             step=self.at.step,
             weights=self.model.state_dict(),
             state=self.state(),
-            gradients=list(self.names.values()),
+            gradients=list(self.one_step.names.values()),
         )
-        self.checkpoints.save(snapshot, best=self.best())
-        if self.recorder is not None:
-            self.recorder.write(self.at.step, checkpoint_stall_s=time.perf_counter() - started)
+
+    def copy_due(self) -> bool:
+        """Whether the hosts' memory is to take the state, which is not being written to disk at this step."""
+        every = self.config.guards.memory_every_steps
+        return every > 0 and self.at.step > 0 and self.at.step % every == 0
+
+    def better_split(self) -> tuple[int, ...]:
+        """Other numbers of layers per pipeline stage, if stages have drifted apart."""
+        if self.one_step.stage_balance is None or self.at.step >= self.num_steps:
+            return ()
+        present, proposed = (
+            self.one_step.stage_balance.layers_per_stage,
+            self.one_step.stage_balance.propose(self.one_step.mesh),
+        )
+        if proposed == present:
+            return ()
+        self.progress.note(f"after step {self.at.step} the stages hold {proposed} layers instead of {present}")
+        return proposed
 
     def finish_writing(self) -> None:
         """Return on all ranks when the last checkpoint is on disk."""
         self.checkpoints.wait()
 
+    def finish(self) -> None:
+        """The run ends on purpose, with its state on disk."""
+        self.checkpoints.forget()
+        recovery = self.controllers.get("recovery")
+        if isinstance(recovery, Recovery):
+            recovery.stopped()
+
     def state(self) -> dict[str, Any]:
         return {
             "position": dict(vars(self.at)),
-            "updates": {name: update.state_dict() for name, update in self.updates.items()},
+            "updates": {name: update.state_dict() for name, update in self.one_step.updates.items()},
             "controllers": {name: controller.state_dict() for name, controller in self.controllers.items()},
-            "transport": self.transport.state_dict(),
+            "transport": self.one_step.transport.state_dict(),
         }
 
     def resume(self) -> None:
@@ -468,7 +404,7 @@ class _Loop:
         self.checkpoints.prepare()
         step = self.checkpoints.latest_step(self.progress.note)
         if step:
-            names = list(self.names.values())
+            names = list(self.one_step.names.values())
             self.restore(self.checkpoints.load(step, self.model.state_dict(), gradients=names, note=self.progress.note))
             self.progress.note(f"going on after step {step} of {self.num_steps}")
         elif self.everyone.is_only_data_parallel:
@@ -480,20 +416,20 @@ class _Loop:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over a checkpoint's state; the weights are in place already."""
-        self.at = _Position(**state["position"])
+        self.at = Position(**state["position"])
         self.saved = (self.at.step, self.at.evaluated_step)
-        for name, update in self.updates.items():
-            update.load_state_dict(state["updates"][name])
+        self.one_step.load_updates(state["updates"])
         for name, controller in self.controllers.items():
-            controller.load_state_dict(state["controllers"][name])
+            if name in state["controllers"]:  # one that has been switched on since begins afresh
+                controller.load_state_dict(state["controllers"][name])
         if state["transport"]:  # empty when it does not fit this layout: it starts afresh
-            self.transport.load_state_dict(state["transport"])
+            self.one_step.transport.load_state_dict(state["transport"])
 
     def best(self) -> Best:
         return self.at.best if self.config.keep_best else Best()
 
     def result(self) -> TrainResult:
-        watch, check = self.controllers.get("watch"), self.updates["finite_check"]
+        watch, check = self.controllers.get("watch"), self.one_step.updates["finite_check"]
         return TrainResult(
             num_steps=self.at.step,
             loss=self.at.loss,
@@ -502,19 +438,13 @@ class _Loop:
             num_tokens=self.at.num_tokens,
             train_time_s=self.at.train_time_s,
             model_flops=self.at.model_flops,
-            mfu=self.utilisation(self.at.model_flops, self.at.train_time_s),
+            mfu=self.one_step.utilisation(self.at.model_flops, self.at.train_time_s),
             num_skipped=check.num_skipped if isinstance(check, FiniteCheck) else 0,
             num_events=dict(watch.num_events) if isinstance(watch, Watch) else {},
+            bytes_sent=self.one_step.transport.bytes_sent,
         )
 
     def close(self) -> None:
         self.checkpoints.close()
         if self.recorder is not None:
             self.recorder.close()
-
-
-def _seed_generators(seed: int, device: torch.device) -> None:
-    """Like `torch.manual_seed`, which queues a stack trace for every kind of device that is not there (2 ms)."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)

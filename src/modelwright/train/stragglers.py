@@ -26,7 +26,7 @@ PROBE_DIM = 256
 @dataclass(frozen=True, kw_only=True)
 class StragglerConfig:
     """A rank is a straggler when its own time is more than `factor` times the median of all ranks in `patience`
-    looks in a row; `every`: steps between looks (each sends one number per rank)."""
+    looks in a row; `every`: steps between looks (each sends one number per rank), 0 for none."""
 
     factor: float = 1.5
     patience: int = 3
@@ -35,9 +35,10 @@ class StragglerConfig:
     def __post_init__(self) -> None:
         if self.factor <= 1:
             raise ConfigError(f"factor: must be above 1, got {self.factor}; 1.5 is half as long again as the median")
-        for name in ("patience", "every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
+        if self.patience < 1:
+            raise ConfigError(f"patience: must be at least 1, got {self.patience}")
+        if self.every < 0:
+            raise ConfigError(f"every: must not be negative, got {self.every}; 0 never looks")
 
 
 class Stragglers:

@@ -59,14 +59,16 @@ class Watch:
 
     def observe(self, info: StepInfo) -> None:
         if info.skipped:
-            self._report(info.step, "nonfinite_step", info.grad_norm, math.inf, "update skipped: values not finite")
+            outlier = "quarantined" in info.scalars
+            kind, why = ("quarantined_batch", "an outlier") if outlier else ("nonfinite_step", "values not finite")
+            self.report(info.step, kind, info.grad_norm, math.inf, f"update skipped: {why}")
             return
         self._judge(info.step, "loss_spike", info.loss, "loss")
         self._judge(info.step, "gradient_outlier", info.grad_norm, "gradient norm")
         limit = max(self.config.stall_s, self.config.stall_fraction * info.step_time_s)
         if info.data_wait_s > limit:
             text = f"waited {info.data_wait_s:.2f} s of {info.step_time_s:.2f} s for data"
-            self._report(info.step, "data_stall", info.data_wait_s, limit, text)
+            self.report(info.step, "data_stall", info.data_wait_s, limit, text)
 
     def state_dict(self) -> dict[str, Any]:
         return {"events": list(self.events), "num_events": dict(self.num_events), "recent": self._recent}
@@ -85,11 +87,12 @@ class Watch:
             spread = MAD_TO_SIGMA * statistics.median(abs(x - middle) for x in recent)
             limit = max(middle + self.config.num_sigmas * spread, middle * (1 + self.config.min_rise))
             if value > limit:
-                self._report(step, kind, value, limit, f"{name} {value:.4g} against a median of {middle:.4g}")
+                self.report(step, kind, value, limit, f"{name} {value:.4g} against a median of {middle:.4g}")
         recent.append(value)
         del recent[: -self.config.window]
 
-    def _report(self, step: int, kind: str, value: float, limit: float, text: str) -> None:
+    def report(self, step: int, kind: str, value: float, limit: float, text: str) -> None:
+        """A line of the list, from here or from another guard."""
         self.num_events[kind] = self.num_events.get(kind, 0) + 1
         if len(self.events) >= MAX_EVENTS:
             return

@@ -24,8 +24,9 @@ from modelwright.pipeline.stages.folder import save_model_folder
 from modelwright.pipeline.stages.lineage import model_before, tokenizer_stage
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import HeldoutBatches
-from modelwright.train.loop import TrainResult, load_best, train
+from modelwright.train.loop import train
 from modelwright.train.objective import Objective
+from modelwright.train.result import TrainResult, load_best
 
 Learn = Callable[[PackedLoader], Objective]
 
@@ -88,7 +89,8 @@ def _learn(
 ) -> dict[str, Any]:
     packed, world = PackedRows(rows), context.ranks.world
     axes = config.parallel.axes(world.size)
-    num_copies = axes["replicate"] * axes["shard"]
+    alone = training.asynchronous.mode == "hogwild"  # every process takes whole batches
+    num_copies = 1 if alone else axes["replicate"] * axes["shard"]
     batch_rows = training.batch_rows(packed.seq_len, num_copies=num_copies)
     loader = PackedLoader(packed, batch_rows=batch_rows, seed=derive_seed(config.seed, name, "order"))
     num_steps = training.resolve_num_steps(loader.num_batches_per_epoch)

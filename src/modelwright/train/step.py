@@ -1,0 +1,242 @@
+"""One training step, from batch to weights. Read `TrainStep.__call__` from top to bottom.
+
+It owns microbatching, the normaliser, backward and the update. It never sees a loss formula: an `Objective` gives sums
+and weights, a `GradientTransport` moves gradients, a list of `Update`s turns them into new weights. Knows nothing
+about checkpoints or evaluation.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from modelwright.core.seeds import derive_seed
+from modelwright.model.decoder import Decoder
+from modelwright.optim.build import build_adamw
+from modelwright.optim.update import Context, Update, standard_updates
+from modelwright.parallel.balance import StageBalance, balance_tokens
+from modelwright.parallel.gradients import global_norm, holders, like_parameter, local
+from modelwright.parallel.mesh import Mesh, World
+from modelwright.parallel.pipeline import Pipeline
+from modelwright.parallel.split import flop_costs
+from modelwright.parallel.transport import GradientTransport
+from modelwright.parallel.transports.local_steps import LocalSteps
+from modelwright.parallel.turns import Turns
+from modelwright.train.config import TrainConfig
+from modelwright.train.exchange import Meeting
+from modelwright.train.guards import Quarantine
+from modelwright.train.objective import Batch, Objective, StepInfo
+from modelwright.train.runner import Runner
+from modelwright.train.stragglers import OwnTime
+
+
+@dataclass(kw_only=True)
+class TrainStep:
+    """Makes one update after the other, on all processes of a turn together.
+
+    names: of the trainable parameters that this rank holds; own_time: of this rank's work in forward and backward.
+    """
+
+    runner: Runner
+    objective: Objective
+    config: TrainConfig
+    num_steps: int
+    turns: Turns
+    everyone: Mesh
+    seed: int
+    peak_flops: float
+    transport: GradientTransport
+    quarantine_path: Path
+    names: dict[Tensor, str] = field(init=False)
+    num_holders: list[int] = field(init=False)
+    optimizer: Optimizer = field(init=False)
+    updates: dict[str, Update] = field(init=False)
+    meeting: Meeting | None = field(init=False)
+    stage_balance: StageBalance | None = field(init=False)
+    own_time: OwnTime = field(default_factory=OwnTime)
+    batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
+    next_batch: int = -1
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.names = {p: name for name, p in self.model.named_parameters() if p.requires_grad}
+        self.num_holders = [
+            holders(p, self.mesh, num_stages=self.runner.num_stages_with(name)) for p, name in self.names.items()
+        ]
+        self.optimizer = build_adamw(
+            self.model,
+            learning_rate=config.learning_rate,
+            betas=config.betas,
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+        )
+        self.updates = standard_updates(
+            self.optimizer,
+            self.names,
+            agree=lambda flag: self.mesh.world.maxima(flag)[0],
+            norm=lambda gradients: global_norm(gradients, self.mesh, num_holders=self.num_holders),
+            max_skipped=config.max_skipped_steps,
+            clip_norm=config.clip_norm,
+            schedule=config.schedule,
+            peak_rate=config.learning_rate,
+            after_check={"quarantine": self.quarantine()},
+        )
+        self.meeting = None
+        if isinstance(self.transport, LocalSteps):
+            self.meeting = Meeting(self.transport, list(self.names), self.optimizer)
+            self.updates["meeting"] = self.meeting
+        self.stage_balance = self.balance_of_stages()
+
+    def quarantine(self) -> Quarantine:
+        agree, is_first = (lambda flag: self.mesh.world.maxima(flag)[0]), self.mesh.world.is_first
+        return Quarantine(self.config.quarantine, agree, self.quarantine_path, is_first=is_first)
+
+    def balance_of_stages(self) -> StageBalance | None:
+        if not self.config.balance.stages or not isinstance(self.runner, Pipeline):
+            return None
+        shape = self.model.config
+        costs = flop_costs(shape, mean_context=shape.max_seq_len / 2)
+        return StageBalance(costs, [len(layers) for layers in self.runner.layers], self.config.balance)
+
+    @property
+    def model(self) -> Decoder:
+        """What this rank holds of the model."""
+        return self.runner.model
+
+    @property
+    def mesh(self) -> Mesh:
+        """The processes that make one update together."""
+        return self.turns.mesh
+
+    @property
+    def world(self) -> World:
+        """All processes of the run."""
+        return self.everyone.world
+
+    def begin(self, step: int) -> None:
+        """Once, when everything is as it was after `step` updates."""
+        self.turns.begin(self.optimizer, step)
+        if self.meeting:
+            self.meeting.begin(self.num_steps)
+        self.model.train()
+
+    def load_updates(self, state: Mapping[str, Any]) -> None:
+        """Take over what a checkpoint says of the updates, by their names."""
+        for name, update in self.updates.items():
+            update.load_state_dict(state[name])
+
+    def __call__(self, number: int) -> tuple[StepInfo, float]:
+        """Update `number` (from 0): batch, gradients, transport, updates. Also returns its FLOPs."""
+        started = time.perf_counter()
+        _seed_generators(derive_seed(self.seed, "step", number, self.mesh.data.rank), self.world.device)
+        batch = self.batch(number)
+        data_wait_s = time.perf_counter() - started
+        totals, num_tokens, flops = self.count(batch)
+        losses = self.compute_gradients(batch, totals)
+        gradients = self.gradients()
+        self.transport.reduce([local(gradient) for gradient in gradients])
+        context = Context(step=number, num_steps=self.num_steps, gradients=gradients, loss=sum(losses.values()))
+        for update in self.updates.values():
+            update.apply(context)
+        self.optimizer.zero_grad(set_to_none=True)
+        return self.describe(context, losses, num_tokens, flops, data_wait_s, time.perf_counter() - started), flops
+
+    def batch(self, number: int) -> Batch:
+        """This rank's rows of a global batch; one iterator serves as long as the numbers follow one another."""
+        if number != self.next_batch:
+            rank, size = self.mesh.data.rank, self.mesh.data.size
+            self.batches = self.objective.batches(self.model, first=number, rank=rank, world_size=size)
+        self.next_batch = number + 1
+        return next(self.batches)
+
+    def count(self, batch: Batch) -> tuple[dict[str, float], int, float]:
+        """What the whole batch amounts to, before any of it is computed: the normaliser of each loss term, tokens
+        without padding, and the FLOPs of forward and backward.
+
+        FLOPs are counted from the batch as it is: a token attends to itself and to what stands before it in its
+        document; backward costs twice forward; what is computed again is not counted.
+        """
+        weights = self.objective.weights(batch)
+        real = batch.segments_BT >= 0
+        contexts = ((batch.positions_BT + 1) * real).sum()
+        mine = [float(x) * self.mesh.speaks_for_rows for x in (*weights.values(), real.sum(), contexts)]
+        *totals, num_tokens, context = self.mesh.world.sums(mine)
+        flops = 3 * num_tokens * self.model.config.flops_per_token(context / max(1.0, num_tokens))
+        return dict(zip(weights, totals, strict=True)), int(num_tokens), flops
+
+    def compute_gradients(self, batch: Batch, totals: Mapping[str, float]) -> dict[str, float]:
+        """This rank's share of the gradient of the whole batch, left in the parameters.
+
+        Returns each loss term of the whole batch: its sum over all microbatches and ranks over its total weight.
+        """
+        scale = {name: 1.0 / total if total > 0 else 0.0 for name, total in totals.items()}
+        sums = torch.zeros(len(scale), dtype=torch.float64, device=self.world.device)
+
+        def loss_of(output: Tensor, part: Batch) -> Tensor:
+            terms = self.objective.losses(output, part, self.model)
+            scaled = torch.stack([terms[name] * scale[name] for name in scale])
+            sums.add_(scaled.detach())
+            return scaled.sum()
+
+        num_parts = self.config.num_microbatches
+        batch = balance_tokens(batch, num_parts) if self.config.balance.tokens and num_parts > 1 else batch
+        started = time.perf_counter()
+        self.runner.train(batch.to(self.world.device).split(num_parts), loss_of)
+        self.own_time.add_step(time.perf_counter() - started)
+        if self.stage_balance and isinstance(self.runner, Pipeline):
+            self.stage_balance.observe(self.runner.timeline.spans())
+        sums *= self.mesh.tensor.is_first  # ranks of the tensor axis compute the same losses
+        return dict(zip(scale, self.mesh.world.sums(sums.tolist()), strict=True))
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients of this rank's trainable parameters, in one order on all ranks that hold them; zeros where
+        nothing flowed."""
+        for parameter in self.names:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = like_parameter(parameter.grad, parameter)
+        self.runner.finish_gradients()
+        return [parameter.grad for parameter in self.names if parameter.grad is not None]
+
+    def describe(
+        self,
+        context: Context,
+        losses: dict[str, float],
+        num_tokens: int,
+        flops: float,
+        data_wait_s: float,
+        step_time_s: float,
+    ) -> StepInfo:
+        """The finished step. Where several updates are made at a time, each is charged its share of the time."""
+        share = self.mesh.world.size / self.world.size
+        data_wait_s, step_time_s = data_wait_s * share, step_time_s * share
+        return StepInfo(
+            step=context.step + 1,
+            loss=context.loss,
+            losses=losses,
+            grad_norm=context.grad_norm,
+            learning_rate=context.learning_rate,
+            num_tokens=num_tokens,
+            tokens_per_s=num_tokens / step_time_s,
+            mfu=self.utilisation(flops, step_time_s),
+            data_wait_s=data_wait_s,
+            step_time_s=step_time_s,
+            skipped=context.skip,
+            bytes_sent=self.transport.bytes_sent,
+            scalars={**context.scalars, **self.turns.figures()},
+        )
+
+    def utilisation(self, flops: float, time_s: float) -> float:
+        return flops / time_s / (self.peak_flops * self.world.size) if self.peak_flops and time_s else 0.0
+
+
+def _seed_generators(seed: int, device: torch.device) -> None:
+    """Like `torch.manual_seed`, which queues a stack trace for every kind of device that is not there (2 ms)."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
