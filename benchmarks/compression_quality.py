@@ -19,12 +19,11 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from modelwright.claims.claim import Setting
 from modelwright.claims.workbench import Size, Text, packed_rows, prepare_text
@@ -36,47 +35,32 @@ from modelwright.data.loader import PackedLoader
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.mesh import World, join_world
-from modelwright.parallel.transports.build import TransportConfig, build_transport
-from modelwright.parallel.transports.local_steps import LocalSteps
+from modelwright.train.config import TrainConfig
 from modelwright.train.loop import train
-from modelwright.train.objective import StepInfo
 
 METHODS: dict[str, dict[str, Any]] = {
     "exact": {},
-    "bf16": {"kind": "bf16"},
-    "powersgd-8": {"kind": "powersgd"},
-    "three-level-step": {"kind": "three_level", "three_level": {"keep": 0.05}},
-    "diloco-10": {"local_steps": {"every": 10}},
-    "int8-local-20": {"kind": "int8", "local_steps": {"every": 20}},
+    "bf16": {"transport": {"kind": "bf16"}},
+    "powersgd-8": {"transport": {"kind": "powersgd"}},
+    "three-level-step": {"transport": {"kind": "three_level", "three_level": {"keep": 0.05}}},
+    "diloco-10": {"transport": {"local_steps": {"every": 10}}},
+    "int8-local-20": {"transport": {"kind": "int8", "local_steps": {"every": 20}}},
     "three-level-local-5": {
-        "kind": "three_level",
-        "three_level": {"keep": 0.25},
-        "local_steps": {"every": 5, "keep_own": True},
+        "transport": {
+            "kind": "three_level",
+            "three_level": {"keep": 0.25},
+            "local_steps": {"every": 5, "keep_own": True},
+        }
     },
     "three-level-local-1": {
-        "kind": "three_level",
-        "three_level": {"keep": 0.05},
-        "local_steps": {"every": 1, "keep_own": True},
+        "transport": {
+            "kind": "three_level",
+            "three_level": {"keep": 0.05},
+            "local_steps": {"every": 1, "keep_own": True},
+        }
     },
 }
-"""Name -> `TransportConfig` as plain data."""
-
-
-@dataclass
-class Meeting:
-    """Controller that lets local steps meet after every update."""
-
-    transport: LocalSteps
-    parameters: Sequence[Tensor]
-    every: int = 1
-
-    def observe(self, info: StepInfo) -> None:
-        self.transport.after_update(self.parameters, info.step)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+"""Name -> what it changes in the `TrainConfig`, as plain data."""
 
 
 def one_run(
@@ -88,12 +72,7 @@ def one_run(
     rows = packed_rows(setting, text, seq_len=size.seq_len, mode="best_fit", split="train")
     heldout = packed_rows(setting, text, seq_len=size.seq_len, mode="best_fit", split="heldout")
     loader = PackedLoader(rows, batch_rows=size.batch_rows, seed=derive_seed(seed, "order"))
-    transport = build_transport(parse(TransportConfig, method), world)
-    controllers = {}
-    if isinstance(transport, LocalSteps):
-        parameters = list(model.parameters())
-        transport.begin(parameters, num_steps=size.num_steps)
-        controllers["meeting"] = Meeting(transport, parameters)
+    config = parse(TrainConfig, dump(size.train_config(learning_rate=size.learning_rate)) | dict(method))
     stage = StageDir(setting.folder / "stage")
     if world.is_first:
         shutil.rmtree(stage.path, ignore_errors=True)
@@ -101,7 +80,7 @@ def one_run(
     result = train(
         model,
         Pretrain(loader),
-        size.train_config(learning_rate=size.learning_rate),
+        config,
         num_steps=size.num_steps,
         world=world,
         stage=stage,
@@ -110,10 +89,8 @@ def one_run(
         input_digest="quality",
         progress=setting.progress,
         heldout=list(heldout.batches(32)),
-        controllers=controllers,
-        transport=transport,
     )
-    return {"heldout_loss": result.heldout_loss, "bytes_sent": transport.bytes_sent}
+    return {"heldout_loss": result.heldout_loss, "bytes_sent": result.bytes_sent}
 
 
 def work(folder: Path) -> None:

@@ -33,7 +33,7 @@ def test_checkpointing_is_met_when_enough_is_saved_for_little_enough():
 
 
 def judge_zero(states: float, peak: float):
-    theory = zero_memory.theory_bytes(MODEL, "full", 2) + zero_memory.callers_copy_bytes(MODEL, "full")
+    theory = zero_memory.theory_bytes(MODEL, "full", 2)
     cases = {("full", 2): measured(peak * 1000, states=states * theory)}
     return zero_memory.judge(cases, {("full", 2): 1000}, MODEL, large={"states": 2.8e12})
 

@@ -11,10 +11,10 @@ from modelwright.core.errors import ConfigError
 from modelwright.memory.config import ActivationConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.schedule import bubble_s, bubble_share, microbatches_in_flight
 from modelwright.plan.catalog import DEVICES, MODELS
 from modelwright.plan.layout import KERNEL_EFFICIENCY, Job, Layout, assess
 from modelwright.plan.proposal_text import known_error, proposal_data, proposal_text
-from modelwright.plan.schedule import bubble_s, bubble_share, microbatches_in_flight
 from modelwright.plan.search import MARGIN, layouts, propose
 from modelwright.plan.traffic import Cluster
 

@@ -62,18 +62,13 @@ def probe(model: ModelConfig, shard: Shard, num_ranks: int) -> Probe:
     return Probe(model=model, train=train, parallel=parallel, seq_len=model.max_seq_len)
 
 
-def callers_copy_bytes(model: ModelConfig, shard: Shard) -> int:
-    """The whole model that the loop's caller keeps beside the divided one."""
-    return 0 if shard == "none" else _FP32 * model.num_parameters
-
-
 def theory_bytes(model: ModelConfig, shard: Shard, num_ranks: int) -> float:
     """Weights and two optimizer states in FP32 between steps; FSDP2 divides both at every stage."""
     return _STATES * model.num_parameters / (1 if shard == "none" else num_ranks)
 
 
 def estimated_bytes(model: ModelConfig, shard: Shard, num_ranks: int) -> int:
-    """What the planner says of the peak, with the caller's copy."""
+    """What the planner says of the peak."""
     part = RankPart(
         segments=(Segment(num_layers=1, recompute=False),) * model.num_layers,
         shape=block_shape(model, compute="fp32", mean_context=model.max_seq_len / 2),
@@ -84,7 +79,7 @@ def estimated_bytes(model: ModelConfig, shard: Shard, num_ranks: int) -> int:
         async_checkpoints=False,
     )
     memory = rank_memory(model, part)
-    return memory.total - memory.process + callers_copy_bytes(model, shard)
+    return memory.total - memory.process
 
 
 def large_model(*, quick: bool) -> dict[str, float]:
@@ -115,7 +110,7 @@ def judge(
     found: Mapping[Case, Measured], estimates: Mapping[Case, int], model: ModelConfig, *, large: Mapping[str, float]
 ) -> Result:
     """Met when states are within `TARGET` percent of theory in every case, and so is the planner's peak."""
-    states = {case: m.states_bytes - callers_copy_bytes(model, case[0]) for case, m in found.items()}
+    states = {case: m.states_bytes for case, m in found.items()}
     off = {case: 100 * (value / theory_bytes(model, *case) - 1) for case, value in states.items()}
     errors = {case: 100 * (estimates[case] / m.peak_bytes - 1) for case, m in found.items()}
     worst, worst_error = max(map(abs, off.values())), max(map(abs, errors.values()))
@@ -145,7 +140,6 @@ def judge(
         conditions={
             "parameters": model.num_parameters,
             "rows": f"one of {model.max_seq_len} tokens on each rank",
-            "not counted in states": "the whole model that the loop's caller keeps on every rank, 4 bytes a parameter",
             "states in theory": "12 bytes a parameter between steps, divided by the ranks",
         },
         samples={

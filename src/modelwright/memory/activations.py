@@ -163,3 +163,9 @@ def peak_bytes(shape: BlockShape, segments: Sequence[Segment]) -> int:
 def total_recomputed_flops(shape: BlockShape, segments: Iterable[Segment]) -> float:
     """FLOPs per token that all blocks compute again."""
     return sum(map(shape.recomputed_flops, segments))
+
+
+def head_workspace_bytes(model: ModelConfig, *, num_tokens: int, chunk_tokens: int, tensor: int = 1) -> int:
+    """A chunk of logits with its softmax, and the head's gradient, on one rank."""
+    chunk = min(chunk_tokens, num_tokens)
+    return FP32_BYTES * (model.vocab_size // tensor) * (2 * chunk + model.model_dim)

@@ -14,10 +14,10 @@ from modelwright.memory.checkpointing import segments_for
 from modelwright.memory.config import ActivationConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.schedule import bubble_s, bubble_share, microbatches_in_flight
 from modelwright.parallel.split import flop_costs, split_layers
 from modelwright.parallel.stages import rank_of_stage
-from modelwright.plan.memory import MemoryEstimate, RankPart, head_workspace_bytes, rank_memory
-from modelwright.plan.schedule import bubble_s, bubble_share, microbatches_in_flight
+from modelwright.plan.memory import MemoryEstimate, RankPart, head_workspace, rank_memory
 from modelwright.plan.traffic import Cluster, axis_seconds
 
 KERNEL_EFFICIENCY = 0.55
@@ -171,7 +171,7 @@ def _part(
         shape=shape,
         num_tokens=part.num_tokens,
         in_flight=math.ceil(in_flight),
-        end_bytes=head_workspace_bytes(job.model, part),
+        end_bytes=head_workspace(job.model, part),
     )
     return replace(part, segments=tuple(segments))
 

@@ -9,7 +9,7 @@ message beside the copies made of it, the next group fetched ahead, the last sca
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-from modelwright.memory.activations import FP32_BYTES, BlockShape, Segment, total_kept_bytes
+from modelwright.memory.activations import FP32_BYTES, BlockShape, Segment, head_workspace_bytes, total_kept_bytes
 from modelwright.model.config import ModelConfig
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.parallel.config import Shard
@@ -117,11 +117,13 @@ def rank_memory(model: ModelConfig, part: RankPart) -> MemoryEstimate:
     return replace(states, **parts)
 
 
-def head_workspace_bytes(model: ModelConfig, part: RankPart) -> int:
-    """A chunk of logits with its softmax, and the head's gradient."""
-    chunk = min(part.head_chunk_tokens, part.num_tokens)
-    columns = model.vocab_size // part.tensor
-    return FP32_BYTES * columns * (2 * chunk + model.model_dim) if part.has_head else 0
+def head_workspace(model: ModelConfig, part: RankPart) -> int:
+    """Bytes that the head computes in; 0 on a rank without one."""
+    if not part.has_head:
+        return 0
+    return head_workspace_bytes(
+        model, num_tokens=part.num_tokens, chunk_tokens=part.head_chunk_tokens, tensor=part.tensor
+    )
 
 
 def _forward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]:
@@ -134,7 +136,7 @@ def _forward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstim
     here = MemoryEstimate(activations=kept + _outside_blocks(model, part) + casts, gradients=gradients)
     if part.shard != "none":
         yield replace(here, gathered=gathered + root)
-    yield replace(here, gathered=gathered, workspace=head_workspace_bytes(model, part))
+    yield replace(here, gathered=gathered, workspace=head_workspace(model, part))
 
 
 def _backward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]:

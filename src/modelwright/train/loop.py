@@ -151,6 +151,7 @@ def _train_laid_out(
                 // (mesh.data.size * mesh.context.size * config.num_microbatches),
                 num_microbatches=config.num_microbatches,
                 parallel=parallel,
+                pipeline_rank=mesh.pipeline.rank,
             ),
             compile_blocks=config.compile,
             autocast=partial(autocast, config.precision, world.device),

@@ -5,19 +5,24 @@ compile sees (and may fuse across) what is computed again; FSDP, which gathers w
 pass of its own here: it is the context (`autocast`) in which the runner computes forward and losses.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 
-from modelwright.memory.activations import block_shape
+from modelwright.memory.activations import block_shape, head_workspace_bytes
 from modelwright.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
 from modelwright.memory.config import ActivationConfig
 from modelwright.model.decoder import Decoder
+from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import Mesh
 from modelwright.parallel.pipeline import Pipeline
+from modelwright.parallel.schedule import microbatches_in_flight
 from modelwright.parallel.shard import shard_states
+from modelwright.parallel.stages import layers_of_stages, rank_of_stage
 from modelwright.parallel.tensor import shard_layers
 from modelwright.precision.policy import PrecisionConfig, compute_dtype
 from modelwright.train.runner import Runner, WholeModel
@@ -78,13 +83,19 @@ def activation_pass(
     tokens_per_microbatch: int,
     num_microbatches: int,
     parallel: ParallelConfig,
+    pipeline_rank: int = 0,
 ) -> Callable[[Decoder], Decoder]:
     """The pass for what blocks keep from forward to backward.
 
-    tokens_per_microbatch: of one rank.
+    tokens_per_microbatch: of one rank. A budget is the rank's: its stages share it by their numbers of layers.
     """
-    gpipe = parallel.pipeline > 1 and parallel.schedule == "gpipe"
-    in_flight = num_microbatches if gpipe else min(num_microbatches, parallel.pipeline)
+    in_flight = microbatches_in_flight(
+        parallel.schedule,
+        pipeline=parallel.pipeline,
+        rank=pipeline_rank,
+        stages_per_rank=parallel.stages_per_rank,
+        num_microbatches=num_microbatches,
+    )
 
     def apply(model: Decoder) -> Decoder:
         if config.mode == "none" and not config.offload:
@@ -96,8 +107,19 @@ def activation_pass(
             tensor=parallel.tensor,
             sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
         )
+        layers, owners = layers_of_stages(model.config, parallel), rank_of_stage(parallel)
+        rank_layers = sum(len(held) for held, owner in zip(layers, owners, strict=True) if owner == pipeline_rank)
+        share = len(model.blocks) / max(1, rank_layers)
+        head_bytes = head_workspace_bytes(
+            model.config, num_tokens=tokens_per_microbatch, chunk_tokens=CHUNK_TOKENS, tensor=parallel.tensor
+        )
         segments = segments_for(
-            config, len(model.blocks), shape=shape, num_tokens=tokens_per_microbatch, in_flight=in_flight
+            replace(config, budget_bytes=math.ceil(config.budget_bytes * share)) if share else config,
+            len(model.blocks),
+            shape=shape,
+            num_tokens=tokens_per_microbatch,
+            in_flight=math.ceil(in_flight),
+            end_bytes=head_bytes if owners[-1] == pipeline_rank else 0,
         )
         return checkpoint_segments(model, segments, offload=config.offload)
 
