@@ -1,0 +1,205 @@
+"""What the configuration of a run switches on really takes part in it: two processes, through THE loop."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from modelwright.core.errors import ConfigError
+from modelwright.core.records import column, read_records
+from modelwright.parallel.config import ParallelConfig
+from modelwright.train.config import TrainConfig
+from modelwright.train.exchange import check_exchange
+from modelwright.train.recovery import read_recoveries
+from modelwright.train.watch import read_watch
+from rank_processes import run_ranks, start_ranks, wait_for
+
+SCRIPT = Path(__file__).with_name("wired_run.py")
+LOCAL = {"kind": "three_level", "three_level": {"keep": 0.25, "bucket_numel": 4096}, "local_steps": {"every": 3}}
+OWN = {**LOCAL, "local_steps": {"every": 3, "keep_own": True, "momentum": 0.5}}
+RARE = {"eval_every_steps": 0, "checkpoint_every_steps": 0}
+FOUR_LAYERS = {"num_layers": 4}
+
+
+def case(name: str, folder: str = "", **rest: Any) -> dict[str, Any]:
+    settings = rest.pop("settings", {})
+    return {"name": name, "folder": folder or name, "settings": settings, **rest}
+
+
+CASES = [
+    case("exact"),
+    case("int8", settings={"transport": {"kind": "int8"}}),
+    case("powersgd", settings={"transport": {"kind": "powersgd", "powersgd_rank": 2}}),
+    case("averaging", settings={"transport": {"local_steps": {"every": 3}}, **RARE}),
+    case("local", settings={"transport": LOCAL, **RARE}),
+    case("own", settings={"transport": OWN, **RARE}),
+    case("own-stopped", "own-twice", settings={"transport": OWN, **RARE}, mishap={"kind": "stop", "step": 7}),
+    case("own-again", "own-twice", settings={"transport": OWN, **RARE}),
+    case("late", settings={"asynchronous": {"mode": "delayed", "delay": 2}, "transport": {"kind": "int8"}}),
+    case("sharded-local", settings={"transport": LOCAL, **RARE}, parallel={"tensor": 2}),
+    case("flipped", settings={"guards": {"replica_check_every": 2}}, mishap={"kind": "flip", "step": 4, "rank": 1}),
+    case(
+        "wild",
+        settings={"quarantine": {"factor": 5.0, "window": 6}, "num_steps": 15},
+        mishap={"kind": "wild", "step": 10},
+    ),
+    case("tokens", settings={"balance": {"tokens": True}, "num_microbatches": 2}),
+    case(
+        "uneven",
+        settings={
+            "balance": {"stages": True, "window": 3},
+            "num_microbatches": 4,
+            "checkpoint_every_steps": 4,
+            "num_steps": 24,
+        },
+        parallel={"pipeline": 2, "layers_per_stage": [3, 1]},
+        shape=FOUR_LAYERS,
+    ),
+    case("even", settings={"num_microbatches": 4, "num_steps": 24}, parallel={"pipeline": 2}, shape=FOUR_LAYERS),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wired")
+    (folder / "cases.json").write_text(json.dumps(CASES))
+    run_ranks(SCRIPT, folder, folder / "cases.json", size=2)
+    return folder
+
+
+def ended(runs: Path, name: str, rank: int = 0) -> dict[str, Any]:
+    (path,) = runs.glob(f"*/{name}-{rank}.json")
+    return json.loads(path.read_text())
+
+
+def weights(runs: Path, name: str, rank: int = 0) -> dict[str, torch.Tensor]:
+    (path,) = runs.glob(f"*/{name}-{rank}.safetensors")
+    return load_file(path)
+
+
+def losses(runs: Path, folder: str) -> list[float]:
+    return [value for _, value in column(read_records(runs / folder / "metrics.jsonl"), "loss")]
+
+
+@pytest.mark.parametrize("name", ["int8", "powersgd", "averaging", "local", "own"])
+def test_a_transport_of_the_configuration_sends_less_and_still_learns(runs, name):
+    exact, found = ended(runs, "exact"), ended(runs, name)
+    assert 0 < found["bytes_sent"] < 0.4 * exact["bytes_sent"]
+    assert losses(runs, name)[-1] < losses(runs, name)[0] - 0.5
+    assert losses(runs, name) != losses(runs, "exact")
+    first, second = weights(runs, name), weights(runs, name, rank=1)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_a_run_that_stops_between_meetings_ends_with_the_same_bits(runs):
+    assert ended(runs, "own-stopped")["kind"] == "Stopped"
+    assert "after step 7" in ended(runs, "own-stopped")["error"]
+    once, twice = weights(runs, "own"), weights(runs, "own-again")
+    assert all(torch.equal(once[key], twice[key]) for key in once)
+    assert losses(runs, "own-twice") == losses(runs, "own")
+
+
+def test_gradients_come_late_through_the_configured_transport(runs):
+    first, second, third = losses(runs, "late")[:3]
+    assert losses(runs, "late")[0] == losses(runs, "exact")[0]
+    assert first != second != third  # other batches, but the weights of the beginning: nothing has arrived yet
+    assert abs(third - first) < 0.05
+    assert losses(runs, "late")[-1] < first - 0.2
+    assert 0 < ended(runs, "late")["bytes_sent"] < 0.4 * ended(runs, "exact")["bytes_sent"]
+
+
+def test_ranks_that_hold_parts_of_one_model_have_nobody_to_meet(runs):
+    """Tensor parallel over both ranks: one copy of the model, so local steps change nothing."""
+    assert ended(runs, "sharded-local")["bytes_sent"] == 0
+    assert losses(runs, "sharded-local") == pytest.approx(losses(runs, "exact"), rel=1e-5)
+
+
+def test_a_flipped_bit_ends_the_run_on_all_ranks_and_names_the_tensor(runs):
+    for rank in range(2):
+        found = ended(runs, "flipped", rank)
+        assert found["kind"] == "ReplicaError"
+        assert "embedding.weight on ranks [0, 1]" in found["error"]
+        assert found["error"].startswith("step 4")
+
+
+def test_a_wild_batch_is_left_out_and_recorded(runs):
+    (line,) = (runs / "wild" / "quarantine.jsonl").read_text().splitlines()
+    assert json.loads(line).items() >= {"batch": 10, "kind": "outlier"}.items()
+    assert ended(runs, "wild")["events"] == {"quarantined_batch": 1}
+    (event,) = read_watch(runs / "wild" / "watch.jsonl")
+    assert (event["step"], event["kind"]) == (11, "quarantined_batch")
+    assert losses(runs, "wild")[11] < 2 * losses(runs, "wild")[9]
+
+
+def test_rows_in_another_order_change_nothing_but_rounding(runs):
+    assert losses(runs, "tokens") == pytest.approx(losses(runs, "exact"), rel=1e-5)
+
+
+def test_layers_move_between_uneven_stages_at_a_checkpoint_and_the_run_stays_the_same(runs):
+    moves = [note for note in ended(runs, "uneven")["notes"] if "the stages hold" in note]
+    assert moves
+    assert moves[0].endswith("instead of (3, 1)")
+    assert losses(runs, "uneven") == pytest.approx(losses(runs, "even"), rel=1e-5)
+    first, second = weights(runs, "uneven"), weights(runs, "uneven", rank=1)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def trouble(tmp_path: Path, **rest: Any) -> tuple[list[tuple[int, str, str]], Path]:
+    """A run that does not end well, on two processes; what became of them, and the run's folder."""
+    (tmp_path / "cases.json").write_text(json.dumps([case("one", "run", **rest)]))
+    return wait_for(start_ranks(SCRIPT, tmp_path, tmp_path / "cases.json", size=2)), tmp_path / "run"
+
+
+def test_a_rank_that_hangs_ends_with_its_stacks_on_disk(tmp_path):
+    guards = {"guards": {"hang_after_s": 3.0}}
+    found, folder = trouble(tmp_path, settings=guards, mishap={"kind": "hang", "step": 4, "rank": 1})
+    assert [status for status, _, _ in found] == [1, 1]
+    assert "in observe" in (folder / "hang-1.txt").read_text()
+
+
+def test_a_killed_run_goes_on_from_memory_and_its_recovery_is_recorded(tmp_path):
+    """Nothing is on disk yet when a rank dies; the copies in memory are of step 6."""
+    settings = {"settings": {**RARE, "guards": {"memory_every_steps": 3, "hang_after_s": 10.0}, "num_steps": 40}}
+    found, folder = trouble(tmp_path, **settings, mishap={"kind": "die", "step": 20, "rank": 1})
+    assert found[1][0] == -9
+    assert not list((folder / "checkpoints").glob("step-*"))
+    found, folder = trouble(tmp_path, **settings)
+    assert [status for status, _, _ in found] == [0, 0], found
+    notes = json.loads((folder / "one-0.json").read_text())["notes"]
+    went_on = next(int(note.split()[1]) for note in notes if "in the memory of the hosts" in note)
+    assert went_on in (15, 18)
+    (recovery,) = read_recoveries(folder / "recoveries.jsonl")
+    assert recovery["step"] == went_on + 1
+    assert 0 <= recovery["steps_lost"] <= 5
+    assert [step for step, _ in column(read_records(folder / "metrics.jsonl"), "loss")] == list(range(1, 41))
+    assert not (folder / "recoveries.jsonl.alive").exists()
+
+
+@pytest.mark.parametrize(
+    ("transport", "asynchronous", "parallel", "field"),
+    [
+        ({"local_steps": {"every": 2}}, {"mode": "delayed"}, {}, "transport.local_steps"),
+        ({"local_steps": {"every": 2}}, {}, {"context": 2}, "transport.local_steps"),
+        ({"kind": "int8"}, {"mode": "hogwild"}, {}, "transport.kind"),
+        ({}, {"mode": "hogwild"}, {"tensor": 2}, "asynchronous.mode"),
+        ({}, {"mode": "hogwild"}, {"shard": "full"}, "asynchronous.mode"),
+    ],
+)
+def test_what_does_not_go_together_is_named(tiny, transport, asynchronous, parallel, field):
+    def check() -> None:
+        config = tiny.settings(transport=transport, asynchronous=asynchronous, **RARE)
+        check_exchange(config.transport, config.asynchronous, ParallelConfig(**parallel))
+
+    with pytest.raises(ConfigError, match=rf"^{field}: "):
+        check()
+
+
+def test_evaluation_and_checkpoints_fall_on_meetings(tiny):
+    meetings = {"transport": {"local_steps": {"every": 4}}}
+    for name in ("eval_every_steps", "checkpoint_every_steps"):
+        with pytest.raises(ConfigError, match=rf"^{name}: 6 must be a multiple"):
+            tiny.settings(**meetings, **{**RARE, name: 6})
+    assert isinstance(tiny.settings(**meetings, **{**RARE, "eval_every_steps": 8}), TrainConfig)

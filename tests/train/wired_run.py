@@ -1,0 +1,132 @@
+"""Runs of the tiny model, one after the other in the same processes; a script for `test_wired`.
+
+wired_run.py FOLDER CASES.json: each case has a name, settings, a layout and a mishap. Each rank writes
+FOLDER/<folder of the case>/<name>-<rank>.json: how the run ended, and its last weights beside that.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tiny_run
+import torch
+from safetensors.torch import save_file
+
+from modelwright.core.config import parse
+from modelwright.core.errors import ModelwrightError
+from modelwright.core.progress import SilentProgress
+from modelwright.data.batch import TokenBatch
+from modelwright.model.decoder import Decoder
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import World, join_world
+from modelwright.train.objective import StepInfo
+
+NOTHING = {"kind": "", "step": 0, "rank": 0}
+
+
+class Notes(SilentProgress):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+
+
+@dataclass
+class Mishap:
+    """Controller that lets something happen after `step` on `rank`: stop, flip, die or hang."""
+
+    kind: str
+    step: int
+    rank: int
+    world: World
+    model: Decoder
+    every: int = 1
+
+    def observe(self, info: StepInfo) -> None:
+        if info.step != self.step or self.world.rank != self.rank:
+            return
+        if self.kind == "stop":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif self.kind == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.kind == "hang":
+            threading.Event().wait()
+        elif self.kind == "flip":
+            with torch.no_grad():
+                self.model.embedding.weight.view(torch.int32)[3, 1] ^= 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class Wild:
+    """The tiny objective, with losses 1,000 times as large in one batch."""
+
+    inner: Pretrain
+    wild_batch: int
+    is_wild: bool = False
+
+    def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
+        found = self.inner.batches(model, first=first, rank=rank, world_size=world_size)
+        for number, batch in enumerate(found, start=first):
+            self.is_wild = number == self.wild_batch
+            yield batch
+
+    def weights(self, batch):
+        return self.inner.weights(batch)
+
+    def losses(self, output, batch, model):
+        scale = 1000.0 if self.is_wild else 1.0
+        return {name: value * scale for name, value in self.inner.losses(output, batch, model).items()}
+
+
+def run_case(folder: Path, case: dict[str, Any], world: World) -> None:
+    model, notes = Decoder(parse(type(tiny_run.SHAPE), vars(tiny_run.SHAPE) | case.get("shape", {}))), Notes()
+    model.init_weights(0)
+    mishap = NOTHING | case.get("mishap", {})
+    objective: Any = Pretrain(tiny_run.Rows())
+    if mishap["kind"] == "wild":
+        objective = Wild(objective, mishap["step"])
+    found: dict[str, Any] = {"error": "", "kind": ""}
+    try:
+        result = tiny_run.run(
+            folder / case["folder"],
+            tiny_run.settings(**case["settings"]),
+            objective=objective,
+            model=model,
+            world=world,
+            parallel=parse(ParallelConfig, case.get("parallel", {})),
+            controllers={"mishap": Mishap(mishap["kind"], mishap["step"], mishap["rank"], world, model)},
+            progress=notes,
+        )
+        found |= {"bytes_sent": result.bytes_sent, "events": dict(result.num_events)}
+        path = folder / case["folder"] / f"{case['name']}-{world.rank}"
+        save_file({name: weight.contiguous() for name, weight in model.state_dict().items()}, f"{path}.safetensors")
+    except ModelwrightError as error:
+        found |= {"error": str(error), "kind": type(error).__name__}
+    found["notes"] = notes.texts
+    (folder / case["folder"] / f"{case['name']}-{world.rank}.json").write_text(json.dumps(found))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    with join_world(torch.device("cpu")) as world:
+        for case in json.loads(Path(sys.argv[2]).read_text()):
+            run_case(folder, case, world)
+            world.barrier()
+
+
+if __name__ == "__main__":
+    main()
