@@ -1,43 +1,134 @@
-"""Start one Python script as every rank of a world over gloo on this host, and hear what became of each."""
+"""Start one Python script as every rank of a world over gloo on this host, and hear what became of each.
 
+The processes are forked from one that has imported PyTorch and the training loop already (the "forkserver" of
+`multiprocessing`), for importing takes seconds of a core and what a test runs often takes less. In all else each is a
+process of its own: environment, arguments, working folder, output, and a status or a signal that ended it.
+"""
+
+import multiprocessing
 import os
+import runpy
+import shutil
 import socket
-import subprocess
 import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from unittest import mock
 
-TIMEOUT_S = 120
+TIMEOUT_S = 240
+"""Far more than anything here takes: a machine that is busy with other things must fail no test."""
+IMPORTED = (
+    "modelwright.train.loop",
+    "modelwright.parallel.bounded_staleness",
+    "modelwright.parallel.collectives",
+    "modelwright.parallel.hogwild",
+    "modelwright.parallel.pipeline",
+    "modelwright.parallel.transports.build",
+    "tensorboardX",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+)
 
 
-def start_ranks(script: Path, *arguments: object, size: int) -> list[subprocess.Popen]:
+@dataclass(frozen=True)
+class Started:
+    """A process, and the folder of the files that hold what it writes."""
+
+    process: ForkServerProcess
+    folder: Path
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.exitcode is None
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def end(self, deadline: float) -> tuple[int, str, str]:
+        """Wait until then at the latest: exit status (or minus the signal that ended it), output and errors."""
+        self.process.join(max(0.0, deadline - time.monotonic()))
+        code = self.process.exitcode
+        if code is None:
+            self.process.kill()
+            self.process.join()
+        output, errors = ((self.folder / name).read_text() for name in ("stdout", "stderr"))
+        shutil.rmtree(self.folder)
+        if code is None:
+            raise TimeoutError(f"still at work after the time that it had; its errors:\n{errors}")
+        return code, output, errors
+
+
+def start_process(
+    script: Path | str, *arguments: object, environment: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Started:
+    """What `python -W error script arguments...` would start, or, for the name of a module, `python -W error -m`.
+
+    environment: added to this process's, with one thread. The output goes to files, so nobody has to read it.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    folder = Path(tempfile.mkdtemp(prefix="process-"))
+    for name in ("stdout", "stderr"):
+        (folder / name).touch()
+    wanted = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    words = [str(script), *map(str, arguments)]
+    process = context.Process(target=_become, args=(words, isinstance(script, str), wanted, cwd, folder))
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # the first start is that of the server, too
+        process.start()
+    return Started(process, folder)
+
+
+def start_ranks(script: Path, *arguments: object, size: int) -> list[Started]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    shared = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size)}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(script), *map(str, arguments)],
-            env={**os.environ, **shared, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size)}
+    return [start_process(script, *arguments, environment={**shared, "RANK": str(rank)}) for rank in range(size)]
 
 
-def wait_for(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
+def wait_for(processes: Sequence[Started]) -> list[tuple[int, str, str]]:
     """Exit status, output and errors of each; none is left behind."""
+    deadline = time.monotonic() + TIMEOUT_S
     try:
-        outputs = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+        return [process.end(deadline) for process in processes]
     finally:
         for process in processes:
-            process.kill()
-    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+            process.process.kill()
 
 
 def run_ranks(script: Path, *arguments: object, size: int) -> list[str]:
     """The output of each rank; all of them have to succeed."""
-    ended = wait_for(start_ranks(script, *arguments, size=size))
-    assert [status for status, _, _ in ended] == [0] * size, "\n".join(errors for _, _, errors in ended)
+    return all_well(wait_for(start_ranks(script, *arguments, size=size)))
+
+
+def all_well(ended: Sequence[tuple[int, str, str]]) -> list[str]:
+    assert [status for status, _, _ in ended] == [0] * len(ended), "\n".join(errors for _, _, errors in ended)
     return [output for _, output, _ in ended]
+
+
+def _become(words: list[str], is_module: bool, environment: dict[str, str], cwd: Path | None, folder: Path) -> None:
+    """The rest of the life of a forked process."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        with open(folder / name, "a") as file:
+            os.dup2(file.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    if cwd is not None:
+        os.chdir(cwd)
+    warnings.simplefilter("error")
+    sys.argv = words
+    if is_module:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")

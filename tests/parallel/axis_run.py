@@ -1,10 +1,9 @@
 """Parts of a model on the ranks of one axis, compared by tests with what one process computes.
 
-axis_run.py FOLDER --processes N: rank r leaves FOLDER/rank<r>.safetensors, whose keys name a check and a result of it,
-as in "sp/gradient/norm.weight". `of_all_ranks` starts it.
+axis_run.py FOLDER: rank r leaves FOLDER/rank<r>.safetensors, whose keys name a check and a result of it, as in
+"sp/gradient/norm.weight". `of_all_ranks` starts it.
 """
 
-import argparse
 import sys
 import tempfile
 from functools import cache
@@ -15,11 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from parity_run import fork_ranks, launch
-
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
@@ -28,6 +22,7 @@ from modelwright.parallel.context import attention_of
 from modelwright.parallel.gradients import like_parameter
 from modelwright.parallel.mesh import Mesh, World, join_world, lay_out
 from modelwright.parallel.tensor import shard_layers
+from rank_processes import run_ranks
 from tiny_decoder import make_decoder
 
 RANKS = 3
@@ -172,7 +167,7 @@ def output_weights() -> Tensor:
 def of_all_ranks() -> list[Results]:
     """What each of `RANKS` ranks computed; the processes are started once."""
     with tempfile.TemporaryDirectory() as folder:
-        launch(__file__, Path(folder), RANKS)
+        run_ranks(Path(__file__), folder, size=RANKS)
         return [load_file(Path(folder) / f"rank{rank}.safetensors") for rank in range(RANKS)]
 
 
@@ -182,16 +177,11 @@ def of_check(name: str, rank: int = 0) -> Results:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--processes", type=int, default=0)
-    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    fork_ranks(arguments.processes)
     with join_world(torch.device("cpu")) as world:
         results = tensor_checks(lay_out(world, ParallelConfig(tensor=world.size)))
         results |= context_checks(lay_out(world, ParallelConfig(context=world.size)).context)
-        save_file(results, arguments.folder / f"rank{world.rank}.safetensors")
+        save_file(results, Path(sys.argv[1]) / f"rank{world.rank}.safetensors")
 
 
 if __name__ == "__main__":

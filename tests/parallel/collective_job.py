@@ -1,9 +1,9 @@
 """Ranks of a gloo world that all-reduce, measure links and change places; what each found goes to its own file.
 
-collective_job.py sums FOLDER           fork 8 ranks: every algorithm on every tensor of `tensors`, in groups of 2 to 8
+collective_job.py sums FOLDER           as one of 8 ranks: every algorithm on every tensor, in groups of 2 to 8
 collective_job.py links FOLDER          fork 4 ranks on two made-up hosts: measure, cache, change places
 collective_job.py measure FILE BUDGET   as one rank of the environment's world: measure its links
-collective_job.py watch FOLDER CALLS    as one rank of the environment's world: all-reduce until the links change
+collective_job.py watch FOLDER CALLS    as one rank of the environment's world: all-reduce until a slowed link is left
 """
 
 import json
@@ -116,8 +116,11 @@ def measure(world: World, file: Path, budget_s: float) -> None:
 
 
 def watch(world: World, folder: Path, num_calls: int) -> None:
-    """Writes down its tree when the first window has passed, then goes on until plans were made anew."""
-    config = CollectivesConfig(algorithm="tree", window=8, measure_s=0.5)
+    """Writes down an edge of its tree, waits until FOLDER/slowed says that it is slow, and goes on until it is left.
+
+    Only what is many times slower than at first counts: other work on the machine must not change the tree.
+    """
+    config = CollectivesConfig(algorithm="tree", window=8, degraded_ratio=4.0, changed_ratio=4.0, measure_s=0.5)
     collectives = Collectives(world, measure_links(world, LinksConfig(budget_s=0.5)), config)
     message = torch.ones(2**13)
 
@@ -125,18 +128,30 @@ def watch(world: World, folder: Path, num_calls: int) -> None:
         steps = [step for steps in collectives.plan_for(4 * message.numel()).rounds for step in steps]
         return [(step.source, step.target) for step in steps if not step.adds]
 
-    before, calls = edges(), 0
-    while calls < num_calls and (calls < 2 * config.window or edges() == before):
+    def call() -> None:
         collectives.all_reduce(message.fill_(1.0))
         assert bool((message == world.size).all())
+
+    for _ in range(2 * config.window):
+        call()
+    while collectives._watch._usual is None:  # it has just measured, and takes its next window for the usual one
+        call()
+    before, at_first = edges(), collectives.links.bytes_per_s
+    if world.is_first:
+        write_atomic(folder / "tree.json", json.dumps(before))
+        while not (folder / "slowed").exists():
+            time.sleep(0.01)
+    world.barrier()
+    calls = 0
+    while calls < num_calls and edges() == before:
+        call()
         calls += 1
-        if calls == 2 * config.window and world.is_first:
-            write_atomic(folder / "tree.json", json.dumps(before))
     record = {
         "calls": calls,
         "before": before,
         "after": edges(),
         "num_plannings": collectives.num_plannings,
+        "at_first": at_first,
         "bytes_per_s": collectives.links.bytes_per_s,
     }
     (folder / f"rank{world.rank}.json").write_text(json.dumps(record))
@@ -163,12 +178,12 @@ def fork_ranks(size: int, work, folder: Path) -> int:
 def main() -> int:
     torch.set_num_threads(1)
     command, path = sys.argv[1], Path(sys.argv[2])
-    if command == "sums":
-        return fork_ranks(max(SIZES), sums, path)
     if command == "links":
         return fork_ranks(4, links, path)
     with join_world(CPU) as world:
-        if command == "measure":
+        if command == "sums":
+            sums(world, path)
+        elif command == "measure":
             measure(world, path, float(sys.argv[3]))
         else:
             watch(world, path, int(sys.argv[3]))

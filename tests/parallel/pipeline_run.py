@@ -1,10 +1,6 @@
-"""A tiny run on the ranks of a pipeline: pipeline_run.py SIZE FOLDER CASE..., a folder for each case."""
+"""A tiny run as one rank of a pipeline: pipeline_run.py FOLDER CASE..., a folder for each case."""
 
-import os
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +17,6 @@ from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import join_world
 
-LAYERS = 8
 STEPS = 3
 
 
@@ -29,7 +24,7 @@ STEPS = 3
 class Case:
     """schedule, stages_per_rank, num_microbatches, tied, dtype, pipeline, data, shard, precision,
     tensor, context, whether activations are computed again,
-    layers per stage after step 2, as 6+2: the run goes on from the same case's checkpoint with an even split."""
+    layers per stage after step 2, as 3+1: the run goes on from the same case's checkpoint with an even split."""
 
     schedule: str = "1f1b"
     stages_per_rank: int = 1
@@ -53,6 +48,16 @@ class Case:
     def num_ranks(self) -> int:
         return self.pipeline * self.data * self.tensor * self.context
 
+    @property
+    def num_layers(self) -> int:
+        """Few, to be fast: two for a stage unless there are many stages."""
+        return max(4, self.pipeline * self.stages_per_rank)
+
+    @property
+    def single(self) -> str:
+        """The folder of the run of one process that this one has to equal."""
+        return f"one-{self.tied}-{self.exact}-{self.num_layers}"
+
     @classmethod
     def parse(cls, name: str) -> "Case":
         kinds = {"int": int, "bool": lambda text: text == "True", "str": str}
@@ -60,8 +65,10 @@ class Case:
         return cls(**{key: kinds[getattr(field.type, "__name__", field.type)](text) for (key, field), text in values})
 
 
-def tiny_model(*, tied: bool) -> Decoder:
-    shape = replace(tiny.SHAPE, num_layers=LAYERS, model_dim=16, num_heads=2, num_kv_heads=1, ffn_dim=32, qk_norm=True)
+def tiny_model(*, tied: bool, num_layers: int) -> Decoder:
+    shape = replace(
+        tiny.SHAPE, num_layers=num_layers, model_dim=16, num_heads=2, num_kv_heads=1, ffn_dim=32, qk_norm=True
+    )
     model = Decoder(replace(shape, tie_embeddings=tied))
     model.init_weights(3)
     return model
@@ -69,7 +76,7 @@ def tiny_model(*, tied: bool) -> Decoder:
 
 def run_case(case: Case, folder: Path, world=None) -> None:
     """Train and leave metrics.jsonl and, of every rank, the whole final weights."""
-    model = tiny_model(tied=case.tied)
+    model = tiny_model(tied=case.tied, num_layers=case.num_layers)
     objective = Pretrain(tiny.Rows())
     if case.exact:
         model, objective = model.double(), tiny.Float64Objective(tiny.Rows())
@@ -78,7 +85,7 @@ def run_case(case: Case, folder: Path, world=None) -> None:
         num_microbatches=case.num_microbatches if world else 1,
         eval_every_steps=2,
         precision={"compute": case.precision},
-        activations={"mode": "unit", "unit_layers": 1} if case.recompute else {},
+        activations={"mode": "unit", "unit_layers": 1} if world and case.recompute else {},
         keep_best=False,
         checkpoint_every_steps=2,
     )
@@ -105,42 +112,11 @@ def run_case(case: Case, folder: Path, world=None) -> None:
     save_file(weights, folder / f"rank{rank}.safetensors")
 
 
-def launch(size: int, folder: Path, cases: list[Case], *, timeout_s: float = 250) -> None:
-    """Run the cases on `size` processes over gloo. Raises when one of them fails."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, "-W", "error", __file__, str(size), str(folder), *(case.name for case in cases)]
-    subprocess.run(command, env=environment, check=True, timeout=timeout_s)
-
-
-def fork_ranks(size: int) -> None:
-    """Become `size` processes, each with its rank; this one waits for them and takes their failure for its own."""
-    children = []
-    for rank in range(size):
-        child = os.fork()
-        if child == 0:
-            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
-            return
-        children.append(child)
-    failed = 0
-    while children:
-        child, status = os.wait()
-        children.remove(child)
-        if status and not failed:
-            failed = 1
-            for other in children:  # they would wait for the lost one
-                os.kill(other, signal.SIGTERM)
-    sys.exit(failed)
-
-
 def main() -> None:
     torch.set_num_threads(1)
-    fork_ranks(int(sys.argv[1]))
     with join_world(torch.device("cpu")) as world:
-        for name in sys.argv[3:]:
-            run_case(Case.parse(name), Path(sys.argv[2]) / name, world)
+        for name in sys.argv[2:]:
+            run_case(Case.parse(name), Path(sys.argv[1]) / name, world)
 
 
 if __name__ == "__main__":

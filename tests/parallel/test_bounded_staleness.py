@@ -1,7 +1,5 @@
 """Late gradients over real gloo processes, against one process that simulates the delay by its definition."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,25 +11,15 @@ from modelwright.optim.delay import compensate_naive
 from modelwright.parallel.bounded_staleness import DelayedTransport, StalenessConfig
 from modelwright.parallel.mesh import single
 from modelwright.parallel.transport import ExactTransport
+from parallel import stale_ranks as stale
 from rank_processes import run_ranks
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
-SCRIPT = Path(__file__).with_name("stale_ranks.py")
+SCRIPT = Path(stale.__file__)
 PAYLOAD = 8 * (12 + 3 + 3)
 
 
-@pytest.fixture(scope="module")
-def stale():
-    spec = importlib.util.spec_from_file_location("stale_ranks", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["stale_ranks"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def simulate(stale, *, delay: int, strength: float = 0.0, num_steps: int = 0) -> list[Tensor]:
+def simulate(*, delay: int, strength: float = 0.0, num_steps: int = 0) -> list[Tensor]:
     """Delayed gradient descent by its definition: step t applies the whole batch's gradient of step t - delay."""
     weights, history = stale.initial(), []
     for step in range(num_steps or stale.NUM_STEPS):
@@ -48,7 +36,7 @@ def simulate(stale, *, delay: int, strength: float = 0.0, num_steps: int = 0) ->
 
 
 @pytest.fixture(scope="module")
-def two_ranks(stale, tmp_path_factory):
+def two_ranks(tmp_path_factory):
     """For each case the weights of both ranks, from one go and from two; and the bytes that each rank sent."""
     folder = tmp_path_factory.mktemp("stale")
     outputs = run_ranks(SCRIPT, folder, size=2)
@@ -57,19 +45,19 @@ def two_ranks(stale, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", ["exact", "late", "compensated"])
-def test_two_ranks_follow_the_definition_in_float64(stale, two_ranks, case):
+def test_two_ranks_follow_the_definition_in_float64(two_ranks, case):
     delay, strength = stale.CASES[case].delay, stale.CASES[case].strength
-    expected = simulate(stale, delay=delay, strength=strength)
+    expected = simulate(delay=delay, strength=strength)
     for first, second, weight in zip(*(rank["whole"] for rank in two_ranks[0][case]), expected, strict=True):
         assert torch.equal(first, second)
         torch.testing.assert_close(first, weight, **EXACT)
-    one_off = simulate(stale, delay=1 if delay == 0 else delay - 1, strength=strength)
+    one_off = simulate(delay=1 if delay == 0 else delay - 1, strength=strength)
     assert furthest(expected, one_off) > 1e-4
     if strength:
-        assert furthest(expected, simulate(stale, delay=delay)) > 1e-4
+        assert furthest(expected, simulate(delay=delay)) > 1e-4
 
 
-def test_bytes_are_those_of_the_sums_that_arrived(stale, two_ranks):
+def test_bytes_are_those_of_the_sums_that_arrived(two_ranks):
     for sent in two_ranks[1]:
         for (whole, before, after), case in zip(batched(sent, 3), stale.CASES.values(), strict=True):
             assert whole == (stale.NUM_STEPS - case.delay) * PAYLOAD

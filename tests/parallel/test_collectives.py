@@ -1,8 +1,6 @@
 """Every all-reduce algorithm against the backend's sum, bits against bits across ranks, and plans proved on symbols."""
 
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,22 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from modelwright.core.errors import ConfigError
+from modelwright.parallel import plans
 from modelwright.parallel.collectives import CollectivesConfig, FlatCost, Planner, _Watch
 from modelwright.parallel.links import Links, uniform
-from modelwright.parallel.plans import (
-    Plan,
-    Step,
-    binomial,
-    check_plan,
-    chunk_bounds,
-    doubling,
-    fastest_tree,
-    hierarchical,
-    plan_seconds,
-    ring,
-    sharded,
-    tree,
-)
+from modelwright.parallel.plans import Plan, Step, binomial, check_plan, chunk_bounds, fastest_tree, plan_seconds
+from rank_processes import run_ranks
 from tolerances import TOLERANCES
 
 JOB = Path(__file__).with_name("collective_job.py")
@@ -39,8 +26,7 @@ SLOW_FLAT = FlatCost(latency_s=1.0, s_per_byte=1.0)
 def ranks(tmp_path_factory):
     """By rank: the tensors that every algorithm left in every size of group."""
     folder = tmp_path_factory.mktemp("sums")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    assert subprocess.run([sys.executable, str(JOB), "sums", str(folder)], env=environment, timeout=200).returncode == 0
+    run_ranks(JOB, "sums", folder, size=8)
     return [load_file(folder / f"rank{rank}.safetensors") for rank in range(8)]
 
 
@@ -77,17 +63,17 @@ def test_plans_sum_every_rank_once_and_alike(num_ranks):
     ranks = list(range(num_ranks))
     shuffled = ranks[::2] + ranks[1::2][::-1]
     links = random_links(num_ranks, seed=num_ranks)
-    plans = [ring(shuffled), doubling(shuffled), tree(binomial(shuffled), num_ranks)]
-    plans.append(tree(fastest_tree(links, 1e4), num_ranks))
+    made = [plans.ring(shuffled), plans.doubling(shuffled), plans.tree(binomial(shuffled), num_ranks)]
+    made.append(plans.tree(fastest_tree(links, 1e4), num_ranks))
     for groups in (
         [ranks[:1], ranks[1:]],
         [shuffled[: num_ranks // 2], shuffled[num_ranks // 2 :]],
         [[r] for r in ranks],
     ):
-        plans += [hierarchical(groups, across) for across in ("ring", "doubling")]
+        made += [plans.hierarchical(groups, across) for across in ("ring", "doubling")]
         if len({len(group) for group in groups}) == 1:
-            plans.append(sharded(groups))
-    for plan in plans:
+            made.append(plans.sharded(groups))
+    for plan in made:
         check_plan(plan)
 
 
@@ -144,9 +130,9 @@ def test_costs_of_plans_are_the_formulas_of_the_model():
     latency, rate, size, num_bytes = 1e-4, 1e8, 8, 8e5
     links, ranks = uniform(size, latency_s=latency, bytes_per_s=rate), list(range(8))
     ring_s = 2 * (size - 1) * (latency + num_bytes / size / rate)
-    assert plan_seconds(ring(ranks), links, num_bytes) == pytest.approx(ring_s)
-    assert plan_seconds(doubling(ranks), links, num_bytes) == pytest.approx(3 * (latency + num_bytes / rate))
-    binary = tree(binomial(ranks), size)
+    assert plan_seconds(plans.ring(ranks), links, num_bytes) == pytest.approx(ring_s)
+    assert plan_seconds(plans.doubling(ranks), links, num_bytes) == pytest.approx(3 * (latency + num_bytes / rate))
+    binary = plans.tree(binomial(ranks), size)
     assert plan_seconds(binary, links, num_bytes) == pytest.approx(6 * (latency + num_bytes / rate))
 
 
@@ -169,7 +155,7 @@ def test_choice_crosses_slow_links_least():
     links = near.renumbered([0, 4, 1, 5, 2, 6, 3, 7])
     planner = Planner(links, SLOW_FLAT)
     assert [sorted(group) for group in planner.groups] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    naive = ring(range(8))
+    naive = plans.ring(range(8))
     for num_bytes in (100, 1e5, 1e8):
         plan = planner.choose(num_bytes)
         check_plan(plan)
@@ -221,31 +207,33 @@ def test_config_names_the_field(field, value):
 
 
 def test_a_link_that_degrades_leaves_the_tree(tmp_path, monkeypatch):
-    """Four hosts, a cable between every two; one that the tree uses drops from 50 to 1 Mbit/s while it runs."""
+    """Four hosts, a cable between every two; one that the tree uses drops from 100 to 5 Mbit/s while it runs."""
     monkeypatch.syspath_prepend(str(JOB.parents[2] / "benchmarks"))
     import netns
 
     if reason := netns.missing():
         pytest.skip(reason)
-    with netns.Network(netns.full_mesh([[50.0] * 4] * 4)) as net:
+    with netns.Network(netns.full_mesh([[100.0] * 4] * 4)) as net:
         port = netns.free_port(net, "h0")
         ranks = [
             net.popen(
                 host,
-                [sys.executable, str(JOB), "watch", str(tmp_path), "400"],
+                [sys.executable, str(JOB), "watch", str(tmp_path), "200"],
                 env={**net.torch_environment(host, "h0", port), "RANK": str(rank), "WORLD_SIZE": "4"},
             )
             for rank, host in enumerate(net.hosts)
         ]
-        tree_file, deadline = tmp_path / "tree.json", time.monotonic() + 120
-        while not tree_file.exists() and time.monotonic() < deadline:
+        while not (tmp_path / "tree.json").exists():
+            assert [rank.poll() for rank in ranks] == [None] * 4
             time.sleep(0.02)
-        a, b = json.loads(tree_file.read_text())[0]
-        net.shape(f"h{a}", f"h{b}", 1)
-        assert [rank.wait(timeout=120) for rank in ranks] == [0] * 4
+        a, b = json.loads((tmp_path / "tree.json").read_text())[0]
+        net.shape(f"h{a}", f"h{b}", 5)
+        (tmp_path / "slowed").touch()
+        assert [rank.wait(timeout=240) for rank in ranks] == [0] * 4
     found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
     assert all(other == found[0] for other in found[1:])
     assert found[0]["num_plannings"] > 1
     assert [a, b] in found[0]["before"]
     assert not {(a, b), (b, a)} & {tuple(edge) for edge in found[0]["after"]}
-    assert found[0]["bytes_per_s"][a][b] < 0.2e6
+    # Not 20 times: what the shaper lets through in one burst is much of a short message.
+    assert found[0]["bytes_per_s"][a][b] < 0.25 * found[0]["at_first"][a][b]

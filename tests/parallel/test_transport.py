@@ -1,15 +1,11 @@
 """Collectives and the exact transport over real gloo processes; a world of one does nothing."""
 
-import os
-import socket
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from modelwright.parallel.mesh import join_world, single
 from modelwright.parallel.transport import ExactTransport
+from rank_processes import run_ranks
 
 WORKER = """
 import sys, torch
@@ -42,16 +38,7 @@ with join_world(torch.device("cpu")) as world:
 def test_sums_over_two_processes_whatever_the_buckets(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen([sys.executable, script], env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
+    outputs = run_ranks(script, size=2)
     payload = 4 * (120 + 7 + 1 + 500 + 4) + 8 * 9
     for rank, output in enumerate(outputs):
         sent = {int(line.split()[1]): int(line.split()[2]) for line in output.splitlines()}

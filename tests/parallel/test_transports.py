@@ -1,7 +1,5 @@
 """Every transport over two and three real gloo processes, against sums made here; local steps; configs."""
 
-import importlib.util
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,32 +15,19 @@ from modelwright.parallel.transports.build import TransportConfig, build_transpo
 from modelwright.parallel.transports.feedback import flatten
 from modelwright.parallel.transports.local_steps import LocalSteps
 from modelwright.parallel.transports.three_level import ThreeLevelConfig, bucket_bounds, decode_flat, encode_flat
+from parallel import transport_job as job
 from rank_processes import run_ranks
 
-SCRIPT = Path(__file__).with_name("transport_job.py")
 ROUNDING = {"rtol": 1e-5, "atol": 2e-5}
 WITH_FEEDBACK = ["bf16", "int8", "powersgd", "one_percent", "global", "warm", "all_kept"]
 THREE_LEVEL = ["int8", "one_percent", "global", "warm", "momentum", "all_kept"]
-
-
-def load_job():
-    spec = importlib.util.spec_from_file_location("transport_job", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["transport_job"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-job = load_job()
 
 
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request, tmp_path_factory):
     """(number of ranks, what they wrote: case -> one dict of tensors a rank)."""
     folder = tmp_path_factory.mktemp(f"ranks-{request.param}")
-    run_ranks(SCRIPT, folder, size=request.param)
+    run_ranks(Path(job.__file__), folder, size=request.param)
     names = [*job.CASES, "walks"]
     return request.param, {
         name: [load_file(folder / f"{name}-{rank}.safetensors") for rank in range(request.param)] for name in names
