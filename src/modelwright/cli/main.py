@@ -1,22 +1,26 @@
 """`modelwright COMMAND ...`: finds the command, runs it, and turns its errors into one line and an exit code.
 
-Exit codes: 0 done, 1 a bug (with traceback), 2 a user's or the machine's error, 130 Ctrl-C, 143 stopped and saved.
+Exit codes: 0 done, 1 a bug (with traceback), 2 a user's or the machine's error, 3 another process of the run was lost,
+130 Ctrl-C, 143 stopped and saved.
 """
 
 import difflib
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 
 from modelwright import __version__
 from modelwright.cli import commands, plan, run
+from modelwright.cli.launch import LAST_WORDS, leave_words
 from modelwright.core.errors import ModelwrightError
 
 Command = Callable[[Sequence[str]], int]
 
 COMMANDS: dict[str, tuple[Command, str]] = {
     "run": (run.run, "run a recipe, a YAML file, or a run directory again; resumes what was cut off"),
+    "launch": (run.launch, "run on several hosts, or with processes that may come and go"),
     "recipes": (commands.recipes, "list the recipes"),
     "config": (commands.config, "print the configuration of a recipe or a YAML file, overrides applied"),
     "doctor": (commands.doctor, "survey this machine and measure what it can do"),
@@ -43,22 +47,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _guarded(command: Command, words: Sequence[str]) -> int:
+    folder = os.environ.pop(LAST_WORDS, "")  # not for what this process starts
+    if folder:
+        commands._leave_with_parent()
+
+    def complain(text: str, exit_code: int = ModelwrightError.exit_code) -> int:
+        return leave_words(folder, text, exit_code) if folder else _complain(text, exit_code)
+
     try:
         code = command(words)
         sys.stdout.flush()
         return code
     except ModelwrightError as error:
-        return _complain(str(error), error.exit_code)
+        return complain(str(error), error.exit_code)
     except KeyboardInterrupt:
-        return _complain("interrupted; what was finished stays, the same command goes on from there", 130)
+        return complain("interrupted; what was finished stays, the same command goes on from there", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            place = error.filename or "writing"
+            return complain(f"{place}: the disk is full; free some space and run the same command again")
+        if not folder:
             raise
-        place = error.filename or "writing"
-        return _complain(f"{place}: the disk is full; free some space and run the same command again")
+        return leave_words(folder, traceback.format_exc(), 1)
 
 
 def _show(text: str, exit_code: int) -> int:

@@ -42,6 +42,9 @@ def parser() -> argparse.ArgumentParser:
 def plan(words: Sequence[str]) -> int:
     """`modelwright plan`"""
     options = parser().parse_args(words)
+    for name in ("hosts", "gpus-per-host"):
+        if (given := getattr(options, name.replace("-", "_"))) < 1:
+            raise ConfigError(f"--{name}: must be at least 1, got {given}")
     from modelwright.claims.results import read_results
     from modelwright.plan.proposal_text import known_error, proposal_data, proposal_text
     from modelwright.plan.search import propose

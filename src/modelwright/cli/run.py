@@ -1,23 +1,27 @@
-"""`modelwright run`: words to a request, the request to the pipeline, the outcome to the terminal."""
+"""`modelwright run` and `modelwright launch`: words to a request, the request to the pipeline, in this process or in
+several that are started here, the outcome to the terminal."""
 
 import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from modelwright.cli.display import choose_display, duration
+from modelwright.cli.launch import is_started, supervise
 from modelwright.cli.overrides import read_overrides, split_words
-from modelwright.core.errors import ConfigError
+from modelwright.core.errors import ArtifactError, ConfigError
 
-_FLAGS = ("run-dir", "dry-run", "stages", "help")
+_FLAGS = ("run-dir", "dry-run", "stages", "nproc", "help")
 
 
 def parser() -> argparse.ArgumentParser:
     """Describes the options; settings of the run itself are read by `cli.overrides`."""
     parser = argparse.ArgumentParser(
         prog="modelwright run",
-        usage="modelwright run RECIPE|CONFIG.yaml|RUN_DIR [--run-dir DIR] [--dry-run] [--stages A,B] [--a.b VALUE ...]",
+        usage="modelwright run RECIPE|CONFIG.yaml|RUN_DIR [--run-dir DIR] [--dry-run] [--stages A,B] [--nproc N] "
+        "[--a.b VALUE ...]",
         description="Bring a run to its end: finished stages are skipped, a stage that was cut off goes on.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=(
@@ -27,40 +31,136 @@ def parser() -> argparse.ArgumentParser:
             "    modelwright run quickstart --init-from path/to/hf-model --stages clean,pack,sft,evaluate,report\n"
             "\n"
             "several processes:\n"
-            "    torchrun --nproc-per-node 2 -m modelwright.cli.main run quickstart\n"
+            "    modelwright run quickstart --nproc 2                              each takes half of every batch\n"
+            "    modelwright run quickstart --nproc 4 --parallel.tensor 2          as the section `parallel` says\n"
+            "  modelwright launch --help   several hosts, processes that come and go\n"
         ),
     )
     parser.add_argument("target", metavar="RECIPE|CONFIG.yaml|RUN_DIR", help="what to run")
     parser.add_argument("--run-dir", metavar="DIR", default="", help="where the run lies (default: runs/<name>)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan with its estimates and do nothing")
     parser.add_argument("--stages", metavar="A,B", default="", help="work on these stages only")
+    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine (default: 1)")
     parser.add_argument("--init-from", metavar="PATH", help="start training from a Hugging Face folder")
+    return parser
+
+
+def launch_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="modelwright launch",
+        usage="modelwright launch [OPTIONS] run RECIPE ...   or   modelwright launch --serve-rendezvous PORT",
+        description="Run on several hosts that may come and go. Start the same line on every host; the run directory "
+        "must lie on a file system that all of them see. When a process or a host is lost, or one comes (back), "
+        "the processes begin again from the last checkpoint, with as many copies of the model as there is room for.",
+        epilog="A host that is asked to stop (SIGTERM, Ctrl-C) saves and leaves; the others go on without it as long "
+        "as there are MIN of them. Hosts find each other at HOST:PORT, on one of them or, so that any of them may go, "
+        "on a machine that stays: modelwright launch --serve-rendezvous PORT.",
+    )
+    add = parser.add_argument
+    add("--nproc", dest="processes", type=int, metavar="N", help="processes on each host (default: 1)")
+    add("--hosts", default="1", metavar="MIN:MAX", help="how many hosts, or from how many to how many (default: 1)")
+    add("--rendezvous", metavar="HOST:PORT", help="where the hosts find each other")
+    add("--separate-store", action="store_true", help="none of the hosts answers there: --serve-rendezvous does")
+    add("--address", help="where the others reach this host (default: its network name)")
+    add("--name", help="of the run, equal on all hosts (default: modelwright)")
+    add("--max-restarts", type=int, metavar="N", help="after so many it gives up (default: 100)")
+    add("--join-timeout-s", type=int, metavar="S", help="how long to wait for MIN hosts (default: 600)")
+    add("--last-call-s", type=int, metavar="S", help="how long more may join then (default: 5)")
+    add("--lost-after-s", type=int, metavar="S", help="an unheard host is gone after this (default: 15)")
+    add("--serve-rendezvous", type=int, metavar="PORT", help="only answer to hosts that look for each other")
+    add("command", nargs=argparse.REMAINDER, metavar="run RECIPE ...", help="see modelwright run --help")
     return parser
 
 
 def run(words: Sequence[str]) -> int:
     """`modelwright run ...`"""
+    return _run(words, ["run", *words], None)
+
+
+def launch(words: Sequence[str]) -> int:
+    """`modelwright launch ...`"""
+    options = launch_parser().parse_args(words)
+    from modelwright.parallel.elastic import LaunchConfig, serve_rendezvous
+
+    if options.serve_rendezvous is not None:
+        print(f"hosts may look for each other at port {options.serve_rendezvous} of this machine", flush=True)
+        serve_rendezvous(options.serve_rendezvous)
+    if options.command[:1] != ["run"]:
+        raise ConfigError("launch: ends with a run command: modelwright launch --nproc 2 run RECIPE ...")
+    least, _, most = options.hosts.partition(":")
+    if not least.isdecimal() or not (most or least).isdecimal():
+        raise ConfigError(f"--hosts: {options.hosts!r} is no number of hosts; write 2, or 1:4 for one to four")
+    given = {field.name: getattr(options, field.name, None) for field in fields(LaunchConfig)}
+    given |= {"min_hosts": int(least), "max_hosts": int(most or least)}
+    try:
+        config = LaunchConfig(**{name: value for name, value in given.items() if value is not None})
+    except ConfigError as error:
+        name, _, rest = str(error).partition(":")
+        option = {"processes": "nproc", "min_hosts": "hosts", "max_hosts": "hosts"}.get(name, name.replace("_", "-"))
+        raise ConfigError(f"--{option}:{rest}") from None
+    return _run(options.command[1:], ["launch", *words], config)
+
+
+def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
+    """Work on the request in this process, or start others that do; `line`: the whole command line; `hosts`: the
+    `LaunchConfig`, None for processes on this machine only."""
     options, overrides = _read(words)
-    from modelwright.pipeline.execute import execute
+    if hosts and options.nproc != 1:
+        raise ConfigError("--nproc: belongs to launch, before the word run")
+    from modelwright.pipeline.execute import check_request, execute
     from modelwright.pipeline.plan import describe_plan
     from modelwright.recipes.load import load
 
     only = tuple(name.strip() for name in options.stages.split(",") if name.strip())
     request = load(options.target, overrides(), options.run_dir)
-    if options.dry_run:
-        print(describe_plan(request.config, request.run, only))
-        return 0
+    if options.dry_run or not is_started():
+        start = hosts or _local(options.nproc)
+        num_processes = start.processes * start.min_hosts
+        check_request(request.config, request.run, only, num_processes=num_processes, elastic=hosts is not None)
+        if options.dry_run:
+            print(describe_plan(request.config, request.run, only))
+            return 0
+        if hosts or num_processes > 1:
+            return _start(start, line, request)
     started = time.monotonic()
     display = choose_display(sys.stderr)
     try:
         done = execute(
-            request.config, request.run, only=only, origin=request.origin, words=["run", *words], progress=display
+            request.config,
+            request.run,
+            only=only,
+            origin=request.origin,
+            words=line,
+            progress=display,
+            elastic=hosts is not None,
         )
     finally:
         display.end()
     if done.is_first:
         print(_summary(done, request, time.monotonic() - started))
     return 0
+
+
+def _local(num_processes: int) -> Any:
+    """Processes on this machine that are not started again."""
+    from modelwright.parallel.elastic import LaunchConfig
+
+    if num_processes < 1:
+        raise ConfigError(f"--nproc: must be at least 1, got {num_processes}")
+    return LaunchConfig(processes=num_processes, max_restarts=0)
+
+
+def _start(start: Any, line: Sequence[str], request: Any) -> int:
+    from modelwright.core.resources import num_usable_cores
+
+    def is_done() -> bool:
+        try:
+            return request.run.read_info()["invocations"][-1]["state"] == "done"
+        except ArtifactError:
+            return False
+
+    num_threads = request.config.hardware.num_threads or num_usable_cores()
+    return supervise(start, line, threads=max(1, num_threads // start.processes), is_done=is_done)
 
 
 def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any]:

@@ -22,6 +22,8 @@ class ParallelConfig:
     sharding: sharded within groups of neighbouring ranks, replicated across groups.
     context: processes that share the tokens of each row. tensor: processes that share each layer's heads, FFN columns
     and the vocabulary; with sequence_parallel the norms and the residual stream between them are shared too.
+    placement: the links between the hosts are measured at the start (kept per set of hosts in the run directory), and
+    the ranks numbered anew so that the axes that talk most sit on the fastest links.
     """
 
     pipeline: int = 1
@@ -34,6 +36,7 @@ class ParallelConfig:
     schedule: Schedule = "1f1b"
     stages_per_rank: int = 1
     layers_per_stage: tuple[int, ...] = ()
+    placement: bool = False
 
     def __post_init__(self) -> None:
         for name in ("pipeline", "context", "tensor", "stages_per_rank"):
@@ -64,7 +67,7 @@ class ParallelConfig:
         if data * others != num_processes:
             raise ConfigError(
                 f"data: pipeline {self.pipeline} x data {self.data or 'rest'} x context {self.context} x tensor "
-                f"{self.tensor} does not make {num_processes} processes; start {max(1, self.data) * others}"
+                f"{self.tensor} does not make {num_processes} processes; start {self._usable(num_processes)} (--nproc)"
             )
         shard = 1 if self.shard == "none" else self.shard_group or data
         if data % shard:
@@ -76,3 +79,8 @@ class ParallelConfig:
             "context": self.context,
             "tensor": self.tensor,
         }
+
+    def _usable(self, num_processes: int) -> int:
+        """The number of processes nearest to the given one that the axes can make."""
+        others = self.pipeline * self.context * self.tensor
+        return others * (self.data or max(1, round(num_processes / others)))

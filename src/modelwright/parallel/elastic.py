@@ -7,23 +7,42 @@ start goes on from the last checkpoint. Knows nothing about steps or checkpoints
 
 import math
 import os
+import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.run import parse_args
+from torch.distributed.run import run as run_agent
 
 from modelwright.core.errors import ConfigError
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world
 
 FINISHED, HEARD = "finished", "heard"
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+SAVING_S = 120
+"""How long processes that are asked to stop may take to save, before they are killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +85,10 @@ class LaunchConfig:
 
 def torchrun_command(config: LaunchConfig, command: Sequence[str]) -> list[str]:
     """The command line that starts `command` (a Python script or `-m MODULE`, and its arguments) on this host."""
+    return [sys.executable, "-m", "torch.distributed.run", *_torchrun_options(config, "c10d"), *command]
+
+
+def _torchrun_options(config: LaunchConfig, backend: str) -> list[str]:
     waits = {
         "join_timeout": config.join_timeout_s,
         "last_call_timeout": config.last_call_s,
@@ -75,21 +98,18 @@ def torchrun_command(config: LaunchConfig, command: Sequence[str]) -> list[str]:
     }
     if config.separate_store:
         waits["is_host"] = 0
-    address = [f"--local-addr={config.address}"] if config.address else []
+    # The host's own name leads nowhere on many a laptop; a lone host needs none.
+    address = config.address or ("" if config.rendezvous else "localhost")
     return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
         f"--nnodes={config.min_hosts}:{config.max_hosts}",
         f"--nproc-per-node={config.processes}",
-        "--rdzv-backend=c10d",
+        f"--rdzv-backend={backend}",
         f"--rdzv-endpoint={config.rendezvous or 'localhost:0'}",
         f"--rdzv-id={config.name}",
         f"--rdzv-conf={','.join(f'{key}={value}' for key, value in waits.items())}",
         f"--max-restarts={config.max_restarts}",
         "--monitor-interval=0.5",
-        *address,
-        *command,
+        *([f"--local-addr={address}"] if address else []),
     ]
 
 
@@ -99,7 +119,108 @@ def torchrun_environment(environment: Mapping[str, str], *, threads: int) -> dic
     A store that the rendezvous and the workers share keeps addresses of processes that are gone, so restarts over gloo
     fail now and then: each start gets a store of its own.
     """
-    return {**environment, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": str(threads)}
+    return {
+        **environment,
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVING_S),
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How `launch` came to an end on this host; without any of these its processes have finished.
+
+    failed: processes ended with an error once too often; killed: the signals that ended some of them, by rank;
+    asked: the signal that this process was sent; closed: another host has ended the run.
+    """
+
+    failed: bool = False
+    killed: Mapping[int, int] = field(default_factory=dict)
+    asked: int = 0
+    closed: bool = False
+
+
+def launch(
+    config: LaunchConfig, module: str, words: Sequence[str], *, logs: Path, before_restart: Callable[[], None]
+) -> Ending:
+    """What `torchrun` does for `python -m MODULE WORDS`, in this process and with its environment.
+
+    Call it from the main thread. A signal that asks this process to stop is passed on to those it started, and waits
+    for them. logs: a folder for the library's own files; before_restart: called whenever the processes are about to be
+    started again; what it raises ends the run on all hosts, and passes through. Raises `RendezvousError` when the
+    hosts do not find each other.
+    """
+    backend = f"modelwright-{uuid.uuid4().hex}"
+    rendezvous_handler_registry.register(backend, lambda wanted: _Gate(wanted, before_restart))  # pyright: ignore
+    options = _torchrun_options(config, backend)
+    arguments = parse_args([*options, f"--log-dir={logs}", "--module", "--", module, *words])
+    # What is ignored from the start (nohup) stays so.
+    handled = [number for number in _STOPPING if signal.getsignal(number) != signal.SIG_IGN]
+    arguments.signals_to_handle = ",".join(number.name for number in handled)
+    with _signals_raise(handled):
+        try:
+            run_agent(arguments)
+        except ChildFailedError as error:
+            first = min(failure.timestamp for failure in error.failures.values())
+            killed = {
+                rank: -failure.exitcode
+                for rank, failure in error.failures.items()
+                # Those that ended later were ended because of the first.
+                if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and failure.timestamp <= first + 2
+            }
+            return Ending(failed=True, killed=killed)
+        except SignalException as error:
+            return Ending(asked=error.sigval)
+        except RendezvousClosedError:
+            return Ending(closed=True)
+    return Ending()
+
+
+class _Gate:
+    """A rendezvous handler over c10d that asks before this host comes back."""
+
+    def __init__(self, wanted: RendezvousParameters, before_return: Callable[[], None]) -> None:
+        parameters = RendezvousParameters(
+            "c10d",
+            wanted.endpoint,
+            wanted.run_id,
+            wanted.min_nodes,
+            wanted.max_nodes,
+            wanted.local_addr,
+            **wanted.config,
+        )
+        self._handler: RendezvousHandler = rendezvous_handler_registry.create_handler(parameters)
+        self._backend = wanted.backend
+        self._before_return = before_return
+        self._has_been_in = False
+
+    def get_backend(self) -> str:
+        return self._backend
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self._has_been_in:
+            self._before_return()
+        self._has_been_in = True
+        return self._handler.next_rendezvous()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler, name)
+
+
+@contextmanager
+def _signals_raise(handled: Sequence[signal.Signals]) -> Iterator[None]:
+    """SIGTERM and Ctrl-C mean the same while hosts are waited for as later, when torch's own handlers stand."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SignalException(f"got signal {number}", signal.Signals(number))
+
+    before = {number: signal.signal(number, leave) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def serve_rendezvous(port: int) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from modelwright.parallel.links import Links
+from modelwright.parallel.links import Links, LinksConfig, measure_links
 from modelwright.parallel.mesh import World
 
 OPEN_AXES = ("pipeline",)
@@ -44,6 +44,37 @@ DEFAULT_TRAFFIC = {
 """For when nothing better is known: the order in which a transformer's axes depend on their links (tensor: several
 messages per layer and microbatch; context: per layer; shard: weights of each layer; pipeline: per microbatch;
 replicate: once a step)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where everybody sits: position i of the mesh is held by the process that came as rank order[i].
+
+    seconds_before, seconds_after: what the messages of one step cost in the given order and in this one.
+    """
+
+    links: Links
+    order: tuple[int, ...]
+    seconds_before: float
+    seconds_after: float
+
+
+def find_places(
+    world: World,
+    axes: Mapping[str, int],
+    config: LinksConfig,
+    traffic: Mapping[str, Traffic] = DEFAULT_TRAFFIC,
+    *,
+    host: str = "",
+) -> Placement:
+    """Measure the links (or take them from the cache) and choose the order; the same on all ranks. Collective.
+
+    host: this rank's host, "" for its network name.
+    """
+    links = measure_links(world, config, host=host)
+    given, order = tuple(range(world.size)), place(links, axes, traffic)
+    before, after = (step_seconds(links, axes, numbers, traffic) for numbers in (given, order))
+    return Placement(links=links, order=order, seconds_before=before, seconds_after=after)
 
 
 def place(

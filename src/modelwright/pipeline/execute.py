@@ -5,9 +5,10 @@ The only place that knows all of them; what a stage does and what the terminal s
 
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,20 +16,24 @@ from typing import Any
 from modelwright import __version__
 from modelwright.core.artifacts import Manifest
 from modelwright.core.config import load_yaml, parse, save_yaml
-from modelwright.core.errors import ArtifactError, ConfigError, Stopped
+from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, Stopped, StorageError
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.resources import git_commit, hardware, versions
 from modelwright.core.rundir import RunDir
+from modelwright.parallel.elastic import fit, num_restarts, num_used
+from modelwright.parallel.placement import Placement
 from modelwright.pipeline.chain import build_stages
+from modelwright.pipeline.check import check_training, within
 from modelwright.pipeline.config import STAGES, RunConfig, StageName
 from modelwright.pipeline.journal import now
-from modelwright.pipeline.ranks import PatientRanks, join_ranks, use_threads
+from modelwright.pipeline.ranks import PatientRanks, join_ranks, shared_rows, use_threads
 from modelwright.pipeline.redact import redact_words
-from modelwright.pipeline.resolve import resolve, settled_device
-from modelwright.pipeline.runner import Outcome, run_stages
+from modelwright.pipeline.resolve import resolve, settle_model
+from modelwright.pipeline.runner import Outcome, run_stages, survey
 from modelwright.pipeline.stage import Stage
 
 PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "openai", "transformers")
+LOCK_PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -41,31 +46,109 @@ class Done:
 
 
 def execute(
-    config: RunConfig, run: RunDir, *, only: Sequence[str], origin: str, words: Sequence[str], progress: Progress
+    config: RunConfig,
+    run: RunDir,
+    *,
+    only: Sequence[str],
+    origin: str,
+    words: Sequence[str],
+    progress: Progress,
+    elastic: bool = False,
 ) -> Done:
     """Bring the run in `run` to its end and return what was done.
 
-    `only`: stages to work on (empty: all of the configuration's); `words`: the command line, for run.json. Called by
-    every process that torchrun started. Raises `ModelwrightError` for whatever a person can do something about,
-    `Stopped` after SIGTERM or Ctrl-C.
+    `only`: stages to work on (empty: all of the configuration's); `words`: the command line, for run.json; `elastic`:
+    the layout is made to fit the processes that are there. Called by every process that was started. Raises
+    `ModelwrightError` for whatever a person can do something about, `Stopped` after SIGTERM or Ctrl-C.
     """
     run.create()
-    with _stop_on_signals(), join_ranks(settled_device(config.hardware.device)) as ranks, ExitStack() as held:
+    joined = join_ranks(config, links=run.path / "links.json", elastic=elastic)
+    with joined as ranks, _stop_on_signals(), ExitStack() as held:
+        if ranks is None:
+            return Done([], False, False)
         shown = progress if ranks.rank == 0 else SilentProgress()
         if ranks.rank == 0:
-            held.enter_context(run.lock())
-            config, only = select_stages(config, previous_config(run), only)
-            config = resolve(config, previous_config(run), shown)
-            stages = build_stages(config, run)  # before anything is written: it checks what the stages need
+            _hold(run, held, LOCK_PATIENCE_S if elastic else 0.0)
+            config, only = settle(config, run, only, shown)
+            stages = _stages(config, run, ranks)
+            to_do = _to_do(run, stages, only)
+            check_training(config, ranks.layout, num_processes=ranks.size, stages=to_do)
             save_yaml(run.config, config)
+            _tell_places(ranks.placement, shown)
         ranks.barrier()
         if ranks.rank != 0:
             before = config
             config = parse(RunConfig, load_yaml(run.config))
             only = select_stages(before, config, only)[1]
-            stages = build_stages(config, run)
+            stages = _stages(config, run, ranks)
         use_threads(config.hardware.num_threads)
         return _run(config, run, stages, only, origin, words, ranks, shown)
+
+
+def check_request(
+    config: RunConfig, run: RunDir, only: Sequence[str], *, num_processes: int, elastic: bool = False
+) -> None:
+    """Raise `ConfigError` for what `execute` would refuse before its first stage, without starting or writing
+    anything."""
+    previous = previous_config(run)
+    if previous is None:
+        config, only = select_stages(config, None, only)
+        config = settle_model(config)
+        to_do: Sequence[str] = config.stages
+    else:
+        config, only = settle(config, run, only, SilentProgress())
+        to_do = _to_do(run, build_stages(config, run), only)
+    layout = config.parallel
+    if elastic:
+        with within("parallel"):
+            layout = fit(layout, num_processes=num_processes, num_rows=shared_rows(config))
+        num_processes = num_used(layout)
+    check_training(config, layout, num_processes=num_processes, stages=to_do)
+
+
+def settle(
+    config: RunConfig, run: RunDir, only: Sequence[str], progress: Progress
+) -> tuple[RunConfig, tuple[str, ...]]:
+    """The resolved configuration, as this machine and what is in the folder have it, and the stages to work on."""
+    previous = previous_config(run)
+    config, chosen = select_stages(config, previous, only)
+    return resolve(config, previous, progress), chosen
+
+
+def _stages(config: RunConfig, run: RunDir, ranks: PatientRanks) -> list[Stage]:
+    """The layout is that of the processes that are there now; config.yaml keeps the one that was asked for."""
+    return build_stages(replace(config, parallel=ranks.layout), run)
+
+
+def _to_do(run: RunDir, stages: Sequence[Stage], only: Sequence[str]) -> list[str]:
+    states = survey(run, stages).states
+    return [name for name, state in states.items() if state != "done" and (not only or name in only)]
+
+
+def _hold(run: RunDir, held: ExitStack, patience_s: float) -> None:
+    """Lock the run; a process of before that is gone with its host may seem to hold it for a while."""
+    give_up = time.monotonic() + patience_s
+    while True:
+        try:
+            held.enter_context(run.lock())
+            return
+        except StorageError:
+            raise
+        except ModelwrightError:
+            if time.monotonic() >= give_up:
+                raise
+        time.sleep(1.0)
+
+
+def _tell_places(placement: Placement | None, progress: Progress) -> None:
+    if placement is None:
+        return
+    before, after = (f"{1e3 * seconds:.3g} ms" for seconds in (placement.seconds_before, placement.seconds_after))
+    if placement.seconds_after < placement.seconds_before:
+        order = ", ".join(map(str, placement.order))
+        progress.note(f"placement: messages of a step take {after} instead of {before} by the links; order {order}")
+    else:
+        progress.note(f"placement: the ranks stay where they are; messages of a step take {before} by the links")
 
 
 def previous_config(run: RunDir) -> RunConfig | None:
@@ -142,8 +225,11 @@ class _RunJournal:
             "versions": {"modelwright": __version__, **versions(*PACKAGES)},
             "hardware": hardware() | {"device": str(ranks.world.device), "num_threads": config.hardware.num_threads},
             "world_size": ranks.size,
+            "restart": num_restarts(),
             "state": "running",
         }
+        if ranks.placement:
+            self._entry["placement"] = asdict(ranks.placement)
         self._info["invocations"].append(self._entry)
         run.write_info(self._info)
 

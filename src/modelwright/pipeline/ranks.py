@@ -1,31 +1,50 @@
 """The processes of a run, with the patience that a pipeline needs.
 
 While rank 0 prepares data the others wait at a barrier, perhaps for hours; the training collectives keep their short
-timeout, so that a hang there is noticed. Hence a second process group that only waits.
+timeout, so that a hang there is noticed. Hence a second process group that only waits. Who is which rank, and with
+what layout, is settled here, before any group is built.
 """
 
+import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.elastic import join_as_fits
+from modelwright.parallel.links import LinksConfig
 from modelwright.parallel.mesh import World, join_world
+from modelwright.parallel.placement import Placement, find_places, take_places
+from modelwright.pipeline.check import within
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.resolve import settled_device
 
 PATIENCE = timedelta(days=7)
 
 
+class PeerLost(ModelwrightError):
+    """Another process of the run has ended; what became of it is told elsewhere."""
+
+    exit_code = 3
+
+
 @dataclass(frozen=True)
 class PatientRanks:
-    """`world` for training; `barrier` waits as long as it takes."""
+    """`world` for training, laid out as `layout` says; `barrier` waits as long as it takes; `placement`: how the ranks
+    were numbered anew, None when they were not."""
 
     world: World
+    layout: ParallelConfig
     waiting_group: Any = None
+    placement: Placement | None = None
 
     @property
     def rank(self) -> int:
@@ -36,23 +55,69 @@ class PatientRanks:
         return self.world.size
 
     def barrier(self) -> None:
-        """Wait until all processes are here. Raises `ModelwrightError` when one of them has gone."""
+        """Wait until all processes are here. Raises `PeerLost` when one of them has gone."""
         if self.size == 1:
             return
         try:
             dist.barrier(group=self.waiting_group)
         except RuntimeError as error:
-            raise ModelwrightError("another process of this run has ended; its own message says why") from error
+            raise PeerLost("another process of this run has ended; its own message says why") from error
 
 
 @contextmanager
-def join_ranks(device: str) -> Iterator[PatientRanks]:
-    """All processes that `torchrun` started, or this one alone; `device` is "cpu" or "cuda"."""
-    local = os.environ.get("LOCAL_RANK", "0")
-    chosen = torch.device(device, int(local)) if device == "cuda" else torch.device(device)
-    with join_world(chosen) as world:
+def join_ranks(config: RunConfig, *, links: Path, elastic: bool, host: str = "") -> Iterator[PatientRanks | None]:
+    """All processes that were started, or this one alone; None for a process that the layout has no place for.
+
+    links: where measured links are kept; elastic: the layout is made to fit the processes that are there, and one that
+    is left over waits at the context's end; host: this process's host, "" for its network name.
+    """
+    with _join(config, _own_device(settled_device(config.hardware.device)), elastic) as joined:
+        if joined is None:
+            yield None
+            return
+        world, layout = joined
+        placement = None
+        if layout.placement and world.size > 1:
+            with within("parallel"):
+                axes = layout.axes(world.size)
+            placement = find_places(world, axes, LinksConfig(cache=str(links)), host=host)
+            world = take_places(world, placement.order)
         waiting = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
-        yield PatientRanks(world, waiting)
+        yield PatientRanks(world, layout, waiting, placement)
+
+
+@contextmanager
+def _join_all(config: RunConfig, device: torch.device) -> Iterator[tuple[World, ParallelConfig]]:
+    with join_world(device) as world:
+        yield world, config.parallel
+
+
+def _join(
+    config: RunConfig, device: torch.device, elastic: bool
+) -> AbstractContextManager[tuple[World, ParallelConfig] | None]:
+    if elastic:
+        return join_as_fits(config.parallel, num_rows=shared_rows(config), device=device)
+    return _join_all(config, device)
+
+
+def shared_rows(config: RunConfig) -> int:
+    """What the number of copies of the model must divide: rows of a microbatch of all copies, in every training."""
+    trainings = [getattr(config, name) for name in config.stages if name in ("pretrain", "sft")]
+    return math.gcd(*(one.batch_rows(config.pack.seq_len) // one.num_microbatches for one in trainings)) or 1
+
+
+def _own_device(device: str) -> torch.device:
+    if device == "cpu":
+        return torch.device("cpu")
+    num_cards, num_here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not num_cards:
+        raise ConfigError("hardware.device: is cuda, and this machine has no CUDA card; choose cpu or best")
+    if num_here > num_cards:
+        raise ConfigError(
+            f"--nproc: {num_here} processes need a card each, and this machine has {num_cards}; start fewer, or choose "
+            "hardware.device cpu"
+        )
+    return torch.device(device, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def use_threads(num_threads: int) -> int:

@@ -1,0 +1,158 @@
+"""Several processes that look like one from outside: one message, one exit code, one display.
+
+A process that was started here leaves its last words (message, exit code) in a folder instead of on the terminal. When
+all have ended, or before they are started again, the words that tell the cause are shown. An error that a person must
+do something about ends the run on all hosts; whatever else happens, the processes are started again as often as the
+configuration allows. Knows nothing about what they do.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from modelwright.core.errors import ModelwrightError, Stopped
+
+LAST_WORDS = "MODELWRIGHT_LAST_WORDS"
+"""Environment variable: the folder for last words; whoever finds it was started by `supervise`."""
+BUG, USER, LOST, INTERRUPTED, STOPPED = 1, ModelwrightError.exit_code, 3, 130, Stopped.exit_code
+"""Exit codes; LOST is `pipeline.ranks.PeerLost`'s."""
+_TELLING = (USER, BUG, STOPPED, INTERRUPTED, LOST)
+"""Exit codes in the order in which they tell the cause of an ending."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """How one process ended."""
+
+    rank: int
+    time_s: float
+    exit_code: int
+    text: str
+
+
+class Refused(ModelwrightError):
+    """A process met an error that it would meet again."""
+
+
+def is_started() -> bool:
+    """Whether this process is one of several already, whoever started them."""
+    return "WORLD_SIZE" in os.environ
+
+
+def leave_words(folder: str, text: str, exit_code: int) -> int:
+    """Write down how this process ends; returns the exit code."""
+    words = Words(rank=int(os.environ.get("RANK", "0")), time_s=time.time(), exit_code=exit_code, text=text)
+    temporary = Path(folder) / f"{os.getpid()}.tmp"
+    temporary.write_text(json.dumps(asdict(words)), encoding="utf-8")
+    temporary.rename(temporary.with_suffix(".json"))
+    return exit_code
+
+
+def read_words(folder: Path) -> list[Words]:
+    """The words that were left, those that tell the cause first."""
+    found = [Words(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
+    ranked = {code: place for place, code in enumerate(_TELLING)}
+    return sorted(found, key=lambda one: (ranked.get(one.exit_code, len(ranked)), _order(one)))
+
+
+def _order(words: Words) -> float:
+    """Errors follow from the first one; of those who were asked to stop the first rank speaks."""
+    return words.time_s if words.exit_code in (USER, BUG) else words.rank
+
+
+def supervise(config: Any, line: Sequence[str], *, threads: int, is_done: Callable[[], bool]) -> int:
+    """Run the command line `modelwright LINE...` in the processes of a `parallel.elastic.LaunchConfig`.
+
+    threads: of each; is_done: whether the run has finished, which another host may know first. Returns the exit code
+    that one process would have left with; shows what it would have said.
+    """
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    from modelwright.parallel.elastic import launch, torchrun_environment
+
+    with tempfile.TemporaryDirectory(prefix="modelwright-") as name:
+        folder = Path(name)
+        changes = torchrun_environment({LAST_WORDS: name}, threads=threads)
+        with _environment(changes), _silent_library():
+            try:
+                ending = launch(
+                    config,
+                    "modelwright.cli.main",
+                    line,
+                    logs=folder / "logs",
+                    before_restart=lambda: _before_restart(folder),
+                )
+            except Refused as error:
+                return _say(str(error), USER)
+            except RendezvousError as error:
+                where = config.rendezvous or "this host"
+                return _say(f"the hosts did not find each other at {where} ({type(error).__name__}: {error})", USER)
+        if ending.closed:
+            done = is_done()
+            return 0 if done else _say("another host has ended this run; its own message says why", USER)
+        if not ending.failed and not ending.asked:
+            return 0
+        return _tell(folder, ending.killed, ending.asked)
+
+
+def _before_restart(folder: Path) -> None:
+    """Say why the processes are started again. Raises `Refused` when they should not be."""
+    words = read_words(folder)
+    for path in folder.glob("*.json"):
+        path.unlink()
+    if words and words[0].exit_code == USER:
+        raise Refused(words[0].text)
+    reason = words[0].text.strip().splitlines()[-1] if words and words[0].exit_code == BUG else ""
+    _say(f"a process was lost, or the hosts have changed{f' ({reason})' if reason else ''}; starting again", 0)
+
+
+def _tell(folder: Path, killed: Mapping[int, int], asked: int) -> int:
+    """Show how it ended and return the exit code."""
+    words = read_words(folder)
+    if killed and not (words and words[0].exit_code == USER):
+        rank, number = next(iter(killed.items()))
+        reason = f"process {rank} was ended by {signal.Signals(number).name}"
+        hint = " (was there too little memory?)" if number == signal.SIGKILL else ""
+        return _say(f"{reason}{hint}; what was finished stays, the same command goes on from there", 128 + number)
+    if words:
+        return _say(words[0].text, words[0].exit_code)
+    return _say(
+        "stopped; what was finished stays, the same command goes on from there", 128 + (asked or signal.SIGTERM)
+    )
+
+
+def _say(text: str, exit_code: int) -> int:
+    print(text.rstrip() if exit_code == BUG else f"modelwright: {text}", file=sys.stderr, flush=True)
+    return exit_code
+
+
+@contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """What torch hands on to the processes that it starts."""
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _silent_library() -> Iterator[None]:
+    """torchrun's own reports of processes that ended stay out of the way of ours."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,74 @@
+"""What can be known to fail in training before any data is prepared: layouts, shapes, rows, devices.
+
+Every message begins with the full path of the field to change. Reads nothing and writes nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from modelwright.core.errors import ConfigError
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.context import own_spans
+from modelwright.parallel.stages import check_microbatches, check_ties, layers_of_stages
+from modelwright.parallel.tensor import check_shape, stage_tokens
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.resolve import settled_device
+from modelwright.train.config import TrainConfig
+
+
+@contextmanager
+def within(section: str) -> Iterator[None]:
+    """A `ConfigError` about a field becomes one about that field of `section`."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{section}.{error}") from None
+
+
+def check_training(config: RunConfig, layout: ParallelConfig, *, num_processes: int, stages: Sequence[str]) -> None:
+    """Whether `num_processes` laid out as `layout` can train `stages` (those of pretrain and sft among them).
+
+    `config.model` is the model that is trained. Raises `ConfigError`.
+    """
+    stages = [name for name in stages if name in ("pretrain", "sft")]
+    if not stages:
+        return
+    with within("parallel"):
+        axes = layout.axes(num_processes)
+    _check_model(config, layout)
+    for name in stages:
+        with within(name):
+            _check_stage(getattr(config, name), layout, config, num_copies=axes["replicate"] * axes["shard"])
+
+
+def _check_model(config: RunConfig, layout: ParallelConfig) -> None:
+    try:
+        check_shape(config.model, layout.tensor)
+    except ConfigError as error:
+        raise ConfigError(f"parallel.tensor: {layout.tensor} does not suit the model (model.{error})") from None
+    row_len = config.pack.seq_len
+    with within("parallel"):
+        if layout.pipeline > 1:
+            layers_of_stages(config.model, layout)
+            check_ties(config.model, layout)
+        if layout.context > 1:
+            own_spans(row_len, layout.context, 0)
+        stage_tokens(row_len // layout.context, layout.tensor, sequence_parallel=layout.sequence_parallel)
+
+
+def _check_stage(training: TrainConfig, layout: ParallelConfig, config: RunConfig, *, num_copies: int) -> None:
+    training.batch_rows(config.pack.seq_len, num_copies=num_copies)
+    check_microbatches(layout, training.num_microbatches)
+    kept = training.activations
+    if kept.offload and settled_device(config.hardware.device) == "cpu":
+        raise ConfigError(
+            "activations.offload: moves what is kept to the host's memory, and on the CPU it lies there already; "
+            "switch it off"
+        )
+    zero_bubble = layout.pipeline > 1 and layout.schedule == "zero_bubble"
+    if zero_bubble and (training.compile or kept.offload or kept.mode in ("unit", "selective")):
+        name = "compile" if training.compile else "activations"
+        raise ConfigError(
+            f"{name}: does not go with parallel.schedule zero_bubble, which takes blocks apart; switch it off, or take "
+            "1f1b or interleaved"
+        )

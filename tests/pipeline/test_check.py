@@ -1,0 +1,131 @@
+"""What training would refuse is refused before any data is prepared, with the full name of the field to change."""
+
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelwright.core.config import dump, merge, parse
+from modelwright.core.errors import ConfigError
+from modelwright.pipeline.check import check_training
+from modelwright.pipeline.config import RunConfig
+from modelwright.recipes.tiny import tiny
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def check(changes: Mapping[str, Any], num_processes: int) -> None:
+    config = parse(RunConfig, merge(dump(tiny()), changes))
+    check_training(config, config.parallel, num_processes=num_processes, stages=config.stages)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_processes", "message"),
+    [
+        ({"parallel": {"tensor": 2}}, 1, r"^parallel\.data: .* does not make 1 processes; start 2"),
+        ({"parallel": {"data": 2, "tensor": 2}}, 2, r"^parallel\.data: .* start 4"),
+        ({"parallel": {"shard": "full", "shard_group": 4}}, 2, r"^parallel\.shard_group: 4 does not divide"),
+        ({"parallel": {"tensor": 8}}, 8, r"^parallel\.tensor: 8 does not suit the model \(model\.num_heads: 4"),
+        ({"parallel": {"pipeline": 3}}, 3, r"^parallel\.pipeline: 2 layers cannot make 3 stages"),
+        ({"parallel": {"pipeline": 2, "layers_per_stage": [2, 1]}}, 2, r"^parallel\.layers_per_stage: \(2, 1\) adds"),
+        (
+            {
+                "parallel": {"pipeline": 1, "schedule": "zero_bubble", "stages_per_rank": 1},
+                "pretrain": {"batch_tokens": 384},
+            },
+            2,
+            r"^pretrain\.batch_tokens: 384 must be a multiple of 256",
+        ),
+        ({}, 4, r"^sft\.batch_tokens: 512 must be a multiple of 1024"),
+        (
+            {
+                "parallel": {"pipeline": 2, "schedule": "interleaved", "stages_per_rank": 2},
+                "model": {"num_layers": 4},
+                "pretrain": {"num_microbatches": 5, "batch_tokens": 640},
+            },
+            2,
+            r"^pretrain\.num_microbatches: 5 cannot be shared",
+        ),
+        (
+            {
+                "parallel": {"pipeline": 2, "schedule": "zero_bubble", "stages_per_rank": 2, "shard": "full"},
+                "model": {"num_layers": 4, "tie_embeddings": True},
+            },
+            2,
+            r"^parallel\.stages_per_rank: zero_bubble with 2",
+        ),
+        (
+            {"parallel": {"pipeline": 2, "schedule": "zero_bubble"}, "sft": {"activations": {"mode": "unit"}}},
+            2,
+            r"^sft\.activations: does not go with parallel\.schedule zero_bubble",
+        ),
+        (
+            {"parallel": {"context": 3}, "sft": {"num_microbatches": 1}},
+            3,
+            r"^parallel\.context: rows of 128 tokens do not divide",
+        ),
+        (
+            {"parallel": {"tensor": 2}, "pack": {"seq_len": 127}, "pretrain": {"batch_tokens": 127},
+             "sft": {"batch_tokens": 254}},
+            2,
+            r"^parallel\.sequence_parallel: rows of 127 tokens",
+        ),
+        ({"pretrain": {"activations": {"offload": True}}}, 1, r"^pretrain\.activations\.offload: .* switch it off"),
+    ],
+)  # fmt: skip
+def test_messages(changes: Mapping[str, Any], num_processes: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(changes, num_processes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_processes"),
+    [
+        ({}, 1),
+        ({}, 2),
+        ({"parallel": {"tensor": 2}}, 4),
+        ({"parallel": {"context": 2, "pipeline": 2, "schedule": "zero_bubble"}}, 4),
+    ],
+)
+def test_what_works_passes(changes: Mapping[str, Any], num_processes: int) -> None:
+    check(changes, num_processes)
+
+
+def test_only_stages_that_are_trained_count() -> None:
+    config = parse(RunConfig, merge(dump(tiny()), {"parallel": {"tensor": 2}}))
+    check_training(config, config.parallel, num_processes=1, stages=("clean", "evaluate", "report"))
+
+
+@pytest.mark.parametrize("how", [["--dry-run"], []])
+def test_nothing_is_written(inside: Command, tmp_path: Path, how: list[str]) -> None:
+    run = tmp_path / "run"
+    done = inside("run", "tiny", "--run-dir", str(run), "--pretrain.activations.offload", *how)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "pretrain.activations.offload: " in done.stderr
+    assert not run.exists() or [path.name for path in run.iterdir()] == [".lock"]
+
+
+def test_the_shape_is_that_of_the_folder(inside: Command, tmp_path: Path) -> None:
+    from modelwright.model.decoder import Decoder
+    from modelwright.model.hf import save_model
+
+    shape = parse(RunConfig, merge(dump(tiny()), {"model": {"num_heads": 3, "num_kv_heads": 3, "ffn_dim": 96}})).model
+    model = Decoder(shape)
+    model.init_weights(0)
+    save_model(model, tmp_path / "given")
+    words = ("run", "tiny", "--init-from", str(tmp_path / "given"), "--nproc", "2", "--parallel.tensor", "2")
+    done = inside(*words, "--run-dir", str(tmp_path / "run"))
+    assert "parallel.tensor: 2 does not suit the model (model.num_heads: 3" in done.stderr
+
+
+def test_a_finished_training_needs_no_processes(inside: Command, tmp_path: Path, small_words) -> None:
+    """A run that was trained in two processes can be worked on with one."""
+    run = tmp_path / "run"
+    words = [*small_words, "--run-dir", str(run), "--stages", "clean,tokenize,pack,pretrain,report"]
+    assert inside(*words).returncode == 0
+    assert inside("run", str(run), "--parallel.tensor", "2").returncode == 0
+    done = inside("run", str(run), "--parallel.tensor", "2", "--seed", "7")
+    assert done.returncode == 2
+    assert "parallel.data: " in done.stderr

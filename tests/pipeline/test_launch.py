@@ -1,0 +1,168 @@
+"""Several processes started by one command behave as one: results, messages, exit codes, signals, lost processes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from modelwright.core.records import column, read_records
+from modelwright.core.rundir import RunDir
+from modelwright.pipeline.journal import read_attempts
+from tolerances import TOLERANCES
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+DATA = "clean,tokenize,pack"
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    """In a session of its own, so that nothing of it stays behind."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "modelwright.cli.main", *words],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 200) -> str:
+    """What it said on stderr."""
+    try:
+        return process.communicate(timeout=timeout_s)[1]
+    finally:
+        for worker in workers(process):
+            os.kill(worker, signal.SIGKILL)
+        process.kill()
+
+
+def workers(process: subprocess.Popen[str]) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(word) for word in children.read_text().split()] if children.exists() else []
+
+
+def wait_until(process: subprocess.Popen[str], is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 200
+    while process.poll() is None and not is_so():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def losses(run: Path) -> torch.Tensor:
+    return torch.tensor(column(read_records(run / "pretrain" / "metrics.jsonl"), "loss"))
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, command: Command, small_words: Sequence[str]) -> Path:
+    """A run whose data is ready."""
+    run = tmp_path_factory.mktemp("prepared") / "run"
+    done = command(*small_words, "--stages", DATA, "--run-dir", str(run))
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+@pytest.fixture
+def run(prepared: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(prepared, tmp_path / "run"))
+
+
+def training(run: Path, *more: str) -> list[str]:
+    return ["run", str(run), "--stages", "pretrain,report", *more]
+
+
+def test_two_processes_end_as_one_does(run: Path, inside: Command, command: Command) -> None:
+    """And the ranks are placed by their links, which are all the same here."""
+    alone = Path(shutil.copytree(run, run.with_name("alone")))
+    assert inside(*training(alone)).returncode == 0
+    done = command(*training(run, "--nproc", "2", "--parallel.placement"))
+    assert done.returncode == 0, done.stderr
+    assert (run / "report.html").exists()
+    assert done.stdout.count("finished in") == 1
+    assert done.stderr.count("placement: the ranks stay where they are") == 1
+    torch.testing.assert_close(losses(run), losses(alone), **TOLERANCES["fp32_loss"])
+    ours, theirs = (load_file(folder / "pretrain" / "artifact" / "model.safetensors") for folder in (run, alone))
+    torch.testing.assert_close(ours, theirs, **TOLERANCES["fp32_trained"])
+    entry = RunDir(run).read_info()["invocations"][-1]
+    assert entry["world_size"] == 2
+    assert entry["command"][-3:] == ["--nproc", "2", "--parallel.placement"]
+    assert entry["placement"]["order"] == [0, 1]
+    assert entry["placement"]["links"]["bytes_per_s"][0][0] > 0
+    assert json.loads((run / "links.json").read_text())
+
+
+def test_asked_to_stop_they_save_and_go_on(run: Path, command: Command) -> None:
+    words = training(run, "--nproc", "2", "--pretrain.num_steps=80", "--pretrain.checkpoint_every_steps=0")
+    process = start(*words)
+    metrics = run / "pretrain" / "metrics.jsonl"
+    wait_until(process, lambda: metrics.exists() and metrics.stat().st_size > 0)
+    process.send_signal(signal.SIGTERM)
+    errors = finish(process)
+    assert process.returncode == 143, errors
+    assert errors.count("modelwright: stopped after step") == 1
+    assert "Traceback" not in errors
+    assert read_attempts(RunDir(run).stage("pretrain"))[-1]["state"] == "stopped"
+    done = command(*words)
+    assert done.returncode == 0, done.stderr
+    assert "going on after step" in done.stderr
+    assert [record["step"] for record in read_records(metrics) if "loss" in record] == list(range(1, 81))
+
+
+def test_a_users_error_is_told_once(run: Path, command: Command, inside: Command) -> None:
+    """One that only the first of the processes meets, and some that are known before any is started."""
+    with RunDir(run).lock():
+        done = command(*training(run, "--nproc", "2"))
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "is working in this run" in done.stderr
+    for words, message in (
+        (["--nproc", "0"], "--nproc: must be at least 1"),
+        (["--nproc", "2", "--parallel.tensor", "3"], "parallel.data: "),
+        (["--nproc", "2", "--pretrain.no_such", "3"], "unknown setting"),
+    ):
+        done = inside(*training(run, *words))
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+        assert message in done.stderr
+
+
+def test_lost_processes_come_back(tmp_path: Path, small_words) -> None:
+    """Three processes, of which four rows in two microbatches have use for two; one is killed while the first prepares
+    data, one in training."""
+    run = tmp_path / "run"
+    more = ("--pretrain.num_steps=40", "--stages", f"{DATA},pretrain", "--run-dir", str(run))
+    process = start("launch", "--nproc", "3", *small_words, *more, "--pretrain.num_microbatches=2")
+    metrics = run / "pretrain" / "metrics.jsonl"
+    wait_until(process, lambda: (run / "clean" / "stage.json").exists())
+    os.kill(workers(process)[-1], signal.SIGKILL)
+    wait_until(process, lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 20)
+    os.kill(workers(process)[0], signal.SIGKILL)
+    errors = finish(process)
+    assert process.returncode == 0, errors
+    assert errors.count("starting again") == 2, errors
+    assert "going on after step" in errors
+    assert [record["step"] for record in read_records(metrics) if "loss" in record] == list(range(1, 41))
+    entries = RunDir(run).read_info()["invocations"]
+    assert [entry["restart"] for entry in entries] == [0, 1, 2]
+    assert {entry["world_size"] for entry in entries} == {2}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run"], "run: name a recipe"),
+        (["tiny"], "launch: ends with a run command"),
+        (["--hosts", "two", "run", "tiny"], "--hosts: 'two' is no number"),
+        (["--hosts", "1:2", "run", "tiny"], "--rendezvous: several hosts need"),
+        (["--nproc", "0", "run", "tiny"], "--nproc: must be at least 1"),
+        (["run", "tiny", "--nproc", "2"], "--nproc: belongs to launch"),
+        (["run", "tiny", "--parallel.tensor", "4"], "parallel.data: one copy of the model takes 4 processes"),
+    ],
+)
+def test_mistakes_in_launching(inside: Command, words: list[str], message: str) -> None:
+    done = inside("launch", *words)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert message in done.stderr
