@@ -42,7 +42,6 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.elastic import (
     LaunchConfig,
     join_as_fits,
-    num_restarts,
     serve_rendezvous,
     torchrun_command,
     torchrun_environment,
@@ -50,9 +49,7 @@ from modelwright.parallel.elastic import (
 from modelwright.parallel.mesh import World, single
 from modelwright.train.config import TrainConfig
 from modelwright.train.loop import train
-from modelwright.train.objective import StepInfo
-from modelwright.train.recovery import Recovery, read_recoveries
-from modelwright.train.watchdog import Watchdog
+from modelwright.train.recovery import read_recoveries
 
 ROWS, LENGTH, VOCABULARY = 8, 64, 128
 MODEL = ModelConfig(
@@ -102,26 +99,7 @@ def _digest(tokens: torch.Tensor) -> int:
     return zlib.crc32(tokens.numpy().data)
 
 
-class Alive:
-    """Controller: the watchdog hears of every step."""
-
-    every = 1
-
-    def __init__(self, dog: Watchdog) -> None:
-        self.dog = dog
-
-    def observe(self, info: StepInfo) -> None:
-        self.dog.alive()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-def run(
-    folder: Path, num_steps: int, world: World, *, layout: ParallelConfig, controllers: Mapping[str, Any], seed: int = 0
-) -> float:
+def run(folder: Path, num_steps: int, world: World, *, layout: ParallelConfig, seed: int = 0) -> float:
     """Train, or go on, to the end; the held-out loss."""
     model = Decoder(MODEL)
     model.init_weights(seed)
@@ -131,13 +109,13 @@ def run(
     settings = {
         "num_steps": num_steps, "batch_tokens": ROWS * LENGTH, "learning_rate": 3e-3,
         "precision": {"compute": "fp32"}, "eval_every_steps": 0, "checkpoint_every_steps": CHECKPOINT_EVERY,
-        "checkpoint_every_minutes": 0.0, "keep_best": False,
+        "checkpoint_every_minutes": 0.0, "keep_best": False, "guards": {"hang_after_s": HANG_AFTER_S},
     }  # fmt: skip
     heldout = [Rows(folder / "heldout.jsonl").batch(10**6 + number) for number in range(4)]
     result = train(
         model, Pretrain(Rows(notes, int(attempt))), parse(TrainConfig, settings), num_steps=num_steps, world=world,
         stage=StageDir(folder), seed=1, name="faults", input_digest="d", progress=SilentProgress(), peak_flops=0.0,
-        heldout=heldout, parallel=layout, controllers=controllers,
+        heldout=heldout, parallel=layout,
     )  # fmt: skip
     return result.heldout_loss
 
@@ -145,21 +123,12 @@ def run(
 def work(folder: Path, num_steps: int) -> None:
     """What torchrun starts."""
     torch.set_num_threads(1)
-    with (
-        Watchdog(folder / "log.txt", limit_s=HANG_AFTER_S) as dog,
-        join_as_fits(ParallelConfig(), num_rows=ROWS, device=torch.device("cpu")) as joined,
-    ):
+    with join_as_fits(ParallelConfig(), num_rows=ROWS, device=torch.device("cpu")) as joined:
         if joined is None:  # three hosts cannot share eight rows: this one waits, however long
-            dog.__exit__()
             return
         world, layout = joined
-        recovery = Recovery(folder / "recoveries.jsonl", num_ranks=world.size, restart=num_restarts())
-        controllers: dict[str, Any] = {"alive": Alive(dog)}
+        loss = run(folder, num_steps, world, layout=layout)
         if world.is_first:
-            controllers["recovery"] = recovery
-        loss = run(folder, num_steps, world, layout=layout, controllers=controllers)
-        if world.is_first:
-            recovery.stopped()
             write_atomic(folder / "result.json", json.dumps({"heldout_loss": loss}))
 
 
@@ -269,7 +238,7 @@ def compare(folder: Path, num_steps: int, faults: list[dict[str, Any]]) -> dict[
     for seed in range(3):
         alone = folder / f"alone-{seed}"
         alone.mkdir()
-        heldout.append(run(alone, num_steps, single(), layout=ParallelConfig(), controllers={}, seed=seed))
+        heldout.append(run(alone, num_steps, single(), layout=ParallelConfig(), seed=seed))
     losses = {
         name: column(read_records(path / "metrics.jsonl"), "loss")
         for name, path in (("disturbed", folder), ("alone", folder / "alone-0"))

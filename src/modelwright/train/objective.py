@@ -53,7 +53,8 @@ class StepInfo:
 
     step: updates finished, from 1; losses: each term, normalised over the whole batch; loss: their sum; grad_norm:
     before clipping; num_tokens: of all ranks, padding left out; mfu: model FLOPs utilisation in [0, 1], 0 when no peak
-    rate is known; data_wait_s: time spent waiting for the batch, part of step_time_s; skipped: the update was left
+    rate is known; data_wait_s: time spent waiting for the batch, and exchange_s: in the transport and at meetings, with
+    compression and waiting for other ranks; both are parts of step_time_s; skipped: the update was left
     out because something was not finite; scalars: what updates add.
     """
 
@@ -66,6 +67,7 @@ class StepInfo:
     tokens_per_s: float
     mfu: float
     data_wait_s: float
+    exchange_s: float
     step_time_s: float
     skipped: bool
     bytes_sent: int

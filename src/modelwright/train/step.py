@@ -6,7 +6,7 @@ about checkpoints or evaluation.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,12 +139,14 @@ class TrainStep:
         totals, num_tokens, flops = self.count(batch)
         losses = self.compute_gradients(batch, totals)
         gradients = self.gradients()
-        self.transport.reduce([local(gradient) for gradient in gradients])
+        exchange_s = _seconds(lambda: self.transport.reduce([local(gradient) for gradient in gradients]))
         context = Context(step=number, num_steps=self.num_steps, gradients=gradients, loss=sum(losses.values()))
         for update in self.updates.values():
-            update.apply(context)
+            took_s = _seconds(lambda update=update: update.apply(context))
+            exchange_s += took_s if update is self.meeting else 0.0
         self.optimizer.zero_grad(set_to_none=True)
-        return self.describe(context, losses, num_tokens, flops, data_wait_s, time.perf_counter() - started), flops
+        times = {"data_wait_s": data_wait_s, "exchange_s": exchange_s, "step_time_s": time.perf_counter() - started}
+        return self.describe(context, losses, num_tokens, flops, times), flops
 
     def batch(self, number: int) -> Batch:
         """This rank's rows of a global batch; one iterator serves as long as the numbers follow one another."""
@@ -209,12 +211,11 @@ class TrainStep:
         losses: dict[str, float],
         num_tokens: int,
         flops: float,
-        data_wait_s: float,
-        step_time_s: float,
+        times: Mapping[str, float],
     ) -> StepInfo:
         """The finished step. Where several updates are made at a time, each is charged its share of the time."""
         share = self.mesh.world.size / self.world.size
-        data_wait_s, step_time_s = data_wait_s * share, step_time_s * share
+        times = {name: seconds * share for name, seconds in times.items()}
         return StepInfo(
             step=context.step + 1,
             loss=context.loss,
@@ -222,10 +223,9 @@ class TrainStep:
             grad_norm=context.grad_norm,
             learning_rate=context.learning_rate,
             num_tokens=num_tokens,
-            tokens_per_s=num_tokens / step_time_s,
-            mfu=self.utilisation(flops, step_time_s),
-            data_wait_s=data_wait_s,
-            step_time_s=step_time_s,
+            tokens_per_s=num_tokens / times["step_time_s"],
+            mfu=self.utilisation(flops, times["step_time_s"]),
+            **times,
             skipped=context.skip,
             bytes_sent=self.transport.bytes_sent,
             scalars={**context.scalars, **self.turns.figures()},
@@ -233,6 +233,12 @@ class TrainStep:
 
     def utilisation(self, flops: float, time_s: float) -> float:
         return flops / time_s / (self.peak_flops * self.world.size) if self.peak_flops and time_s else 0.0
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
 def _seed_generators(seed: int, device: torch.device) -> None:

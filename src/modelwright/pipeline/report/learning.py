@@ -17,12 +17,15 @@ _SUMMARIES = {
     "tokens_per_s": "tokens per second",
     "step_time_s": "time per step, s",
     "data_wait_s": "waiting for data, s",
+    "exchange_s": "exchanging gradients, s",
     "mfu": "model FLOPs utilisation",
 }
 _KINDS = {
     "loss_spike": "loss spikes",
     "gradient_outlier": "gradient-norm outliers",
     "nonfinite_step": "steps that were not finite",
+    "quarantined_batch": "batches left out as outliers",
+    "straggler": "slow ranks",
     "data_stall": "data stalls",
 }
 _EVENTS_SHOWN = 40
