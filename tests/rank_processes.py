@@ -29,6 +29,8 @@ IMPORTED = (
     "modelwright.parallel.hogwild",
     "modelwright.parallel.pipeline",
     "modelwright.parallel.transports.build",
+    "modelwright.pipeline.execute",
+    "modelwright.recipes.load",
     "tensorboardX",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -54,8 +56,12 @@ class Started:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def end(self, deadline: float) -> tuple[int, str, str]:
-        """Wait until then at the latest: exit status (or minus the signal that ended it), output and errors."""
+    def end(self, deadline: float | None = None) -> tuple[int, str, str]:
+        """Exit status (or minus the signal that ended it), output and errors.
+
+        Waits until that time of the monotonic clock, or for `TIMEOUT_S` from now.
+        """
+        deadline = time.monotonic() + TIMEOUT_S if deadline is None else deadline
         self.process.join(max(0.0, deadline - time.monotonic()))
         code = self.process.exitcode
         if code is None:
@@ -71,7 +77,7 @@ class Started:
 def start_process(
     script: Path | str, *arguments: object, environment: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Started:
-    """What `python -W error script arguments...` would start, or, for the name of a module, `python -W error -m`.
+    """What `python -W error script arguments...` would start, or `python -m` for the name of a module.
 
     environment: added to this process's, with one thread. The output goes to files, so nobody has to read it.
     """
@@ -125,10 +131,10 @@ def _become(words: list[str], is_module: bool, environment: dict[str, str], cwd:
     os.environ.update(environment)
     if cwd is not None:
         os.chdir(cwd)
-    warnings.simplefilter("error")
     sys.argv = words
     if is_module:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     else:
+        warnings.simplefilter("error")
         sys.path.insert(0, str(Path(words[0]).parent))
         runpy.run_path(words[0], run_name="__main__")

@@ -7,8 +7,6 @@ import hashlib
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,18 +15,16 @@ import pytest
 
 from modelwright.pipeline.journal import read_attempts
 from modelwright.pipeline.runner import RunDir
+from rank_processes import Started, start_process
 
-Command = Callable[..., subprocess.CompletedProcess[str]]
 NUM_RUNS = int(os.environ.get("MODELWRIGHT_KILLS", "0"))
 STAGES = "clean,tokenize,pack,pretrain,sft,evaluate,quantize"
-LONGER = ("--pretrain.num_steps=60", "--sft.num_steps=30")
+PRETRAIN_STEPS, SFT_STEPS = 40, 20
+LONGER = (f"--pretrain.num_steps={PRETRAIN_STEPS}", f"--sft.num_steps={SFT_STEPS}")
 
 
-def start(words: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "modelwright.cli.main", *words],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+def start(words: Sequence[str], run: Path) -> Started:
+    return start_process("modelwright.cli.main", *words, "--run-dir", run)
 
 
 def weights(run: Path) -> dict[str, str]:
@@ -54,26 +50,22 @@ def words(small_words: tuple[str, ...]) -> tuple[str, ...]:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, words: tuple[str, ...]) -> tuple[Path, float]:
     """A run that nobody disturbs, and the seconds that it takes."""
     folder = tmp_path_factory.mktemp("whole") / "run"
+    start_process("platform").end()  # whatever has to be started first is not a part of that time
     started = time.monotonic()
-    process = start([*words, "--run-dir", str(folder)])
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
+    finish(words, folder)
     return folder, time.monotonic() - started
 
 
 def kill_at(words: Sequence[str], run: Path, moment_s: float) -> None:
-    process = start([*words, "--run-dir", str(run)])
-    try:
-        process.wait(moment_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-    process.communicate()
+    started = start(words, run)
+    started.process.join(moment_s)
+    started.process.kill()
+    started.end()
 
 
 def finish(words: Sequence[str], run: Path) -> None:
-    process = start([*words, "--run-dir", str(run)])
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
+    code, _, errors = start(words, run).end()
+    assert code == 0, errors
 
 
 @pytest.mark.skipif(NUM_RUNS > 0, reason="the long form runs instead")
@@ -85,8 +77,8 @@ def test_killed_thrice(tmp_path: Path, undisturbed: tuple[Path, float], words: t
         kill_at(words, tmp_path / "run", moment)
     finish(words, tmp_path / "run")
     assert weights(tmp_path / "run") == weights(whole), f"killed after {moments} s"
-    assert steps(tmp_path / "run", "pretrain") == steps(whole, "pretrain") == list(range(1, 61))
-    assert steps(tmp_path / "run", "sft") == list(range(1, 31))
+    assert steps(tmp_path / "run", "pretrain") == steps(whole, "pretrain") == list(range(1, PRETRAIN_STEPS + 1))
+    assert steps(tmp_path / "run", "sft") == list(range(1, SFT_STEPS + 1))
 
 
 @pytest.mark.skipif(NUM_RUNS == 0, reason="set MODELWRIGHT_KILLS to the number of runs")
@@ -101,33 +93,38 @@ def test_killed_once(number: int, tmp_path: Path, undisturbed: tuple[Path, float
     assert weights(tmp_path / "run") == weights(whole), f"killed after {moment:.1f} s in {reached}"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_asked_to_stop_in_training(
-    tmp_path: Path, undisturbed: tuple[Path, float], words: tuple[str, ...], number: signal.Signals
-) -> None:
+def test_asked_to_stop_in_training(tmp_path: Path, undisturbed: tuple[Path, float], words: tuple[str, ...]) -> None:
     run = tmp_path / "run"
-    process = start([*words, "--run-dir", str(run), "--pretrain.checkpoint_every_steps=1000"])
     metrics = run / "pretrain" / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
-        time.sleep(0.01)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode in (130, 143), errors
-    last = errors.strip().splitlines()[-1]
-    assert last.startswith("modelwright: stopped after step"), errors
-    assert "Traceback" not in errors
-    assert read_attempts(RunDir(run).stage("pretrain"))[-1]["state"] == "stopped"
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before = metrics.stat().st_size if metrics.exists() else 0
+        code, errors = signal_when(
+            lambda size=before: metrics.exists() and metrics.stat().st_size > size,
+            start([*words, "--pretrain.checkpoint_every_steps=1000"], run),
+            number,
+        )
+        assert code == 143, errors
+        assert errors.strip().splitlines()[-1].startswith("modelwright: stopped after step"), errors
+        assert "Traceback" not in errors
+    attempts = read_attempts(RunDir(run).stage("pretrain"))
+    assert [attempt["state"] for attempt in attempts] == ["stopped", "stopped"]
     finish(words, run)
     assert weights(run) == weights(undisturbed[0])
 
 
+def signal_when(condition: Callable[[], bool], started: Started, number: int) -> tuple[int, str]:
+    """Send the signal at that moment; exit status and errors of what came of it."""
+    while started.is_alive and not condition():
+        time.sleep(0.005)
+    started.send_signal(number)
+    code, _, errors = started.end()
+    return code, errors
+
+
 def test_asked_to_stop_elsewhere(tmp_path: Path, words: tuple[str, ...]) -> None:
     run = tmp_path / "run"
-    process = start([*words, "--run-dir", str(run)])
-    while process.poll() is None and not (run / "clean" / "stage.json").exists():
-        time.sleep(0.005)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 143, errors
+    cleaned = run / "clean" / "stage.json"
+    code, errors = signal_when(cleaned.exists, start(words, run), signal.SIGTERM)
+    assert code == 143, errors
     assert errors.strip().splitlines()[-1].startswith("modelwright: stopped; what was finished stays"), errors
     assert "Traceback" not in errors
