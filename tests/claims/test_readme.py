@@ -1,6 +1,5 @@
 """The README's own commands, run as they stand with the small recipe in place of the demo's."""
 
-import os
 import re
 import shlex
 import shutil
@@ -9,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from rank_processes import start_process
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,21 +23,27 @@ def commands() -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
-def run(words: list[str], folder: Path, timeout_s: int = 280) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s)
+def is_the_run(words: list[str]) -> bool:
+    return words[1] == "run" and "--dry-run" not in words
+
+
+def run_small(words: list[str], folder: Path, *more: str) -> None:
+    """A command with the small recipe in place of the demo's; it has to succeed."""
+    small = [word.replace(RECIPE, "tiny") for word in words[1:]]
+    source = {"PYTHONPATH": str(ROOT / "src")}
+    started = start_process("modelwright.cli.main", *small, *more, environment=source, cwd=folder)
+    code, output, errors = started.end()
+    assert code == 0, output[-2000:] + errors[-2000:]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A place with what the commands name, and a finished run of the demo's command with the small recipe."""
+    """A place with what the commands name, and the run that the README's own command made there."""
     place = tmp_path_factory.mktemp("readme")
     for name in ("README.md", "CONTRIBUTING.md", "docs"):
         (place / name).symlink_to(ROOT / name)
-    words = [sys.executable, "-m", "modelwright.cli.main", "run", "tiny"]
-    done = run(words, place)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert (place / "runs/tiny/report.html").is_file()
+    (command,) = filter(is_the_run, commands())
+    run_small(command, place, "--data.builtin_fraction", "0.03")
     return place
 
 
@@ -47,11 +54,16 @@ def test_some_commands_are_marked():
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_the_command_works(words, folder):
-    small = [word.replace(RECIPE, "tiny") for word in words[1:]]
-    own_run = small[0] == "run" and "--dry-run" not in small
-    extra = ["--run-dir", "runs/own", "--data.builtin_fraction", "0.03"] if own_run else []
-    done = run([sys.executable, "-m", "modelwright.cli.main", *small, *extra], folder)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    if is_the_run(words):
+        assert (folder / "runs/tiny/report.html").is_file()
+    else:
+        run_small(words, folder)
+
+
+def make(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["make", "-n", "--no-print-directory", "-C", str(ROOT), *words], capture_output=True, text=True
+    )
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="no make")
@@ -59,14 +71,14 @@ def test_make_demo_runs_the_demo():
     """`make demo` itself, with an installed environment taken as given."""
     environment = sys.prefix
     assumed = [f"--assume-old={environment}/{stamp}" for stamp in (".installed", ".torch")]
-    dry = run(["make", "-n", "--no-print-directory", "-C", str(ROOT), *assumed, f"VENV={environment}", "demo"], ROOT)
+    dry = make(*assumed, f"VENV={environment}", "demo")
     assert dry.returncode == 0, dry.stderr
     assert dry.stdout.strip().splitlines()[-1] == f"{environment}/bin/modelwright run quickstart"
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="no make")
 def test_make_test_runs_the_tests():
-    dry = run(["make", "-n", "--no-print-directory", "-C", str(ROOT), "test"], ROOT)
+    dry = make("test")
     assert dry.stdout.strip().splitlines()[-1].endswith("-m pytest")
 
 
