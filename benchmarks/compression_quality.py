@@ -37,6 +37,7 @@ from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.mesh import World, join_world
 from modelwright.train.config import TrainConfig
 from modelwright.train.loop import train
+from modelwright.train.objective import Controller
 
 METHODS: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -63,19 +64,33 @@ METHODS: dict[str, dict[str, Any]] = {
 """Name -> what it changes in the `TrainConfig`, as plain data."""
 
 
+def prepare(setting: Setting, size: Size) -> None:
+    """Text and rows, before several processes want them at once."""
+    text = prepare_text(setting)
+    for split in ("train", "heldout"):
+        packed_rows(setting, text, seq_len=size.seq_len, mode="best_fit", split=split)
+
+
 def one_run(
-    setting: Setting, text: Text, size: Size, method: Mapping[str, Any], *, seed: int, world: World
+    setting: Setting,
+    text: Text,
+    size: Size,
+    method: Mapping[str, Any],
+    *,
+    seed: int,
+    world: World,
+    folder: Path,
+    controllers: Mapping[str, Controller] | None = None,
 ) -> dict[str, float]:
-    """Train once; the held-out loss at the end and the bytes that this rank's transport sent."""
+    """Train once, in `folder`; the held-out loss at the end and the bytes that this rank's transport sent."""
     model = Decoder(size.model_config(text.vocab_size))
     model.init_weights(derive_seed(seed, "weights"))
     rows = packed_rows(setting, text, seq_len=size.seq_len, mode="best_fit", split="train")
     heldout = packed_rows(setting, text, seq_len=size.seq_len, mode="best_fit", split="heldout")
     loader = PackedLoader(rows, batch_rows=size.batch_rows, seed=derive_seed(seed, "order"))
     config = parse(TrainConfig, dump(size.train_config(learning_rate=size.learning_rate)) | dict(method))
-    stage = StageDir(setting.folder / "stage")
     if world.is_first:
-        shutil.rmtree(stage.path, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     world.barrier()
     result = train(
         model,
@@ -83,12 +98,13 @@ def one_run(
         config,
         num_steps=size.num_steps,
         world=world,
-        stage=stage,
+        stage=StageDir(folder),
         seed=seed,
         name=f"seed {seed}",
         input_digest="quality",
         progress=setting.progress,
         heldout=list(heldout.batches(32)),
+        controllers=controllers,
     )
     return {"heldout_loss": result.heldout_loss, "bytes_sent": result.bytes_sent}
 
@@ -105,7 +121,7 @@ def work(folder: Path) -> None:
             if key(run) in done:
                 continue
             at = replace(size, learning_rate=run["learning_rate"])
-            found = one_run(setting, text, at, run["method"], seed=run["seed"], world=world)
+            found = one_run(setting, text, at, run["method"], seed=run["seed"], world=world, folder=folder / "stage")
             world.barrier()
             if world.is_first:
                 with (folder / "runs.jsonl").open("a", encoding="utf-8") as file:
@@ -177,7 +193,7 @@ def main() -> None:
         for name in given.methods.split(",")
     ]
     (given.folder / "text").mkdir(parents=True, exist_ok=True)
-    prepare_text(Setting(folder=given.folder / "text", quick=False, progress=SilentProgress()))
+    prepare(Setting(folder=given.folder / "text", quick=False, progress=SilentProgress()), size)
     (given.folder / "plan.json").write_text(json.dumps({"size": dump(size), "runs": runs}), encoding="utf-8")
     start_ranks(given.folder, given.ranks)
     keys = {key(run) for run in runs}
