@@ -1,15 +1,14 @@
 """Checkpoints of ranks that hold different pieces, as a script in processes of its own.
 
-shard_run.py FOLDER SIZE PORT ACTION...     forks the ranks, which saves their start; see `ACTIONS`
+shard_run.py FOLDER ACTION...     as one rank; see `ACTIONS`
 
 Every tensor's values are a function of its name, and PyTorch's own parallel parts cut them up, so what was loaded under
-any layout is compared with what those parts make of the truth. Each rank's last line in FOLDER/rankN.txt is "ok" or the
-error that a user would see.
+any layout is compared with what those parts make of the truth. Each rank's last line is "ok" or the error that a user
+would see.
 """
 
 import os
 import sys
-import traceback
 import zlib
 from functools import partial
 from pathlib import Path
@@ -184,41 +183,17 @@ ACTIONS = {
 """LAYOUT:FOLDER:NAME:WORDS..."""
 
 
-def run_rank(root: Path, actions: list[str]) -> None:
+def main() -> None:
+    torch.set_num_threads(1)
+    root, *actions = sys.argv[1:]
     try:
         with join_world(torch.device("cpu")) as world:
             for action in actions:
                 layout, folder, name, *words = action.split(":")
-                ACTIONS[name](Run(layout, world), root / folder, *words)
+                ACTIONS[name](Run(layout, world), Path(root) / folder, *words)
             print("ok")
     except ModelwrightError as error:
         print(f"{type(error).__name__}: {error}")
-
-
-def fork(rank: int, root: Path, actions: list[str]) -> int:
-    child = os.fork()
-    if child == 0:
-        os.environ["RANK"] = str(rank)
-        with open(root / f"rank{rank}.txt", "w") as out:
-            os.dup2(out.fileno(), 1)
-            code = 1
-            try:
-                run_rank(root, actions)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            sys.stdout.flush()
-        os._exit(code)
-    return child
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    root, size, port, *actions = sys.argv[1:]
-    os.environ |= {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    children = [fork(rank, Path(root), actions) for rank in range(int(size))]
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    sys.exit(max(code % 9 for code in codes))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,6 @@
 
 import os
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,23 +9,19 @@ from safetensors.torch import load_file
 
 from modelwright.train.checkpoint import list_checkpoints, read_weights
 from modelwright.train.memory_copies import peers
+from rank_processes import start_ranks, wait_for
 
+SCRIPT = Path(__file__).with_name("shard_run.py")
+DIED = 9
 NUM_COPIES = {"copies2": 2, "fsdp2tp2": 1, "pp2fsdp2": 1, "hybrid2x2": 2}
 """The layouts that are written, and how many ranks of each a transport joins."""
 
 
 def launch(folder, size, *actions):
-    """What each rank said."""
-    script = Path(__file__).with_name("shard_run.py")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    command = [sys.executable, script, folder, str(size), port, *actions]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
-    said = [(folder / f"rank{rank}.txt").read_text().strip() for rank in range(size)]
-    assert done.returncode == 0, (said, done.stderr[-3000:])
-    return said
+    """What each rank said; all are well but those that were told to die."""
+    ended = wait_for(start_ranks(SCRIPT, folder, *actions, size=size))
+    assert all(code in (0, DIED) for code, _, _ in ended), [errors[-3000:] for _, _, errors in ended]
+    return [said.strip() for _, said, _ in ended]
 
 
 @pytest.fixture(scope="module")
