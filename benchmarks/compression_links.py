@@ -4,11 +4,11 @@
 
 Hosts are network namespaces joined by a switch whose links carry `--mbit`, or are not limited (`netns.py`, needs
 root); each runs one process of one thread, which trains a small decoder through THE loop with the transports of
-`compression_quality.py`. Counted from step 21 to the last but one (the last meeting of local steps is exact):
-the sending interface's own byte counter, which sees every header and the loop's small messages too; `exchange_s` of the steps
-(transport and meetings, with compression and waiting); tokens per second. The links and the unlimited ones take turns
-within each method; each figure is the median over repeats. Held-out losses are those of `compression_quality.py`,
-measured at equal tokens.
+`compression_quality.py`. Counted from step 21 to the last but one (the last meeting of local steps is exact): the
+sending interface's own byte counter, which sees every header and the loop's small messages too; `exchange_s` of the
+steps (transport and meetings, with compression and waiting); tokens per second. The links and the unlimited ones take
+turns within each method; each figure is the median over repeats. Held-out losses are those of
+`compression_quality.py`, measured at equal tokens.
 """
 
 import argparse
