@@ -31,6 +31,7 @@ def case(name: str, folder: str = "", **rest: Any) -> dict[str, Any]:
 
 CASES = [
     case("exact"),
+    case("planned", settings={"transport": {"kind": "planned", "collectives": {"algorithm": "ring", "window": 4}}}),
     case("int8", settings={"transport": {"kind": "int8"}}),
     case("powersgd", settings={"transport": {"kind": "powersgd", "powersgd_rank": 2}}),
     case("averaging", settings={"transport": {"local_steps": {"every": 3}}, **RARE}),
@@ -92,6 +93,11 @@ def test_a_transport_of_the_configuration_sends_less_and_still_learns(runs, name
     assert losses(runs, name) != losses(runs, "exact")
     first, second = weights(runs, name), weights(runs, name, rank=1)
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_planned_sums_are_exact(runs):
+    assert losses(runs, "planned") == pytest.approx(losses(runs, "exact"), rel=1e-5)
+    assert ended(runs, "planned")["bytes_sent"] == ended(runs, "exact")["bytes_sent"]
 
 
 def test_a_run_that_stops_between_meetings_ends_with_the_same_bits(runs):

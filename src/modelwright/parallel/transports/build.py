@@ -4,10 +4,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from modelwright.core.errors import ConfigError
+from modelwright.parallel.collectives import CollectivesConfig
 from modelwright.parallel.mesh import World
 from modelwright.parallel.transport import ExactTransport, GradientTransport
 from modelwright.parallel.transports.bf16 import Bf16Transport
 from modelwright.parallel.transports.local_steps import LocalSteps, LocalStepsConfig
+from modelwright.parallel.transports.planned import PlannedTransport
 from modelwright.parallel.transports.powersgd import PowerSgdTransport
 from modelwright.parallel.transports.three_level import ThreeLevelConfig, ThreeLevelTransport
 
@@ -16,12 +18,14 @@ from modelwright.parallel.transports.three_level import ThreeLevelConfig, ThreeL
 class TransportConfig:
     """How gradients, or with local steps the pseudo-gradients, cross between the ranks that sum them.
 
-    kind: `exact`; `bf16`; `int8` (all entries, 8 bits each); `powersgd` of rank `powersgd_rank`; `three_level`.
+    kind: `exact`, by the backend; `planned`, exact by the algorithms of `collectives` for the measured links; `bf16`;
+    `int8` (all entries, 8 bits each); `powersgd` of rank `powersgd_rank`; `three_level`.
     """
 
-    kind: Literal["exact", "bf16", "int8", "powersgd", "three_level"] = "exact"
+    kind: Literal["exact", "planned", "bf16", "int8", "powersgd", "three_level"] = "exact"
     powersgd_rank: int = 8
     three_level: ThreeLevelConfig = field(default_factory=ThreeLevelConfig)
+    collectives: CollectivesConfig = field(default_factory=CollectivesConfig)
     local_steps: LocalStepsConfig = field(default_factory=LocalStepsConfig)
 
     def __post_init__(self) -> None:
@@ -42,6 +46,8 @@ def _codec(config: TransportConfig, world: World) -> GradientTransport:
     match config.kind:
         case "exact":
             return ExactTransport(world)
+        case "planned":
+            return PlannedTransport(world, config.collectives)
         case "bf16":
             return Bf16Transport(world)
         case "int8":
