@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -51,13 +52,21 @@ def test_best_fit_equals_the_naive_one(seed: int) -> None:
     assert sorted((capacity - used).astype(int).tolist()) == naive_best_fit(lengths, capacity)
 
 
-def test_best_fit_is_fast_and_full() -> None:
-    lengths = np.clip(np.random.default_rng(0).lognormal(5, 1, 200_000).astype(np.int64), 2, 1024)
-    start = time.process_time()
-    rows = best_fit(lengths, 1024)
-    elapsed = time.process_time() - start
-    assert len(lengths) / elapsed > 100_000
-    assert lengths.sum() / ((rows.max() + 1) * 1024) > 0.999
+def test_best_fit_takes_time_in_proportion_and_fills_rows() -> None:
+    def lengths(count: int) -> np.ndarray:
+        return np.clip(np.random.default_rng(0).lognormal(5, 1, count).astype(np.int64), 2, 1024)
+
+    def seconds(count: int) -> float:
+        """Of this process alone; the least of three, since other work on the machine only adds to it."""
+        starts, given = [time.process_time()], lengths(count)
+        for _ in range(3):
+            best_fit(given, 1024)
+            starts.append(time.process_time())
+        return min(end - start for start, end in pairwise(starts))
+
+    assert seconds(200_000) < 40 * seconds(10_000)
+    rows = best_fit(lengths(200_000), 1024)
+    assert lengths(200_000).sum() / ((rows.max() + 1) * 1024) > 0.999
 
 
 @pytest.mark.parametrize(("length", "seq_len", "expected"), [

@@ -85,7 +85,7 @@ def slow_server() -> Iterator[Callable[..., ServerThread]]:
     yield make
     for server in started:
         server.stop_soon(at_once=True)
-        assert server.join(20)
+        assert server.join(120)
 
 
 @pytest.fixture

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from modelwright.serve.server import ServerThread
+from serve.patience import held
 
 sync_api = pytest.importorskip("playwright.sync_api")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome") or ""
+PATIENCE_MS = 90_000
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")
@@ -19,14 +21,21 @@ pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machin
 @pytest.fixture(scope="module")
 def browser() -> Iterator:
     with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        sync_api.expect.set_options(timeout=PATIENCE_MS)
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=PATIENCE_MS)
         yield chromium
         chromium.close()
 
 
+def new_page(browser, **options):
+    page = browser.new_page(**options)
+    page.set_default_timeout(PATIENCE_MS)
+    return page
+
+
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)], ids=["desktop", "phone"])
 def test_a_question_gets_a_streamed_answer(server: ServerThread, browser, tmp_path: Path, width: int, height: int):
-    page = browser.new_page(viewport={"width": width, "height": height})
+    page = new_page(browser, viewport={"width": width, "height": height})
     problems: list[str] = []
     outside: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
@@ -36,9 +45,11 @@ def test_a_question_gets_a_streamed_answer(server: ServerThread, browser, tmp_pa
     sync_api.expect(page.locator("#model")).to_have_text("tiny")
     page.locator("#temperature").evaluate("box => box.value = 0")
     page.fill("#question", "what does <b>this</b> do?")
-    page.keyboard.press("Enter")
-    sync_api.expect(page.locator("#send")).to_have_text("Stop")
-    sync_api.expect(page.locator(".note")).to_contain_text("tokens/s", timeout=30_000)
+    with held(server, after=10):
+        page.keyboard.press("Enter")
+        sync_api.expect(page.locator("#send")).to_have_text("Stop")
+        sync_api.expect(page.locator(".turn.assistant")).not_to_be_empty()
+    sync_api.expect(page.locator(".note")).to_contain_text("tokens/s")
     assert page.locator(".turn.user").inner_text() == "what does <b>this</b> do?"
     assert len(page.locator(".turn.assistant").inner_text()) > 20
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -50,15 +61,16 @@ def test_a_question_gets_a_streamed_answer(server: ServerThread, browser, tmp_pa
 
 def test_an_answer_can_be_stopped_and_the_chat_go_on(slow_server, browser):
     server = slow_server()
-    page = browser.new_page(bypass_csp=True)
+    page = new_page(browser, bypass_csp=True)
     page.goto(server.url)
     sync_api.expect(page.locator("#model")).to_have_text("tiny")
     page.locator("#temperature").evaluate("box => box.value = 0")
     page.fill("#question", "the quick")
-    page.click("#send")
-    page.wait_for_function("document.querySelector('.turn.assistant')?.textContent.length > 5")
-    page.click("#send")
-    sync_api.expect(page.locator(".note")).to_have_text("stopped")
+    with held(server, after=20):
+        page.click("#send")
+        page.wait_for_function("document.querySelector('.turn.assistant')?.textContent.length > 5")
+        page.click("#send")
+        sync_api.expect(page.locator(".note")).to_have_text("stopped")
     page.wait_for_function("fetch('health').then(r => r.json()).then(body => body.open_answers === 0)")
     page.locator("#max_tokens").evaluate("box => box.value = 3")
     page.fill("#question", "and the dog")

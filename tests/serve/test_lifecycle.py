@@ -1,6 +1,7 @@
 """Overload, disconnects, draining, keys, and what the log may hold."""
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -8,8 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -19,47 +20,53 @@ from openai import OpenAI
 from modelwright.core.errors import ConfigError
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.server import ServerThread
+from serve.patience import held, wait_until
 
 LONG = {"model": "tiny", "prompt": "the quick", "max_tokens": 1800, "temperature": 0}
 
 
 def post(url: str, **options) -> httpx.Response:
-    return httpx.post(f"{url}/v1/completions", json=LONG | options, timeout=60)
-
-
-def wait_until(condition, timeout_s: float = 10) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "took too long"
-        time.sleep(0.01)
+    return httpx.post(f"{url}/v1/completions", json=LONG | options, timeout=120)
 
 
 def test_full_queue_is_503_with_retry_after(slow_server):
     server = slow_server(max_queue=1)
-    threads = [threading.Thread(target=post, args=(server.url,), kwargs={"max_tokens": 250}) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: server.service.worker.num_open == 2)
-    refused = post(server.url, max_tokens=1)
-    assert refused.status_code == 503
-    assert int(refused.headers["retry-after"]) > 0
-    assert "queue is full" in refused.json()["error"]["message"]
-    with OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=8) as client:
-        assert client.completions.create(model="tiny", prompt="a", max_tokens=1).choices
-    for thread in threads:
-        thread.join()
+    refusals = 'modelwright_http_requests_total{method="POST",route="/v1/completions",status="503"} '
+
+    def retried() -> bool:
+        with OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=8) as client:
+            return bool(client.completions.create(model="tiny", prompt="a", max_tokens=1).choices)
+
+    with ThreadPoolExecutor() as pool:
+        with held(server):
+            running = [pool.submit(post, server.url, max_tokens=5) for _ in range(2)]
+            wait_until(lambda: server.service.worker.num_open == 2)
+            refused = post(server.url, max_tokens=1)
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) > 0
+            assert "queue is full" in refused.json()["error"]["message"]
+            later = pool.submit(retried)
+            wait_until(lambda: refusals + "2.0" in httpx.get(f"{server.url}/metrics").text)
+        assert later.result()
+        assert [future.result().status_code for future in running] == [200, 200]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_place(slow_server, stream):
     server = slow_server()
-    if stream:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}) as response:
-            assert next(response.iter_lines()).startswith("data: ")
-    else:
-        with pytest.raises(httpx.TimeoutException):
-            httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=0.3)
-    wait_until(lambda: server.service.worker.num_open == 0, 3)
+    with held(server, after=20):
+        if stream:
+            url, body = f"{server.url}/v1/completions", LONG | {"stream": True}
+            with httpx.stream("POST", url, json=body, timeout=120) as response:
+                assert next(response.iter_lines()).startswith("data: ")
+        else:
+            body = json.dumps(LONG).encode()
+            host, port = server.url.removeprefix("http://").split(":")
+            with socket.create_connection((host, int(port)), timeout=60) as connection:
+                head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+                connection.sendall(head.encode() + body)
+                wait_until(lambda: server.service.worker.num_open == 1)
+        wait_until(lambda: server.service.worker.num_open == 0)
     metrics = httpx.get(f"{server.url}/metrics").text
     assert 'modelwright_answers_total{reason="aborted"} 1.0' in metrics
     assert post(server.url, max_tokens=2).status_code == 200
@@ -68,40 +75,39 @@ def test_a_client_that_leaves_frees_its_place(slow_server, stream):
 
 
 def test_drain_finishes_running_answers_and_refuses_new_ones(slow_server):
-    server = slow_server(drain_timeout_s=30)
-    results = []
-    running = threading.Thread(target=lambda: results.append(post(server.url, max_tokens=500)))
-    running.start()
-    wait_until(lambda: server.service.worker.num_open == 1)
-    server.stop_soon()
-    wait_until(lambda: server.service.is_draining)
-    refused = post(server.url, max_tokens=1)
-    assert refused.status_code == 503
-    assert "retry-after" in refused.headers
-    assert httpx.get(f"{server.url}/health").json()["status"] == "draining"
-    running.join()
-    assert results[0].status_code == 200
-    assert results[0].json()["usage"]["completion_tokens"] == 500
-    assert server.join(10)
+    server = slow_server(drain_timeout_s=200)
+    with ThreadPoolExecutor() as pool:
+        with held(server, after=20):
+            running = pool.submit(post, server.url, max_tokens=100)
+            wait_until(lambda: server.service.worker.num_open == 1)
+            server.stop_soon()
+            wait_until(lambda: server.service.is_draining)
+            refused = post(server.url, max_tokens=1)
+            assert refused.status_code == 503
+            assert "retry-after" in refused.headers
+            assert httpx.get(f"{server.url}/health").json()["status"] == "draining"
+            assert not running.done()
+        answer = running.result()
+    assert answer.status_code == 200
+    assert answer.json()["usage"]["completion_tokens"] == 100
+    assert server.join(120)
 
 
 def test_drain_is_bounded_in_time(slow_server):
     server = slow_server(drain_timeout_s=0.2, max_running=4)
-    events: list[str] = []
 
-    def read() -> None:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=60) as response:
-            events.extend(line for line in response.iter_lines() if line)
+    def read() -> list[str]:
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=120
+        ) as response:
+            return [line for line in response.iter_lines() if line]
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    wait_until(lambda: server.service.worker.num_open == 1)
-    started = time.monotonic()
-    server.stop_soon()
-    assert server.join(10)
-    reader.join()
-    assert time.monotonic() - started < 5
-    assert "shutting down" in events[-2]
+    with ThreadPoolExecutor() as pool, held(server, after=20):
+        events = pool.submit(read)
+        wait_until(lambda: server.service.worker.num_open == 1)
+        server.stop_soon()
+        assert server.join(120), "an answer that never ends must not keep the server"
+        assert "shutting down" in events.result()[-2]
 
 
 def test_sigterm_drains_and_exits_with_zero(model_folder):
@@ -130,7 +136,7 @@ def test_sigterm_drains_and_exits_with_zero(model_folder):
                 rest = list(chunks)
                 assert first.choices
                 assert rest[-1].choices[0].finish_reason in ("length", "stop")
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=120)
         finally:
             process.kill()
     assert process.returncode == 0
@@ -172,7 +178,7 @@ def test_missing_key_and_taken_port_say_what_to_do(server: ServerThread):
 def test_slow_body_times_out(slow_server):
     server = slow_server(body_timeout_s=0.2)
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         assert b" 408 " in connection.recv(4096)
 
@@ -193,19 +199,22 @@ def test_an_engine_that_fails_is_reported(slow_server, monkeypatch, caplog):
 def test_the_event_loop_stays_responsive(slow_server):
     server = slow_server(max_running=8)
 
-    async def measure() -> float:
-        async with httpx.AsyncClient(timeout=60) as client:
+    async def measure() -> tuple[float, float]:
+        """Seconds of the slowest of many requests during eight answers, and of the answers."""
+        async with httpx.AsyncClient(timeout=120) as client:
+            started = time.monotonic()
             work = [
-                asyncio.create_task(client.post(f"{server.url}/v1/completions", json=LONG | {"max_tokens": 150}))
+                asyncio.create_task(client.post(f"{server.url}/v1/completions", json=LONG | {"max_tokens": 250}))
                 for _ in range(8)
             ]
             slowest = 0.0
             while not all(task.done() for task in work):
-                started = time.monotonic()
+                asked = time.monotonic()
                 await client.get(f"{server.url}/health")
-                slowest = max(slowest, time.monotonic() - started)
-                await asyncio.sleep(0.02)
+                slowest = max(slowest, time.monotonic() - asked)
+                await asyncio.sleep(0.01)
             assert all(task.result().status_code == 200 for task in work)
-            return slowest
+            return slowest, time.monotonic() - started
 
-    assert asyncio.run(measure()) < 1.0
+    slowest_s, whole_s = asyncio.run(measure())
+    assert slowest_s < whole_s / 2
