@@ -34,6 +34,52 @@ with join_world(torch.device("cpu")) as world:
         torch.testing.assert_close(ours, theirs)
 """
 
+OVERLAPPING = """
+import sys, torch
+from modelwright.parallel.mesh import join_world
+from modelwright.parallel.transport import ExactTransport
+torch.set_num_threads(1)
+with join_world(torch.device("cpu")) as world:
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+    parameters = list(layers.parameters())
+    parameters.append(torch.nn.Parameter(torch.ones(3)))  # takes no part: its bucket is never complete in backward
+    transport = ExactTransport(world, bucket_bytes=600)
+
+    def gradients(num_rows, armed, unused):
+        inputs = torch.randn(num_rows, 8, generator=torch.Generator().manual_seed(10 * num_rows + world.rank))
+        for parameter in parameters:
+            parameter.grad = None
+        for number, part in enumerate(inputs.split(2)):
+            if armed and 2 * number + 2 == num_rows:
+                transport.arm(parameters[:-1] if not unused else parameters)
+            hidden = part
+            for layer in layers:
+                hidden = torch.tanh(layer(hidden))
+            hidden.sum().backward()
+        begun = len(transport._in_flight)
+        parameters[-1].grad = torch.full((3,), float(world.rank))
+        found = [parameter.grad for parameter in (parameters if unused else parameters[:-1])]
+        transport.reduce(found)
+        return begun, [gradient.clone() for gradient in found]
+
+    for num_rows in (2, 6):
+        for unused in (False, True):
+            none, plain = gradients(num_rows, False, unused)
+            some, overlapped = gradients(num_rows, True, unused)
+            assert none == 0
+            assert all(torch.equal(a, b) for a, b in zip(plain, overlapped, strict=True))
+            print(num_rows, unused, some)
+"""
+
+
+def test_sums_begin_in_the_last_backward_with_the_same_bits(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(OVERLAPPING)
+    for output in run_ranks(script, size=2):
+        begun = {(rows, unused): int(number) for rows, unused, number in map(str.split, output.splitlines())}
+        assert begun == {("2", "False"): 2, ("6", "False"): 2, ("2", "True"): 0, ("6", "True"): 0}
+
 
 def test_sums_over_two_processes_whatever_the_buckets(tmp_path):
     script = tmp_path / "worker.py"

@@ -9,11 +9,12 @@ of ranks each gets that sum divided by the new number. A list of tensors with th
 follows the parameters into another layout.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from modelwright.parallel.mesh import World
 
@@ -38,25 +39,58 @@ class GradientTransport(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class Overlapping(Protocol):
+    """A transport that can begin while backward still runs."""
+
+    def arm(self, parameters: Sequence[Tensor]) -> None:
+        """Before the last backward of a step: the gradients that it finishes may be summed at once.
+
+        parameters: in the order in which `reduce` will see their gradients. What is left to do `reduce` does.
+        """
+        ...
+
+
 class ExactTransport:
     """Sums in the gradients' own format: flat buckets, one all-reduce each, all in flight together.
 
-    `bytes_sent` counts 2 (n - 1) / n of the payload, what a ring all-reduce over n ranks sends.
+    Buckets go from the last gradients to the first, as backward finishes them. Once armed, each is on its way as soon
+    as its last gradient is there and the bucket before it has gone. `bytes_sent` counts 2 (n - 1) / n of the payload,
+    what a ring all-reduce over n ranks sends.
     """
 
     def __init__(self, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.world = world
         self.bucket_bytes = bucket_bytes
         self.bytes_sent = 0
+        self._hooked: list[Tensor] = []
+        self._hooks: list[RemovableHandle] = []
+        self._armed = False
+        self._waiting: list[dict[int, Tensor]] = []
+        self._buckets: list[list[Tensor]] = []
+        self._in_flight: list[tuple[Tensor, Callable[[], object]]] = []
 
-    def reduce(self, gradients: Sequence[Tensor]) -> None:
+    def arm(self, parameters: Sequence[Tensor]) -> None:
         if self.world.size == 1:
             return
-        in_flight = []
-        for bucket in self._buckets(gradients):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            in_flight.append((bucket, flat, self.world.start_sum(flat)))
-        for bucket, flat, wait in in_flight:
+        if not _same(self._hooked, parameters):
+            self._hooked = list(parameters)
+            self._buckets = list(self._in_buckets(parameters))
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = [one.register_post_accumulate_grad_hook(self._finished) for one in parameters]
+        self._waiting = [{id(parameter): parameter for parameter in bucket} for bucket in self._buckets]
+        self._armed = True
+
+    def reduce(self, gradients: Sequence[Tensor]) -> None:
+        self._armed = False
+        if self.world.size == 1:
+            return
+        buckets = list(self._in_buckets(gradients))
+        for bucket in buckets[len(self._in_flight) :]:
+            self._start(bucket)
+        in_flight, self._in_flight = self._in_flight, []
+        for bucket, (flat, wait) in zip(buckets, in_flight, strict=True):
             wait()
             parts = flat.split([gradient.numel() for gradient in bucket])
             shaped = [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)]
@@ -69,15 +103,37 @@ class ExactTransport:
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    def _buckets(self, gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    def _finished(self, parameter: Tensor) -> None:
+        """A gradient is complete. All ranks begin the buckets in one order, whatever backward's."""
+        if not self._armed:
+            return
+        for waiting in self._waiting:
+            waiting.pop(id(parameter), None)
+        while len(self._in_flight) < len(self._buckets) and not self._waiting[len(self._in_flight)]:
+            self._start([_gradient(parameter) for parameter in self._buckets[len(self._in_flight)]])
+
+    def _start(self, gradients: Sequence[Tensor]) -> None:
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        self._in_flight.append((flat, self.world.start_sum(flat)))
+
+    def _in_buckets(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         bucket: list[Tensor] = []
         size = 0
-        for gradient in gradients:
-            num_bytes = gradient.numel() * gradient.element_size()
-            if bucket and (size + num_bytes > self.bucket_bytes or gradient.dtype != bucket[0].dtype):
+        for tensor in reversed(tensors):
+            num_bytes = tensor.numel() * tensor.element_size()
+            if bucket and (size + num_bytes > self.bucket_bytes or tensor.dtype != bucket[0].dtype):
                 yield bucket
                 bucket, size = [], 0
-            bucket.append(gradient)
+            bucket.append(tensor)
             size += num_bytes
         if bucket:
             yield bucket
+
+
+def _same(hooked: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
+    return len(hooked) == len(parameters) and all(a is b for a, b in zip(hooked, parameters, strict=True))
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

@@ -5,6 +5,7 @@ and weights, a `GradientTransport` moves gradients, a list of `Update`s turns th
 about checkpoints or evaluation.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from modelwright.parallel.gradients import global_norm, holders, like_parameter,
 from modelwright.parallel.mesh import Mesh, World
 from modelwright.parallel.pipeline import Pipeline
 from modelwright.parallel.split import flop_costs
-from modelwright.parallel.transport import GradientTransport
+from modelwright.parallel.transport import GradientTransport, Overlapping
 from modelwright.parallel.transports.local_steps import LocalSteps
 from modelwright.parallel.turns import Turns
 from modelwright.train.config import TrainConfig
@@ -178,14 +179,16 @@ class TrainStep:
         """
         scale = {name: 1.0 / total if total > 0 else 0.0 for name, total in totals.items()}
         sums = torch.zeros(len(scale), dtype=torch.float64, device=self.world.device)
+        num_parts, seen = self.config.num_microbatches, itertools.count(1)
 
         def loss_of(output: Tensor, part: Batch) -> Tensor:
+            if next(seen) == num_parts:
+                self.before_last_backward()
             terms = self.objective.losses(output, part, self.model)
             scaled = torch.stack([terms[name] * scale[name] for name in scale])
             sums.add_(scaled.detach())
             return scaled.sum()
 
-        num_parts = self.config.num_microbatches
         batch = balance_tokens(batch, num_parts) if self.config.balance.tokens and num_parts > 1 else batch
         started = time.perf_counter()
         self.runner.train(batch.to(self.world.device).split(num_parts), loss_of)
@@ -194,6 +197,12 @@ class TrainStep:
             self.stage_balance.observe(self.runner.timeline.spans())
         sums *= self.mesh.tensor.is_first  # ranks of the tensor axis compute the same losses
         return dict(zip(scale, self.mesh.world.sums(sums.tolist()), strict=True))
+
+    def before_last_backward(self) -> None:
+        """Let the transport begin with gradients as they are finished, where no other part of the loop changes them."""
+        overlaps = self.config.transport.overlap and self.mesh.is_only_data_parallel
+        if overlaps and isinstance(self.transport, Overlapping):
+            self.transport.arm(list(self.names))
 
     def gradients(self) -> list[Tensor]:
         """The gradients of this rank's trainable parameters, in one order on all ranks that hold them; zeros where

@@ -20,9 +20,11 @@ class TransportConfig:
 
     kind: `exact`, by the backend; `planned`, exact by the algorithms of `collectives` for the measured links; `bf16`;
     `int8` (all entries, 8 bits each); `powersgd` of rank `powersgd_rank`; `three_level`.
+    overlap: exact sums of whole gradients begin while backward still runs.
     """
 
     kind: Literal["exact", "planned", "bf16", "int8", "powersgd", "three_level"] = "exact"
+    overlap: bool = True
     powersgd_rank: int = 8
     three_level: ThreeLevelConfig = field(default_factory=ThreeLevelConfig)
     collectives: CollectivesConfig = field(default_factory=CollectivesConfig)
