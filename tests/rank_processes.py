@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from unittest import mock
 
@@ -74,6 +74,13 @@ class Started:
         return code, output, errors
 
 
+def fork_context() -> ForkServerContext:
+    """The kind of process that all of these are, to be given to code that starts its own."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    return context
+
+
 def start_process(
     script: Path | str, *arguments: object, environment: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Started:
@@ -81,14 +88,12 @@ def start_process(
 
     environment: added to this process's, with one thread. The output goes to files, so nobody has to read it.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTED))
     folder = Path(tempfile.mkdtemp(prefix="process-"))
     for name in ("stdout", "stderr"):
         (folder / name).touch()
     wanted = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     words = [str(script), *map(str, arguments)]
-    process = context.Process(target=_become, args=(words, isinstance(script, str), wanted, cwd, folder))
+    process = fork_context().Process(target=_become, args=(words, isinstance(script, str), wanted, cwd, folder))
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # the first start is that of the server, too
         process.start()
     return Started(process, folder)

@@ -1,6 +1,7 @@
 """The claim on Hogwild: its verdict, its stopwatch, and one small run of real processes."""
 
 import json
+import multiprocessing
 import random
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from modelwright.claims.claim import Setting
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.progress import SilentProgress
 from modelwright.train.objective import StepInfo
+from rank_processes import fork_context
 
 SIZE = workbench.Size(model_dim=64, num_layers=1, seq_len=32, batch_rows=8, num_steps=14)
 
@@ -93,7 +95,9 @@ def test_the_stopwatch_leaves_the_beginning_out(monkeypatch):
     assert again.outcome(2.0) == outcome
 
 
-def test_two_real_workers_and_a_failing_one(setting):
+def test_two_real_workers_and_a_failing_one(setting, monkeypatch):
+    soon_started = fork_context()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: soon_started)
     job = hogwild.Job(method="compensated", workers=2, size=SIZE, seed=1, strength=256.0)
     outcome = hogwild.run(setting, job)
     assert 0 < outcome.heldout_loss < 5

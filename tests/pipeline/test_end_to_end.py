@@ -1,5 +1,6 @@
 """The whole pipeline as a person runs it: one run, then everything that can be asked of it."""
 
+import io
 import json
 import subprocess
 import sys
@@ -68,12 +69,12 @@ def test_the_resolved_config_holds_no_wish(run: Path) -> None:
 
 def test_a_changed_setting_runs_only_what_depends_on_it(run: Path, inside: Command) -> None:
     before = {name: read_manifest(run / name / "artifact").content_digest for name in STAGES}
-    done = inside("run", str(run), "--serve.max_tokens", "5", "--stages", "serve")
-    assert words_of(done, "ran") == "serve", done.stderr
+    done = inside("run", str(run), "--evaluate.multiple_choice.num_questions", "4", "--stages", "evaluate")
+    assert words_of(done, "ran") == "evaluate", done.stderr
     done = inside("run", str(run))
-    assert words_of(done, "ran") == "report", done.stderr
+    assert words_of(done, "ran") == "quantize, report", done.stderr
     after = {name: read_manifest(run / name / "artifact").content_digest for name in STAGES}
-    assert [name for name in STAGES if before[name] != after[name]] == ["serve", "report"]
+    assert [name for name in STAGES if before[name] != after[name]] == ["evaluate", "quantize", "report"]
 
 
 def test_stages_that_are_needed_must_be_up_to_date(run: Path, inside: Command) -> None:
@@ -115,11 +116,11 @@ def test_export_loads_in_transformers(run: Path, inside: Command, tmp_path: Path
 
 
 def test_start_from_the_exported_folder(
-    run: Path, command: Command, tmp_path: Path, corpus: Path, small_words: tuple[str, ...]
+    run: Path, inside: Command, tmp_path: Path, corpus: Path, small_words: tuple[str, ...]
 ) -> None:
-    command("export", str(run), "--to", "hf", str(tmp_path / "hf"), "--stage", "pretrain")
+    inside("export", str(run), "--to", "hf", str(tmp_path / "hf"), "--stage", "pretrain")
     target = tmp_path / "second"
-    done = command(
+    done = inside(
         *small_words, "--run-dir", str(target), "--init-from", str(tmp_path / "hf"),
         "--stages", "clean,pack,sft,report", "--model.num_layers", "9",
     )  # fmt: skip
@@ -174,9 +175,9 @@ def test_report_can_be_written_again_by_name(run: Path, inside: Command) -> None
     assert (run / "report.html").stat().st_size > 50_000
 
 
-def test_chat_answers_in_the_terminal(run: Path) -> None:
-    words = [sys.executable, "-m", "modelwright.cli.main", "chat", str(run), "--temperature", "0"]
-    done = subprocess.run(words, input="hello\n/exit\n", capture_output=True, text=True, timeout=120)
+def test_chat_answers_in_the_terminal(run: Path, inside: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n/exit\n"))
+    done = inside("chat", str(run), "--temperature", "0")
     assert done.returncode == 0, done.stderr
     assert "Type a question" in done.stdout
 
