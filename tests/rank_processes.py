@@ -93,7 +93,8 @@ def start_process(
         (folder / name).touch()
     wanted = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     words = [str(script), *map(str, arguments)]
-    process = fork_context().Process(target=_become, args=(words, isinstance(script, str), wanted, cwd, folder))
+    arguments = (words, isinstance(script, str), wanted, cwd, folder)
+    process = fork_context().Process(target=_become, args=arguments, daemon=True)  # ends with the tests at the latest
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # the first start is that of the server, too
         process.start()
     return Started(process, folder)

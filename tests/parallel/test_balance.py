@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 
 import pytest
 import torch
@@ -79,11 +80,12 @@ def test_timeline_keeps_the_newest_step():
     work = timeline.timed(lambda x: x + 1, 3, "forward")
     timeline.begin()
     work(1)
+    before = time.perf_counter()
     timeline.begin()
     assert work(1) == 2
     (only,) = timeline.spans()
     assert (only.stage, only.kind) == (3, "forward")
-    assert 0 <= only.start_s <= only.end_s < 1
+    assert 0 <= only.start_s <= only.end_s <= time.perf_counter() - before
 
 
 @pytest.mark.parametrize("seed", range(40))
