@@ -6,6 +6,7 @@ about checkpoints or evaluation.
 """
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -80,7 +81,7 @@ class TrainStep:
             self.optimizer,
             self.names,
             agree=lambda flag: self.mesh.world.maxima(flag)[0],
-            norm=lambda gradients: global_norm(gradients, self.mesh, num_holders=self.num_holders),
+            norm=self.norm,
             max_skipped=config.max_skipped_steps,
             clip_norm=config.clip_norm,
             schedule=config.schedule,
@@ -92,6 +93,14 @@ class TrainStep:
             self.meeting = Meeting(self.transport, list(self.names), self.optimizer)
             self.updates["meeting"] = self.meeting
         self.stage_balance = self.balance_of_stages()
+
+    def norm(self, gradients: list[Tensor]) -> float:
+        """Of the whole model's gradients; with local steps the root mean square of the ranks' own, so that all clip
+        by one factor."""
+        norm = global_norm(gradients, self.mesh, num_holders=self.num_holders)
+        if not isinstance(self.transport, LocalSteps):
+            return norm
+        return math.sqrt(self.mesh.reduce.sums([norm * norm])[0] / self.mesh.reduce.size)
 
     def quarantine(self) -> Quarantine:
         agree, is_first = (lambda flag: self.mesh.world.maxima(flag)[0]), self.mesh.world.is_first

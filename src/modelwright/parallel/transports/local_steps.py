@@ -5,7 +5,8 @@ by any transport (exact, INT8, three-level as in SparseLoCo), moves the common s
 all ranks go on from there. With rate 1 and momentum 0 that is plain averaging of weights. The last meeting is exact and
 a plain mean.
 
-Knows nothing about losses; of the optimizer only that some tensors belong to this rank alone between meetings.
+Knows nothing about losses; of the optimizer only that some tensors belong to this rank alone between meetings, and
+which of them is Adam's second moment (`shared_moment.py` says why the ranks should agree on it).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +19,10 @@ from torch import Tensor
 from modelwright.core.errors import ConfigError
 from modelwright.parallel.mesh import World
 from modelwright.parallel.transport import ExactTransport, GradientTransport
+from modelwright.parallel.transports.shared_moment import SharedMoment
 
 Private = Mapping[str, Sequence[Tensor]]
+SECOND_MOMENT = "exp_avg_sq"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +33,16 @@ class LocalStepsConfig:
     rate, momentum: of the outer Nesterov SGD.
     keep_own: what the transport did not send stays in this rank's own weights, so that it trains on without delay
     where the others have not heard of it yet; else all ranks go on from the same weights.
+    moment_every: meetings from one sharing of the optimizer's second moment to the next, 0 for none; moment_octaves:
+    the steps in which it is sent.
     """
 
     every: int = 0
     rate: float = 1.0
     momentum: float = 0.0
     keep_own: bool = False
+    moment_every: int = 0
+    moment_octaves: float = 1.0
 
     def __post_init__(self) -> None:
         if self.every < 0:
@@ -44,6 +51,10 @@ class LocalStepsConfig:
             raise ConfigError(f"rate: must be above 0, got {self.rate}; 1 with momentum 0 averages the weights")
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum: must be in [0, 1), got {self.momentum}")
+        if self.moment_every < 0:
+            raise ConfigError(f"moment_every: must not be negative, got {self.moment_every}; 0 shares no moments")
+        if self.moment_octaves <= 0:
+            raise ConfigError(f"moment_octaves: must be above 0, got {self.moment_octaves}; 1 is a factor of 2 a step")
 
 
 class LocalSteps:
@@ -64,13 +75,14 @@ class LocalSteps:
         self.momentum: list[Tensor] = []
         self._origin: list[Tensor] = []
         self._last = ExactTransport(world)
+        self._moment = SharedMoment(world, octaves=config.moment_octaves)
         self._parameters: list[Tensor] = []
         self._private: Callable[[], Private] = dict
         self._loaded: dict[str, Any] = {}
 
     @property
     def bytes_sent(self) -> int:
-        return self.transport.bytes_sent + self._last.bytes_sent
+        return self.transport.bytes_sent + self._moment.bytes_sent + self._last.bytes_sent
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
         """Nothing is sent: n times the own share stands for the sum over n ranks, so that clipping keeps its scale."""
@@ -113,6 +125,8 @@ class LocalSteps:
             start.sub_(taken, alpha=self.config.rate)
         self._origin = self._own_start()
         torch._foreach_copy_(weights, self._origin)  # pyright: ignore
+        if self.config.moment_every and step % (self.config.every * self.config.moment_every) == 0:
+            self._moment.share(self._private()[SECOND_MOMENT])
 
     def _meet_exactly(self, weights: list[Tensor]) -> None:
         """The run ends with the mean of the ranks' weights: nothing is left unsent."""
@@ -146,7 +160,12 @@ class LocalSteps:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "shared": {"start": list(self.start), "momentum": list(self.momentum), "num_ranks": self.world.size},
+            "shared": {
+                "start": list(self.start),
+                "momentum": list(self.momentum),
+                "agreed": list(self._moment.agreed),
+                "num_ranks": self.world.size,
+            },
             "weights": [parameter.float() for parameter in self._parameters],
             "private": {name: list(tensors) for name, tensors in self._private().items()},
             "transport": self.transport.state_dict(),
@@ -155,6 +174,7 @@ class LocalSteps:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.start = [tensor.float() for tensor in state["shared"]["start"]]
         self.momentum = [tensor.float() for tensor in state["shared"]["momentum"]]
+        self._moment.agreed = [tensor.float() for tensor in state["shared"].get("agreed", [])]
         self.transport.load_state_dict(state["transport"])
         self._loaded = state
 

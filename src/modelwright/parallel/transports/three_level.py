@@ -2,10 +2,11 @@
 
 1. Selection by importance: the largest magnitudes of every bucket, or of all by one sampled threshold; what is not
    sent is kept and joins the next message (error feedback), with momentum correction if wanted (Lin et al. 2018).
-2. Values in `min_bits` to `max_bits` bits, the width of every bucket chosen from the error seen in it.
+2. Values in `min_bits` to `max_bits` bits, the width of every bucket chosen from the error seen in it; or as a sign and
+   a level that stands for its mean, which leaves less behind at one to three bits an entry.
 3. Places as Rice-coded gaps or a bitmap, whichever is smaller.
 
-The arithmetic of the code is `ops/sparse_code.py`. Knows nothing about losses or optimizers.
+The arithmetic of the code is `ops/sparse_code.py` and `levels.py`. Knows nothing about losses or optimizers.
 """
 
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.ops import sparse_code
 from modelwright.parallel.mesh import World
 from modelwright.parallel.transports.feedback import Residual, flatten, write_back
+from modelwright.parallel.transports.levels import decode_levels, encode_levels
 from modelwright.parallel.transports.wire import gather_bytes
 
 NUM_SAMPLES = 65_536
@@ -35,7 +37,9 @@ class ThreeLevelConfig:
     keep: share of the entries that travels once the warm-up is over; 1 sends all of them (quantisation alone).
     selection: `bucket` keeps that share of every bucket, `global` of all entries together.
     bucket_numel: most entries of one bucket, which has one width and one range of magnitudes.
-    min_bits, max_bits, max_error: a bucket takes the narrowest width whose relative error is at most `max_error`.
+    values: `even`, levels evenly spaced from the bucket's lowest to its highest magnitude, or `means` (`levels.py`).
+    min_bits, max_bits, max_error: of `even`: a bucket takes the narrowest width whose relative error is at most
+    `max_error`.
     momentum: of the correction, 0 for none; for optimizers without momentum of their own.
     residual_decay: what is left of the unsent values at each message; below 1 old ones are forgotten.
     warmup_keep, warmup_messages: the share falls from `warmup_keep` to `keep` geometrically over these messages.
@@ -44,6 +48,7 @@ class ThreeLevelConfig:
     keep: float = 0.01
     selection: Literal["bucket", "global"] = "bucket"
     bucket_numel: int = 2**20
+    values: Literal["even", "means"] = "even"
     min_bits: int = 4
     max_bits: int = 16
     max_error: float = 0.1
@@ -115,7 +120,7 @@ class ThreeLevelTransport:
             return
         total_N = np.zeros(waiting_N.numel(), np.float32)
         for rank, message in enumerate(messages):
-            sparse = decode_flat(message, bounds)
+            sparse = decode_flat(message, bounds, self.config.values)
             total_N[sparse.indices_K] += sparse.values_K
             if rank == self.world.rank:
                 self._take_out(sparse, velocity_N, waiting_N)
@@ -184,22 +189,28 @@ def encode_flat(flat_N: Tensor, bounds: Sequence[int], config: ThreeLevelConfig,
             indices = sparse_code.above(bucket, threshold)
         else:
             indices = sparse_code.top_k(bucket, max(1, round(keep * len(bucket))))
-        quantised = sparse_code.quantise_within(
-            bucket[indices].cpu().numpy(),
-            min_bits=config.min_bits,
-            max_bits=config.max_bits,
-            max_error=config.max_error,
-        )
-        parts.append(sparse_code.encode(indices.cpu().numpy(), quantised, len(bucket)))
+        parts.append(_encode(indices.cpu().numpy(), bucket[indices].cpu().numpy(), len(bucket), config))
     return torch.from_numpy(np.concatenate(parts))
 
 
-def decode_flat(message: Tensor, bounds: Sequence[int]) -> Sparse:
+def _encode(
+    indices_K: NDArray[np.int64], values_K: NDArray[np.float32], numel: int, config: ThreeLevelConfig
+) -> sparse_code.Bytes:
+    if config.values == "means":
+        return encode_levels(indices_K, values_K, numel)
+    quantised = sparse_code.quantise_within(
+        values_K, min_bits=config.min_bits, max_bits=config.max_bits, max_error=config.max_error
+    )
+    return sparse_code.encode(indices_K, quantised, numel)
+
+
+def decode_flat(message: Tensor, bounds: Sequence[int], coded: Literal["even", "means"] = "even") -> Sparse:
     """What `encode_flat` put into the message."""
     data, at = message.numpy(), 0
+    decode = decode_levels if coded == "means" else sparse_code.decode
     indices, values = [], []
     for first, last in pairwise(bounds):
-        places, kept, used = sparse_code.decode(data[at:], last - first)
+        places, kept, used = decode(data[at:], last - first)
         indices.append(places + first)
         values.append(kept)
         at += used
