@@ -16,6 +16,7 @@ from modelwright.claims import (
     int8,
     packing,
     pipeline_utilisation,
+    three_dimensional_parallelism,
     warmup_cosine,
     zero_memory,
 )
@@ -35,6 +36,7 @@ CLAIMS: tuple[Claim, ...] = (
     activation_checkpointing.CLAIM,
     zero_memory.CLAIM,
     pipeline_utilisation.CLAIM,
+    three_dimensional_parallelism.CLAIM,
     hogwild.CLAIM,
 )
 
