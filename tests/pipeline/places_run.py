@@ -37,7 +37,7 @@ def main() -> None:
     cache = folder / f"links-{came_as}.json"  # only the first rank's is read
     _write_cache(cache, far_apart(hosts))
     config = replace(tiny(), parallel=ParallelConfig(placement=True, **fields))
-    with join_ranks(config, links=cache, elastic=False, host=hosts[came_as]) as ranks:
+    with join_ranks(config, links=cache, host=hosts[came_as]) as ranks:
         assert ranks is not None
         assert ranks.placement is not None
         mesh = lay_out(ranks.world, ranks.layout)

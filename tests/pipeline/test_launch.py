@@ -95,9 +95,9 @@ def test_two_processes_end_as_one_does(run: Path, inside: Command, command: Comm
     assert json.loads((run / "links.json").read_text())
 
 
-def test_asked_to_stop_they_save_and_go_on(run: Path, command: Command) -> None:
-    words = training(run, "--nproc", "2", "--pretrain.num_steps=80", "--pretrain.checkpoint_every_steps=0")
-    process = start(*words)
+def test_asked_to_stop_they_save_and_one_goes_on(run: Path, inside: Command) -> None:
+    words = training(run, "--pretrain.num_steps=80", "--pretrain.checkpoint_every_steps=0")
+    process = start(*words, "--nproc", "2")
     metrics = run / "pretrain" / "metrics.jsonl"
     wait_until(process, lambda: metrics.exists() and metrics.stat().st_size > 0)
     process.send_signal(signal.SIGTERM)
@@ -106,7 +106,7 @@ def test_asked_to_stop_they_save_and_go_on(run: Path, command: Command) -> None:
     assert errors.count("modelwright: stopped after step") == 1
     assert "Traceback" not in errors
     assert read_attempts(RunDir(run).stage("pretrain"))[-1]["state"] == "stopped"
-    done = command(*words)
+    done = inside(*words)
     assert done.returncode == 0, done.stderr
     assert "going on after step" in done.stderr
     assert [record["step"] for record in read_records(metrics) if "loss" in record] == list(range(1, 81))

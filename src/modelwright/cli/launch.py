@@ -97,8 +97,10 @@ def supervise(config: Any, line: Sequence[str], *, threads: int, is_done: Callab
                 where = config.rendezvous or "this host"
                 return _say(f"the hosts did not find each other at {where} ({type(error).__name__}: {error})", USER)
         if ending.closed:
-            done = is_done()
-            return 0 if done else _say("another host has ended this run; its own message says why", USER)
+            closed = (
+                "was ended by another host, whose own message says why, or is an earlier run's; choose another --name"
+            )
+            return 0 if is_done() else _say(f"the run {config.name!r} {closed}", USER)
         if not ending.failed and not ending.asked:
             return 0
         return _tell(folder, ending.killed, ending.asked)

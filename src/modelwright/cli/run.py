@@ -11,7 +11,7 @@ from typing import Any
 from modelwright.cli.display import choose_display, duration
 from modelwright.cli.launch import is_started, supervise
 from modelwright.cli.overrides import read_overrides, split_words
-from modelwright.core.errors import ArtifactError, ConfigError
+from modelwright.core.errors import ConfigError
 
 _FLAGS = ("run-dir", "dry-run", "stages", "nproc", "help")
 
@@ -83,7 +83,7 @@ def launch(words: Sequence[str]) -> int:
     from modelwright.parallel.elastic import LaunchConfig, serve_rendezvous
 
     if options.serve_rendezvous is not None:
-        print(f"hosts may look for each other at port {options.serve_rendezvous} of this machine", flush=True)
+        print(f"hosts may look for each other at port {options.serve_rendezvous} of this machine", file=sys.stderr)
         serve_rendezvous(options.serve_rendezvous)
     if options.command[:1] != ["run"]:
         raise ConfigError("launch: ends with a run command: modelwright launch --nproc 2 run RECIPE ...")
@@ -121,7 +121,7 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
             print(describe_plan(request.config, request.run, only))
             return 0
         if hosts or num_processes > 1:
-            return _start(start, line, request)
+            return _start(start, line, request, only)
     started = time.monotonic()
     display = choose_display(sys.stderr)
     try:
@@ -150,17 +150,17 @@ def _local(num_processes: int) -> Any:
     return LaunchConfig(processes=num_processes, max_restarts=0)
 
 
-def _start(start: Any, line: Sequence[str], request: Any) -> int:
+def _start(start: Any, line: Sequence[str], request: Any, only: Sequence[str]) -> int:
     from modelwright.core.resources import num_usable_cores
-
-    def is_done() -> bool:
-        try:
-            return request.run.read_info()["invocations"][-1]["state"] == "done"
-        except ArtifactError:
-            return False
+    from modelwright.pipeline.execute import is_finished
 
     num_threads = request.config.hardware.num_threads or num_usable_cores()
-    return supervise(start, line, threads=max(1, num_threads // start.processes), is_done=is_done)
+    return supervise(
+        start,
+        line,
+        threads=max(1, num_threads // start.processes),
+        is_done=lambda: is_finished(request.config, request.run, only),
+    )
 
 
 def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any]:

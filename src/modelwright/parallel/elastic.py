@@ -224,8 +224,16 @@ def _signals_raise(handled: Sequence[signal.Signals]) -> Iterator[None]:
 
 
 def serve_rendezvous(port: int) -> None:
-    """Answer at HOST:`port` until this process is ended: where hosts find each other, on a machine that stays."""
-    store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)  # pyright: ignore
+    """Answer at HOST:`port` until this process is ended: where hosts find each other, on a machine that stays.
+
+    Raises `ConfigError` when the port is not to be had.
+    """
+    if not 0 < port < 2**16:
+        raise ConfigError(f"serve_rendezvous: {port} is no port; choose one from 1024 to 65535")
+    try:
+        store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)  # pyright: ignore
+    except dist.DistNetworkError:
+        raise ConfigError(f"serve_rendezvous: port {port} is taken, or not to be had; choose another") from None
     while True:
         time.sleep(3600)
         store.num_keys()

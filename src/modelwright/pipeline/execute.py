@@ -62,7 +62,8 @@ def execute(
     `ModelwrightError` for whatever a person can do something about, `Stopped` after SIGTERM or Ctrl-C.
     """
     run.create()
-    joined = join_ranks(config, links=run.path / "links.json", elastic=elastic)
+    num_rows = shared_rows(config, only) if elastic else 0
+    joined = join_ranks(config, links=run.path / "links.json", num_rows=num_rows)
     with joined as ranks, _stop_on_signals(), ExitStack() as held:
         if ranks is None:
             return Done([], False, False)
@@ -101,9 +102,17 @@ def check_request(
     layout = config.parallel
     if elastic:
         with within("parallel"):
-            layout = fit(layout, num_processes=num_processes, num_rows=shared_rows(config))
+            layout = fit(layout, num_processes=num_processes, num_rows=shared_rows(config, only))
         num_processes = num_used(layout)
     check_training(config, layout, num_processes=num_processes, stages=to_do)
+
+
+def is_finished(config: RunConfig, run: RunDir, only: Sequence[str]) -> bool:
+    """Whether nothing of the request is left to do."""
+    if previous_config(run) is None:
+        return False
+    config, only = settle(config, run, only, SilentProgress())
+    return not _to_do(run, build_stages(config, run), only)
 
 
 def settle(

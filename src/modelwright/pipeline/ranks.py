@@ -7,7 +7,7 @@ what layout, is settled here, before any group is built.
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -65,13 +65,13 @@ class PatientRanks:
 
 
 @contextmanager
-def join_ranks(config: RunConfig, *, links: Path, elastic: bool, host: str = "") -> Iterator[PatientRanks | None]:
+def join_ranks(config: RunConfig, *, links: Path, num_rows: int = 0, host: str = "") -> Iterator[PatientRanks | None]:
     """All processes that were started, or this one alone; None for a process that the layout has no place for.
 
-    links: where measured links are kept; elastic: the layout is made to fit the processes that are there, and one that
-    is left over waits at the context's end; host: this process's host, "" for its network name.
+    links: where measured links are kept; num_rows: above 0 (`shared_rows`) the layout is made to fit the processes that
+    are there, and one that is left over waits at the context's end; host: this process's host, "" for its network name.
     """
-    with _join(config, _own_device(settled_device(config.hardware.device)), elastic) as joined:
+    with _join(config.parallel, _own_device(settled_device(config.hardware.device)), num_rows) as joined:
         if joined is None:
             yield None
             return
@@ -87,22 +87,21 @@ def join_ranks(config: RunConfig, *, links: Path, elastic: bool, host: str = "")
 
 
 @contextmanager
-def _join_all(config: RunConfig, device: torch.device) -> Iterator[tuple[World, ParallelConfig]]:
+def _join_all(parallel: ParallelConfig, device: torch.device) -> Iterator[tuple[World, ParallelConfig]]:
     with join_world(device) as world:
-        yield world, config.parallel
+        yield world, parallel
 
 
 def _join(
-    config: RunConfig, device: torch.device, elastic: bool
+    parallel: ParallelConfig, device: torch.device, num_rows: int
 ) -> AbstractContextManager[tuple[World, ParallelConfig] | None]:
-    if elastic:
-        return join_as_fits(config.parallel, num_rows=shared_rows(config), device=device)
-    return _join_all(config, device)
+    return join_as_fits(parallel, num_rows=num_rows, device=device) if num_rows else _join_all(parallel, device)
 
 
-def shared_rows(config: RunConfig) -> int:
-    """What the number of copies of the model must divide: rows of a microbatch of all copies, in every training."""
-    trainings = [getattr(config, name) for name in config.stages if name in ("pretrain", "sft")]
+def shared_rows(config: RunConfig, only: Sequence[str]) -> int:
+    """What the number of copies of the model must divide: rows of a microbatch of all copies, in every training that
+    the run has or `only` adds. The same on all processes, whatever has been written meanwhile."""
+    trainings = [getattr(config, name) for name in ("pretrain", "sft") if name in (*config.stages, *only)]
     return math.gcd(*(one.batch_rows(config.pack.seq_len) // one.num_microbatches for one in trainings)) or 1
 
 
