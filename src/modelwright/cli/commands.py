@@ -77,7 +77,7 @@ def serve(words: Sequence[str]) -> int:
 
     found = find_model(_run_or_folder(parsed.target), int8=parsed.int8)
     if parsed.with_parent:
-        _leave_with_parent()
+        leave_with_parent()
     settings = parse(ServeConfig, merge(dump(found.server), read_overrides(ServeConfig, rest)))
     run_server(found.folder, settings, model_name=parsed.name or found.name, announce=_say)
     return 0
@@ -199,7 +199,7 @@ def _run_or_folder(word: str) -> Path:
     return Path(word) if (Path(word) / "config.json").is_file() else find_run(word).path
 
 
-def _leave_with_parent() -> None:
+def leave_with_parent() -> None:
     """Ask this process to stop as SIGTERM does once its parent is another one: a killed parent can tell nobody."""
     parent = os.getppid()
 

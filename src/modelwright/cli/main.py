@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _guarded(command: Command, words: Sequence[str]) -> int:
     folder = os.environ.pop(LAST_WORDS, "")  # not for what this process starts
     if folder:
-        commands._leave_with_parent()
+        commands.leave_with_parent()
 
     def complain(text: str, exit_code: int = ModelwrightError.exit_code) -> int:
         return leave_words(folder, text, exit_code) if folder else _complain(text, exit_code)
