@@ -38,6 +38,11 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
             2,
             r"^pretrain\.batch_tokens: 384 must be a multiple of 256",
         ),
+        (
+            {"parallel": {"tensor": 2}, "pretrain": {"asynchronous": {"mode": "hogwild"}}},
+            2,
+            r"^pretrain\.asynchronous\.mode: in hogwild all processes share one whole model",
+        ),
         ({}, 4, r"^sft\.batch_tokens: 512 must be a multiple of 1024"),
         (
             {

@@ -3,7 +3,7 @@
 Every message begins with the full path of the field to change. Reads nothing and writes nothing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from modelwright.core.errors import ConfigError
@@ -14,6 +14,7 @@ from modelwright.parallel.tensor import check_shape, stage_tokens
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.resolve import settled_device
 from modelwright.train.config import TrainConfig
+from modelwright.train.exchange import check_exchange
 
 
 @contextmanager
@@ -38,7 +39,7 @@ def check_training(config: RunConfig, layout: ParallelConfig, *, num_processes: 
     _check_model(config, layout)
     for name in stages:
         with within(name):
-            _check_stage(getattr(config, name), layout, config, num_copies=axes["replicate"] * axes["shard"])
+            _check_stage(getattr(config, name), layout, config, axes)
 
 
 def _check_model(config: RunConfig, layout: ParallelConfig) -> None:
@@ -56,8 +57,9 @@ def _check_model(config: RunConfig, layout: ParallelConfig) -> None:
         stage_tokens(row_len // layout.context, layout.tensor, sequence_parallel=layout.sequence_parallel)
 
 
-def _check_stage(training: TrainConfig, layout: ParallelConfig, config: RunConfig, *, num_copies: int) -> None:
-    training.batch_rows(config.pack.seq_len, num_copies=num_copies)
+def _check_stage(training: TrainConfig, layout: ParallelConfig, config: RunConfig, axes: Mapping[str, int]) -> None:
+    check_exchange(training.transport, training.asynchronous, layout)
+    training.batch_rows(config.pack.seq_len, num_copies=training.num_copies(axes))
     check_microbatches(layout, training.num_microbatches)
     kept = training.activations
     if kept.offload and settled_device(config.hardware.device) == "cpu":

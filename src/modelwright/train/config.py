@@ -1,6 +1,7 @@
 """What a person chooses about one training run."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +114,11 @@ class TrainConfig:
                 f"({seq_len} tokens a row x {num_copies} copies of the model x {self.num_microbatches} microbatches)"
             )
         return self.batch_tokens // seq_len
+
+    def num_copies(self, axes: Mapping[str, int]) -> int:
+        """Copies of the model that share the rows of each batch; axes: of the mesh. In mode hogwild every process takes
+        whole batches."""
+        return 1 if self.asynchronous.mode == "hogwild" else axes["replicate"] * axes["shard"]
 
     def resolve_num_steps(self, num_batches_per_epoch: int) -> int:
         """Updates of the whole run, at least 1; `num_batches_per_epoch` is the loader's."""

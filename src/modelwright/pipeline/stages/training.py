@@ -88,9 +88,7 @@ def _learn(
     context: StageContext, config: RunConfig, name: str, training: TrainConfig, learn: Learn, model: Decoder, rows: Path
 ) -> dict[str, Any]:
     packed, world = PackedRows(rows), context.ranks.world
-    axes = config.parallel.axes(world.size)
-    alone = training.asynchronous.mode == "hogwild"  # every process takes whole batches
-    num_copies = 1 if alone else axes["replicate"] * axes["shard"]
+    num_copies = training.num_copies(config.parallel.axes(world.size))
     batch_rows = training.batch_rows(packed.seq_len, num_copies=num_copies)
     loader = PackedLoader(packed, batch_rows=batch_rows, seed=derive_seed(config.seed, name, "order"))
     num_steps = training.resolve_num_steps(loader.num_batches_per_epoch)
