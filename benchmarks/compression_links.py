@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from compression_quality import METHODS, one_run, prepare
 from modelwright.claims.claim import Setting
+from modelwright.claims.compression_probe import METHODS, one_run, prepare
 from modelwright.claims.results import circumstances, machine_slug
 from modelwright.claims.workbench import Size, prepare_text
 from modelwright.core.artifacts import write_atomic

@@ -127,7 +127,7 @@ def test_shaped_and_delayed_links_are_measured_as_they_are(tmp_path, monkeypatch
         assert [rank.wait(timeout=60) for rank in ranks] == [0] * 3
     found = json.loads((tmp_path / "links.json").read_text())
     rate_mbit = [[8e-6 * value for value in row] for row in found["bytes_per_s"]]
-    # Twice the rate of a busy machine is left below; what is asked for must show in the order of the links.
+    # A busy machine makes a link look slower, never faster than its shape; their order must show all the same.
     assert 50 < rate_mbit[0][1] < 125
     assert 10 < rate_mbit[0][2] < 25
     assert rate_mbit[0][1] > 2.5 * rate_mbit[0][2]

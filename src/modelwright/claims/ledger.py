@@ -12,6 +12,7 @@ from modelwright.claims import (
     activation_checkpointing,
     bf16_mixed,
     gradient_accumulation,
+    gradient_compression,
     hogwild,
     int8,
     packing,
@@ -37,6 +38,7 @@ CLAIMS: tuple[Claim, ...] = (
     zero_memory.CLAIM,
     pipeline_utilisation.CLAIM,
     three_dimensional_parallelism.CLAIM,
+    gradient_compression.CLAIM,
     hogwild.CLAIM,
 )
 
