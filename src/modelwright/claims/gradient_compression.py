@@ -12,7 +12,7 @@ EXACT, METHOD = "exact", "shared-moment-local-3"
 BESIDE = ("bf16", "powersgd-8", "int8-local-20")
 TARGET_REMOVED, TARGET_GAP = 98.0, 0.3
 NUM_RANKS = 2
-SEEDS = (11, 12, 13)
+SEEDS = (101, 102, 103)
 """Not among those that the method was chosen on."""
 
 
@@ -53,7 +53,8 @@ def judge(runs: Sequence[Mapping[str, Any]], size: Size) -> Result:
         | {
             "ranks": NUM_RANKS,
             "bytes": "as the transports count them, against an FP32 ring all-reduce at every step",
-            "rates": f"{size.learning_rate:g} for all; clip and rate of exact and of the method chosen on other seeds",
+            "rates": f"{size.learning_rate:g} for all; clip of exact out of four and rate out of three in one run each, the "
+            "method's at clip 0.5 out of two rates, on other seeds; the others at clip 1, not tuned",
         },
         samples=samples,
     )
