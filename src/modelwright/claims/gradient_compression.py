@@ -53,8 +53,8 @@ def judge(runs: Sequence[Mapping[str, Any]], size: Size) -> Result:
         | {
             "ranks": NUM_RANKS,
             "bytes": "as the transports count them, against an FP32 ring all-reduce at every step",
-            "rates": f"{size.learning_rate:g} for all; clip of exact out of four and rate out of three in one run each, the "
-            "method's at clip 0.5 out of two rates, on other seeds; the others at clip 1, not tuned",
+            "rates": f"{size.learning_rate:g} for all; clip of exact out of four and rate out of three in one run "
+            "each, the method's at clip 0.5 out of two rates, on other seeds; the others at clip 1, not tuned",
         },
         samples=samples,
     )
