@@ -77,6 +77,7 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
             2,
             r"^parallel\.sequence_parallel: rows of 127 tokens",
         ),
+        ({"sft": {"offload_optimizer": True}}, 1, r"^sft\.offload_optimizer: on the CPU"),
         ({"pretrain": {"activations": {"offload": True}}}, 1, r"^pretrain\.activations\.offload: .* switch it off"),
     ],
 )  # fmt: skip

@@ -31,6 +31,15 @@ def case(name: str, folder: str = "", **rest: Any) -> dict[str, Any]:
 
 CASES = [
     case("exact"),
+    case("host", settings={"offload_optimizer": True}),
+    case(
+        "host-stopped",
+        "host-twice",
+        settings={"offload_optimizer": True},
+        parallel={"shard": "full"},
+        mishap={"kind": "stop", "step": 5},
+    ),
+    case("host-again", "host-twice", settings={"offload_optimizer": True}),
     case("planned", settings={"transport": {"kind": "planned", "collectives": {"algorithm": "ring", "window": 4}}}),
     case("int8", settings={"transport": {"kind": "int8"}}),
     case("powersgd", settings={"transport": {"kind": "powersgd", "powersgd_rank": 2}}),
@@ -93,6 +102,13 @@ def test_a_transport_of_the_configuration_sends_less_and_still_learns(runs, name
     assert losses(runs, name) != losses(runs, "exact")
     first, second = weights(runs, name), weights(runs, name, rank=1)
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_states_on_the_host_change_nothing_and_go_from_layout_to_layout(runs):
+    """Stopped as ZeRO-3 over both ranks, finished with whole copies."""
+    assert losses(runs, "host") == pytest.approx(losses(runs, "exact"), rel=1e-5)
+    assert ended(runs, "host-stopped")["kind"] == "Stopped"
+    assert losses(runs, "host-twice") == pytest.approx(losses(runs, "exact"), rel=1e-5)
 
 
 def test_planned_sums_are_exact(runs):

@@ -61,8 +61,12 @@ def _check_stage(training: TrainConfig, layout: ParallelConfig, config: RunConfi
     check_exchange(training.transport, training.asynchronous, layout)
     training.batch_rows(config.pack.seq_len, num_copies=training.num_copies(axes))
     check_microbatches(layout, training.num_microbatches)
-    kept = training.activations
-    if kept.offload and settled_device(config.hardware.device) == "cpu":
+    kept, on_cpu = training.activations, settled_device(config.hardware.device) == "cpu"
+    if training.offload_optimizer and on_cpu:
+        raise ConfigError("offload_optimizer: on the CPU its states lie in the host's memory already; switch it off")
+    if training.offload_optimizer and training.asynchronous.mode == "hogwild":
+        raise ConfigError("offload_optimizer: asynchronous.mode hogwild shares the states; switch one of them off")
+    if kept.offload and on_cpu:
         raise ConfigError(
             "activations.offload: moves what is kept to the host's memory, and on the CPU it lies there already; "
             "switch it off"

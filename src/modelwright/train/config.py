@@ -21,6 +21,7 @@ from modelwright.train.watch import WatchConfig
 _WITHOUT_EFFECT_ON_WEIGHTS = (
     "num_microbatches",
     "activations",
+    "offload_optimizer",
     "balance",
     "checkpoint_every_steps",
     "checkpoint_every_minutes",
@@ -37,7 +38,8 @@ class TrainConfig:
 
     Length: exactly one of `num_steps`, `num_tokens` and `num_epochs` is above 0.
     batch_tokens: tokens of one update over all ranks, padding included; num_microbatches: parts into which each copy
-    of the model cuts its share (memory, not mathematics); clip_norm: 0 leaves gradients alone; activations: what
+    of the model cuts its share (memory, not mathematics); clip_norm: 0 leaves gradients alone; offload_optimizer: its
+    states wait in the host's memory, for models on an accelerator; activations: what
     forward keeps for backward; transport: how gradients cross between copies of the model; asynchronous: updates that
     do not wait for them; quarantine: gradients out of all proportion are left out; balance: layers and rows are moved
     so that all ranks and microbatches have equal work; guards: what looks after runs of several processes;
@@ -57,6 +59,7 @@ class TrainConfig:
     adam_eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    offload_optimizer: bool = False
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     compile: bool = False

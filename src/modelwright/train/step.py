@@ -76,6 +76,7 @@ class TrainStep:
             betas=config.betas,
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
+            offload=config.offload_optimizer,
         )
         self.updates = standard_updates(
             self.optimizer,
