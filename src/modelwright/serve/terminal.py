@@ -60,13 +60,18 @@ class Conversation:
             del self.messages[: 2 if len(self.messages) > 2 else 1]
 
 
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
 def chat(
     folder: Path,
     *,
     temperature: float = 0.7,
     top_p: float = 0.95,
     read: Callable[[str], str] = input,
-    write: Callable[[str], object] = sys.stdout.write,
+    write: Callable[[str], object] = _write,
 ) -> None:
     """Read questions and write answers until the end of input. Raises `ModelError` when the folder cannot be loaded."""
     model, codec = load_folder(folder, Int8Config())
