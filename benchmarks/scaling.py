@@ -37,11 +37,13 @@ def modelwright(*words: str, threads: int) -> None:
         raise SystemExit(f"{' '.join(command)}\n{done.stderr[-3000:]}")
 
 
-def measure(prepared: Path, folder: Path, num_processes: int, num_steps: int) -> dict[str, float]:
+def measure(prepared: Path, folder: Path, num_processes: int, num_steps: int, batch_tokens: int) -> dict[str, float]:
     """One run on a copy of the prepared folder."""
     shutil.copytree(prepared, folder)
+    batch = ["--pretrain.batch_tokens", str(batch_tokens)] if batch_tokens else []
     modelwright(
         str(folder), "--stages", "pretrain", "--nproc", str(num_processes), "--pretrain.num_steps", str(num_steps),
+        "--pretrain.precision.compute", "fp32", *batch,
         "--pretrain.num_epochs", "0", "--pretrain.num_tokens", "0", "--pretrain.eval_every_steps", "0",
         "--heldout_tokens", "2048", threads=num_processes,
     )  # fmt: skip
@@ -59,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--batch-tokens", type=int, default=0, help="another global batch than the quickstart's")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--run-dir", type=Path, help="keep the prepared data here")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -73,7 +76,9 @@ def main() -> None:
         runs: dict[int, list[dict[str, float]]] = {}
         for repeat in range(given.repeats):
             for number in given.processes:
-                found = measure(prepared, Path(name) / f"run-{number}-{repeat}", number, given.steps)
+                found = measure(
+                    prepared, Path(name) / f"run-{number}-{repeat}", number, given.steps, given.batch_tokens
+                )
                 runs.setdefault(number, []).append(found)
                 print(number, {key: round(value, 4) for key, value in found.items()}, flush=True)
     rates = {number: statistics.median(run["tokens_per_s"] for run in found) for number, found in runs.items()}
@@ -82,10 +87,12 @@ def main() -> None:
     print({number: f"{rates[number]:.0f} tokens/s, efficiency {efficiency[number]:.3f}" for number in rates})
     record = {
         "benchmark": "scaling", "target_at_2": TARGET, "steps": given.steps, "threads_a_process": 1,
+        "batch_tokens": given.batch_tokens or "the quickstart's",
         "tokens_per_s": rates, "efficiency": efficiency, "runs": runs, **around,
     }  # fmt: skip
     given.results.mkdir(parents=True, exist_ok=True)
-    path = given.results / f"scaling-{machine_slug(around['machine'])}.json"
+    batch = f"-{given.batch_tokens}" if given.batch_tokens else ""
+    path = given.results / f"scaling{batch}-{machine_slug(around['machine'])}.json"
     write_atomic(path, json.dumps(record, indent=1) + "\n")
     print(path)
 
