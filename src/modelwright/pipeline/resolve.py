@@ -93,7 +93,7 @@ def _settle_precision(config: RunConfig, previous: RunConfig | None, progress: P
         torch.set_num_threads(config.hardware.num_threads)
         rates = measured_rates(config)
         if config.hardware.device == "cpu" and not has_bf16_instructions():
-            rates = {name: rate for name, rate in rates.items() if name != "bf16"}  # emulated: only noise could favour it
+            rates = {name: rate for name, rate in rates.items() if name != "bf16"}  # emulated: slow
         best = resolve_precision(PrecisionConfig(compute="fastest"), rates)
         chosen = dict.fromkeys(open_stages, best)
         shown = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items())
