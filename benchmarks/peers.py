@@ -151,7 +151,7 @@ def work(name: str, task: Task, out: Path) -> None:
     rows = PackedRows(task.folder / "heldout")
     alone = lay_out(single(task.device), ParallelConfig())
     runner = WholeModel(model, alone.context, scatters_each=False, autocast=nullcontext)
-    losses = heldout_losses(runner, Pretrain(loader(task)), list(rows.batches(8))[:16], alone)
+    losses = heldout_losses(runner, Pretrain(loader(task)), list(rows.batches(8))[:16], alone, alive=lambda: None)
     measured = {
         "tokens_per_s": trained.clock.tokens_per_s,
         "tokens_per_cpu_s": trained.clock.tokens_per_cpu_s,

@@ -22,6 +22,8 @@ LOCAL = {"kind": "three_level", "three_level": {"keep": 0.25, "bucket_numel": 40
 OWN = {**LOCAL, "local_steps": {"every": 3, "keep_own": True, "momentum": 0.5}}
 RARE = {"eval_every_steps": 0, "checkpoint_every_steps": 0}
 FOUR_LAYERS = {"num_layers": 4}
+TIED = {"tie_embeddings": True}
+CHECKED = {"guards": {"replica_check_every": 1}}
 
 
 def case(name: str, folder: str = "", **rest: Any) -> dict[str, Any]:
@@ -49,7 +51,13 @@ CASES = [
     case("own-stopped", "own-twice", settings={"transport": OWN, **RARE}, mishap={"kind": "stop", "step": 7}),
     case("own-again", "own-twice", settings={"transport": OWN, **RARE}),
     case("late", settings={"asynchronous": {"mode": "delayed", "delay": 2}, "transport": {"kind": "int8"}}),
-    case("sharded-local", settings={"transport": LOCAL, **RARE}, parallel={"tensor": 2}),
+    case("sharded-local", settings={"transport": LOCAL, **CHECKED, **RARE}, parallel={"tensor": 2}),
+    case("checked-local", settings={"transport": OWN, **CHECKED, **RARE}),
+    case("checked-tensor", settings=CHECKED, parallel={"tensor": 2}),
+    case("checked-plain-tensor", settings=CHECKED, parallel={"tensor": 2, "sequence_parallel": False}),
+    case("checked-context", settings=CHECKED, parallel={"context": 2}),
+    case("checked-zero", settings=CHECKED, parallel={"shard": "full"}),
+    case("checked-tied", settings={**CHECKED, "num_microbatches": 2}, parallel={"pipeline": 2}, shape=TIED),
     case("flipped", settings={"guards": {"replica_check_every": 2}}, mishap={"kind": "flip", "step": 4, "rank": 1}),
     case(
         "wild",
@@ -145,6 +153,12 @@ def test_a_flipped_bit_ends_the_run_on_all_ranks_and_names_the_tensor(runs):
         assert found["kind"] == "ReplicaError"
         assert "embedding.weight on ranks [0, 1]" in found["error"]
         assert found["error"].startswith("step 4")
+
+
+@pytest.mark.parametrize("name", [one["name"] for one in CASES if one["name"].startswith("checked-")])
+def test_no_layout_is_taken_for_corrupt(runs, name):
+    for rank in range(2):
+        assert ended(runs, name, rank)["error"] == ""
 
 
 def test_a_wild_batch_is_left_out_and_recorded(runs):

@@ -1,6 +1,6 @@
 """Held-out evaluation inside a run: the objective's own losses, over a whole set, shared among the ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -32,16 +32,20 @@ class HeldoutBatches(Sequence[Batch]):
 
 
 @torch.no_grad()
-def heldout_losses(runner: Runner, objective: Objective, batches: Sequence[Batch], mesh: Mesh) -> dict[str, float]:
+def heldout_losses(
+    runner: Runner, objective: Objective, batches: Sequence[Batch], mesh: Mesh, *, alive: Callable[[], None]
+) -> dict[str, float]:
     """Each loss term over all batches, divided by its weight over all batches; 0 where nothing counts.
 
-    Copy r takes batches r, r + copies, ...; every rank gets the result. The model is left in training mode.
+    Copy r takes batches r, r + copies, ...; every rank gets the result. The model is left in training mode. alive: is
+    called before each batch.
     """
     names = list(objective.weights(batches[0]))
     sums = torch.zeros(2, len(names), dtype=torch.float64, device=mesh.world.device)
     copies, model = mesh.data, runner.model
     model.eval()
     for first in range(0, len(batches), copies.size):
+        alive()
         counts = first + copies.rank < len(batches)  # all copies take part in every round: layers may be gathered
         batch = batches[first + copies.rank if counts else first].to(mesh.world.device)
 

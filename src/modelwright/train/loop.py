@@ -229,10 +229,12 @@ class _Loop:
         )
 
     def replicas(self) -> Mapping[str, Tensor]:
-        """What several ranks must hold alike: the weights, or with local steps what the ranks have in common."""
-        if isinstance(self.one_step.transport, LocalSteps):
-            return {f"start/{number}": start for number, start in enumerate(self.one_step.transport.start)}
-        return self.model.state_dict()
+        """What several ranks must hold alike: the weights, or with local steps what those that meet have in common."""
+        if not isinstance(self.one_step.transport, LocalSteps):
+            return self.model.state_dict()
+        mesh = self.everyone
+        part = f"{mesh.pipeline.rank}/{mesh.shard.rank}/{mesh.tensor.rank}"
+        return {f"start/{part}/{number}": start for number, start in enumerate(self.one_step.transport.start)}
 
     @property
     def model(self) -> Decoder:
@@ -318,9 +320,10 @@ class _Loop:
 
     def evaluate(self) -> None:
         """Held-out losses over the whole set; the best so far is remembered."""
-        self.watchdog.alive()
         started = time.perf_counter()
-        losses = heldout_losses(self.one_step.runner, self.one_step.objective, self.heldout, self.everyone)
+        losses = heldout_losses(
+            self.one_step.runner, self.one_step.objective, self.heldout, self.everyone, alive=self.watchdog.alive
+        )
         loss = sum(losses.values())
         self.at.evaluated_step, self.at.heldout_loss = self.at.step, loss
         if loss < self.at.best_loss:
