@@ -4,6 +4,7 @@ import pytest
 
 from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError
+from modelwright.parallel.transports.build import TransportConfig
 from modelwright.train.config import TrainConfig
 
 
@@ -41,6 +42,8 @@ def test_identity_leaves_out_what_does_not_decide_the_weights():
     same = TrainConfig(num_steps=9, num_microbatches=4, keep_last=7, checkpoint_every_minutes=1.0)
     assert base.identity() == same.identity()
     assert base.identity() != TrainConfig(num_steps=9, learning_rate=1.0).identity()
+    assert base.identity() == TrainConfig(num_steps=9, transport=TransportConfig(overlap=False)).identity()
+    assert base.identity() != TrainConfig(num_steps=9, transport=TransportConfig(kind="int8")).identity()
 
 
 def test_round_trip_through_plain_data():

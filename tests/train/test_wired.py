@@ -20,6 +20,7 @@ from rank_processes import run_ranks, start_ranks, wait_for
 SCRIPT = Path(__file__).with_name("wired_run.py")
 LOCAL = {"kind": "three_level", "three_level": {"keep": 0.25, "bucket_numel": 4096}, "local_steps": {"every": 3}}
 OWN = {**LOCAL, "local_steps": {"every": 3, "keep_own": True, "momentum": 0.5}}
+MOMENTS = {**LOCAL, "local_steps": {"every": 1, "moment_every": 1}}
 RARE = {"eval_every_steps": 0, "checkpoint_every_steps": 0}
 FOUR_LAYERS = {"num_layers": 4}
 TIED = {"tie_embeddings": True}
@@ -48,6 +49,7 @@ CASES = [
     case("averaging", settings={"transport": {"local_steps": {"every": 3}}, **RARE}),
     case("local", settings={"transport": LOCAL, **RARE}),
     case("own", settings={"transport": OWN, **RARE}),
+    case("skipped-moments", settings={"transport": MOMENTS, **RARE}, mishap={"kind": "nan", "step": 0}),
     case("own-stopped", "own-twice", settings={"transport": OWN, **RARE}, mishap={"kind": "stop", "step": 7}),
     case("own-again", "own-twice", settings={"transport": OWN, **RARE}),
     case("late", settings={"asynchronous": {"mode": "delayed", "delay": 2}, "transport": {"kind": "int8"}}),
@@ -124,6 +126,12 @@ def test_planned_sums_are_exact(runs):
     assert ended(runs, "planned")["bytes_sent"] == ended(runs, "exact")["bytes_sent"]
 
 
+def test_moments_are_not_shared_before_a_step_has_made_them(runs):
+    """The first update is skipped, because its loss is not a number; the ranks meet after it all the same."""
+    assert ended(runs, "skipped-moments")["error"] == ""
+    assert ended(runs, "skipped-moments")["events"]["nonfinite_step"] == 1
+
+
 def test_a_run_that_stops_between_meetings_ends_with_the_same_bits(runs):
     assert ended(runs, "own-stopped")["kind"] == "Stopped"
     assert "after step 7" in ended(runs, "own-stopped")["error"]
@@ -159,6 +167,7 @@ def test_a_flipped_bit_ends_the_run_on_all_ranks_and_names_the_tensor(runs):
 def test_no_layout_is_taken_for_corrupt(runs, name):
     for rank in range(2):
         assert ended(runs, name, rank)["error"] == ""
+    assert not list((runs / name).glob("hang-*"))
 
 
 def test_a_wild_batch_is_left_out_and_recorded(runs):

@@ -28,6 +28,7 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world
 from modelwright.train.objective import StepInfo
 
+FACTORS = {"wild": 1000.0, "nan": float("nan")}
 NOTHING = {"kind": "", "step": 0, "rank": 0}
 
 
@@ -71,10 +72,11 @@ class Mishap:
 
 @dataclass
 class Wild:
-    """The tiny objective, with losses 1,000 times as large in one batch."""
+    """The tiny objective, with losses `factor` times as large in one batch."""
 
     inner: Pretrain
     wild_batch: int
+    factor: float
     is_wild: bool = False
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
@@ -87,7 +89,7 @@ class Wild:
         return self.inner.weights(batch)
 
     def losses(self, output, batch, model):
-        scale = 1000.0 if self.is_wild else 1.0
+        scale = self.factor if self.is_wild else 1.0
         return {name: value * scale for name, value in self.inner.losses(output, batch, model).items()}
 
 
@@ -96,8 +98,8 @@ def run_case(folder: Path, case: dict[str, Any], world: World) -> None:
     model.init_weights(0)
     mishap = NOTHING | case.get("mishap", {})
     objective: Any = Pretrain(tiny_run.Rows())
-    if mishap["kind"] == "wild":
-        objective = Wild(objective, mishap["step"])
+    if mishap["kind"] in FACTORS:
+        objective = Wild(objective, mishap["step"], FACTORS[mishap["kind"]])
     found: dict[str, Any] = {"error": "", "kind": ""}
     try:
         result = tiny_run.run(

@@ -136,4 +136,8 @@ class TrainConfig:
 
         A run can be resumed with other values of the rest.
         """
-        return {name: value for name, value in dump(self).items() if name not in _WITHOUT_EFFECT_ON_WEIGHTS}
+        found = {name: value for name, value in dump(self).items() if name not in _WITHOUT_EFFECT_ON_WEIGHTS}
+        found["transport"] = {
+            name: value for name, value in found["transport"].items() if name not in ("overlap", "collectives")
+        }
+        return found

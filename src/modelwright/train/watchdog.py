@@ -15,7 +15,7 @@ from modelwright.core.errors import ConfigError, writing
 class Watchdog:
     """Ends the process (exit status 1) when `alive` was not called for `limit_s` seconds; 0 switches it off.
 
-    Used as a context. The stacks are appended to `log`.
+    Used as a context. The stacks are appended to `log`, which is there afterwards only when there is something in it.
     """
 
     def __init__(self, log: Path, *, limit_s: float) -> None:
@@ -41,3 +41,5 @@ class Watchdog:
         if self.limit_s:
             faulthandler.cancel_dump_traceback_later()
             self._file.close()
+            if not self.log.stat().st_size:
+                self.log.unlink()

@@ -126,7 +126,7 @@ class LocalSteps:
         self._origin = self._own_start()
         torch._foreach_copy_(weights, self._origin)  # pyright: ignore
         if self.config.moment_every and step % (self.config.every * self.config.moment_every) == 0:
-            self._moment.share(self._private()[SECOND_MOMENT])
+            self._moment.share(self._private().get(SECOND_MOMENT, []))
 
     def _meet_exactly(self, weights: list[Tensor]) -> None:
         """The run ends with the mean of the ranks' weights: nothing is left unsent."""

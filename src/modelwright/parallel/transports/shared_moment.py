@@ -39,8 +39,8 @@ class SharedMoment:
         self.bytes_sent = 0
 
     def share(self, moments: Sequence[Tensor]) -> None:
-        """Replace the moments, in one order on all ranks, by their mean."""
-        if self.world.size == 1:
+        """Replace the moments, in one order on all ranks, by their mean; none while no step has made any."""
+        if self.world.size == 1 or not moments:
             return
         own_N = flatten(moments).clamp_min_(FLOOR)
         agreed_N = (flatten(self.agreed) if self.agreed else torch.zeros_like(own_N)).to(own_N.device)
