@@ -11,6 +11,12 @@ import torch
 TINY_RUN = Path(__file__).with_name("tiny_run.py")
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Whatever tests before this one have left: the number of threads decides last bits."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def tiny() -> ModuleType:
     torch.set_num_threads(1)

@@ -1,4 +1,5 @@
-"""One and two real processes over gloo, one to four microbatches, ragged batches: one and the same training."""
+"""One and two real processes, which share weights or keep copies, one to four microbatches, ragged batches: one and the
+same training."""
 
 import os
 import socket
@@ -42,29 +43,30 @@ def stop_after(tiny, folder, step):
             path.rmdir()
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
-def test_losses_equal_those_of_one_process(tiny, two_ranks, tmp_path, num_microbatches):
+@pytest.mark.parametrize("case", ["1", "2", "4", "copies"])
+def test_losses_equal_those_of_one_process(tiny, two_ranks, tmp_path, case):
     tiny.run(tmp_path, tiny.settings(num_steps=6))
     for metric in ("loss", "heldout_loss", "num_tokens"):
         single, ranks = (
             torch.tensor(column(read_records(path / "metrics.jsonl"), metric))
-            for path in (tmp_path, two_ranks / f"fp32-{num_microbatches}")
+            for path in (tmp_path, two_ranks / f"fp32-{case}")
         )
         torch.testing.assert_close(ranks, single, **LOSS)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
-def test_weights_are_exact_in_float64(tiny, two_ranks, tmp_path, num_microbatches):
+@pytest.mark.parametrize("case", ["1", "2", "4", "copies"])
+def test_weights_are_exact_in_float64(tiny, two_ranks, tmp_path, case):
     model = tiny.run_in_float64(tmp_path, tiny.settings(num_steps=6))
-    ranks = [load_file(two_ranks / f"fp64-{num_microbatches}" / f"rank{rank}.safetensors") for rank in range(2)]
+    ranks = [load_file(two_ranks / f"fp64-{case}" / f"rank{rank}.safetensors") for rank in range(2)]
     for name, weight in model.state_dict().items():
         assert torch.equal(ranks[0][name], ranks[1][name])
         torch.testing.assert_close(ranks[0][name], weight, **EXACT)
 
 
 def test_bytes_sent_are_those_of_the_gradients(tiny, two_ranks):
-    records = read_records(two_ranks / "fp32-1" / "metrics.jsonl")
-    sent = column(records, "bytes_sent")
+    """Where the processes keep copies: on one copy there is nothing to send."""
+    assert {sent for _, sent in column(read_records(two_ranks / "fp32-1" / "metrics.jsonl"), "bytes_sent")} == {0}
+    sent = column(read_records(two_ranks / "fp32-copies" / "metrics.jsonl"), "bytes_sent")
     assert sent[0][1] == 4 * tiny.SHAPE.num_parameters
     assert sent[-1][1] == 6 * sent[0][1]
 

@@ -1,6 +1,7 @@
 """What the configuration of a run switches on really takes part in it: two processes, through THE loop."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ RARE = {"eval_every_steps": 0, "checkpoint_every_steps": 0}
 FOUR_LAYERS = {"num_layers": 4}
 TIED = {"tie_embeddings": True}
 CHECKED = {"guards": {"replica_check_every": 1}}
+COPIES = {"parallel": {"share_memory": False}}
 
 
 def case(name: str, folder: str = "", **rest: Any) -> dict[str, Any]:
@@ -33,7 +35,16 @@ def case(name: str, folder: str = "", **rest: Any) -> dict[str, Any]:
 
 
 CASES = [
-    case("exact"),
+    case("exact", **COPIES),
+    case("one-copy", settings=CHECKED),
+    case("one-copy-parts", settings={"num_microbatches": 2}),
+    case("one-copy-stopped", "one-copy-twice", mishap={"kind": "stop", "step": 5}),
+    case("one-copy-again", "one-copy-twice"),
+    case("apart", "one-copy-apart", mishap={"kind": "stop", "step": 7}),
+    case("apart-again", "one-copy-apart", **COPIES),
+    case("one-copy-skipped", mishap={"kind": "nan", "step": 3}),
+    case("skipped", mishap={"kind": "nan", "step": 3}, **COPIES),
+    case("checked-copies", settings=CHECKED, **COPIES),
     case("host", settings={"offload_optimizer": True}),
     case(
         "host-stopped",
@@ -60,7 +71,12 @@ CASES = [
     case("checked-context", settings=CHECKED, parallel={"context": 2}),
     case("checked-zero", settings=CHECKED, parallel={"shard": "full"}),
     case("checked-tied", settings={**CHECKED, "num_microbatches": 2}, parallel={"pipeline": 2}, shape=TIED),
-    case("flipped", settings={"guards": {"replica_check_every": 2}}, mishap={"kind": "flip", "step": 4, "rank": 1}),
+    case(
+        "flipped",
+        settings={"guards": {"replica_check_every": 2}},
+        mishap={"kind": "flip", "step": 4, "rank": 1},
+        **COPIES,
+    ),
     case(
         "wild",
         settings={"quarantine": {"factor": 5.0, "window": 6}, "num_steps": 15},
@@ -112,6 +128,26 @@ def test_a_transport_of_the_configuration_sends_less_and_still_learns(runs, name
     assert losses(runs, name) != losses(runs, "exact")
     first, second = weights(runs, name), weights(runs, name, rank=1)
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_processes_that_share_memory_make_the_updates_of_those_with_copies(runs):
+    assert losses(runs, "one-copy-parts") == pytest.approx(losses(runs, "exact"), rel=1e-5)
+    assert losses(runs, "one-copy") == pytest.approx(losses(runs, "exact"), rel=1e-5)
+    assert losses(runs, "one-copy-skipped")[4:] == pytest.approx(losses(runs, "skipped")[4:], rel=1e-5)
+    assert ended(runs, "one-copy")["bytes_sent"] == 0
+    first, second, apart = weights(runs, "one-copy"), weights(runs, "one-copy", rank=1), weights(runs, "exact")
+    for key, weight in first.items():
+        assert torch.equal(weight, second[key]), key
+        torch.testing.assert_close(weight, apart[key], rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_on_one_copy_that_stops_ends_with_the_same_bits_and_goes_on_with_copies(runs):
+    once, again = weights(runs, "one-copy"), weights(runs, "one-copy-again", rank=1)
+    assert ended(runs, "one-copy-stopped")["kind"] == ended(runs, "apart")["kind"] == "Stopped"
+    assert losses(runs, "one-copy-twice") == losses(runs, "one-copy")
+    assert losses(runs, "one-copy-apart") == pytest.approx(losses(runs, "exact"), rel=1e-5)
+    assert all(torch.equal(once[key], again[key]) for key in once)
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("modelwright-")]
 
 
 def test_states_on_the_host_change_nothing_and_go_from_layout_to_layout(runs):

@@ -23,6 +23,7 @@ from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
+from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import join_world, single
 from modelwright.train import checkpoint
 from modelwright.train.config import TrainConfig
@@ -189,11 +190,13 @@ def _die_while_writing(num_files: int) -> None:
 def train_as_rank(folder: Path) -> None:
     """The configurations of the parity test, one after the other, each in a folder of its own."""
     with join_world(torch.device("cpu")) as world:
-        for num_microbatches in (1, 2, 4):
+        cases = {str(number): (number, ParallelConfig()) for number in (1, 2, 4)}
+        cases["copies"] = (2, ParallelConfig(share_memory=False))
+        for name, (num_microbatches, parallel) in cases.items():
             config = settings(num_microbatches=num_microbatches, num_steps=6)
-            run(folder / f"fp32-{num_microbatches}", config, world=world)
-            exact = folder / f"fp64-{num_microbatches}"
-            model = run_in_float64(exact, config, world=world)
+            run(folder / f"fp32-{name}", config, world=world, parallel=parallel)
+            exact = folder / f"fp64-{name}"
+            model = run_in_float64(exact, config, world=world, parallel=parallel)
             save_file(model.state_dict(), exact / f"rank{world.rank}.safetensors")
         run(folder / "moved", settings(num_microbatches=4), world=world)
 

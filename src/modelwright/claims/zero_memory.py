@@ -58,7 +58,7 @@ def probe(model: ModelConfig, shard: Shard, num_ranks: int) -> Probe:
         checkpoint_every_minutes=0,
         keep_best=False,
     )
-    parallel = ParallelConfig(shard=shard)
+    parallel = ParallelConfig(shard=shard, share_memory=False)
     return Probe(model=model, train=train, parallel=parallel, seq_len=model.max_seq_len)
 
 

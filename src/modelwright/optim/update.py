@@ -123,16 +123,20 @@ class LearningRate:
 class OptimizerStep:
     """Lets the optimizer change the weights, unless the step is skipped.
 
+    change_weights: has the optimizer do so; its `step`, but for processes that share the work.
     State: the optimizer's tensors and scalars by parameter name, so that it fits any order or grouping of parameters.
     """
 
-    def __init__(self, optimizer: Optimizer, names: dict[Tensor, str]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, names: dict[Tensor, str], change_weights: Callable[[Optimizer], object]
+    ) -> None:
         self.optimizer = optimizer
         self.names = names
+        self.change_weights = change_weights
 
     def apply(self, context: Context) -> None:
         if not context.skip:
-            self.optimizer.step()
+            self.change_weights(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         return {self.names[parameter]: dict(state) for parameter, state in self.optimizer.state.items()}
@@ -142,6 +146,10 @@ class OptimizerStep:
             if name in state:
                 place = {key: _like(value, parameter, key) for key, value in state[name].items()}
                 self.optimizer.state[parameter] = place
+
+
+def _step(optimizer: Optimizer) -> None:
+    optimizer.step()
 
 
 def standard_updates(
@@ -154,6 +162,7 @@ def standard_updates(
     clip_norm: float,
     schedule: ScheduleConfig,
     peak_rate: float,
+    change_weights: Callable[[Optimizer], object] = _step,
     after_check: Mapping[str, Update] = NOTHING,
 ) -> dict[str, Update]:
     """Finite check, `after_check`, clip (when `clip_norm` > 0), learning rate, optimizer: in this order, by the names
@@ -165,7 +174,7 @@ def standard_updates(
     if clip_norm > 0:
         updates["clip"] = Clip(clip_norm)
     updates["learning_rate"] = LearningRate(optimizer, schedule, peak_rate)
-    updates["optimizer"] = OptimizerStep(optimizer, names)
+    updates["optimizer"] = OptimizerStep(optimizer, names, change_weights)
     return updates
 
 

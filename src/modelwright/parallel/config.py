@@ -22,6 +22,8 @@ class ParallelConfig:
     sharding: sharded within groups of neighbouring ranks, replicated across groups.
     context: processes that share the tokens of each row. tensor: processes that share each layer's heads, FFN columns
     and the vocabulary; with sequence_parallel the norms and the residual stream between them are shared too.
+    share_memory: processes of one host that share out rows and nothing else keep one copy of weights and optimizer
+    states in its memory, and each makes its part of every update (on the CPU, where there is room).
     placement: the links between the hosts are measured at the start (kept per set of hosts in the run directory), and
     the ranks numbered anew so that the axes that talk most sit on the fastest links.
     """
@@ -36,6 +38,7 @@ class ParallelConfig:
     schedule: Schedule = "1f1b"
     stages_per_rank: int = 1
     layers_per_stage: tuple[int, ...] = ()
+    share_memory: bool = True
     placement: bool = False
 
     def __post_init__(self) -> None:

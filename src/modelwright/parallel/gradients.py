@@ -4,6 +4,7 @@ A gradient is a plain tensor, equal on all ranks of the mesh that hold its param
 holds a piece. Knows nothing about what is done with gradients.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from modelwright.parallel.mesh import Mesh
+from modelwright.parallel.mesh import Mesh, World
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -37,6 +38,12 @@ def global_norm(gradients: Sequence[Tensor], mesh: Mesh, *, num_holders: Sequenc
     for gradient, copies in zip(gradients, num_holders, strict=True):
         squares += torch.linalg.vector_norm(local(gradient), dtype=torch.float64).square() / copies
     return float(mesh.world.all_reduce_sum(squares).sqrt())
+
+
+def parts_norm(parts: Sequence[Tensor], world: World) -> float:
+    """The L2 norm of gradients of which every rank holds another part; not finite when any part is not."""
+    norm = float(get_total_norm(list(parts), foreach=True))
+    return math.sqrt(world.sums([norm * norm])[0])
 
 
 def holders(parameter: Tensor, mesh: Mesh, *, num_stages: int = 1) -> int:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.ledger import SLOTS, Ledger
 from modelwright.parallel.mesh import Mesh, World, lay_out, single
-from modelwright.parallel.shared_memory import share
+from modelwright.parallel.shared_memory import make_states, share
 from modelwright.parallel.turns import Done
 
 Compensate = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
@@ -41,6 +41,8 @@ class Hogwild:
     Use as a context manager around the run, on every process of `world` alike. Raises `ConfigError` when the processes
     are not on one host. A run ends with a `ModelwrightError` on the others when one process is lost.
     """
+
+    divides = False
 
     def __init__(self, world: World, *, compensate: Compensate | None = None) -> None:
         self.mesh: Mesh = lay_out(single(world.device), ParallelConfig())
@@ -63,7 +65,7 @@ class Hogwild:
 
     def begin(self, optimizer: Optimizer, step: int) -> None:
         """Move what the optimizer changes into shared memory; its counts of steps follow the numbers of updates."""
-        _make_states(optimizer)
+        make_states(optimizer)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         places = [(optimizer.state[p], key) for p in self._parameters for key in optimizer.state[p] if key != "step"]
         self._counts = [optimizer.state[p]["step"] for p in self._parameters if "step" in optimizer.state[p]]
@@ -89,6 +91,12 @@ class Hogwild:
         yield from self._ledger.wait_for_all()
         self._read_weights(self._ledger.num_heard)
         self._ledger.meet()
+
+    def part(self, gradients: list[Tensor]) -> list[Tensor]:
+        return gradients
+
+    def step(self, optimizer: Optimizer) -> None:
+        optimizer.step()
 
     def figures(self) -> Mapping[str, float]:
         return {"worker": self.world.rank, "staleness": self._staleness}
@@ -116,23 +124,3 @@ class Hogwild:
             parameter.data = copy
         for count in self._counts:
             count.fill_(number - self._uncounted)
-
-
-def _make_states(optimizer: Optimizer) -> None:
-    """States for parameters that have none yet, as they are before the first step.
-
-    By a step of rate 0 on zero gradients, which changes no weight: optimizers make their states nowhere else.
-    """
-    new = [p for group in optimizer.param_groups for p in group["params"] if not optimizer.state[p]]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for parameter in new:
-        parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for parameter in new:
-        parameter.grad = None
-        if "step" in optimizer.state[parameter]:
-            optimizer.state[parameter]["step"].zero_()

@@ -13,13 +13,16 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
-from modelwright.core.errors import ConfigError, writing
+from modelwright.core.errors import ConfigError, ModelwrightError, StorageError, writing
 from modelwright.parallel.mesh import World
 
 _ALIGNMENT = 64
 """Bytes of a cache line: no two tensors share one."""
 _HOST_MEMORY = "/dev/shm"
+_SPARE_BYTES = 64 * 2**20
+"""Left for others: checkpoints kept in memory, data loaders, other runs."""
 
 
 def share(world: World, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -44,35 +47,83 @@ def share(world: World, tensors: Sequence[Tensor]) -> list[Tensor]:
     return shared
 
 
+def has_room(world: World, num_bytes: int) -> bool:
+    """Whether all processes are on one host that has that much shared memory left. Collective."""
+    try:
+        with shared_file(world, 1):
+            folder = _folder()
+            free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    except ModelwrightError:
+        return False
+    return world.maxima(free < num_bytes + _SPARE_BYTES)[0] == 0
+
+
 @contextmanager
 def shared_file(world: World, num_bytes: int) -> Iterator[str]:
-    """A file of zeros under one name for all processes of one host; it loses its name at the end of the block."""
-    path = ""
+    """A file of zeros under one name for all processes of one host; it loses its name at the end of the block.
+
+    What goes wrong on the first process is raised on all of them.
+    """
+    path, problem = "", ""
     if world.is_first:
-        folder = _HOST_MEMORY if os.access(_HOST_MEMORY, os.W_OK) else tempfile.gettempdir()
-        file, path = tempfile.mkstemp(prefix="modelwright-", dir=folder)
         try:
-            with writing(path):
-                os.posix_fallocate(file, 0, num_bytes)  # a full host memory shows here, not as a SIGBUS in a step
-        except OSError:
-            os.unlink(path)
-            raise
-        finally:
-            os.close(file)
+            path = _make_file(num_bytes)
+        except StorageError as error:
+            problem = str(error)
     try:
-        path = _same_on_all(world, path)
+        path = _same_on_all(world, path, problem)
         yield path
         world.barrier()
     finally:
-        if world.is_first:
+        if world.is_first and path:
             os.unlink(path)
 
 
-def _same_on_all(world: World, path: str) -> str:
-    if world.size == 1:
-        return path
-    paths = [path]
-    dist.broadcast_object_list(paths, group_src=0, group=world.group)
-    if any(world.maxima(not os.path.exists(paths[0]))):
+def make_states(optimizer: Optimizer) -> None:
+    """States for parameters that have none yet, as they are before the first step.
+
+    By a step of rate 0 on zero gradients, which changes no weight: optimizers make their states nowhere else.
+    """
+    new = [p for group in optimizer.param_groups for p in group["params"] if not optimizer.state[p]]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in new:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter in new:
+        parameter.grad = None
+        if "step" in optimizer.state[parameter]:
+            optimizer.state[parameter]["step"].zero_()
+
+
+def _folder() -> str:
+    return _HOST_MEMORY if os.access(_HOST_MEMORY, os.W_OK) else tempfile.gettempdir()
+
+
+def _make_file(num_bytes: int) -> str:
+    file, path = tempfile.mkstemp(prefix="modelwright-", dir=_folder())
+    try:
+        with writing(path):
+            os.posix_fallocate(file, 0, num_bytes)  # a full host memory shows here, not as a SIGBUS in a step
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(file)
+    return path
+
+
+def _same_on_all(world: World, path: str, problem: str) -> str:
+    """The first process's path and problem on all of them."""
+    told = [(path, problem)]
+    if world.size > 1:
+        dist.broadcast_object_list(told, group_src=0, group=world.group)
+    path, problem = told[0]
+    if problem:
+        raise StorageError(problem)
+    if any(world.maxima(not os.path.exists(path))):
         raise ConfigError("processes: all of them must be on one host to train on shared weights")
-    return paths[0]
+    return path

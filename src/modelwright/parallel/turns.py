@@ -1,4 +1,4 @@
-"""Who makes which update of a run: all processes together, one update after the other, or each process its own.
+"""Who makes which update of a run: all processes together, whole or each a part of it, or each process its own.
 
 The loop hands over its step as a function of the update's number and goes through what comes back. Knows nothing about
 what a step does.
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from modelwright.parallel.mesh import Mesh
@@ -38,6 +39,19 @@ class Turns(Protocol):
         """
         ...
 
+    @property
+    def divides(self) -> bool:
+        """Whether each process makes a part of every update."""
+        ...
+
+    def part(self, gradients: list[Tensor]) -> list[Tensor]:
+        """What of the gradients, which the transport has summed, this process's updates work on."""
+        ...
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Let the optimizer change the weights, of which every process sees the whole afterwards."""
+        ...
+
     def figures(self) -> Mapping[str, float]:
         """For the metrics of the step that is being made."""
         ...
@@ -48,8 +62,15 @@ class Together:
     """Every update is made by all processes; they may stop after each."""
 
     mesh: Mesh
+    divides = False
 
     def begin(self, optimizer: Optimizer, step: int) -> None: ...
+
+    def part(self, gradients: list[Tensor]) -> list[Tensor]:
+        return gradients
+
+    def step(self, optimizer: Optimizer) -> None:
+        optimizer.step()
 
     def updates(
         self, one_step: Callable[[int], Done], first: int, last: int, interrupted: Callable[[], bool]

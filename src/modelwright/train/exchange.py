@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from modelwright.core.errors import ConfigError
@@ -20,6 +20,7 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.gradients import local
 from modelwright.parallel.hogwild import Hogwild
 from modelwright.parallel.mesh import Mesh
+from modelwright.parallel.one_copy import OneCopy, fits
 from modelwright.parallel.transport import GradientTransport
 from modelwright.parallel.transports.build import TransportConfig, build_transport
 from modelwright.parallel.transports.local_steps import LocalSteps
@@ -74,13 +75,25 @@ def check_exchange(transport: TransportConfig, asynchronous: AsynchronousConfig,
 
 
 @contextmanager
-def turns_for(config: AsynchronousConfig, everyone: Mesh) -> Iterator[Turns]:
-    """Who makes which update. Raises `ConfigError` for `hogwild` on several hosts."""
-    if config.mode != "hogwild":
+def turns_for(config: AsynchronousConfig, everyone: Mesh, model: nn.Module, *, shares_memory: bool) -> Iterator[Turns]:
+    """Who makes which update; shares_memory: where they can, processes keep one copy of the weights.
+
+    Raises `ConfigError` for `hogwild` on several hosts.
+    """
+    if config.mode == "hogwild":
+        with Hogwild(everyone.world, compensate=_compensation(config)) as hogwild:
+            yield hogwild
+    elif shares_memory and fits(everyone, [p for p in model.parameters() if p.requires_grad]):
+        with OneCopy(everyone) as one_copy:
+            yield one_copy
+    else:
         yield Together(everyone)
-        return
-    with Hogwild(everyone.world, compensate=_compensation(config)) as hogwild:
-        yield hogwild
+
+
+def may_share_memory(transport: TransportConfig, asynchronous: AsynchronousConfig, parallel: ParallelConfig) -> bool:
+    """Whether every update is the one that all processes together make of exact sums."""
+    plain = transport.kind == "exact" and not transport.local_steps.every and asynchronous.mode == "none"
+    return plain and parallel.share_memory
 
 
 @contextmanager
@@ -88,7 +101,7 @@ def transport_for(
     transport: TransportConfig, asynchronous: AsynchronousConfig, turns: Turns, parameters: Sequence[Tensor]
 ) -> Iterator[GradientTransport]:
     """How gradients cross. parameters: what the updates change, in the gradients' order, this rank's parts."""
-    if isinstance(turns, Hogwild):
+    if isinstance(turns, Hogwild | OneCopy):
         yield turns
     elif asynchronous.mode == "delayed":
         inner = build_transport(transport, world_apart(turns.mesh.reduce))

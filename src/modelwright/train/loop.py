@@ -32,7 +32,7 @@ from modelwright.precision.policy import autocast
 from modelwright.train.checkpoint import Best, Checkpoints, Snapshot
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import heldout_losses
-from modelwright.train.exchange import check_exchange, transport_for, turns_for
+from modelwright.train.exchange import check_exchange, may_share_memory, transport_for, turns_for
 from modelwright.train.objective import Batch, Controller, Objective, StepInfo
 from modelwright.train.passes import activation_pass, remove_passes, spread
 from modelwright.train.recovery import Recovery
@@ -137,7 +137,12 @@ def _train_laid_out(
     """
     everyone = lay_out(world, parallel)
     with ExitStack() as held:
-        turns = held.enter_context(turns_for(config.asynchronous, everyone))
+        shares_memory = (
+            given_transport is None
+            and not config.offload_optimizer
+            and may_share_memory(config.transport, config.asynchronous, parallel)
+        )
+        turns = held.enter_context(turns_for(config.asynchronous, everyone, model, shares_memory=shares_memory))
         mesh = turns.mesh
         in_place = mesh.is_only_data_parallel
         runner = spread(
@@ -217,15 +222,15 @@ class _Loop:
     saved_time: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        together = isinstance(self.one_step.turns, Together)
+        together, divided = isinstance(self.one_step.turns, Together), self.one_step.turns.divides
         self.controllers = self.given_controllers | standing_controllers(
             self.stage.path,
             self.config.guards,
             self.config.watch,
             self.everyone,
             note=self.progress.note,
-            replicas=self.replicas if together else None,
-            own_time=self.one_step.own_time if together else None,
+            replicas=self.replicas if together else None,  # those that share memory have no copies to compare
+            own_time=self.one_step.own_time if together or divided else None,
         )
 
     def replicas(self) -> Mapping[str, Tensor]:

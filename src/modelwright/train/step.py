@@ -22,7 +22,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.optim.build import build_adamw
 from modelwright.optim.update import Context, Update, standard_updates
 from modelwright.parallel.balance import StageBalance, balance_tokens
-from modelwright.parallel.gradients import global_norm, holders, like_parameter, local
+from modelwright.parallel.gradients import global_norm, holders, like_parameter, local, parts_norm
 from modelwright.parallel.mesh import Mesh, World
 from modelwright.parallel.pipeline import Pipeline
 from modelwright.parallel.split import flop_costs
@@ -83,6 +83,7 @@ class TrainStep:
             self.names,
             agree=lambda flag: self.mesh.world.maxima(flag)[0],
             norm=self.norm,
+            change_weights=self.turns.step,
             max_skipped=config.max_skipped_steps,
             clip_norm=config.clip_norm,
             schedule=config.schedule,
@@ -98,6 +99,8 @@ class TrainStep:
     def norm(self, gradients: list[Tensor]) -> float:
         """Of the whole model's gradients; with local steps the root mean square of the ranks' own, so that all clip
         by one factor."""
+        if self.turns.divides:
+            return parts_norm(gradients, self.mesh.world)
         norm = global_norm(gradients, self.mesh, num_holders=self.num_holders)
         if not isinstance(self.transport, LocalSteps):
             return norm
@@ -151,7 +154,12 @@ class TrainStep:
         losses = self.compute_gradients(batch, totals)
         gradients = self.gradients()
         exchange_s = _seconds(lambda: self.transport.reduce([local(gradient) for gradient in gradients]))
-        context = Context(step=number, num_steps=self.num_steps, gradients=gradients, loss=sum(losses.values()))
+        context = Context(
+            step=number,
+            num_steps=self.num_steps,
+            gradients=self.turns.part(gradients),
+            loss=sum(losses.values()),
+        )
         for update in self.updates.values():
             took_s = _seconds(lambda update=update: update.apply(context))
             exchange_s += took_s if update is self.meeting else 0.0
