@@ -65,7 +65,8 @@ BEFORE, AFTER = "before.safetensors", "weights.safetensors"
 UNIT = {"activations": {"mode": "unit", "unit_layers": 1}}
 TWO = {"num_microbatches": 2}
 CASES = (
-    Case(name="data 2", num_processes=2, layout={}, settings=TWO),
+    Case(name="data 2", num_processes=2, layout={"share_memory": False}, settings=TWO),
+    Case(name="data 2, one copy in shared memory", num_processes=2, layout={}, settings=TWO),
     Case(name="tensor 2", num_processes=2, layout={"tensor": 2}, settings=TWO),
     Case(name="tensor 2, no sequence parallelism", num_processes=2, layout={"tensor": 2, "sequence_parallel": False}),
     Case(name="context 2", num_processes=2, layout={"context": 2}, settings=TWO),

@@ -29,6 +29,7 @@ from modelwright.core.seeds import derive_seed
 from modelwright.data.loader import PackedLoader
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
+from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world
 from modelwright.train.config import TrainConfig
 from modelwright.train.loop import train
@@ -106,6 +107,7 @@ def one_run(
         name=f"seed {seed}",
         input_digest="quality",
         progress=setting.progress,
+        parallel=ParallelConfig(share_memory=False),  # the ranks stand for hosts
         heldout=list(heldout.batches(32)),
         controllers=controllers,
     )
