@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from modelwright.core.errors import ModelwrightError
+from modelwright.ops.total_norm import total_norm
 from modelwright.optim.build import build_adamw
-from modelwright.optim.clip import clip_naive, global_norm, scale_to_norm
+from modelwright.optim.clip import clip_naive, scale_to_norm
 from modelwright.optim.schedule import ScheduleConfig
 from modelwright.optim.update import Context, standard_updates
 
@@ -22,7 +23,7 @@ def gradients(scale=1.0):
 @pytest.mark.parametrize("max_norm", [0.5, 1e3])
 def test_clipping_equals_its_naive_twin(max_norm):
     fast, naive = gradients(), gradients()
-    norm = float(global_norm(fast))
+    norm = float(total_norm(fast))
     scale_to_norm(fast, norm, max_norm)
     assert norm == pytest.approx(clip_naive(naive, max_norm), rel=1e-6)
     for ours, theirs in zip(fast, naive, strict=True):
@@ -37,7 +38,7 @@ def updates_of(model, agree=lambda flag: flag, max_skipped=3):
         optimizer,
         names,
         agree=agree,
-        norm=lambda gradients: float(global_norm(gradients)),
+        norm=lambda gradients: float(total_norm(gradients)),
         max_skipped=max_skipped,
         clip_norm=1.0,
         schedule=schedule,
@@ -66,7 +67,7 @@ def test_order_and_rate():
     assert list(updates) == ["finite_check", "clip", "learning_rate", "optimizer"]
     context = apply(updates, model)
     assert context.grad_norm > 1.0
-    assert float(global_norm([p.grad for p in model.parameters()])) == pytest.approx(1.0, rel=1e-4)
+    assert float(total_norm([p.grad for p in model.parameters()])) == pytest.approx(1.0, rel=1e-4)
     assert context.learning_rate == optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
 
 

@@ -1,13 +1,7 @@
-"""Norm and clipping of gradients, over many tensors at once. Knows no rank: replicas hold equal gradients."""
+"""Clipping of gradients, over many tensors at once. Knows no rank: replicas hold equal gradients."""
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
-
-
-def global_norm(gradients: list[Tensor]) -> Tensor:
-    """The L2 norm of all gradients together, a scalar tensor; not finite when any gradient is not."""
-    return get_total_norm(gradients, foreach=True)
 
 
 def scale_to_norm(gradients: list[Tensor], norm: float, max_norm: float) -> None:
@@ -17,7 +11,7 @@ def scale_to_norm(gradients: list[Tensor], norm: float, max_norm: float) -> None
 
 
 def clip_naive(gradients: list[Tensor], max_norm: float) -> float:
-    """The definition, step by step; the twin of `global_norm` and `scale_to_norm`. Returns the norm before."""
+    """The definition, step by step; the twin of `ops.total_norm` and `scale_to_norm`. Returns the norm before."""
     norm = sum(float((gradient.double() ** 2).sum()) for gradient in gradients) ** 0.5
     for gradient in gradients:
         gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))

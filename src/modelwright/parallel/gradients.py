@@ -7,11 +7,10 @@ holds a piece. Knows nothing about what is done with gradients.
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
+from modelwright.ops.total_norm import total_norm
 from modelwright.parallel.mesh import Mesh, World
 
 
@@ -33,16 +32,18 @@ def global_norm(gradients: Sequence[Tensor], mesh: Mesh, *, num_holders: Sequenc
     num_holders: for each gradient, how many ranks of the mesh hold each of its elements (`holders`).
     """
     if mesh.world.size == 1 or mesh.is_only_data_parallel:
-        return float(get_total_norm(list(gradients), foreach=True))
-    squares = torch.zeros((), dtype=torch.float64, device=mesh.world.device)
-    for gradient, copies in zip(gradients, num_holders, strict=True):
-        squares += torch.linalg.vector_norm(local(gradient), dtype=torch.float64).square() / copies
-    return float(mesh.world.all_reduce_sum(squares).sqrt())
+        return float(total_norm(gradients))
+    square = 0.0
+    for copies in set(num_holders):
+        alike = [local(one) for one, number in zip(gradients, num_holders, strict=True) if number == copies]
+        norm = float(total_norm(alike))
+        square += norm * norm / copies
+    return math.sqrt(mesh.world.sums([square])[0])
 
 
 def parts_norm(parts: Sequence[Tensor], world: World) -> float:
     """The L2 norm of gradients of which every rank holds another part; not finite when any part is not."""
-    norm = float(get_total_norm(list(parts), foreach=True))
+    norm = float(total_norm(parts))
     return math.sqrt(world.sums([norm * norm])[0])
 
 
