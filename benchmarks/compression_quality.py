@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from modelwright.claims.compression_probe import METHODS, make_runs, plan
+from modelwright.claims.compression_probe import METHODS, make_runs, plan, plan_continued
 from modelwright.claims.workbench import Size
 
 
@@ -43,12 +43,21 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=8e-3)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--continued", type=float, default=0.0, help="rate of runs from the end of exact ones")
     given = parser.parse_args()
     size = Size(
         model_dim=given.dim, num_layers=2, seq_len=given.seq, batch_rows=given.rows, num_steps=given.steps,
         learning_rate=given.rate,
     )  # fmt: skip
     runs = plan(given.methods.split(","), [int(seed) for seed in given.seeds.split(",")], size, given.ranks)
+    if given.continued:
+        seeds = [int(seed) for seed in given.seeds.split(",")]
+        runs = plan(["exact"], seeds, size, given.ranks)
+        later = plan_continued(given.methods.split(","), seeds, size, given.ranks, learning_rate=given.continued)
+        found = make_runs(given.folder, [*runs, *later], size, given.ranks)
+        print(f"before: {[round(run['heldout_loss'], 4) for run in found if not run['begin']]}")
+        print(table([run for run in found if run["begin"]]))
+        return
     print(table(make_runs(given.folder, runs, size, given.ranks)))
 
 

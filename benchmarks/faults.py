@@ -1,6 +1,6 @@
 """Four "hosts" of which one after the other is killed, and a cable that is pulled: does the training go on by itself?
 
-    python benchmarks/faults.py [--kills 10] [--steps 1200] [--out FILE]
+    python benchmarks/faults.py [--kills 10] [--steps 3000] [--out FILE]
 
 Each host is a network namespace with a torchrun of one process; a fifth one keeps the rendezvous. At random steps all
 processes of a random host get SIGKILL, once a host's cable is pulled and put back. Whatever starts a machine's services
@@ -8,7 +8,7 @@ starts torchrun again when it has ended with an error: here this program does, s
 by hand. Compared with a single process that nothing happened to: every step's loss, the held-out loss (beside the
 spread over other initial weights), and for every step which rows were trained on in the history that led to the end.
 
-Needs root and iproute2 (benchmarks/netns.py).
+Needs root and iproute2 (`claims/netns.py`).
 """
 
 import argparse
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-import netns
+from modelwright.claims import netns
 from modelwright.claims.results import circumstances
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import parse
@@ -179,7 +179,8 @@ def disturb(folder: Path, num_steps: int, num_kills: int, seed: int, limit_s: fl
     """Run to the end under faults; returns them."""
     draw = random.Random(seed)
     moments = sorted(draw.sample(range(20, num_steps - 20), num_kills + 1))
-    cut_at = draw.choice(moments[1:-1] or moments)
+    early = moments[1 : max(2, len(moments) // 2)]  # so that the host is back before the last faults
+    cut_at = draw.choice(early or moments)
     faults: list[dict[str, Any]] = []
     topology = netns.star(5)
     names = ("h0", "h1", "h2", "h3", "control")
@@ -285,7 +286,7 @@ def main() -> None:
         serve_rendezvous(PORT)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds after which it has failed")
     parser.add_argument("--folder", type=Path, help="keep the run here")

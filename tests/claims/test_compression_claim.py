@@ -10,24 +10,31 @@ from modelwright.core.progress import SilentProgress
 SIZE = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=16, num_steps=10)
 
 
-def judge(loss: float, bytes_sent: int):
+def judge(loss: float, bytes_sent: int, continued: float = 1.0):
     runs = []
     for seed, exact in ((1, 2.0), (2, 4.0)):
-        runs.append({"name": claim.EXACT, "seed": seed, "heldout_loss": exact, "bytes_sent": 1000})
-        runs.append({"name": claim.METHOD, "seed": seed, "heldout_loss": exact * loss, "bytes_sent": bytes_sent})
+        for begin, ends_at, factor in (("", exact, loss), ("kept", 0.9 * exact, continued)):
+            shared = {"seed": seed, "begin": begin}
+            runs.append({"name": claim.EXACT, "heldout_loss": ends_at, "bytes_sent": 1000, **shared})
+            runs.append({"name": claim.METHOD, "heldout_loss": ends_at * factor, "bytes_sent": bytes_sent, **shared})
     return claim.judge(runs, SIZE)
 
 
-def test_both_targets_have_to_be_met():
+def test_both_targets_have_to_be_met_in_both_regimes():
     assert judge(1.002, 19).kind == "met"
     assert judge(1.004, 19).kind == "short"
+    assert judge(1.002, 19, continued=1.004).kind == "short"
     assert judge(1.002, 21).kind == "short"
-    found = judge(1.004, 21)
-    assert found.figures[f"bytes removed, {claim.METHOD}"].value == pytest.approx(97.9)
-    assert found.figures[f"held-out loss above exact, {claim.METHOD}"].value == pytest.approx(0.4)
+    found = judge(1.004, 21, continued=1.001)
+    assert found.figures[f"bytes removed, {claim.METHOD}, {claim.FRESH}"].value == pytest.approx(97.9)
+    assert found.figures[f"held-out loss above exact, {claim.METHOD}, {claim.FRESH}"].value == pytest.approx(0.4)
+    assert found.figures[f"held-out loss above exact, {claim.METHOD}, {claim.CONTINUED}"].value == pytest.approx(0.1)
+    assert found.figures["held-out loss that continuing takes off, exact"].value == pytest.approx(10.0)
 
 
 def test_quick_measurement(tmp_path):
     found = claim.measure(Setting(quick=True, folder=tmp_path, progress=SilentProgress()))
-    assert 90 < found.figures[f"bytes removed, {claim.METHOD}"].value < 99
-    assert found.figures[f"held-out loss above exact, {claim.METHOD}"].value < 60
+    for regime in (claim.FRESH, claim.CONTINUED):
+        assert 90 < found.figures[f"bytes removed, {claim.METHOD}, {regime}"].value < 99
+        assert found.figures[f"held-out loss above exact, {claim.METHOD}, {regime}"].value < 60
+    assert found.figures["held-out loss that continuing takes off, exact"].value > 0

@@ -45,3 +45,23 @@ def test_bad_fractions_are_refused():
         ScheduleConfig(warmup_fraction=1.0)
     with pytest.raises(ConfigError, match="final_fraction"):
         ScheduleConfig(final_fraction=-0.1)
+
+
+def test_wsd_stays_at_its_peak_until_the_cooldown():
+    shape = factors(100, kind="wsd", warmup_fraction=0.1, cooldown_fraction=0.25, final_fraction=0.1)
+    assert shape[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert shape[10:76] == [1.0] * 66
+    assert shape[75:] == pytest.approx([0.1 + 0.9 * (1 - (i / 25) ** 0.5) for i in range(25)])
+
+
+def test_inverse_sqrt_goes_on_from_the_end_of_the_warmup():
+    shape = factors(100, kind="inverse_sqrt", warmup_fraction=0.16)
+    assert shape[15] == 1.0
+    assert shape[16:] == pytest.approx([(16 / (step + 1)) ** 0.5 for step in range(16, 100)])
+    assert factors(4, kind="inverse_sqrt", warmup_fraction=0.0) == pytest.approx([1.0, 0.5**0.5, 3**-0.5, 0.5])
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.95])
+def test_a_cooldown_needs_room(fraction):
+    with pytest.raises(ConfigError, match="cooldown_fraction"):
+        ScheduleConfig(kind="wsd", cooldown_fraction=fraction)

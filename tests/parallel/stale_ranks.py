@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from modelwright.optim.delay import compensate
-from modelwright.parallel.bounded_staleness import DelayedTransport, StalenessConfig, world_apart
-from modelwright.parallel.mesh import World, join_world
+from modelwright.parallel.bounded_staleness import DelayedTransport, StalenessConfig
+from modelwright.parallel.mesh import World, join_world, world_apart
 from modelwright.parallel.transport import ExactTransport
 
 NUM_STEPS, RATE, RANKS = 12, 0.05, 2

@@ -8,23 +8,19 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture(scope="module")
 def netns():
-    sys.path.insert(0, str(BENCHMARKS))
-    import netns
+    from modelwright.claims import netns
 
     if reason := netns.missing():
         pytest.skip(reason)
-    yield netns
-    sys.path.remove(str(BENCHMARKS))
+    return netns
 
 
 @pytest.fixture(scope="module")
 def measure(netns):
-    import netns_check
+    from modelwright.claims import netns_check
 
     return netns_check
 
@@ -96,10 +92,9 @@ def test_hosts_have_names_and_die_alone(netns):
 
 
 def test_a_killed_program_leaves_no_network(netns):
-    program = f"""
+    program = """
 import sys, time
-sys.path.insert(0, {str(BENCHMARKS)!r})
-import netns
+from modelwright.claims import netns
 net = netns.Network(netns.star(2)).__enter__()
 print(net.tag, net.popen("h0", ["sleep", "60"]).pid, flush=True)
 time.sleep(60)

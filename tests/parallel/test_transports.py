@@ -11,7 +11,7 @@ from modelwright.core.config import dump, parse
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.parallel.mesh import World, single
 from modelwright.parallel.transport import ExactTransport
-from modelwright.parallel.transports.build import TransportConfig, build_transport
+from modelwright.parallel.transports.build import INT8, TransportConfig, build_transport
 from modelwright.parallel.transports.feedback import flatten
 from modelwright.parallel.transports.local_steps import LocalSteps
 from modelwright.parallel.transports.three_level import ThreeLevelConfig, bucket_bounds, decode_flat, encode_flat
@@ -192,10 +192,14 @@ def test_bytes_are_those_of_the_wire(ranks):
     assert sent["powersgd"] == pytest.approx(2 * factors * (num_ranks - 1) / num_ranks, abs=3)
 
 
+def three_level_config(case):
+    return INT8 if case == "int8" else parse(TransportConfig, job.CASES[case]).three_level
+
+
 @pytest.mark.parametrize("case", THREE_LEVEL)
 def test_first_message_is_counted_to_the_byte(ranks, case):
     num_ranks, found = ranks
-    config = job.build(job.CASES[case], single()).config
+    config = three_level_config(case)
     bounds = bucket_bounds([part.numel() for part in job.gradients(0, 0)], config.bucket_numel)
     messages = [
         encode_flat(flatten(job.gradients(rank, 0)), bounds, config, config.share(0)) for rank in range(num_ranks)
@@ -217,7 +221,7 @@ def test_the_warm_up_sends_ever_fewer(ranks):
     each = [last - first for first, last in pairwise([0, *totals])]
     assert each[0] > 1.5 * each[1] > 2 * each[2]
     assert each[4] == pytest.approx(each[5], rel=0.1)
-    shares = [job.build(job.CASES["warm"], single()).config.share(message) for message in range(6)]
+    shares = [three_level_config("warm").share(message) for message in range(6)]
     assert shares[0] == 0.5
     assert shares[2] == pytest.approx((0.5 * 0.01) ** 0.5)
     assert shares[4] == shares[5] == 0.01

@@ -13,7 +13,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.schedule import bubble_s, bubble_share, microbatches_in_flight
 from modelwright.plan.catalog import DEVICES, MODELS
-from modelwright.plan.layout import KERNEL_EFFICIENCY, Job, Layout, assess
+from modelwright.plan.layout import KERNEL_EFFICIENCY, Job, Layout, assess, expected_traffic
 from modelwright.plan.proposal_text import known_error, proposal_data, proposal_text
 from modelwright.plan.search import MARGIN, layouts, propose
 from modelwright.plan.traffic import Cluster
@@ -35,6 +35,28 @@ def cluster(num_hosts: int = 2, devices_per_host: int = 4, memory: float = 80e9,
         flops_per_s=card.flops_per_s,
         **rates,
     )
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(tensor=2), ParallelConfig(shard="full", context=2)])
+def test_placement_is_told_the_traffic_that_the_assessment_charges(parallel):
+    host = cluster(num_hosts=1, devices_per_host=8)
+    slow = replace(host, flops_per_s=1.0, device="cpu")  # nothing hides under compute
+    layout = Layout(parallel=parallel, num_devices=8, microbatch_rows=2, activations=ActivationConfig())
+    found = expected_traffic(JOB, layout)
+    charged = assess(JOB, layout, slow).communication_s
+    assert set(found) == set(charged)
+    for axis, one in found.items():
+        seconds = one.num_messages * (one.num_bytes / host.host_bytes_per_s + host.host_latency_s)
+        assert seconds == pytest.approx(charged[axis])
+
+
+def test_tensor_parallelism_talks_more_often_than_a_pipeline():
+    parallel = ParallelConfig(pipeline=2, tensor=2)
+    layout = Layout(parallel=parallel, num_devices=8, microbatch_rows=2, activations=ActivationConfig())
+    found = expected_traffic(JOB, layout)
+    assert list(found) == ["pipeline", "replicate", "tensor"]
+    assert found["tensor"].num_messages > 10 * found["pipeline"].num_messages
+    assert found["pipeline"].num_bytes == 2 * 2048 * MODEL.model_dim * 2 / 2  # rows x tokens x width x BF16 / tensor
 
 
 @pytest.mark.parametrize(("pipeline", "count"), [(2, 1), (4, 8), (8, 16)])

@@ -26,6 +26,11 @@ RARE = {"eval_every_steps": 0, "checkpoint_every_steps": 0}
 FOUR_LAYERS = {"num_layers": 4}
 TIED = {"tie_embeddings": True}
 CHECKED = {"guards": {"replica_check_every": 1}}
+ADAPTIVE = {
+    "clip_norm": 0.05,
+    "adaptive_clip": {"kind": "percentile", "window": 6, "percentile": 50.0},
+    "dynamic_decay": {"above_norm": 1.2, "release": 0.77},
+}
 COPIES = {"parallel": {"share_memory": False}}
 
 
@@ -45,6 +50,9 @@ CASES = [
     case("one-copy-skipped", mishap={"kind": "nan", "step": 3}),
     case("skipped", mishap={"kind": "nan", "step": 3}, **COPIES),
     case("checked-copies", settings=CHECKED, **COPIES),
+    case("adaptive", settings=ADAPTIVE, **COPIES),
+    case("adaptive-stopped", "adaptive-twice", settings=ADAPTIVE, mishap={"kind": "stop", "step": 7}),
+    case("adaptive-again", "adaptive-twice", settings=ADAPTIVE),
     case("host", settings={"offload_optimizer": True}),
     case(
         "host-stopped",
@@ -148,6 +156,15 @@ def test_a_run_on_one_copy_that_stops_ends_with_the_same_bits_and_goes_on_with_c
     assert losses(runs, "one-copy-apart") == pytest.approx(losses(runs, "exact"), rel=1e-5)
     assert all(torch.equal(once[key], again[key]) for key in once)
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("modelwright-")]
+
+
+def test_clipping_and_decay_follow_the_gradients_on_copies_and_on_one_copy_and_go_on_where_they_stopped(runs):
+    records = {name: read_records(runs / name / "metrics.jsonl") for name in ("adaptive", "adaptive-twice")}
+    for metric in ("loss", "clip_norm", "decay_factor"):
+        once, twice = ([value for _, value in column(found, metric)] for found in records.values())
+        assert twice == pytest.approx(once, rel=1e-4)
+        assert len(set(once)) > 1
+    assert losses(runs, "adaptive") != losses(runs, "exact")
 
 
 def test_states_on_the_host_change_nothing_and_go_from_layout_to_layout(runs):

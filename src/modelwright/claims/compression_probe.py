@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_model, save_model
 
 from modelwright.claims.claim import Setting
 from modelwright.claims.workbench import Size, Text, packed_rows, prepare_text
@@ -84,14 +85,22 @@ def one_run(
     seed: int,
     world: World,
     folder: Path,
+    begin: Path | None = None,
+    keep: Path | None = None,
     controllers: Mapping[str, Controller] | None = None,
 ) -> dict[str, float]:
-    """Train once, in `folder`; the held-out loss at the end and the bytes that this rank's transport sent."""
+    """Train once, in `folder`; the held-out loss at the end and the bytes that this rank's transport sent.
+
+    begin: a file of weights to start from; keep: where to put the last ones.
+    """
     model = Decoder(size.model_config(text.vocab_size))
     model.init_weights(derive_seed(seed, "weights"))
+    if begin is not None:
+        load_model(model, begin)
     rows = packed_rows(setting, text, seq_len=size.seq_len, mode="best_fit", split="train")
     heldout = packed_rows(setting, text, seq_len=size.seq_len, mode="best_fit", split="heldout")
-    loader = PackedLoader(rows, batch_rows=size.batch_rows, seed=derive_seed(seed, "order"))
+    order = "order" if begin is None else "order of more training"
+    loader = PackedLoader(rows, batch_rows=size.batch_rows, seed=derive_seed(seed, order))
     config = parse(TrainConfig, dump(size.train_config(learning_rate=size.learning_rate)) | dict(method))
     if world.is_first:
         shutil.rmtree(folder, ignore_errors=True)
@@ -111,6 +120,8 @@ def one_run(
         heldout=list(heldout.batches(32)),
         controllers=controllers,
     )
+    if keep is not None and world.is_first:
+        save_model(model, str(keep))
     return {"heldout_loss": result.heldout_loss, "bytes_sent": result.bytes_sent}
 
 
@@ -126,7 +137,17 @@ def work(folder: Path) -> None:
             if key(run) in done:
                 continue
             at = replace(size, learning_rate=run["learning_rate"])
-            found = one_run(setting, text, at, run["method"], seed=run["seed"], world=world, folder=folder / "stage")
+            found = one_run(
+                setting,
+                text,
+                at,
+                run["method"],
+                seed=run["seed"],
+                world=world,
+                folder=folder / "stage",
+                begin=folder / run["begin"] if run["begin"] else None,
+                keep=folder / run["keep"] if run["keep"] else None,
+            )
             world.barrier()
             if world.is_first:
                 with (folder / "runs.jsonl").open("a", encoding="utf-8") as file:
@@ -135,7 +156,7 @@ def work(folder: Path) -> None:
 
 
 def key(run: Mapping[str, Any]) -> str:
-    return json.dumps([run[part] for part in ("name", "seed", "learning_rate", "ranks", "method", "size")])
+    return json.dumps([run[part] for part in ("name", "seed", "learning_rate", "ranks", "method", "size", "begin")])
 
 
 def read_runs(folder: Path) -> list[dict[str, Any]]:
@@ -154,9 +175,25 @@ def make_runs(folder: Path, runs: Sequence[Mapping[str, Any]], size: Size, num_r
 
 
 def plan(names: Sequence[str], seeds: Sequence[int], size: Size, num_ranks: int) -> list[dict[str, Any]]:
-    """One run of each method for each seed."""
-    shared = {"learning_rate": size.learning_rate, "ranks": num_ranks, "size": dump(size)}
-    return [{"name": name, "seed": seed, "method": METHODS[name], **shared} for seed in seeds for name in names]
+    """One run of each method for each seed, from weights drawn by the seed; those of exact sums are kept."""
+    shared = {"learning_rate": size.learning_rate, "ranks": num_ranks, "size": dump(size), "begin": ""}
+    return [
+        {"name": name, "seed": seed, "method": METHODS[name], "keep": _kept(seed) if name == "exact" else "", **shared}
+        for seed in seeds
+        for name in names
+    ]
+
+
+def plan_continued(
+    names: Sequence[str], seeds: Sequence[int], size: Size, num_ranks: int, *, learning_rate: float
+) -> list[dict[str, Any]]:
+    """One run of each method for each seed, from the weights with which the exact run of `plan` has ended."""
+    later = {"learning_rate": learning_rate, "keep": ""}
+    return [{**run, **later, "begin": _kept(run["seed"])} for run in plan(names, seeds, size, num_ranks)]
+
+
+def _kept(seed: int) -> str:
+    return f"exact-{seed}.safetensors"
 
 
 def start_ranks(folder: Path, num_ranks: int) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from modelwright.claims import (
     activation_checkpointing,
     bf16_mixed,
+    compressed_links,
     gradient_accumulation,
     gradient_compression,
     hogwild,
@@ -18,6 +19,7 @@ from modelwright.claims import (
     packing,
     pipeline_utilisation,
     three_dimensional_parallelism,
+    topology,
     warmup_cosine,
     zero_memory,
 )
@@ -39,6 +41,8 @@ CLAIMS: tuple[Claim, ...] = (
     pipeline_utilisation.CLAIM,
     three_dimensional_parallelism.CLAIM,
     gradient_compression.CLAIM,
+    compressed_links.CLAIM,
+    topology.CLAIM,
     hogwild.CLAIM,
 )
 

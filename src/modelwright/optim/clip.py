@@ -1,7 +1,53 @@
-"""Clipping of gradients, over many tensors at once. Knows no rank: replicas hold equal gradients."""
+"""Clipping of gradients, over many tensors at once: to a fixed norm, or to one that follows the norms of late.
+
+Knows no rank: replicas see equal norms, and so have equal histories.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from modelwright.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveClipConfig:
+    """How the limit follows the gradient norms of the last `window` updates, before they were clipped.
+
+    kind: `none`, the limit is `clip_norm`; `percentile`: that share of the norms lay below it (Seetharaman et al. 2020,
+    AutoClip); `zscore`: their mean and `deviations` standard deviations. The limit never falls below `clip_norm`, and
+    is `clip_norm` until a third of the window is there.
+    """
+
+    kind: Literal["none", "percentile", "zscore"] = "none"
+    window: int = 100
+    percentile: float = 90.0
+    deviations: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.window < 6:
+            raise ConfigError(f"window: must be at least 6 updates, got {self.window}; 100 is usual")
+        if not 0.0 < self.percentile <= 100.0:
+            raise ConfigError(f"percentile: must be above 0 and at most 100, got {self.percentile}; 90 is usual")
+        if self.deviations <= 0:
+            raise ConfigError(f"deviations: must be above 0, got {self.deviations}; 2 is usual")
+
+    def limit(self, norms: Sequence[float], floor: float) -> float:
+        """The largest norm that passes unclipped, after these norms (oldest first)."""
+        if self.kind == "none" or len(norms) < self.window / 3:
+            return floor
+        recent = norms[-self.window :]
+        if self.kind == "percentile":
+            ordered = sorted(recent)
+            found = ordered[max(0, math.ceil(self.percentile / 100.0 * len(ordered)) - 1)]
+        else:
+            found = statistics.fmean(recent) + self.deviations * statistics.pstdev(recent)
+        return max(floor, found)
 
 
 def scale_to_norm(gradients: list[Tensor], norm: float, max_norm: float) -> None:

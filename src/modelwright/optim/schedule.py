@@ -12,18 +12,26 @@ class ScheduleConfig:
     """Shape of the learning rate over the run.
 
     `warmup_fraction`: share of the steps in which the rate climbs linearly to its peak (also before `constant`);
-    `final_fraction`: what is left of the peak at the end of the cosine or of the line.
+    `final_fraction`: what is left of the peak at the end of the cosine, of the line or of the cooldown;
+    `cooldown_fraction`: of `wsd` (warmup, stable, decay): share of the steps at the end in which the rate falls with
+    one minus the square root of the cooldown's progress. `inverse_sqrt` falls with the root of the step from warmup on.
     """
 
-    kind: Literal["warmup_cosine", "warmup_linear", "constant"] = "warmup_cosine"
+    kind: Literal["warmup_cosine", "warmup_linear", "wsd", "inverse_sqrt", "constant"] = "warmup_cosine"
     warmup_fraction: float = 0.1
     final_fraction: float = 0.0
+    cooldown_fraction: float = 0.2
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.warmup_fraction < 1.0:
             raise ConfigError(f"warmup_fraction: must be in [0, 1), got {self.warmup_fraction}; 0.1 is usual")
         if not 0.0 <= self.final_fraction <= 1.0:
             raise ConfigError(f"final_fraction: must be in [0, 1], got {self.final_fraction}; 0 decays to zero")
+        if self.kind == "wsd" and not 0.0 < self.cooldown_fraction <= 1.0 - self.warmup_fraction:
+            raise ConfigError(
+                f"cooldown_fraction: must be above 0 and leave room for the warmup ({self.warmup_fraction:g}), got "
+                f"{self.cooldown_fraction}; 0.2 is usual"
+            )
 
 
 def rate_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
@@ -31,13 +39,27 @@ def rate_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
 
     Warmup: (step + 1) / warmup steps, so that the first update is not lost on a rate of zero. Decay: from 1 right
     after warmup towards `final_fraction` at `num_steps`; half a cosine is SGDR's first period (Loshchilov and
-    Hutter 2017, equation 5).
+    Hutter 2017, equation 5), `wsd` with its root-shaped cooldown that of Haegele et al. 2024, `inverse_sqrt` that of
+    Vaswani et al. 2017.
     """
     warmup_steps = round(config.warmup_fraction * num_steps)
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if config.kind == "constant":
         return 1.0
-    done = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
-    left = 0.5 * (1.0 + math.cos(math.pi * done)) if config.kind == "warmup_cosine" else 1.0 - done
+    if config.kind == "inverse_sqrt":
+        return math.sqrt(max(1, warmup_steps) / (step + 1))
+    first = warmup_steps
+    if config.kind == "wsd":
+        first = num_steps - max(1, round(config.cooldown_fraction * num_steps))
+        if step < first:
+            return 1.0
+    done = min(1.0, (step - first) / max(1, num_steps - first))
+    match config.kind:
+        case "warmup_cosine":
+            left = 0.5 * (1.0 + math.cos(math.pi * done))
+        case "wsd":
+            left = 1.0 - math.sqrt(done)
+        case _:
+            left = 1.0 - done
     return config.final_fraction + (1.0 - config.final_fraction) * left

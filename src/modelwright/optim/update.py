@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from modelwright.core.errors import ModelwrightError
-from modelwright.optim.clip import scale_to_norm
+from modelwright.optim.clip import AdaptiveClipConfig, scale_to_norm
+from modelwright.optim.decay import DynamicDecayConfig
 from modelwright.optim.schedule import ScheduleConfig, rate_factor
 
 
@@ -86,19 +87,52 @@ class FiniteCheck:
 
 
 class Clip:
-    """Scales the gradients so that their global norm is at most `max_norm`."""
+    """Scales the gradients so that their global norm is at most `max_norm`, or what the norms of late make of it."""
 
-    def __init__(self, max_norm: float) -> None:
+    def __init__(self, max_norm: float, adaptive: AdaptiveClipConfig) -> None:
         self.max_norm = max_norm
+        self.adaptive = adaptive
+        self.norms: list[float] = []
 
     def apply(self, context: Context) -> None:
-        if not context.skip:
-            scale_to_norm(context.gradients, context.grad_norm, self.max_norm)
+        if context.skip:
+            return
+        limit = self.adaptive.limit(self.norms, self.max_norm)
+        scale_to_norm(context.gradients, context.grad_norm, limit)
+        if self.adaptive.kind != "none":
+            context.scalars["clip_norm"] = limit
+            self.norms = [*self.norms, context.grad_norm][-self.adaptive.window :]
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {"norms": list(self.norms)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.norms = list(state["norms"])
+
+
+class DynamicDecay:
+    """Lowers the weight decay of all parameter groups while gradients are large."""
+
+    def __init__(self, optimizer: Optimizer, config: DynamicDecayConfig) -> None:
+        self.optimizer = optimizer
+        self.config = config
+        self.usual = [group["weight_decay"] for group in optimizer.param_groups]
+        self.low = False
+
+    def apply(self, context: Context) -> None:
+        if context.skip:
+            return
+        self.low = self.config.is_low(context.grad_norm, self.low)
+        factor = self.config.factor if self.low else 1.0
+        for group, usual in zip(self.optimizer.param_groups, self.usual, strict=True):
+            group["weight_decay"] = factor * usual
+        context.scalars["decay_factor"] = factor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"low": self.low}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.low = bool(state["low"])
 
 
 class LearningRate:
@@ -160,19 +194,23 @@ def standard_updates(
     norm: Callable[[list[Tensor]], float],
     max_skipped: int,
     clip_norm: float,
+    adaptive_clip: AdaptiveClipConfig | None = None,
+    dynamic_decay: DynamicDecayConfig | None = None,
     schedule: ScheduleConfig,
     peak_rate: float,
     change_weights: Callable[[Optimizer], object] = _step,
     after_check: Mapping[str, Update] = NOTHING,
 ) -> dict[str, Update]:
-    """Finite check, `after_check`, clip (when `clip_norm` > 0), learning rate, optimizer: in this order, by the names
-    of their state.
+    """Finite check, `after_check`, clip (when `clip_norm` > 0), dynamic decay, learning rate, optimizer: in this order,
+    by the names of their state.
 
     `names`: every trainable parameter's name.
     """
     updates: dict[str, Update] = {"finite_check": FiniteCheck(agree, norm, max_skipped=max_skipped), **after_check}
     if clip_norm > 0:
-        updates["clip"] = Clip(clip_norm)
+        updates["clip"] = Clip(clip_norm, adaptive_clip or AdaptiveClipConfig())
+    if dynamic_decay is not None and dynamic_decay.above_norm > 0:
+        updates["decay"] = DynamicDecay(optimizer, dynamic_decay)
     updates["learning_rate"] = LearningRate(optimizer, schedule, peak_rate)
     updates["optimizer"] = OptimizerStep(optimizer, names, change_weights)
     return updates

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from modelwright.core.errors import ConfigError
-from modelwright.parallel.mesh import World
 from modelwright.parallel.transport import GradientTransport
 
 Compensate = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
@@ -125,13 +123,3 @@ class DelayedTransport:
     def _reduce(self, sums: list[Tensor]) -> int:
         self.inner.reduce(sums)
         return self.inner.bytes_sent
-
-
-def world_apart(world: World) -> World:
-    """The same ranks with a group of their own, for collectives from another thread. Called by all of them."""
-    if world.size == 1:
-        return world
-    everybody = dist.group.WORLD
-    group = dist.new_group(dist.get_process_group_ranks(world.group or everybody), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return World(rank=world.rank, size=world.size, device=world.device, group=group)

@@ -24,6 +24,8 @@ class ParallelConfig:
     and the vocabulary; with sequence_parallel the norms and the residual stream between them are shared too.
     share_memory: processes of one host that share out rows and nothing else keep one copy of weights and optimizer
     states in its memory, and each makes its part of every update (on the CPU, where there is room).
+    lost_after_s: a process of which nothing was heard for so long is taken for lost, and the others end with status 3,
+    so that a launcher can start the run again; 0 never. Not only in training: while data is prepared, too.
     placement: the links between the hosts are measured at the start (kept per set of hosts in the run directory), and
     the ranks numbered anew so that the axes that talk most sit on the fastest links.
     """
@@ -39,6 +41,7 @@ class ParallelConfig:
     stages_per_rank: int = 1
     layers_per_stage: tuple[int, ...] = ()
     share_memory: bool = True
+    lost_after_s: float = 120.0
     placement: bool = False
 
     def __post_init__(self) -> None:
@@ -48,6 +51,8 @@ class ParallelConfig:
         for name in ("data", "shard_group"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 takes what is left")
+        if self.lost_after_s < 0:
+            raise ConfigError(f"lost_after_s: must not be negative, got {self.lost_after_s}; 0 switches it off")
         if self.shard == "none" and self.shard_group:
             raise ConfigError("shard_group: has no meaning while nothing is sharded; choose what with `shard`")
         many = self.stages_per_rank > 1

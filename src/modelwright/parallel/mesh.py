@@ -144,6 +144,16 @@ def _axis(group: dist.ProcessGroup, world: World) -> World:
     return World(rank=group.rank(), size=group.size(), device=world.device, group=group)
 
 
+def world_apart(world: World) -> World:
+    """The same ranks with a group of their own, for collectives from another thread. Called by all of them."""
+    if world.size == 1:
+        return world
+    everybody = dist.group.WORLD
+    group = dist.new_group(dist.get_process_group_ranks(world.group or everybody), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return World(rank=world.rank, size=world.size, device=world.device, group=group)
+
+
 def single(device: torch.device | str = "cpu") -> World:
     """A world of this process alone."""
     return World(rank=0, size=1, device=torch.device(device))

@@ -9,7 +9,7 @@ of ranks each gets that sum divided by the new number. A list of tensors with th
 follows the parameters into another layout.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -51,44 +51,87 @@ class Overlapping(Protocol):
         ...
 
 
-class ExactTransport:
-    """Sums in the gradients' own format: flat buckets, one all-reduce each, all in flight together.
+class Buckets:
+    """Cuts gradients into buckets, from the last to the first, and has each begun: once armed, as soon as its last
+    gradient is there and the bucket before it has been begun, so that all ranks begin them in one order.
 
-    Buckets go from the last gradients to the first, as backward finishes them. Once armed, each is on its way as soon
-    as its last gradient is there and the bucket before it has gone. `bytes_sent` counts 2 (n - 1) / n of the payload,
-    what a ring all-reduce over n ranks sends.
+    begin: called with a bucket's gradients.
     """
 
-    def __init__(self, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self.world = world
+    def __init__(self, begin: Callable[[Sequence[Tensor]], None], *, bucket_bytes: int) -> None:
+        self.begin = begin
         self.bucket_bytes = bucket_bytes
-        self.bytes_sent = 0
         self._hooked: list[Tensor] = []
         self._hooks: list[RemovableHandle] = []
         self._armed = False
         self._waiting: list[dict[int, Tensor]] = []
         self._buckets: list[list[Tensor]] = []
-        self._in_flight: list[tuple[Tensor, Callable[[], object]]] = []
+        self._num_begun = 0
 
     def arm(self, parameters: Sequence[Tensor]) -> None:
-        if self.world.size == 1:
-            return
+        """Before the last backward of a step."""
         if not _same(self._hooked, parameters):
             self._hooked = list(parameters)
-            self._buckets = list(self._in_buckets(parameters))
+            self._buckets = self.cut(parameters)
             for hook in self._hooks:
                 hook.remove()
             self._hooks = [one.register_post_accumulate_grad_hook(self._finished) for one in parameters]
         self._waiting = [{id(parameter): parameter for parameter in bucket} for bucket in self._buckets]
         self._armed = True
 
-    def reduce(self, gradients: Sequence[Tensor]) -> None:
+    def finish(self, gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Have the buckets begun that are left, and return them all."""
         self._armed = False
+        buckets = self.cut(gradients)
+        for bucket in buckets[self._num_begun :]:
+            self.begin(bucket)
+        self._num_begun = 0
+        return buckets
+
+    def cut(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Neighbours of one format in each, in their order, together about `bucket_bytes`; the last ones first."""
+        buckets: list[list[Tensor]] = []
+        size = 0
+        for tensor in reversed(tensors):
+            num_bytes = tensor.numel() * tensor.element_size()
+            if not buckets or size + num_bytes > self.bucket_bytes or tensor.dtype != buckets[-1][0].dtype:
+                buckets.append([])
+                size = 0
+            buckets[-1].insert(0, tensor)
+            size += num_bytes
+        return buckets
+
+    def _finished(self, parameter: Tensor) -> None:
+        if not self._armed:
+            return
+        for waiting in self._waiting:
+            waiting.pop(id(parameter), None)
+        while self._num_begun < len(self._buckets) and not self._waiting[self._num_begun]:
+            bucket = self._buckets[self._num_begun]
+            self._num_begun += 1
+            self.begin([_gradient(parameter) for parameter in bucket])
+
+
+class ExactTransport:
+    """Sums in the gradients' own format: flat buckets, one all-reduce each, all in flight together.
+
+    `bytes_sent` counts 2 (n - 1) / n of the payload, what a ring all-reduce over n ranks sends.
+    """
+
+    def __init__(self, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.world = world
+        self.bytes_sent = 0
+        self._buckets = Buckets(self._start, bucket_bytes=bucket_bytes)
+        self._in_flight: list[tuple[Tensor, Callable[[], object]]] = []
+
+    def arm(self, parameters: Sequence[Tensor]) -> None:
+        if self.world.size > 1:
+            self._buckets.arm(parameters)
+
+    def reduce(self, gradients: Sequence[Tensor]) -> None:
         if self.world.size == 1:
             return
-        buckets = list(self._in_buckets(gradients))
-        for bucket in buckets[len(self._in_flight) :]:
-            self._start(bucket)
+        buckets = self._buckets.finish(gradients)
         in_flight, self._in_flight = self._in_flight, []
         for bucket, (flat, wait) in zip(buckets, in_flight, strict=True):
             wait()
@@ -103,31 +146,9 @@ class ExactTransport:
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    def _finished(self, parameter: Tensor) -> None:
-        """A gradient is complete. All ranks begin the buckets in one order, whatever backward's."""
-        if not self._armed:
-            return
-        for waiting in self._waiting:
-            waiting.pop(id(parameter), None)
-        while len(self._in_flight) < len(self._buckets) and not self._waiting[len(self._in_flight)]:
-            self._start([_gradient(parameter) for parameter in self._buckets[len(self._in_flight)]])
-
     def _start(self, gradients: Sequence[Tensor]) -> None:
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         self._in_flight.append((flat, self.world.start_sum(flat)))
-
-    def _in_buckets(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        bucket: list[Tensor] = []
-        size = 0
-        for tensor in reversed(tensors):
-            num_bytes = tensor.numel() * tensor.element_size()
-            if bucket and (size + num_bytes > self.bucket_bytes or tensor.dtype != bucket[0].dtype):
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(tensor)
-            size += num_bytes
-        if bucket:
-            yield bucket
 
 
 def _same(hooked: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:

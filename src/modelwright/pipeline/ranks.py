@@ -20,12 +20,14 @@ import torch.distributed as dist
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.elastic import join_as_fits
+from modelwright.parallel.heartbeat import Heartbeat
 from modelwright.parallel.links import LinksConfig
 from modelwright.parallel.mesh import World, join_world
-from modelwright.parallel.placement import Placement, find_places, take_places
+from modelwright.parallel.placement import DEFAULT_TRAFFIC, Placement, Traffic, find_places, take_places
 from modelwright.pipeline.check import within
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.resolve import settled_device
+from modelwright.pipeline.resolve import settle_model, settled_device
+from modelwright.plan.layout import Job, Layout, expected_traffic
 
 PATIENCE = timedelta(days=7)
 
@@ -80,10 +82,36 @@ def join_ranks(config: RunConfig, *, links: Path, num_rows: int = 0, host: str =
         if layout.placement and world.size > 1:
             with within("parallel"):
                 axes = layout.axes(world.size)
-            placement = find_places(world, axes, LinksConfig(cache=str(links)), host=host)
+            traffic = _traffic(config, layout, world.size)
+            placement = find_places(world, axes, LinksConfig(cache=str(links)), traffic, host=host)
             world = take_places(world, placement.order)
         waiting = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
-        yield PatientRanks(world, layout, waiting, placement)
+        with Heartbeat(world, lost_after_s=layout.lost_after_s):
+            yield PatientRanks(world, layout, waiting, placement)
+
+
+def _traffic(config: RunConfig, layout: ParallelConfig, num_processes: int) -> dict[str, Traffic]:
+    """What the first training of the run will send along each axis, as far as is known before its data is there."""
+    config = settle_model(config)
+    training = config.pretrain if "pretrain" in config.stages else config.sft
+    try:
+        rows = training.batch_rows(config.pack.seq_len, num_copies=training.num_copies(layout.axes(num_processes)))
+        job = Job(
+            model=config.model,
+            seq_len=config.pack.seq_len,
+            batch_tokens=training.batch_tokens,
+            compute="bf16" if training.precision.compute == "bf16" else "fp32",
+        )
+        copies = training.num_copies(layout.axes(num_processes)) * training.num_microbatches
+        placed = Layout(
+            parallel=layout,
+            num_devices=num_processes,
+            microbatch_rows=rows // copies,
+            activations=training.activations,
+        )
+        return DEFAULT_TRAFFIC | expected_traffic(job, placed)
+    except ConfigError:
+        return DEFAULT_TRAFFIC  # what is wrong is told where all of the request is checked
 
 
 @contextmanager

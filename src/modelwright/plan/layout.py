@@ -14,11 +14,12 @@ from modelwright.memory.checkpointing import segments_for
 from modelwright.memory.config import ActivationConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.placement import Traffic
 from modelwright.parallel.schedule import bubble_s, bubble_share, microbatches_in_flight
 from modelwright.parallel.split import flop_costs, split_layers
 from modelwright.parallel.stages import rank_of_stage
 from modelwright.plan.memory import MemoryEstimate, RankPart, head_workspace, rank_memory
-from modelwright.plan.traffic import Cluster, axis_seconds
+from modelwright.plan.traffic import Cluster, axis_seconds, axis_traffic
 
 KERNEL_EFFICIENCY = 0.55
 """Share of the peak rate that a block's products, norms and attention reach together where nothing waits: assumed,
@@ -120,6 +121,16 @@ def assess(job: Job, layout: Layout, cluster: Cluster) -> Assessment:
         communication_s=seconds,
         model_flops=3 * job.batch_tokens * job.model.flops_per_token(job.seq_len / 2),
     )
+
+
+def expected_traffic(job: Job, layout: Layout) -> dict[str, Traffic]:
+    """What a rank with most layers sends along each axis in a step. Raises `ConfigError` like `assess`."""
+    parallel = layout.parallel
+    layers = parallel.layers_per_stage or _split(job.model, parallel.pipeline * parallel.stages_per_rank, job.seq_len)
+    num_microbatches = job.num_rows // (layout.copies * layout.microbatch_rows)
+    shape = _shape(job, layout)
+    parts = [_part(job, layout, shape, layers, rank, num_microbatches) for rank in range(parallel.pipeline)]
+    return axis_traffic(job.model, max(parts, key=lambda part: part.num_layers), layout.axes)
 
 
 @lru_cache

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from modelwright.core.errors import ConfigError
 from modelwright.memory.activations import FP32_BYTES
 from modelwright.model.config import ModelConfig
+from modelwright.parallel.placement import Traffic
 from modelwright.plan.memory import RankPart, block_parameters, root_parameters
 
 OVERLAP = {"cuda": 0.8, "cpu": 0.0}
@@ -64,6 +65,16 @@ def axis_seconds(
             if axis == "shard":
                 seconds = max(0.0, seconds - OVERLAP[cluster.device] * compute_s)
             found[axis] = seconds
+    return found
+
+
+def axis_traffic(model: ModelConfig, part: RankPart, axes: Mapping[str, int]) -> dict[str, Traffic]:
+    """What crosses each hop of every axis of more than one rank in a step."""
+    found = {}
+    for axis, size in axes.items():
+        if size > 1:
+            num_bytes, num_messages = _axis_traffic(axis, model, part, axes)
+            found[axis] = Traffic(num_messages=num_messages, num_bytes=num_bytes / num_messages)
     return found
 
 

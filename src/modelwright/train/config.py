@@ -8,6 +8,8 @@ from typing import Any
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
 from modelwright.memory.config import ActivationConfig
+from modelwright.optim.clip import AdaptiveClipConfig
+from modelwright.optim.decay import DynamicDecayConfig
 from modelwright.optim.schedule import ScheduleConfig
 from modelwright.parallel.balance import BalanceConfig
 from modelwright.parallel.config import ParallelConfig
@@ -38,8 +40,9 @@ class TrainConfig:
 
     Length: exactly one of `num_steps`, `num_tokens` and `num_epochs` is above 0.
     batch_tokens: tokens of one update over all ranks, padding included; num_microbatches: parts into which each copy
-    of the model cuts its share (memory, not mathematics); clip_norm: 0 leaves gradients alone; offload_optimizer: its
-    states wait in the host's memory, for models on an accelerator; activations: what
+    of the model cuts its share (memory, not mathematics); clip_norm: 0 leaves gradients alone; adaptive_clip: a limit
+    above it that follows the gradients; dynamic_decay: less weight decay while gradients are large;
+    offload_optimizer: its states wait in the host's memory, for models on an accelerator; activations: what
     forward keeps for backward; transport: how gradients cross between copies of the model; asynchronous: updates that
     do not wait for them; quarantine: gradients out of all proportion are left out; balance: layers and rows are moved
     so that all ranks and microbatches have equal work; guards: what looks after runs of several processes;
@@ -59,6 +62,8 @@ class TrainConfig:
     adam_eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    adaptive_clip: AdaptiveClipConfig = field(default_factory=AdaptiveClipConfig)
+    dynamic_decay: DynamicDecayConfig = field(default_factory=DynamicDecayConfig)
     offload_optimizer: bool = False
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -92,6 +97,8 @@ class TrainConfig:
         for name in ("checkpoint_every_steps", "checkpoint_every_minutes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 switches it off")
+        if self.adaptive_clip.kind != "none" and not self.clip_norm:
+            raise ConfigError(f"adaptive_clip.kind: {self.adaptive_clip.kind} needs a clip_norm above 0 as its floor")
         if self.learning_rate <= 0 or self.adam_eps <= 0:
             raise ConfigError(f"learning_rate: it and adam_eps must be above 0, got {self.learning_rate}")
         if not all(0 <= beta < 1 for beta in self.betas):

@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 from modelwright.core.errors import ConfigError
 from modelwright.optim.delay import DelayConfig, compensation
 from modelwright.optim.update import Context
-from modelwright.parallel.bounded_staleness import DelayedTransport, StalenessConfig, world_apart
+from modelwright.parallel.bounded_staleness import DelayedTransport, StalenessConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.gradients import local
 from modelwright.parallel.hogwild import Hogwild
-from modelwright.parallel.mesh import Mesh
+from modelwright.parallel.mesh import Mesh, World, world_apart
 from modelwright.parallel.one_copy import OneCopy, fits
 from modelwright.parallel.transport import GradientTransport
+from modelwright.parallel.transports.bucketed import BucketedTransport
 from modelwright.parallel.transports.build import TransportConfig, build_transport
 from modelwright.parallel.transports.local_steps import LocalSteps
 from modelwright.parallel.turns import Together, Turns
@@ -104,12 +105,23 @@ def transport_for(
     if isinstance(turns, Hogwild | OneCopy):
         yield turns
     elif asynchronous.mode == "delayed":
-        inner = build_transport(transport, world_apart(turns.mesh.reduce))
-        delay = StalenessConfig(delay=asynchronous.delay)
-        with DelayedTransport(inner, delay, weights=parameters, compensate=_compensation(asynchronous)) as late:
-            yield late
+        with _built(transport, world_apart(turns.mesh.reduce)) as inner:
+            delay = StalenessConfig(delay=asynchronous.delay)
+            with DelayedTransport(inner, delay, weights=parameters, compensate=_compensation(asynchronous)) as late:
+                yield late
     else:
-        yield build_transport(transport, turns.mesh.reduce)
+        with _built(transport, turns.mesh.reduce) as built:
+            yield built
+
+
+@contextmanager
+def _built(config: TransportConfig, world: World) -> Iterator[GradientTransport]:
+    transport = build_transport(config, world)
+    try:
+        yield transport
+    finally:
+        if isinstance(transport, BucketedTransport):
+            transport.close()
 
 
 def _compensation(config: AsynchronousConfig):

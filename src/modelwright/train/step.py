@@ -86,6 +86,8 @@ class TrainStep:
             change_weights=self.turns.step,
             max_skipped=config.max_skipped_steps,
             clip_norm=config.clip_norm,
+            adaptive_clip=config.adaptive_clip,
+            dynamic_decay=config.dynamic_decay,
             schedule=config.schedule,
             peak_rate=config.learning_rate,
             after_check={"quarantine": self.quarantine()},

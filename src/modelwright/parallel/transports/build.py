@@ -5,9 +5,10 @@ from typing import Literal
 
 from modelwright.core.errors import ConfigError
 from modelwright.parallel.collectives import CollectivesConfig
-from modelwright.parallel.mesh import World
+from modelwright.parallel.mesh import World, world_apart
 from modelwright.parallel.transport import ExactTransport, GradientTransport
 from modelwright.parallel.transports.bf16 import Bf16Transport
+from modelwright.parallel.transports.bucketed import BucketedTransport
 from modelwright.parallel.transports.local_steps import LocalSteps, LocalStepsConfig
 from modelwright.parallel.transports.planned import PlannedTransport
 from modelwright.parallel.transports.powersgd import PowerSgdTransport
@@ -20,7 +21,7 @@ class TransportConfig:
 
     kind: `exact`, by the backend; `planned`, exact by the algorithms of `collectives` for the measured links; `bf16`;
     `int8` (all entries, 8 bits each); `powersgd` of rank `powersgd_rank`; `three_level`.
-    overlap: exact sums of whole gradients begin while backward still runs.
+    overlap: sums of whole gradients begin while backward still runs, in buckets of about 25 MB (not those by plans).
     """
 
     kind: Literal["exact", "planned", "bf16", "int8", "powersgd", "three_level"] = "exact"
@@ -39,9 +40,12 @@ INT8 = ThreeLevelConfig(keep=1.0, min_bits=8, max_bits=8, bucket_numel=65_536)
 
 
 def build_transport(config: TransportConfig, world: World) -> GradientTransport:
-    """The transport for the ranks of `world`; a `LocalSteps` if these take local steps."""
-    transport = _codec(config, world)
-    return LocalSteps(world, transport, config.local_steps) if config.local_steps.every else transport
+    """The transport for the ranks of `world`; a `LocalSteps` if these take local steps. Called on all of them."""
+    if config.local_steps.every:
+        return LocalSteps(world, _codec(config, world), config.local_steps)
+    if config.kind in ("exact", "planned"):
+        return _codec(config, world)
+    return BucketedTransport(world_apart(world), lambda apart: _codec(config, apart))
 
 
 def _codec(config: TransportConfig, world: World) -> GradientTransport:

@@ -1,7 +1,7 @@
 """Several "hosts" on one Linux machine: network namespaces joined by veth links of chosen speed.
 
-    python benchmarks/netns.py --check     build small networks and measure that they do what they say
-    python benchmarks/netns.py --clean     remove what a crashed program left behind
+    python -m modelwright.claims.netns --check     build small networks and measure that they do what they say
+    python -m modelwright.claims.netns --clean     remove what a crashed program left behind
 
     with Network(star(4, mbit=100)) as net:
         net.run("h0", ["ping", "-c1", net.address("h1")])
@@ -484,7 +484,7 @@ def main() -> int:
     elif options.clean:
         print("\n".join(clean()))
     elif options.check:
-        from netns_check import check
+        from modelwright.claims.netns_check import check
 
         return 0 if check() else 1
     return 0

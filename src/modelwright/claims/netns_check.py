@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from netns import Network, namespaces, racks, star
+from modelwright.claims.netns import Network, namespaces, racks, star
 
 SINK = """
 import socket, time

@@ -1,0 +1,62 @@
+"""The verdicts of the claims that are measured on networks of their own, and quick measurements where there is root."""
+
+import pytest
+
+from modelwright.claims import compressed_links, topology
+from modelwright.claims.claim import Setting
+from modelwright.claims.links_probe import UNLIMITED
+from modelwright.claims.netns import missing
+from modelwright.claims.workbench import Size
+from modelwright.core.progress import SilentProgress
+
+SIZE = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=16, num_steps=10)
+METHOD = "int8-local-20"
+needs_networks = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+def run(bytes_per_step: float, exchange_ms: float, tokens_per_s: float) -> dict[str, float]:
+    return {"bytes_per_step": bytes_per_step, "exchange_ms": exchange_ms, "step_ms": 9.0, "tokens_per_s": tokens_per_s}
+
+
+def links(bytes_per_step: float = 19.0, exchange_ms: float = 5.0, tokens_per_s: float = 95.0):
+    slow = {
+        compressed_links.EXACT: run(1000, 50, 40),
+        compressed_links.AFTER: run(1000, 100, 30),
+        METHOD: run(bytes_per_step, exchange_ms, tokens_per_s),
+    }
+    return {name: {compressed_links.MBIT: [one], UNLIMITED: [run(1, 1, 100)]} for name, one in slow.items()}
+
+
+def test_all_three_targets_on_the_slow_link_have_to_be_met():
+    met = compressed_links.judge(links(), SIZE)
+    assert met.kind == "met"
+    assert met.figures[f"bytes removed, {METHOD}, 100 Mbit/s"].value == pytest.approx(98.1)
+    assert met.figures[f"communication shorter, {METHOD}, 100 Mbit/s"].value == pytest.approx(20.0)
+    assert met.figures[f"throughput over exact, {METHOD}, 100 Mbit/s"].value == pytest.approx(95 / 40)
+    assert "10.0x against what exact sums that overlap" in met.reason
+    for worse in ({"bytes_per_step": 21.0}, {"exchange_ms": 5.1}, {"tokens_per_s": 89.0}):
+        assert compressed_links.judge(links(**worse), SIZE).kind == "short"
+
+
+def measured(before: float, after: float):
+    times = {topology.BEFORE: before, topology.AFTER: after}
+    network = [{"ends": ["h0", "rack"], "mbit": 100.0, "delay_ms": 0.5}]
+    return {"ms": {arm: {"median": value} for arm, value in times.items()}, "network": network}
+
+
+def test_the_smallest_message_between_racks_decides():
+    assert topology.judge({"racks": measured(8.0, 2.0), "shaped": measured(8.0, 8.0)}).kind == "met"
+    short = topology.judge({"racks": measured(8.0, 2.1)})
+    assert short.kind == "short"
+    assert short.figures["all-reduce of 4 KiB shorter"].value == pytest.approx(8 / 2.1)
+    assert short.conditions["links, racks"] == "100 Mbit/s, 0.5 ms"
+
+
+@needs_networks
+@pytest.mark.parametrize("claim", [topology.CLAIM, compressed_links.CLAIM])
+def test_quick_measurements(claim, tmp_path):
+    found = claim.measure(Setting(quick=True, folder=tmp_path, progress=SilentProgress()))
+    assert found.kind in ("met", "short")
+    assert all(figure.value == figure.value for figure in found.figures.values())
+    ratio = next(value.value for name, value in found.figures.items() if "shorter" in name)
+    assert ratio > 1.0

@@ -1,0 +1,81 @@
+"""One rank of `test_bucketed`: gradients that cross in buckets while backward runs, against a twin that does it after.
+
+Prints a line for each case that held.
+"""
+
+import torch
+from torch import Tensor, nn
+from transport_job import CASES, SHAPES, copied, gradients
+
+from modelwright.core.config import parse
+from modelwright.parallel.mesh import World, join_world, world_apart
+from modelwright.parallel.transport import GradientTransport
+from modelwright.parallel.transports.bucketed import BucketedTransport
+from modelwright.parallel.transports.build import TransportConfig, build_transport
+
+BUCKET_BYTES = 20_000
+BUCKETS = [range(5, 6), range(4, 5), range(1, 4), range(1)]
+"""By hand, from the last: 4 bytes, 20,800, then 240 + 4 + 148, then 33,600; what does not fit begins a new one."""
+ROUNDS = 6
+
+
+def backward(parameters: list[Tensor], rank: int, round_: int) -> None:
+    own = gradients(rank, round_)
+    sum((p * gradient).sum() for p, gradient in zip(parameters, own, strict=True)).backward()  # pyright: ignore
+
+
+def check(name: str, world: World) -> None:
+    built = []
+
+    def make(apart: World) -> GradientTransport:
+        bucketed = build_transport(parse(TransportConfig, CASES[name]), apart)
+        assert isinstance(bucketed, BucketedTransport)
+        built.append(bucketed)
+        return bucketed._make(apart)
+
+    apart = world_apart(world)
+    twins = [make(world) for _ in BUCKETS]
+    transport = BucketedTransport(apart, make, bucket_bytes=BUCKET_BYTES)
+    parameters: list[Tensor] = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    for round_ in range(ROUNDS):
+        if round_ == 3:
+            state = copied(transport.state_dict())
+            assert [tensor.shape for tensor in state["residuals"]] == [torch.Size(shape) for shape in SHAPES]
+            transport.close()
+            transport = BucketedTransport(apart, make, bucket_bytes=BUCKET_BYTES)
+            transport.load_state_dict(state)
+        transport.arm(parameters)
+        backward(parameters, world.rank, round_)
+        assert len(transport._in_flight) == len(BUCKETS), "all gradients are there: all buckets are on their way"
+        found = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        transport.reduce(found)
+        wanted = gradients(world.rank, round_)
+        for twin, bucket in zip(twins, BUCKETS, strict=True):
+            twin.reduce([wanted[number] for number in bucket])
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one, other), name
+        for parameter in parameters:
+            parameter.grad = None
+    state = copied(transport.state_dict())
+    transport.close()
+    whole = BucketedTransport(apart, make, bucket_bytes=10**9)
+    whole.load_state_dict(state)
+    whole.reduce(gradients(world.rank, ROUNDS))
+    assert len(whole.state_dict()["shared"]) == 1
+    whole.close()
+    for one in built:
+        one.close()
+    assert transport.bytes_sent > 0
+    print(f"held: {name}")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with join_world(torch.device("cpu")) as world:
+        for name in CASES:
+            if name != "exact":
+                check(name, world)
+
+
+if __name__ == "__main__":
+    main()
