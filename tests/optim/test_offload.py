@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from modelwright.optim.build import build_adamw
+from modelwright.optim.build import build_optimizer
 from modelwright.optim.offload import OffloadedAdamW
 from tolerances import TOLERANCES
 
@@ -31,7 +31,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: in
 
 def test_weights_and_states_are_adamw_s():
     ours, theirs = model(), model()
-    offloaded, plain = build_adamw(ours, **SETTINGS, offload=True), build_adamw(theirs, **SETTINGS)
+    offloaded, plain = build_optimizer(ours, **SETTINGS, offload=True), build_optimizer(theirs, **SETTINGS)
     assert isinstance(offloaded, OffloadedAdamW)
     train(ours, offloaded, 0, 10)
     train(theirs, plain, 0, 10)
@@ -44,10 +44,10 @@ def test_weights_and_states_are_adamw_s():
 
 def test_it_goes_on_from_states_that_were_put_in_with_the_same_bits():
     once, optimizer = model(), None
-    optimizer = build_adamw(once, **SETTINGS, offload=True)
+    optimizer = build_optimizer(once, **SETTINGS, offload=True)
     train(once, optimizer, 0, 4)
     again = copy.deepcopy(once)
-    second = build_adamw(again, **SETTINGS, offload=True)
+    second = build_optimizer(again, **SETTINGS, offload=True)
     for mine, other in zip(again.parameters(), once.parameters(), strict=True):
         second.state[mine] = {name: value.clone() for name, value in optimizer.state[other].items()}
     train(once, optimizer, 4, 8)

@@ -9,7 +9,7 @@ from torch import nn
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.ops.total_norm import total_norm
-from modelwright.optim.build import build_adamw
+from modelwright.optim.build import build_optimizer
 from modelwright.optim.clip import clip_naive, scale_to_norm
 from modelwright.optim.schedule import ScheduleConfig
 from modelwright.optim.update import Context, standard_updates
@@ -31,7 +31,7 @@ def test_clipping_equals_its_naive_twin(max_norm):
 
 
 def updates_of(model, agree=lambda flag: flag, max_skipped=3):
-    optimizer = build_adamw(model, learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer = build_optimizer(model, learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     names = {p: name for name, p in model.named_parameters()}
     schedule = ScheduleConfig(kind="warmup_linear")
     updates = standard_updates(

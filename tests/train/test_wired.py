@@ -26,6 +26,8 @@ RARE = {"eval_every_steps": 0, "checkpoint_every_steps": 0}
 FOUR_LAYERS = {"num_layers": 4}
 TIED = {"tie_embeddings": True}
 CHECKED = {"guards": {"replica_check_every": 1}}
+OTHERS = ("adamw_int8", "adamw_bf16", "lion", "muon")
+STOP_AT_7 = {"kind": "stop", "step": 7}
 ADAPTIVE = {
     "clip_norm": 0.05,
     "adaptive_clip": {"kind": "percentile", "window": 6, "percentile": 50.0},
@@ -50,6 +52,10 @@ CASES = [
     case("one-copy-skipped", mishap={"kind": "nan", "step": 3}),
     case("skipped", mishap={"kind": "nan", "step": 3}, **COPIES),
     case("checked-copies", settings=CHECKED, **COPIES),
+    *[case(kind, settings={"optimizer": kind}) for kind in OTHERS],
+    *[case(f"{kind}-stopped", f"{kind}-2", settings={"optimizer": kind}, mishap=STOP_AT_7) for kind in OTHERS],
+    *[case(f"{kind}-again", f"{kind}-2", settings={"optimizer": kind}) for kind in OTHERS],
+    *[case(f"{kind}-zero", settings={"optimizer": kind}, parallel={"shard": "full"}) for kind in OTHERS],
     case("adaptive", settings=ADAPTIVE, **COPIES),
     case("adaptive-stopped", "adaptive-twice", settings=ADAPTIVE, mishap={"kind": "stop", "step": 7}),
     case("adaptive-again", "adaptive-twice", settings=ADAPTIVE),
@@ -156,6 +162,24 @@ def test_a_run_on_one_copy_that_stops_ends_with_the_same_bits_and_goes_on_with_c
     assert losses(runs, "one-copy-apart") == pytest.approx(losses(runs, "exact"), rel=1e-5)
     assert all(torch.equal(once[key], again[key]) for key in once)
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("modelwright-")]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_optimizers_learn_and_go_on_with_the_same_bits(runs, kind):
+    assert losses(runs, kind)[-1] < losses(runs, kind)[0] - 0.2
+    assert losses(runs, kind) != losses(runs, "exact")
+    assert ended(runs, f"{kind}-stopped")["kind"] == "Stopped"
+    assert losses(runs, f"{kind}-2") == losses(runs, kind)
+    once, again = weights(runs, kind), weights(runs, f"{kind}-again", rank=1)
+    assert all(torch.equal(once[key], again[key]) for key in once)
+
+
+def test_other_optimizers_under_zero_3_make_the_same_updates_and_muon_is_refused(runs):
+    assert losses(runs, "lion-zero") == pytest.approx(losses(runs, "lion"), rel=1e-3)
+    assert losses(runs, "adamw_int8-zero") == pytest.approx(losses(runs, "adamw_int8"), rel=2e-2)
+    assert losses(runs, "adamw_bf16-zero") == pytest.approx(losses(runs, "adamw_bf16"), rel=2e-2)
+    assert ended(runs, "muon-zero")["kind"] == "ConfigError"
+    assert ended(runs, "muon-zero")["error"].startswith("optimizer: muon needs whole matrices")
 
 
 def test_clipping_and_decay_follow_the_gradients_on_copies_and_on_one_copy_and_go_on_where_they_stopped(runs):

@@ -1,13 +1,25 @@
-"""The optimizer of a model: AdamW, fused, with weight decay on matrices only. Knows no schedule and no step."""
+"""The optimizer of a model, with weight decay on matrices only. Knows no schedule and no step."""
 
-from torch import nn
-from torch.optim import AdamW, Optimizer
+from typing import Any, Literal
 
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Muon, Optimizer
+
+from modelwright.core.errors import ConfigError
+from modelwright.optim.combined import Combined
+from modelwright.optim.lion import Lion
 from modelwright.optim.offload import OffloadedAdamW
+from modelwright.optim.quantised import QuantisedAdamW
+
+OptimizerKind = Literal["adamw", "adamw_int8", "adamw_bf16", "lion", "muon"]
+"""AdamW (Loshchilov and Hutter 2019), fused; the same with states in 8 bits or BF16; Lion; Muon (Jordan et al. 2024)
+for the matrices of the blocks, with AdamW's rate (the factor of Liu et al. 2025), and AdamW for all else."""
 
 
-def build_adamw(
+def build_optimizer(
     model: nn.Module,
+    kind: OptimizerKind = "adamw",
     *,
     learning_rate: float,
     betas: tuple[float, float],
@@ -15,17 +27,40 @@ def build_adamw(
     weight_decay: float,
     offload: bool = False,
 ) -> Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) over the trainable parameters in the order of their names.
+    """An optimizer over the trainable parameters in the order of their names.
 
-    Parameters of two and more dimensions decay; norms and biases do not. One fused kernel updates all of them; with
-    `offload` the host does, and keeps the states.
+    Parameters of two and more dimensions decay; norms and biases do not. offload: the host updates, and keeps AdamW's
+    states. Raises `ConfigError` for Muon on divided matrices.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for _, p in named if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    adam: dict[str, Any] = {"lr": learning_rate, "betas": betas, "eps": eps}
+    groups = _groups([p for _, p in named], weight_decay)
     if offload:
-        return OffloadedAdamW(groups, lr=learning_rate, betas=betas, eps=eps)
-    return AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=True)
+        return OffloadedAdamW(groups, **adam)
+    match kind:
+        case "adamw":
+            return AdamW(groups, **adam, fused=True)
+        case "adamw_int8":
+            return QuantisedAdamW(groups, **adam, states="int8")
+        case "adamw_bf16":
+            return QuantisedAdamW(groups, **adam, states="bf16")
+        case "lion":
+            return Lion(groups, lr=learning_rate, betas=betas)
+        case "muon":
+            matrices = [p for name, p in named if p.dim() == 2 and name.startswith("blocks.")]
+            if any(isinstance(p, DTensor) for p in matrices):
+                raise ConfigError(
+                    "optimizer: muon needs whole matrices on every process; take adamw where parallel.tensor or "
+                    "parallel.shard divide them"
+                )
+            others = _groups([p for _, p in named if all(p is not matrix for matrix in matrices)], weight_decay)
+            muon = Muon(matrices, lr=learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+            return Combined([muon, AdamW(others, **adam, fused=True)])
+
+
+def _groups(parameters: list[Tensor], weight_decay: float) -> list[dict[str, Any]]:
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

@@ -2,13 +2,16 @@
 
 Processes of one host that share out the rows of a batch, and nothing else, would each keep the same weights and make
 the same update, with cores and memory that they share. Here weights and states lie once, in shared memory. Each process
-puts its gradients beside them, adds up all processes' gradients in its part of the parameters, and updates that part:
-the division of ZeRO-1 (Rajbhandari et al. 2020), of which nothing has to be sent, for everybody sees the result.
+puts what others are to sum of its gradients beside them, adds up all processes' gradients in its part of the
+parameters, and updates that part: the division of ZeRO-1 (Rajbhandari et al. 2020), of which nothing has to be sent,
+for everybody sees the result.
 
-Sums are taken in the order of the ranks, so that they have the same bits every time. Element-wise optimizers only.
+Every element is summed by one process in one order, so that sums have the same bits every time. Element-wise optimizers
+only.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -23,6 +26,19 @@ from modelwright.parallel.turns import Done
 
 _ALIGNMENT = 16
 """Elements, at least a cache line of FP32: no two parameters, and no two processes' parts, share one."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What one parameter has in this process's part: elements `first` to `last` of it, none where they are equal.
+
+    weight: that piece, as the own optimizer's parameter; slots: that piece of all processes' gradients.
+    """
+
+    first: int
+    last: int
+    weight: Tensor
+    slots: Sequence[Tensor]
 
 
 class OneCopy:
@@ -40,14 +56,14 @@ class OneCopy:
         self.bytes_sent = 0
         """Nothing goes over a network."""
         self._parameters: list[Tensor] = []
-        self._own: dict[Tensor, Tensor] = {}
-        self._sums: list[Tensor] = []
-        self._parts: list[Tensor] = []
+        self._pieces: dict[Tensor, _Piece] = {}
+        self._slots: dict[Tensor, Tensor] = {}
         self._counts: list[Tensor] = []
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._optimizer: Optimizer | None = None
         self._hooks: list[RemovableHandle] = []
         self._armed = False
+        self._put_already: set[Tensor] = set()
 
     def __enter__(self) -> "OneCopy":
         return self
@@ -66,20 +82,16 @@ class OneCopy:
         starts = _starts(self._parameters)
         flat = torch.zeros(starts[-1], dtype=self._parameters[0].dtype)
         keys = [key for key in optimizer.state[self._parameters[0]] if key != "step"]
-        whole = share(self.world, [flat] * (1 + len(keys) + self.world.size))
-        weights, states, gradients = whole[0], dict(zip(keys, whole[1:], strict=False)), whole[1 + len(keys) :]
+        weights, *others = share(self.world, [flat] * (1 + len(keys) + self.world.size))
         for parameter, view in zip(self._parameters, self._views(weights, starts), strict=True):
             parameter.data = self._moved(parameter.data, view)
-        for key, flat in states.items():
+        for key, flat in zip(keys, others, strict=False):
             for parameter, view in zip(self._parameters, self._views(flat, starts), strict=True):
                 optimizer.state[parameter][key] = self._moved(optimizer.state[parameter][key], view)
         self.world.barrier()
-        own = self._views(gradients[self.world.rank], starts)
-        self._own = dict(zip(self._parameters, own, strict=True))
-        self._sums = self._views(gradients[0], starts)
-        first, last = self._range(starts[-1])
-        self._parts = [flat[first:last] for flat in gradients]
-        self._divide(optimizer, starts, weights, states, gradients[0])
+        gradients = [self._views(one, starts) for one in others[len(keys) :]]
+        self._slots = dict(zip(self._parameters, gradients[self.world.rank], strict=True))
+        self._divide(optimizer, starts, gradients)
         self._hooks = [p.register_post_accumulate_grad_hook(self._finished) for p in self._parameters]
 
     def updates(
@@ -95,19 +107,25 @@ class OneCopy:
         self._armed = True
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
-        """Sum the gradients in this process's part; the other parts are finished when all processes have done this."""
+        """Sum the gradients of this process's part, in the pieces that `part` gives; the others sum the rest."""
         self._armed = False
         for parameter in self._parameters:
-            self._put(parameter)
+            if parameter not in self._put_already:
+                self._put(parameter)
+        self._put_already.clear()
         self.world.barrier()
-        total, *others = self._parts
-        for other in others:
-            total.add_(other)
-        for parameter, gradient in zip(self._parameters, self._sums, strict=True):
-            parameter.grad = gradient
+        for parameter, piece in self._pieces.items():
+            assert parameter.grad is not None
+            own = parameter.grad.reshape(-1)[piece.first : piece.last]
+            for rank, slot in enumerate(piece.slots):
+                if rank != self.world.rank:
+                    own.add_(slot)
+            piece.weight.grad = own
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def part(self, gradients: list[Tensor]) -> list[Tensor]:
-        return self._parts[:1]
+        return [piece.weight.grad for piece in self._pieces.values() if piece.weight.grad is not None]
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer) -> None:
@@ -124,27 +142,28 @@ class OneCopy:
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    def _divide(
-        self, optimizer: Optimizer, starts: Sequence[int], weights: Tensor, states: Mapping[str, Tensor], sums: Tensor
-    ) -> None:
+    def _divide(self, optimizer: Optimizer, starts: Sequence[int], gradients: Sequence[Sequence[Tensor]]) -> None:
         """An optimizer of the same kind over this process's part, with the shared states."""
         first, last = self._range(starts[-1])
-        pieces, number = [], 0
-        for group in optimizer.param_groups:
-            begin, number = starts[number], number + len(group["params"])
-            low, high = max(first, begin), min(last, starts[number])
+        for number, (parameter, start) in enumerate(zip(self._parameters, starts, strict=False)):
+            low, high = (min(max(end - start, 0), parameter.numel()) for end in (first, last))
             if low < high:
-                pieces.append((group, low, high))
-        if not pieces:
+                slots = [of_rank[number].reshape(-1)[low:high] for of_rank in gradients]
+                self._pieces[parameter] = _Piece(low, high, parameter.data.reshape(-1)[low:high], slots)
+        groups = []
+        for group in optimizer.param_groups:
+            held = [self._pieces[p].weight for p in group["params"] if p in self._pieces]
+            if held:
+                groups.append((group, {**group, "params": held}))
+        if not groups:
             return
-        parameters = [weights[low:high] for _, low, high in pieces]
-        groups = [{**group, "params": [piece]} for (group, _, _), piece in zip(pieces, parameters, strict=True)]
-        self._optimizer = type(optimizer)(groups)  # pyright: ignore[reportCallIssue]
-        for (group, low, high), piece in zip(pieces, parameters, strict=True):
-            piece.grad = sums[low:high]
-            count = optimizer.state[group["params"][0]]["step"].clone()
-            self._optimizer.state[piece] = {"step": count, **{key: flat[low:high] for key, flat in states.items()}}
-        self._groups = [(group, own) for (group, _, _), own in zip(pieces, self._optimizer.param_groups, strict=True)]
+        self._optimizer = type(optimizer)([own for _, own in groups])  # pyright: ignore[reportCallIssue]
+        for parameter, piece in self._pieces.items():
+            self._optimizer.state[piece.weight] = {
+                key: value.clone() if key == "step" else value.reshape(-1)[piece.first : piece.last]
+                for key, value in optimizer.state[parameter].items()
+            }
+        self._groups = [(group, own) for (group, _), own in zip(groups, self._optimizer.param_groups, strict=True)]
 
     def _range(self, total: int) -> tuple[int, int]:
         """This process's part of so many elements."""
@@ -164,12 +183,18 @@ class OneCopy:
         if self._armed:
             self._put(parameter)
 
+    @torch.no_grad()
     def _put(self, parameter: Tensor) -> None:
-        place = self._own[parameter]
-        if parameter.grad is not place:
-            assert parameter.grad is not None
-            place.copy_(parameter.grad)
-            parameter.grad = place
+        """Show the other processes what they are to sum; what this one sums stays where it is."""
+        assert parameter.grad is not None
+        slot, gradient = self._slots[parameter].view(-1), parameter.grad.reshape(-1)
+        piece = self._pieces.get(parameter)
+        first, last = (piece.first, piece.last) if piece else (0, 0)
+        slot[:first].copy_(gradient[:first])
+        slot[last:].copy_(gradient[last:])
+        self._put_already.add(parameter)
+        if piece is None:
+            parameter.grad = slot.view_as(parameter)  # the memory of its own can go
 
 
 def fits(mesh: Mesh, parameters: Sequence[Tensor]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
 from modelwright.memory.config import ActivationConfig
+from modelwright.optim.build import OptimizerKind
 from modelwright.optim.clip import AdaptiveClipConfig
 from modelwright.optim.decay import DynamicDecayConfig
 from modelwright.optim.schedule import ScheduleConfig
@@ -57,6 +58,7 @@ class TrainConfig:
     num_epochs: float = 0.0
     batch_tokens: int = 8192
     num_microbatches: int = 1
+    optimizer: OptimizerKind = "adamw"
     learning_rate: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     adam_eps: float = 1e-8
@@ -99,6 +101,8 @@ class TrainConfig:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 switches it off")
         if self.adaptive_clip.kind != "none" and not self.clip_norm:
             raise ConfigError(f"adaptive_clip.kind: {self.adaptive_clip.kind} needs a clip_norm above 0 as its floor")
+        if self.optimizer != "adamw":
+            self._check_optimizer()
         if self.learning_rate <= 0 or self.adam_eps <= 0:
             raise ConfigError(f"learning_rate: it and adam_eps must be above 0, got {self.learning_rate}")
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -111,6 +115,17 @@ class TrainConfig:
                     f"{name}: {getattr(self, name)} must be a multiple of transport.local_steps.every ({every}): "
                     "between meetings every rank has weights of its own"
                 )
+
+    def _check_optimizer(self) -> None:
+        """What is made for AdamW's states in FP32."""
+        needs = {
+            "offload_optimizer": self.offload_optimizer,
+            "asynchronous.mode": self.asynchronous.mode == "hogwild",
+            "transport.local_steps.moment_every": self.transport.local_steps.moment_every > 0,
+        }
+        for name, is_wanted in needs.items():
+            if is_wanted:
+                raise ConfigError(f"{name}: goes with optimizer adamw, not with {self.optimizer}; change one of them")
 
     def batch_rows(self, seq_len: int, *, num_copies: int = 1) -> int:
         """Rows of one global batch of rows of `seq_len` tokens.

@@ -139,6 +139,7 @@ def _train_laid_out(
     with ExitStack() as held:
         shares_memory = (
             given_transport is None
+            and config.optimizer == "adamw"
             and not config.offload_optimizer
             and may_share_memory(config.transport, config.asynchronous, parallel)
         )

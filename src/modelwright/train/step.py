@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from modelwright.core.seeds import derive_seed
 from modelwright.model.decoder import Decoder
-from modelwright.optim.build import build_adamw
+from modelwright.optim.build import build_optimizer
 from modelwright.optim.update import Context, Update, standard_updates
 from modelwright.parallel.balance import StageBalance, balance_tokens
 from modelwright.parallel.gradients import global_norm, holders, like_parameter, local, parts_norm
@@ -70,8 +70,9 @@ class TrainStep:
         self.num_holders = [
             holders(p, self.mesh, num_stages=self.runner.num_stages_with(name)) for p, name in self.names.items()
         ]
-        self.optimizer = build_adamw(
+        self.optimizer = build_optimizer(
             self.model,
+            config.optimizer,
             learning_rate=config.learning_rate,
             betas=config.betas,
             eps=config.adam_eps,

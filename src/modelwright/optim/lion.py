@@ -1,0 +1,45 @@
+"""Lion (Chen et al. 2023, Symbolic Discovery of Optimization Algorithms): the sign of an interpolated momentum.
+
+One state instead of AdamW's two. Its rates are 3 to 10 times smaller than AdamW's, its decay as much larger. Knows no
+layout: of a divided parameter each rank changes its own piece.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+class Lion(Optimizer):
+    """An `Optimizer` by its interface. betas: of the interpolation that is applied, and of the momentum kept."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], *, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__([{**group} for group in groups], {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One update of all parameters that have gradients."""
+        for group in self.param_groups:
+            changed = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not changed:
+                continue
+            for parameter in changed:
+                if not self.state[parameter]:
+                    self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+            weights = [_local(parameter) for parameter in changed]
+            gradients = [_local(parameter.grad) for parameter in changed]
+            momenta = [_local(self.state[parameter]["exp_avg"]) for parameter in changed]
+            applied, kept = group["betas"]
+            moves = torch._foreach_lerp(momenta, gradients, 1 - applied)  # pyright: ignore
+            torch._foreach_sign_(moves)  # pyright: ignore
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])  # pyright: ignore
+            torch._foreach_add_(weights, moves, alpha=-group["lr"])  # pyright: ignore
+            torch._foreach_lerp_(momenta, gradients, 1 - kept)  # pyright: ignore
+
+
+def _local(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
