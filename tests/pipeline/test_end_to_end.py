@@ -93,6 +93,19 @@ def test_dry_run_changes_nothing(run: Path, inside: Command) -> None:
     assert sorted((str(path), path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 
+def test_dry_run_of_several_processes_names_their_axes_and_one_process_s_memory(run: Path, inside: Command) -> None:
+    told = {}
+    for words in ([], ["--nproc", "2"], ["--nproc", "2", "--parallel.shard", "full"]):
+        done = inside("run", str(run), "--dry-run", "--sft.learning_rate", "1e-5", *words)
+        assert done.returncode == 0, done.stderr
+        told[len(words)] = done.stdout
+    assert "processes  " not in told[0]
+    assert "processes   2 on 1 host: replicate 2" in told[2]
+    assert "processes   2 on 1 host: shard 2" in told[4]
+    memories = {text.split("memory of sft: ")[1].split(" = ")[1].splitlines()[0] for text in told.values()}
+    assert len(memories) == 3
+
+
 def test_the_server_answered_and_left(run: Path) -> None:
     answers = json.loads((run / "serve" / "artifact" / "answers.json").read_text())
     assert len(answers["answers"]) == 3

@@ -26,6 +26,16 @@ RARE = {"eval_every_steps": 0, "checkpoint_every_steps": 0}
 FOUR_LAYERS = {"num_layers": 4}
 TIED = {"tie_embeddings": True}
 CHECKED = {"guards": {"replica_check_every": 1}}
+SCALED = {"precision": {"compute": "fp32", "loss_scale": {"use": "always", "initial": 1024.0, "window": 4}}}
+OVERFLOW = {"kind": "overflow", "step": 5, "rank": 1}
+OVERFLOWING = {
+    "one-copy": ({}, {}),
+    "copies": ({"share_memory": False}, {}),
+    "int8": ({}, {"transport": {"kind": "int8"}}),
+    "zero": ({"shard": "full"}, {}),
+    "tensor": ({"tensor": 2}, {}),
+    "pipeline": ({"pipeline": 2}, {"num_microbatches": 2}),
+}
 OTHERS = ("adamw_int8", "adamw_bf16", "lion", "muon")
 STOP_AT_7 = {"kind": "stop", "step": 7}
 ADAPTIVE = {
@@ -52,6 +62,18 @@ CASES = [
     case("one-copy-skipped", mishap={"kind": "nan", "step": 3}),
     case("skipped", mishap={"kind": "nan", "step": 3}, **COPIES),
     case("checked-copies", settings=CHECKED, **COPIES),
+    case("scaled", settings=SCALED, **COPIES),
+    case("scaled-stopped", "scaled-twice", settings=SCALED, mishap=STOP_AT_7),
+    case("scaled-again", "scaled-twice", settings=SCALED),
+    case("scaled-int8", settings={**SCALED, "transport": {"kind": "int8"}}),
+    case("unscaled-int8", settings={"transport": {"kind": "int8"}}),
+    case("deepseek", settings={"optimizer": "deepseek_adam"}),
+    case("deepseek-low", settings={"optimizer": "deepseek_adam", "dynamic_decay": {"above_norm": 0.1}}),
+    case("fp16", settings={"precision": {"compute": "fp16"}}),
+    *[
+        case(f"overflow-{name}", settings={**SCALED, **more}, parallel=layout, mishap=OVERFLOW)
+        for name, (layout, more) in OVERFLOWING.items()
+    ],
     *[case(kind, settings={"optimizer": kind}) for kind in OTHERS],
     *[case(f"{kind}-stopped", f"{kind}-2", settings={"optimizer": kind}, mishap=STOP_AT_7) for kind in OTHERS],
     *[case(f"{kind}-again", f"{kind}-2", settings={"optimizer": kind}) for kind in OTHERS],
@@ -162,6 +184,42 @@ def test_a_run_on_one_copy_that_stops_ends_with_the_same_bits_and_goes_on_with_c
     assert losses(runs, "one-copy-apart") == pytest.approx(losses(runs, "exact"), rel=1e-5)
     assert all(torch.equal(once[key], again[key]) for key in once)
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("modelwright-")]
+
+
+def test_a_loss_scale_changes_nothing_that_does_not_overflow(runs):
+    """1,024, after each four good updates twice that; powers of two."""
+    expected = [1024.0] * 4 + [2048.0] * 4 + [4096.0] * 4
+    assert ended(runs, "scaled")["scales"] == ended(runs, "scaled", rank=1)["scales"] == expected
+    assert losses(runs, "scaled") == pytest.approx(losses(runs, "exact"), rel=1e-6)
+    assert losses(runs, "scaled-twice") == pytest.approx(losses(runs, "scaled"), rel=1e-5)
+    assert losses(runs, "scaled-int8") == pytest.approx(losses(runs, "unscaled-int8"), rel=1e-5)
+
+
+def test_deepseek_adam_is_adamw_with_the_published_decay(runs):
+    """Norms of about 1 lie below the published threshold; a lower one is taken where it is set."""
+    assert losses(runs, "deepseek") == losses(runs, "one-copy")
+    factors = {
+        name: {value for _, value in column(read_records(runs / name / "metrics.jsonl"), "decay_factor")}
+        for name in ("deepseek", "deepseek-low")
+    }
+    assert factors == {"deepseek": {1.0}, "deepseek-low": {0.1}}
+
+
+def test_fp16_learns_with_its_scale(runs):
+    assert losses(runs, "fp16") == pytest.approx(losses(runs, "exact"), rel=0.02)
+    assert losses(runs, "fp16") != losses(runs, "exact")
+    assert set(ended(runs, "fp16")["scales"]) == {2.0**15}
+
+
+@pytest.mark.parametrize("name", OVERFLOWING)
+def test_an_overflow_on_one_rank_is_skipped_and_halves_the_scale_on_all(runs, name):
+    expected = [1024.0] * 4 + [2048.0] * 2 + [1024.0] * 4 + [2048.0] * 2
+    for rank in range(2):
+        found = ended(runs, f"overflow-{name}", rank)
+        assert (found["error"], found["skipped"], found["scales"]) == ("", [6], expected)
+    assert losses(runs, f"overflow-{name}")[-1] < losses(runs, f"overflow-{name}")[0]
+    whole = losses(runs, "overflow-copies")
+    assert losses(runs, f"overflow-{name}") == pytest.approx(whole, rel=5e-2 if name == "int8" else 1e-4)
 
 
 @pytest.mark.parametrize("kind", OTHERS)

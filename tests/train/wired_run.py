@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world
 from modelwright.train.objective import StepInfo
 
-FACTORS = {"wild": 1000.0, "nan": float("nan")}
+FACTORS = {"wild": 1000.0, "nan": float("nan"), "overflow": 0.0}
 NOTHING = {"kind": "", "step": 0, "rank": 0}
 
 
@@ -50,8 +50,12 @@ class Mishap:
     world: World
     model: Decoder
     every: int = 1
+    scales: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
 
     def observe(self, info: StepInfo) -> None:
+        self.scales.append(info.scalars.get("loss_scale", 0.0))
+        self.skipped += [info.step] * info.skipped
         if info.step != self.step or self.world.rank != self.rank:
             return
         if self.kind == "stop":
@@ -70,9 +74,21 @@ class Mishap:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class Blow(torch.autograd.Function):
+    """Nothing forward; backward, gradients that overflow."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients[0] * torch.inf
+
+
 @dataclass
 class Wild:
-    """The tiny objective, with losses `factor` times as large in one batch."""
+    """The tiny objective, with losses `factor` times as large in one batch; 0: with gradients that overflow."""
 
     inner: Pretrain
     wild_batch: int
@@ -89,8 +105,10 @@ class Wild:
         return self.inner.weights(batch)
 
     def losses(self, output, batch, model):
-        scale = self.factor if self.is_wild else 1.0
-        return {name: value * scale for name, value in self.inner.losses(output, batch, model).items()}
+        losses = self.inner.losses(output, batch, model)
+        if self.is_wild and not self.factor:
+            return {name: Blow.apply(value) for name, value in losses.items()}
+        return {name: value * (self.factor if self.is_wild else 1.0) for name, value in losses.items()}
 
 
 def run_case(folder: Path, case: dict[str, Any], world: World) -> None:
@@ -98,9 +116,10 @@ def run_case(folder: Path, case: dict[str, Any], world: World) -> None:
     model.init_weights(0)
     mishap = NOTHING | case.get("mishap", {})
     objective: Any = Pretrain(tiny_run.Rows())
-    if mishap["kind"] in FACTORS:
+    if mishap["kind"] in FACTORS and (mishap["kind"] != "overflow" or world.rank == mishap["rank"]):
         objective = Wild(objective, mishap["step"], FACTORS[mishap["kind"]])
     found: dict[str, Any] = {"error": "", "kind": ""}
+    watcher = Mishap(mishap["kind"], mishap["step"], mishap["rank"], world, model)
     try:
         result = tiny_run.run(
             folder / case["folder"],
@@ -109,7 +128,7 @@ def run_case(folder: Path, case: dict[str, Any], world: World) -> None:
             model=model,
             world=world,
             parallel=parse(ParallelConfig, case.get("parallel", {})),
-            controllers={"mishap": Mishap(mishap["kind"], mishap["step"], mishap["rank"], world, model)},
+            controllers={"mishap": watcher},
             progress=notes,
         )
         found |= {"bytes_sent": result.bytes_sent, "events": dict(result.num_events)}
@@ -117,7 +136,7 @@ def run_case(folder: Path, case: dict[str, Any], world: World) -> None:
         save_file({name: weight.contiguous() for name, weight in model.state_dict().items()}, f"{path}.safetensors")
     except ModelwrightError as error:
         found |= {"error": str(error), "kind": type(error).__name__}
-    found["notes"] = notes.texts
+    found |= {"notes": notes.texts, "scales": watcher.scales, "skipped": watcher.skipped}
     (folder / case["folder"] / f"{case['name']}-{world.rank}.json").write_text(json.dumps(found))
 
 

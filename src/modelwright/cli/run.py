@@ -118,7 +118,9 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
         num_processes = start.processes * start.min_hosts
         check_request(request.config, request.run, only, num_processes=num_processes, elastic=hosts is not None)
         if options.dry_run:
-            print(describe_plan(request.config, request.run, only))
+            print(
+                describe_plan(request.config, request.run, only, num_processes=num_processes, num_hosts=start.min_hosts)
+            )
             return 0
         if hosts or num_processes > 1:
             return _start(start, line, request, only)

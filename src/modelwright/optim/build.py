@@ -12,9 +12,12 @@ from modelwright.optim.lion import Lion
 from modelwright.optim.offload import OffloadedAdamW
 from modelwright.optim.quantised import QuantisedAdamW
 
-OptimizerKind = Literal["adamw", "adamw_int8", "adamw_bf16", "lion", "muon"]
-"""AdamW (Loshchilov and Hutter 2019), fused; the same with states in 8 bits or BF16; Lion; Muon (Jordan et al. 2024)
-for the matrices of the blocks, with AdamW's rate (the factor of Liu et al. 2025), and AdamW for all else."""
+OptimizerKind = Literal["adamw", "deepseek_adam", "adamw_int8", "adamw_bf16", "lion", "muon"]
+"""AdamW (Loshchilov and Hutter 2019), fused; the combination published as DeepSeekAdam: AdamW with FP32 weights and
+states, updates skipped on overflow, weight decay that eases off; AdamW with states in 8 bits or BF16; Lion; Muon
+(Jordan et al. 2024) for the matrices of the blocks, with AdamW's rate (the factor of Liu et al. 2025), and AdamW for
+all else."""
+PLAIN_ADAMW = ("adamw", "deepseek_adam")
 
 
 def build_optimizer(
@@ -38,7 +41,7 @@ def build_optimizer(
     if offload:
         return OffloadedAdamW(groups, **adam)
     match kind:
-        case "adamw":
+        case "adamw" | "deepseek_adam":
             return AdamW(groups, **adam, fused=True)
         case "adamw_int8":
             return QuantisedAdamW(groups, **adam, states="int8")

@@ -26,6 +26,11 @@ class DynamicDecayConfig:
         if not 0.0 < self.release <= 1.0:
             raise ConfigError(f"release: must be above 0 and at most 1, got {self.release}; 1 is no hysteresis")
 
+    @classmethod
+    def published(cls) -> "DynamicDecayConfig":
+        """A tenth above a norm of 5."""
+        return cls(above_norm=5.0)
+
     def is_low(self, norm: float, was_low: bool) -> bool:
         """Whether decay is lowered at an update with this gradient norm."""
         if not self.above_norm:

@@ -199,14 +199,16 @@ def standard_updates(
     schedule: ScheduleConfig,
     peak_rate: float,
     change_weights: Callable[[Optimizer], object] = _step,
+    before_check: Mapping[str, Update] = NOTHING,
     after_check: Mapping[str, Update] = NOTHING,
 ) -> dict[str, Update]:
-    """Finite check, `after_check`, clip (when `clip_norm` > 0), dynamic decay, learning rate, optimizer: in this order,
-    by the names of their state.
+    """`before_check`, finite check, `after_check`, clip (when `clip_norm` > 0), dynamic decay, learning rate,
+    optimizer: in this order, by the names of their state.
 
     `names`: every trainable parameter's name.
     """
-    updates: dict[str, Update] = {"finite_check": FiniteCheck(agree, norm, max_skipped=max_skipped), **after_check}
+    check = FiniteCheck(agree, norm, max_skipped=max_skipped)
+    updates: dict[str, Update] = {**before_check, "finite_check": check, **after_check}
     if clip_norm > 0:
         updates["clip"] = Clip(clip_norm, adaptive_clip or AdaptiveClipConfig())
     if dynamic_decay is not None and dynamic_decay.above_norm > 0:

@@ -12,10 +12,12 @@ from modelwright.core.rundir import RunDir
 from modelwright.data.loader import PackedRows
 from modelwright.data.locate import locate
 from modelwright.data.sources import BUILTIN, SourceConfig
+from modelwright.memory.activations import Compute
 from modelwright.model.config import ModelConfig
 from modelwright.pipeline.chain import build_stages
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.execute import previous_config, select_stages
+from modelwright.pipeline.layouts import planned
 from modelwright.pipeline.resolve import measured_rates, resolve
 from modelwright.pipeline.runner import survey
 from modelwright.plan.estimate import (
@@ -28,6 +30,9 @@ from modelwright.plan.estimate import (
     training_memory,
     training_stage,
 )
+from modelwright.plan.layout import assess
+from modelwright.plan.traffic import Cluster
+from modelwright.train.config import TrainConfig
 
 BUILTIN_BYTES = {"pretrain": 20e6, "sft": 4e6}
 """Size of the built-in corpus: prose and code, and rendered question/answer pairs."""
@@ -37,11 +42,21 @@ BYTES_PER_S = {"clean": 0.8e6, "tokenize": 1.2e6, "pack": 3e6}
 CHOICE_TOKENS = 80
 """Tokens of one candidate with its question."""
 OTHER_S = {"init": 2.0, "serve": 20.0, "report": 5.0}
+ANY_CLUSTER = Cluster(
+    num_hosts=1, devices_per_host=1, memory_bytes=1.0, flops_per_s=1.0, host_bytes_per_s=1.0, network_bytes_per_s=1.0,
+    device="cpu",
+)  # fmt: skip
+"""For memory, which no speed changes."""
 _WORDS = {"done": "finished, kept", "begun": "begun, goes on", "changed": "to be made again", "new": "to be made"}
 
 
-def describe_plan(config: RunConfig, run: RunDir, only: Sequence[str]) -> str:
-    """The plan as plain text. Measures the machine's rates (seconds); raises what the run itself would raise."""
+def describe_plan(
+    config: RunConfig, run: RunDir, only: Sequence[str], *, num_processes: int = 1, num_hosts: int = 1
+) -> str:
+    """The plan as plain text. Measures the machine's rates (seconds); raises what the run itself would raise.
+
+    num_processes: of all hosts, which are taken to be like this one.
+    """
     previous = previous_config(run)
     config, only = select_stages(config, previous, only)
     config = resolve(config, previous, SilentProgress())
@@ -49,10 +64,13 @@ def describe_plan(config: RunConfig, run: RunDir, only: Sequence[str]) -> str:
     states = survey(run, stages).states
     torch.set_num_threads(config.hardware.num_threads)
     rates = measured_rates(config)
-    estimates = [_estimate(config, run, stage.name, rates) for stage in stages]
+    estimates = [_estimate(config, run, stage.name, rates, num_hosts) for stage in stages]
     to_do = [e for e in estimates if states[e.name] != "done" and (not only or e.name in only)]
     lines = [f"run         {config.name} in {run.path}", f"sources     {', '.join(config.data.sources)}"]
-    lines += [plan_text(config.model, estimates, _memories(config)), "", "state"]
+    if num_processes > 1:
+        axes = ", ".join(f"{axis} {size}" for axis, size in config.parallel.axes(num_processes).items() if size > 1)
+        lines.append(f"processes   {num_processes} on {num_hosts} host{'s' * (num_hosts > 1)}: {axes}")
+    lines += [plan_text(config.model, estimates, _memories(config, num_processes)), "", "state"]
     lines += [f"  {stage.name:<12}{_words(states[stage.name], stage.name, only)}" for stage in stages]
     left = sum(estimate.seconds for estimate in to_do)
     threads = config.hardware.num_threads
@@ -65,7 +83,7 @@ def _words(state: str, name: str, only: Sequence[str]) -> str:
     return "left out this time" if only and name not in only and state != "done" else _WORDS[state]
 
 
-def _estimate(config: RunConfig, run: RunDir, name: str, rates: dict[str, float]) -> StageEstimate:
+def _estimate(config: RunConfig, run: RunDir, name: str, rates: dict[str, float], num_hosts: int) -> StageEstimate:
     if name in BYTES_PER_S:
         return data_stage(name, num_bytes=sum(_text_bytes(config.data).values()), bytes_per_s=BYTES_PER_S[name])
     if name in ("pretrain", "sft"):
@@ -77,9 +95,10 @@ def _estimate(config: RunConfig, run: RunDir, name: str, rates: dict[str, float]
             batch_tokens=training.batch_tokens,
             num_microbatches=training.num_microbatches,
             mean_context=_mean_context(config.model, config.pack.seq_len),
-            compute=training.precision.compute,
+            compute=_width(training),
             activations=training.activations,
-            flops_per_s=rates[training.precision.compute],
+            flops_per_s=rates[_width(training)],
+            world_size=num_hosts,  # the rate is that of all threads of a host, which its processes share
         )
     if name in ("evaluate", "quantize"):
         models = min(2, len(config.trained_stages)) if name == "evaluate" else 1
@@ -94,19 +113,28 @@ def _estimate(config: RunConfig, run: RunDir, name: str, rates: dict[str, float]
     return replace(data_stage(name, num_bytes=0, bytes_per_s=1.0), seconds=OTHER_S[name])
 
 
-def _memories(config: RunConfig) -> dict[str, MemoryEstimate]:
+def _memories(config: RunConfig, num_processes: int) -> dict[str, MemoryEstimate]:
+    """Of one process, the fullest one; of copies in shared memory each counts the whole."""
     result = {}
     for name in ("pretrain", "sft"):
         training = getattr(config, name)
-        if name in config.stages:
+        if name in config.stages and num_processes > 1:
+            job, layout = planned(config, training, config.parallel, num_processes)
+            result[name] = assess(job, layout, ANY_CLUSTER).memory
+        elif name in config.stages:
             result[name] = training_memory(
                 config.model,
                 tokens_per_microbatch=training.batch_tokens // training.num_microbatches,
-                compute=training.precision.compute,
+                compute=_width(training),
                 num_microbatches=training.num_microbatches,
                 activations=training.activations,
             )
     return result
+
+
+def _width(training: TrainConfig) -> Compute:
+    """FP16 is planned as BF16, which has as many bits."""
+    return "fp32" if training.precision.compute == "fp32" else "bf16"
 
 
 def _batches_per_epoch(config: RunConfig, run: RunDir, name: str) -> int:

@@ -26,8 +26,9 @@ from modelwright.parallel.mesh import World, join_world
 from modelwright.parallel.placement import DEFAULT_TRAFFIC, Placement, Traffic, find_places, take_places
 from modelwright.pipeline.check import within
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.layouts import planned
 from modelwright.pipeline.resolve import settle_model, settled_device
-from modelwright.plan.layout import Job, Layout, expected_traffic
+from modelwright.plan.layout import expected_traffic
 
 PATIENCE = timedelta(days=7)
 
@@ -95,20 +96,7 @@ def _traffic(config: RunConfig, layout: ParallelConfig, num_processes: int) -> d
     config = settle_model(config)
     training = config.pretrain if "pretrain" in config.stages else config.sft
     try:
-        rows = training.batch_rows(config.pack.seq_len, num_copies=training.num_copies(layout.axes(num_processes)))
-        job = Job(
-            model=config.model,
-            seq_len=config.pack.seq_len,
-            batch_tokens=training.batch_tokens,
-            compute="bf16" if training.precision.compute == "bf16" else "fp32",
-        )
-        copies = training.num_copies(layout.axes(num_processes)) * training.num_microbatches
-        placed = Layout(
-            parallel=layout,
-            num_devices=num_processes,
-            microbatch_rows=rows // copies,
-            activations=training.activations,
-        )
+        job, placed = planned(config, training, layout, num_processes)
         return DEFAULT_TRAFFIC | expected_traffic(job, placed)
     except ConfigError:
         return DEFAULT_TRAFFIC  # what is wrong is told where all of the request is checked

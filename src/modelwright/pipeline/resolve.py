@@ -76,6 +76,11 @@ def measured_rates(config: RunConfig) -> dict[str, float]:
     return measure_rates(config.model, num_tokens=tokens, device=device, budget_s=BUDGET_S)["effective"]
 
 
+def product_rate(config: RunConfig, compute: str) -> float:
+    """FLOP/s of `measured_rates` in one format; FP16 counts as BF16, which has as many bits."""
+    return measured_rates(config)["bf16" if compute == "fp16" else compute]
+
+
 def _settle_hardware(wish: HardwareConfig, previous: RunConfig | None) -> HardwareConfig:
     kept = previous.hardware if previous else None
     threads = wish.num_threads or (kept.num_threads if kept else 0) or num_usable_cores()
@@ -88,19 +93,20 @@ def _settle_precision(config: RunConfig, previous: RunConfig | None, progress: P
     if not open_stages:
         return config
     if previous:
-        chosen = {name: getattr(previous, name).precision for name in open_stages}
+        chosen = {name: getattr(previous, name).precision.compute for name in open_stages}
     else:
         torch.set_num_threads(config.hardware.num_threads)
         rates = measured_rates(config)
         if config.hardware.device == "cpu" and not has_bf16_instructions():
             rates = {name: rate for name, rate in rates.items() if name != "bf16"}  # emulated: slow
         best = resolve_precision(PrecisionConfig(compute="fastest"), rates)
-        chosen = dict.fromkeys(open_stages, best)
+        chosen = dict.fromkeys(open_stages, best.compute)
         shown = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items())
         progress.note(f"compute format: {best.compute} (measured at the model's shapes: {shown})")
-    changes: dict[str, Any] = {
-        name: replace(getattr(config, name), precision=precision) for name, precision in chosen.items()
-    }
+    changes: dict[str, Any] = {}
+    for name, compute in chosen.items():
+        training = getattr(config, name)
+        changes[name] = replace(training, precision=replace(training.precision, compute=compute))
     return replace(config, **changes)
 
 

@@ -6,21 +6,28 @@ config, so that a rerun on a busier machine cannot flip it. Knows nothing about 
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
 from modelwright.core.errors import ConfigError
+from modelwright.precision.loss_scale import LossScaleConfig
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_CHOICE = ("fp32", "bf16")
+"""What `fastest` chooses among: FP16 needs a loss scale, and is slow on most processors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """`compute`: format of the matrix products; weights, gradients and optimizer states are FP32 in every case."""
+    """`compute`: format of the matrix products; weights, gradients and optimizer states are FP32 in every case.
 
-    compute: Literal["fp32", "bf16", "fastest"] = "fastest"
+    loss_scale: of FP16, whose gradients would underflow.
+    """
+
+    compute: Literal["fp32", "bf16", "fp16", "fastest"] = "fastest"
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
 
 
 def resolve(config: PrecisionConfig, rates: Mapping[str, float]) -> PrecisionConfig:
@@ -31,7 +38,7 @@ def resolve(config: PrecisionConfig, rates: Mapping[str, float]) -> PrecisionCon
     """
     if config.compute != "fastest":
         return config
-    known = {name: rates[name] for name in _DTYPES if name in rates}
+    known = {name: rates[name] for name in _CHOICE if name in rates}
     if not known:
         raise ConfigError("compute: 'fastest' needs measured rates of fp32 and bf16; set fp32 or bf16 instead")
     return replace(config, compute=max(known, key=lambda name: known[name]))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
 from modelwright.memory.config import ActivationConfig
-from modelwright.optim.build import OptimizerKind
+from modelwright.optim.build import PLAIN_ADAMW, OptimizerKind
 from modelwright.optim.clip import AdaptiveClipConfig
 from modelwright.optim.decay import DynamicDecayConfig
 from modelwright.optim.schedule import ScheduleConfig
@@ -101,7 +101,7 @@ class TrainConfig:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 switches it off")
         if self.adaptive_clip.kind != "none" and not self.clip_norm:
             raise ConfigError(f"adaptive_clip.kind: {self.adaptive_clip.kind} needs a clip_norm above 0 as its floor")
-        if self.optimizer != "adamw":
+        if self.optimizer not in PLAIN_ADAMW:
             self._check_optimizer()
         if self.learning_rate <= 0 or self.adam_eps <= 0:
             raise ConfigError(f"learning_rate: it and adam_eps must be above 0, got {self.learning_rate}")
@@ -115,6 +115,13 @@ class TrainConfig:
                     f"{name}: {getattr(self, name)} must be a multiple of transport.local_steps.every ({every}): "
                     "between meetings every rank has weights of its own"
                 )
+
+    @property
+    def decay_in_force(self) -> DynamicDecayConfig:
+        """`dynamic_decay`; of DeepSeekAdam the published one, unless another is set."""
+        if self.optimizer == "deepseek_adam" and not self.dynamic_decay.above_norm:
+            return DynamicDecayConfig.published()
+        return self.dynamic_decay
 
     def _check_optimizer(self) -> None:
         """What is made for AdamW's states in FP32."""

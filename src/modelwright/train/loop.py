@@ -20,6 +20,7 @@ from modelwright.core.records import Recorder
 from modelwright.core.rundir import StageDir
 from modelwright.memory.allocator import freed_memory_kept
 from modelwright.model.decoder import Decoder
+from modelwright.optim.build import PLAIN_ADAMW
 from modelwright.optim.update import FiniteCheck
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.gather import give_weights, take_weights, whole_weights
@@ -139,7 +140,7 @@ def _train_laid_out(
     with ExitStack() as held:
         shares_memory = (
             given_transport is None
-            and config.optimizer == "adamw"
+            and config.optimizer in PLAIN_ADAMW
             and not config.offload_optimizer
             and may_share_memory(config.transport, config.asynchronous, parallel)
         )

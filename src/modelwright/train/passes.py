@@ -102,7 +102,7 @@ def activation_pass(
             return model
         shape = block_shape(
             model.config,
-            compute="bf16" if compute_dtype(precision) == torch.bfloat16 else "fp32",
+            compute="fp32" if compute_dtype(precision) == torch.float32 else "bf16",
             mean_context=model.config.max_seq_len / 2,
             tensor=parallel.tensor,
             sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,

@@ -24,16 +24,20 @@ from modelwright.optim.update import Context, Update, standard_updates
 from modelwright.parallel.balance import StageBalance, balance_tokens
 from modelwright.parallel.gradients import global_norm, holders, like_parameter, local, parts_norm
 from modelwright.parallel.mesh import Mesh, World
+from modelwright.parallel.one_copy import OneCopy
 from modelwright.parallel.pipeline import Pipeline
 from modelwright.parallel.split import flop_costs
-from modelwright.parallel.transport import GradientTransport, Overlapping
+from modelwright.parallel.transport import ExactTransport, GradientTransport, Overlapping
 from modelwright.parallel.transports.local_steps import LocalSteps
+from modelwright.parallel.transports.planned import PlannedTransport
 from modelwright.parallel.turns import Turns
+from modelwright.precision.loss_scale import LossScale, loss_scale_for
 from modelwright.train.config import TrainConfig
 from modelwright.train.exchange import Meeting
 from modelwright.train.guards import Quarantine
 from modelwright.train.objective import Batch, Objective, StepInfo
 from modelwright.train.runner import Runner
+from modelwright.train.scaling import FollowOverflows, Unscale
 from modelwright.train.stragglers import OwnTime
 
 
@@ -59,6 +63,7 @@ class TrainStep:
     optimizer: Optimizer = field(init=False)
     updates: dict[str, Update] = field(init=False)
     meeting: Meeting | None = field(init=False)
+    loss_scale: LossScale | None = field(init=False)
     stage_balance: StageBalance | None = field(init=False)
     own_time: OwnTime = field(default_factory=OwnTime)
     batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
@@ -79,6 +84,10 @@ class TrainStep:
             weight_decay=config.weight_decay,
             offload=config.offload_optimizer,
         )
+        scaling = self.config.precision.loss_scale
+        self.loss_scale = loss_scale_for(
+            scaling, compute=config.precision.compute, count=lambda: self.model.config.num_parameters
+        )
         self.updates = standard_updates(
             self.optimizer,
             self.names,
@@ -88,10 +97,14 @@ class TrainStep:
             max_skipped=config.max_skipped_steps,
             clip_norm=config.clip_norm,
             adaptive_clip=config.adaptive_clip,
-            dynamic_decay=config.dynamic_decay,
+            dynamic_decay=config.decay_in_force,
             schedule=config.schedule,
             peak_rate=config.learning_rate,
-            after_check={"quarantine": self.quarantine()},
+            before_check={"unscale": Unscale(self.loss_scale)} if self.loss_scale and self.scales_sums else {},
+            after_check={
+                **({"loss_scale": FollowOverflows(self.loss_scale)} if self.loss_scale else {}),
+                "quarantine": self.quarantine(),
+            },
         )
         self.meeting = None
         if isinstance(self.transport, LocalSteps):
@@ -119,6 +132,11 @@ class TrainStep:
         shape = self.model.config
         costs = flop_costs(shape, mean_context=shape.max_seq_len / 2)
         return StageBalance(costs, [len(layers) for layers in self.runner.layers], self.config.balance)
+
+    @property
+    def scales_sums(self) -> bool:
+        """Whether gradients may cross scaled: not where a transport keeps what it held back for another scale."""
+        return isinstance(self.transport, ExactTransport | PlannedTransport | OneCopy)
 
     @property
     def model(self) -> Decoder:
@@ -156,6 +174,8 @@ class TrainStep:
         totals, num_tokens, flops = self.count(batch)
         losses = self.compute_gradients(batch, totals)
         gradients = self.gradients()
+        if self.loss_scale and not self.scales_sums:
+            torch._foreach_mul_([local(one) for one in gradients], 1.0 / self.loss_scale.value)  # pyright: ignore
         exchange_s = _seconds(lambda: self.transport.reduce([local(gradient) for gradient in gradients]))
         context = Context(
             step=number,
@@ -208,7 +228,7 @@ class TrainStep:
             terms = self.objective.losses(output, part, self.model)
             scaled = torch.stack([terms[name] * scale[name] for name in scale])
             sums.add_(scaled.detach())
-            return scaled.sum()
+            return scaled.sum() * (self.loss_scale.value if self.loss_scale else 1.0)
 
         batch = balance_tokens(batch, num_parts) if self.config.balance.tokens and num_parts > 1 else batch
         started = time.perf_counter()
@@ -222,6 +242,7 @@ class TrainStep:
     def before_last_backward(self) -> None:
         """Let the transport begin with gradients as they are finished, where no other part of the loop changes them."""
         overlaps = self.config.transport.overlap and self.mesh.is_only_data_parallel
+        overlaps &= self.loss_scale is None or self.scales_sums
         if overlaps and isinstance(self.transport, Overlapping):
             self.transport.arm(list(self.names))
 

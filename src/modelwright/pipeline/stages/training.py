@@ -18,7 +18,7 @@ from modelwright.model.hf import load_model
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.objectives.sft import Sft
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.resolve import measured_rates
+from modelwright.pipeline.resolve import product_rate
 from modelwright.pipeline.stage import Stage, StageContext
 from modelwright.pipeline.stages.folder import save_model_folder
 from modelwright.pipeline.stages.lineage import model_before, tokenizer_stage
@@ -165,7 +165,7 @@ def peak_flops(context: StageContext, config: RunConfig, training: TrainConfig) 
         return 0.0
     known = _read_peak(context)
     if not known:
-        rate = measured_rates(config)[training.precision.compute]
+        rate = product_rate(config, training.precision.compute)
         known = {"compute": training.precision.compute, "flops": rate}
         write_atomic(context.folder.path / "peak.json", json.dumps(known))
     return float(known["flops"])
@@ -178,7 +178,7 @@ def _peaks_after(context: StageContext, config: RunConfig, training: TrainConfig
     live = float(_read_peak(context).get("flops", 0.0))
     if not live:
         return {"live_peak_flops": 0.0, "peak_flops": 0.0}
-    return {"live_peak_flops": live, "peak_flops": max(live, measured_rates(config)[training.precision.compute])}
+    return {"live_peak_flops": live, "peak_flops": max(live, product_rate(config, training.precision.compute))}
 
 
 def _utilisation(result: TrainResult, peaks: dict[str, float], num_ranks: int) -> float:

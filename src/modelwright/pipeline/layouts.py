@@ -1,0 +1,25 @@
+"""A run's training as the planner sees it: what is trained, and how it is laid out over so many processes."""
+
+from modelwright.parallel.config import ParallelConfig
+from modelwright.pipeline.config import RunConfig
+from modelwright.plan.layout import Job, Layout
+from modelwright.train.config import TrainConfig
+
+
+def planned(config: RunConfig, training: TrainConfig, layout: ParallelConfig, num_processes: int) -> tuple[Job, Layout]:
+    """Of one of the run's trainings. Raises `ConfigError` when the batch does not divide as the layout asks."""
+    copies = training.num_copies(layout.axes(num_processes))
+    rows = training.batch_rows(config.pack.seq_len, num_copies=copies)
+    job = Job(
+        model=config.model,
+        seq_len=config.pack.seq_len,
+        batch_tokens=training.batch_tokens,
+        compute="bf16" if training.precision.compute in ("bf16", "fp16") else "fp32",
+    )
+    placed = Layout(
+        parallel=layout,
+        num_devices=num_processes,
+        microbatch_rows=rows // (copies * training.num_microbatches),
+        activations=training.activations,
+    )
+    return job, placed

@@ -1,0 +1,111 @@
+"""Loss scaling: gradients in a narrow format are computed of a loss so many times as large (Micikevicius et al. 2018).
+
+The scale is a power of two in most settings, so that scaling and unscaling change no bit unless something overflows or
+would have underflowed. Knows no rank: whether an update overflowed is agreed upon elsewhere, so that the scale is the
+same everywhere.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from modelwright.core.errors import ConfigError
+
+MAX_HISTORY = 1000
+"""Changes of the scale that are kept."""
+SCALE_OF_LARGE = 2.0**12
+"""Where the largest models begin; see `first_scale`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """How losses are scaled.
+
+    use: `auto` when products are computed in FP16, `always`, or `never`; dynamic: the scale follows overflows, else it
+    stays. initial: 0 for a choice by the number of parameters. growth: factor after `window` updates in a row without
+    overflow; backoff: factor after an overflow, whose update is skipped. The scale stays within `smallest` and
+    `largest`.
+    """
+
+    use: Literal["auto", "always", "never"] = "auto"
+    dynamic: bool = True
+    initial: float = 2.0**15
+    growth: float = 2.0
+    backoff: float = 0.5
+    window: int = 2000
+    smallest: float = 2.0**-14
+    largest: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        if self.initial < 0:
+            raise ConfigError(f"initial: must be above 0, got {self.initial}; 0 chooses by the number of parameters")
+        if self.growth <= 1:
+            raise ConfigError(f"growth: must be above 1, got {self.growth}; 2 is usual, 8 climbs faster")
+        if not 0 < self.backoff < 1:
+            raise ConfigError(f"backoff: must be between 0 and 1, got {self.backoff}; 0.5 is usual")
+        if self.window < 1:
+            raise ConfigError(f"window: must be at least 1 update, got {self.window}; 1000 or 2000 is usual")
+        if not 0 < self.smallest <= self.largest:
+            raise ConfigError(f"smallest: must be above 0 and at most largest ({self.largest:g}), got {self.smallest}")
+        if self.initial and not self.smallest <= self.initial <= self.largest:
+            raise ConfigError(
+                f"initial: must lie between smallest ({self.smallest:g}) and largest ({self.largest:g}), got "
+                f"{self.initial}"
+            )
+
+
+def first_scale(config: LossScaleConfig, num_parameters: int) -> float:
+    """`initial`, or for 0 a power of two by size: larger models sum more contributions into each gradient and overflow
+    earlier. 2^15 up to 100 million parameters, half of that with each tenfold, 2^12 from 10 billion on.
+    """
+    if config.initial:
+        return config.initial
+    tenfolds = math.floor(math.log10(max(num_parameters, 1)) - 8 + 1e-9) + 1 if num_parameters > 1e8 else 0
+    chosen = max(2.0 ** (15 - tenfolds), SCALE_OF_LARGE)
+    return min(max(chosen, config.smallest), config.largest)
+
+
+class LossScale:
+    """The scale of the present update, and what it becomes."""
+
+    def __init__(self, config: LossScaleConfig, num_parameters: int) -> None:
+        self.config = config
+        self.value = first_scale(config, num_parameters)
+        self.num_overflows = 0
+        self.history: list[tuple[int, float]] = [(0, self.value)]
+        self._num_good = 0
+
+    def update(self, step: int, overflowed: bool) -> None:
+        """After update `step` (from 0), which was skipped when it overflowed."""
+        self.num_overflows += overflowed
+        if not self.config.dynamic:
+            return
+        before = self.value
+        self._num_good = 0 if overflowed else self._num_good + 1
+        if overflowed:
+            self.value = max(self.value * self.config.backoff, self.config.smallest)
+        elif self._num_good >= self.config.window:
+            self.value, self._num_good = min(self.value * self.config.growth, self.config.largest), 0
+        if self.value != before:
+            self.history = [*self.history, (step + 1, self.value)][-MAX_HISTORY:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "value": self.value,
+            "num_good": self._num_good,
+            "num_overflows": self.num_overflows,
+            "history": [list(change) for change in self.history],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self._num_good = float(state["value"]), int(state["num_good"])
+        self.num_overflows = int(state["num_overflows"])
+        self.history = [(int(step), float(value)) for step, value in state["history"]]
+
+
+def loss_scale_for(config: LossScaleConfig, *, compute: str, count: Callable[[], int]) -> LossScale | None:
+    """The scaler of a run whose products are computed in `compute`, None where losses stay as they are."""
+    if config.use == "never" or (config.use == "auto" and compute != "fp16"):
+        return None
+    return LossScale(config, count())
