@@ -58,6 +58,7 @@ MODEL = ModelConfig(
 )  # fmt: skip
 CHECKPOINT_EVERY = 50
 HANG_AFTER_S = 20.0
+UNPLUGGED_S = 35.0
 START_AGAIN_S = 3.0
 PORT = 29400
 
@@ -211,7 +212,7 @@ def disturb(folder: Path, num_steps: int, num_kills: int, seed: int, limit_s: fl
                 fault = {"step": step, "host": victim, "kind": "cut" if due == cut_at else "kill"}
                 if fault["kind"] == "cut":
                     net.cut(victim, "switch")
-                    cut, plugged_in_at = victim, time.monotonic() + 60.0
+                    cut, plugged_in_at = victim, time.monotonic() + UNPLUGGED_S
                 else:
                     net.kill(victim)
                 print(json.dumps(fault), flush=True)
