@@ -4,7 +4,8 @@ import pytest
 
 from modelwright.claims import compressed_links, topology
 from modelwright.claims.claim import Setting
-from modelwright.claims.links_probe import UNLIMITED
+from modelwright.claims.compression_probe import prepare
+from modelwright.claims.links_probe import UNLIMITED, measure
 from modelwright.claims.netns import missing
 from modelwright.claims.workbench import Size
 from modelwright.core.progress import SilentProgress
@@ -53,10 +54,17 @@ def test_the_smallest_message_between_racks_decides():
 
 
 @needs_networks
-@pytest.mark.parametrize("claim", [topology.CLAIM, compressed_links.CLAIM])
-def test_quick_measurements(claim, tmp_path):
-    found = claim.measure(Setting(quick=True, folder=tmp_path, progress=SilentProgress()))
+def test_a_quick_measurement_of_topology(tmp_path):
+    found = topology.CLAIM.measure(Setting(quick=True, folder=tmp_path, progress=SilentProgress()))
     assert found.kind in ("met", "short")
-    assert all(figure.value == figure.value for figure in found.figures.values())
-    ratio = next(value.value for name, value in found.figures.items() if "shorter" in name)
-    assert ratio > 1.0
+    assert found.figures["all-reduce of 4 KiB shorter"].value > 1.0
+
+
+@needs_networks
+def test_one_run_on_two_hosts_with_a_slow_link(tmp_path):
+    size = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=16, num_steps=24)
+    prepare(Setting(quick=False, folder=tmp_path, progress=SilentProgress()), size)
+    found = measure(tmp_path, METHOD, 100.0, size, 2)
+    assert 0 < found["bytes_per_step"] < 200_000
+    assert 0 < found["exchange_ms"] < found["step_ms"]
+    assert found["tokens_per_s"] > 0

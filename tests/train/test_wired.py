@@ -77,7 +77,10 @@ CASES = [
     *[case(kind, settings={"optimizer": kind}) for kind in OTHERS],
     *[case(f"{kind}-stopped", f"{kind}-2", settings={"optimizer": kind}, mishap=STOP_AT_7) for kind in OTHERS],
     *[case(f"{kind}-again", f"{kind}-2", settings={"optimizer": kind}) for kind in OTHERS],
-    *[case(f"{kind}-zero", settings={"optimizer": kind}, parallel={"shard": "full"}) for kind in OTHERS],
+    *[
+        case(f"{kind}-zero", settings={"optimizer": kind}, parallel={"shard": "full"})
+        for kind in ("adamw_int8", "lion", "muon")
+    ],
     case("adaptive", settings=ADAPTIVE, **COPIES),
     case("adaptive-stopped", "adaptive-twice", settings=ADAPTIVE, mishap={"kind": "stop", "step": 7}),
     case("adaptive-again", "adaptive-twice", settings=ADAPTIVE),
@@ -235,7 +238,6 @@ def test_other_optimizers_learn_and_go_on_with_the_same_bits(runs, kind):
 def test_other_optimizers_under_zero_3_make_the_same_updates_and_muon_is_refused(runs):
     assert losses(runs, "lion-zero") == pytest.approx(losses(runs, "lion"), rel=1e-3)
     assert losses(runs, "adamw_int8-zero") == pytest.approx(losses(runs, "adamw_int8"), rel=2e-2)
-    assert losses(runs, "adamw_bf16-zero") == pytest.approx(losses(runs, "adamw_bf16"), rel=2e-2)
     assert ended(runs, "muon-zero")["kind"] == "ConfigError"
     assert ended(runs, "muon-zero")["error"].startswith("optimizer: muon needs whole matrices")
 
