@@ -53,6 +53,12 @@ class Started:
     def is_alive(self) -> bool:
         return self.process.exitcode is None
 
+    @property
+    def output(self) -> str:
+        """What it has written so far."""
+        path = self.folder / "stdout"
+        return path.read_text() if path.exists() else ""
+
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 

@@ -2,6 +2,7 @@
 
 heartbeat_ranks.py silent    the last one stops without a word
 heartbeat_ranks.py leaves    the last one leaves early
+heartbeat_ranks.py paused    all are stopped from outside and go on after a while
 """
 
 import os
@@ -27,6 +28,9 @@ def main() -> None:
                     print(os.getpid(), flush=True)
                     os.kill(os.getpid(), signal.SIGSTOP)
                 world.barrier()  # the others wait for it
+            elif sys.argv[1] == "paused":
+                print("beating", flush=True)
+                time.sleep(3 * LOST_AFTER_S)
             elif not last:
                 time.sleep(3 * LOST_AFTER_S)
         if sys.argv[1] == "leaves" and last:

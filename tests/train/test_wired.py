@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
@@ -16,39 +15,15 @@ from modelwright.train.config import TrainConfig
 from modelwright.train.exchange import check_exchange
 from modelwright.train.recovery import read_recoveries
 from modelwright.train.watch import read_watch
-from rank_processes import run_ranks, start_ranks, wait_for
+from rank_processes import start_ranks, wait_for
+from wired_cases import COPIES, RARE, SCRIPT, case, ended, losses, run_cases, weights
 
-SCRIPT = Path(__file__).with_name("wired_run.py")
 LOCAL = {"kind": "three_level", "three_level": {"keep": 0.25, "bucket_numel": 4096}, "local_steps": {"every": 3}}
 OWN = {**LOCAL, "local_steps": {"every": 3, "keep_own": True, "momentum": 0.5}}
 MOMENTS = {**LOCAL, "local_steps": {"every": 1, "moment_every": 1}}
-RARE = {"eval_every_steps": 0, "checkpoint_every_steps": 0}
 FOUR_LAYERS = {"num_layers": 4}
 TIED = {"tie_embeddings": True}
 CHECKED = {"guards": {"replica_check_every": 1}}
-SCALED = {"precision": {"compute": "fp32", "loss_scale": {"use": "always", "initial": 1024.0, "window": 4}}}
-OVERFLOW = {"kind": "overflow", "step": 5, "rank": 1}
-OVERFLOWING = {
-    "one-copy": ({}, {}),
-    "copies": ({"share_memory": False}, {}),
-    "int8": ({}, {"transport": {"kind": "int8"}}),
-    "zero": ({"shard": "full"}, {}),
-    "tensor": ({"tensor": 2}, {}),
-    "pipeline": ({"pipeline": 2}, {"num_microbatches": 2}),
-}
-OTHERS = ("adamw_int8", "adamw_bf16", "lion", "muon")
-STOP_AT_7 = {"kind": "stop", "step": 7}
-ADAPTIVE = {
-    "clip_norm": 0.05,
-    "adaptive_clip": {"kind": "percentile", "window": 6, "percentile": 50.0},
-    "dynamic_decay": {"above_norm": 1.2, "release": 0.77},
-}
-COPIES = {"parallel": {"share_memory": False}}
-
-
-def case(name: str, folder: str = "", **rest: Any) -> dict[str, Any]:
-    settings = rest.pop("settings", {})
-    return {"name": name, "folder": folder or name, "settings": settings, **rest}
 
 
 CASES = [
@@ -62,28 +37,6 @@ CASES = [
     case("one-copy-skipped", mishap={"kind": "nan", "step": 3}),
     case("skipped", mishap={"kind": "nan", "step": 3}, **COPIES),
     case("checked-copies", settings=CHECKED, **COPIES),
-    case("scaled", settings=SCALED, **COPIES),
-    case("scaled-stopped", "scaled-twice", settings=SCALED, mishap=STOP_AT_7),
-    case("scaled-again", "scaled-twice", settings=SCALED),
-    case("scaled-int8", settings={**SCALED, "transport": {"kind": "int8"}}),
-    case("unscaled-int8", settings={"transport": {"kind": "int8"}}),
-    case("deepseek", settings={"optimizer": "deepseek_adam"}),
-    case("deepseek-low", settings={"optimizer": "deepseek_adam", "dynamic_decay": {"above_norm": 0.1}}),
-    case("fp16", settings={"precision": {"compute": "fp16"}}),
-    *[
-        case(f"overflow-{name}", settings={**SCALED, **more}, parallel=layout, mishap=OVERFLOW)
-        for name, (layout, more) in OVERFLOWING.items()
-    ],
-    *[case(kind, settings={"optimizer": kind}) for kind in OTHERS],
-    *[case(f"{kind}-stopped", f"{kind}-2", settings={"optimizer": kind}, mishap=STOP_AT_7) for kind in OTHERS],
-    *[case(f"{kind}-again", f"{kind}-2", settings={"optimizer": kind}) for kind in OTHERS],
-    *[
-        case(f"{kind}-zero", settings={"optimizer": kind}, parallel={"shard": "full"})
-        for kind in ("adamw_int8", "lion", "muon")
-    ],
-    case("adaptive", settings=ADAPTIVE, **COPIES),
-    case("adaptive-stopped", "adaptive-twice", settings=ADAPTIVE, mishap={"kind": "stop", "step": 7}),
-    case("adaptive-again", "adaptive-twice", settings=ADAPTIVE),
     case("host", settings={"offload_optimizer": True}),
     case(
         "host-stopped",
@@ -139,24 +92,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("wired")
-    (folder / "cases.json").write_text(json.dumps(CASES))
-    run_ranks(SCRIPT, folder, folder / "cases.json", size=2)
-    return folder
-
-
-def ended(runs: Path, name: str, rank: int = 0) -> dict[str, Any]:
-    (path,) = runs.glob(f"*/{name}-{rank}.json")
-    return json.loads(path.read_text())
-
-
-def weights(runs: Path, name: str, rank: int = 0) -> dict[str, torch.Tensor]:
-    (path,) = runs.glob(f"*/{name}-{rank}.safetensors")
-    return load_file(path)
-
-
-def losses(runs: Path, folder: str) -> list[float]:
-    return [value for _, value in column(read_records(runs / folder / "metrics.jsonl"), "loss")]
+    return run_cases(tmp_path_factory.mktemp("wired"), CASES)
 
 
 @pytest.mark.parametrize("name", ["int8", "powersgd", "averaging", "local", "own"])
@@ -187,68 +123,6 @@ def test_a_run_on_one_copy_that_stops_ends_with_the_same_bits_and_goes_on_with_c
     assert losses(runs, "one-copy-apart") == pytest.approx(losses(runs, "exact"), rel=1e-5)
     assert all(torch.equal(once[key], again[key]) for key in once)
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("modelwright-")]
-
-
-def test_a_loss_scale_changes_nothing_that_does_not_overflow(runs):
-    """1,024, after each four good updates twice that; powers of two."""
-    expected = [1024.0] * 4 + [2048.0] * 4 + [4096.0] * 4
-    assert ended(runs, "scaled")["scales"] == ended(runs, "scaled", rank=1)["scales"] == expected
-    assert losses(runs, "scaled") == pytest.approx(losses(runs, "exact"), rel=1e-6)
-    assert losses(runs, "scaled-twice") == pytest.approx(losses(runs, "scaled"), rel=1e-5)
-    assert losses(runs, "scaled-int8") == pytest.approx(losses(runs, "unscaled-int8"), rel=1e-5)
-
-
-def test_deepseek_adam_is_adamw_with_the_published_decay(runs):
-    """Norms of about 1 lie below the published threshold; a lower one is taken where it is set."""
-    assert losses(runs, "deepseek") == losses(runs, "one-copy")
-    factors = {
-        name: {value for _, value in column(read_records(runs / name / "metrics.jsonl"), "decay_factor")}
-        for name in ("deepseek", "deepseek-low")
-    }
-    assert factors == {"deepseek": {1.0}, "deepseek-low": {0.1}}
-
-
-def test_fp16_learns_with_its_scale(runs):
-    assert losses(runs, "fp16") == pytest.approx(losses(runs, "exact"), rel=0.02)
-    assert losses(runs, "fp16") != losses(runs, "exact")
-    assert set(ended(runs, "fp16")["scales"]) == {2.0**15}
-
-
-@pytest.mark.parametrize("name", OVERFLOWING)
-def test_an_overflow_on_one_rank_is_skipped_and_halves_the_scale_on_all(runs, name):
-    expected = [1024.0] * 4 + [2048.0] * 2 + [1024.0] * 4 + [2048.0] * 2
-    for rank in range(2):
-        found = ended(runs, f"overflow-{name}", rank)
-        assert (found["error"], found["skipped"], found["scales"]) == ("", [6], expected)
-    assert losses(runs, f"overflow-{name}")[-1] < losses(runs, f"overflow-{name}")[0]
-    whole = losses(runs, "overflow-copies")
-    assert losses(runs, f"overflow-{name}") == pytest.approx(whole, rel=5e-2 if name == "int8" else 1e-4)
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-def test_other_optimizers_learn_and_go_on_with_the_same_bits(runs, kind):
-    assert losses(runs, kind)[-1] < losses(runs, kind)[0] - 0.2
-    assert losses(runs, kind) != losses(runs, "exact")
-    assert ended(runs, f"{kind}-stopped")["kind"] == "Stopped"
-    assert losses(runs, f"{kind}-2") == losses(runs, kind)
-    once, again = weights(runs, kind), weights(runs, f"{kind}-again", rank=1)
-    assert all(torch.equal(once[key], again[key]) for key in once)
-
-
-def test_other_optimizers_under_zero_3_make_the_same_updates_and_muon_is_refused(runs):
-    assert losses(runs, "lion-zero") == pytest.approx(losses(runs, "lion"), rel=1e-3)
-    assert losses(runs, "adamw_int8-zero") == pytest.approx(losses(runs, "adamw_int8"), rel=2e-2)
-    assert ended(runs, "muon-zero")["kind"] == "ConfigError"
-    assert ended(runs, "muon-zero")["error"].startswith("optimizer: muon needs whole matrices")
-
-
-def test_clipping_and_decay_follow_the_gradients_on_copies_and_on_one_copy_and_go_on_where_they_stopped(runs):
-    records = {name: read_records(runs / name / "metrics.jsonl") for name in ("adaptive", "adaptive-twice")}
-    for metric in ("loss", "clip_norm", "decay_factor"):
-        once, twice = ([value for _, value in column(found, metric)] for found in records.values())
-        assert twice == pytest.approx(once, rel=1e-4)
-        assert len(set(once)) > 1
-    assert losses(runs, "adaptive") != losses(runs, "exact")
 
 
 def test_states_on_the_host_change_nothing_and_go_from_layout_to_layout(runs):

@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 
 from modelwright.claims.claim import Claim, Figure, Result, Setting
 from modelwright.claims.compression_probe import prepare
+from modelwright.claims.gradient_compression import METHOD
 from modelwright.claims.links_probe import UNLIMITED
 from modelwright.claims.links_probe import measure as run_on_hosts
 from modelwright.claims.netns import missing
 from modelwright.claims.workbench import Size
 
 EXACT, AFTER = "exact", "exact-after"
-NAMES = (EXACT, AFTER, "bf16", "powersgd-8", "int8-local-20", "shared-moment-local-3")
+NAMES = (EXACT, AFTER, "bf16", "powersgd-8", "int8-local-20", METHOD)
 MBIT, FAST_MBIT = 100.0, 1000.0
 NUM_HOSTS = 2
 REMOVED, SHORTER, THROUGHPUT = 98.0, 20.0, 0.9
@@ -23,7 +24,7 @@ def measure(setting: Setting) -> Result:
     """Every method on slow, on faster and on unlimited links, in turn; medians over three rounds."""
     if reason := missing():
         return Result(kind="cannot be tested here", reason=reason, figures={})
-    names = (EXACT, AFTER, "int8-local-20") if setting.quick else NAMES
+    names = (EXACT, AFTER, METHOD) if setting.quick else NAMES
     links = (MBIT, UNLIMITED) if setting.quick else (MBIT, FAST_MBIT, UNLIMITED)
     num_steps = 42 if setting.quick else 60
     size = Size(model_dim=128, num_layers=2, seq_len=128, batch_rows=32, num_steps=num_steps, learning_rate=4e-3)
@@ -41,8 +42,8 @@ def measure(setting: Setting) -> Result:
 
 
 def judge(runs: Runs, size: Size) -> Result:
-    """Met when some method removes enough bytes, shortens communication enough and keeps the unlimited throughput, all
-    on the slow links."""
+    """Met when the three-level method removes enough bytes, shortens communication enough and keeps the unlimited
+    throughput, all on the slow links. The reason names the best of the methods, too."""
     figures: dict[str, Figure] = {}
     reached: dict[str, tuple[float, float, float]] = {}
     for name, on in runs.items():
@@ -53,14 +54,15 @@ def judge(runs: Runs, size: Size) -> Result:
                 reached[name] = (one[_REMOVED].value, one[_SHORTER].value, one[_THROUGHPUT].value)
     enough = {name: found for name, found in reached.items() if found[0] >= REMOVED} or reached
     best = max(enough, key=lambda name: enough[name][1])
-    removed, shorter, throughput = reached[best]
-    hidden = _median(runs, EXACT, MBIT, "exchange_ms") / _median(runs, best, MBIT, "exchange_ms")
+    removed, shorter, throughput = reached[METHOD]
+    hidden = _median(runs, EXACT, MBIT, "exchange_ms") / _median(runs, METHOD, MBIT, "exchange_ms")
     met = removed >= REMOVED and shorter >= SHORTER and throughput >= 100 * THROUGHPUT
     return Result(
         kind="met" if met else "short",
-        reason=f"{best} at {MBIT:g} Mbit/s: {removed:.2f}% of the bytes removed (target {REMOVED:g}%), communication "
+        reason=f"{METHOD} at {MBIT:g} Mbit/s: {removed:.2f}% of the bytes removed (target {REMOVED:g}%), communication "
         f"{shorter:.1f}x shorter (target {SHORTER:g}x; {hidden:.1f}x against what exact sums that overlap with "
-        f"backward leave visible), {throughput:.0f}% of the unlimited link's throughput (target {100 * THROUGHPUT:g}%)",
+        f"backward leave visible), {throughput:.0f}% of the unlimited link's throughput (target {100 * THROUGHPUT:g}%); "
+        f"best of those tried: {best}, {reached[best][0]:.2f}%, {reached[best][1]:.1f}x, {reached[best][2]:.0f}%",
         figures=figures,
         conditions=size.describe()
         | {
@@ -68,6 +70,8 @@ def judge(runs: Runs, size: Size) -> Result:
             "bytes": "counted by the sending interface, from step 21 to the last but one",
             "communication": "what a step waits for transport and meetings, compression included; of exact sums that "
             "begin after backward, so that none of it is hidden",
+            "history": "exact sums that begin after backward were added after a first look, at which those that overlap "
+            "were the only ones to compare with: there int8-local-20 came to 17.8x",
         },
         samples={
             f"{what}, {name}, {f'{mbit:g} Mbit/s' if mbit else 'unlimited'}": [run[what] for run in several]
@@ -109,7 +113,7 @@ CLAIM = Claim(
     compared=f"data parallel training over {NUM_HOSTS} hosts on links of {MBIT:g} and {FAST_MBIT:g} Mbit/s and on "
     "unlimited ones: exact sums, begun in backward and after it, against compressing transports; what each costs in "
     "loss is in gradient_compression",
-    target=f"one method with at least {REMOVED:g}% of the bytes removed, communication at least {SHORTER:g} times "
+    target=f"the three-level method with at least {REMOVED:g}% of the bytes removed, communication at least {SHORTER:g} times "
     f"shorter and at least {100 * THROUGHPUT:g}% of the unlimited link's throughput",
     measure=measure,
 )

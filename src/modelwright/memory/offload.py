@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from modelwright.ops.pieces import local
+
 MIN_BYTES = 2**16
 """Smaller tensors stay: copying them costs more than their memory is worth."""
 
@@ -27,7 +29,7 @@ def offloading(modules: Sequence[nn.Module], shared: Iterable[Tensor]) -> Abstra
 
     def pack(tensor: Tensor) -> Any:
         shapes = {shape for module in modules for p in module.parameters() for shape in (p.shape, p.shape[::-1])}
-        stays = tensor.shape in shapes or _pointer(tensor) in staying or _local(tensor).nbytes < MIN_BYTES
+        stays = tensor.shape in shapes or _pointer(tensor) in staying or local(tensor).nbytes < MIN_BYTES
         return tensor if stays else to_host(tensor)
 
     return saved_tensors_hooks(pack, lambda packed: packed if isinstance(packed, Tensor) else from_host(*packed))
@@ -35,27 +37,23 @@ def offloading(modules: Sequence[nn.Module], shared: Iterable[Tensor]) -> Abstra
 
 def to_host(tensor: Tensor) -> tuple[Tensor, torch.device, tuple[Any, ...]]:
     """The values in the host's memory, the device they came from, and the layout of a DTensor (empty for others)."""
-    local = _local(tensor)
-    host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.device.type == "cuda")
-    host.copy_(local, non_blocking=True)
+    piece = local(tensor)
+    host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.device.type == "cuda")
+    host.copy_(piece, non_blocking=True)
     layout = ()
     if isinstance(tensor, DTensor):
         layout = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-    return host, local.device, layout
+    return host, piece.device, layout
 
 
 def from_host(host: Tensor, device: torch.device, layout: tuple[Any, ...]) -> Tensor:
     """The tensor that `to_host` took apart."""
-    local = host.to(device, non_blocking=True)
+    piece = host.to(device, non_blocking=True)
     if not layout:
-        return local
+        return piece
     mesh, placements, shape, stride = layout
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _pointer(tensor: Tensor) -> int:
-    return _local(tensor).untyped_storage().data_ptr()
+    return local(tensor).untyped_storage().data_ptr()

@@ -57,8 +57,11 @@ def build_optimizer(
                     "parallel.shard divide them"
                 )
             others = _groups([p for _, p in named if all(p is not matrix for matrix in matrices)], weight_decay)
-            muon = Muon(matrices, lr=learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-            return Combined([muon, AdamW(others, **adam, fused=True)])
+            parts: list[Optimizer] = [AdamW(others, **adam, fused=True)] if others else []
+            if matrices:  # a pipeline's stage may hold no block
+                factor = "match_rms_adamw"
+                parts.append(Muon(matrices, lr=learning_rate, weight_decay=weight_decay, adjust_lr_fn=factor))
+            return Combined(parts)
 
 
 def _groups(parameters: list[Tensor], weight_decay: float) -> list[dict[str, Any]]:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from modelwright.ops.pieces import local
 
 
 class Lion(Optimizer):
@@ -29,17 +29,12 @@ class Lion(Optimizer):
             for parameter in changed:
                 if not self.state[parameter]:
                     self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
-            weights = [_local(parameter) for parameter in changed]
-            gradients = [_local(parameter.grad) for parameter in changed]
-            momenta = [_local(self.state[parameter]["exp_avg"]) for parameter in changed]
+            weights = [local(parameter) for parameter in changed]
+            gradients = [local(parameter.grad) for parameter in changed]
+            momenta = [local(self.state[parameter]["exp_avg"]) for parameter in changed]
             applied, kept = group["betas"]
             moves = torch._foreach_lerp(momenta, gradients, 1 - applied)  # pyright: ignore
             torch._foreach_sign_(moves)  # pyright: ignore
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])  # pyright: ignore
             torch._foreach_add_(weights, moves, alpha=-group["lr"])  # pyright: ignore
             torch._foreach_lerp_(momenta, gradients, 1 - kept)  # pyright: ignore
-
-
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

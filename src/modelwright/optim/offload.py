@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
+
+from modelwright.ops.pieces import laid_out_as, local
 
 HOST = torch.device("cpu")
 
@@ -25,7 +26,7 @@ class OffloadedAdamW(Optimizer):
     def __init__(self, groups: Sequence[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__([{**group} for group in groups], {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._steps = {parameter: _host_buffer(_local(parameter)) for parameter in parameters}
+        self._steps = {parameter: _host_buffer(local(parameter)) for parameter in parameters}
         self._gradients: dict[Tensor, Tensor] = {}
         on_host = [{"params": [self._steps[parameter] for parameter in group["params"]]} for group in self.param_groups]
         self._inner = AdamW(on_host, lr=lr, betas=betas, eps=eps, weight_decay=0.0)
@@ -46,7 +47,7 @@ class OffloadedAdamW(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    weight = _local(parameter)
+                    weight = local(parameter)
                     weight.mul_(1 - group["lr"] * group["weight_decay"])
                     weight.add_(self._steps[parameter].to(weight.device, non_blocking=True))
         for parameter, step in self._steps.items():
@@ -56,7 +57,7 @@ class OffloadedAdamW(Optimizer):
     def _bring_down(self, parameter: Tensor) -> Tensor | None:
         if parameter.grad is None:
             return None
-        gradient = _local(parameter.grad)
+        gradient = local(parameter.grad)
         if parameter not in self._gradients:
             self._gradients[parameter] = _host_buffer(gradient)
         return self._gradients[parameter].copy_(gradient, non_blocking=True)
@@ -66,24 +67,16 @@ class OffloadedAdamW(Optimizer):
         for parameter, state in list(self.state.items()):
             if self._views.get(parameter) is not state:
                 self._inner.state[self._steps[parameter]] = {
-                    name: _local(value).to(HOST).clone() for name, value in state.items()
+                    name: local(value).to(HOST).clone() for name, value in state.items()
                 }
                 self._show(parameter)
 
     def _show(self, parameter: Tensor) -> None:
         """The host's states of a parameter, sharing memory, laid out as it is."""
         own = self._inner.state[self._steps[parameter]]
-        view = {name: value if name == "step" else _as(parameter, value) for name, value in own.items()}
+        view = {name: value if name == "step" else laid_out_as(parameter, value) for name, value in own.items()}
         self.state[parameter] = self._views[parameter] = view
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _host_buffer(like: Tensor) -> Tensor:
     return torch.zeros(like.shape, dtype=like.dtype, device=HOST, pin_memory=like.is_cuda)
-
-
-def _as(parameter: Tensor, value: Tensor) -> Tensor:
-    return DTensor(value, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else value

@@ -14,8 +14,9 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from modelwright.ops.pieces import laid_out_as, local
 
 BLOCK = 256
 """Elements that share a scale."""
@@ -94,11 +95,11 @@ class QuantisedAdamW(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._change(parameter, _local(parameter.grad), group)
+                    self._change(parameter, local(parameter.grad), group)
 
     def unpacked(self, parameter: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Step and FP32 moments of this rank's piece; zeros for a parameter that has none yet."""
-        weight = _local(parameter)
+        weight = local(parameter)
         if parameter not in self.packed:
             zeros = torch.zeros_like(weight, dtype=torch.float32)
             return torch.zeros(()), zeros, zeros.clone()
@@ -117,7 +118,7 @@ class QuantisedAdamW(Optimizer):
         self.packed[parameter] = step, *rounded  # pyright: ignore[reportArgumentType]
 
     def _change(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        weight, (beta_1, beta_2) = _local(parameter), group["betas"]
+        weight, (beta_1, beta_2) = local(parameter), group["betas"]
         step, first, second = self.unpacked(parameter)
         step = step + 1
         first.lerp_(gradient.float(), 1 - beta_1)
@@ -139,10 +140,10 @@ class _Unpacked(MutableMapping[Tensor, dict[str, Any]]):
         if parameter not in self.optimizer.packed:
             raise KeyError(parameter)
         step, first, second = self.optimizer.unpacked(parameter)
-        return {"step": step, "exp_avg": _as(parameter, first), "exp_avg_sq": _as(parameter, second)}
+        return {"step": step, "exp_avg": laid_out_as(parameter, first), "exp_avg_sq": laid_out_as(parameter, second)}
 
     def __setitem__(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        first, second = (_local(state[name]).float() for name in ("exp_avg", "exp_avg_sq"))
+        first, second = (local(state[name]).float() for name in ("exp_avg", "exp_avg_sq"))
         self.optimizer.pack(parameter, torch.as_tensor(state["step"]).float().cpu(), first, second)
 
     def __delitem__(self, parameter: Tensor) -> None:
@@ -162,11 +163,3 @@ def _blocks(values: Tensor) -> Tensor:
 
 def _shaped(blocks: Tensor, shape: torch.Size) -> Tensor:
     return blocks.view(-1)[: shape.numel()].view(shape)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _as(parameter: Tensor, value: Tensor) -> Tensor:
-    return DTensor(value, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else value

@@ -23,7 +23,8 @@ class ParallelConfig:
     context: processes that share the tokens of each row. tensor: processes that share each layer's heads, FFN columns
     and the vocabulary; with sequence_parallel the norms and the residual stream between them are shared too.
     share_memory: processes of one host that share out rows and nothing else keep one copy of weights and optimizer
-    states in its memory, and each makes its part of every update (on the CPU, where there is room).
+    states in its memory, and each makes its part of every update (on the CPU). Where the
+    host's shared memory has no room they keep copies; a run repeats to the last bit where that is the same each time.
     lost_after_s: a process of which nothing was heard for so long is taken for lost, and the others end with status 3,
     so that a launcher can start the run again; 0 never. Not only in training: while data is prepared, too.
     placement: the links between the hosts are measured at the start (kept per set of hosts in the run directory), and

@@ -10,13 +10,9 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from modelwright.ops.pieces import local
 from modelwright.ops.total_norm import total_norm
 from modelwright.parallel.mesh import Mesh, World
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's piece, sharing memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:

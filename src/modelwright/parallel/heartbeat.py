@@ -54,7 +54,7 @@ class Heartbeat:
     def _beat(self, store: Store) -> None:
         others = [rank for rank in range(self.world.size) if rank != self.world.rank]
         counts, heard = dict.fromkeys(others, -1), dict.fromkeys(others, time.monotonic())
-        while not self._leaving.wait(self.lost_after_s / 8):
+        while not self._next_beat_is_the_last(heard):
             found = _ask(lambda: {rank: store.add(f"{_KEY}{rank}", 0) for rank in others if counts[rank] < _GONE})
             _ask(lambda: store.add(f"{_KEY}{self.world.rank}", 1))
             now = time.monotonic()
@@ -65,6 +65,16 @@ class Heartbeat:
             if silent:
                 self._end(silent)
         _ask(lambda: store.add(f"{_KEY}{self.world.rank}", _GONE))
+
+    def _next_beat_is_the_last(self, heard: dict[int, float]) -> bool:
+        """Wait for the next beat; whether it is time to leave. Was this process itself stopped for long (Ctrl-Z, a paused
+        machine), the others were perhaps, too: everybody gets the whole time again."""
+        started = time.monotonic()
+        leaving = self._leaving.wait(self.lost_after_s / 8)
+        now = time.monotonic()
+        if now - started > self.lost_after_s / 2:
+            heard.update(dict.fromkeys(heard, now))
+        return leaving
 
     def _end(self, silent: list[int]) -> None:
         named = ", ".join(map(str, silent))

@@ -28,7 +28,8 @@ from torch.optim import Optimizer
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.ledger import SLOTS, Ledger
 from modelwright.parallel.mesh import Mesh, World, lay_out, single
-from modelwright.parallel.shared_memory import make_states, share
+from modelwright.parallel.optimizer_states import make_states
+from modelwright.parallel.shared_memory import share
 from modelwright.parallel.turns import Done
 
 Compensate = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]

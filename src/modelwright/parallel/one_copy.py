@@ -10,7 +10,7 @@ Every element is summed by one process in one order, so that sums have the same 
 only.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from modelwright.parallel.mesh import Mesh
-from modelwright.parallel.shared_memory import has_room, make_states, share
-from modelwright.parallel.turns import Done
+from modelwright.parallel.optimizer_states import make_states
+from modelwright.parallel.shared_memory import has_room, share
+from modelwright.parallel.turns import Together
 
 _ALIGNMENT = 16
 """Elements, at least a cache line of FP32: no two parameters, and no two processes' parts, share one."""
@@ -41,7 +42,7 @@ class _Piece:
     slots: Sequence[Tensor]
 
 
-class OneCopy:
+class OneCopy(Together):
     """`Turns` and `GradientTransport` of one process among those of a host that train together.
 
     Use as a context manager around the run, on every process of the mesh's world alike; at its end each process has
@@ -51,7 +52,7 @@ class OneCopy:
     divides = True
 
     def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+        super().__init__(mesh)
         self.world = mesh.world
         self.bytes_sent = 0
         """Nothing goes over a network."""
@@ -93,14 +94,6 @@ class OneCopy:
         self._slots = dict(zip(self._parameters, gradients[self.world.rank], strict=True))
         self._divide(optimizer, starts, gradients)
         self._hooks = [p.register_post_accumulate_grad_hook(self._finished) for p in self._parameters]
-
-    def updates(
-        self, one_step: Callable[[int], Done], first: int, last: int, interrupted: Callable[[], bool]
-    ) -> Iterator[Done]:
-        yield one_step(first)
-
-    def figures(self) -> Mapping[str, float]:
-        return {}
 
     def arm(self, parameters: Sequence[Tensor]) -> None:
         """Before the last backward of a step: gradients are put into shared memory as they are finished."""

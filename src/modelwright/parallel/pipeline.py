@@ -24,9 +24,9 @@ from torch.distributed.pipelining.schedules import (
 
 from modelwright.data.batch import TokenBatch
 from modelwright.model.decoder import Attend, Decoder
+from modelwright.ops.pieces import local
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.context import attention_of
-from modelwright.parallel.gradients import local
 from modelwright.parallel.mesh import Mesh
 from modelwright.parallel.shard import sharded_modules
 from modelwright.parallel.stages import (

@@ -13,7 +13,6 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from modelwright.core.errors import ConfigError, ModelwrightError, StorageError, writing
 from modelwright.parallel.mesh import World
@@ -77,26 +76,6 @@ def shared_file(world: World, num_bytes: int) -> Iterator[str]:
     finally:
         if world.is_first and path:
             os.unlink(path)
-
-
-def make_states(optimizer: Optimizer) -> None:
-    """States for parameters that have none yet, as they are before the first step.
-
-    By a step of rate 0 on zero gradients, which changes no weight: optimizers make their states nowhere else.
-    """
-    new = [p for group in optimizer.param_groups for p in group["params"] if not optimizer.state[p]]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for parameter in new:
-        parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for parameter in new:
-        parameter.grad = None
-        if "step" in optimizer.state[parameter]:
-            optimizer.state[parameter]["step"].zero_()
 
 
 def _folder() -> str:

@@ -57,7 +57,7 @@ class Turns(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class Together:
     """Every update is made by all processes; they may stop after each."""
 

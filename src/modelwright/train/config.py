@@ -117,6 +117,13 @@ class TrainConfig:
                 )
 
     @property
+    def is_plain(self) -> bool:
+        """Whether every update is AdamW's, in memory, on exact sums that all processes make together."""
+        exact = self.transport.kind == "exact" and not self.transport.local_steps.every
+        together = exact and self.asynchronous.mode == "none"
+        return together and self.optimizer in PLAIN_ADAMW and not self.offload_optimizer
+
+    @property
     def decay_in_force(self) -> DynamicDecayConfig:
         """`dynamic_decay`; of DeepSeekAdam the published one, unless another is set."""
         if self.optimizer == "deepseek_adam" and not self.dynamic_decay.above_norm:

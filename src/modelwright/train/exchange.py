@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from modelwright.core.errors import ConfigError
+from modelwright.ops.pieces import local
 from modelwright.optim.delay import DelayConfig, compensation
 from modelwright.optim.update import Context
 from modelwright.parallel.bounded_staleness import DelayedTransport, StalenessConfig
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.gradients import local
 from modelwright.parallel.hogwild import Hogwild
 from modelwright.parallel.mesh import Mesh, World, world_apart
 from modelwright.parallel.one_copy import OneCopy, fits
@@ -89,12 +89,6 @@ def turns_for(config: AsynchronousConfig, everyone: Mesh, model: nn.Module, *, s
             yield one_copy
     else:
         yield Together(everyone)
-
-
-def may_share_memory(transport: TransportConfig, asynchronous: AsynchronousConfig, parallel: ParallelConfig) -> bool:
-    """Whether every update is the one that all processes together make of exact sums."""
-    plain = transport.kind == "exact" and not transport.local_steps.every and asynchronous.mode == "none"
-    return plain and parallel.share_memory
 
 
 @contextmanager

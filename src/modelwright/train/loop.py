@@ -20,11 +20,10 @@ from modelwright.core.records import Recorder
 from modelwright.core.rundir import StageDir
 from modelwright.memory.allocator import freed_memory_kept
 from modelwright.model.decoder import Decoder
-from modelwright.optim.build import PLAIN_ADAMW
+from modelwright.ops.pieces import local
 from modelwright.optim.update import FiniteCheck
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.gather import give_weights, take_weights, whole_weights
-from modelwright.parallel.gradients import local
 from modelwright.parallel.mesh import Mesh, World, lay_out
 from modelwright.parallel.transport import GradientTransport
 from modelwright.parallel.transports.local_steps import LocalSteps
@@ -33,7 +32,7 @@ from modelwright.precision.policy import autocast
 from modelwright.train.checkpoint import Best, Checkpoints, Snapshot
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import heldout_losses
-from modelwright.train.exchange import check_exchange, may_share_memory, transport_for, turns_for
+from modelwright.train.exchange import check_exchange, transport_for, turns_for
 from modelwright.train.objective import Batch, Controller, Objective, StepInfo
 from modelwright.train.passes import activation_pass, remove_passes, spread
 from modelwright.train.recovery import Recovery
@@ -138,12 +137,7 @@ def _train_laid_out(
     """
     everyone = lay_out(world, parallel)
     with ExitStack() as held:
-        shares_memory = (
-            given_transport is None
-            and config.optimizer in PLAIN_ADAMW
-            and not config.offload_optimizer
-            and may_share_memory(config.transport, config.asynchronous, parallel)
-        )
+        shares_memory = parallel.share_memory and given_transport is None and config.is_plain
         turns = held.enter_context(turns_for(config.asynchronous, everyone, model, shares_memory=shares_memory))
         mesh = turns.mesh
         in_place = mesh.is_only_data_parallel
@@ -231,8 +225,8 @@ class _Loop:
             self.config.watch,
             self.everyone,
             note=self.progress.note,
-            replicas=self.replicas if together else None,  # those that share memory have no copies to compare
-            own_time=self.one_step.own_time if together or divided else None,
+            replicas=self.replicas if together and not divided else None,  # one copy has nothing to compare
+            own_time=self.one_step.own_time if together else None,
         )
 
     def replicas(self) -> Mapping[str, Tensor]:

@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 
 from modelwright.core.seeds import derive_seed
 from modelwright.model.decoder import Decoder
+from modelwright.ops.pieces import local
 from modelwright.optim.build import build_optimizer
 from modelwright.optim.update import Context, Update, standard_updates
 from modelwright.parallel.balance import StageBalance, balance_tokens
-from modelwright.parallel.gradients import global_norm, holders, like_parameter, local, parts_norm
+from modelwright.parallel.gradients import global_norm, holders, like_parameter, parts_norm
 from modelwright.parallel.mesh import Mesh, World
 from modelwright.parallel.one_copy import OneCopy
 from modelwright.parallel.pipeline import Pipeline

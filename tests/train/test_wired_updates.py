@@ -1,0 +1,122 @@
+"""Loss scales, optimizers, adaptive clipping and decay in a run of two processes, through THE loop."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wired_cases import COPIES, RARE, case, ended, losses, run_cases, values, weights
+
+SCALED = {"precision": {"compute": "fp32", "loss_scale": {"use": "always", "initial": 1024.0, "window": 4}}}
+OVERFLOW = {"kind": "overflow", "step": 5, "rank": 1}
+OVERFLOWING = {
+    "one-copy": ({}, {}),
+    "copies": ({"share_memory": False}, {}),
+    "int8": ({}, {"transport": {"kind": "int8"}}),
+    "zero": ({"shard": "full"}, {}),
+    "tensor": ({"tensor": 2}, {}),
+    "pipeline": ({"pipeline": 2}, {"num_microbatches": 2}),
+}
+OTHERS = ("adamw_int8", "adamw_bf16", "lion", "muon")
+STOP_AT_7 = {"kind": "stop", "step": 7}
+ADAPTIVE = {
+    "clip_norm": 0.05,
+    "adaptive_clip": {"kind": "percentile", "window": 6, "percentile": 50.0},
+    "dynamic_decay": {"above_norm": 1.2, "release": 0.77},
+}
+
+
+def updates(name: str, folder: str = "", *, settings: dict[str, Any], **rest: Any) -> dict[str, Any]:
+    return case(name, folder, settings={**RARE, **settings}, **rest)
+
+
+CASES = [
+    updates("exact", settings={}, **COPIES),
+    updates("int8", settings={"transport": {"kind": "int8"}}),
+    updates("scaled", settings=SCALED, **COPIES),
+    updates("scaled-stopped", "scaled-twice", settings=SCALED, mishap=STOP_AT_7),
+    updates("scaled-again", "scaled-twice", settings=SCALED),
+    updates("scaled-int8", settings={**SCALED, "transport": {"kind": "int8"}}),
+    updates("deepseek", settings={"optimizer": "deepseek_adam"}, **COPIES),
+    updates("deepseek-low", settings={"optimizer": "deepseek_adam", "dynamic_decay": {"above_norm": 0.1}}, **COPIES),
+    updates("fp16", settings={"precision": {"compute": "fp16"}}),
+    *[
+        updates(f"overflow-{name}", settings={**SCALED, **more}, parallel=layout, mishap=OVERFLOW)
+        for name, (layout, more) in OVERFLOWING.items()
+    ],
+    *[updates(kind, settings={"optimizer": kind}) for kind in OTHERS],
+    *[updates(f"{kind}-stopped", f"{kind}-2", settings={"optimizer": kind}, mishap=STOP_AT_7) for kind in OTHERS],
+    *[updates(f"{kind}-again", f"{kind}-2", settings={"optimizer": kind}) for kind in OTHERS],
+    *[
+        updates(f"{kind}-zero", settings={"optimizer": kind}, parallel={"shard": "full"})
+        for kind in ("adamw_int8", "lion", "muon")
+    ],
+    updates("adaptive", settings=ADAPTIVE, **COPIES),
+    updates("adaptive-stopped", "adaptive-twice", settings=ADAPTIVE, mishap={"kind": "stop", "step": 7}),
+    updates("adaptive-again", "adaptive-twice", settings=ADAPTIVE),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    return run_cases(tmp_path_factory.mktemp("updates"), CASES)
+
+
+def test_a_loss_scale_changes_nothing_that_does_not_overflow(runs):
+    """1,024, after each four good updates twice that; powers of two."""
+    expected = [1024.0] * 4 + [2048.0] * 4 + [4096.0] * 4
+    assert ended(runs, "scaled")["scales"] == ended(runs, "scaled", rank=1)["scales"] == expected
+    assert losses(runs, "scaled") == pytest.approx(losses(runs, "exact"), rel=1e-6)
+    assert losses(runs, "scaled-twice") == pytest.approx(losses(runs, "scaled"), rel=1e-5)
+    assert losses(runs, "scaled-int8") == pytest.approx(losses(runs, "int8"), rel=1e-5)
+
+
+def test_deepseek_adam_is_adamw_with_the_published_decay(runs):
+    """Norms of about 1 lie below the published threshold; a lower one is taken where it is set."""
+    assert losses(runs, "deepseek") == losses(runs, "exact")
+    assert set(values(runs, "deepseek", "decay_factor")) == {1.0}
+    assert set(values(runs, "deepseek-low", "decay_factor")) == {0.1}
+    assert losses(runs, "deepseek-low") != losses(runs, "deepseek")
+
+
+def test_fp16_learns_with_its_scale(runs):
+    assert losses(runs, "fp16") == pytest.approx(losses(runs, "exact"), rel=0.02)
+    assert losses(runs, "fp16") != losses(runs, "exact")
+    assert set(ended(runs, "fp16")["scales"]) == {2.0**15}
+
+
+@pytest.mark.parametrize("name", OVERFLOWING)
+def test_an_overflow_on_one_rank_is_skipped_and_halves_the_scale_on_all(runs, name):
+    expected = [1024.0] * 4 + [2048.0] * 2 + [1024.0] * 4 + [2048.0] * 2
+    for rank in range(2):
+        found = ended(runs, f"overflow-{name}", rank)
+        assert (found["error"], found["skipped"], found["scales"]) == ("", [6], expected)
+    assert losses(runs, f"overflow-{name}")[-1] < losses(runs, f"overflow-{name}")[0]
+    whole = losses(runs, "overflow-copies")
+    assert losses(runs, f"overflow-{name}") == pytest.approx(whole, rel=5e-2 if name == "int8" else 1e-4)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_optimizers_learn_and_go_on_with_the_same_bits(runs, kind):
+    assert losses(runs, kind)[-1] < losses(runs, kind)[0] - 0.2
+    assert losses(runs, kind) != losses(runs, "exact")
+    assert ended(runs, f"{kind}-stopped")["kind"] == "Stopped"
+    assert losses(runs, f"{kind}-2") == losses(runs, kind)
+    once, again = weights(runs, kind), weights(runs, f"{kind}-again", rank=1)
+    assert all(torch.equal(once[key], again[key]) for key in once)
+
+
+def test_other_optimizers_under_zero_3_make_the_same_updates_and_muon_is_refused(runs):
+    assert losses(runs, "lion-zero") == pytest.approx(losses(runs, "lion"), rel=1e-3)
+    assert losses(runs, "adamw_int8-zero") == pytest.approx(losses(runs, "adamw_int8"), rel=2e-2)
+    assert ended(runs, "muon-zero")["kind"] == "ConfigError"
+    assert ended(runs, "muon-zero")["error"].startswith("optimizer: muon needs whole matrices")
+
+
+def test_clipping_and_decay_follow_the_gradients_on_copies_and_on_one_copy_and_go_on_where_they_stopped(runs):
+    for metric in ("loss", "clip_norm", "decay_factor"):
+        once, twice = (values(runs, name, metric) for name in ("adaptive", "adaptive-twice"))
+        assert twice == pytest.approx(once, rel=1e-4)
+        assert len(set(once)) > 1
+    assert losses(runs, "adaptive") != losses(runs, "exact")
