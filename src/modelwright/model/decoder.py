@@ -21,6 +21,22 @@ from modelwright.ops.rope import apply_rope, rope_tables
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`(layer, q_BTHd, k_BTKd, v_BTKd) -> out_BTHd`; rotary positions are applied already."""
+Product = Callable[[Tensor, Tensor], Tensor]
+"""`(x [..., I], weight [O, I]) -> [..., O]`."""
+
+
+class Linear(nn.Linear):
+    """A projection without bias.
+
+    `product` multiplies: the place for other number formats and for products that leave something out.
+    """
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__(num_inputs, num_outputs, bias=False)
+        self.product: Product = F.linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight)
 
 
 class RMSNorm(nn.Module):
@@ -43,10 +59,10 @@ class Attention(nn.Module):
         self.layer = layer
         self.head_dim = config.head_dim
         query_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.model_dim, query_dim, bias=False)
-        self.k_proj = nn.Linear(config.model_dim, kv_dim, bias=False)
-        self.v_proj = nn.Linear(config.model_dim, kv_dim, bias=False)
-        self.o_proj = nn.Linear(query_dim, config.model_dim, bias=False)
+        self.q_proj = Linear(config.model_dim, query_dim)
+        self.k_proj = Linear(config.model_dim, kv_dim)
+        self.v_proj = Linear(config.model_dim, kv_dim)
+        self.o_proj = Linear(query_dim, config.model_dim)
         self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
@@ -63,9 +79,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.model_dim, config.ffn_dim, bias=False)
-        self.up_proj = nn.Linear(config.model_dim, config.ffn_dim, bias=False)
-        self.down_proj = nn.Linear(config.ffn_dim, config.model_dim, bias=False)
+        self.gate_proj = Linear(config.model_dim, config.ffn_dim)
+        self.up_proj = Linear(config.model_dim, config.ffn_dim)
+        self.down_proj = Linear(config.ffn_dim, config.model_dim)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
@@ -95,7 +111,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
         self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.num_layers)})
         self.norm = RMSNorm(config.model_dim, eps=config.norm_eps)
-        self.head = None if config.tie_embeddings else nn.Linear(config.model_dim, config.vocab_size, bias=False)
+        self.head = None if config.tie_embeddings else Linear(config.model_dim, config.vocab_size)
 
     @property
     def head_weight(self) -> Tensor:
@@ -115,6 +131,11 @@ class Decoder(nn.Module):
         for block in self.blocks.values():
             hidden_BTD = block(hidden_BTD, cos, sin, attend)
         return hidden_BTD
+
+    def projections(self) -> dict[str, Linear]:
+        """The linear layers of the blocks that are here, by their names."""
+        found = self.blocks.named_modules(prefix="blocks")
+        return {name: module for name, module in found if isinstance(module, Linear)}
 
     def cross_entropy(self, hidden_BTD: Tensor, labels_BT: Tensor, *, chunk_tokens: int) -> Tensor:
         """Sum of the labels' negative log-likelihoods (nats), FP32; logits stand for `chunk_tokens` tokens at most.

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -27,7 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Attention, Block, Decoder, FeedForward, RMSNorm
+from modelwright.model.decoder import Attention, Block, Decoder, FeedForward, Linear, RMSNorm
 from modelwright.ops.norm import rms_norm
 from modelwright.parallel import vocabulary
 from modelwright.parallel.conjugates import enter, gather, gather_same, leave, scatter_sum
@@ -158,17 +157,17 @@ def _share_feed_forward(layers: _Layers, ffn: FeedForward) -> None:
     _replace(ffn, forward=partial(layers.whole_before, ffn.forward))
 
 
-def _share_columns(layers: _Layers, linear: nn.Linear) -> None:
+def _share_columns(layers: _Layers, linear: Linear) -> None:
     layers.place(linear, Shard(0))
     _replace(linear, forward=partial(_project, linear))
 
 
-def _share_rows(layers: _Layers, linear: nn.Linear) -> None:
+def _share_rows(layers: _Layers, linear: Linear) -> None:
     layers.place(linear, Shard(1))
     _replace(linear, forward=partial(_project_and_sum, layers, linear))
 
 
-def _share_one_head(layers: _Layers, linear: nn.Linear, head: int, head_dim: int) -> None:
+def _share_one_head(layers: _Layers, linear: Linear, head: int, head_dim: int) -> None:
     layers.place(linear, Replicate())
     _replace(linear, forward=partial(_project_one_head, linear, slice(head * head_dim, (head + 1) * head_dim)))
 
@@ -184,16 +183,16 @@ def _replace(module: nn.Module, **methods: Callable[..., Tensor]) -> None:
         setattr(module, name, method)
 
 
-def _project(linear: nn.Linear, x: Tensor) -> Tensor:
-    return F.linear(x, _local(linear))
+def _project(linear: Linear, x: Tensor) -> Tensor:
+    return linear.product(x, _local(linear))
 
 
-def _project_and_sum(layers: _Layers, linear: nn.Linear, x: Tensor) -> Tensor:
-    return layers.summed(F.linear(x, _local(linear)))
+def _project_and_sum(layers: _Layers, linear: Linear, x: Tensor) -> Tensor:
+    return layers.summed(linear.product(x, _local(linear)))
 
 
-def _project_one_head(linear: nn.Linear, rows: slice, x: Tensor) -> Tensor:
-    return F.linear(x, _local(linear, Partial())[rows])
+def _project_one_head(linear: Linear, rows: slice, x: Tensor) -> Tensor:
+    return linear.product(x, _local(linear, Partial())[rows])
 
 
 def _norm(norm: RMSNorm, gradient: Placement, x: Tensor) -> Tensor:

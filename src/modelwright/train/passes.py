@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 
 from modelwright.memory.activations import block_shape, head_workspace_bytes
 from modelwright.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
@@ -136,5 +137,7 @@ def compile_each_block(model: Decoder, *, backend: str = "inductor") -> Decoder:
 def remove_passes(model: Decoder) -> None:
     """Take the passes off again, so that the model is plain once more (and may be trained again)."""
     remove_checkpoints(model)
+    for projection in model.projections().values():
+        projection.product = F.linear
     for block in model.blocks.values():
         block._compiled_call_impl = None

@@ -1,0 +1,68 @@
+"""The three matrix products of a linear layer, each of which a technique may compute in another way.
+
+A layer y = x W' costs one product forward and two backward: the gradient of its input, dy W, and of its weight, dy' x.
+Number formats replace how these are computed; sparse updates replace how much of them is. Knows no module.
+
+Legend: N flattened rows, I inputs, O outputs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Pair = Callable[[Tensor, Tensor], Tensor]
+
+
+def _input_gradient(dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
+    return dy_NO @ weight_OI
+
+
+def _weight_gradient(dy_NO: Tensor, x_NI: Tensor) -> Tensor:
+    return dy_NO.T @ x_NI
+
+
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """How a linear layer multiplies. Results come in the format of the first argument.
+
+    forward: (x_NI, weight_OI) -> y_NO; input_gradient: (dy_NO, weight_OI) -> dx_NI; weight_gradient: (dy_NO, x_NI) ->
+    dw_OI.
+    """
+
+    name: str = "plain"
+    forward: Pair = F.linear
+    input_gradient: Pair = _input_gradient
+    weight_gradient: Pair = _weight_gradient
+
+
+PLAIN = Products()
+"""In the format of what is multiplied; the twin of all others."""
+
+
+def multiply(x: Tensor, weight_OI: Tensor, products: Products = PLAIN) -> Tensor:
+    """x [..., I] times weight', [..., O], with gradients by `products`. Differentiable once."""
+    if products is PLAIN:
+        return F.linear(x, weight_OI)
+    return _Multiply.apply(x, weight_OI, products)  # type: ignore[return-value]
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight_OI, products):
+        ctx.save_for_backward(x, weight_OI)
+        ctx.products = products
+        return products.forward(x.flatten(0, -2), weight_OI).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        x, weight_OI = ctx.saved_tensors
+        dy_NO, dx, dw_OI = grad.flatten(0, -2), None, None
+        if ctx.needs_input_grad[0]:
+            dx = ctx.products.input_gradient(dy_NO, weight_OI).view(x.shape).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            dw_OI = ctx.products.weight_gradient(dy_NO, x.flatten(0, -2)).to(weight_OI.dtype)
+        return dx, dw_OI, None
