@@ -69,8 +69,8 @@ class Heartbeat:
     def _next_beat_is_the_last(self, heard: dict[int, float]) -> bool:
         """Wait for the next beat; whether it is time to leave.
 
-        Was this process itself stopped for long (Ctrl-Z, a paused machine), the others were perhaps, too: everybody gets
-        the whole time again.
+        Was this process itself stopped for long (Ctrl-Z, a paused machine), the others were perhaps, too: everybody
+        gets the whole time again.
         """
         started = time.monotonic()
         leaving = self._leaving.wait(self.lost_after_s / 8)
