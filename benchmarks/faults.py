@@ -113,7 +113,7 @@ def run(folder: Path, num_steps: int, world: World, *, layout: ParallelConfig, s
     notes = folder / f"rows-{int(attempt)}-{world.rank}.jsonl"
     settings = {
         "num_steps": num_steps, "batch_tokens": ROWS * LENGTH, "learning_rate": 3e-3,
-        "precision": {"compute": "fp32"}, "eval_every_steps": 0, "checkpoint_every_steps": CHECKPOINT_EVERY,
+        "precision": {"policy": "fp32"}, "eval_every_steps": 0, "checkpoint_every_steps": CHECKPOINT_EVERY,
         "checkpoint_every_minutes": 0.0, "keep_best": False, "guards": {"hang_after_s": HANG_AFTER_S},
     }  # fmt: skip
     heldout = [Rows(folder / "heldout.jsonl").batch(10**6 + number) for number in range(4)]

@@ -159,12 +159,12 @@ def measure(options: argparse.Namespace, rates: dict[str, float]) -> Iterator[tu
         num_steps=options.steps,
         batch_tokens=options.rows * options.seq_len,
         learning_rate=3e-4,
-        precision=PrecisionConfig(compute="fp32"),
+        precision=PrecisionConfig(policy="fp32"),
         eval_every_steps=0,
         checkpoint_every_minutes=0,
         keep_best=False,
     )
-    bf16 = replace(fp32, precision=PrecisionConfig(compute="bf16"))
+    bf16 = replace(fp32, precision=PrecisionConfig(policy="bf16_mixed"))
     ways = {"fp32": fp32, "bf16": bf16, "bf16 compiled": replace(bf16, compile=True)}
     for name, config in ways.items():
         yield name, train_once(shape, config, options, rates[config.precision.compute])

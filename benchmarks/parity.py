@@ -127,9 +127,13 @@ def _row(index: int, row: int) -> tuple[torch.Tensor, ...]:
     return tokens, labels, torch.arange(LENGTH) - first, segments.int()
 
 
+POLICIES = {"fp32": "fp32", "bf16": "bf16_mixed"}
+
+
 def settings_of(case: Case, compute: str, num_steps: int) -> TrainConfig:
     plain = {
-        "num_steps": num_steps, "batch_tokens": ROWS * LENGTH, "learning_rate": 3e-3, "precision": {"compute": compute},
+        "num_steps": num_steps, "batch_tokens": ROWS * LENGTH, "learning_rate": 3e-3,
+        "precision": {"policy": POLICIES[compute]},
         "eval_every_steps": 0, "checkpoint_every_minutes": 0.0, "keep_best": False,
     }  # fmt: skip
     return parse(TrainConfig, {**plain, **case.settings})

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,7 +149,7 @@ def work(name: str, task: Task, out: Path) -> None:
     model = load_model(trained.weights).to(task.device)
     rows = PackedRows(task.folder / "heldout")
     alone = lay_out(single(task.device), ParallelConfig())
-    runner = WholeModel(model, alone.context, scatters_each=False, autocast=nullcontext)
+    runner = WholeModel(model, alone.context, scatters_each=False)
     losses = heldout_losses(runner, Pretrain(loader(task)), list(rows.batches(8))[:16], alone, alive=lambda: None)
     measured = {
         "tokens_per_s": trained.clock.tokens_per_s,

@@ -58,7 +58,7 @@ def run(task: Task, out: Path) -> Trained:
         weight_decay=WEIGHT_DECAY,
         clip_norm=CLIP_NORM,
         schedule=ScheduleConfig(kind="constant", warmup_fraction=0.0),
-        precision=PrecisionConfig(compute=task.compute),
+        precision=PrecisionConfig(policy="bf16_mixed" if task.compute == "bf16" else "fp32"),
     )
     train(
         model,

@@ -63,7 +63,7 @@ def losses_on(device: str, folder: Path, **changes) -> list[float]:
     pytest.importorskip("tensorboardX")
     model, losses = Decoder(SHAPE), Losses()
     model.init_weights(seed=0)
-    config = TrainConfig(num_steps=8, batch_tokens=128, **{"precision": PrecisionConfig(compute="fp32"), **changes})
+    config = TrainConfig(num_steps=8, batch_tokens=128, **{"precision": PrecisionConfig(policy="fp32"), **changes})
     train(
         model,
         Pretrain(Source()),
@@ -115,5 +115,5 @@ def test_microbatches_change_nothing(tmp_path):
 
 def test_bf16_training_stays_near_fp32(tmp_path):
     fp32 = losses_on("cuda", tmp_path / "fp32")
-    bf16 = losses_on("cuda", tmp_path / "bf16", precision=PrecisionConfig(compute="bf16"))
+    bf16 = losses_on("cuda", tmp_path / "bf16", precision=PrecisionConfig(policy="bf16_mixed"))
     assert bf16 == pytest.approx(fp32, abs=0.05)

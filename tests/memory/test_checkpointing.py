@@ -14,6 +14,8 @@ from modelwright.memory.config import OPERATORS, ActivationConfig
 from modelwright.model.attention import causal_attend, packed_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.precision.model import ModelFormats
+from modelwright.precision.policy import PrecisionConfig
 
 CONFIG = ModelConfig(
     vocab_size=50, num_layers=5, model_dim=32, num_heads=4, num_kv_heads=2, ffn_dim=96, head_dim=8, max_seq_len=64
@@ -67,13 +69,13 @@ def run(config, *, compute="fp32", attend=None):
     shape = block_shape(CONFIG, compute=compute, mean_context=0)
     segments = segments_for(config, CONFIG.num_layers, shape=shape, num_tokens=TOKENS)
     checkpoint_segments(model, segments)
+    ModelFormats(model, PrecisionConfig(policy="bf16_mixed" if compute == "bf16" else "fp32"))
     assert list(model.state_dict()) == names
     tokens = torch.arange(TOKENS).view(ROWS, LENGTH) % 50
     positions = torch.arange(LENGTH).repeat(ROWS, 1)
     attend = attend or packed_attend((torch.arange(LENGTH) // 40).int().repeat(ROWS, 1))
     storages = Storages(model)
     with (
-        torch.autocast("cpu", torch.bfloat16, enabled=compute == "bf16"),
         torch.autograd.graph.saved_tensors_hooks(storages.keep, lambda tensor: tensor),
         mock.patch.object(selective, "create_selective_checkpoint_contexts", storages.contexts),
     ):

@@ -1,5 +1,7 @@
 """The decoder: no leak between documents or from the future, initialisation, compile and BF16."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from modelwright.model.attention import causal_attend, packed_attend
 from modelwright.model.decoder import Decoder
 from modelwright.ops.attention import document_mask, masked_attention
 from modelwright.ops.cross_entropy import linear_cross_entropy
+from modelwright.ops.formats import in_float
 from tiny_decoder import make_config, make_decoder
 from tolerances import TOLERANCES
 
@@ -83,12 +86,15 @@ def test_tied_head_is_the_embedding():
     assert untied.head_weight is not untied.embedding.weight
 
 
-def test_bf16_autocast_stays_near_fp32():
+def test_bf16_stays_near_fp32():
     model = make_decoder()
     tokens, positions, segments = make_row(9, 20, 3)
     exact = model(tokens, positions, packed_attend(segments))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden = model(tokens, positions, packed_attend(segments))
+    model.ends.stream_dtype = torch.bfloat16
+    for projection in model.projections().values():
+        projection.product = partial(in_float, torch.bfloat16)
+    hidden = model(tokens, positions, packed_attend(segments))
+    assert hidden.dtype == torch.bfloat16
     hidden.float().square().mean().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.blocks.parameters())
     torch.testing.assert_close(hidden.float(), exact, rtol=0.0, atol=5 * TOLERANCES["bf16_op"]["atol"])

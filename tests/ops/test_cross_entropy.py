@@ -67,16 +67,25 @@ def test_other_ignore_index():
     torch.testing.assert_close(fast, naive, **TOLERANCES["fp32_gradient"])
 
 
-def test_bf16_autocast_keeps_fp32_loss_and_gradients():
+def test_bf16_products_keep_fp32_loss_and_gradients():
     hidden, weight, labels = make_inputs(70, 32, 50, ignored=0.2)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=32)
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=32, compute=torch.bfloat16)
     fast = value_and_gradients(loss, hidden, weight)
     exact = value_and_gradients(linear_cross_entropy_naive(hidden, weight, labels), hidden, weight)
     assert all(result.dtype == torch.float32 for result in fast)
     torch.testing.assert_close(fast[0], exact[0], **TOLERANCES["bf16_op"])
     for ours, reference in zip(fast[1:], exact[1:], strict=True):
         torch.testing.assert_close(ours, reference, **TOLERANCES["bf16_gradient"])
+
+
+def test_a_softmax_in_bf16_is_used_when_told_so():
+    hidden, weight, labels = make_inputs(70, 32, 50, ignored=0.2)
+    wide, narrow = (
+        linear_cross_entropy(hidden, weight, labels, compute=torch.bfloat16, in_fp32=in_fp32)
+        for in_fp32 in (True, False)
+    )
+    assert wide != narrow
+    assert narrow.item() == pytest.approx(wide.item(), rel=0.05)
 
 
 def test_bf16_parameters_get_bf16_gradients():

@@ -106,8 +106,9 @@ def losses(make) -> Results:
     }
     results: Results = {}
     for name, (chosen, is_bf16) in circumstances.items():
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
-            found = loss_and_gradients(make(), hidden_states(), chosen)
+        model = make()
+        model.ends.head_dtype = torch.bfloat16 if is_bf16 else None
+        found = loss_and_gradients(model, hidden_states(), chosen)
         results |= {f"{name}/{key}": value for key, value in found.items()}
     return results
 

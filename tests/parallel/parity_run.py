@@ -47,7 +47,7 @@ def run_case(case: Case, folder: Path, world: World | None = None) -> dict[str, 
         num_steps=case.steps,
         num_microbatches=case.microbatches,
         activations=case.activation,
-        **{"precision": {"compute": "bf16" if case.compute == "bf16" else "fp32"}, **case.settings},
+        **{"precision": {"policy": "bf16_mixed" if case.compute == "bf16" else "fp32"}, **case.settings},
     )
     model = model.double() if exact else model
     tiny.run(

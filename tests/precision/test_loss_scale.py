@@ -58,10 +58,10 @@ def test_the_first_scale_by_size(parameters, power):
 
 
 def test_who_scales():
-    assert loss_scale_for(LossScaleConfig(), compute="bf16", count=lambda: 1) is None
-    assert loss_scale_for(LossScaleConfig(use="never"), compute="fp16", count=lambda: 1) is None
-    assert loss_scale_for(LossScaleConfig(), compute="fp16", count=lambda: 1) is not None
-    assert loss_scale_for(LossScaleConfig(use="always"), compute="fp32", count=lambda: 1) is not None
+    assert loss_scale_for(LossScaleConfig(), uses_fp16=False, count=lambda: 1) is None
+    assert loss_scale_for(LossScaleConfig(use="never"), uses_fp16=True, count=lambda: 1) is None
+    assert loss_scale_for(LossScaleConfig(), uses_fp16=True, count=lambda: 1) is not None
+    assert loss_scale_for(LossScaleConfig(use="always"), uses_fp16=False, count=lambda: 1) is not None
 
 
 @pytest.mark.parametrize(

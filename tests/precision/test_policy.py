@@ -1,38 +1,55 @@
-"""Precision policy: settled once, applied to products only."""
+"""Precision policies: settled once, kinds of layers, what stays in FP32."""
 
 import pytest
 import torch
 
+from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
-from modelwright.precision.policy import PrecisionConfig, autocast, compute_dtype, resolve
-
-CPU = torch.device("cpu")
+from modelwright.precision.policy import POLICIES, PrecisionConfig, resolve
 
 
 def test_fastest_is_the_higher_rate_and_fp32_on_a_tie():
-    assert resolve(PrecisionConfig(), {"fp32": 1.0, "bf16": 2.0}).compute == "bf16"
-    assert resolve(PrecisionConfig(), {"fp32": 2.0, "bf16": 1.0, "int8": 9.0}).compute == "fp32"
-    assert resolve(PrecisionConfig(), {"bf16": 1.0, "fp32": 1.0}).compute == "fp32"
+    assert resolve(PrecisionConfig(), {"fp32": 1.0, "bf16": 2.0}).policy == "bf16_mixed"
+    assert resolve(PrecisionConfig(), {"fp32": 2.0, "bf16": 1.0, "int8": 9.0}).policy == "fp32"
+    assert resolve(PrecisionConfig(), {"bf16": 1.0, "fp32": 1.0}).policy == "fp32"
 
 
 def test_a_settled_choice_is_left_alone():
-    assert resolve(PrecisionConfig(compute="bf16"), {"fp32": 9.0, "bf16": 1.0}).compute == "bf16"
+    assert resolve(PrecisionConfig(policy="int8"), {"fp32": 9.0, "bf16": 1.0}).policy == "int8"
 
 
 def test_an_unsettled_choice_is_an_error():
     with pytest.raises(ConfigError, match="measured rates"):
         resolve(PrecisionConfig(), {})
     with pytest.raises(ConfigError, match="resolve it"):
-        compute_dtype(PrecisionConfig())
+        _ = PrecisionConfig().formats
 
 
-@pytest.mark.parametrize(("compute", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_products_run_in_the_format_and_gradients_stay_fp32(compute, dtype):
-    linear = torch.nn.Linear(8, 8)
-    with autocast(PrecisionConfig(compute=compute), CPU):
-        out = linear(torch.randn(4, 8))
-        assert out.dtype == dtype
-        loss = out.float().square().sum()
-    loss.backward()
-    assert linear.weight.grad is not None
-    assert linear.weight.grad.dtype == torch.float32
+@pytest.mark.parametrize("policy", POLICIES)
+def test_single_kinds_go_before_the_policy(policy):
+    config = parse(PrecisionConfig, {"policy": policy, "layers": {"head": "bf16", "attention": "fp8"}})
+    usual = parse(PrecisionConfig, {"policy": policy}).formats
+    assert config.formats == {**usual, "head": "bf16", "attention": "fp8"}
+
+
+def test_a_loss_scale_is_needed_where_gradients_pass_through_fp16():
+    needing = {policy for policy in POLICIES if parse(PrecisionConfig, {"policy": policy}).uses_fp16}
+    assert needing == {"fp16_mixed", "pure_fp16"}
+    assert parse(PrecisionConfig, {"policy": "fp8", "results": "fp16"}).uses_fp16
+    assert parse(PrecisionConfig, {"policy": "fp8"}).result_of["fp8"] == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"fp32_ops": ["softmax", "reduction", "rope", "dropout"]}, "fp32_ops: 'dropout' is no operator"),
+        ({"fp32_ops": ["norm"]}, "fp32_ops: softmax cannot be left out: attention kernels"),
+        ({"fp32_ops": ["softmax", "rope"]}, "fp32_ops: reduction cannot be left out.*transport.kind bf16"),
+        ({"layers": {"head": "int8"}}, "layers.head"),
+        ({"fp8": {"recipe": "blockwise", "scaling": "delayed"}}, "fp8.scaling: delayed goes with recipe tensorwise"),
+        ({"fp8": {"history": 0}}, "fp8.history: must be at least 1"),
+    ],
+)
+def test_what_cannot_be_is_named(given, said):
+    with pytest.raises(ConfigError, match=said):
+        parse(PrecisionConfig, given)

@@ -196,7 +196,7 @@ def test_a_diverged_run_gives_up(tiny, tmp_path):
 
 def test_bf16_compute_keeps_fp32_weights_and_learns(tiny, tmp_path):
     model = tiny.tiny_model()
-    result = tiny.run(tmp_path, tiny.settings(precision={"compute": "bf16"}), model=model)
+    result = tiny.run(tmp_path, tiny.settings(precision={"policy": "bf16_mixed"}), model=model)
     plain = tiny.run(tmp_path / "fp32")
     assert all(p.dtype == torch.float32 for p in model.parameters())
     assert result.loss == pytest.approx(plain.loss, rel=0.02)
@@ -205,4 +205,4 @@ def test_bf16_compute_keeps_fp32_weights_and_learns(tiny, tmp_path):
 
 def test_unsettled_precision_is_refused(tiny, tmp_path):
     with pytest.raises(ValueError, match="resolve it from measured rates"):
-        tiny.run(tmp_path, tiny.settings(precision={"compute": "fastest"}))
+        tiny.run(tmp_path, tiny.settings(precision={"policy": "fastest"}))

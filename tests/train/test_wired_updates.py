@@ -8,7 +8,7 @@ import torch
 
 from wired_cases import COPIES, RARE, case, ended, losses, run_cases, values, weights
 
-SCALED = {"precision": {"compute": "fp32", "loss_scale": {"use": "always", "initial": 1024.0, "window": 4}}}
+SCALED = {"precision": {"policy": "fp32", "loss_scale": {"use": "always", "initial": 1024.0, "window": 4}}}
 OVERFLOW = {"kind": "overflow", "step": 5, "rank": 1}
 OVERFLOWING = {
     "one-copy": ({}, {}),
@@ -40,7 +40,7 @@ CASES = [
     updates("scaled-int8", settings={**SCALED, "transport": {"kind": "int8"}}),
     updates("deepseek", settings={"optimizer": "deepseek_adam"}, **COPIES),
     updates("deepseek-low", settings={"optimizer": "deepseek_adam", "dynamic_decay": {"above_norm": 0.1}}, **COPIES),
-    updates("fp16", settings={"precision": {"compute": "fp16"}}),
+    updates("fp16", settings={"precision": {"policy": "fp16_mixed"}}),
     *[
         updates(f"overflow-{name}", settings={**SCALED, **more}, parallel=layout, mishap=OVERFLOW)
         for name, (layout, more) in OVERFLOWING.items()

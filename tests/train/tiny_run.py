@@ -39,7 +39,7 @@ SETTINGS = {
     "num_steps": 12,
     "batch_tokens": ROWS * LENGTH,
     "learning_rate": 1e-2,
-    "precision": {"compute": "fp32"},
+    "precision": {"policy": "fp32"},
     "eval_every_steps": 3,
     "checkpoint_every_steps": 2,
     "checkpoint_every_minutes": 0.0,

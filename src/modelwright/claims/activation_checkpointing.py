@@ -62,7 +62,7 @@ def probe(model: ModelConfig, seq_len: int, rows: int, config: ActivationConfig,
     train = TrainConfig(
         num_steps=memory_probe.NUM_STEPS,
         batch_tokens=rows * seq_len,
-        precision=PrecisionConfig(compute="fp32"),
+        precision=PrecisionConfig(policy="fp32"),
         activations=config,
         checkpoint_every_minutes=0,
         keep_best=False,

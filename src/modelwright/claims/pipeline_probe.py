@@ -7,7 +7,6 @@ that the processes of a machine share, and all spans. Gradients are computed and
 import json
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ def measure_case(case: dict[str, Any], size: ProbeSize, model: Decoder, world: W
     """Every timed step of one schedule and number of microbatches; the first step is not counted."""
     config = parse(ParallelConfig, case["layout"])
     mesh = lay_out(world, config)
-    pipeline = Pipeline(model, config, mesh, passes=lambda part: part, autocast=nullcontext)
+    pipeline = Pipeline(model, config, mesh, passes=lambda part: part)
     batch = size.batch()
     parts = batch.split(case["num_microbatches"])
 

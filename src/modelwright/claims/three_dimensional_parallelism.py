@@ -83,7 +83,7 @@ def probe(model: ModelConfig, layout: Layout, num_rows: int) -> Probe:
         num_steps=memory_probe.NUM_STEPS,
         batch_tokens=num_rows * SEQ_LEN,
         num_microbatches=layout.num_microbatches,
-        precision=PrecisionConfig(compute="fp32"),
+        precision=PrecisionConfig(policy="fp32"),
         checkpoint_every_minutes=0,
         keep_best=False,
     )

@@ -74,7 +74,7 @@ class Size:
             num_steps=self.num_steps,
             batch_tokens=self.batch_tokens,
             learning_rate=self.learning_rate,
-            precision=PrecisionConfig(compute="fp32"),
+            precision=PrecisionConfig(policy="fp32"),
             eval_every_steps=0,
             checkpoint_every_minutes=0,
             keep_best=False,

@@ -54,7 +54,7 @@ def probe(model: ModelConfig, shard: Shard, num_ranks: int) -> Probe:
     train = TrainConfig(
         num_steps=memory_probe.NUM_STEPS,
         batch_tokens=model.max_seq_len * num_ranks,
-        precision=PrecisionConfig(compute="fp32"),
+        precision=PrecisionConfig(policy="fp32"),
         checkpoint_every_minutes=0,
         keep_best=False,
     )

@@ -80,7 +80,7 @@ def _job(options: argparse.Namespace):
 
         config = settle_model(load(options.target, {}).config)
         model, seq_len, batch_tokens = config.model, config.pack.seq_len, config.pretrain.batch_tokens
-        compute = "bf16" if config.pretrain.precision.compute == "bf16" else "fp32"
+        compute = "fp32" if config.pretrain.precision.policy in ("fp32", "int8", "fastest") else "bf16"
     return Job(
         model=model,
         seq_len=options.seq_len or seq_len or model.max_seq_len,

@@ -68,14 +68,13 @@ class BlockShape:
     def whole_bytes(self) -> int:
         """All that backward needs when nothing is computed again.
 
-        Two norms: normalised input in FP32 and one divisor; the products' inputs, which under autocast are a BF16 copy
-        for each of the five products that read them. Q/K-norm: the same for each head. Attention: rotated q and k, v,
-        output, log of the softmax's denominator. Feed-forward: gate, up, silu(gate), their product.
+        Two norms: normalised input in FP32 and one divisor; what they hand to the products. Q/K-norm: the same for each
+        head. Attention: rotated q and k, v, output, log of the softmax's denominator. Feed-forward: gate, up,
+        silu(gate), their product.
         """
         qk_norm = self.query_dim + self.kv_dim + self.num_heads + self.num_kv_heads if self.qk_norm else 0
-        copies = 2 if self.compute == "fp32" else 5
         wide = FP32_BYTES * (2 * self.stream_dim + 2 + qk_norm + self.num_heads)
-        return wide + self.width * (copies * self.model_dim + 2 * self.query_dim + 2 * self.kv_dim + 4 * self.ffn_dim)
+        return wide + self.width * (2 * self.model_dim + 2 * self.query_dim + 2 * self.kv_dim + 4 * self.ffn_dim)
 
     @property
     def workspace_bytes(self) -> int:

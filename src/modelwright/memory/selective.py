@@ -16,7 +16,7 @@ from modelwright.memory.config import OPERATORS, Operator
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _PRODUCTS = tuple(name for name in OPERATORS if name != "attend")
-_LINEAR = {"aten::mm", "aten::addmm"}
+_LINEAR = {"aten::mm", "aten::addmm", "aten::_int_mm", "aten::_scaled_mm"}
 _ATTENTION = {
     "modelwright::packed_attention",
     "aten::_scaled_dot_product_flash_attention",

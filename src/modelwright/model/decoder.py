@@ -9,6 +9,7 @@ Legend: B rows, T tokens, D model width, H query heads, K key/value heads, d hea
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -40,15 +41,23 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension with a learned scale."""
+    """Root-mean-square norm over the last dimension with a learned scale.
+
+    out_dtype: None gives the input's format; in_fp32: computed so whatever comes in.
+    """
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
+        self.out_dtype: torch.dtype | None = None
+        self.in_fp32 = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return self.norm(x, self.weight)
+
+    def norm(self, x: Tensor, weight_D: Tensor) -> Tensor:
+        return rms_norm(x, weight_D, self.eps, out_dtype=self.out_dtype, in_fp32=self.in_fp32)
 
 
 class Attention(nn.Module):
@@ -82,9 +91,13 @@ class FeedForward(nn.Module):
         self.gate_proj = Linear(config.model_dim, config.ffn_dim)
         self.up_proj = Linear(config.model_dim, config.ffn_dim)
         self.down_proj = Linear(config.ffn_dim, config.model_dim)
+        self.activation_in_fp32 = False
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+        gate_BTF, up_BTF = self.gate_proj(x_BTD), self.up_proj(x_BTD)
+        if self.activation_in_fp32:
+            gate_BTF = gate_BTF.float()
+        return self.down_proj((F.silu(gate_BTF) * up_BTF).to(up_BTF.dtype))
 
 
 class Block(nn.Module):
@@ -102,12 +115,28 @@ class Block(nn.Module):
         return hidden_BTD + self.ffn(self.ffn_norm(hidden_BTD))
 
 
+@dataclass
+class EndFormats:
+    """Formats at the ends of a model, shared by the parts that it is cut into.
+
+    stream_dtype: of the residual stream, and head_dtype: of the products of head and loss; None is the weights' own.
+    """
+
+    stream_dtype: torch.dtype | None = None
+    head_dtype: torch.dtype | None = None
+    loss_in_fp32: bool = True
+
+    def reset(self) -> None:
+        self.stream_dtype, self.head_dtype, self.loss_in_fp32 = None, None, True
+
+
 class Decoder(nn.Module):
     """A decoder-only transformer; `blocks` is where passes (checkpointing, compile, sharding) take hold."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.ends = EndFormats()
         self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
         self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.num_layers)})
         self.norm = RMSNorm(config.model_dim, eps=config.norm_eps)
@@ -123,7 +152,12 @@ class Decoder(nn.Module):
 
         tokens_BT, positions_BT: int64 [B, T]; positions restart at 0 in each packed document.
         """
-        return self.norm(self.run_blocks(self.embedding(tokens_BT), positions_BT, attend))
+        return self.norm(self.run_blocks(self.embed(tokens_BT), positions_BT, attend))
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """The residual stream [B, T, D] before all blocks."""
+        hidden_BTD = self.embedding(tokens_BT)
+        return hidden_BTD.to(self.ends.stream_dtype) if self.ends.stream_dtype else hidden_BTD
 
     def run_blocks(self, hidden_BTD: Tensor, positions_BT: Tensor, attend: Attend) -> Tensor:
         """The residual stream [B, T, D] after all blocks that are here."""
@@ -143,7 +177,14 @@ class Decoder(nn.Module):
         Here, because only the model knows where its head lies. Labels of -100 do not count and cost no head.
         """
         hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten()
-        return linear_cross_entropy(hidden_ND, self.head_weight, labels_N, chunk_tokens=chunk_tokens)
+        return linear_cross_entropy(
+            hidden_ND,
+            self.head_weight,
+            labels_N,
+            chunk_tokens=chunk_tokens,
+            compute=self.ends.head_dtype,
+            in_fp32=self.ends.loss_in_fp32,
+        )
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Logits [..., V]. Training calls `cross_entropy` instead."""

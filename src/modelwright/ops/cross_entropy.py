@@ -16,12 +16,12 @@ from torch import Tensor
 CHUNK_TOKENS = 512
 
 LossOfLogits = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""`(logits_CV, labels_C) -> (summed loss, its gradient in the logits)`, both FP32."""
+"""`(logits_CV, labels_C) -> (summed loss, its gradient in the logits)`, in the format of the logits."""
 
 
 def softmax_loss(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed loss and its gradient softmax - one_hot; FP32 logits are overwritten."""
-    scores_CV = logits_CV.float()
+    """Summed loss and its gradient softmax - one_hot; the logits are overwritten."""
+    scores_CV = logits_CV
     largest_C1 = scores_CV.amax(dim=-1, keepdim=True)
     chosen_C1 = scores_CV.gather(1, labels_C[:, None])
     exponentials_CV = scores_CV.sub_(largest_C1).exp_()
@@ -40,20 +40,20 @@ def linear_cross_entropy(
     chunk_tokens: int = CHUNK_TOKENS,
     ignore_index: int = -100,
     loss_of_logits: LossOfLogits = softmax_loss,
+    compute: torch.dtype | None = None,
+    in_fp32: bool = True,
 ) -> Tensor:
     """Sum over tokens of -log softmax(hidden @ weight.T)[label], a scalar in FP32 (nats).
 
     hidden_ND, weight_VD: floating point; labels_N: int64, `ignore_index` for tokens that do not count. The products
-    run in the autocast format where one is set, the softmax and all sums over chunks in FP32. Differentiable once, in
+    run in `compute`, unless given in the wider format of the two; the softmax in FP32, without `in_fp32` in the
+    products' format; all sums over chunks in FP32. Differentiable once, in
     hidden and weight. Peak memory above the gradients: a few times chunk_tokens * V elements. loss_of_logits: another
     softmax, such as one over a vocabulary of which only some rows are here.
     """
-    if torch.is_autocast_enabled(hidden_ND.device.type):
-        compute = torch.get_autocast_dtype(hidden_ND.device.type)
-    else:
-        compute = torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
+    compute = compute or torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
     return _LinearCrossEntropy.apply(  # type: ignore[return-value]
-        hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, compute, loss_of_logits
+        hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, compute, in_fp32, loss_of_logits
     )
 
 
@@ -86,21 +86,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Computes the gradients of the sum along with the sum; backward only scales them."""
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, compute, loss_of_logits):
+    def forward(ctx, hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, compute, in_fp32, loss_of_logits):
         weight = weight_VD.to(compute)
         grad_hidden_ND = torch.zeros_like(hidden_ND) if ctx.needs_input_grad[0] else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         loss = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
-        with torch.autocast(hidden_ND.device.type, enabled=False):
-            for kept_C in _chunks(labels_N, ignore_index, chunk_tokens):
-                hidden_CD = hidden_ND[kept_C].to(compute)
-                chunk_loss, grad_logits_CV = loss_of_logits(hidden_CD @ weight.T, labels_N[kept_C])
-                loss += chunk_loss
-                grad_logits_CV = grad_logits_CV.to(compute)
-                if grad_hidden_ND is not None:
-                    grad_hidden_ND[kept_C] = (grad_logits_CV @ weight).to(grad_hidden_ND.dtype)
-                if grad_weight_VD is not None:
-                    _add_product(grad_weight_VD, grad_logits_CV.T, hidden_CD)
+        scores_in = torch.float32 if in_fp32 else compute
+        for kept_C in _chunks(labels_N, ignore_index, chunk_tokens):
+            hidden_CD = hidden_ND[kept_C].to(compute)
+            chunk_loss, grad_logits_CV = loss_of_logits((hidden_CD @ weight.T).to(scores_in), labels_N[kept_C])
+            loss += chunk_loss
+            grad_logits_CV = grad_logits_CV.to(compute)
+            if grad_hidden_ND is not None:
+                grad_hidden_ND[kept_C] = (grad_logits_CV @ weight).to(grad_hidden_ND.dtype)
+            if grad_weight_VD is not None:
+                _add_product(grad_weight_VD, grad_logits_CV.T, hidden_CD)
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return loss
@@ -113,7 +113,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden_ND = grad_hidden_ND * grad_loss.to(grad_hidden_ND.dtype)
         if grad_weight_VD is not None:
             grad_weight_VD = (grad_weight_VD * grad_loss).to(ctx.weight_dtype)
-        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None
+        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -11,41 +11,54 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in FP32 or wider, in the format of `x`.
+def rms_norm(
+    x: Tensor, weight_D: Tensor, eps: float, *, out_dtype: torch.dtype | None = None, in_fp32: bool = True
+) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the format of `x` or `out_dtype`.
+
+    Computed in FP32 or wider; without `in_fp32` in the format of `x`.
 
     Differentiable once, in `x` and `weight_D`. Under `torch.compile` the definition itself is traced: the compiler
     fuses it better than it would fuse a fixed backward.
     """
     if torch.compiler.is_compiling():
-        return rms_norm_naive(x, weight_D, eps)
-    if not torch.is_grad_enabled() and x.dtype == weight_D.dtype == torch.float32:
+        return rms_norm_naive(x, weight_D, eps, out_dtype=out_dtype, in_fp32=in_fp32)
+    if not torch.is_grad_enabled() and x.dtype == weight_D.dtype == torch.float32 and out_dtype in (None, x.dtype):
         return F.rms_norm(x, weight_D.shape, weight_D, eps)  # one kernel call: what a decode step of few rows needs
-    return _RmsNorm.apply(x, weight_D, eps)  # type: ignore[return-value]
+    return _RmsNorm.apply(x, weight_D, eps, out_dtype or x.dtype, in_fp32)  # type: ignore[return-value]
 
 
-def rms_norm_naive(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm_naive(
+    x: Tensor, weight_D: Tensor, eps: float, *, out_dtype: torch.dtype | None = None, in_fp32: bool = True
+) -> Tensor:
     """The definition; the twin of `rms_norm`."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide / (wide.square().mean(dim=-1, keepdim=True) + eps).sqrt() * weight_D.to(wide.dtype)).to(x.dtype)
+    wide = x.to(_working_dtype(x, in_fp32))
+    unit = wide / (wide.square().mean(dim=-1, keepdim=True) + eps).sqrt()
+    return (unit * weight_D.to(wide.dtype)).to(out_dtype or x.dtype)
+
+
+def _working_dtype(x: Tensor, in_fp32: bool) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32) if in_fp32 else x.dtype
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight_D, eps):
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    def forward(ctx, x, weight_D, eps, out_dtype, in_fp32):
+        wide = x.to(_working_dtype(x, in_fp32))
         inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse = inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         unit = wide * inverse
         ctx.save_for_backward(unit, inverse, weight_D)
-        return (unit * weight_D).to(x.dtype)
+        ctx.dtype = x.dtype
+        return (unit * weight_D.to(unit.dtype)).to(out_dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         unit, inverse, weight_D = ctx.saved_tensors
+        grad = grad.to(unit.dtype)
         product = grad * unit
         weight = weight_D.to(product.dtype)
         projection = (product @ weight).unsqueeze(-1).div_(unit.shape[-1])
         grad_x = (grad * weight).sub_(unit * projection).mul_(inverse)
-        return grad_x.to(grad.dtype), product.flatten(0, -2).sum(0).to(weight_D.dtype), None
+        return grad_x.to(ctx.dtype), product.flatten(0, -2).sum(0).to(weight_D.dtype), None, None, None

@@ -24,18 +24,28 @@ def _weight_gradient(dy_NO: Tensor, x_NI: Tensor) -> Tensor:
     return dy_NO.T @ x_NI
 
 
+def _as_it_is(x_NI: Tensor) -> tuple[Tensor, ...]:
+    return (x_NI,)
+
+
+def _alone(x_NI: Tensor) -> Tensor:
+    return x_NI
+
+
 @dataclass(frozen=True, kw_only=True)
 class Products:
-    """How a linear layer multiplies. Results come in the format of the first argument.
+    """How a linear layer multiplies.
 
     forward: (x_NI, weight_OI) -> y_NO; input_gradient: (dy_NO, weight_OI) -> dx_NI; weight_gradient: (dy_NO, x_NI) ->
-    dw_OI.
+    dw_OI. pack and unpack: what stands for the input x_NI between forward and backward.
     """
 
     name: str = "plain"
     forward: Pair = F.linear
     input_gradient: Pair = _input_gradient
     weight_gradient: Pair = _weight_gradient
+    pack: Callable[[Tensor], tuple[Tensor, ...]] = _as_it_is
+    unpack: Callable[..., Tensor] = _alone
 
 
 PLAIN = Products()
@@ -52,17 +62,19 @@ def multiply(x: Tensor, weight_OI: Tensor, products: Products = PLAIN) -> Tensor
 class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_OI, products):
-        ctx.save_for_backward(x, weight_OI)
-        ctx.products = products
-        return products.forward(x.flatten(0, -2), weight_OI).unflatten(0, x.shape[:-1])
+        x_NI = x.flatten(0, -2)
+        ctx.save_for_backward(weight_OI, *products.pack(x_NI))
+        ctx.products, ctx.shape, ctx.dtype = products, x.shape, x.dtype
+        return products.forward(x_NI, weight_OI).unflatten(0, x.shape[:-1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        x, weight_OI = ctx.saved_tensors
+        weight_OI, *packed = ctx.saved_tensors
         dy_NO, dx, dw_OI = grad.flatten(0, -2), None, None
         if ctx.needs_input_grad[0]:
-            dx = ctx.products.input_gradient(dy_NO, weight_OI).view(x.shape).to(x.dtype)
+            dx = ctx.products.input_gradient(dy_NO, weight_OI).view(ctx.shape).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            dw_OI = ctx.products.weight_gradient(dy_NO, x.flatten(0, -2)).to(weight_OI.dtype)
+            x_NI = ctx.products.unpack(*packed)
+            dw_OI = ctx.products.weight_gradient(dy_NO, x_NI).to(weight_OI.dtype)
         return dx, dw_OI, None

@@ -8,7 +8,6 @@ Legend: B rows, T tokens of a row that this rank computes, D model width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -63,13 +62,11 @@ class Stage:
         num_stages: int,
         *,
         passes: Callable[[Decoder], Decoder],
-        autocast: Callable[[], AbstractContextManager],
     ) -> None:
         self.index = index
         self.layers = layers
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
-        self.autocast = autocast
         self.part = passes(cut(model, layers, is_first=self.is_first, is_last=self.is_last))
         self.part.__dict__["forward"] = self._forward  # a call of the part then runs FSDP's hooks around it
         for module in sharded_modules(self.part):
@@ -78,10 +75,9 @@ class Stage:
 
     def _forward(self, hidden_BTD: Tensor | None = None) -> Tensor:
         attend, batch = next(self.feed)
-        with self.autocast():
-            entering_BTD = self.part.embedding(batch.input_ids_BT) if hidden_BTD is None else hidden_BTD
-            leaving_BTD = self.part.run_blocks(entering_BTD, batch.positions_BT, attend)
-            return self.part.norm(leaving_BTD) if self.is_last else leaving_BTD
+        entering_BTD = self.part.embed(batch.input_ids_BT) if hidden_BTD is None else hidden_BTD
+        leaving_BTD = self.part.run_blocks(entering_BTD, batch.positions_BT, attend)
+        return self.part.norm(leaving_BTD) if self.is_last else leaving_BTD
 
 
 class Pipeline:
@@ -99,17 +95,15 @@ class Pipeline:
         mesh: Mesh,
         *,
         passes: Callable[[Decoder], Decoder],
-        autocast: Callable[[], AbstractContextManager],
     ) -> None:
         check_ties(model.config, config)
         self.config = config
         self.mesh = mesh
-        self.autocast = autocast
         self.layers = layers_of_stages(model.config, config)
         self.owners = rank_of_stage(config)
-        self.dtype = model.embedding.weight.dtype
+        self.weight_dtype = model.embedding.weight.dtype
         self.stages = [
-            Stage(model, self.layers[index], index, len(self.owners), passes=passes, autocast=autocast)
+            Stage(model, self.layers[index], index, len(self.owners), passes=passes)
             for index, owner in enumerate(self.owners)
             if owner == mesh.pipeline.rank
         ]
@@ -171,8 +165,12 @@ class Pipeline:
 
     def _loss(self, output_BTD: Tensor, number: Tensor | int) -> Tensor:
         assert self._loss_of is not None
-        with self.autocast():
-            return self._loss_of(output_BTD, self._microbatches[int(number)][1])
+        return self._loss_of(output_BTD, self._microbatches[int(number)][1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what travels between stages."""
+        return self.model.ends.stream_dtype or self.weight_dtype
 
     @property
     def _ends_share_a_weight(self) -> bool:

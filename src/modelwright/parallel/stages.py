@@ -127,6 +127,7 @@ def _assemble(
     part = Decoder.__new__(Decoder)
     nn.Module.__init__(part)
     part.config = model.config
+    part.ends = model.ends
     ends = {"embedding": embedding, "blocks": nn.ModuleDict(blocks), "norm": norm, "head": head}
     for name, module in ends.items():
         setattr(part, name, module)

@@ -27,7 +27,6 @@ from torch.distributed.tensor.placement_types import Placement
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Attention, Block, Decoder, FeedForward, Linear, RMSNorm
-from modelwright.ops.norm import rms_norm
 from modelwright.parallel import vocabulary
 from modelwright.parallel.conjugates import enter, gather, gather_same, leave, scatter_sum
 from modelwright.parallel.mesh import World
@@ -106,8 +105,7 @@ class _Layers:
         module.weight = nn.Parameter(piece, requires_grad=module.weight.requires_grad)
 
     def whole_before(self, forward: Callable[..., Tensor], x_BSD: Tensor, *rest: Any) -> Tensor:
-        """`forward` of all tokens, in the format of its products: what is sent is what they would read."""
-        x_BSD = _in_product_format(x_BSD)
+        """`forward` of all tokens."""
         x_BTD = gather(x_BSD, self.axis, TOKENS) if self.sequence_parallel else enter(x_BSD, self.axis)
         return forward(x_BTD, *rest)
 
@@ -196,7 +194,7 @@ def _project_one_head(linear: Linear, rows: slice, x: Tensor) -> Tensor:
 
 
 def _norm(norm: RMSNorm, gradient: Placement, x: Tensor) -> Tensor:
-    return rms_norm(x, _local(norm, gradient), norm.eps)
+    return norm.norm(x, _local(norm, gradient))
 
 
 def _embed(layers: _Layers, embedding: nn.Embedding, tokens_BT: Tensor) -> Tensor:
@@ -208,10 +206,3 @@ def _local(module: nn.Module, gradient: Placement | None = None) -> Tensor:
     weight = module.weight
     assert isinstance(weight, DTensor)
     return weight.to_local(grad_placements=[gradient] if gradient is not None else None)
-
-
-def _in_product_format(x: Tensor) -> Tensor:
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype == torch.float32:
-        return x.to(torch.get_autocast_dtype(device))
-    return x

@@ -39,7 +39,15 @@ def cross_entropy(model: Decoder, axis: World, hidden_BTD: Tensor, labels_BT: Te
     weight_UD = _head_piece(model)
     softmax = partial(_loss_and_gradient, own_rows(model.config.vocab_size, axis.size, axis.rank), axis)
     hidden_ND, labels_N = enter(hidden_BTD, axis).flatten(0, 1), labels_BT.flatten()
-    return linear_cross_entropy(hidden_ND, weight_UD, labels_N, chunk_tokens=chunk_tokens, loss_of_logits=softmax)
+    return linear_cross_entropy(
+        hidden_ND,
+        weight_UD,
+        labels_N,
+        chunk_tokens=chunk_tokens,
+        loss_of_logits=softmax,
+        compute=model.ends.head_dtype,
+        in_fp32=model.ends.loss_in_fp32,
+    )
 
 
 def logits(model: Decoder, axis: World, hidden: Tensor) -> Tensor:
@@ -64,12 +72,12 @@ def _head_piece(model: Decoder) -> Tensor:
 
 
 def _loss_and_gradient(rows: range, axis: World, logits_CU: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed loss over the whole vocabulary, and its gradient in this rank's logits; FP32 logits are overwritten.
+    """Summed loss over the whole vocabulary, and its gradient in this rank's logits, which are overwritten.
 
     Each rank's largest score, sum of exponentials above it and score of the label travel together; every rank merges
     them in one order.
     """
-    scores_CU = logits_CU.float()
+    scores_CU = logits_CU
     places_C = labels_C - rows.start
     here_C = (labels_C >= rows.start) & (labels_C < rows.stop)
     places_C1 = (places_C * here_C)[:, None]

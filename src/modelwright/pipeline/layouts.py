@@ -14,7 +14,7 @@ def planned(config: RunConfig, training: TrainConfig, layout: ParallelConfig, nu
         model=config.model,
         seq_len=config.pack.seq_len,
         batch_tokens=training.batch_tokens,
-        compute="bf16" if training.precision.compute in ("bf16", "fp16") else "fp32",
+        compute=training.precision.planned_as,
     )
     placed = Layout(
         parallel=layout,

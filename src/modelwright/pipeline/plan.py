@@ -12,7 +12,6 @@ from modelwright.core.rundir import RunDir
 from modelwright.data.loader import PackedRows
 from modelwright.data.locate import locate
 from modelwright.data.sources import BUILTIN, SourceConfig
-from modelwright.memory.activations import Compute
 from modelwright.model.config import ModelConfig
 from modelwright.pipeline.chain import build_stages
 from modelwright.pipeline.config import RunConfig
@@ -32,7 +31,6 @@ from modelwright.plan.estimate import (
 )
 from modelwright.plan.layout import assess
 from modelwright.plan.traffic import Cluster
-from modelwright.train.config import TrainConfig
 
 BUILTIN_BYTES = {"pretrain": 20e6, "sft": 4e6}
 """Size of the built-in corpus: prose and code, and rendered question/answer pairs."""
@@ -95,9 +93,9 @@ def _estimate(config: RunConfig, run: RunDir, name: str, rates: dict[str, float]
             batch_tokens=training.batch_tokens,
             num_microbatches=training.num_microbatches,
             mean_context=_mean_context(config.model, config.pack.seq_len),
-            compute=_width(training),
+            compute=training.precision.planned_as,
             activations=training.activations,
-            flops_per_s=rates[_width(training)],
+            flops_per_s=rates[training.precision.planned_as],
             world_size=num_hosts,  # the rate is that of all threads of a host, which its processes share
         )
     if name in ("evaluate", "quantize"):
@@ -125,16 +123,11 @@ def _memories(config: RunConfig, num_processes: int) -> dict[str, MemoryEstimate
             result[name] = training_memory(
                 config.model,
                 tokens_per_microbatch=training.batch_tokens // training.num_microbatches,
-                compute=_width(training),
+                compute=training.precision.planned_as,
                 num_microbatches=training.num_microbatches,
                 activations=training.activations,
             )
     return result
-
-
-def _width(training: TrainConfig) -> Compute:
-    """FP16 is planned as BF16, which has as many bits."""
-    return "fp32" if training.precision.compute == "fp32" else "bf16"
 
 
 def _batches_per_epoch(config: RunConfig, run: RunDir, name: str) -> int:

@@ -77,8 +77,9 @@ def measured_rates(config: RunConfig) -> dict[str, float]:
 
 
 def product_rate(config: RunConfig, compute: str) -> float:
-    """FLOP/s of `measured_rates` in one format; FP16 counts as BF16, which has as many bits."""
-    return measured_rates(config)["bf16" if compute == "fp16" else compute]
+    """FLOP/s of `measured_rates` in one format; FP16 and FP8 count as BF16 and INT8 as FP32, which is what the rest of
+    such a model is computed in."""
+    return measured_rates(config)[{"fp16": "bf16", "fp8": "bf16", "int8": "fp32"}.get(compute, compute)]
 
 
 def _settle_hardware(wish: HardwareConfig, previous: RunConfig | None) -> HardwareConfig:
@@ -89,24 +90,24 @@ def _settle_hardware(wish: HardwareConfig, previous: RunConfig | None) -> Hardwa
 
 
 def _settle_precision(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
-    open_stages = [name for name in ("pretrain", "sft") if getattr(config, name).precision.compute == "fastest"]
+    open_stages = [name for name in ("pretrain", "sft") if getattr(config, name).precision.policy == "fastest"]
     if not open_stages:
         return config
     if previous:
-        chosen = {name: getattr(previous, name).precision.compute for name in open_stages}
+        chosen = {name: getattr(previous, name).precision.policy for name in open_stages}
     else:
         torch.set_num_threads(config.hardware.num_threads)
         rates = measured_rates(config)
         if config.hardware.device == "cpu" and not has_bf16_instructions():
             rates = {name: rate for name, rate in rates.items() if name != "bf16"}  # emulated: slow
-        best = resolve_precision(PrecisionConfig(compute="fastest"), rates)
-        chosen = dict.fromkeys(open_stages, best.compute)
+        best = resolve_precision(PrecisionConfig(policy="fastest"), rates)
+        chosen = dict.fromkeys(open_stages, best.policy)
         shown = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items())
-        progress.note(f"compute format: {best.compute} (measured at the model's shapes: {shown})")
+        progress.note(f"precision policy: {best.policy} (measured at the model's shapes: {shown})")
     changes: dict[str, Any] = {}
-    for name, compute in chosen.items():
+    for name, policy in chosen.items():
         training = getattr(config, name)
-        changes[name] = replace(training, precision=replace(training.precision, compute=compute))
+        changes[name] = replace(training, precision=replace(training.precision, policy=policy))
     return replace(config, **changes)
 
 

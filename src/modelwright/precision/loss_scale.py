@@ -104,8 +104,8 @@ class LossScale:
         self.history = [(int(step), float(value)) for step, value in state["history"]]
 
 
-def loss_scale_for(config: LossScaleConfig, *, compute: str, count: Callable[[], int]) -> LossScale | None:
-    """The scaler of a run whose products are computed in `compute`, None where losses stay as they are."""
-    if config.use == "never" or (config.use == "auto" and compute != "fp16"):
+def loss_scale_for(config: LossScaleConfig, *, uses_fp16: bool, count: Callable[[], int]) -> LossScale | None:
+    """The scaler of a run, None where losses stay as they are."""
+    if config.use == "never" or (config.use == "auto" and not uses_fp16):
         return None
     return LossScale(config, count())

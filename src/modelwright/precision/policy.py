@@ -1,59 +1,173 @@
-"""Precision policy: FP32 master weights always, and the format in which the matrix products are computed.
+"""Precision policy: FP32 master weights and optimizer states always, and the format of everything that is computed.
 
-`fastest` is a wish that is settled once, before a run, from measured rates (`resolve`) and written into the resolved
-config, so that a rerun on a busier machine cannot flip it. Knows nothing about how rates are measured.
+A policy names a format for each kind of layer; `layers` overrides single kinds, `fp32_ops` names the operators that
+stay in FP32 inside narrower layers. `fastest` is a wish that is settled once, before a run, from measured rates
+(`resolve`) and written into the resolved config, so that a rerun on a busier machine cannot flip it. Knows no module;
+`model.py` brings a policy to one.
 """
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from modelwright.core.errors import ConfigError
+from modelwright.ops.formats import Recipe
 from modelwright.precision.loss_scale import LossScaleConfig
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_CHOICE = ("fp32", "bf16")
-"""What `fastest` chooses among: FP16 needs a loss scale, and is slow on most processors."""
+Format = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
+Policy = Literal["fp32", "bf16_mixed", "fp16_mixed", "pure_fp16", "hybrid", "fp8", "int8", "fastest"]
+Kind = Literal["embedding", "attention", "ffn", "head"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+FLOATS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+POLICIES: dict[str, tuple[Format, Format, Format, Format]] = {
+    "fp32": ("fp32", "fp32", "fp32", "fp32"),
+    "bf16_mixed": ("fp32", "bf16", "bf16", "bf16"),
+    "fp16_mixed": ("fp32", "fp16", "fp16", "fp16"),
+    "pure_fp16": ("fp16", "fp16", "fp16", "fp16"),
+    "hybrid": ("fp32", "fp32", "bf16", "fp32"),
+    "fp8": ("fp32", "fp8", "fp8", "bf16"),
+    "int8": ("fp32", "int8", "int8", "fp32"),
+}
+"""Formats by kind: embedding (and with it the residual stream), attention, feed-forward, head."""
+
+ALWAYS_FP32 = {
+    "softmax": "attention kernels keep it in FP32 themselves",
+    "reduction": "gradients are added up in FP32; transport.kind bf16 sends them in two bytes",
+    "rope": "angles need more than eight bits of mantissa",
+}
+CAN_BE_NARROW = ("norm", "loss", "activation")
+FP32_OPS = (*ALWAYS_FP32, "norm", "loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFormats:
+    """Formats of single kinds of layers; "" leaves a kind as the policy has it.
+
+    embedding: also the format of the residual stream between blocks. embedding and head: no eight-bit formats.
+    """
+
+    embedding: Literal["", "fp32", "bf16", "fp16"] = ""
+    attention: Literal["", "fp32", "bf16", "fp16", "fp8", "int8"] = ""
+    ffn: Literal["", "fp32", "bf16", "fp16", "fp8", "int8"] = ""
+    head: Literal["", "fp32", "bf16", "fp16"] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Config:
+    """How FP8 is used.
+
+    recipe: what shares a scale: a tensor, a row, or blocks as in DeepSeek-V3 (1 x 128 and 128 x 128, E4M3 everywhere).
+    scaling: by the present values, or by the largest of the last `history` steps (tensorwise only: one pass less).
+    gradients: format of gradients; "" is what the recipe's source takes (E5M2; E4M3 blockwise). weight_gradient: of
+    unquantised factors where `wide`. cache: backward reads inputs as they were quantised, at one byte an element.
+    """
+
+    recipe: Recipe = "tensorwise"
+    scaling: Literal["current", "delayed"] = "current"
+    history: int = 16
+    gradients: Literal["", "e4m3", "e5m2"] = ""
+    weight_gradient: Literal["narrow", "wide"] = "narrow"
+    cache: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scaling == "delayed" and self.recipe != "tensorwise":
+            raise ConfigError(f"scaling: delayed goes with recipe tensorwise, not {self.recipe}; take current")
+        if self.history < 1:
+            raise ConfigError(f"history: must be at least 1 step, got {self.history}; 16 is usual")
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        chosen = self.gradients or ("e4m3" if self.recipe == "blockwise" else "e5m2")
+        return torch.float8_e4m3fn if chosen == "e4m3" else torch.float8_e5m2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Config:
+    """How INT8 is used. stochastic: gradients are rounded at random; weight_gradient: as in `Fp8Config`."""
+
+    stochastic: bool = True
+    weight_gradient: Literal["narrow", "wide"] = "narrow"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """`compute`: format of the matrix products; weights, gradients and optimizer states are FP32 in every case.
+    """Formats of one training run; weights, their gradients and optimizer states are FP32 in every case.
 
-    loss_scale: of FP16, whose gradients would underflow.
+    policy: formats of all kinds of layers; layers: of single kinds. fp32_ops: what stays in FP32 inside narrower
+    layers: softmax, reduction and rope always do; norm and loss unless they are left out; activation if it is named.
+    results: format of what eight-bit products give ("": BF16 for FP8, FP32 for INT8). evaluation: held-out losses in
+    FP32, or as the policy has it. tf32: FP32 products on CUDA keep 10 bits of mantissa. loss_scale: of FP16, whose
+    gradients would underflow.
     """
 
-    compute: Literal["fp32", "bf16", "fp16", "fastest"] = "fastest"
+    policy: Policy = "fastest"
+    layers: LayerFormats = field(default_factory=LayerFormats)
+    fp32_ops: tuple[str, ...] = FP32_OPS
+    results: Literal["", "fp32", "bf16", "fp16"] = ""
+    evaluation: Literal["policy", "fp32"] = "policy"
+    tf32: bool = False
+    fp8: Fp8Config = field(default_factory=Fp8Config)
+    int8: Int8Config = field(default_factory=Int8Config)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+
+    def __post_init__(self) -> None:
+        for name in self.fp32_ops:
+            if name not in (*ALWAYS_FP32, *CAN_BE_NARROW):
+                known = ", ".join((*ALWAYS_FP32, *CAN_BE_NARROW))
+                raise ConfigError(f"fp32_ops: {name!r} is no operator that has a choice; known are {known}")
+        for name, reason in ALWAYS_FP32.items():
+            if name not in self.fp32_ops:
+                raise ConfigError(f"fp32_ops: {name} cannot be left out: {reason}")
+
+    def format_of(self, kind: Kind) -> Format:
+        """Of a kind of layer. Raises `ConfigError` while the policy is `fastest`, which must be resolved before."""
+        if self.policy == "fastest":
+            raise ConfigError(
+                "policy: 'fastest' is not settled yet; resolve it from measured rates or set fp32 or bf16_mixed"
+            )
+        return getattr(self.layers, kind) or POLICIES[self.policy][KINDS.index(kind)]
+
+    @property
+    def formats(self) -> dict[Kind, Format]:
+        return {kind: self.format_of(kind) for kind in KINDS}
+
+    @property
+    def compute(self) -> Format:
+        """The format of most products: the feed-forward layers'."""
+        return self.format_of("ffn")
+
+    @property
+    def result_of(self) -> dict[str, torch.dtype]:
+        """What products give, by their format."""
+        eight = {"fp8": torch.bfloat16, "int8": torch.float32}
+        return FLOATS | (dict.fromkeys(eight, FLOATS[self.results]) if self.results else eight)
+
+    @property
+    def planned_as(self) -> Literal["fp32", "bf16"]:
+        """The format whose bytes the feed-forward layers' results take; FP16 has as many as BF16."""
+        return "fp32" if self.result_of[self.compute] == torch.float32 else "bf16"
+
+    @property
+    def uses_fp16(self) -> bool:
+        """Whether gradients pass through FP16 anywhere."""
+        results = {self.result_of[name] for name in self.formats.values()}
+        return torch.float16 in results
 
 
 def resolve(config: PrecisionConfig, rates: Mapping[str, float]) -> PrecisionConfig:
-    """The config with `fastest` replaced by the format of the highest rate.
+    """The config with `fastest` replaced by the policy of the highest rate: `fp32` or `bf16_mixed`.
 
     `rates`: FLOP/s of the model's own matrix shapes by format name ("fp32", "bf16"). A concrete config is returned
-    as it is. On a tie FP32 wins: it needs no casts.
+    as it is. On a tie FP32 wins: it needs no casts. FP16 needs a loss scale and is slow on most processors, and
+    eight-bit formats change results: neither is chosen unasked.
     """
-    if config.compute != "fastest":
+    if config.policy != "fastest":
         return config
-    known = {name: rates[name] for name in _CHOICE if name in rates}
+    choice: dict[str, Policy] = {"fp32": "fp32", "bf16": "bf16_mixed"}
+    known = {name: rates[name] for name in choice if name in rates}
     if not known:
-        raise ConfigError("compute: 'fastest' needs measured rates of fp32 and bf16; set fp32 or bf16 instead")
-    return replace(config, compute=max(known, key=lambda name: known[name]))  # type: ignore[arg-type]
-
-
-def compute_dtype(config: PrecisionConfig) -> torch.dtype:
-    """The torch dtype of a concrete config. Raises `ConfigError` for `fastest`, which must be resolved before."""
-    if config.compute not in _DTYPES:
-        raise ConfigError("compute: 'fastest' is not settled yet; resolve it from measured rates or set fp32 or bf16")
-    return _DTYPES[config.compute]
-
-
-def autocast(config: PrecisionConfig, device: torch.device) -> AbstractContextManager[object]:
-    """The context in which forward passes and losses run: matrix products in `compute`, the rest as PyTorch casts."""
-    dtype = compute_dtype(config)
-    if dtype == torch.float32:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=dtype)
+        raise ConfigError("policy: 'fastest' needs measured rates of fp32 and bf16; set fp32 or bf16_mixed instead")
+    return replace(config, policy=choice[max(known, key=lambda name: known[name])])

@@ -1,6 +1,7 @@
 """From what a person names (a recipe, a YAML file, a run directory) to the configuration of a run."""
 
 import difflib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from modelwright.core.config import dump, load_yaml, merge, parse
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import RunConfig
+from modelwright.recipes.environment import environment_overrides, given_names
 from modelwright.recipes.quickstart import quickstart
 from modelwright.recipes.tiny import tiny
 
@@ -30,11 +32,13 @@ def load(target: str, overrides: Mapping[str, Any], run_dir: str = "") -> Reques
     """The configuration that `target` names, with `overrides` laid over it.
 
     `target`: a recipe's name, a YAML file (which may say `recipe: NAME` and give only what differs), or a run
-    directory, whose own configuration is taken. `run_dir`: "" for the run's own folder, or `runs/<name>`. Raises
+    directory, whose own configuration is taken; variables of the environment (`environment.py`) go before it. `run_dir`: "" for the run's own folder, or `runs/<name>`. Raises
     `ConfigError` when there is no such thing or a setting is wrong.
     """
     base, folder, origin = _base(target)
+    base = merge(base, environment_overrides(os.environ))
     config = parse(RunConfig, merge(base, overrides))
+    origin = ", ".join([origin, *given_names(os.environ)])
     return Request(config, RunDir(Path(run_dir) if run_dir else folder or RUNS / config.name), origin)
 
 

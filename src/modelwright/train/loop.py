@@ -28,7 +28,7 @@ from modelwright.parallel.mesh import Mesh, World, lay_out
 from modelwright.parallel.transport import GradientTransport
 from modelwright.parallel.transports.local_steps import LocalSteps
 from modelwright.parallel.turns import Together
-from modelwright.precision.policy import autocast
+from modelwright.precision.model import ModelFormats, tf32_products
 from modelwright.train.checkpoint import Best, Checkpoints, Snapshot
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import heldout_losses
@@ -87,6 +87,7 @@ def train(
         with (
             StopRequest() as stop,
             freed_memory_kept(),
+            tf32_products(config.precision.tf32),
             Watchdog(stage.path / f"hang-{world.rank}.txt", limit_s=hang_after_s) as watchdog,
         ):
             while True:
@@ -155,9 +156,9 @@ def _train_laid_out(
                 pipeline_rank=mesh.pipeline.rank,
             ),
             compile_blocks=config.compile,
-            autocast=partial(autocast, config.precision, world.device),
         )
         held.callback(remove_passes, model)
+        formats = ModelFormats(runner.model, config.precision)
         weights = [local(p.detach()) for p in runner.model.parameters() if p.requires_grad]
         transport = given_transport or held.enter_context(
             transport_for(config.transport, config.asynchronous, turns, weights)
@@ -179,6 +180,7 @@ def _train_laid_out(
             seed=seed,
             peak_flops=peak_flops,
             transport=transport,
+            formats=formats,
             quarantine_path=stage.path / "quarantine.jsonl",
         )
         loop = _Loop(
@@ -322,9 +324,10 @@ class _Loop:
     def evaluate(self) -> None:
         """Held-out losses over the whole set; the best so far is remembered."""
         started = time.perf_counter()
-        losses = heldout_losses(
-            self.one_step.runner, self.one_step.objective, self.heldout, self.everyone, alive=self.watchdog.alive
-        )
+        with self.one_step.formats.evaluating():
+            losses = heldout_losses(
+                self.one_step.runner, self.one_step.objective, self.heldout, self.everyone, alive=self.watchdog.alive
+            )
         loss = sum(losses.values())
         self.at.evaluated_step, self.at.heldout_loss = self.at.step, loss
         if loss < self.at.best_loss:

@@ -1,17 +1,13 @@
 """Model passes, `model -> model`, in their one fixed order.
 
 Tensor parallelism changes what the layers are, so it comes first. Activation checkpointing wraps blocks next, so that
-compile sees (and may fuse across) what is computed again; FSDP, which gathers whole blocks, comes last. Precision is no
-pass of its own here: it is the context (`autocast`) in which the runner computes forward and losses.
+compile sees (and may fuse across) what is computed again; FSDP, which gathers whole blocks, comes last. How products
+are computed (`precision/model.py`) is set on the finished layers, whose formats may change while the model trains.
 """
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
-
-import torch
-import torch.nn.functional as F
 
 from modelwright.memory.activations import block_shape, head_workspace_bytes
 from modelwright.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
@@ -25,7 +21,8 @@ from modelwright.parallel.schedule import microbatches_in_flight
 from modelwright.parallel.shard import shard_states
 from modelwright.parallel.stages import layers_of_stages, rank_of_stage
 from modelwright.parallel.tensor import shard_layers
-from modelwright.precision.policy import PrecisionConfig, compute_dtype
+from modelwright.precision.model import remove_formats
+from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.runner import Runner, WholeModel
 
 
@@ -36,7 +33,6 @@ def spread(
     parallel: ParallelConfig,
     activations: Callable[[Decoder], Decoder],
     compile_blocks: bool,
-    autocast: Callable[[], AbstractContextManager],
 ) -> Runner:
     """Lay the model out over the mesh, in place; a pipeline keeps this rank's layers only.
 
@@ -53,9 +49,9 @@ def spread(
         )
 
     if mesh.pipeline.size > 1:
-        return Pipeline(model, parallel, mesh, passes=passes, autocast=autocast)
+        return Pipeline(model, parallel, mesh, passes=passes)
     scatters_each = parallel.shard in ("gradients", "full")
-    return WholeModel(passes(model), mesh.context, scatters_each=scatters_each, autocast=autocast)
+    return WholeModel(passes(model), mesh.context, scatters_each=scatters_each)
 
 
 def apply_passes(
@@ -103,7 +99,7 @@ def activation_pass(
             return model
         shape = block_shape(
             model.config,
-            compute="fp32" if compute_dtype(precision) == torch.float32 else "bf16",
+            compute=precision.planned_as,
             mean_context=model.config.max_seq_len / 2,
             tensor=parallel.tensor,
             sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
@@ -137,7 +133,6 @@ def compile_each_block(model: Decoder, *, backend: str = "inductor") -> Decoder:
 def remove_passes(model: Decoder) -> None:
     """Take the passes off again, so that the model is plain once more (and may be trained again)."""
     remove_checkpoints(model)
-    for projection in model.projections().values():
-        projection.product = F.linear
+    remove_formats(model)
     for block in model.blocks.values():
         block._compiled_call_impl = None

@@ -5,7 +5,6 @@ parameters. Knows no normaliser and no update.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
@@ -49,13 +48,10 @@ class WholeModel:
     scatters_each: gradients that FSDP divides are scattered after each microbatch (ZeRO-2 and 3), not once a step.
     """
 
-    def __init__(
-        self, model: Decoder, context: World, *, scatters_each: bool, autocast: Callable[[], AbstractContextManager]
-    ) -> None:
+    def __init__(self, model: Decoder, context: World, *, scatters_each: bool) -> None:
         self.model = model
         self.context = context
         self.scatters_each = scatters_each
-        self.autocast = autocast
 
     def num_stages_with(self, name: str) -> int:
         return 1
@@ -65,14 +61,11 @@ class WholeModel:
     def train(self, parts: Sequence[Batch], loss_of: LossOf) -> None:
         for number, part in enumerate(parts, start=1):
             scatter_gradients(self.model, self.scatters_each or number == len(parts))
-            with self.autocast():
-                loss = self._loss(part, loss_of)
-            loss.backward()
+            self._loss(part, loss_of).backward()
 
     def evaluate(self, parts: Sequence[Batch], loss_of: LossOf) -> None:
         for part in parts:
-            with self.autocast():
-                self._loss(part, loss_of)
+            self._loss(part, loss_of)
 
     def _loss(self, part: Batch, loss_of: LossOf) -> Tensor:
         attend, part = attention_of(part, self.context)

@@ -8,7 +8,7 @@ about checkpoints or evaluation.
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from modelwright.parallel.transports.local_steps import LocalSteps
 from modelwright.parallel.transports.planned import PlannedTransport
 from modelwright.parallel.turns import Turns
 from modelwright.precision.loss_scale import LossScale, loss_scale_for
+from modelwright.precision.model import FollowMaxima, ModelFormats
 from modelwright.train.config import TrainConfig
 from modelwright.train.exchange import Meeting
 from modelwright.train.guards import Quarantine
@@ -58,6 +59,7 @@ class TrainStep:
     seed: int
     peak_flops: float
     transport: GradientTransport
+    formats: ModelFormats
     quarantine_path: Path
     names: dict[Tensor, str] = field(init=False)
     num_holders: list[int] = field(init=False)
@@ -87,7 +89,7 @@ class TrainStep:
         )
         scaling = self.config.precision.loss_scale
         self.loss_scale = loss_scale_for(
-            scaling, compute=config.precision.compute, count=lambda: self.model.config.num_parameters
+            scaling, uses_fp16=config.precision.uses_fp16, count=lambda: self.model.config.num_parameters
         )
         self.updates = standard_updates(
             self.optimizer,
@@ -103,6 +105,7 @@ class TrainStep:
             peak_rate=config.learning_rate,
             before_check={"unscale": Unscale(self.loss_scale)} if self.loss_scale and self.scales_sums else {},
             after_check={
+                **({"fp8_maxima": FollowMaxima(self.formats, self.maxima)} if self.formats.delayed else {}),
                 **({"loss_scale": FollowOverflows(self.loss_scale)} if self.loss_scale else {}),
                 "quarantine": self.quarantine(),
             },
@@ -112,6 +115,10 @@ class TrainStep:
             self.meeting = Meeting(self.transport, list(self.names), self.optimizer)
             self.updates["meeting"] = self.meeting
         self.stage_balance = self.balance_of_stages()
+
+    def maxima(self, values: Sequence[float]) -> list[float]:
+        """Of all processes of a turn, value by value; those that a process does not know are 0."""
+        return self.mesh.world.maxima(*values)
 
     def norm(self, gradients: list[Tensor]) -> float:
         """Of the whole model's gradients; with local steps the root mean square of the ranks' own, so that all clip
@@ -170,6 +177,7 @@ class TrainStep:
         """Update `number` (from 0): batch, gradients, transport, updates. Also returns its FLOPs."""
         started = time.perf_counter()
         _seed_generators(derive_seed(self.seed, "step", number, self.mesh.data.rank), self.world.device)
+        self.formats.begin_step()
         batch = self.batch(number)
         data_wait_s = time.perf_counter() - started
         totals, num_tokens, flops = self.count(batch)

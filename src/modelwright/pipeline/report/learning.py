@@ -10,6 +10,7 @@ from modelwright.pipeline.report.blocks import Block, Chart, Excerpt, Fold, Note
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
 from modelwright.pipeline.report.format import count, number, percent, seconds
 from modelwright.pipeline.report.run_data import RunData, StageData
+from modelwright.precision.policy import PrecisionConfig
 
 _SUMMARIES = {
     "loss": "loss, nats per token",
@@ -54,13 +55,21 @@ def _with_final_peak(stage: StageData) -> list[dict[str, Any]]:
     return [record | {"mfu": record["mfu"] * scale} if "mfu" in record else record for record in stage.records()]
 
 
+def _formats(precision: PrecisionConfig) -> str:
+    """`attention BF16, ffn BF16, head FP32`, or one format where all have it."""
+    formats = precision.formats
+    if len(set(formats.values())) == 1:
+        return f"all in {formats['ffn'].upper()}"
+    return ", ".join(f"{kind} {chosen.upper()}" for kind, chosen in formats.items())
+
+
 def _lead(stage: StageData, config: Any) -> str:
     facts = stage.facts
     words = [
         f"{count(facts['num_steps'])} steps of {count(config.batch_tokens)} tokens, "
         f"{count(facts['num_tokens'])} tokens in all ({number(facts['num_epochs'], 3)} passes over the data), "
         f"in {seconds(facts['train_time_s'])} of steps. "
-        f"Computed in {config.precision.compute.upper()} with FP32 master weights"
+        f"Computed by the policy {config.precision.policy} ({_formats(config.precision)}) with FP32 master weights"
     ]
     if config.num_microbatches > 1:
         words.append(f", accumulated over {config.num_microbatches} microbatches")

@@ -1,0 +1,163 @@
+"""The products of a linear layer in each number format, as `Products`.
+
+A format's three products read their factors in that format and sum in FP32 (or in integers); what comes out has the
+`result` format. Floating-point formats of 16 bits and more are plain casts and need no products of their own:
+`in_float`. Sources: INT8 with per-row scales (SwitchBack, Wortsman et al. 2023; Jetfire, Xi et al. 2024), FP8 with
+current or delayed scaling (Micikevicius et al. 2022), blockwise with E4M3 in all three products (DeepSeek-V3, 2024).
+
+Legend: N flattened rows, I inputs, O outputs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modelwright.ops.products import Products, multiply
+from modelwright.ops.scaled import (
+    ROW_BLOCKS,
+    ROWWISE,
+    SQUARE_BLOCKS,
+    TENSORWISE,
+    Grid,
+    dequantise,
+    group_maxima,
+    quantise,
+    scaled_product,
+)
+
+Recipe = Literal["tensorwise", "rowwise", "blockwise"]
+Role = Literal["x", "weight", "grad"]
+Maxima = Callable[[Role, Tensor], Tensor | None]
+"""Largest magnitudes to scale by, by the role of a factor and the factor; None for its own."""
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+GRIDS: dict[Recipe, tuple[Grid, Grid]] = {
+    "tensorwise": (TENSORWISE, TENSORWISE),
+    "rowwise": (ROWWISE, ROWWISE),
+    "blockwise": (ROW_BLOCKS, SQUARE_BLOCKS),
+}
+"""Of activations and gradients, and of weights."""
+
+
+def in_float(dtype: torch.dtype, x: Tensor, weight_OI: Tensor) -> Tensor:
+    """x [..., I] times weight', computed and returned in `dtype`; gradients flow in it and are returned as given."""
+    return F.linear(x.to(dtype), weight_OI.to(dtype))
+
+
+def in_products(products: Products, result: torch.dtype, x: Tensor, weight_OI: Tensor) -> Tensor:
+    """x [..., I] times weight' by `products`, in `result`."""
+    return multiply(x.to(result), weight_OI, products)
+
+
+def _own(role: Role, factor: Tensor) -> None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8:
+    """FP8 products by a recipe.
+
+    result: format of what comes out. gradients: format of the gradients' codes. wide_weight_gradient: the gradient of
+    the weight is computed of unquantised factors. cache: backward reads the input as it was quantised, so that forward
+    keeps one byte an element. maxima: for delayed scaling, tensorwise only.
+    """
+
+    recipe: Recipe
+    result: torch.dtype
+    gradients: torch.dtype = E5M2
+    wide_weight_gradient: bool = False
+    cache: bool = False
+    maxima: Maxima = _own
+
+    def products(self) -> Products:
+        weight_gradient = self._wide_weight_gradient if self.wide_weight_gradient else self._weight_gradient
+        packing = {"pack": self._pack, "unpack": self._unpack} if self.cache else {}
+        return Products(
+            name=f"fp8-{self.recipe}",
+            forward=self._forward,
+            input_gradient=self._input_gradient,
+            weight_gradient=weight_gradient,
+            **packing,
+        )
+
+    def _quantised(self, factor: Tensor, role: Role, grid: Grid) -> tuple[Tensor, Tensor]:
+        dtype = self.gradients if role == "grad" else E4M3
+        return quantise(factor, grid, dtype, maxima=self.maxima(role, factor))
+
+    def _product(self, left: Tensor, right: Tensor, roles: tuple[Role, Role], *, of_weights: bool) -> Tensor:
+        rows, squares = GRIDS[self.recipe]
+        grids = (rows, squares if of_weights else rows)
+        factors = zip((left, right), roles, grids, strict=True)
+        a, b = (self._quantised(factor, role, grid) for factor, role, grid in factors)
+        return scaled_product(a, b, grids, self.result)
+
+    def _forward(self, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+        return self._product(x_NI, weight_OI, ("x", "weight"), of_weights=True)
+
+    def _input_gradient(self, dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
+        return self._product(dy_NO, weight_OI.T, ("grad", "weight"), of_weights=True)
+
+    def _weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
+        return self._product(dy_NO.T, x_NI.T, ("grad", "x"), of_weights=False)
+
+    def _wide_weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
+        return dy_NO.T @ x_NI.to(dy_NO.dtype)
+
+    def _pack(self, x_NI: Tensor) -> tuple[Tensor, ...]:
+        return self._quantised(x_NI, "x", GRIDS[self.recipe][0])
+
+    def _unpack(self, *packed: Tensor) -> Tensor:
+        codes_NI, scales = packed
+        return dequantise(codes_NI, scales, GRIDS[self.recipe][0]).to(self.result)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8:
+    """INT8 products with a scale for each row of both factors, along the summed dimension.
+
+    stochastic: gradients are rounded at random, so that small ones are right in the mean instead of zero.
+    wide_weight_gradient: as in `Fp8`; its sum runs over all tokens, whose sizes differ most.
+    """
+
+    result: torch.dtype
+    stochastic: bool = True
+    wide_weight_gradient: bool = False
+
+    def products(self) -> Products:
+        weight_gradient = self._wide_weight_gradient if self.wide_weight_gradient else self._weight_gradient
+        return Products(
+            name="int8", forward=self._forward, input_gradient=self._input_gradient, weight_gradient=weight_gradient
+        )
+
+    def _product(self, left: Tensor, right: Tensor, *, stochastic: bool) -> Tensor:
+        a = quantise(left, ROWWISE, torch.int8, stochastic=stochastic)
+        b = quantise(right, ROWWISE, torch.int8)
+        return scaled_product(a, b, (ROWWISE, ROWWISE), self.result)
+
+    def _forward(self, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+        return self._product(x_NI, weight_OI, stochastic=False)
+
+    def _input_gradient(self, dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
+        return self._product(dy_NO, weight_OI.T, stochastic=self.stochastic)
+
+    def _weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
+        return self._product(dy_NO.T, x_NI.T, stochastic=self.stochastic)
+
+    def _wide_weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
+        return dy_NO.T @ x_NI.to(dy_NO.dtype)
+
+
+def quantisation_error(x_RK: Tensor, dtype: torch.dtype, grid: Grid) -> float:
+    """Root mean square of what a format loses, over that of the values: 0 for zeros."""
+    codes, scales = quantise(x_RK, grid, dtype)
+    lost, all_of_it = (dequantise(codes, scales, grid) - x_RK.float()).square().sum(), x_RK.float().square().sum()
+    return float((lost / all_of_it).sqrt()) if all_of_it > 0 else 0.0
+
+
+def tensor_maximum(x: Tensor) -> Tensor:
+    """Largest magnitude as `quantise` wants it, [1, 1]."""
+    return group_maxima(x.flatten(0, -2) if x.dim() > 2 else x, TENSORWISE)

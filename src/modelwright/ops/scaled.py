@@ -1,0 +1,173 @@
+"""Products of matrices in eight bits: groups of elements share a scale, sums are kept in more bits.
+
+All products of a linear layer have the form a b' with both factors cut into groups along the summed dimension. A grid
+says how: (rows, columns) of a group, 0 for all of them. Tensorwise: one scale; rowwise: one for each row; blockwise, as
+DeepSeek-V3 trains (2024, section 3.3): 1 x 128 for activations and gradients, 128 x 128 for weights. `scaled_product`
+takes the hardware's kernel where there is one; `scaled_product_naive` says what it means, and runs anywhere.
+
+Legend: M, N rows of the factors, K the summed dimension, R rows of either, G groups.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+Grid = tuple[int, int]
+TENSORWISE: Grid = (0, 0)
+ROWWISE: Grid = (1, 0)
+BLOCK = 128
+ROW_BLOCKS: Grid = (1, BLOCK)
+SQUARE_BLOCKS: Grid = (BLOCK, BLOCK)
+INT8_MAX = 127.0
+_TINY = 2.0**-100
+"""Smallest scale: groups of zeros divide by it."""
+
+
+def largest(dtype: torch.dtype) -> float:
+    """The largest code of an eight-bit format; INT8 is used symmetrically."""
+    return INT8_MAX if dtype == torch.int8 else torch.finfo(dtype).max
+
+
+def group_maxima(x_RK: Tensor, grid: Grid) -> Tensor:
+    """Largest magnitude of each group, [rows of groups, columns of groups], FP32. The last groups may be smaller."""
+    (rows, columns), (num_rows, num_columns) = _sizes(x_RK, grid), x_RK.shape
+    x = x_RK.detach().abs()
+    if columns < num_columns:
+        x = torch.nn.functional.pad(x, (0, -num_columns % columns)).unflatten(1, (-1, columns)).amax(2)
+    else:
+        x = x.amax(1, keepdim=True)
+    if rows == 1:
+        return x.float()
+    if rows < num_rows:
+        x = torch.nn.functional.pad(x, (0, 0, 0, -num_rows % rows)).unflatten(0, (-1, rows)).amax(1)
+    else:
+        x = x.amax(0, keepdim=True)
+    return x.float()
+
+
+def quantise(
+    x_RK: Tensor, grid: Grid, dtype: torch.dtype, *, maxima: Tensor | None = None, stochastic: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Codes [R, K] in `dtype` (INT8 or an FP8 format) and FP32 scales, one for each group: x is about code * scale.
+
+    maxima: of the groups, where they are known from earlier steps (delayed scaling); larger values are then cut off.
+    stochastic: INT8 codes are rounded up or down at random, right in the mean (Gupta et al. 2015), with the device's
+    default generator.
+    """
+    found = group_maxima(x_RK, grid) if maxima is None else maxima
+    scales = (found / largest(dtype)).clamp_min_(_TINY)
+    scaled_RK = x_RK.float() / _spread(scales, x_RK, grid)
+    if dtype == torch.int8:
+        rounded = scaled_RK.add_(torch.rand_like(scaled_RK)).floor_() if stochastic else scaled_RK.round_()
+        return rounded.clamp_(-INT8_MAX, INT8_MAX).to(dtype), scales
+    return scaled_RK.clamp_(-largest(dtype), largest(dtype)).to(dtype), scales
+
+
+def dequantise(codes_RK: Tensor, scales: Tensor, grid: Grid) -> Tensor:
+    """FP32 [R, K]."""
+    return codes_RK.float() * _spread(scales, codes_RK, grid)
+
+
+def scaled_product_naive(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], grids: tuple[Grid, Grid], result: torch.dtype
+) -> Tensor:
+    """a_MK b_NK', [M, N] in `result`, of codes and scales: the definition, with sums in FP32; the twin."""
+    return (dequantise(*a, grids[0]) @ dequantise(*b, grids[1]).T).to(result)
+
+
+def scaled_product(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], grids: tuple[Grid, Grid], result: torch.dtype
+) -> Tensor:
+    """a_MK b_NK', [M, N] in `result`, of codes and scales.
+
+    INT8 with scales that do not change along K: an integer product, exact before scaling. FP8: the device's kernel if
+    it has one for these grids, formats and shapes and gives what the definition gives, else the definition.
+    """
+    (a_MK, a_scales), (b_NK, b_scales) = a, b
+    if a_MK.dtype == torch.int8 and not grids[0][1] and not grids[1][1]:
+        return (int8_product(a_MK, b_NK) * a_scales * b_scales.T).to(result)
+    kernel = _fp8_kernel(a_MK.device, a_MK.dtype, b_NK.dtype, grids, result)
+    if kernel is not None and _fits_kernel(a_MK, b_NK):
+        return kernel(a, b)
+    return scaled_product_naive(a, b, grids, result)
+
+
+def int8_product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    """a b' of INT8 codes, exact, as FP32 [M, N] (exact up to 2^24, then rounded).
+
+    CUDA's kernel wants more than 16 rows and multiples of 8: factors are padded with zeros there.
+    """
+    int_mm = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
+    if a_MK.device.type == "cpu":
+        return int_mm(a_MK, b_NK.T).float()
+    (num_rows, num_summed), num_columns = a_MK.shape, b_NK.shape[0]
+    pad = torch.nn.functional.pad
+    more_rows = max(32 - num_rows, -num_rows % 8)
+    a_MK = pad(a_MK, (0, -num_summed % 8, 0, more_rows)).contiguous()
+    b_NK = pad(b_NK, (0, -num_summed % 8, 0, -num_columns % 8)).contiguous()
+    return int_mm(a_MK, b_NK.T)[:num_rows, :num_columns].float()
+
+
+def _sizes(x_RK: Tensor, grid: Grid) -> tuple[int, int]:
+    """Rows and columns of a group of this tensor."""
+    rows, columns = grid
+    return min(rows or x_RK.shape[0], x_RK.shape[0]), min(columns or x_RK.shape[1], x_RK.shape[1])
+
+
+def _spread(scales: Tensor, x_RK: Tensor, grid: Grid) -> Tensor:
+    """Scales so that they multiply with x_RK."""
+    rows, columns = _sizes(x_RK, grid)
+    if scales.shape[0] > 1 and rows > 1:
+        scales = scales.repeat_interleave(rows, dim=0)[: x_RK.shape[0]]
+    if scales.shape[1] > 1 and columns > 1:
+        scales = scales.repeat_interleave(columns, dim=1)[:, : x_RK.shape[1]]
+    return scales
+
+
+Kernel = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], Tensor]
+
+
+def _fits_kernel(a_MK: Tensor, b_NK: Tensor) -> bool:
+    """The kernels want dimensions in multiples of 16; blocks, of 128."""
+    return a_MK.shape[1] % BLOCK == 0 and b_NK.shape[0] % 16 == 0 and a_MK.shape[0] % 16 == 0
+
+
+@cache
+def _fp8_kernel(
+    device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, grids: tuple[Grid, Grid], result: torch.dtype
+) -> Kernel | None:
+    """The device's own product, if it has one and it agrees with the definition on an example. Asked once."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9) or torch.int8 in (a_dtype, b_dtype):
+        return None
+
+    def kernel(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
+        (a_MK, a_scales), (b_NK, b_scales) = a, b
+        if BLOCK in grids[0]:  # scales of row blocks lie column by column
+            a_scales = a_scales.T.contiguous().T
+        b_scales = b_scales.contiguous().T
+        scales = (a_scales, b_scales) if grids != (TENSORWISE, TENSORWISE) else (a_scales.view(()), b_scales.view(()))
+        scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+        return scaled_mm(a_MK, b_NK.T, scale_a=scales[0], scale_b=scales[1], out_dtype=result)
+
+    return kernel if _agrees(kernel, device, (a_dtype, b_dtype), grids, result) else None
+
+
+def _agrees(
+    kernel: Kernel,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    grids: tuple[Grid, Grid],
+    result: torch.dtype,
+) -> bool:
+    generator = torch.Generator(device).manual_seed(0)
+    factors = [torch.randn(256, 2 * BLOCK, device=device, generator=generator) for _ in dtypes]
+    a, b = (quantise(x, grid, dtype) for x, grid, dtype in zip(factors, grids, dtypes, strict=True))
+    try:
+        found, wanted = kernel(a, b), scaled_product_naive(a, b, grids, torch.float32)
+    except (RuntimeError, ValueError, NotImplementedError):  # this build or device has none for these grids
+        return False
+    tolerance = 4 * math.sqrt(2 * BLOCK) * torch.finfo(result).eps
+    return bool(((found.float() - wanted).abs().max() <= tolerance * wanted.std()).item())

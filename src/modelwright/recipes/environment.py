@@ -1,0 +1,69 @@
+"""Settings from the environment, under the names that a published toolkit gave them.
+
+They go before what a recipe or a file says and behind the command line, for both training stages, and stand in the
+resolved configuration like any other setting.
+
+    DEEPSEEK_PRECISION_MODE      a policy, or fp16, bf16 and mixed for fp16_mixed, bf16_mixed and bf16_mixed
+    DEEPSEEK_AMP_ENABLED         0: FP32, whatever the mode; 1: the mode, or bf16_mixed where none is named
+    DEEPSEEK_LOSS_SCALE_WINDOW   updates without overflow after which the loss scale grows
+    DEEPSEEK_FP32_OPS            operators that stay in FP32, separated by commas (softmax,layernorm,loss)
+"""
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from modelwright.core.errors import ConfigError
+from modelwright.precision.policy import ALWAYS_FP32, Policy
+
+MODE, ENABLED = "DEEPSEEK_PRECISION_MODE", "DEEPSEEK_AMP_ENABLED"
+WINDOW, OPS = "DEEPSEEK_LOSS_SCALE_WINDOW", "DEEPSEEK_FP32_OPS"
+NAMES = (MODE, ENABLED, WINDOW, OPS)
+STAGES = ("pretrain", "sft")
+
+_OTHER_NAMES = {"fp16": "fp16_mixed", "bf16": "bf16_mixed", "mixed": "bf16_mixed"}
+_OTHER_OPS = {"layernorm": "norm", "layer_norm": "norm", "rmsnorm": "norm", "cross_entropy": "loss", "sum": "reduction"}
+_ANSWERS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def given_names(environment: Mapping[str, str]) -> list[str]:
+    """Those of the variables that are set to something."""
+    return [name for name in NAMES if environment.get(name, "").strip()]
+
+
+def environment_overrides(environment: Mapping[str, str]) -> dict[str, Any]:
+    """What the variables say, as a mapping to lay over a configuration. Raises `ConfigError` that names the variable."""
+    given = {name: environment[name].strip() for name in given_names(environment)}
+    precision: dict[str, Any] = {}
+    policy = _policy(given)
+    if policy:
+        precision["policy"] = policy
+    if WINDOW in given:
+        precision["loss_scale"] = {"window": _window(given[WINDOW])}
+    if OPS in given:
+        precision["fp32_ops"] = _operators(given[OPS])
+    return {stage: {"precision": precision} for stage in STAGES} if precision else {}
+
+
+def _policy(given: Mapping[str, str]) -> str:
+    mode = given.get(MODE, "").lower()
+    mode = _OTHER_NAMES.get(mode, mode)
+    if mode and mode not in get_args(Policy):
+        raise ConfigError(f"{MODE}: {given[MODE]!r} is none of {', '.join((*_OTHER_NAMES, *get_args(Policy)))}")
+    if ENABLED not in given:
+        return mode
+    answer = given[ENABLED].lower()
+    if answer not in _ANSWERS:
+        raise ConfigError(f"{ENABLED}: must be 0 or 1, got {given[ENABLED]!r}")
+    return (mode or "bf16_mixed") if _ANSWERS[answer] else "fp32"
+
+
+def _window(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{WINDOW}: must be a number of updates, 1 or more, got {text!r}; 1000 or 2000 is usual")
+    return int(text)
+
+
+def _operators(text: str) -> list[str]:
+    """Those named, and those that stay in FP32 in any case. What is wrong with a name the policy says."""
+    named = [name.strip().lower() for name in text.split(",") if name.strip()]
+    return list(dict.fromkeys([*ALWAYS_FP32, *(_OTHER_OPS.get(name, name) for name in named)]))

@@ -1,0 +1,100 @@
+"""Eight-bit products: codes and scales, the product against its definition, and what a format loses."""
+
+import pytest
+import torch
+
+from modelwright.ops.formats import E4M3, E5M2, quantisation_error
+from modelwright.ops.scaled import (
+    ROW_BLOCKS,
+    ROWWISE,
+    SQUARE_BLOCKS,
+    TENSORWISE,
+    dequantise,
+    group_maxima,
+    int8_product,
+    quantise,
+    scaled_product,
+    scaled_product_naive,
+)
+
+GRIDS = {"tensor": TENSORWISE, "row": ROWWISE, "row blocks": ROW_BLOCKS, "squares": SQUARE_BLOCKS}
+
+
+def values(num_rows: int = 150, num_columns: int = 300) -> torch.Tensor:
+    """Rows and columns of very different sizes, so that it matters what shares a scale."""
+    x = torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(1))
+    return x * torch.logspace(-2, 1, num_rows)[:, None] * torch.logspace(-1, 1, num_columns)
+
+
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+def test_each_group_has_the_largest_of_its_own_elements(grid):
+    x = values()
+    maxima = group_maxima(x, grid)
+    rows, columns = grid[0] or x.shape[0], grid[1] or x.shape[1]
+    for i in range(maxima.shape[0]):
+        for j in range(maxima.shape[1]):
+            group = x[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+            assert maxima[i, j] == group.abs().max()
+    assert maxima.shape == (-(-x.shape[0] // rows), -(-x.shape[1] // columns))
+
+
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
+@pytest.mark.parametrize(("dtype", "step"), [(torch.int8, 1 / 127), (E4M3, 1 / 16), (E5M2, 1 / 8)])
+def test_values_come_back_to_half_a_step(grid, dtype, step):
+    """INT8: half a step of the group's largest; FP8: half a unit in the last place of the value itself."""
+    x = values()
+    codes, scales = quantise(x, grid, dtype)
+    assert codes.dtype == dtype
+    lost = (dequantise(codes, scales, grid) - x).abs()
+    largest = dequantise(torch.ones_like(codes), scales, grid) * (
+        127 if dtype == torch.int8 else torch.finfo(dtype).max
+    )
+    allowed = largest * step / 2 if dtype == torch.int8 else x.abs() * step + largest * 2.0**-15
+    assert (lost <= allowed * (1 + 1e-4)).all()
+
+
+def test_finer_groups_lose_less():
+    lost = {name: quantisation_error(values(), torch.int8, grid) for name, grid in GRIDS.items()}
+    assert lost["row blocks"] < lost["row"] < lost["tensor"]
+    assert quantisation_error(torch.zeros(3, 4), E4M3, TENSORWISE) == 0.0
+
+
+def test_random_rounding_is_right_in_the_mean_where_rounding_to_the_nearest_is_not():
+    x = torch.cat([torch.full((1, 4000), 0.3), torch.full((1, 1), 127.0)], dim=1)
+    nearest, _ = quantise(x, ROWWISE, torch.int8)
+    at_random, _ = quantise(x, ROWWISE, torch.int8, stochastic=True)
+    assert nearest[0, :-1].float().mean() == 0.0
+    assert at_random[0, :-1].float().mean().item() == pytest.approx(0.3, abs=0.04)
+
+
+def test_known_maxima_cut_off_what_is_larger():
+    codes, scales = quantise(torch.tensor([[1.0, 8.0]]), TENSORWISE, E4M3, maxima=torch.full((1, 1), 2.0))
+    assert dequantise(codes, scales, TENSORWISE).tolist() == [[1.0, 2.0]]
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 16), (5, 24, 7), (33, 130, 65)])
+def test_integer_products_are_exact(shape):
+    m, k, n = shape
+    a, b = (torch.randint(-127, 128, (rows, k), dtype=torch.int8) for rows in (m, n))
+    assert torch.equal(int8_product(a, b), (a.double() @ b.double().T).float())
+
+
+@pytest.mark.parametrize("result", [torch.float32, torch.bfloat16])
+def test_an_int8_product_is_its_definition(result):
+    grids = (ROWWISE, ROWWISE)
+    a, b = quantise(values(40, 96), ROWWISE, torch.int8), quantise(values(24, 96), ROWWISE, torch.int8)
+    found, wanted = scaled_product(a, b, grids, result), scaled_product_naive(a, b, grids, torch.float32)
+    torch.testing.assert_close(found.float(), wanted, rtol=1e-5 if result == torch.float32 else 2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("grids", [(TENSORWISE, TENSORWISE), (ROWWISE, ROWWISE)], ids=["tensorwise", "rowwise"])
+def test_the_definition_is_what_pytorch_multiplies(grids):
+    """`torch._scaled_mm` runs on the CPU too, slowly, for these two recipes."""
+    a, b = (quantise(values(32, 64), grid, E4M3) for grid in grids)
+    (a_codes, a_scales), (b_codes, b_scales) = a, b
+    if grids[0] == TENSORWISE:
+        a_scales, b_scales = a_scales.view(()), b_scales.view(())
+    else:
+        b_scales = b_scales.T
+    theirs = torch._scaled_mm(a_codes, b_codes.T, scale_a=a_scales, scale_b=b_scales, out_dtype=torch.float32)
+    torch.testing.assert_close(scaled_product(a, b, grids, torch.float32), theirs, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,180 @@
+"""Policies brought to a model: which formats its operators really compute in, read from the operators themselves."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from modelwright.core.config import parse
+from modelwright.model.attention import packed_attend
+from modelwright.precision.model import ROLES, DelayedMaxima, FollowMaxima, ModelFormats, names_of_projections
+from modelwright.precision.policy import POLICIES, PrecisionConfig
+from tiny_decoder import make_decoder
+
+PRODUCTS = {"aten.mm.default", "aten.addmm.default", "aten.bmm.default"}
+
+
+class Formats(TorchDispatchMode):
+    """Counts the operators that run, by their first input's format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[tuple[str, torch.dtype]] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        if tensors:
+            self.seen[str(func), tensors[0].dtype] += 1
+        return func(*args, **(kwargs or {}))
+
+    def products(self) -> dict[torch.dtype, int]:
+        found: Counter[torch.dtype] = Counter()
+        for (name, dtype), count in self.seen.items():
+            if name in PRODUCTS or "_int_mm" in name:
+                found[dtype] += count
+        return dict(found)
+
+
+def config(policy: str, **more) -> PrecisionConfig:
+    return parse(PrecisionConfig, {"policy": policy, **more})
+
+
+def run(model, *, backward: bool = True) -> tuple[torch.Tensor, Formats]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 96, (2, 20), generator=generator)
+    positions, segments = torch.arange(20).repeat(2, 1), torch.zeros(2, 20, dtype=torch.int32)
+    torch.manual_seed(1)
+    with Formats() as formats:
+        hidden = model(tokens, positions, packed_attend(segments))
+        loss = model.cross_entropy(hidden, tokens, chunk_tokens=16) / tokens.numel()
+        if backward:
+            loss.backward()
+    return loss.detach(), formats
+
+
+@pytest.mark.parametrize(
+    ("policy", "formats"),
+    [
+        ("fp32", {torch.float32}),
+        ("bf16_mixed", {torch.bfloat16}),
+        ("fp16_mixed", {torch.float16}),
+        ("pure_fp16", {torch.float16}),
+        ("hybrid", {torch.float32, torch.bfloat16}),
+        ("int8", {torch.float32, torch.int8}),
+    ],
+)
+def test_products_run_in_the_formats_of_the_policy(policy, formats):
+    """Seven projections in each of two blocks, three products each; head and loss chunk by chunk beside them."""
+    model = make_decoder()
+    ModelFormats(model, config(policy))
+    _, seen = run(model)
+    found = seen.products()
+    found.pop(torch.float32) if policy in ("bf16_mixed", "fp16_mixed", "pure_fp16") else None  # norms' gradients
+    assert set(found) == formats
+    if policy == "int8":
+        assert found[torch.int8] == 2 * 7 * 3
+    if policy == "hybrid":
+        assert found[torch.bfloat16] == 2 * 3 * 3
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_loss_is_near_that_of_fp32(policy):
+    exact, model = run(make_decoder())[0], make_decoder()
+    ModelFormats(model, config(policy))
+    found, _ = run(model)
+    assert found.item() == pytest.approx(exact.item(), rel=0.02)
+    assert (found == exact) == (policy == "fp32")
+
+
+def test_the_stream_has_the_embeddings_format_and_norms_hand_on_what_is_read():
+    dtypes = {}
+    for policy in ("bf16_mixed", "pure_fp16", "hybrid"):
+        model = make_decoder()
+        ModelFormats(model, config(policy))
+        block = model.blocks["1"]
+        for part in ("attention_norm", "ffn_norm"):
+            getattr(block, part).register_forward_hook(
+                lambda _, given, out, at=(policy, part): dtypes.update({at: (given[0].dtype, out.dtype)})
+            )
+        run(model)
+    fp32, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
+    assert dtypes["bf16_mixed", "attention_norm"] == dtypes["bf16_mixed", "ffn_norm"] == (fp32, bf16)
+    assert dtypes["pure_fp16", "attention_norm"] == (fp16, fp16)
+    assert (dtypes["hybrid", "attention_norm"], dtypes["hybrid", "ffn_norm"]) == ((fp32, fp32), (fp32, bf16))
+
+
+def test_operators_leave_fp32_only_when_told_so():
+    losses = {}
+    for name, ops in {
+        "usual": ["softmax", "reduction", "rope", "norm", "loss"],
+        "norm": ["softmax", "reduction", "rope", "loss"],
+        "loss": ["softmax", "reduction", "rope", "norm"],
+        "activation": ["softmax", "reduction", "rope", "norm", "loss", "activation"],
+    }.items():
+        model = make_decoder()
+        ModelFormats(model, config("pure_fp16", fp32_ops=ops))
+        losses[name], seen = run(model)
+        half_softmax = ("aten.exp_.default", torch.float16) in seen.seen
+        half_silu = ("aten.silu.default", torch.float16) in seen.seen
+        assert half_softmax == (name == "loss")
+        assert half_silu == (name != "activation")
+        norms_in_half = ("aten.linalg_vector_norm.default", torch.float16) in seen.seen
+        assert norms_in_half == (name == "norm")
+
+
+def test_evaluation_in_fp32_is_that_of_a_plain_model():
+    plain, model = make_decoder(), make_decoder()
+    formats = ModelFormats(model, config("int8", evaluation="fp32"))
+    with torch.no_grad(), formats.evaluating():
+        found, _ = run(model, backward=False)
+    with torch.no_grad():
+        exact, _ = run(plain, backward=False)
+        again, _ = run(model, backward=False)
+    assert found == exact
+    assert again != exact
+
+
+def test_parts_change_their_format_while_the_others_keep_theirs():
+    model = make_decoder()
+    formats = ModelFormats(model, config("fp32"))
+    assert formats.parts == ["blocks.0.attention", "blocks.0.ffn", "blocks.1.attention", "blocks.1.ffn"]
+    formats.change({"blocks.1.ffn": "int8", "blocks.0.attention": "bf16"})
+    _, seen = run(model)
+    found = seen.products()
+    assert found[torch.int8] == 3 * 3
+    assert found[torch.bfloat16] == 4 * 3
+    formats.change(dict.fromkeys(formats.parts, "fp32"))
+    assert run(model)[0] == run(make_decoder())[0]
+
+
+def test_names_of_all_projections_are_the_models():
+    assert set(names_of_projections(2)) == set(make_decoder().projections())
+
+
+def test_delayed_scaling_goes_by_the_largest_of_the_last_steps():
+    maxima = DelayedMaxima(2)
+    seen = []
+    for value in (1.0, 4.0, 2.0, 1.0):
+        seen.append(maxima("x", torch.tensor([[value, -0.5]])).item())
+        maxima.push(maxima.collect())
+    assert seen == [1.0, 1.0, 4.0, 4.0]
+    assert list(maxima.past["x"]) == [2.0, 1.0]
+    assert not maxima.past["grad"]
+
+
+def test_delayed_maxima_are_agreed_upon_and_saved():
+    given = config("fp8", fp8={"scaling": "delayed", "history": 3})
+    model, other = make_decoder(), make_decoder()
+    formats, others = ModelFormats(model, given), ModelFormats(other, given)
+    run(model)
+    follow = FollowMaxima(formats, lambda values: [2 * value for value in values])  # another rank saw twice as much
+    follow.apply(None)
+    state = follow.state_dict()
+    assert set(state) == set(model.projections())
+    assert all(len(state[name][role]) == 1 for name in state for role in ROLES)
+    FollowMaxima(others, list).load_state_dict(state)
+    assert others.delayed["blocks.1.ffn.up_proj"].past == formats.delayed["blocks.1.ffn.up_proj"].past
+    weight = model.blocks["0"].ffn.up_proj.weight
+    assert state["blocks.0.ffn.up_proj"]["weight"] == pytest.approx([2 * weight.abs().max().item()])

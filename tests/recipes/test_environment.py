@@ -1,0 +1,63 @@
+"""Variables of the environment as settings: what they mean, who goes first, and that config.yaml shows them."""
+
+import pytest
+
+from modelwright.core.config import dump, load_yaml, save_yaml
+from modelwright.core.errors import ConfigError
+from modelwright.recipes.environment import environment_overrides
+from modelwright.recipes.load import load
+
+
+@pytest.mark.parametrize(
+    ("environment", "policy"),
+    [
+        ({"DEEPSEEK_PRECISION_MODE": "bf16"}, "bf16_mixed"),
+        ({"DEEPSEEK_PRECISION_MODE": "PURE_FP16"}, "pure_fp16"),
+        ({"DEEPSEEK_AMP_ENABLED": "1"}, "bf16_mixed"),
+        ({"DEEPSEEK_AMP_ENABLED": "true", "DEEPSEEK_PRECISION_MODE": "fp16"}, "fp16_mixed"),
+        ({"DEEPSEEK_AMP_ENABLED": "0", "DEEPSEEK_PRECISION_MODE": "fp8"}, "fp32"),
+    ],
+)
+def test_mode_and_switch_name_a_policy(monkeypatch, environment, policy):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    request = load("tiny", {})
+    assert request.config.pretrain.precision.policy == request.config.sft.precision.policy == policy
+    assert request.origin == ", ".join(["recipe tiny", *sorted(environment, reverse=True)])
+
+
+def test_the_command_line_goes_first_and_the_resolved_file_shows_what_was_taken(monkeypatch, tmp_path):
+    monkeypatch.setenv("DEEPSEEK_PRECISION_MODE", "int8")
+    monkeypatch.setenv("DEEPSEEK_LOSS_SCALE_WINDOW", "1000")
+    monkeypatch.setenv("DEEPSEEK_FP32_OPS", "softmax, layernorm")
+    config = load("tiny", {"sft": {"precision": {"policy": "bf16_mixed"}}}).config
+    save_yaml(tmp_path / "config.yaml", config)
+    shown = load_yaml(tmp_path / "config.yaml")
+    assert (shown["pretrain"]["precision"]["policy"], shown["sft"]["precision"]["policy"]) == ("int8", "bf16_mixed")
+    assert shown["sft"]["precision"]["loss_scale"]["window"] == 1000
+    assert shown["pretrain"]["precision"]["fp32_ops"] == ["softmax", "reduction", "rope", "norm"]
+
+
+def test_nothing_set_changes_nothing(monkeypatch):
+    before = dump(load("tiny", {}).config)
+    monkeypatch.setenv("DEEPSEEK_PRECISION_MODE", " ")
+    assert dump(load("tiny", {}).config) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DEEPSEEK_PRECISION_MODE", "fp4"),
+        ("DEEPSEEK_AMP_ENABLED", "perhaps"),
+        ("DEEPSEEK_LOSS_SCALE_WINDOW", "0"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_variable(name, value):
+    with pytest.raises(ConfigError, match=rf"^{name}: .*'?{value}"):
+        environment_overrides({name: value})
+
+
+def test_an_unknown_operator_is_named(monkeypatch):
+    monkeypatch.setenv("DEEPSEEK_FP32_OPS", "softmax,dropout")
+    with pytest.raises(ConfigError, match=r"pretrain.precision.fp32_ops: 'dropout'"):
+        load("tiny", {})
