@@ -31,7 +31,7 @@ def given_names(environment: Mapping[str, str]) -> list[str]:
 
 
 def environment_overrides(environment: Mapping[str, str]) -> dict[str, Any]:
-    """What the variables say, as a mapping to lay over a configuration. Raises `ConfigError` that names the variable."""
+    """What the variables say, to lay over a configuration. Raises `ConfigError` that names the variable."""
     given = {name: environment[name].strip() for name in given_names(environment)}
     precision: dict[str, Any] = {}
     policy = _policy(given)

@@ -32,8 +32,9 @@ def load(target: str, overrides: Mapping[str, Any], run_dir: str = "") -> Reques
     """The configuration that `target` names, with `overrides` laid over it.
 
     `target`: a recipe's name, a YAML file (which may say `recipe: NAME` and give only what differs), or a run
-    directory, whose own configuration is taken; variables of the environment (`environment.py`) go before it. `run_dir`: "" for the run's own folder, or `runs/<name>`. Raises
-    `ConfigError` when there is no such thing or a setting is wrong.
+    directory, whose own configuration is taken; variables of the environment (`environment.py`) go before it.
+    `run_dir`: "" for the run's own folder, or `runs/<name>`. Raises `ConfigError` when there is no such thing or a
+    setting is wrong.
     """
     base, folder, origin = _base(target)
     base = merge(base, environment_overrides(os.environ))
