@@ -29,6 +29,9 @@ from modelwright.ops.scaled import (
     scaled_product,
 )
 
+Format = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
+FLOATS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Those that are plain casts."""
 Recipe = Literal["tensorwise", "rowwise", "blockwise"]
 Role = Literal["x", "weight", "grad"]
 Maxima = Callable[[Role, Tensor], Tensor | None]

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from modelwright.model.decoder import Block, Decoder, Product, RMSNorm
-from modelwright.ops.formats import Fp8, Int8, Role, in_float, in_products, tensor_maximum
-from modelwright.precision.policy import FLOATS, Format, Kind, PrecisionConfig
+from modelwright.ops.formats import FLOATS, Format, Fp8, Int8, Role, in_float, in_products, tensor_maximum
+from modelwright.precision.policy import Kind, PrecisionConfig
 
 ROLES: tuple[Role, ...] = ("x", "weight", "grad")
 
@@ -33,7 +33,7 @@ def kind_of(part: str) -> Kind:
 
 
 def names_of_projections(num_layers: int) -> list[str]:
-    """Of all projections of a whole model with that many blocks."""
+    """Of all projections of a whole model with that many blocks, in the order of the layers."""
     attention = [f"attention.{name}_proj" for name in ("q", "k", "v", "o")]
     ffn = [f"ffn.{name}_proj" for name in ("gate", "up", "down")]
     return [f"blocks.{layer}.{name}" for layer in range(num_layers) for name in (*attention, *ffn)]
@@ -73,6 +73,14 @@ class DelayedMaxima:
                 self.past[role].append(value)
 
 
+Watched = Callable[[str, Product], Product]
+"""Name and product of a projection -> the same product, with somebody looking on."""
+
+
+def _unwatched(name: str, product: Product) -> Product:
+    return product
+
+
 class ModelFormats:
     """The formats of one model's parts, `blocks.3.attention` or `blocks.3.ffn`; `change` gives some of them others."""
 
@@ -83,11 +91,17 @@ class ModelFormats:
         self.parts = list(dict.fromkeys(map(part_of, self.projections)))
         self.formats: dict[str, Format] = {part: config.format_of(kind_of(part)) for part in self.parts}
         self.delayed: dict[str, DelayedMaxima] = {}
+        self._watched: Watched = _unwatched
         self._apply()
 
     def change(self, formats: Mapping[str, Format]) -> None:
         """From now on these parts compute in these formats."""
         self.formats |= formats
+        self._apply()
+
+    def watch(self, watched: Watched | None) -> None:
+        """From now on every product goes through `watched`; None ends it."""
+        self._watched = watched or _unwatched
         self._apply()
 
     def product(self, name: str, chosen: Format) -> Product:
@@ -141,7 +155,7 @@ class ModelFormats:
         self.model.ends.head_dtype = None if plain else FLOATS[formats["head"]]
         self.model.ends.loss_in_fp32 = "loss" in ops
         for name, projection in self.projections.items():
-            projection.product = self.product(name, self.formats[part_of(name)])
+            projection.product = self._watched(name, self.product(name, self.formats[part_of(name)]))
         for norm in norms_of(self.model):
             norm.in_fp32 = "norm" in ops
         for layer, block in self.model.blocks.items():

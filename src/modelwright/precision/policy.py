@@ -13,14 +13,13 @@ from typing import Literal, get_args
 import torch
 
 from modelwright.core.errors import ConfigError
-from modelwright.ops.formats import Recipe
+from modelwright.ops.formats import FLOATS, Format, Recipe
+from modelwright.precision.adaptive_config import AdaptiveConfig
 from modelwright.precision.loss_scale import LossScaleConfig
 
-Format = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
 Policy = Literal["fp32", "bf16_mixed", "fp16_mixed", "pure_fp16", "hybrid", "fp8", "int8", "fastest"]
 Kind = Literal["embedding", "attention", "ffn", "head"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-FLOATS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 POLICIES: dict[str, tuple[Format, Format, Format, Format]] = {
     "fp32": ("fp32", "fp32", "fp32", "fp32"),
@@ -99,8 +98,8 @@ class PrecisionConfig:
     policy: formats of all kinds of layers; layers: of single kinds. fp32_ops: what stays in FP32 inside narrower
     layers: softmax, reduction and rope always do; norm and loss unless they are left out; activation if it is named.
     results: format of what eight-bit products give ("": BF16 for FP8, FP32 for INT8). evaluation: held-out losses in
-    FP32, or as the policy has it. tf32: FP32 products on CUDA keep 10 bits of mantissa. loss_scale: of FP16, whose
-    gradients would underflow.
+    FP32, or as the policy has it. tf32: FP32 products on CUDA keep 10 bits of mantissa. adaptive: formats of the
+    blocks' parts change while the model trains. loss_scale: of FP16, whose gradients would underflow.
     """
 
     policy: Policy = "fastest"
@@ -111,6 +110,7 @@ class PrecisionConfig:
     tf32: bool = False
     fp8: Fp8Config = field(default_factory=Fp8Config)
     int8: Int8Config = field(default_factory=Int8Config)
+    adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
 
     def __post_init__(self) -> None:

@@ -107,6 +107,8 @@ class TrainConfig:
             raise ConfigError(f"learning_rate: it and adam_eps must be above 0, got {self.learning_rate}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas: must be in [0, 1), got {self.betas}; (0.9, 0.95) is usual")
+        if self.precision.adaptive.kind != "none":
+            self._check_adaptive()
         check_exchange(self.transport, self.asynchronous, ParallelConfig())
         every = self.transport.local_steps.every
         for name in ("eval_every_steps", "checkpoint_every_steps"):
@@ -120,7 +122,7 @@ class TrainConfig:
     def is_plain(self) -> bool:
         """Whether every update is AdamW's, in memory, on exact sums that all processes make together."""
         exact = self.transport.kind == "exact" and not self.transport.local_steps.every
-        together = exact and self.asynchronous.mode == "none"
+        together = exact and self.asynchronous.mode == "none" and self.precision.adaptive.kind == "none"
         return together and self.optimizer in PLAIN_ADAMW and not self.offload_optimizer
 
     @property
@@ -129,6 +131,13 @@ class TrainConfig:
         if self.optimizer == "deepseek_adam" and not self.dynamic_decay.above_norm:
             return DynamicDecayConfig.published()
         return self.dynamic_decay
+
+    def _check_adaptive(self) -> None:
+        """Formats change for all ranks at once, and in code that is not compiled for one of them."""
+        wrong = {"compile": self.compile, "asynchronous.mode": self.asynchronous.mode == "hogwild"}
+        for name, is_set in wrong.items():
+            if is_set:
+                raise ConfigError(f"{name}: does not go with precision.adaptive; switch one of them off")
 
     def _check_optimizer(self) -> None:
         """What is made for AdamW's states in FP32."""

@@ -181,7 +181,7 @@ def _train_laid_out(
             peak_flops=peak_flops,
             transport=transport,
             formats=formats,
-            quarantine_path=stage.path / "quarantine.jsonl",
+            folder=stage.path,
         )
         loop = _Loop(
             one_step=one_step,

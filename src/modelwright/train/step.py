@@ -34,6 +34,7 @@ from modelwright.parallel.transports.planned import PlannedTransport
 from modelwright.parallel.turns import Turns
 from modelwright.precision.loss_scale import LossScale, loss_scale_for
 from modelwright.precision.model import FollowMaxima, ModelFormats
+from modelwright.train.adaptive import AdaptivePrecision, Machine, known_machine
 from modelwright.train.config import TrainConfig
 from modelwright.train.exchange import Meeting
 from modelwright.train.guards import Quarantine
@@ -60,7 +61,7 @@ class TrainStep:
     peak_flops: float
     transport: GradientTransport
     formats: ModelFormats
-    quarantine_path: Path
+    folder: Path
     names: dict[Tensor, str] = field(init=False)
     num_holders: list[int] = field(init=False)
     optimizer: Optimizer = field(init=False)
@@ -68,6 +69,8 @@ class TrainStep:
     meeting: Meeting | None = field(init=False)
     loss_scale: LossScale | None = field(init=False)
     stage_balance: StageBalance | None = field(init=False)
+    adaptive: AdaptivePrecision | None = field(init=False)
+    present: tuple[Batch, Mapping[str, float]] | None = None
     own_time: OwnTime = field(default_factory=OwnTime)
     batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
     next_batch: int = -1
@@ -91,6 +94,7 @@ class TrainStep:
         self.loss_scale = loss_scale_for(
             scaling, uses_fp16=config.precision.uses_fp16, count=lambda: self.model.config.num_parameters
         )
+        self.adaptive = self.adaptive_precision()
         self.updates = standard_updates(
             self.optimizer,
             self.names,
@@ -108,6 +112,7 @@ class TrainStep:
                 **({"fp8_maxima": FollowMaxima(self.formats, self.maxima)} if self.formats.delayed else {}),
                 **({"loss_scale": FollowOverflows(self.loss_scale)} if self.loss_scale else {}),
                 "quarantine": self.quarantine(),
+                **({"adaptive_precision": self.adaptive} if self.adaptive else {}),
             },
         )
         self.meeting = None
@@ -132,7 +137,35 @@ class TrainStep:
 
     def quarantine(self) -> Quarantine:
         agree, is_first = (lambda flag: self.mesh.world.maxima(flag)[0]), self.mesh.world.is_first
-        return Quarantine(self.config.quarantine, agree, self.quarantine_path, is_first=is_first)
+        return Quarantine(self.config.quarantine, agree, self.folder / "quarantine.jsonl", is_first=is_first)
+
+    def adaptive_precision(self) -> AdaptivePrecision | None:
+        config, mesh = self.config.precision.adaptive, self.mesh
+        if config.kind == "none":
+            return None
+        machine = Machine({}, 0.0)
+        if config.looks:
+            num_copies = mesh.data.size * mesh.context.size * self.config.num_microbatches
+            machine = known_machine(
+                self.folder,
+                self.formats,
+                list(dict.fromkeys(["fp32", *self.formats.formats.values(), *config.candidates])),
+                self.world,
+                num_rows=self.config.batch_tokens // num_copies,
+                tensor=mesh.tensor.size,
+            )
+        return AdaptivePrecision(
+            config=config,
+            formats=self.formats,
+            names=self.names,
+            num_holders=self.num_holders,
+            optimizer=self.optimizer,
+            world=self.mesh.world,
+            machine=machine,
+            trial=self.trial_loss,
+            scale=lambda: self.loss_scale.value if self.loss_scale else 1.0,
+            path=self.folder / "formats.jsonl",
+        )
 
     def balance_of_stages(self) -> StageBalance | None:
         if not self.config.balance.stages or not isinstance(self.runner, Pipeline):
@@ -178,9 +211,12 @@ class TrainStep:
         started = time.perf_counter()
         _seed_generators(derive_seed(self.seed, "step", number, self.mesh.data.rank), self.world.device)
         self.formats.begin_step()
+        if self.adaptive:
+            self.adaptive.begin_step(number)
         batch = self.batch(number)
         data_wait_s = time.perf_counter() - started
         totals, num_tokens, flops = self.count(batch)
+        self.present = batch, totals
         losses = self.compute_gradients(batch, totals)
         gradients = self.gradients()
         if self.loss_scale and not self.scales_sums:
@@ -247,6 +283,23 @@ class TrainStep:
             self.stage_balance.observe(self.runner.timeline.spans())
         sums *= self.mesh.tensor.is_first  # ranks of the tensor axis compute the same losses
         return dict(zip(scale, self.mesh.world.sums(sums.tolist()), strict=True))
+
+    @torch.no_grad()
+    def trial_loss(self) -> float:
+        """Of the present batch, with weights and formats as they are now."""
+        assert self.present is not None
+        batch, totals = self.present
+        scale = {name: 1.0 / total if total > 0 else 0.0 for name, total in totals.items()}
+        found = torch.zeros((), dtype=torch.float64, device=self.world.device)
+
+        def loss_of(output: Tensor, part: Batch) -> Tensor:
+            terms = self.objective.losses(output, part, self.model)
+            loss = torch.stack([terms[name] * scale[name] for name in scale]).sum()
+            found.add_(loss * self.mesh.tensor.is_first)
+            return loss
+
+        self.runner.evaluate(batch.to(self.world.device).split(self.config.num_microbatches), loss_of)
+        return self.mesh.world.sums([float(found)])[0]
 
     def before_last_backward(self) -> None:
         """Let the transport begin with gradients as they are finished, where no other part of the loop changes them."""

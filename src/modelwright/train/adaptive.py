@@ -1,0 +1,293 @@
+"""Adaptive precision in a run: an update that looks at gradients and moments and changes the formats of the model.
+
+Comes after the finite check, which all ranks have agreed upon. What a rank sees of its pieces is added up over all
+ranks, so that every rank decides alike. Everything that a decision rests on is state, but for the speeds of formats,
+which are measured once and kept in the stage's folder. Each change is a line in `formats.jsonl`.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.resources import hardware, peak_resident_bytes
+from modelwright.model.config import ModelConfig
+from modelwright.ops.formats import Format
+from modelwright.ops.pieces import local
+from modelwright.optim.update import Context
+from modelwright.parallel.mesh import World
+from modelwright.precision.adaptive import Switcher, controller_of, scheduled
+from modelwright.precision.adaptive_config import AdaptiveConfig
+from modelwright.precision.hardware import Shape, measure_speeds
+from modelwright.precision.indicators import (
+    Observer,
+    Signs,
+    Sums,
+    error_of,
+    outlier_share,
+    relative_rise,
+    trend,
+    variation,
+)
+from modelwright.precision.model import ModelFormats, kind_of, names_of_projections, part_of
+from modelwright.precision.policy import Kind
+
+TRIALS = 2
+"""Parts whose sensitivity is tried at each decision."""
+MACHINE = "formats.json"
+Pair = tuple[str, Format]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was measured once, when the run began: seconds of a kind of part in a format, and the share of the
+    machine's memory that weights, gradients, moments and what was there before take."""
+
+    seconds: Mapping[tuple[Kind, Format], float]
+    memory_pressure: float
+
+
+@dataclass
+class Seen:
+    """What the present period has brought so far."""
+
+    losses: list[float] = field(default_factory=list)
+    run_norms: list[float] = field(default_factory=list)
+    norms: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class AdaptivePrecision:
+    """An `Update`. parts: of the whole model, on all ranks alike; names and num_holders: of this rank's tensors.
+
+    trial: the loss of the present batch with the formats as they are, over all ranks; scale: of the losses.
+    """
+
+    config: AdaptiveConfig
+    formats: ModelFormats
+    names: Mapping[Tensor, str]
+    num_holders: Sequence[int]
+    optimizer: Optimizer
+    world: World
+    machine: "Machine"
+    trial: Callable[[], float]
+    scale: Callable[[], float]
+    path: Path
+    parts: list[str] = field(init=False)
+    switcher: Switcher = field(init=False)
+    observer: Observer = field(init=False)
+    seen: Seen = field(default_factory=Seen)
+    sensitivity: dict[Pair, float] = field(default_factory=dict)
+    next_trial: int = 0
+    last_trend: float = 0.0
+
+    def __post_init__(self) -> None:
+        num_layers = self.formats.model.config.num_layers
+        self.parts = list(dict.fromkeys(map(part_of, names_of_projections(num_layers))))
+        widest: dict[str, Format] = {part: self.formats.config.format_of(kind_of(part)) for part in self.parts}
+        self.switcher = Switcher(self.config, widest, controller_of(self.config))
+        self.observer = Observer(self.candidates)
+
+    @property
+    def candidates(self) -> list[Format]:
+        return list(self.switcher.candidates(self.parts[0]) if self.parts else self.config.candidates)
+
+    def begin_step(self, step: int) -> None:
+        """Before the forward pass of update `step` (from 0): look on while the period's last steps are made."""
+        if self.config.looks and self._measures(step):
+            self.formats.watch(self.observer.watched)
+
+    def apply(self, context: Context) -> None:
+        step = context.step
+        if self.config.looks and self._measures(step):
+            self.formats.watch(None)
+        if self.config.kind == "schedule":
+            self.switcher.follow(step + 1, scheduled(self.config, step + 1, self.parts, self.switcher.widest))
+        elif not self.switcher.see_loss(step + 1, context.loss):
+            self._look(context)
+        self._bring(context)
+
+    def _look(self, context: Context) -> None:
+        self.seen.losses.append(context.loss)
+        self.seen.run_norms.append(context.grad_norm)
+        if self._measures(context.step) and not context.skip:
+            sums = self._sums()
+            for part in self.parts:
+                self.seen.norms.setdefault(part, []).append(sums[part].gradient ** 0.5)
+            if (context.step + 1) % self.config.every == 0:
+                self._decide(context.step + 1, sums)
+        if (context.step + 1) % self.config.every == 0:
+            self.seen, self.observer = Seen(), Observer(self.candidates)
+
+    def _decide(self, step: int, sums: Mapping[str, Sums]) -> None:
+        self._try()
+        now = trend(self.seen.losses)
+        self.switcher.decide(step, self._signs(sums, now), max(0.0, now - self.last_trend))
+        self.last_trend = now
+
+    def _bring(self, context: Context) -> None:
+        """Let the model follow, and tell."""
+        held = {part: chosen for part, chosen in self.switcher.formats.items() if part in self.formats.formats}
+        if held != self.formats.formats:
+            self.formats.change(held)
+        changes = self.switcher.take_changes()
+        if changes and self.world.is_first:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(change) + "\n" for change in changes)
+        narrow = sum(chosen != "fp32" for chosen in self.switcher.formats.values())
+        context.scalars["narrow_share"] = narrow / max(1, len(self.parts))
+
+    def _measures(self, step: int) -> bool:
+        return step % self.config.every >= self.config.every - self.config.window
+
+    def _sums(self) -> dict[str, Sums]:
+        """Of every part, over all ranks; a tensor that several hold counts once."""
+        own = dict.fromkeys(self.parts, Sums())
+        groups = {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
+        for (parameter, name), holders in zip(self.names.items(), self.num_holders, strict=True):
+            part = _part_of_weight(name)
+            if part in own and parameter.grad is not None:
+                group, state = groups[parameter], self.optimizer.state.get(parameter, {})
+                moments = (local(state["exp_avg"]), local(state["exp_avg_sq"])) if "exp_avg_sq" in state else None
+                found = Sums.of(
+                    local(parameter.detach()), local(parameter.grad), moments,
+                    rate=group["lr"], eps=group.get("eps", 0.0), scale=self.scale(),
+                )  # fmt: skip
+                own[part] = own[part].plus(found, 1.0 / holders)
+        flat = self.world.sums([value for sums in own.values() for value in sums.values])
+        width = len(Sums().values)
+        return {part: Sums(*flat[i * width : (i + 1) * width]) for i, part in enumerate(self.parts)}
+
+    def _signs(self, sums: Mapping[str, Sums], now: float) -> dict[str, Signs]:
+        errors = self._errors()
+        outliers = outlier_share(self.seen.run_norms)
+        return {
+            part: Signs(
+                gradient_noise=sums[part].gradient_noise,
+                gradient_variance=variation(self.seen.norms[part]),
+                update_to_weight=sums[part].update_to_weight,
+                overflow_share=sums[part].overflows / max(1.0, sums[part].elements),
+                underflow_share=sums[part].underflows / max(1.0, sums[part].elements),
+                weight_error={chosen: errors[part, "weight", chosen] for chosen in self.candidates},
+                input_error={chosen: errors[part, "input", chosen] for chosen in self.candidates},
+                gradient_error={chosen: errors[part, "gradient", chosen] for chosen in self.candidates},
+                sensitivity={chosen: self.sensitivity.get((part, chosen), 0.0) for chosen in self.candidates},
+                loss_trend=now,
+                norm_outliers=outliers,
+                speed={chosen: self._relative_seconds(part, chosen) for chosen in self.candidates},
+                memory_pressure=self.machine.memory_pressure,
+            )
+            for part in self.parts
+        }
+
+    def _relative_seconds(self, part: str, chosen: Format) -> float:
+        kind = kind_of(part)
+        return self.machine.seconds[kind, chosen] / self.machine.seconds[kind, "fp32"]
+
+    def _errors(self) -> dict[tuple[str, str, Format], float]:
+        """Means over ranks of what each format loses of weights, inputs and gradients."""
+        keys = [
+            (part, what, chosen)
+            for part in self.parts
+            for what in ("weight", "input", "gradient")
+            for chosen in self.candidates
+        ]
+        weights = self._weight_errors()
+        own = [weights.get((part, chosen), (0.0, 0)) if what == "weight" else self.observer.take(part, what, chosen)
+               for part, what, chosen in keys]  # fmt: skip
+        totals = self.world.sums([float(value) for pair in own for value in pair])
+        return {key: totals[2 * i] / max(1.0, totals[2 * i + 1]) for i, key in enumerate(keys)}
+
+    def _weight_errors(self) -> dict[Pair, tuple[float, int]]:
+        found: dict[Pair, tuple[float, int]] = {}
+        for parameter, name in self.names.items():
+            weight, part = local(parameter.detach()), _part_of_weight(name)
+            for chosen in self.candidates if weight.dim() == 2 and weight.numel() and part in self.parts else ():
+                total, count = found.get((part, chosen), (0.0, 0))
+                found[part, chosen] = total + error_of(weight, chosen), count + 1
+        return found
+
+    def _try(self) -> None:
+        """How much the loss rises when one part computes in one narrower format: a few of them in turn."""
+        pairs = [(part, chosen) for chosen in self.candidates if chosen != "fp32" for part in self.parts]
+        present = dict(self.formats.formats)
+        exact = self.trial()
+        for _ in range(min(TRIALS, len(pairs))):
+            part, chosen = pairs[self.next_trial % len(pairs)]
+            self.next_trial += 1
+            if part in present:
+                self.formats.change({part: chosen})
+            self.sensitivity[part, chosen] = relative_rise(exact, self.trial())
+            self.formats.change(present)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "switcher": self.switcher.state_dict(),
+            "losses": list(self.seen.losses),
+            "run_norms": list(self.seen.run_norms),
+            "norms": {part: list(norms) for part, norms in self.seen.norms.items()},
+            "observed": [[*key, *value] for key, value in self.observer.errors.items()],
+            "sensitivity": [[*key, value] for key, value in self.sensitivity.items()],
+            "next_trial": self.next_trial,
+            "last_trend": self.last_trend,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.switcher.load_state_dict(state["switcher"])
+        norms = {part: list(values) for part, values in state["norms"].items()}
+        self.seen = Seen(list(state["losses"]), list(state["run_norms"]), norms)
+        errors = {(part, what, chosen): (total, int(count)) for part, what, chosen, total, count in state["observed"]}
+        self.observer = Observer(self.candidates, errors)
+        self.sensitivity = {(part, chosen): float(value) for part, chosen, value in state["sensitivity"]}
+        self.next_trial, self.last_trend = int(state["next_trial"]), float(state["last_trend"])
+        held = self.formats.formats
+        self.formats.change({part: chosen for part, chosen in self.switcher.formats.items() if part in held})
+
+
+def _part_of_weight(name: str) -> str:
+    """`blocks.3.ffn.up_proj.weight` -> `blocks.3.ffn`."""
+    return part_of(name.removesuffix(".weight"))
+
+
+def shapes_of(model: ModelConfig, tensor: int) -> dict[Kind, list[Shape]]:
+    """Of the projections that one of `tensor` ranks computes, by kind of part."""
+    width, heads = model.model_dim, model.num_heads * model.head_dim // tensor
+    pairs, wide = max(1, model.num_kv_heads // tensor) * model.head_dim, model.ffn_dim // tensor
+    return {
+        "attention": [(heads, width), (pairs, width), (pairs, width), (width, heads)],
+        "ffn": [(wide, width), (wide, width), (width, wide)],
+    }
+
+
+def known_machine(
+    folder: Path, formats: ModelFormats, candidates: Sequence[Format], world: World, *, num_rows: int, tensor: int
+) -> Machine:
+    """As measured when the run began, and kept in the folder: of all ranks the slowest and the fullest."""
+    shapes = shapes_of(formats.model.config, tensor)
+    keys: list[tuple[Kind, Format]] = [(kind, chosen) for kind in shapes for chosen in candidates]
+    path, names = folder / MACHINE, [*("/".join(key) for key in keys), "memory"]
+    kept = json.loads(path.read_text()) if world.is_first and path.exists() else {}
+    found = world.maxima(*(float(kept.get(name, 0.0)) for name in names))
+    if min(found) <= 0:
+        with torch.random.fork_rng():
+            own = measure_speeds(formats, shapes, candidates, num_rows=num_rows, device=world.device)
+        found = world.maxima(*(own[key] for key in keys), _memory_share(formats))
+        if world.is_first:
+            write_atomic(path, json.dumps(dict(zip(names, found, strict=True)), indent=2) + "\n")
+    return Machine(dict(zip(keys, found[:-1], strict=True)), found[-1])
+
+
+def _memory_share(formats: ModelFormats) -> float:
+    """Of this rank's device."""
+    weights = sum(local(parameter.detach()).nbytes for parameter in formats.model.parameters())
+    device = next(formats.model.parameters()).device
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return min(1.0, (total - free + 3 * weights) / total)
+    return min(1.0, (peak_resident_bytes() + 3 * weights) / hardware()["memory_bytes"])
