@@ -1,0 +1,172 @@
+"""Decisions about formats: estimate, rules, bandit, schedule, hysteresis, fallback, and state that comes back whole."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from modelwright.core.config import parse
+from modelwright.core.errors import ConfigError
+from modelwright.precision.adaptive import Bandit, Rules, Switcher, controller_of, damage, scheduled
+from modelwright.precision.adaptive_config import AdaptiveConfig
+from modelwright.precision.indicators import Signs
+
+PART = "blocks.0.ffn"
+CANDIDATES = ["fp32", "bf16", "int8"]
+CALM = Signs(
+    gradient_noise=16.0,
+    gradient_variance=0.1,
+    update_to_weight=1e-2,
+    overflow_share=0.0,
+    underflow_share=0.0,
+    weight_error={"fp32": 0.0, "bf16": 0.002, "int8": 0.01},
+    input_error={"fp32": 0.0, "bf16": 0.002, "int8": 0.02},
+    gradient_error={"fp32": 0.0, "bf16": 0.002, "int8": 0.03},
+    sensitivity={},
+    loss_trend=-0.1,
+    norm_outliers=0.0,
+    speed={"fp32": 1.0, "bf16": 0.5, "int8": 0.25},
+    memory_pressure=0.2,
+)
+
+
+def config(**given) -> AdaptiveConfig:
+    return parse(AdaptiveConfig, {"kind": "rules", "every": 10, **given})
+
+
+def switcher(**given) -> Switcher:
+    made = config(**given)
+    return Switcher(made, {PART: "fp32"}, controller_of(made))
+
+
+@pytest.mark.parametrize(
+    "worse",
+    [
+        {"gradient_noise": 1.0},
+        {"gradient_variance": 1.0},
+        {"update_to_weight": 1e-5},
+        {"weight_error": {"int8": 0.1}},
+        {"input_error": {"int8": 0.1}},
+        {"gradient_error": {"int8": 0.1}},
+        {"sensitivity": {"int8": 0.01}},
+        {"loss_trend": 0.3},
+        {"norm_outliers": 0.5},
+    ],
+)
+def test_each_indicator_moves_the_estimate(worse):
+    assert damage(replace(CALM, **worse), "int8") > 1.05 * damage(CALM, "int8")
+    assert damage(replace(CALM, **worse), "fp32") == 0.0
+
+
+def test_range_matters_to_fp16_alone():
+    narrow = replace(CALM, overflow_share=0.01, underflow_share=0.2)
+    assert damage(narrow, "fp16") > 0.3
+    assert damage(narrow, "int8") == damage(CALM, "int8")
+
+
+def test_rules_take_the_fastest_that_is_tolerable():
+    rules = Rules(config())
+    assert rules.propose(PART, CALM, "fp32", CANDIDATES).chosen == "int8"
+    assert rules.propose(PART, replace(CALM, sensitivity={"int8": 0.2}), "fp32", CANDIDATES).chosen == "bf16"
+    rough = replace(CALM, sensitivity={"int8": 0.2, "bf16": 0.2})
+    back = rules.propose(PART, rough, "int8", CANDIDATES)
+    assert back.chosen == "fp32"
+    assert "damage of int8" in back.reason
+
+
+def test_rules_leave_a_format_that_is_nearly_as_fast_unless_memory_is_short():
+    slow = replace(CALM, speed={"fp32": 1.0, "bf16": 12.0, "int8": 0.95})
+    rules = Rules(config())
+    assert rules.propose(PART, slow, "fp32", CANDIDATES).chosen == "fp32"
+    assert rules.propose(PART, replace(slow, memory_pressure=0.95), "fp32", CANDIDATES).chosen == "int8"
+
+
+def test_the_bandit_learns_what_pays():
+    """INT8 harms this part and BF16 does not; after some tries of each it stays with BF16."""
+    bandit = Bandit(config(kind="bandit"))
+    harmful = replace(CALM, sensitivity={"int8": 0.3})
+    chosen = []
+    for _ in range(40):
+        choice = bandit.propose(PART, harmful, "fp32", CANDIDATES).chosen
+        bandit.learn(PART, harmful, choice, loss_excess=0.0)
+        chosen.append(choice)
+    assert set(chosen) == set(CANDIDATES)
+    assert chosen[-15:] == ["bf16"] * 15
+    again = Bandit(config(kind="bandit"))
+    again.load_state_dict(json.loads(json.dumps(bandit.state_dict())))
+    assert all(np.array_equal(again.precision[name], value) for name, value in bandit.precision.items())
+    assert again.propose(PART, harmful, "fp32", CANDIDATES) == bandit.propose(PART, harmful, "fp32", CANDIDATES)
+
+
+def test_a_changed_part_rests_and_every_change_has_its_reason():
+    made = switcher(hold=2)
+    rough = replace(CALM, sensitivity={"int8": 0.3, "bf16": 0.3})
+    formats = []
+    for step, signs in ((10, CALM), (20, rough), (30, rough), (40, rough)):
+        made.decide(step, {PART: signs}, 0.0)
+        formats.append(made.formats[PART])
+    assert formats == ["int8", "int8", "int8", "fp32"]
+    first, second = made.take_changes()
+    assert first == {"step": 10, "part": PART, "from": "fp32", "to": "int8", "reason": first["reason"]}
+    assert "as fast as fp32" in first["reason"]
+    assert second["step"] == 40
+    assert made.take_changes() == []
+
+
+def test_a_jump_of_the_loss_brings_the_last_good_formats_back():
+    made = switcher(hold=0)
+    for step in range(10):
+        assert not made.see_loss(step, 2.0)
+    made.decide(10, {PART: CALM}, 0.0)
+    assert made.formats == {PART: "int8"}
+    assert made.see_loss(11, 2.5)
+    assert made.formats == {PART: "fp32"}
+    assert made.take_changes()[-1]["reason"] == "the loss jumped to 2.5"
+    assert not made.see_loss(12, 9.0)  # nothing to go back to
+
+
+def test_formats_that_have_proved_good_are_what_a_jump_leads_back_to():
+    made = switcher(hold=0)
+    made.see_loss(1, 2.0)
+    made.formats[PART] = "bf16"
+    made.decide(10, {PART: CALM}, 0.0)  # bf16 was in force and the loss was calm
+    assert made.formats == {PART: "int8"}
+    assert made.see_loss(11, float("nan"))
+    assert made.formats == {PART: "bf16"}
+
+
+def test_state_comes_back_whole():
+    for kind in ("rules", "bandit"):
+        made, other = switcher(kind=kind), switcher(kind=kind)
+        made.see_loss(1, 2.0)
+        made.decide(10, {PART: CALM}, 0.0)
+        made.decide(20, {PART: CALM}, 0.1)
+        other.load_state_dict(json.loads(json.dumps(made.state_dict())))
+        assert other.state_dict() == made.state_dict()
+        assert other.last_signs[PART] == CALM
+
+
+def test_a_schedule_narrows_the_middle_feed_forward_parts_first():
+    parts = [f"blocks.{layer}.{part}" for layer in range(3) for part in ("attention", "ffn")]
+    widest = dict.fromkeys(parts, "fp32")
+    made = parse(AdaptiveConfig, {"kind": "schedule", "schedule": [[5, 0.5], [9, 1.0]], "narrow": "int8"})
+    assert scheduled(made, 4, parts, widest) == widest
+    narrow = {part for part, chosen in scheduled(made, 6, parts, widest).items() if chosen == "int8"}
+    assert narrow == {"blocks.0.ffn", "blocks.1.ffn", "blocks.2.ffn"}
+    assert set(scheduled(made, 9, parts, widest).values()) == {"int8"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"every": 4, "window": 4}, "window: must be"),
+        ({"min_gain": 0.9}, "min_gain: must be at least 1"),
+        ({"tolerance": 0.0}, "tolerance: must be above 0"),
+        ({"kind": "schedule"}, "schedule: .* belong together"),
+        ({"kind": "schedule", "schedule": [[5, 0.5], [3, 1.0]]}, "schedule: steps must rise"),
+    ],
+)
+def test_what_cannot_be_is_named(given, said):
+    with pytest.raises(ConfigError, match=said):
+        parse(AdaptiveConfig, given)

@@ -1,0 +1,59 @@
+"""Indicators against their definitions."""
+
+import math
+
+import pytest
+import torch
+
+from modelwright.precision.indicators import Observer, Sums, error_of, outlier_share, relative_rise, trend, variation
+
+
+def test_sums_of_a_tensor_and_what_follows_from_them():
+    weight, gradient = torch.full((4,), 2.0), torch.tensor([1.0, -70000.0, 1e-9, 0.0])
+    moments = torch.tensor([1.0, 1.0, 1.0, 1.0]), torch.tensor([4.0, 4.0, 4.0, 4.0])
+    found = Sums.of(weight, gradient, moments, rate=0.1, eps=0.0, scale=1.0)
+    assert (found.overflows, found.underflows, found.elements) == (1, 1, 4)
+    assert found.gradient_noise == 4.0  # a second moment of four times the square of the first
+    assert found.update_to_weight == pytest.approx(0.1 * 0.5 / 2)
+    scaled = Sums.of(weight, gradient, None, rate=0.1, eps=0.0, scale=2.0**10)
+    assert (scaled.overflows, scaled.underflows, scaled.gradient_noise) == (1, 0, 1.0)
+
+
+def test_tensors_that_several_ranks_hold_count_once():
+    one = Sums.of(torch.ones(3), torch.ones(3), None, rate=0.0, eps=0.0, scale=1.0)
+    assert Sums().plus(one, 0.5).plus(one, 0.5) == one
+
+
+def test_trend_is_the_slope_of_the_logarithm():
+    assert trend([2.0 * math.exp(-0.01 * step) for step in range(11)]) == pytest.approx(-0.1)
+    assert trend([1.0, float("nan"), 1.0]) == 0.0
+    assert trend([1.0, 1.1, 1.2, 1.3]) > 0.2
+
+
+def test_outliers_variation_and_rises():
+    assert outlier_share([1.0, 1.1, 0.9, 9.0]) == 0.25
+    assert outlier_share([1.0, float("inf")]) == 0.5
+    assert variation([1.0, 3.0]) == 0.5
+    assert variation([1.0]) == 0.0
+    assert relative_rise(2.0, 2.1) == pytest.approx(0.05)
+    assert relative_rise(2.0, float("nan")) == 1.0
+
+
+def test_formats_lose_what_their_mantissa_cannot_hold():
+    x = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
+    lost = {chosen: error_of(x, chosen) for chosen in ("fp32", "fp16", "bf16", "int8", "fp8")}
+    assert lost["fp32"] == 0.0
+    assert lost["fp16"] < lost["bf16"] < lost["int8"] < lost["fp8"] < 0.05
+    assert lost["bf16"] == pytest.approx(2.0**-8 / math.sqrt(3) * 0.7, rel=0.3)
+
+
+def test_an_observer_sees_inputs_and_gradients_of_each_part_and_changes_nothing():
+    observer = Observer(["bf16", "int8"])
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    product = observer.watched("blocks.0.ffn.up_proj", torch.nn.functional.linear)
+    y = product(x, weight)
+    assert torch.equal(y, torch.nn.functional.linear(x, weight))
+    y.square().sum().backward()
+    assert observer.take("blocks.0.ffn", "input", "int8") == (error_of(x, "int8"), 1)
+    assert observer.take("blocks.0.ffn", "gradient", "bf16") == (error_of(2 * y.detach(), "bf16"), 1)
+    assert observer.take("blocks.1.ffn", "input", "int8") == (0.0, 0)
