@@ -1,10 +1,10 @@
 """Which parts of a model compute in which format, decided anew every so many steps from the indicators of a run.
 
-An estimate of damage says what a format would cost a part (`damage`); a map of the hardware, measured once at the shapes
-of the run, says what it would gain. A controller weighs both: fixed rules, a contextual bandit that learns from what its
-choices brought (LinUCB, Li et al. 2010), or a schedule by steps that looks at nothing. A change needs a gain worth its
-while and a time of rest (hysteresis), has a reason that a person can read, and is undone when the loss jumps. Knows no
-rank and no module.
+An estimate of damage says what a format would cost a part (`damage`); a map of the hardware, measured once at the
+shapes of the run, says what it would gain. A controller weighs both: fixed rules, a contextual bandit that learns from
+what its choices brought (LinUCB, Li et al. 2010), or a schedule by steps that looks at nothing. A change needs a gain
+worth its while and a time of rest (hysteresis), has a reason that a person can read, and is undone when the loss jumps.
+Knows no rank and no module.
 """
 
 import math
@@ -39,9 +39,10 @@ def error(signs: Signs, chosen: Format) -> float:
 def damage(signs: Signs, chosen: Format) -> float:
     """Estimated harm of a format, about as a share of the loss; 0 for FP32.
 
-    Rounding adds noise to a gradient that is noisy already, so it counts by what the noise leaves visible; a weight whose
-    rounding hides many updates moves late; FP16 also loses what over- or underflows. A rise of the loss that was seen
-    when the part was tried counts as it is. Unrest (norms that vary, outliers, a loss that rises) makes all of it worse.
+    Rounding adds noise to a gradient that is noisy already, so it counts by what the noise leaves visible; a weight
+    whose rounding hides many updates moves late; FP16 also loses what over- or underflows. A rise of the loss that was
+    seen when the part was tried counts as it is. Unrest (norms that vary, outliers, a loss that rises) makes all of it
+    worse.
     """
     if chosen == "fp32":
         return 0.0
@@ -112,8 +113,8 @@ def features(signs: Signs, chosen: Format) -> np.ndarray:
 class Bandit:
     """Learns for each format a linear estimate of its reward, and tries what it is unsure of (LinUCB, disjoint arms).
 
-    Reward: the share of FP32's time saved, less `damage_weight` times the damage: the estimate's, and what the loss rose
-    above its trend since the choice was made.
+    Reward: the share of FP32's time saved, less `damage_weight` times the damage: the estimate's, and what the loss
+    rose above its trend since the choice was made.
     """
 
     def __init__(self, config: AdaptiveConfig) -> None:
@@ -210,7 +211,7 @@ class Switcher:
         return True
 
     def decide(self, step: int, signs: Mapping[str, Signs], loss_excess: float) -> None:
-        """All parts, in one order; loss_excess: what the loss rose above its trend since the last decision, relative."""
+        """All parts, in one order; loss_excess: what the loss rose above its trend since the last decision."""
         if loss_excess <= self.config.spike:
             self.good = dict(self.formats)
         for part, seen in signs.items():

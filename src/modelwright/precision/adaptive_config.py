@@ -16,7 +16,8 @@ class AdaptiveConfig:
     min_gain: how many times as fast a change has to make it; hold: decisions that a changed part rests for.
     spike: rise of the loss over its running mean, relative, that brings the last good formats back. explore: how much
     the bandit tries what it knows little of; damage_weight: of damage against time saved in its reward. schedule:
-    (step, share) pairs: from that step on, so large a share of the parts computes in `narrow`, feed-forward parts first.
+    (step, share) pairs: from that step on, so large a share of the parts computes in `narrow`, feed-forward parts
+    first.
     """
 
     kind: Literal["none", "rules", "bandit", "schedule"] = "none"
