@@ -10,14 +10,17 @@ from pathlib import Path
 
 from modelwright.claims import (
     activation_checkpointing,
+    adaptive_precision,
     bf16_mixed,
     compressed_links,
+    efficiency_20x,
     gradient_accumulation,
     gradient_compression,
     hogwild,
     int8,
     packing,
     pipeline_utilisation,
+    precision_policies,
     three_dimensional_parallelism,
     topology,
     warmup_cosine,
@@ -34,6 +37,8 @@ CLAIMS: tuple[Claim, ...] = (
     gradient_accumulation.CLAIM,
     warmup_cosine.CLAIM,
     bf16_mixed.CLAIM,
+    precision_policies.CLAIM,
+    adaptive_precision.CLAIM,
     packing.CLAIM,
     int8.CLAIM,
     activation_checkpointing.CLAIM,
@@ -44,11 +49,16 @@ CLAIMS: tuple[Claim, ...] = (
     compressed_links.CLAIM,
     topology.CLAIM,
     hogwild.CLAIM,
+    efficiency_20x.CLAIM,
 )
 
 
 def select(names: Sequence[str]) -> list[Claim]:
-    """The claims called `names`, in that order; all of them for no names. Unknown names raise `ConfigError`."""
+    """The claims called `names`, in that order; all of them for no names. Unknown names raise `ConfigError`.
+
+    Hyphens stand for underscores.
+    """
+    names = [name.replace("-", "_") for name in names]
     known = {claim.name: claim for claim in CLAIMS}
     for name in names:
         if name not in known:
