@@ -124,8 +124,8 @@ CLAIM = Claim(
     source="published guides to DeepSeek-style training; Micikevicius et al. 2018 (arXiv:1710.03740) and 2022 "
     "(arXiv:2209.05433)",
     published="2.3-2.8x speed, 40-55% less memory, < 0.3% quality; FP8: 3x on Hopper",
-    compared="every policy and FP8 recipe against FP32 with the same settings, weights and batches; memory in processes "
-    "of their own; the bare products of each format beside them",
+    compared="every policy and FP8 recipe against FP32 with the same settings, weights and batches; memory in "
+    "processes of their own; the bare products of each format beside them",
     target=f"a 16-bit policy with {SPEED:g}x the tokens per second, {MEMORY:g}% less memory and at most "
     f"{PUBLISHED_GAP:g}% more held-out loss; every policy within {GAP:g}% of FP32's loss, eight-bit ones within "
     f"{GAP_EIGHT:g}%",

@@ -6,6 +6,7 @@ which are measured once and kept in the stage's folder. Each change is a line in
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,7 @@ class AdaptivePrecision:
     sensitivity: dict[Pair, float] = field(default_factory=dict)
     next_trial: int = 0
     last_trend: float = 0.0
+    step: int = 0
 
     def __post_init__(self) -> None:
         num_layers = self.formats.model.config.num_layers
@@ -100,6 +102,8 @@ class AdaptivePrecision:
 
     def begin_step(self, step: int) -> None:
         """Before the forward pass of update `step` (from 0): look on while the period's last steps are made."""
+        if step == 0:
+            self._forget_after(0)
         if self.config.looks and self._measures(step):
             self.formats.watch(self.observer.watched)
 
@@ -111,6 +115,7 @@ class AdaptivePrecision:
             self.switcher.follow(step + 1, scheduled(self.config, step + 1, self.parts, self.switcher.widest))
         elif not self.switcher.see_loss(step + 1, context.loss):
             self._look(context)
+        self.step = step + 1
         self._bring(context)
 
     def _look(self, context: Context) -> None:
@@ -226,6 +231,13 @@ class AdaptivePrecision:
             self.sensitivity[part, chosen] = relative_rise(exact, self.trial())
             self.formats.change(present)
 
+    def _forget_after(self, step: int) -> None:
+        """Leave out changes that a run which was cut off made after its last checkpoint: they come again."""
+        if not self.world.is_first or not self.path.exists():
+            return
+        kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+        write_atomic(self.path, "".join(f"{line}\n" for line in kept))
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "switcher": self.switcher.state_dict(),
@@ -236,6 +248,7 @@ class AdaptivePrecision:
             "sensitivity": [[*key, value] for key, value in self.sensitivity.items()],
             "next_trial": self.next_trial,
             "last_trend": self.last_trend,
+            "step": self.step,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -246,8 +259,18 @@ class AdaptivePrecision:
         self.observer = Observer(self.candidates, errors)
         self.sensitivity = {(part, chosen): float(value) for part, chosen, value in state["sensitivity"]}
         self.next_trial, self.last_trend = int(state["next_trial"]), float(state["last_trend"])
+        self.step = int(state["step"])
+        self._forget_after(self.step)
         held = self.formats.formats
         self.formats.change({part: chosen for part, chosen in self.switcher.formats.items() if part in held})
+
+
+def _step_of(line: str) -> float:
+    """Of a change; a line that was cut off comes after all others."""
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return math.inf
 
 
 def _part_of_weight(name: str) -> str:

@@ -42,7 +42,7 @@ def training_section(data: RunData, name: str, title: str) -> Section | None:
     records = _with_final_peak(stage)
     config = getattr(data.config, name)
     blocks: list[Block] = [*_charts(records, name, config.clip_norm, bool(stage.facts.get("peak_flops")))]
-    blocks += [_summary_table(records), *_watch_blocks(stage)]
+    blocks += [*_format_blocks(stage, records), _summary_table(records), *_watch_blocks(stage)]
     return Section(name, title, blocks, _lead(stage, config))
 
 
@@ -141,6 +141,24 @@ def _summary_table(records: Sequence[dict[str, Any]]) -> Table:
             rows.append([label, *[number(summary[part], 3) for part in names]])
     header = ["metric", "mean", "std", "min", "p5", "median", "p95", "p99", "max"]
     return Table(header, rows, "Metrics over all steps", numeric=range(1, 9))
+
+
+def _format_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[Block]:
+    """Which parts changed their number format, and why; nothing where formats were fixed."""
+    shares, changes = column(records, "narrow_share"), stage.format_changes()
+    if not shares:
+        return []
+    svg = line_chart(
+        [Line("parts below FP32", shares)], name=f"{stage.name}-formats", x_label="step", y_label="share", percent=True
+    )
+    chart = Chart("Number formats", svg, f"{len(changes)} changes of a part's format.")
+    lines = [
+        f"step {one['step']:>6}  {one['part']:24} {one['from']} -> {one['to']}: {one['reason']}"
+        for one in changes[:_EVENTS_SHOWN]
+    ]
+    if len(changes) > _EVENTS_SHOWN:
+        lines.append(f"... and {len(changes) - _EVENTS_SHOWN} more in formats.jsonl")
+    return [chart, Fold("Changes of number formats", [Excerpt("", "\n".join(lines))])] if changes else [chart]
 
 
 def _watch_blocks(stage: StageData) -> list[Block]:

@@ -41,6 +41,10 @@ class StageData:
     def watch(self) -> list[dict[str, Any]]:
         return read_records(self.folder.path / "watch.jsonl")
 
+    def format_changes(self) -> list[dict[str, Any]]:
+        """What adaptive precision changed, in order."""
+        return read_records(self.folder.path / "formats.jsonl")
+
 
 @dataclass(frozen=True)
 class RunData:
