@@ -1,8 +1,9 @@
 """On a CUDA machine: the tests that bear on it, and how fast THE loop trains there: `make gpu-check`.
 
 Needs torch and pytest as they are installed; nothing is downloaded. Times training of a GPT-2-sized decoder (124 M
-parameters) on random tokens in FP32, in BF16 and in BF16 with compiled blocks, and measures the bare matrix product
-beside it, so that utilisation is of what the card does and not of a data sheet. Writes
+parameters) on random tokens in FP32, BF16, FP8 by each recipe and INT8, some with compiled blocks, and measures the bare
+matrix products beside it, so that utilisation is of what the card does and not of a data sheet; says for each FP8 recipe
+whether the card has a kernel that agrees with the definition. Writes
 `benchmarks/results/gpu-check-<card>.json`. Without a GPU it says so and stops, unless asked for `--device cpu`.
 """
 
@@ -30,9 +31,13 @@ from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
+from modelwright.ops.formats import E4M3, GRIDS, Recipe
 from modelwright.ops.rates import matmul_rate
+from modelwright.ops.scaled import fp8_kernel
 from modelwright.parallel.mesh import single
-from modelwright.precision.policy import PrecisionConfig
+from modelwright.precision.hardware import measure_speeds
+from modelwright.precision.model import ModelFormats
+from modelwright.precision.policy import Fp8Config, Kind, PrecisionConfig
 from modelwright.train.config import TrainConfig
 from modelwright.train.loop import train
 from modelwright.train.objective import StepInfo
@@ -40,6 +45,7 @@ from modelwright.train.objective import StepInfo
 ROOT = Path(__file__).parents[1]
 TESTS = ("core", "ops", "model", "optim", "precision", "memory", "infer", "claims/test_cuda.py")
 NUM_UNTIMED_STEPS = 10
+RECIPES: tuple[Recipe, ...] = ("tensorwise", "rowwise", "blockwise")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +98,17 @@ def main() -> int:
     tests = {"skipped": True} if options.no_tests else run_tests()
     rates = product_rates(options.device)
     speeds = dict(measure(options, rates))
+    products = product_speeds(options)
     record = {"benchmark": "gpu-check", "tests": tests, "product_flops": rates, "training": speeds, **around}
+    record |= {"layer_products_over_fp32": products, "fp8_kernels": fp8_kernels(options.device)}
     options.results.mkdir(parents=True, exist_ok=True)
     path = options.results / f"gpu-check-{machine_slug(around['machine'])}.json"
     write_atomic(path, json.dumps(record, indent=1, default=float) + "\n")
     for name, of in speeds.items():
         print(f"{name:16} {of['tokens_per_s']:12,.0f} tokens/s  {of['mfu']:6.1%} of the product rate  "
               f"{of['peak_bytes'] / 2**30:.1f} GiB  loss {of['last_loss']:.3f}")  # fmt: skip
+    print("layers over FP32, casts included:", {name: round(ratio, 2) for name, ratio in products.items()})
+    print("own FP8 kernels:", record["fp8_kernels"])
     print(f"tests: {tests.get('closing_line', 'not run')}\nwritten to {path}")
     return int(tests.get("rc", 0))
 
@@ -166,8 +176,36 @@ def measure(options: argparse.Namespace, rates: dict[str, float]) -> Iterator[tu
     )
     bf16 = replace(fp32, precision=PrecisionConfig(policy="bf16_mixed"))
     ways = {"fp32": fp32, "bf16": bf16, "bf16 compiled": replace(bf16, compile=True)}
+    ways["int8"] = replace(fp32, precision=PrecisionConfig(policy="int8", results="bf16"))
+    for recipe in RECIPES:
+        fp8 = replace(fp32, precision=PrecisionConfig(policy="fp8", fp8=Fp8Config(recipe=recipe)))
+        ways |= {f"fp8 {recipe}": fp8, f"fp8 {recipe} compiled": replace(fp8, compile=True)}
     for name, config in ways.items():
-        yield name, train_once(shape, config, options, rates[config.precision.compute])
+        yield name, train_once(shape, config, options, rates["fp32" if name == "fp32" else "bf16"])
+
+
+def product_speeds(options: argparse.Namespace) -> dict[str, float]:
+    """Times as fast as FP32: forward and backward of a feed-forward layer of width 4096 on 8,192 tokens."""
+    wide, rows = (4096, 8192) if options.device == "cuda" else (128, 64)
+    model = Decoder(ModelConfig(vocab_size=8, num_layers=1, model_dim=8, num_heads=1, num_kv_heads=1, ffn_dim=8,
+                                head_dim=8, max_seq_len=8))  # fmt: skip
+    shapes: dict[Kind, list[tuple[int, int]]] = {"ffn": [(4 * wide, wide), (wide, 4 * wide)]}
+    found: dict[str, float] = {}
+    for recipe in RECIPES:
+        formats = ModelFormats(model, PrecisionConfig(policy="bf16_mixed", fp8=Fp8Config(recipe=recipe)))
+        seconds = measure_speeds(formats, shapes, ("fp32", "bf16", "fp8", "int8"), num_rows=rows,
+                                 device=torch.device(options.device))  # fmt: skip
+        found |= {name: seconds["ffn", "fp32"] / seconds["ffn", name] for name in ("bf16", "int8")}
+        found[f"fp8 {recipe}"] = seconds["ffn", "fp32"] / seconds["ffn", "fp8"]
+    return found
+
+
+def fp8_kernels(device: str) -> dict[str, bool]:
+    """Whether the card's own product serves a recipe's forward pass; else its definition is computed."""
+    return {
+        recipe: fp8_kernel(torch.device(device), E4M3, E4M3, GRIDS[recipe], torch.bfloat16) is not None
+        for recipe in RECIPES
+    }
 
 
 def train_once(

@@ -89,7 +89,7 @@ def scaled_product(
     (a_MK, a_scales), (b_NK, b_scales) = a, b
     if a_MK.dtype == torch.int8 and not grids[0][1] and not grids[1][1]:
         return (int8_product(a_MK, b_NK) * a_scales * b_scales.T).to(result)
-    kernel = _fp8_kernel(a_MK.device, a_MK.dtype, b_NK.dtype, grids, result)
+    kernel = fp8_kernel(a_MK.device, a_MK.dtype, b_NK.dtype, grids, result)
     if kernel is not None and _fits_kernel(a_MK, b_NK):
         return kernel(a, b)
     return scaled_product_naive(a, b, grids, result)
@@ -136,7 +136,7 @@ def _fits_kernel(a_MK: Tensor, b_NK: Tensor) -> bool:
 
 
 @cache
-def _fp8_kernel(
+def fp8_kernel(
     device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, grids: tuple[Grid, Grid], result: torch.dtype
 ) -> Kernel | None:
     """The device's own product, if it has one and it agrees with the definition on an example. Asked once."""
