@@ -74,7 +74,7 @@ class Rules:
 
     def propose(self, part: str, signs: Signs, present: Format, candidates: Sequence[Format]) -> Choice:
         harm = {chosen: damage(signs, chosen) for chosen in candidates}
-        allowed = [chosen for chosen in candidates if harm[chosen] <= self.config.tolerance]
+        allowed: list[Format] = [chosen for chosen in candidates if harm[chosen] <= self.config.tolerance]
         best = min(allowed, key=lambda chosen: signs.speed[chosen])
         if harm[present] > self.config.tolerance:
             return Choice(best, f"damage of {present} {harm[present]:.3g} is above {self.config.tolerance:g}")

@@ -138,7 +138,9 @@ class AdaptivePrecision:
 
     def _bring(self, context: Context) -> None:
         """Let the model follow, and tell."""
-        held = {part: chosen for part, chosen in self.switcher.formats.items() if part in self.formats.formats}
+        held: dict[str, Format] = {
+            part: chosen for part, chosen in self.switcher.formats.items() if part in self.formats.formats
+        }
         if held != self.formats.formats:
             self.formats.change(held)
         changes = self.switcher.take_changes()
@@ -197,7 +199,7 @@ class AdaptivePrecision:
 
     def _errors(self) -> dict[tuple[str, str, Format], float]:
         """Means over ranks of what each format loses of weights, inputs and gradients."""
-        keys = [
+        keys: list[tuple[str, str, Format]] = [
             (part, what, chosen)
             for part in self.parts
             for what in ("weight", "input", "gradient")
@@ -220,8 +222,8 @@ class AdaptivePrecision:
 
     def _try(self) -> None:
         """How much the loss rises when one part computes in one narrower format: a few of them in turn."""
-        pairs = [(part, chosen) for chosen in self.candidates if chosen != "fp32" for part in self.parts]
-        present = dict(self.formats.formats)
+        pairs: list[Pair] = [(part, chosen) for chosen in self.candidates if chosen != "fp32" for part in self.parts]
+        present: dict[str, Format] = dict(self.formats.formats)
         exact = self.trial()
         for _ in range(min(TRIALS, len(pairs))):
             part, chosen = pairs[self.next_trial % len(pairs)]
