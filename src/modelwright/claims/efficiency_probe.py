@@ -64,8 +64,8 @@ class Job:
     seed: int
 
 
-def train_once(folder: Path, job: Job, world: World) -> dict[str, float]:
-    """This process's part of a run."""
+def train_once(folder: Path, job: Job, world: World, stage: StageDir) -> dict[str, float]:
+    """This process's part of a run; stage: of all of them."""
     setting = Setting(folder=folder, quick=False, progress=SilentProgress())
     text = prepare_text(setting)
     arm, size = job.arm, job.size
@@ -82,19 +82,18 @@ def train_once(folder: Path, job: Job, world: World) -> dict[str, float]:
         alone = lay_out(single(), ParallelConfig())
         loss = heldout_losses(runner, objective, heldout, alone, alive=lambda: None)["loss"]
         return {"seconds": seconds, "heldout_loss": loss}
-    with tempfile.TemporaryDirectory() as scratch:
-        result = train(
-            model, objective, config, num_steps=size.num_steps, world=world, stage=StageDir(Path(scratch)),
-            seed=job.seed, name="arm", input_digest="arm", progress=SilentProgress(), heldout=heldout,
-            parallel=ParallelConfig(share_memory=arm.hosts == 1),
-        )  # fmt: skip
+    result = train(
+        model, objective, config, num_steps=size.num_steps, world=world, stage=stage,
+        seed=job.seed, name="arm", input_digest="arm", progress=SilentProgress(), heldout=heldout,
+        parallel=ParallelConfig(share_memory=arm.hosts == 1),
+    )  # fmt: skip
     return {"seconds": result.train_time_s, "heldout_loss": result.heldout_loss}
 
 
 def work(folder: Path, job: Job, out: Path) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     with join_world(torch.device("cpu")) as world:
-        found = train_once(folder, job, world)
+        found = train_once(folder, job, world, StageDir(out.with_suffix("")))
         if world.is_first:
             write_atomic(out, json.dumps(found))
 
