@@ -1,0 +1,86 @@
+"""The whole stack against a plain loop: that the plain loop trains the same model, the arms, the verdict."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from modelwright.claims.efficiency_20x import FULL, PLAIN, STACKS, Tuned, arms_of, judge
+from modelwright.claims.efficiency_probe import Arm
+from modelwright.claims.plain_training import PlainDecoder, train_plainly
+from modelwright.claims.workbench import Size
+from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.model.attention import packed_attend
+from modelwright.parallel.mesh import single
+from modelwright.train.config import TrainConfig
+from tiny_decoder import make_decoder
+from tolerances import TOLERANCES
+
+SIZE = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=100)
+
+
+def padded_batch() -> TokenBatch:
+    """Rows of 12, 9 and 5 tokens; the rest is padding."""
+    lengths = torch.tensor([12, 9, 5])[:, None]
+    places = torch.arange(16).expand(3, 16)
+    tokens = torch.randint(0, 96, (3, 16), generator=torch.Generator().manual_seed(0))
+    labels = tokens.roll(-1, dims=1).masked_fill(places >= lengths - 1, IGNORED)
+    segments = torch.where(places < lengths, 0, -1).int()
+    return TokenBatch(input_ids_BT=tokens, labels_BT=labels, positions_BT=places.clone(), segments_BT=segments)
+
+
+def test_the_plain_model_is_the_decoder():
+    batch, model, twin = padded_batch(), make_decoder(), make_decoder()
+    plain = PlainDecoder(model)(batch.input_ids_BT[:, :12], batch.labels_BT[:, :12])
+    hidden = twin(batch.input_ids_BT, batch.positions_BT, packed_attend(batch.segments_BT))
+    ours = twin.cross_entropy(hidden, batch.labels_BT, chunk_tokens=16) / batch.num_targets
+    torch.testing.assert_close(plain, ours, **TOLERANCES["fp32_loss"])
+    plain.backward()
+    ours.backward()
+    for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, **TOLERANCES["fp32_gradient"], msg=name)
+
+
+def test_the_plain_loop_learns():
+    model, batch = make_decoder(), padded_batch()
+    config = TrainConfig(num_steps=20, learning_rate=1e-2)
+    before = PlainDecoder(model)(batch.input_ids_BT, batch.labels_BT).item()
+    seconds = train_plainly(model, iter([batch] * 20), config, num_steps=20, world=single())
+    assert seconds > 0
+    assert PlainDecoder(model)(batch.input_ids_BT, batch.labels_BT).item() < before - 1
+
+
+def test_ingredients_are_added_one_at_a_time_and_left_out_one_at_a_time():
+    plain, ingredients = STACKS["two hosts"]
+    arms = arms_of(plain, ingredients)
+    assert arms[PLAIN] == plain
+    assert arms["+ packing"] == Arm(mode="best_fit", hosts=2)
+    assert arms[FULL].settings["optimizer"] == "muon"
+    assert arms[FULL].settings["transport"]["kind"] == "int8"
+    assert arms["without packing"] == replace(arms[FULL], mode="pad")
+    assert not any(arm.plain for name, arm in arms.items() if name != PLAIN)
+    assert len({str(arm) for arm in arms.values()}) == len(arms)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "loss", "kind"),
+    [(20.0, 5.0, 3.0, "met"), (21.0, 5.0, 3.0, "short"), (20.0, 5.1, 3.0, "short"), (20.0, 5.0, 3.01, "short")],
+)
+def test_both_settings_have_to_reach_their_goal_at_no_higher_loss(one, two, loss, kind):
+    def arms(seconds: float) -> dict:
+        return {
+            PLAIN: [{"seconds": 100.0, "heldout_loss": 3.0}],
+            FULL: [{"seconds": seconds, "heldout_loss": loss}],
+        }
+
+    tuned = {PLAIN: Tuned(size=SIZE, loss=3.0), FULL: Tuned(size=replace(SIZE, num_steps=50), loss=3.0)}
+    found = judge({"one host": arms(one), "two hosts": arms(two)}, {"one host": tuned, "two hosts": tuned}, SIZE)
+    assert found.kind == kind
+    assert found.figures["one host: faster, everything"].value == pytest.approx(100 / one)
+    assert found.figures["two hosts: steps, everything"].value == 50
+
+
+def test_one_setting_alone_does_not_meet_the_claim():
+    runs = {name: [{"seconds": value, "heldout_loss": 3.0}] for name, value in ((PLAIN, 100.0), (FULL, 1.0))}
+    tuned = {name: Tuned(size=SIZE, loss=3.0) for name in runs}
+    assert judge({"one host": runs}, {"one host": tuned}, SIZE).kind == "short"
