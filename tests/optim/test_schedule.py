@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from modelwright.core.errors import ConfigError
-from modelwright.optim.schedule import ScheduleConfig, rate_factor
+from modelwright.optim.schedule import RateRuleConfig, ScheduleConfig, rate_factor
 
 
 def factors(num_steps, **config):
@@ -65,3 +65,31 @@ def test_inverse_sqrt_goes_on_from_the_end_of_the_warmup():
 def test_a_cooldown_needs_room(fraction):
     with pytest.raises(ConfigError, match="cooldown_fraction"):
         ScheduleConfig(kind="wsd", cooldown_fraction=fraction)
+
+
+def test_a_range_test_climbs_by_equal_factors_to_its_peak():
+    shape = factors(5, kind="exponential", first_fraction=1e-4)
+    assert shape == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1.0])
+    assert factors(1, kind="exponential", first_fraction=0.5) == [0.5]
+
+
+def test_a_peak_follows_from_the_rows_of_a_batch():
+    assert RateRuleConfig().peak(64, 7e-4) == 7e-4
+    assert RateRuleConfig(kind="linear").peak(1024, 7e-4) == 3e-4
+    assert RateRuleConfig(kind="linear").peak(256, 7e-4) == pytest.approx(7.5e-5)
+    assert RateRuleConfig(kind="sqrt").peak(256, 7e-4) == pytest.approx(1.5e-4)
+    twice = RateRuleConfig(kind="sqrt", reference_rate=1e-3, reference_rows=8)
+    assert twice.peak(32, 7e-4) == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: ScheduleConfig(first_fraction=0.0), "first_fraction"),
+        (lambda: RateRuleConfig(reference_rate=0.0), "reference_rate"),
+        (lambda: RateRuleConfig(reference_rows=0), "reference_rows"),
+    ],
+)
+def test_what_makes_no_sense_is_named(make, field):
+    with pytest.raises(ConfigError, match=rf"^{field}: "):
+        make()

@@ -18,6 +18,20 @@ OVERFLOWING = {
     "tensor": ({"tensor": 2}, {}),
     "pipeline": ({"pipeline": 2}, {"num_microbatches": 2}),
 }
+LAYERED = {"precision": {"policy": "fp32", "loss_scale": {**SCALED["precision"]["loss_scale"], "per_layer": True}}}
+LAYOUTS = {
+    "copies": ({"share_memory": False}, {}),
+    "zero": ({"shard": "full"}, {}),
+    "tensor": ({"tensor": 2}, {}),
+    "pipeline": ({"pipeline": 2}, {"num_microbatches": 2}),
+    "units": ({"pipeline": 2}, {"num_microbatches": 2, "activations": {"mode": "unit", "unit_layers": 1}}),
+}
+"""Where layers have scales of their own: one model on each process, divided ones, layers on different processes."""
+FAR_TOO_LARGE = {"initial": 2.0**20, "window": 3, "per_layer": True, "max_small": 0.0}
+HIGH = {"precision": {"policy": "fp16_mixed", "loss_scale": FAR_TOO_LARGE}}
+SPIKES = {"num_sigmas": 6.0, "window": 6, "rollback_after": 2, "rollback_window": 4, "margin": 1}
+BACK = {"spikes": SPIKES, "checkpoint_every_steps": 2, "keep_last": 1}
+WILD = {"kind": "wild", "step": 7, "last": 8}
 OTHERS = ("adamw_int8", "adamw_bf16", "lion", "muon")
 STOP_AT_7 = {"kind": "stop", "step": 7}
 ADAPTIVE = {
@@ -55,6 +69,26 @@ CASES = [
     updates("adaptive", settings=ADAPTIVE, **COPIES),
     updates("adaptive-stopped", "adaptive-twice", settings=ADAPTIVE, mishap={"kind": "stop", "step": 7}),
     updates("adaptive-again", "adaptive-twice", settings=ADAPTIVE),
+    *[
+        updates(f"{name}-{kind}", settings={**settings, **more}, parallel=layout)
+        for name, (layout, more) in LAYOUTS.items()
+        for kind, settings in (("common", SCALED), ("layered", LAYERED))
+    ],
+    *[updates(f"high-{name}", settings={**HIGH, **more}, parallel=layout) for name, (layout, more) in LAYOUTS.items()],
+    updates(
+        "high-stopped",
+        "high-twice",
+        settings=HIGH,
+        mishap=STOP_AT_7,
+        **COPIES,
+    ),
+    updates("high-again", "high-twice", settings=HIGH, **COPIES),
+    *[
+        updates(f"back-{name}", settings={**BACK, **more}, parallel=layout, mishap=WILD)
+        for name, (layout, more) in LAYOUTS.items()
+    ],
+    updates("back-stopped", "back-twice", settings=BACK, mishap={**WILD, "stop": 10}, **COPIES),
+    updates("back-again", "back-twice", settings=BACK, mishap=WILD, **COPIES),
 ]
 
 
@@ -120,3 +154,48 @@ def test_clipping_and_decay_follow_the_gradients_on_copies_and_on_one_copy_and_g
         assert twice == pytest.approx(once, rel=1e-4)
         assert len(set(once)) > 1
     assert losses(runs, "adaptive") != losses(runs, "exact")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_scales_of_layers_change_nothing_that_neither_overflows_nor_underflows(runs, name):
+    """To the last bit, in every layout; nor do they grow, for hardly any gradient is small."""
+    assert losses(runs, f"{name}-layered") == losses(runs, f"{name}-common")
+    assert values(runs, f"{name}-layered", "loss_scale") == values(runs, f"{name}-common", "loss_scale")
+    assert values(runs, f"{name}-layered", "grad_norm") == values(runs, f"{name}-common", "grad_norm")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layers_that_overflow_fall_until_they_fit_on_all_ranks_alike(runs, name):
+    """FP16 under a scale that is far too large for the blocks, and not for the rest, whose gradients are FP32."""
+    first, second = (ended(runs, f"high-{name}", rank) for rank in range(2))
+    assert first["error"] == ""
+    assert first["layers"] == second["layers"]
+    assert first["skipped"] == second["skipped"]
+    values_of_layers = first["layers"]["values"]
+    assert max(values_of_layers) < 2.0**20 <= first["layers"]["common"]["value"]
+    assert sum(first["layers"]["num_overflows"]) == len(first["skipped"]) > 0
+    assert losses(runs, f"high-{name}")[-1] < losses(runs, f"high-{name}")[0]
+
+
+def test_scales_of_layers_go_on_where_they_stopped(runs):
+    assert ended(runs, "high-stopped")["kind"] == "Stopped"
+    assert losses(runs, "high-twice") == losses(runs, "high-copies")
+    assert ended(runs, "high-again")["layers"] == ended(runs, "high-copies")["layers"]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_spikes_send_all_ranks_back_to_their_own_pieces_of_earlier_weights(runs, name):
+    expected = [("spike", [7, 7]), ("spike", [8, 8]), ("rollback", [6, 8])]
+    for rank in range(2):
+        found = ended(runs, f"back-{name}", rank)
+        assert found["error"] == ""
+        assert [(event["kind"], event["batches"]) for event in found["left_out"]] == expected
+        assert found["skipped"] == [8, 9]
+    assert losses(runs, f"back-{name}") == pytest.approx(losses(runs, "back-copies"), rel=1e-4)
+
+
+def test_a_run_that_went_back_goes_on_where_it_stopped(runs):
+    assert ended(runs, "back-stopped")["kind"] == "Stopped"
+    assert losses(runs, "back-twice") == losses(runs, "back-copies")
+    once, again = weights(runs, "back-copies"), weights(runs, "back-again", rank=1)
+    assert all(torch.equal(once[key], again[key]) for key in once)

@@ -29,7 +29,7 @@ from modelwright.parallel.mesh import World, join_world
 from modelwright.train.objective import StepInfo
 
 FACTORS = {"wild": 1000.0, "nan": float("nan"), "overflow": 0.0}
-NOTHING = {"kind": "", "step": 0, "rank": 0}
+NOTHING = {"kind": "", "step": 0, "rank": 0, "last": 0, "stop": 0}
 
 
 class Notes(SilentProgress):
@@ -42,13 +42,14 @@ class Notes(SilentProgress):
 
 @dataclass
 class Mishap:
-    """Controller that lets something happen after `step` on `rank`: stop, flip, die or hang."""
+    """Controller that lets something happen after `step` on `rank`: stop, flip, die or hang; `stop`: another step."""
 
     kind: str
     step: int
     rank: int
     world: World
     model: Decoder
+    stop: int = 0
     every: int = 1
     scales: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
@@ -56,6 +57,8 @@ class Mishap:
     def observe(self, info: StepInfo) -> None:
         self.scales.append(info.scalars.get("loss_scale", 0.0))
         self.skipped += [info.step] * info.skipped
+        if info.step == self.stop and self.world.is_first:
+            os.kill(os.getpid(), signal.SIGTERM)
         if info.step != self.step or self.world.rank != self.rank:
             return
         if self.kind == "stop":
@@ -88,17 +91,17 @@ class Blow(torch.autograd.Function):
 
 @dataclass
 class Wild:
-    """The tiny objective, with losses `factor` times as large in one batch; 0: with gradients that overflow."""
+    """The tiny objective, with losses `factor` times as large in some batches; 0: with gradients that overflow."""
 
     inner: Pretrain
-    wild_batch: int
+    wild_batches: range
     factor: float
     is_wild: bool = False
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
         found = self.inner.batches(model, first=first, rank=rank, world_size=world_size)
         for number, batch in enumerate(found, start=first):
-            self.is_wild = number == self.wild_batch
+            self.is_wild = number in self.wild_batches
             yield batch
 
     def weights(self, batch):
@@ -117,9 +120,10 @@ def run_case(folder: Path, case: dict[str, Any], world: World) -> None:
     mishap = NOTHING | case.get("mishap", {})
     objective: Any = Pretrain(tiny_run.Rows())
     if mishap["kind"] in FACTORS and (mishap["kind"] != "overflow" or world.rank == mishap["rank"]):
-        objective = Wild(objective, mishap["step"], FACTORS[mishap["kind"]])
+        wild = range(mishap["step"], max(mishap["step"], mishap["last"]) + 1)
+        objective = Wild(objective, wild, FACTORS[mishap["kind"]])
     found: dict[str, Any] = {"error": "", "kind": ""}
-    watcher = Mishap(mishap["kind"], mishap["step"], mishap["rank"], world, model)
+    watcher = Mishap(mishap["kind"], mishap["step"], mishap["rank"], world, model, mishap["stop"])
     try:
         result = tiny_run.run(
             folder / case["folder"],
@@ -132,6 +136,7 @@ def run_case(folder: Path, case: dict[str, Any], world: World) -> None:
             progress=notes,
         )
         found |= {"bytes_sent": result.bytes_sent, "events": dict(result.num_events)}
+        found |= {"left_out": list(result.left_out), "layers": result.loss_scale.get("layers", {})}
         path = folder / case["folder"] / f"{case['name']}-{world.rank}"
         save_file({name: weight.contiguous() for name, weight in model.state_dict().items()}, f"{path}.safetensors")
     except ModelwrightError as error:

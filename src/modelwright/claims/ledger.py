@@ -10,14 +10,17 @@ from pathlib import Path
 
 from modelwright.claims import (
     activation_checkpointing,
+    adaptive_clipping,
     adaptive_precision,
     bf16_mixed,
     compressed_links,
+    dynamic_decay,
     efficiency_20x,
     gradient_accumulation,
     gradient_compression,
     hogwild,
     int8,
+    loss_scaling,
     packing,
     pipeline_utilisation,
     precision_policies,
@@ -50,6 +53,9 @@ CLAIMS: tuple[Claim, ...] = (
     topology.CLAIM,
     hogwild.CLAIM,
     efficiency_20x.CLAIM,
+    loss_scaling.CLAIM,
+    adaptive_clipping.CLAIM,
+    dynamic_decay.CLAIM,
 )
 
 

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from modelwright import __version__
-from modelwright.cli import commands, plan, run
+from modelwright.cli import commands, lr_range, plan, run
 from modelwright.cli.launch import LAST_WORDS, leave_words
 from modelwright.core.errors import ModelwrightError
 
@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "config": (commands.config, "print the configuration of a recipe or a YAML file, overrides applied"),
     "doctor": (commands.doctor, "survey this machine and measure what it can do"),
     "plan": (plan.plan, "propose how to lay a model out over hosts and devices"),
+    "lr-range": (lr_range.lr_range, "propose a peak learning rate by a short sweep over rates"),
     "serve": (commands.serve, "serve a run's model over HTTP, as the OpenAI API does"),
     "chat": (commands.chat, "talk to a run's model in the terminal"),
     "export": (commands.export, "write a run's model as a Hugging Face folder"),

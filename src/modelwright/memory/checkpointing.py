@@ -69,7 +69,7 @@ def checkpoint_segments(model: Decoder, segments: Sequence[Segment], *, offload:
 
 
 def remove_checkpoints(model: Decoder) -> None:
-    """Make the model plain again."""
+    """Make the model plain again: whatever wraps its blocks goes."""
     model.__dict__.pop("run_blocks", None)
     for block in model.blocks.values():
         block.__dict__.pop("forward", None)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as a pure function of the step; no state. Knows no optimizer."""
+"""Learning-rate schedules as a pure function of the step, peaks as one of the batch; no state. Knows no optimizer."""
 
 import math
 from dataclasses import dataclass
@@ -15,23 +15,55 @@ class ScheduleConfig:
     `final_fraction`: what is left of the peak at the end of the cosine, of the line or of the cooldown;
     `cooldown_fraction`: of `wsd` (warmup, stable, decay): share of the steps at the end in which the rate falls with
     one minus the square root of the cooldown's progress. `inverse_sqrt` falls with the root of the step from warmup on.
+    `exponential` has no warmup: the rate climbs by equal factors from `first_fraction` of the peak to the peak in the
+    last update, which is what a range test wants (Smith 2017).
     """
 
-    kind: Literal["warmup_cosine", "warmup_linear", "wsd", "inverse_sqrt", "constant"] = "warmup_cosine"
+    kind: Literal["warmup_cosine", "warmup_linear", "wsd", "inverse_sqrt", "constant", "exponential"] = "warmup_cosine"
     warmup_fraction: float = 0.1
     final_fraction: float = 0.0
     cooldown_fraction: float = 0.2
+    first_fraction: float = 1e-5
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.warmup_fraction < 1.0:
             raise ConfigError(f"warmup_fraction: must be in [0, 1), got {self.warmup_fraction}; 0.1 is usual")
         if not 0.0 <= self.final_fraction <= 1.0:
             raise ConfigError(f"final_fraction: must be in [0, 1], got {self.final_fraction}; 0 decays to zero")
+        if not 0.0 < self.first_fraction <= 1.0:
+            raise ConfigError(f"first_fraction: must be above 0 and at most 1, got {self.first_fraction}")
         if self.kind == "wsd" and not 0.0 < self.cooldown_fraction <= 1.0 - self.warmup_fraction:
             raise ConfigError(
                 f"cooldown_fraction: must be above 0 and leave room for the warmup ({self.warmup_fraction:g}), got "
                 f"{self.cooldown_fraction}; 0.2 is usual"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateRuleConfig:
+    """How the peak rate follows from the batch.
+
+    kind: `none`, it is `learning_rate` as it stands; `linear`: in proportion to the batch (Goyal et al. 2017, for SGD);
+    `sqrt`: to its root (Krizhevsky 2014; for Adam Malladi et al. 2022, On the SDEs and Scaling Rules for Adaptive
+    Gradient Algorithms). The unit of a batch is the row: a sequence of `pack.seq_len` tokens, over all ranks and
+    microbatches of an update. reference_rate belongs to a batch of reference_rows rows.
+    """
+
+    kind: Literal["none", "linear", "sqrt"] = "none"
+    reference_rate: float = 3e-4
+    reference_rows: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.reference_rate <= 0:
+            raise ConfigError(f"reference_rate: must be above 0, got {self.reference_rate}; 3e-4 is usual")
+        if self.reference_rows < 1:
+            raise ConfigError(f"reference_rows: must be at least 1 row, got {self.reference_rows}")
+
+    def peak(self, batch_rows: int, learning_rate: float) -> float:
+        """The peak rate for batches of so many rows; `learning_rate` without a rule."""
+        if self.kind == "none":
+            return learning_rate
+        return self.reference_rate * (batch_rows / self.reference_rows) ** (0.5 if self.kind == "sqrt" else 1.0)
 
 
 def rate_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
@@ -42,6 +74,8 @@ def rate_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
     Hutter 2017, equation 5), `wsd` with its root-shaped cooldown that of Haegele et al. 2024, `inverse_sqrt` that of
     Vaswani et al. 2017.
     """
+    if config.kind == "exponential":
+        return config.first_fraction ** (1.0 - step / max(1, num_steps - 1))
     warmup_steps = round(config.warmup_fraction * num_steps)
     if step < warmup_steps:
         return (step + 1) / warmup_steps

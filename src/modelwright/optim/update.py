@@ -24,7 +24,8 @@ class Context:
     """One step on its way down the list.
 
     step: update number from 0; gradients: summed over ranks and normalised; loss: of the whole batch, which joins
-    the check for finite values; skip: later updates leave weights and optimizer alone.
+    the check for finite values; skip: later updates leave weights and optimizer alone; rate_multiplier: of the
+    scheduled learning rate.
     """
 
     step: int
@@ -34,6 +35,7 @@ class Context:
     grad_norm: float = math.nan
     learning_rate: float = 0.0
     skip: bool = False
+    rate_multiplier: float = 1.0
     scalars: dict[str, float] = field(default_factory=dict)
     """Further figures that an update wants in the metrics."""
 
@@ -144,7 +146,8 @@ class LearningRate:
         self.peak = peak
 
     def apply(self, context: Context) -> None:
-        context.learning_rate = self.peak * rate_factor(self.config, context.step, context.num_steps)
+        scheduled = self.peak * rate_factor(self.config, context.step, context.num_steps)
+        context.learning_rate = scheduled * context.rate_multiplier
         for group in self.optimizer.param_groups:
             group["lr"] = context.learning_rate
 

@@ -1,4 +1,4 @@
-"""Wishes settled once: "best" device, number of threads, "fastest" formats, paths made absolute.
+"""Wishes settled once: "best" device, number of threads, "fastest" formats, rates by rule, paths made absolute.
 
 What was settled when the run was created is kept for as long as the wish is the same, so that a rerun on a busier
 machine cannot flip it.
@@ -21,6 +21,7 @@ from modelwright.pipeline.config import HardwareConfig, RunConfig
 from modelwright.plan.doctor import measure_rates
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.precision.policy import resolve as resolve_precision
+from modelwright.train.config import TrainConfig
 
 PROBE_TOKENS = 2048
 BUDGET_S = 2.0
@@ -32,7 +33,7 @@ def resolve(config: RunConfig, previous: RunConfig | None, progress: Progress) -
 
     `previous`: the resolved configuration of the same run folder; its choices are kept where the model is the same.
     """
-    config = settle_paths(settle_model(config))
+    config = _settle_rates(settle_paths(settle_model(config)), progress)
     config = replace(config, hardware=_settle_hardware(config.hardware, previous))
     same_model = previous is not None and previous.model == config.model
     config = _settle_precision(config, previous if same_model else None, progress)
@@ -87,6 +88,20 @@ def _settle_hardware(wish: HardwareConfig, previous: RunConfig | None) -> Hardwa
     threads = wish.num_threads or (kept.num_threads if kept else 0) or num_usable_cores()
     device = kept.device if kept and wish.device == "best" else settled_device(wish.device)
     return HardwareConfig(device=device, num_threads=threads)
+
+
+def _settle_rates(config: RunConfig, progress: Progress) -> RunConfig:
+    """Peak learning rates by the rule that asks for them."""
+    changes: dict[str, Any] = {}
+    for name in ("pretrain", "sft"):
+        training: TrainConfig = getattr(config, name)
+        rows = training.batch_rows(config.pack.seq_len)
+        rate = training.rate_rule.peak(rows, training.learning_rate)
+        if rate != training.learning_rate:
+            rule = training.rate_rule.kind
+            progress.note(f"{name}: peak learning rate {rate:.3g} for {rows} rows a batch, by the {rule} rule")
+            changes[name] = replace(training, learning_rate=rate)
+    return replace(config, **changes) if changes else config
 
 
 def _settle_precision(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:

@@ -25,7 +25,8 @@ class LossScaleConfig:
     use: `auto` when products are computed in FP16, `always`, or `never`; dynamic: the scale follows overflows, else it
     stays. initial: 0 for a choice by the number of parameters. growth: factor after `window` updates in a row without
     overflow; backoff: factor after an overflow, whose update is skipped. The scale stays within `smallest` and
-    `largest`.
+    `largest`. per_layer: every block has a scale of its own (`precision/layer_scales.py`), which grows only after a
+    window at whose end more than the share `max_small` of its gradients is too small for FP16's full precision.
     """
 
     use: Literal["auto", "always", "never"] = "auto"
@@ -36,6 +37,8 @@ class LossScaleConfig:
     window: int = 2000
     smallest: float = 2.0**-14
     largest: float = 2.0**24
+    per_layer: bool = False
+    max_small: float = 0.01
 
     def __post_init__(self) -> None:
         if self.initial < 0:
@@ -53,6 +56,19 @@ class LossScaleConfig:
                 f"initial: must lie between smallest ({self.smallest:g}) and largest ({self.largest:g}), got "
                 f"{self.initial}"
             )
+        if not 0 <= self.max_small < 1:
+            raise ConfigError(f"max_small: must be a share in [0, 1), got {self.max_small}; 0.01 is usual")
+        if self.per_layer:
+            self._check_layers()
+
+    def _check_layers(self) -> None:
+        """A block's scale and the common one must be so many times each other that no bit is lost."""
+        if not self.dynamic:
+            raise ConfigError("per_layer: follows overflows, which needs dynamic; set dynamic to true")
+        for name in ("initial", "growth", "backoff", "smallest", "largest"):
+            value = getattr(self, name)
+            if value and math.frexp(value)[0] != 0.5:
+                raise ConfigError(f"{name}: must be a power of two with per_layer, got {value}")
 
 
 def first_scale(config: LossScaleConfig, num_parameters: int) -> float:

@@ -24,7 +24,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ from modelwright.train.checkpoint_files import (
     best_step_of,
     check_checkpoint,
     list_checkpoints,
+    other_steps_of,
     read_best,
     read_state,
     read_weights,
@@ -118,13 +119,14 @@ class _Job:
     pieces: Mapping[str, Mapping[str, Piece]]
     tree: Any
     best: Best
+    also: Sequence[int] = ()
 
 
 class Checkpoints:
     """The checkpoints of one run. Every rank makes one and calls the same methods in the same order.
 
     `save` copies to host memory and returns; a thread writes. What goes wrong there, on any rank, is raised on every
-    rank by the next `save`, `poll` or `wait`. `keep_last` whole checkpoints stay, and the best ones that they refer
+    rank by the next `save`, `poll` or `wait`. `keep_last` whole checkpoints stay, and the others that they refer
     to. reduce: the ranks among which a gradient transport sums.
     """
 
@@ -181,6 +183,12 @@ class Checkpoints:
         note(f"step {step} is in the memory of the hosts")
         return step
 
+    def is_whole(self, step: int) -> bool:
+        """Whether the checkpoint of this step is on disk, undamaged; the ranks share the checking."""
+        path = self.folder / step_name(step)
+        mine = self._channel.attempt(partial(self._damage, path), what=f"checking {path}")
+        return not self._channel.any(bool(mine), what=f"checking {path}")
+
     def load(
         self,
         step: int,
@@ -201,10 +209,13 @@ class Checkpoints:
         held = {name: weights[name] for name in gradients}
         return self._channel.attempt(lambda: self._load(path, names, weights, held, note), what=f"loading {path}")
 
-    def save(self, snapshot: Snapshot, *, best: Best) -> None:
-        """Copy the snapshot to host memory and have it written, after an earlier one that is still being written."""
+    def save(self, snapshot: Snapshot, *, best: Best, also: Sequence[int] = ()) -> None:
+        """Copy the snapshot to host memory and have it written, after an earlier one that is still being written.
+
+        also: steps of earlier checkpoints that it refers to: they stay as long as it does.
+        """
         self.wait()
-        job = self._copy(snapshot, best)
+        job = replace(self._copy(snapshot, best), also=also)
         self._pending = self._writer.submit(self._write, job)
 
     def keep(self, snapshot: Snapshot, *, best: Best) -> None:
@@ -392,7 +403,8 @@ class Checkpoints:
         with writing(draft.path):
             (draft.path / INDEX).write_text(json.dumps(index), encoding="utf-8")
             (draft.path / STATE).write_text(json.dumps(record), encoding="utf-8")
-            draft.facts.update(step=job.step, best_step=job.best.step, num_ranks=self.world.size)
+            also = list(job.also)
+            draft.facts.update(step=job.step, best_step=job.best.step, also=also, num_ranks=self.world.size)
             stack.close()
         self.write_best(job.best)
         self._prune()
@@ -410,7 +422,8 @@ class Checkpoints:
     def _prune(self) -> None:
         paths = list_checkpoints(self.folder)
         last = paths[-self.keep_last :]
-        wanted = {path.name for path in last} | {step_name(best_step_of(path)) for path in last}
+        wanted = {path.name for path in last}
+        wanted |= {step_name(step) for path in last for step in (best_step_of(path), *other_steps_of(path))}
         old = [path for path in paths if path.name not in wanted]
         for path in [*old, *self.folder.glob("step-*.damaged")]:
             shutil.rmtree(path, ignore_errors=True)

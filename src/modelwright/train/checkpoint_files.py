@@ -36,6 +36,14 @@ def best_step_of(path: Path) -> int:
         return 0
 
 
+def other_steps_of(path: Path) -> list[int]:
+    """Of further checkpoints that it refers to."""
+    try:
+        return [int(step) for step in read_manifest(path).facts.get("also", ())]
+    except ArtifactError:
+        return []
+
+
 def step_name(step: int) -> str:
     return f"step-{step:08d}"
 

@@ -11,13 +11,14 @@ from modelwright.memory.config import ActivationConfig
 from modelwright.optim.build import PLAIN_ADAMW, OptimizerKind
 from modelwright.optim.clip import AdaptiveClipConfig
 from modelwright.optim.decay import DynamicDecayConfig
-from modelwright.optim.schedule import ScheduleConfig
+from modelwright.optim.schedule import RateRuleConfig, ScheduleConfig
 from modelwright.parallel.balance import BalanceConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.transports.build import TransportConfig
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.exchange import AsynchronousConfig, check_exchange
 from modelwright.train.guards import QuarantineConfig
+from modelwright.train.spikes import SpikeConfig
 from modelwright.train.standing import GuardConfig
 from modelwright.train.watch import WatchConfig
 
@@ -45,8 +46,10 @@ class TrainConfig:
     above it that follows the gradients; dynamic_decay: less weight decay while gradients are large;
     offload_optimizer: its states wait in the host's memory, for models on an accelerator; activations: what
     forward keeps for backward; transport: how gradients cross between copies of the model; asynchronous: updates that
-    do not wait for them; quarantine: gradients out of all proportion are left out; balance: layers and rows are moved
-    so that all ranks and microbatches have equal work; guards: what looks after runs of several processes;
+    do not wait for them; quarantine: gradients out of all proportion are left out; spikes: so are updates at which
+    loss or gradients jump, and after several of them the run goes back to earlier weights; rate_rule: the learning
+    rate follows from the rows of a batch, settled before the run; balance: layers and rows are moved so that all ranks
+    and microbatches have equal work; guards: what looks after runs of several processes;
     eval_every_steps: 0 only at the end;
     checkpoint_every_steps and checkpoint_every_minutes: 0 switches that trigger off; keep_best: the checkpoint
     with the lowest held-out loss is saved and kept beside the last `keep_last`; max_skipped_steps: updates in a row
@@ -60,6 +63,7 @@ class TrainConfig:
     num_microbatches: int = 1
     optimizer: OptimizerKind = "adamw"
     learning_rate: float = 1e-3
+    rate_rule: RateRuleConfig = field(default_factory=RateRuleConfig)
     betas: tuple[float, float] = (0.9, 0.95)
     adam_eps: float = 1e-8
     weight_decay: float = 0.1
@@ -74,6 +78,7 @@ class TrainConfig:
     transport: TransportConfig = field(default_factory=TransportConfig)
     asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
     quarantine: QuarantineConfig = field(default_factory=QuarantineConfig)
+    spikes: SpikeConfig = field(default_factory=SpikeConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     eval_every_steps: int = 100
     checkpoint_every_steps: int = 0
@@ -110,6 +115,8 @@ class TrainConfig:
         if self.precision.adaptive.kind != "none":
             self._check_adaptive()
         check_exchange(self.transport, self.asynchronous, ParallelConfig())
+        if self.spikes.num_sigmas:
+            self._check_spikes()
         every = self.transport.local_steps.every
         for name in ("eval_every_steps", "checkpoint_every_steps"):
             if every and getattr(self, name) % every:
@@ -120,10 +127,14 @@ class TrainConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every update is AdamW's, in memory, on exact sums that all processes make together."""
+        """Whether every update is AdamW's, in memory, on exact sums that all processes make together, for good."""
+        for_good = not self.spikes.rollback_after and self.precision.adaptive.kind == "none"
+        return self._is_together and for_good and self.optimizer in PLAIN_ADAMW and not self.offload_optimizer
+
+    @property
+    def _is_together(self) -> bool:
         exact = self.transport.kind == "exact" and not self.transport.local_steps.every
-        together = exact and self.asynchronous.mode == "none" and self.precision.adaptive.kind == "none"
-        return together and self.optimizer in PLAIN_ADAMW and not self.offload_optimizer
+        return exact and self.asynchronous.mode == "none"
 
     @property
     def decay_in_force(self) -> DynamicDecayConfig:
@@ -134,10 +145,30 @@ class TrainConfig:
 
     def _check_adaptive(self) -> None:
         """Formats change for all ranks at once, and in code that is not compiled for one of them."""
-        wrong = {"compile": self.compile, "asynchronous.mode": self.asynchronous.mode == "hogwild"}
+        wrong = {
+            "compile": self.compile,
+            "asynchronous.mode": self.asynchronous.mode == "hogwild",
+            "precision.loss_scale.per_layer": self.precision.loss_scale.per_layer,
+        }
         for name, is_set in wrong.items():
             if is_set:
                 raise ConfigError(f"{name}: does not go with precision.adaptive; switch one of them off")
+
+    def _check_spikes(self) -> None:
+        if self.asynchronous.mode == "hogwild":
+            raise ConfigError(
+                "spikes.num_sigmas: in asynchronous.mode hogwild no process sees all updates; set it to 0, or the mode to "
+                "none"
+            )
+        if not self.spikes.rollback_after:
+            return
+        if not self._is_together:
+            raise ConfigError(
+                "spikes.rollback_after: what a transport holds back and updates that ranks make apart cannot be taken "
+                "back; set transport.kind to exact, without local steps, and asynchronous.mode to none"
+            )
+        if not self.checkpoint_every_steps:
+            raise ConfigError("spikes.rollback_after: goes back to checkpoints; set checkpoint_every_steps above 0")
 
     def _check_optimizer(self) -> None:
         """What is made for AdamW's states in FP32."""
@@ -181,7 +212,10 @@ class TrainConfig:
 
         A run can be resumed with other values of the rest.
         """
-        found = {name: value for name, value in dump(self).items() if name not in _WITHOUT_EFFECT_ON_WEIGHTS}
+        without = set(_WITHOUT_EFFECT_ON_WEIGHTS)
+        if self.spikes.rollback_after:
+            without.discard("checkpoint_every_steps")  # where the run may go back to
+        found = {name: value for name, value in dump(self).items() if name not in without}
         found["transport"] = {
             name: value for name, value in found["transport"].items() if name not in ("overlap", "collectives")
         }

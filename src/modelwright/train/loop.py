@@ -28,6 +28,7 @@ from modelwright.parallel.mesh import Mesh, World, lay_out
 from modelwright.parallel.transport import GradientTransport
 from modelwright.parallel.transports.local_steps import LocalSteps
 from modelwright.parallel.turns import Together
+from modelwright.precision.layer_scales import layer_scales_for
 from modelwright.precision.model import ModelFormats, tf32_products
 from modelwright.train.checkpoint import Best, Checkpoints, Snapshot
 from modelwright.train.config import TrainConfig
@@ -142,6 +143,13 @@ def _train_laid_out(
         turns = held.enter_context(turns_for(config.asynchronous, everyone, model, shares_memory=shares_memory))
         mesh = turns.mesh
         in_place = mesh.is_only_data_parallel
+        layer_scales = layer_scales_for(
+            config.precision.loss_scale,
+            uses_fp16=config.precision.uses_fp16,
+            count=lambda: model.config.num_parameters,
+            num_layers=model.config.num_layers,
+            device=world.device,
+        )
         runner = spread(
             model if in_place else take_weights(model),
             mesh=mesh,
@@ -156,6 +164,7 @@ def _train_laid_out(
                 pipeline_rank=mesh.pipeline.rank,
             ),
             compile_blocks=config.compile,
+            layer_scales=layer_scales,
         )
         held.callback(remove_passes, model)
         formats = ModelFormats(runner.model, config.precision)
@@ -182,6 +191,7 @@ def _train_laid_out(
             transport=transport,
             formats=formats,
             folder=stage.path,
+            layer_scales=layer_scales,
         )
         loop = _Loop(
             one_step=one_step,
@@ -278,6 +288,7 @@ class _Loop:
             for info, flops in self.one_step.turns.updates(self.one_step, self.at.step, self.next_stop(), interrupted):
                 self.account(info, flops)
                 self.report(info)
+            self.go_back()
         self.finish()
         return self.result()
 
@@ -354,9 +365,32 @@ class _Loop:
             return
         self.saved = (self.at.step, self.at.evaluated_step)
         started = time.perf_counter()
-        self.checkpoints.save(self.snapshot(), best=self.best())
+        every = self.config.checkpoint_every_steps
+        if every and self.at.step % every == 0:  # others may be at any moment
+            self.one_step.spikes.saved(self.at.step)
+        self.checkpoints.save(self.snapshot(), best=self.best(), also=self.one_step.spikes.wanted_steps)
         if self.recorder is not None:
             self.recorder.write(self.at.step, checkpoint_stall_s=time.perf_counter() - started)
+
+    def go_back(self) -> None:
+        """After so many spikes: to weights and optimizer of an earlier update. Numbers and batches go on."""
+        spikes = self.one_step.spikes
+        if not spikes.step_to_go_back_to():
+            return
+        self.checkpoints.wait()
+        while (step := spikes.step_to_go_back_to()) and not self.checkpoints.is_whole(step):
+            self.progress.note(f"the checkpoint of step {step}, to which spikes send the run back, is damaged")
+            spikes.forget(step)
+        if not step:
+            return
+        names = list(self.one_step.names.values())
+        state = self.checkpoints.load(step, self.model.state_dict(), gradients=names, note=self.progress.note)
+        self.one_step.go_back(state["updates"])
+        spikes.went_back(self.at.step, step)
+        text = f"back to the weights of step {step}; batches {step} to {self.at.step - 1} have left no trace"
+        watch = self.controllers.get("watch")
+        if isinstance(watch, Watch):
+            watch.report(self.at.step, "rollback", step, self.at.step, text)
 
     def snapshot(self) -> Snapshot:
         return Snapshot(
@@ -449,6 +483,8 @@ class _Loop:
             mfu=self.one_step.utilisation(self.at.model_flops, self.at.train_time_s),
             num_skipped=check.num_skipped if isinstance(check, FiniteCheck) else 0,
             num_events=dict(watch.num_events) if isinstance(watch, Watch) else {},
+            loss_scale=self.one_step.loss_scale_history(),
+            left_out=tuple(self.one_step.spikes.events),
             bytes_sent=self.one_step.transport.bytes_sent,
         )
 

@@ -55,7 +55,7 @@ class StepInfo:
     before clipping; num_tokens: of all ranks, padding left out; mfu: model FLOPs utilisation in [0, 1], 0 when no peak
     rate is known; data_wait_s: time spent waiting for the batch, and exchange_s: in the transport and at meetings, with
     compression and waiting for other ranks; both are parts of step_time_s; skipped: the update was left
-    out because something was not finite; scalars: what updates add.
+    out, because something was not finite or out of proportion; scalars: what updates add.
     """
 
     step: int

@@ -1,8 +1,9 @@
 """Model passes, `model -> model`, in their one fixed order.
 
-Tensor parallelism changes what the layers are, so it comes first. Activation checkpointing wraps blocks next, so that
-compile sees (and may fuse across) what is computed again; FSDP, which gathers whole blocks, comes last. How products
-are computed (`precision/model.py`) is set on the finished layers, whose formats may change while the model trains.
+Tensor parallelism changes what the layers are, so it comes first. Loss scales of blocks wrap them next, inside what
+activation checkpointing computes again; that comes before compile, which sees (and may fuse across) what is computed
+again; FSDP, which gathers whole blocks, comes last. How products are computed (`precision/model.py`) is set on the
+finished layers, whose formats may change while the model trains.
 """
 
 import math
@@ -21,6 +22,7 @@ from modelwright.parallel.schedule import microbatches_in_flight
 from modelwright.parallel.shard import shard_states
 from modelwright.parallel.stages import layers_of_stages, rank_of_stage
 from modelwright.parallel.tensor import shard_layers
+from modelwright.precision.layer_scales import LayerScales, scale_blocks
 from modelwright.precision.model import remove_formats
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.runner import Runner, WholeModel
@@ -33,6 +35,7 @@ def spread(
     parallel: ParallelConfig,
     activations: Callable[[Decoder], Decoder],
     compile_blocks: bool,
+    layer_scales: LayerScales | None = None,
 ) -> Runner:
     """Lay the model out over the mesh, in place; a pipeline keeps this rank's layers only.
 
@@ -46,6 +49,7 @@ def spread(
             parallel=parallel,
             activations=activations,
             compile_blocks=compile_blocks,
+            layer_scales=layer_scales,
         )
 
     if mesh.pipeline.size > 1:
@@ -61,10 +65,13 @@ def apply_passes(
     parallel: ParallelConfig,
     activations: Callable[[Decoder], Decoder],
     compile_blocks: bool,
+    layer_scales: LayerScales | None = None,
 ) -> Decoder:
     """Apply the passes that are switched on, in place; parameter names stay as they are. Returns the model."""
     if mesh.devices is not None and mesh.tensor.size > 1:
         model = shard_layers(model, mesh.devices["tensor"], sequence_parallel=parallel.sequence_parallel)
+    if layer_scales is not None:
+        model = scale_blocks(model, layer_scales)
     model = activations(model)
     if compile_blocks:
         model = compile_each_block(model)

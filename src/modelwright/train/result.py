@@ -1,8 +1,9 @@
 """How far a run is and how it ended, as values."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from modelwright.core.rundir import StageDir
 from modelwright.model.decoder import Decoder
@@ -17,7 +18,8 @@ class TrainResult:
     loss and its step (0: none); num_tokens: trained on, padding left out; train_time_s: spent in steps, over all
     starts; model_flops: of forward and backward passes; mfu: in [0, 1], 0 without a peak rate; num_skipped: updates
     left out for values that were not finite; num_events: entries of the watch list by kind; bytes_sent: by this rank's
-    transport since this start.
+    transport since this start; loss_scale: what became of it, empty where losses were not scaled; left_out: batches
+    whose updates spikes left out or took back, as `spikes.jsonl` has them.
     """
 
     num_steps: int
@@ -31,6 +33,8 @@ class TrainResult:
     num_skipped: int
     num_events: Mapping[str, int]
     bytes_sent: int
+    loss_scale: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass

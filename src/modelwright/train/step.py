@@ -32,6 +32,7 @@ from modelwright.parallel.transport import ExactTransport, GradientTransport, Ov
 from modelwright.parallel.transports.local_steps import LocalSteps
 from modelwright.parallel.transports.planned import PlannedTransport
 from modelwright.parallel.turns import Turns
+from modelwright.precision.layer_scales import LayerScales
 from modelwright.precision.loss_scale import LossScale, loss_scale_for
 from modelwright.precision.model import FollowMaxima, ModelFormats
 from modelwright.train.adaptive import AdaptivePrecision, Machine, known_machine
@@ -40,8 +41,12 @@ from modelwright.train.exchange import Meeting
 from modelwright.train.guards import Quarantine
 from modelwright.train.objective import Batch, Objective, StepInfo
 from modelwright.train.runner import Runner
-from modelwright.train.scaling import FollowOverflows, Unscale
+from modelwright.train.scaling import FollowLayers, FollowOverflows, Unscale
+from modelwright.train.spikes import Spikes
 from modelwright.train.stragglers import OwnTime
+
+GO_BACK = ("clip", "decay", "optimizer")
+"""Updates whose state belongs to the weights: it goes back with them."""
 
 
 @dataclass(kw_only=True)
@@ -62,12 +67,15 @@ class TrainStep:
     transport: GradientTransport
     formats: ModelFormats
     folder: Path
+    layer_scales: LayerScales | None = None
     names: dict[Tensor, str] = field(init=False)
     num_holders: list[int] = field(init=False)
     optimizer: Optimizer = field(init=False)
     updates: dict[str, Update] = field(init=False)
     meeting: Meeting | None = field(init=False)
     loss_scale: LossScale | None = field(init=False)
+    follow_layers: FollowLayers | None = field(init=False)
+    spikes: Spikes = field(init=False)
     stage_balance: StageBalance | None = field(init=False)
     adaptive: AdaptivePrecision | None = field(init=False)
     present: tuple[Batch, Mapping[str, float]] | None = None
@@ -94,6 +102,16 @@ class TrainStep:
         self.loss_scale = loss_scale_for(
             scaling, uses_fp16=config.precision.uses_fp16, count=lambda: self.model.config.num_parameters
         )
+        self.follow_layers = None
+        if self.layer_scales is not None:
+            self.loss_scale = self.layer_scales.common
+            self.follow_layers = FollowLayers(self.layer_scales, list(self.names.values()), self.mesh.world)
+        self.spikes = Spikes(
+            config.spikes,
+            lambda flag: self.mesh.world.maxima(flag)[0],
+            self.folder / "spikes.jsonl",
+            is_first=self.mesh.world.is_first,
+        )
         self.adaptive = self.adaptive_precision()
         self.updates = standard_updates(
             self.optimizer,
@@ -110,8 +128,9 @@ class TrainStep:
             before_check={"unscale": Unscale(self.loss_scale)} if self.loss_scale and self.scales_sums else {},
             after_check={
                 **({"fp8_maxima": FollowMaxima(self.formats, self.maxima)} if self.formats.delayed else {}),
-                **({"loss_scale": FollowOverflows(self.loss_scale)} if self.loss_scale else {}),
+                **self.follow_overflows(),
                 "quarantine": self.quarantine(),
+                "spikes": self.spikes,
                 **({"adaptive_precision": self.adaptive} if self.adaptive else {}),
             },
         )
@@ -138,6 +157,11 @@ class TrainStep:
     def quarantine(self) -> Quarantine:
         agree, is_first = (lambda flag: self.mesh.world.maxima(flag)[0]), self.mesh.world.is_first
         return Quarantine(self.config.quarantine, agree, self.folder / "quarantine.jsonl", is_first=is_first)
+
+    def follow_overflows(self) -> dict[str, Update]:
+        if self.loss_scale is None:
+            return {}
+        return {"loss_scale": self.follow_layers or FollowOverflows(self.loss_scale)}
 
     def adaptive_precision(self) -> AdaptivePrecision | None:
         config, mesh = self.config.precision.adaptive, self.mesh
@@ -176,8 +200,9 @@ class TrainStep:
 
     @property
     def scales_sums(self) -> bool:
-        """Whether gradients may cross scaled: not where a transport keeps what it held back for another scale."""
-        return isinstance(self.transport, ExactTransport | PlannedTransport | OneCopy)
+        """Whether gradients may cross scaled: not where a transport keeps what it held back for another scale, and
+        not where it must be seen in which layer a rank's own ones overflow."""
+        return self.follow_layers is None and isinstance(self.transport, ExactTransport | PlannedTransport | OneCopy)
 
     @property
     def model(self) -> Decoder:
@@ -206,6 +231,12 @@ class TrainStep:
         for name, update in self.updates.items():
             update.load_state_dict(state[name])
 
+    def go_back(self, state: Mapping[str, Any]) -> None:
+        """Take over what belongs to earlier weights, which are in place already; all else goes on."""
+        for name in GO_BACK:
+            if name in self.updates:
+                self.updates[name].load_state_dict(state[name])
+
     def __call__(self, number: int) -> tuple[StepInfo, float]:
         """Update `number` (from 0): batch, gradients, transport, updates. Also returns its FLOPs."""
         started = time.perf_counter()
@@ -220,7 +251,7 @@ class TrainStep:
         losses = self.compute_gradients(batch, totals)
         gradients = self.gradients()
         if self.loss_scale and not self.scales_sums:
-            torch._foreach_mul_([local(one) for one in gradients], 1.0 / self.loss_scale.value)  # pyright: ignore
+            self.unscale([local(one) for one in gradients], self.loss_scale)
         exchange_s = _seconds(lambda: self.transport.reduce([local(gradient) for gradient in gradients]))
         context = Context(
             step=number,
@@ -234,6 +265,13 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         times = {"data_wait_s": data_wait_s, "exchange_s": exchange_s, "step_time_s": time.perf_counter() - started}
         return self.describe(context, losses, num_tokens, flops, times), flops
+
+    def loss_scale_history(self) -> dict[str, Any]:
+        """The scale's state: value, overflows, changes; of several layers under `layers` (`LayerScales`)."""
+        if self.loss_scale is None:
+            return {}
+        layers = {"layers": self.layer_scales.state_dict()} if self.layer_scales else {}
+        return self.loss_scale.state_dict() | layers
 
     def batch(self, number: int) -> Batch:
         """This rank's rows of a global batch; one iterator serves as long as the numbers follow one another."""
@@ -283,6 +321,13 @@ class TrainStep:
             self.stage_balance.observe(self.runner.timeline.spans())
         sums *= self.mesh.tensor.is_first  # ranks of the tensor axis compute the same losses
         return dict(zip(scale, self.mesh.world.sums(sums.tolist()), strict=True))
+
+    def unscale(self, gradients: list[Tensor], scale: LossScale) -> None:
+        """Before they cross."""
+        if self.follow_layers is not None:
+            self.follow_layers.unscale(gradients)
+        else:
+            torch._foreach_mul_(gradients, 1.0 / scale.value)  # pyright: ignore
 
     @torch.no_grad()
     def trial_loss(self) -> float:

@@ -59,8 +59,11 @@ class Watch:
 
     def observe(self, info: StepInfo) -> None:
         if info.skipped:
-            outlier = "quarantined" in info.scalars
-            kind, why = ("quarantined_batch", "an outlier") if outlier else ("nonfinite_step", "values not finite")
+            kind, why = "nonfinite_step", "values not finite"
+            if "quarantined" in info.scalars:
+                kind, why = "quarantined_batch", "an outlier"
+            elif "spike" in info.scalars:
+                kind, why = "skipped_spike", f"a spike, loss {info.loss:.4g}, gradient norm {info.grad_norm:.4g}"
             self.report(info.step, kind, info.grad_norm, math.inf, f"update skipped: {why}")
             return
         self._judge(info.step, "loss_spike", info.loss, "loss")

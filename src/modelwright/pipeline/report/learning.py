@@ -10,6 +10,7 @@ from modelwright.pipeline.report.blocks import Block, Chart, Excerpt, Fold, Note
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
 from modelwright.pipeline.report.format import count, number, percent, seconds
 from modelwright.pipeline.report.run_data import RunData, StageData
+from modelwright.pipeline.report.stability import scale_blocks, spike_blocks
 from modelwright.precision.policy import PrecisionConfig
 
 _SUMMARIES = {
@@ -26,6 +27,8 @@ _KINDS = {
     "gradient_outlier": "gradient-norm outliers",
     "nonfinite_step": "steps that were not finite",
     "quarantined_batch": "batches left out as outliers",
+    "skipped_spike": "spikes left out",
+    "rollback": "ways back to earlier weights",
     "straggler": "slow ranks",
     "data_stall": "data stalls",
 }
@@ -42,7 +45,8 @@ def training_section(data: RunData, name: str, title: str) -> Section | None:
     records = _with_final_peak(stage)
     config = getattr(data.config, name)
     blocks: list[Block] = [*_charts(records, name, config.clip_norm, bool(stage.facts.get("peak_flops")))]
-    blocks += [*_format_blocks(stage, records), _summary_table(records), *_watch_blocks(stage)]
+    blocks += [*scale_blocks(stage, records), *_format_blocks(stage, records), _summary_table(records)]
+    blocks += [*_watch_blocks(stage), *spike_blocks(stage)]
     return Section(name, title, blocks, _lead(stage, config))
 
 
@@ -73,7 +77,8 @@ def _lead(stage: StageData, config: Any) -> str:
     ]
     if config.num_microbatches > 1:
         words.append(f", accumulated over {config.num_microbatches} microbatches")
-    words.append(f"; peak learning rate {number(config.learning_rate, 3)}.")
+    rule = f" (by the {config.rate_rule.kind} rule)" if config.rate_rule.kind != "none" else ""
+    words.append(f"; peak learning rate {number(config.learning_rate, 3)}{rule}.")
     if facts.get("taken_step") not in (None, facts["num_steps"]):
         words.append(f" The weights of step {facts['taken_step']} were taken: their held-out loss is the lowest.")
     return "".join(words)

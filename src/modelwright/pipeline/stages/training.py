@@ -153,6 +153,8 @@ def _facts(
         "train_time_s": result.train_time_s,
         "model_flops": result.model_flops,
         "num_skipped": result.num_skipped,
+        "loss_scale": dict(result.loss_scale),
+        "left_out": list(result.left_out),
         "events": dict(result.num_events),
         "num_epochs": num_steps / loader.num_batches_per_epoch,
         "world_size": context.ranks.size,

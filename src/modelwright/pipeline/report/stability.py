@@ -1,0 +1,81 @@
+"""The report's blocks on what kept a training stable: the loss scale's history, spikes left out, ways back."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from modelwright.core.records import column
+from modelwright.pipeline.report.blocks import Block, Chart, Excerpt, Fold, Note, Table
+from modelwright.pipeline.report.charts import Line, line_chart
+from modelwright.pipeline.report.format import count, number, plural
+from modelwright.pipeline.report.run_data import StageData
+
+_CHANGES_SHOWN = 60
+_LAYERS = {
+    "loss_scale": "common",
+    "loss_scale/lowest_layer": "lowest layer",
+    "loss_scale/highest_layer": "highest layer",
+}
+
+
+def scale_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[Block]:
+    """A chart of the scale, its overflows and changes; nothing where losses were not scaled."""
+    state = stage.facts.get("loss_scale")
+    if not state:
+        return []
+    layers = state.get("layers")
+    skipped = sum(bool(record.get("skipped")) for record in records)
+    words = f"Loss scale: {number(state['value'])} at the end, {plural(state['num_overflows'], 'overflow')}, "
+    words += f"{plural(len(state['history']) - 1, 'change')}; of the steps on record {count(skipped)} made no update."
+    lines = [
+        Line(label, column(records, metric), colour=colour)
+        for colour, (metric, label) in enumerate(_LAYERS.items())
+        if column(records, metric)
+    ]
+    chart = line_chart(lines, name=f"{stage.name}-scale", x_label="step", y_label="loss scale", log=True)
+    changes = [(step, f"step {step:>6}  {_power(value)}") for step, value in state["history"]]
+    if layers:
+        changes += [(step, f"step {step:>6}  {_power(value)}  layer {at}") for step, at, value in layers["history"]]
+    text = "\n".join(line for _, line in sorted(changes)[:_CHANGES_SHOWN])
+    if len(changes) > _CHANGES_SHOWN:
+        text += f"\n... and {len(changes) - _CHANGES_SHOWN} more"
+    blocks: list[Block] = [Chart("Loss scale", chart, words), Fold("Changes of the loss scale", [Excerpt("", text)])]
+    return [*blocks, _layer_table(layers)] if layers else blocks
+
+
+def spike_blocks(stage: StageData) -> list[Block]:
+    """Batches that spikes left out; nothing when there were none."""
+    events = stage.facts.get("left_out") or []
+    if not events:
+        return []
+    spikes = [event for event in events if event["kind"] == "spike"]
+    ways_back = [event for event in events if event["kind"] == "rollback"]
+    words = f"{plural(len(spikes), 'update')} left out as spikes"
+    if ways_back:
+        lost = sum(event["batches"][1] - event["batches"][0] + 1 for event in ways_back)
+        words += f"; the run went back {plural(len(ways_back), 'time')}, which undid {plural(lost, 'update')}"
+    text = "\n".join(map(_event_words, events[:_CHANGES_SHOWN]))
+    if len(events) > _CHANGES_SHOWN:
+        text += f"\n... and {len(events) - _CHANGES_SHOWN} more in spikes.jsonl"
+    return [Note(words + ".", "warning"), Fold("Batches that were left out", [Excerpt("", text)])]
+
+
+def _layer_table(layers: Mapping[str, Any]) -> Table:
+    rows = [
+        [str(layer), _power(value), str(overflows)]
+        for layer, (value, overflows) in enumerate(zip(layers["values"], layers["num_overflows"], strict=True))
+    ]
+    return Table(["layer", "loss scale", "overflows"], rows, "Loss scales of the layers, at the end", numeric=(0, 1, 2))
+
+
+def _event_words(event: Mapping[str, Any]) -> str:
+    first, last = event["batches"]
+    if event["kind"] == "rollback":
+        return f"after step {event['step']:>6}  back to step {first}; batches {first} to {last} taken back"
+    loss, norm = (value if isinstance(value, str) else number(value) for value in (event["loss"], event["norm"]))
+    return f"step {event['step']:>6}  batch {first} left out: loss {loss}, gradient norm {norm}"
+
+
+def _power(value: float) -> str:
+    """Scales are powers of two, mostly."""
+    mantissa, exponent = value.hex().split("p")
+    return f"2^{int(exponent)}" if float.fromhex(mantissa) == 1.0 else number(value)

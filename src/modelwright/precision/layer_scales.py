@@ -1,0 +1,146 @@
+"""A loss scale for each block, on top of the common one (Zhao et al. 2019, Adaptive Loss Scaling for Mixed Precision
+Training: layers differ in how large their gradients are, so that one scale suits few of them).
+
+Between blocks gradients carry the common scale S. Where one enters a block's backward pass it is multiplied by the
+block's own scale over S, where it leaves by the inverse; forward nothing happens. All of them are powers of two, so nothing
+changes unless something overflows or would have underflowed (and in an FP32 residual stream neither happens between
+blocks). A block's scale falls when the overflow began there: it is the first block of the backward pass with gradients that are not finite. It
+grows when too many of its gradients are small.
+
+Knows no rank: what is found in gradients is agreed upon elsewhere, so that the scales are the same everywhere.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelwright.model.decoder import Decoder
+from modelwright.precision.loss_scale import MAX_HISTORY, LossScale, LossScaleConfig, loss_scale_for
+
+SMALLEST_NORMAL = 2.0**-14
+LARGEST = 65504.0
+"""Of FP16."""
+HEADROOM = 4.0
+"""How many times as large as the largest gradient of a block FP16's largest number stays when its scale grows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFindings:
+    """One block's scaled gradients: `largest` by magnitude, 0 when nothing is known of it; `small`: the share below
+    FP16's normal numbers, 0 unless the block was `due`."""
+
+    largest: float = 0.0
+    small: float = 0.0
+
+
+class LayerScales:
+    """The scales of the present update, by layer, and what they become. `common`: that of all else."""
+
+    def __init__(self, config: LossScaleConfig, common: LossScale, num_layers: int, device: torch.device) -> None:
+        self.config = config
+        self.common = common
+        self.values = [common.value] * num_layers
+        self.num_overflows = [0] * num_layers
+        self.history: list[tuple[int, int, float]] = []
+        """(update from which on, layer, scale)"""
+        self._num_good = [0] * num_layers
+        self.entering = [torch.ones((), device=device) for _ in range(num_layers)]
+        self.leaving = [torch.ones((), device=device) for _ in range(num_layers)]
+
+    def due(self, layer: int) -> bool:
+        """Whether the layer's window ends with the present update, if that is good."""
+        return self._num_good[layer] + 1 >= self.config.window
+
+    def update(self, step: int, *, overflowed: bool, culprit: int | None, found: Sequence[LayerFindings]) -> None:
+        """After update `step` (from 0); culprit: the layer in which an overflow began, None for none of them.
+
+        The layers whose backward pass came before the culprit's had a good update.
+        """
+        self.common.update(step, overflowed and culprit is None)
+        self.common.num_overflows += overflowed and culprit is not None
+        for layer, findings in enumerate(found):
+            if not overflowed or (culprit is not None and layer > culprit):
+                self._grow(step, layer, findings)
+        if overflowed and culprit is not None:
+            self.num_overflows[culprit] += 1
+            self._num_good[culprit] = 0
+            self._set(step, culprit, self.values[culprit] * self.config.backoff)
+        self._set_factors()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "common": self.common.state_dict(),
+            "values": list(self.values),
+            "num_good": list(self._num_good),
+            "num_overflows": list(self.num_overflows),
+            "history": [list(change) for change in self.history],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.common.load_state_dict(state["common"])
+        self.values, self._num_good = list(state["values"]), list(state["num_good"])
+        self.num_overflows = list(state["num_overflows"])
+        self.history = [(int(step), int(layer), float(value)) for step, layer, value in state["history"]]
+        self._set_factors()
+
+    def _grow(self, step: int, layer: int, findings: LayerFindings) -> None:
+        self._num_good[layer] += 1
+        if self._num_good[layer] < self.config.window:
+            return
+        self._num_good[layer] = 0
+        has_room = findings.largest * self.config.growth * HEADROOM <= LARGEST
+        if findings.small > self.config.max_small and has_room:
+            self._set(step, layer, self.values[layer] * self.config.growth)
+
+    def _set(self, step: int, layer: int, value: float) -> None:
+        value = min(max(value, self.config.smallest), self.config.largest)
+        if value != self.values[layer]:
+            self.values[layer] = value
+            self.history = [*self.history, (step + 1, layer, value)][-MAX_HISTORY:]
+
+    def _set_factors(self) -> None:
+        """In place: blocks hold on to these tensors, and compiled ones must not be compiled again."""
+        for value, entering, leaving in zip(self.values, self.entering, self.leaving, strict=True):
+            entering.fill_(value / self.common.value)
+            leaving.fill_(self.common.value / value)
+
+
+def scale_blocks(model: Decoder, scales: LayerScales) -> Decoder:
+    """Rescale gradients at both ends of every block that is here, in place. Comes before whatever runs blocks again."""
+    for name, block in model.blocks.items():
+        layer = int(name)
+        block.forward = partial(_scaled, block.forward, scales.entering[layer], scales.leaving[layer])
+    return model
+
+
+def layer_scales_for(
+    config: LossScaleConfig, *, uses_fp16: bool, count: Callable[[], int], num_layers: int, device: torch.device
+) -> LayerScales | None:
+    """None where losses stay as they are, or have one scale."""
+    common = loss_scale_for(config, uses_fp16=uses_fp16, count=count) if config.per_layer else None
+    return LayerScales(config, common, num_layers, device) if common else None
+
+
+def _scaled(
+    forward: Callable[..., Tensor], entering: Tensor, leaving: Tensor, hidden_BTD: Tensor, *rest: Any
+) -> Tensor:
+    return _Rescaled.apply(forward(_Rescaled.apply(hidden_BTD, leaving), *rest), entering)  # type: ignore[return-value]
+
+
+class _Rescaled(torch.autograd.Function):
+    """Nothing forward; backward, gradients `factor` times as large."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(factor)
+        return x.view_as(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (factor,) = ctx.saved_tensors
+        return grad * factor, None

@@ -1,0 +1,60 @@
+"""What the report tells of loss scales, spikes and ways back."""
+
+from pathlib import Path
+
+from modelwright.core.rundir import StageDir
+from modelwright.pipeline.report.blocks import Chart, Fold, Note, Page, Section, Table
+from modelwright.pipeline.report.render import render
+from modelwright.pipeline.report.run_data import StageData
+from modelwright.pipeline.report.stability import scale_blocks, spike_blocks
+
+SCALE = {"value": 1024.0, "num_good": 3, "num_overflows": 2, "history": [[0, 4096.0], [7, 2048.0], [9, 1024.0]]}
+LAYERS = {"values": [1024.0, 512.0], "num_overflows": [0, 1], "num_good": [3, 2], "history": [[8, 1, 512.0]]}
+RECORD = {"loss_scale": 4096.0, "loss_scale/lowest_layer": 512.0}
+RECORDS = [{**RECORD, "step": step, "skipped": step == 7} for step in range(1, 10)]
+EVENTS = [
+    {"kind": "spike", "step": 8, "batches": [7, 7], "loss": 9.5, "norm": 3.25},
+    {"kind": "spike", "step": 9, "batches": [8, 8], "loss": 9.75, "norm": "inf"},
+    {"kind": "rollback", "step": 9, "batches": [6, 8]},
+]
+
+
+def stage(**facts) -> StageData:
+    return StageData("pretrain", StageDir(Path("nowhere")), facts, [], True)
+
+
+def page(blocks) -> str:
+    return render(Page(title="t", subtitle="", facts=[], sections=[Section("one", "One", blocks)]))
+
+
+def test_nothing_is_said_of_what_was_not_used():
+    for facts in ({}, {"loss_scale": {}, "left_out": []}):
+        assert scale_blocks(stage(**facts), RECORDS) == []
+        assert spike_blocks(stage(**facts)) == []
+
+
+def test_overflows_changes_and_skipped_steps_of_the_loss_scale():
+    chart, changes = scale_blocks(stage(loss_scale=SCALE), RECORDS)
+    assert isinstance(chart, Chart)
+    assert chart.caption.startswith("Loss scale: 1,024 at the end, 2 overflows, 2 changes; ")
+    assert "1 made no update" in chart.caption
+    assert isinstance(changes, Fold)
+    assert changes.items[0].text.splitlines() == ["step      0  2^12", "step      7  2^11", "step      9  2^10"]
+
+
+def test_every_layer_has_its_scale_and_its_changes():
+    _, changes, table = scale_blocks(stage(loss_scale={**SCALE, "layers": LAYERS}), RECORDS)
+    assert isinstance(changes, Fold)
+    assert "step      8  2^9  layer 1" in changes.items[0].text.splitlines()
+    assert isinstance(table, Table)
+    assert table.rows == [["0", "2^10", "0"], ["1", "2^9", "1"]]
+
+
+def test_batches_that_were_left_out_and_taken_back():
+    note, events = spike_blocks(stage(left_out=EVENTS))
+    assert isinstance(note, Note)
+    assert note.text == "2 updates left out as spikes; the run went back 1 time, which undid 3 updates."
+    assert isinstance(events, Fold)
+    assert "batches 6 to 8 taken back" in events.items[0].text
+    assert "2^" in page(scale_blocks(stage(loss_scale={**SCALE, "layers": LAYERS}), RECORDS))
+    assert "batch 7 left out" in page([note, events])

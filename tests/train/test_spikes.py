@@ -1,0 +1,245 @@
+"""Spikes are left out, several of them send the run back; through the update, and through THE loop."""
+
+import json
+import math
+from dataclasses import dataclass
+
+import pytest
+import tiny_run
+import torch
+
+from modelwright.core.errors import ConfigError, Stopped
+from modelwright.core.records import column, read_records
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.optim.update import Context
+from modelwright.train.config import TrainConfig
+from modelwright.train.spikes import SpikeConfig, Spikes
+from modelwright.train.watch import read_watch
+
+LEVEL = [1.0, 1.1, 0.9, 1.0, 1.05, 0.95]
+
+
+def spikes(tmp_path, **config) -> Spikes:
+    settings = SpikeConfig(**{"num_sigmas": 6.0, "window": 6, **config})
+    return Spikes(settings, lambda flag: flag, tmp_path / "spikes.jsonl", is_first=True)
+
+
+def feed(guard: Spikes, losses, *, first: int = 0, norms=None) -> list[bool]:
+    skipped = []
+    for step, loss in enumerate(losses, start=first):
+        norm = norms[step - first] if norms else 1.0
+        context = Context(step=step, num_steps=99, gradients=[], loss=loss, grad_norm=norm)
+        context.skip = not (math.isfinite(loss) and math.isfinite(norm))
+        guard.apply(context)
+        skipped.append(context.skip)
+    return skipped
+
+
+def test_a_jump_of_loss_or_norm_is_left_out_and_recorded(tmp_path):
+    guard = spikes(tmp_path)
+    assert feed(guard, [*LEVEL, 3.0, 1.0]) == [False] * 6 + [True, False]
+    assert feed(guard, [1.0, 1.0], first=8, norms=[9.0, 1.1]) == [True, False]
+    lines = [json.loads(line) for line in (tmp_path / "spikes.jsonl").read_text().splitlines()]
+    assert [(line["kind"], line["batches"], line["loss"]) for line in lines] == [
+        ("spike", [6, 6], 3.0), ("spike", [8, 8], 1.0),
+    ]  # fmt: skip
+
+
+def test_what_is_not_finite_is_no_spike_and_nothing_is_judged_early_or_by_default(tmp_path):
+    guard = spikes(tmp_path, rollback_after=1, margin=0)
+    guard.saved(4)
+    feed(guard, [*LEVEL, math.nan, math.inf, math.nan])
+    assert (guard.events, guard.step_to_go_back_to()) == ([], 0)
+    assert not any(feed(spikes(tmp_path, window=30), [1.0] * 9 + [50.0]))
+    assert not any(feed(spikes(tmp_path, num_sigmas=0.0), [1.0] * 50 + [50.0]))
+
+
+def test_a_small_rise_over_a_flat_line_is_no_spike(tmp_path):
+    assert not any(feed(spikes(tmp_path), [1.0] * 8 + [1.05, 1.0]))
+
+
+def test_a_new_level_is_accepted(tmp_path):
+    assert feed(spikes(tmp_path, max_in_a_row=2), LEVEL + [5.0] * 5) == [False] * 6 + [True] * 2 + [False] * 3
+
+
+def test_the_way_back_leads_to_a_quiet_checkpoint_before_the_first_spike(tmp_path):
+    guard = spikes(tmp_path, rollback_after=2, rollback_window=4, margin=3, max_rollbacks=1, lower_rate=0.5,
+                   lower_steps=2)  # fmt: skip
+    feed(guard, LEVEL)
+    guard.saved(2)
+    guard.saved(6)
+    feed(guard, [9.0, 1.0], first=6)
+    guard.saved(8)  # a spike is too near
+    assert guard.wanted_steps == [2, 6]
+    assert guard.step_to_go_back_to() == 0
+    feed(guard, [9.0], first=8)
+    assert guard.step_to_go_back_to() == 2  # 6 is too close to the spike in batch 6
+    guard.went_back(9, 2)
+    assert guard.events[-1] == {"kind": "rollback", "step": 9, "batches": [2, 8]}
+    context = Context(step=10, num_steps=99, gradients=[], loss=1.0, grad_norm=1.0)
+    guard.apply(context)
+    assert context.rate_multiplier == 0.5
+    context.step = 11
+    context.rate_multiplier = 1.0
+    guard.apply(context)
+    assert context.rate_multiplier == 1.0
+    feed(guard, [1.0, 9.0, 9.0], first=12)
+    assert guard.step_to_go_back_to() == 0  # once was enough
+
+
+def test_all_ranks_leave_out_what_any_finds(tmp_path):
+    guard = Spikes(SpikeConfig(num_sigmas=6.0), lambda flag: 1.0, tmp_path / "x", is_first=False)
+    assert feed(guard, [1.0]) == [True]
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"window": 3}, "window"), ({"loss_rise": -1.0}, "loss_rise"), ({"lower_rate": 0.0}, "lower_rate"),
+     ({"rollback_after": 2, "num_sigmas": 0.0}, "rollback_after"), ({"rollback_after": 9}, "rollback_after")],
+)  # fmt: skip
+def test_what_makes_no_sense_is_named(change, field):
+    with pytest.raises(ConfigError, match=rf"^{field}: "):
+        SpikeConfig(**{"num_sigmas": 6.0, **change})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"transport": {"kind": "int8"}}, {"asynchronous": {"mode": "delayed"}}, {"checkpoint_every_steps": 0}],
+)
+def test_a_way_back_needs_checkpoints_and_updates_that_can_be_taken_back(change):
+    with pytest.raises(ConfigError, match=r"^spikes.rollback_after: "):
+        tiny_run.settings(spikes={"num_sigmas": 6.0, "rollback_after": 2}, **change)
+
+
+def test_hogwild_has_nobody_who_sees_all_updates():
+    with pytest.raises(ConfigError, match=r"^spikes.num_sigmas: "):
+        tiny_run.settings(spikes={"num_sigmas": 6.0}, asynchronous={"mode": "hogwild"})
+
+
+def test_where_a_run_may_go_back_to_is_part_of_what_it_is():
+    plain, back = {"num_steps": 9}, {"num_steps": 9, "spikes": SpikeConfig(num_sigmas=6.0, rollback_after=2)}
+    for settings, alike in ((plain, True), (back, False)):
+        two = [TrainConfig(checkpoint_every_steps=every, **settings).identity() for every in (2, 3)]  # pyright: ignore
+        assert (two[0] == two[1]) is alike
+
+
+@dataclass
+class Bad:
+    """The tiny objective; the losses of some batches count a hundredfold."""
+
+    inner: Pretrain
+    bad: tuple[int, ...]
+    factor: float = 1.0
+
+    def batches(self, model, *, first, rank, world_size):
+        found = self.inner.batches(model, first=first, rank=rank, world_size=world_size)
+        for number, batch in enumerate(found, start=first):
+            self.factor = 100.0 if number in self.bad else 1.0
+            yield batch
+
+    def weights(self, batch):
+        return self.inner.weights(batch)
+
+    def losses(self, output, batch, model):
+        return {name: loss * self.factor for name, loss in self.inner.losses(output, batch, model).items()}
+
+
+@dataclass
+class StopAt:
+    step: int
+    every: int = 1
+
+    def observe(self, info):
+        if info.step == self.step:
+            raise Stopped("here")
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state): ...
+
+
+BACK = {"num_sigmas": 6.0, "window": 6, "rollback_after": 2, "rollback_window": 4, "margin": 1, "lower_rate": 0.5,
+        "lower_steps": 2}  # fmt: skip
+
+
+def train(folder, bad=(7, 8), *, model=None, controllers=None, **spike_settings):
+    config = tiny_run.settings(num_steps=16, eval_every_steps=0, keep_last=1, spikes={**BACK, **spike_settings},
+                               schedule={"kind": "constant", "warmup_fraction": 0.0})  # fmt: skip
+    objective = Bad(Pretrain(tiny_run.Rows()), bad)
+    return tiny_run.run(folder, config, objective=objective, model=model, controllers=controllers or {})
+
+
+def test_the_run_goes_back_and_on_with_the_following_batches(tmp_path):
+    model = tiny_run.tiny_model()
+    result = train(tmp_path, model=model)
+    assert [event["kind"] for event in result.left_out] == ["spike", "spike", "rollback"]
+    assert result.left_out[-1] == {"kind": "rollback", "step": 9, "batches": [6, 8]}
+    assert result.num_events["rollback"] == 1
+    assert [event["kind"] for event in read_watch(tmp_path / "watch.jsonl")][:3] == [
+        "skipped_spike", "skipped_spike", "rollback",
+    ]  # fmt: skip
+    records = read_records(tmp_path / "metrics.jsonl")
+    assert [step for step, _ in column(records, "loss")] == list(range(1, 17))
+    rates = dict(column(records, "learning_rate"))
+    assert [rates[step] for step in (9, 10, 11, 12)] == [1e-2, 5e-3, 5e-3, 1e-2]
+    by_hand = tiny_run.tiny_model()
+    _twin(by_hand)
+    for name, weight in model.state_dict().items():
+        assert torch.allclose(weight, by_hand.state_dict()[name], rtol=1e-5, atol=1e-7), name
+
+
+def _twin(model) -> None:
+    """What the run comes to without any of the machinery: AdamW over batches 0 to 5 and 9 to 15."""
+    from modelwright.optim.build import build_optimizer
+    from modelwright.train.objective import forward
+
+    config = tiny_run.settings()
+    optimizer = build_optimizer(
+        model, "adamw", learning_rate=1e-2, betas=config.betas, eps=config.adam_eps, weight_decay=config.weight_decay
+    )
+    objective = Pretrain(tiny_run.Rows())
+    for number in [*range(6), *range(9, 16)]:
+        batch = tiny_run.Rows().batch(number)
+        loss = objective.losses(forward(model, batch), batch, model)["loss"] / objective.weights(batch)["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = 5e-3 if number in (9, 10) else 1e-2
+        optimizer.step()
+
+
+@pytest.mark.parametrize("step", [8, 9, 11])
+def test_stopped_before_between_and_after_it_goes_on_with_the_same_bits(tmp_path, step):
+    """The process dies after a step without saving; it begins again from the checkpoint before."""
+    once, twice = tiny_run.tiny_model(), tiny_run.tiny_model()
+    train(tmp_path / "once", model=once)
+    with pytest.raises(Stopped):
+        train(tmp_path / "twice", controllers={"stop": StopAt(step)})
+    result = train(tmp_path / "twice", model=twice)
+    assert [event["kind"] for event in result.left_out] == ["spike", "spike", "rollback"]
+    assert all(torch.equal(one, two) for one, two in zip(once.parameters(), twice.parameters(), strict=True))
+    for name in ("spikes.jsonl", "watch.jsonl"):
+        assert (tmp_path / "once" / name).read_text() == (tmp_path / "twice" / name).read_text()
+
+
+def test_spikes_without_a_way_back_only_leave_updates_out(tmp_path):
+    result = train(tmp_path, rollback_after=0)
+    assert [event["batches"] for event in result.left_out] == [[7, 7], [8, 8]]
+
+
+@dataclass
+class Damage(StopAt):
+    path: str = ""
+
+    def observe(self, info):
+        if info.step == self.step:
+            (tiny_run.Path(self.path) / "index.json").write_text("{}")
+
+
+def test_a_damaged_checkpoint_is_no_way_back_and_the_one_before_is(tmp_path):
+    damage = Damage(8, path=str(tmp_path / "checkpoints/step-00000006"))
+    result = train(tmp_path, controllers={"damage": damage})
+    assert result.left_out[-1] == {"kind": "rollback", "step": 9, "batches": [4, 8]}
