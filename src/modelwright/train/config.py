@@ -157,8 +157,8 @@ class TrainConfig:
     def _check_spikes(self) -> None:
         if self.asynchronous.mode == "hogwild":
             raise ConfigError(
-                "spikes.num_sigmas: in asynchronous.mode hogwild no process sees all updates; set it to 0, or the mode to "
-                "none"
+                "spikes.num_sigmas: in asynchronous.mode hogwild no process sees all updates; set it to 0, or the mode "
+                "to none"
             )
         if not self.spikes.rollback_after:
             return
