@@ -239,19 +239,16 @@ def judge(setting: Setting, study: Study, size: workbench.Size, found: Mapping[s
     """Met when the main arm needs fewer steps than the plain one by a factor of `gain` and with p < 0.05 where batches
     are wild, and is not slower with p < 0.05 where all is calm."""
     met, reasons = True, []
-    figures: dict[str, Figure] = {}
+    figures = {f"fewer steps, {regime}": _fewer(one, study, study.main, size) for regime, one in found.items()}
     samples: dict[str, Sequence[float]] = {}
     for regime, comparison in found.items():
         steps = {arm: comparison.steps(arm, size.num_steps) for arm in study.arms}
         for arm, of in steps.items():
-            ratios = [plain / own for plain, own in zip(steps[study.plain], of, strict=True)]
             figures[f"steps to the loss, {arm}, {regime}"] = Figure(
                 value=statistics.fmean(of), unit="steps", spread=spread(of)
             )
-            if arm != study.plain:
-                figures[f"fewer steps, {arm}, {regime}"] = Figure(
-                    value=statistics.fmean(ratios), unit="x", spread=spread(ratios)
-                )
+            if arm not in (study.plain, study.main):
+                figures[f"fewer steps, {arm}, {regime}"] = _fewer(comparison, study, arm, size)
             finals = [outcome.final_loss for outcome in comparison.runs[arm]]
             ended = [loss for loss in finals if math.isfinite(loss)]
             if ended:
@@ -278,6 +275,13 @@ def judge(setting: Setting, study: Study, size: workbench.Size, found: Mapping[s
         },
         samples=samples,
     )
+
+
+def _fewer(comparison: Comparison, study: Study, arm: str, size: workbench.Size) -> Figure:
+    """How many times as many steps the plain arm takes."""
+    pairs = zip(*(comparison.steps(name, size.num_steps) for name in (study.plain, arm)), strict=True)
+    ratios = [plain / own for plain, own in pairs]
+    return Figure(value=statistics.fmean(ratios), unit="x", spread=spread(ratios))
 
 
 def _regime(

@@ -2,10 +2,10 @@
 Training: layers differ in how large their gradients are, so that one scale suits few of them).
 
 Between blocks gradients carry the common scale S. Where one enters a block's backward pass it is multiplied by the
-block's own scale over S, where it leaves by the inverse; forward nothing happens. All of them are powers of two, so nothing
-changes unless something overflows or would have underflowed (and in an FP32 residual stream neither happens between
-blocks). A block's scale falls when the overflow began there: it is the first block of the backward pass with gradients that are not finite. It
-grows when too many of its gradients are small.
+block's own scale over S, where it leaves by the inverse; forward nothing happens. All of them are powers of two, so
+nothing changes unless something overflows or would have underflowed (and between blocks neither happens where the
+residual stream is FP32). A block's scale falls when the overflow began there: when it is the first block of the
+backward pass with gradients that are not finite. It grows when too many of its gradients are small.
 
 Knows no rank: what is found in gradients is agreed upon elsewhere, so that the scales are the same everywhere.
 """
