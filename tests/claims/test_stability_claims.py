@@ -105,7 +105,7 @@ def test_every_arm_is_a_configuration():
 
 
 def test_underflow_is_seen_without_a_scale_and_not_with_one(setting):
-    """A loss that counts little has gradients that FP16 does not have."""
+    """Each gradient is a share of the whole batch, which FP16 may not have; 2^24 is too large at once."""
     text = workbench.prepare_text(setting)
     size = workbench.Size(model_dim=64, num_layers=1, seq_len=32, batch_rows=8, num_steps=3)
     found = {}

@@ -30,6 +30,8 @@ FIRST_SEED = 4001
 WINDOW = 10
 """Updates until the scale grows: in proportion to runs this short, where 2,000 is usual."""
 NONE, STATIC, DYNAMIC, LAYERS, FP32 = "no scale", "static 2^24", "dynamic", "per layer", "FP32"
+PROJECTIONS = 7
+"""Of a block."""
 ARMS: dict[str, PrecisionConfig] = {
     NONE: PrecisionConfig(policy="fp16_mixed", loss_scale=LossScaleConfig(use="never")),
     "static 2^15": PrecisionConfig(policy="fp16_mixed", loss_scale=LossScaleConfig(dynamic=False)),
@@ -46,15 +48,16 @@ ARMS: dict[str, PrecisionConfig] = {
 class Lost:
     """A transport that sends nothing and notes at every step which share of the matrices' gradients is exactly zero.
 
-    vocab_size: embedding and head are left out: rows of tokens that a batch has not are zero by right.
+    num_layers: their matrices follow the embedding's, whose rows of tokens that a batch has not are zero by right.
     """
 
-    vocab_size: int
+    num_layers: int
     bytes_sent: int = 0
     shares: list[float] = field(default_factory=list)
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
-        matrices = [one for one in gradients if one.dim() == 2 and self.vocab_size not in one.shape]
+        last = 1 + PROJECTIONS * self.num_layers
+        matrices = [one for one in gradients if one.dim() == 2][1:last]
         zeros = sum(int((one == 0).sum()) for one in matrices)
         self.shares.append(zeros / sum(one.numel() for one in matrices))
 
@@ -91,7 +94,7 @@ def study_size(setting: Setting) -> workbench.Size:
 
 
 def one_run(setting: Setting, text: workbench.Text, size: workbench.Size, precision: PrecisionConfig, seed: int) -> Run:
-    lost = Lost(text.vocab_size)
+    lost = Lost(size.num_layers)
     config = size.train_config(precision=precision, eval_every_steps=10, max_skipped_steps=size.num_steps + 1)
     outcome = bench.run(setting, text, size, config, seed=seed, transport=lost)
     skipped = set(outcome.skipped)
