@@ -3,9 +3,9 @@
 import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
-import tiny_run
 import torch
 
 from modelwright.core.errors import ConfigError, Stopped
@@ -107,14 +107,14 @@ def test_what_makes_no_sense_is_named(change, field):
     "change",
     [{"transport": {"kind": "int8"}}, {"asynchronous": {"mode": "delayed"}}, {"checkpoint_every_steps": 0}],
 )
-def test_a_way_back_needs_checkpoints_and_updates_that_can_be_taken_back(change):
+def test_a_way_back_needs_checkpoints_and_updates_that_can_be_taken_back(tiny, change):
     with pytest.raises(ConfigError, match=r"^spikes.rollback_after: "):
-        tiny_run.settings(spikes={"num_sigmas": 6.0, "rollback_after": 2}, **change)
+        tiny.settings(spikes={"num_sigmas": 6.0, "rollback_after": 2}, **change)
 
 
-def test_hogwild_has_nobody_who_sees_all_updates():
+def test_hogwild_has_nobody_who_sees_all_updates(tiny):
     with pytest.raises(ConfigError, match=r"^spikes.num_sigmas: "):
-        tiny_run.settings(spikes={"num_sigmas": 6.0}, asynchronous={"mode": "hogwild"})
+        tiny.settings(spikes={"num_sigmas": 6.0}, asynchronous={"mode": "hogwild"})
 
 
 def test_where_a_run_may_go_back_to_is_part_of_what_it_is():
@@ -164,16 +164,16 @@ BACK = {"num_sigmas": 6.0, "window": 6, "rollback_after": 2, "rollback_window": 
         "lower_steps": 2}  # fmt: skip
 
 
-def train(folder, bad=(7, 8), *, model=None, controllers=None, **spike_settings):
-    config = tiny_run.settings(num_steps=16, eval_every_steps=0, keep_last=1, spikes={**BACK, **spike_settings},
+def train(tiny, folder, bad=(7, 8), *, model=None, controllers=None, **spike_settings):
+    config = tiny.settings(num_steps=16, eval_every_steps=0, keep_last=1, spikes={**BACK, **spike_settings},
                                schedule={"kind": "constant", "warmup_fraction": 0.0})  # fmt: skip
-    objective = Bad(Pretrain(tiny_run.Rows()), bad)
-    return tiny_run.run(folder, config, objective=objective, model=model, controllers=controllers or {})
+    objective = Bad(Pretrain(tiny.Rows()), bad)
+    return tiny.run(folder, config, objective=objective, model=model, controllers=controllers or {})
 
 
-def test_the_run_goes_back_and_on_with_the_following_batches(tmp_path):
-    model = tiny_run.tiny_model()
-    result = train(tmp_path, model=model)
+def test_the_run_goes_back_and_on_with_the_following_batches(tiny, tmp_path):
+    model = tiny.tiny_model()
+    result = train(tiny, tmp_path, model=model)
     assert [event["kind"] for event in result.left_out] == ["spike", "spike", "rollback"]
     assert result.left_out[-1] == {"kind": "rollback", "step": 9, "batches": [6, 8]}
     assert result.num_events["rollback"] == 1
@@ -184,24 +184,24 @@ def test_the_run_goes_back_and_on_with_the_following_batches(tmp_path):
     assert [step for step, _ in column(records, "loss")] == list(range(1, 17))
     rates = dict(column(records, "learning_rate"))
     assert [rates[step] for step in (9, 10, 11, 12)] == [1e-2, 5e-3, 5e-3, 1e-2]
-    by_hand = tiny_run.tiny_model()
-    _twin(by_hand)
+    by_hand = tiny.tiny_model()
+    _twin(tiny, by_hand)
     for name, weight in model.state_dict().items():
         assert torch.allclose(weight, by_hand.state_dict()[name], rtol=1e-5, atol=1e-7), name
 
 
-def _twin(model) -> None:
+def _twin(tiny, model) -> None:
     """What the run comes to without any of the machinery: AdamW over batches 0 to 5 and 9 to 15."""
     from modelwright.optim.build import build_optimizer
     from modelwright.train.objective import forward
 
-    config = tiny_run.settings()
+    config = tiny.settings()
     optimizer = build_optimizer(
         model, "adamw", learning_rate=1e-2, betas=config.betas, eps=config.adam_eps, weight_decay=config.weight_decay
     )
-    objective = Pretrain(tiny_run.Rows())
+    objective = Pretrain(tiny.Rows())
     for number in [*range(6), *range(9, 16)]:
-        batch = tiny_run.Rows().batch(number)
+        batch = tiny.Rows().batch(number)
         loss = objective.losses(forward(model, batch), batch, model)["loss"] / objective.weights(batch)["loss"]
         optimizer.zero_grad()
         loss.backward()
@@ -212,21 +212,21 @@ def _twin(model) -> None:
 
 
 @pytest.mark.parametrize("step", [8, 9, 11])
-def test_stopped_before_between_and_after_it_goes_on_with_the_same_bits(tmp_path, step):
+def test_stopped_before_between_and_after_it_goes_on_with_the_same_bits(tiny, tmp_path, step):
     """The process dies after a step without saving; it begins again from the checkpoint before."""
-    once, twice = tiny_run.tiny_model(), tiny_run.tiny_model()
-    train(tmp_path / "once", model=once)
+    once, twice = tiny.tiny_model(), tiny.tiny_model()
+    train(tiny, tmp_path / "once", model=once)
     with pytest.raises(Stopped):
-        train(tmp_path / "twice", controllers={"stop": StopAt(step)})
-    result = train(tmp_path / "twice", model=twice)
+        train(tiny, tmp_path / "twice", controllers={"stop": StopAt(step)})
+    result = train(tiny, tmp_path / "twice", model=twice)
     assert [event["kind"] for event in result.left_out] == ["spike", "spike", "rollback"]
     assert all(torch.equal(one, two) for one, two in zip(once.parameters(), twice.parameters(), strict=True))
     for name in ("spikes.jsonl", "watch.jsonl"):
         assert (tmp_path / "once" / name).read_text() == (tmp_path / "twice" / name).read_text()
 
 
-def test_spikes_without_a_way_back_only_leave_updates_out(tmp_path):
-    result = train(tmp_path, rollback_after=0)
+def test_spikes_without_a_way_back_only_leave_updates_out(tiny, tmp_path):
+    result = train(tiny, tmp_path, rollback_after=0)
     assert [event["batches"] for event in result.left_out] == [[7, 7], [8, 8]]
 
 
@@ -236,10 +236,10 @@ class Damage(StopAt):
 
     def observe(self, info):
         if info.step == self.step:
-            (tiny_run.Path(self.path) / "index.json").write_text("{}")
+            (Path(self.path) / "index.json").write_text("{}")
 
 
-def test_a_damaged_checkpoint_is_no_way_back_and_the_one_before_is(tmp_path):
+def test_a_damaged_checkpoint_is_no_way_back_and_the_one_before_is(tiny, tmp_path):
     damage = Damage(8, path=str(tmp_path / "checkpoints/step-00000006"))
-    result = train(tmp_path, controllers={"damage": damage})
+    result = train(tiny, tmp_path, controllers={"damage": damage})
     assert result.left_out[-1] == {"kind": "rollback", "step": 9, "batches": [4, 8]}

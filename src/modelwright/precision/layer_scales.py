@@ -137,7 +137,7 @@ class _Rescaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, factor):
         ctx.save_for_backward(factor)
-        return x.view_as(x)
+        return x.detach()  # not a view: FSDP warns of a block that gives one
 
     @staticmethod
     @torch.autograd.function.once_differentiable
