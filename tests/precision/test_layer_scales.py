@@ -25,7 +25,8 @@ def good(found: LayerScales, step: int, findings=QUIET) -> None:
 
 
 def test_the_layer_in_which_an_overflow_began_is_the_one_that_falls():
-    found = scales()
+    found = scales(window=9)
+    good(found, 0)
     found.update(0, overflowed=True, culprit=1, found=QUIET)
     assert (found.values, found.common.value) == ([1024.0, 512.0, 1024.0], 1024.0)
     found.update(1, overflowed=True, culprit=None, found=QUIET)
@@ -34,6 +35,17 @@ def test_the_layer_in_which_an_overflow_began_is_the_one_that_falls():
     assert found.history == [(1, 1, 512.0)]
     assert [float(factor) for factor in found.entering] == [2.0, 1.0, 2.0]
     assert [float(factor) for factor in found.leaving] == [0.5, 1.0, 0.5]
+
+
+def test_layers_that_have_yet_to_fit_fall_with_the_one_before_them():
+    found = scales()
+    found.update(0, overflowed=True, culprit=1, found=QUIET)
+    assert found.values == [512.0, 512.0, 1024.0]
+    found.update(1, overflowed=True, culprit=0, found=QUIET)
+    assert found.values == [256.0, 512.0, 1024.0]
+    untried = scales()
+    untried.update(0, overflowed=True, culprit=None, found=QUIET)
+    assert (untried.values, untried.common.value) == ([512.0] * 3, 512.0)
 
 
 def test_a_layer_grows_after_a_window_if_its_gradients_are_small_and_there_is_room():

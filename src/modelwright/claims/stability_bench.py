@@ -10,7 +10,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
@@ -35,6 +35,7 @@ from modelwright.parallel.mesh import single
 from modelwright.parallel.transport import GradientTransport
 from modelwright.train.config import TrainConfig
 from modelwright.train.loop import train
+from modelwright.train.objective import Objective
 
 EVAL_EVERY = 10
 HELDOUT_BATCHES = 2
@@ -132,8 +133,9 @@ def run(
     seed: int,
     wild: Wild | None = None,
     transport: GradientTransport | None = None,
+    wrap: Callable[[Pretrain], Objective] = lambda objective: objective,
 ) -> Outcome:
-    """One run of THE loop from `seed`'s weights in `seed`'s order."""
+    """One run of THE loop from `seed`'s weights in `seed`'s order; wrap: of the objective, where no batch is wild."""
     model = Decoder(size.model_config(text.vocab_size))
     model.init_weights(derive_seed(seed, "weights"))
     rows = workbench.packed_rows(setting, text, seq_len=size.seq_len, mode="best_fit", split="train")
@@ -145,7 +147,7 @@ def run(
         try:
             train(
                 model,
-                WildBatches(objective, wild, text.vocab_size, seed) if wild else objective,
+                WildBatches(objective, wild, text.vocab_size, seed) if wild else wrap(objective),
                 config,
                 num_steps=config.num_steps,
                 world=single(workbench.device()),

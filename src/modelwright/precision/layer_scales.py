@@ -5,7 +5,9 @@ Between blocks gradients carry the common scale S. Where one enters a block's ba
 block's own scale over S, where it leaves by the inverse; forward nothing happens. All of them are powers of two, so
 nothing changes unless something overflows or would have underflowed (and between blocks neither happens where the
 residual stream is FP32). A block's scale falls when the overflow began there: when it is the first block of the
-backward pass with gradients that are not finite. It grows when too many of its gradients are small.
+backward pass with gradients that are not finite; with it fall the blocks behind it that have not had a good update
+yet, or a first scale that is too large would have to be found out block by block. It grows when too many of its
+gradients are small.
 
 Knows no rank: what is found in gradients is agreed upon elsewhere, so that the scales are the same everywhere.
 """
@@ -48,6 +50,7 @@ class LayerScales:
         self.history: list[tuple[int, int, float]] = []
         """(update from which on, layer, scale)"""
         self._num_good = [0] * num_layers
+        self._fitted = [False] * num_layers
         self.entering = [torch.ones((), device=device) for _ in range(num_layers)]
         self.leaving = [torch.ones((), device=device) for _ in range(num_layers)]
 
@@ -69,6 +72,8 @@ class LayerScales:
             self.num_overflows[culprit] += 1
             self._num_good[culprit] = 0
             self._set(step, culprit, self.values[culprit] * self.config.backoff)
+        if overflowed:
+            self._fall_along(step, culprit)
         self._set_factors()
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,6 +81,7 @@ class LayerScales:
             "common": self.common.state_dict(),
             "values": list(self.values),
             "num_good": list(self._num_good),
+            "fitted": list(self._fitted),
             "num_overflows": list(self.num_overflows),
             "history": [list(change) for change in self.history],
         }
@@ -83,18 +89,26 @@ class LayerScales:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.common.load_state_dict(state["common"])
         self.values, self._num_good = list(state["values"]), list(state["num_good"])
-        self.num_overflows = list(state["num_overflows"])
+        self.num_overflows, self._fitted = list(state["num_overflows"]), list(state["fitted"])
         self.history = [(int(step), int(layer), float(value)) for step, layer, value in state["history"]]
         self._set_factors()
 
     def _grow(self, step: int, layer: int, findings: LayerFindings) -> None:
         self._num_good[layer] += 1
+        self._fitted[layer] = True
         if self._num_good[layer] < self.config.window:
             return
         self._num_good[layer] = 0
         has_room = findings.largest * self.config.growth * HEADROOM <= LARGEST
         if findings.small > self.config.max_small and has_room:
             self._set(step, layer, self.values[layer] * self.config.growth)
+
+    def _fall_along(self, step: int, culprit: int | None) -> None:
+        """Layers behind the culprit in the backward pass (all of them for None) that have yet to fit."""
+        fallen = self.common.value if culprit is None else self.values[culprit]
+        for layer in range(len(self.values) if culprit is None else culprit):
+            if not self._fitted[layer]:
+                self._set(step, layer, min(self.values[layer], fallen))
 
     def _set(self, step: int, layer: int, value: float) -> None:
         value = min(max(value, self.config.smallest), self.config.largest)
