@@ -59,7 +59,7 @@ def measure_pace(setting: Setting) -> Pace:
             learning_rate=rate,
             schedule=bench.CONSTANT,
             num_microbatches=parts,
-            eval_every_steps=bench.EVAL_EVERY * shape.num_steps // size.num_steps,
+            eval_every_steps=bench.eval_every(shape),
         )
         return bench.run(setting, text, shape, config, seed=seed)
 

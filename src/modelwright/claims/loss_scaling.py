@@ -4,8 +4,8 @@ The run is what one process sees of a batch of half a million tokens: its rows s
 shares of the gradient are summed after they were computed in FP16. So each share is a thousandth of the gradient, and
 underflows without a scale; under a static scale that is too large every update overflows. The dynamic one starts as far
 off. An update is stable when it is made and its gradient is there: not skipped for an overflow, and at most a tenth of
-the elements of the blocks' matrices lost to underflow (exactly zero; in FP32 none is). FP16 products are computed as FP16
-on any processor, on most CPUs slowly.
+the elements of the blocks' matrices lost to underflow (exactly zero; in FP32 none is). FP16 products are computed as
+FP16 on any processor, on most CPUs slowly.
 """
 
 import math

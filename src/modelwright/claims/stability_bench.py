@@ -37,7 +37,7 @@ from modelwright.train.config import TrainConfig
 from modelwright.train.loop import train
 from modelwright.train.objective import Objective
 
-EVAL_EVERY = 10
+NUM_EVALUATIONS = 25
 HELDOUT_BATCHES = 2
 """Of 32 rows: enough to tell runs apart, and little beside the training."""
 TUNING_SEED = 3000
@@ -53,7 +53,7 @@ class Wild:
     """Every `every`-th batch from `first` on counts `factor` times as much, with random labels."""
 
     every: int = 25
-    first: int = 40
+    first: int = 20
     factor: float = 20.0
 
     def is_wild(self, number: int) -> bool:
@@ -206,7 +206,12 @@ class Comparison:
 
 def study_size(setting: Setting) -> workbench.Size:
     """Some 0.1 million parameters: some seconds a run on one core."""
-    return workbench.Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=80 if setting.quick else 500)
+    return workbench.Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=25 if setting.quick else 500)
+
+
+def eval_every(size: workbench.Size) -> int:
+    """Steps."""
+    return max(5, size.num_steps // NUM_EVALUATIONS)
 
 
 def compare(setting: Setting, study: Study, size: workbench.Size) -> dict[str, Comparison]:
@@ -219,7 +224,7 @@ def compare(setting: Setting, study: Study, size: workbench.Size) -> dict[str, C
 
         def outcome(arm: str, rate: float, seed: int, wild: Wild | None = wild) -> Outcome:
             config = size.train_config(
-                learning_rate=rate, schedule=CONSTANT, eval_every_steps=EVAL_EVERY, **study.arms[arm]
+                learning_rate=rate, schedule=CONSTANT, eval_every_steps=eval_every(size), **study.arms[arm]
             )
             return run(setting, text, size, config, seed=seed, wild=wild)
 
@@ -271,7 +276,7 @@ def judge(setting: Setting, study: Study, size: workbench.Size, found: Mapping[s
         conditions=size.describe()
         | {
             "rates tried": ", ".join(f"{rate:g}" for rate in study.rates),
-            "wild batches": "random labels, loss x 20, every 25th batch from the 40th on",
+            "wild batches": "random labels, loss x 20, every 25th batch from the 20th on",
             "schedule": "warmup over 5%, then constant",
             **{f"target, {regime}": round(comparison.target, 4) for regime, comparison in found.items()},
         },
