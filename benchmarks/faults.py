@@ -60,7 +60,7 @@ CHECKPOINT_EVERY = 50
 HANG_AFTER_S = 20.0
 UNPLUGGED_S = 35.0
 START_AGAIN_S = 3.0
-PAUSE_S = 0.06
+PAUSE_S = 0.3
 """Makes a step as long as one of a model worth training: a host that was cut off must find the run still going on."""
 PORT = 29400
 
