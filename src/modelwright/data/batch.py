@@ -43,6 +43,10 @@ class TokenBatch:
         size = self.num_rows // num_parts
         return [self._map(lambda x, i=i: x[i * size : (i + 1) * size]) for i in range(num_parts)]
 
+    def take(self, rows: Tensor) -> "TokenBatch":
+        """The rows with these numbers, in this order."""
+        return self._map(lambda x: x[rows])
+
     def to(self, device: torch.device | str) -> "TokenBatch":
         return self._map(lambda x: x.to(device, non_blocking=True))
 

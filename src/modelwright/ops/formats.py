@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from modelwright.ops.products import Products, multiply
+from modelwright.ops.products import PLAIN, Products, multiply
 from modelwright.ops.scaled import (
     ROW_BLOCKS,
     ROWWISE,
@@ -46,9 +45,9 @@ GRIDS: dict[Recipe, tuple[Grid, Grid]] = {
 """Of activations and gradients, and of weights."""
 
 
-def in_float(dtype: torch.dtype, x: Tensor, weight_OI: Tensor) -> Tensor:
+def in_float(dtype: torch.dtype, x: Tensor, weight_OI: Tensor, *, products: Products = PLAIN) -> Tensor:
     """x [..., I] times weight', computed and returned in `dtype`; gradients flow in it and are returned as given."""
-    return F.linear(x.to(dtype), weight_OI.to(dtype))
+    return multiply(x.to(dtype), weight_OI.to(dtype), products)
 
 
 def in_products(products: Products, result: torch.dtype, x: Tensor, weight_OI: Tensor) -> Tensor:

@@ -17,8 +17,11 @@ from torch import Tensor, nn
 
 from modelwright.model.decoder import Block, Decoder, Product, RMSNorm
 from modelwright.ops.formats import FLOATS, Format, Fp8, Int8, Role, in_float, in_products, tensor_maximum
+from modelwright.ops.products import PLAIN, Products
 from modelwright.precision.policy import Kind, PrecisionConfig
 
+Around = Callable[[str, Products], Products]
+"""`(a projection's name, its products) -> those that take their place`."""
 ROLES: tuple[Role, ...] = ("x", "weight", "grad")
 
 
@@ -92,6 +95,7 @@ class ModelFormats:
         self.formats: dict[str, Format] = {part: config.format_of(kind_of(part)) for part in self.parts}
         self.delayed: dict[str, DelayedMaxima] = {}
         self._watched: Watched = _unwatched
+        self._around: Around | None = None
         self._apply()
 
     def change(self, formats: Mapping[str, Format]) -> None:
@@ -104,15 +108,22 @@ class ModelFormats:
         self._watched = watched or _unwatched
         self._apply()
 
+    def put_around(self, around: Around | None) -> None:
+        """From now on every projection's products are what this makes of them, in whichever format; None ends it."""
+        self._around = around
+        self._apply()
+
     def product(self, name: str, chosen: Format) -> Product:
         """How the projection of this name multiplies in a format."""
         config, result = self.config, self.config.result_of[chosen]
-        if chosen in FLOATS:
+        if chosen in FLOATS and self._around is None:
             return F.linear if self._is_plain else partial(in_float, FLOATS[chosen])
+        if chosen in FLOATS:
+            return partial(in_float, FLOATS[chosen], products=self._changed(name, PLAIN))
         if chosen == "int8":
             wide = config.int8.weight_gradient == "wide"
             made = Int8(result=result, stochastic=config.int8.stochastic, wide_weight_gradient=wide)
-            return partial(in_products, made.products(), result)
+            return partial(in_products, self._changed(name, made.products()), result)
         delays = {}
         if config.fp8.scaling == "delayed":
             delays = {"maxima": self.delayed.setdefault(name, DelayedMaxima(config.fp8.history))}
@@ -124,7 +135,10 @@ class ModelFormats:
             cache=config.fp8.cache,
             **delays,
         )
-        return partial(in_products, made.products(), result)
+        return partial(in_products, self._changed(name, made.products()), result)
+
+    def _changed(self, name: str, products: Products) -> Products:
+        return products if self._around is None else self._around(name, products)
 
     def begin_step(self) -> None:
         """Before each step."""

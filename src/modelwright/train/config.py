@@ -12,6 +12,7 @@ from modelwright.optim.build import PLAIN_ADAMW, OptimizerKind
 from modelwright.optim.clip import AdaptiveClipConfig
 from modelwright.optim.decay import DynamicDecayConfig
 from modelwright.optim.schedule import RateRuleConfig, ScheduleConfig
+from modelwright.optim.sparse import SparseConfig
 from modelwright.parallel.balance import BalanceConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.transports.build import TransportConfig
@@ -49,8 +50,8 @@ class TrainConfig:
     do not wait for them; quarantine: gradients out of all proportion are left out; spikes: so are updates at which
     loss or gradients jump, and after several of them the run goes back to earlier weights; rate_rule: the learning
     rate follows from the rows of a batch, settled before the run; balance: layers and rows are moved so that all ranks
-    and microbatches have equal work; guards: what looks after runs of several processes;
-    eval_every_steps: 0 only at the end;
+    and microbatches have equal work; sparse: units of the model and rows of a batch that teach little are left
+    out; guards: what looks after runs of several processes; eval_every_steps: 0 only at the end;
     checkpoint_every_steps and checkpoint_every_minutes: 0 switches that trigger off; keep_best: the checkpoint
     with the lowest held-out loss is saved and kept beside the last `keep_last`; max_skipped_steps: updates in a row
     that may be skipped for values that are not finite before the run gives up.
@@ -80,6 +81,7 @@ class TrainConfig:
     quarantine: QuarantineConfig = field(default_factory=QuarantineConfig)
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    sparse: SparseConfig = field(default_factory=SparseConfig)
     eval_every_steps: int = 100
     checkpoint_every_steps: int = 0
     checkpoint_every_minutes: float = 5.0
@@ -108,6 +110,8 @@ class TrainConfig:
             raise ConfigError(f"adaptive_clip.kind: {self.adaptive_clip.kind} needs a clip_norm above 0 as its floor")
         if self.optimizer not in PLAIN_ADAMW:
             self._check_optimizer()
+        if self.sparse.is_on:
+            self._check_sparse()
         if self.learning_rate <= 0 or self.adam_eps <= 0:
             raise ConfigError(f"learning_rate: it and adam_eps must be above 0, got {self.learning_rate}")
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -129,6 +133,7 @@ class TrainConfig:
     def is_plain(self) -> bool:
         """Whether every update is AdamW's, in memory, on exact sums that all processes make together, for good."""
         for_good = not self.spikes.rollback_after and self.precision.adaptive.kind == "none"
+        for_good &= self.sparse.kind == "none"
         return self._is_together and for_good and self.optimizer in PLAIN_ADAMW and not self.offload_optimizer
 
     @property
@@ -180,6 +185,23 @@ class TrainConfig:
         for name, is_wanted in needs.items():
             if is_wanted:
                 raise ConfigError(f"{name}: goes with optimizer adamw, not with {self.optimizer}; change one of them")
+
+    def _check_sparse(self) -> None:
+        """What needs the same products, parameters and gradients in every step."""
+        chooses_units = self.sparse.kind != "none"
+        excludes = {
+            "compile": self.compile,
+            "asynchronous.mode": self.asynchronous.mode != "none",
+            "precision.adaptive.kind": self.precision.adaptive.kind != "none",
+            "spikes.rollback_after": self.spikes.rollback_after > 0,
+            "optimizer": chooses_units and self.optimizer not in PLAIN_ADAMW,
+            "offload_optimizer": chooses_units and self.offload_optimizer,
+            "transport.kind": chooses_units and self.transport.kind != "exact",
+            "transport.local_steps": chooses_units and self.transport.local_steps.every > 0,
+        }
+        for name, is_set in excludes.items():
+            if is_set:
+                raise ConfigError(f"{name}: does not go with sparse updates as they are set; leave one of them out")
 
     def batch_rows(self, seq_len: int, *, num_copies: int = 1) -> int:
         """Rows of one global batch of rows of `seq_len` tokens.

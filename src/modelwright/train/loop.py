@@ -203,6 +203,8 @@ def _train_laid_out(
             **parts,
         )
         held.callback(loop.close)
+        if one_step.sparse:
+            held.callback(one_step.sparse.close)
         ended = loop.run(stop)
         if not in_place:
             give_weights(model, whole_weights(runner.model, mesh))

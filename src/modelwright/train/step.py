@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.model.decoder import Decoder
 from modelwright.ops.pieces import local
@@ -38,10 +39,12 @@ from modelwright.precision.model import FollowMaxima, ModelFormats
 from modelwright.train.adaptive import AdaptivePrecision, Machine, known_machine
 from modelwright.train.config import TrainConfig
 from modelwright.train.exchange import Meeting
+from modelwright.train.flops import dense_flops
 from modelwright.train.guards import Quarantine
 from modelwright.train.objective import Batch, Objective, StepInfo
 from modelwright.train.runner import Runner
 from modelwright.train.scaling import FollowLayers, FollowOverflows, Unscale
+from modelwright.train.sparse import SparseUpdates, trainable
 from modelwright.train.spikes import Spikes
 from modelwright.train.stragglers import OwnTime
 
@@ -79,6 +82,7 @@ class TrainStep:
     stage_balance: StageBalance | None = field(init=False)
     adaptive: AdaptivePrecision | None = field(init=False)
     present: tuple[Batch, Mapping[str, float]] | None = None
+    sparse: SparseUpdates | None = field(init=False)
     own_time: OwnTime = field(default_factory=OwnTime)
     batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
     next_batch: int = -1
@@ -139,6 +143,9 @@ class TrainStep:
             self.meeting = Meeting(self.transport, list(self.names), self.optimizer)
             self.updates["meeting"] = self.meeting
         self.stage_balance = self.balance_of_stages()
+        self.sparse = self.sparse_updates()
+        if self.sparse:
+            self.updates["sparse"] = self.sparse
 
     def maxima(self, values: Sequence[float]) -> list[float]:
         """Of all processes of a turn, value by value; those that a process does not know are 0."""
@@ -198,6 +205,26 @@ class TrainStep:
         costs = flop_costs(shape, mean_context=shape.max_seq_len / 2)
         return StageBalance(costs, [len(layers) for layers in self.runner.layers], self.config.balance)
 
+    def sparse_updates(self) -> SparseUpdates | None:
+        config = self.config
+        if not config.sparse.is_on:
+            return None
+        if not self.mesh.is_only_data_parallel:
+            raise ConfigError("sparse: goes with whole copies of the model; leave the axes of `parallel` but data at 1")
+        return SparseUpdates(
+            config=config.sparse,
+            model=self.model,
+            optimizer=self.optimizer,
+            betas=config.betas,
+            eps=config.adam_eps,
+            num_steps=self.num_steps,
+            num_parts=config.num_microbatches,
+            seed=self.seed,
+            rank=self.mesh.data.rank,
+            sum_ranks=lambda value: self.mesh.world.sums([value])[0],
+            formats=self.formats,
+        )
+
     @property
     def scales_sums(self) -> bool:
         """Whether gradients may cross scaled: not where a transport keeps what it held back for another scale, and
@@ -246,7 +273,9 @@ class TrainStep:
             self.adaptive.begin_step(number)
         batch = self.batch(number)
         data_wait_s = time.perf_counter() - started
-        totals, num_tokens, flops = self.count(batch)
+        if self.sparse:
+            batch = self.sparse.begin_step(batch, number)
+        totals, num_tokens, flops, executed = self.count(batch)
         self.present = batch, totals
         losses = self.compute_gradients(batch, totals)
         gradients = self.gradients()
@@ -258,12 +287,14 @@ class TrainStep:
             num_steps=self.num_steps,
             gradients=self.turns.part(gradients),
             loss=sum(losses.values()),
+            scalars={"executed_flops": executed},
         )
         for update in self.updates.values():
             took_s = _seconds(lambda update=update: update.apply(context))
             exchange_s += took_s if update is self.meeting else 0.0
         self.optimizer.zero_grad(set_to_none=True)
         times = {"data_wait_s": data_wait_s, "exchange_s": exchange_s, "step_time_s": time.perf_counter() - started}
+        flops = context.scalars["executed_flops"] if self.sparse else flops
         return self.describe(context, losses, num_tokens, flops, times), flops
 
     def loss_scale_history(self) -> dict[str, Any]:
@@ -281,20 +312,22 @@ class TrainStep:
         self.next_batch = number + 1
         return next(self.batches)
 
-    def count(self, batch: Batch) -> tuple[dict[str, float], int, float]:
+    def count(self, batch: Batch) -> tuple[dict[str, float], int, float, float]:
         """What the whole batch amounts to, before any of it is computed: the normaliser of each loss term, tokens
-        without padding, and the FLOPs of forward and backward.
+        without padding, the FLOPs of forward and backward, and those that a step that leaves nothing out executes.
 
         FLOPs are counted from the batch as it is: a token attends to itself and to what stands before it in its
-        document; backward costs twice forward; what is computed again is not counted.
+        document; backward costs twice forward; what is computed again is not counted. The first count is that of real
+        tokens, the second has padding too, and a head for labels only.
         """
         weights = self.objective.weights(batch)
         real = batch.segments_BT >= 0
         contexts = ((batch.positions_BT + 1) * real).sum()
-        mine = [float(x) * self.mesh.speaks_for_rows for x in (*weights.values(), real.sum(), contexts)]
-        *totals, num_tokens, context = self.mesh.world.sums(mine)
+        executed = dense_flops(self.model.config, batch)
+        mine = [float(x) * self.mesh.speaks_for_rows for x in (*weights.values(), real.sum(), contexts, executed)]
+        *totals, num_tokens, context, executed = self.mesh.world.sums(mine)
         flops = 3 * num_tokens * self.model.config.flops_per_token(context / max(1.0, num_tokens))
-        return dict(zip(weights, totals, strict=True)), int(num_tokens), flops
+        return dict(zip(weights, totals, strict=True)), int(num_tokens), flops, executed
 
     def compute_gradients(self, batch: Batch, totals: Mapping[str, float]) -> dict[str, float]:
         """This rank's share of the gradient of the whole batch, left in the parameters.
@@ -351,12 +384,12 @@ class TrainStep:
         overlaps = self.config.transport.overlap and self.mesh.is_only_data_parallel
         overlaps &= self.loss_scale is None or self.scales_sums
         if overlaps and isinstance(self.transport, Overlapping):
-            self.transport.arm(list(self.names))
+            self.transport.arm(trainable(self.names))
 
     def gradients(self) -> list[Tensor]:
-        """The gradients of this rank's trainable parameters, in one order on all ranks that hold them; zeros where
-        nothing flowed."""
-        for parameter in self.names:
+        """The gradients of the parameters that this rank trains, in one order on all ranks that hold them; zeros where
+        nothing flowed. One that takes no part in the step has none, is not sent and not updated."""
+        for parameter in trainable(self.names):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad = like_parameter(parameter.grad, parameter)

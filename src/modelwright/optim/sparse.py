@@ -1,0 +1,107 @@
+"""What a person chooses about sparse updates: which units of the model are updated, which rows of a batch are learned.
+
+What is not chosen is not computed. Knows no model and no rank.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from modelwright.core.errors import ConfigError
+
+UnitKind = Literal["none", "columns", "rows", "prefix", "layers"]
+Course = Literal["constant", "dense_first", "sparse_first"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowChoiceConfig:
+    """Which rows of each batch go through the model; the others are looked at and left out.
+
+    signal: what a row is worth, from its first `probe_len` tokens: `loss`, the present one; `change`, how far the loss
+    has moved, up or down, since the run began (what is being learned, and what is being forgotten); `random`, the
+    baseline, which looks at nothing; none, all rows are learned. keep: the share of the rows that are learned;
+    explore: the share of these that is drawn at random from all others, so that no kind of row is left out for ever;
+    dense_share: the share of the run, at its beginning, in which all rows are learned. keep_tokens: the share of the
+    labels in the chosen rows that are learned, those of the tokens that receive most attention in the first layer
+    (fewer labels mean a smaller head; 1 keeps them all). The gradient is that of the mean over what is chosen: with
+    any signal but `random` it is biased towards it.
+    """
+
+    signal: Literal["none", "loss", "change", "random"] = "none"
+    keep: float = 0.4
+    probe_len: int = 32
+    explore: float = 0.25
+    dense_share: float = 0.0
+    keep_tokens: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("keep", "keep_tokens"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name}: must be above 0 and at most 1, got {getattr(self, name)}; 1 keeps all")
+        if not 0.0 <= self.explore <= 1.0:
+            raise ConfigError(f"explore: must be from 0 to 1, got {self.explore}; 0.25 draws a quarter at random")
+        if not 0.0 <= self.dense_share < 1.0:
+            raise ConfigError(f"dense_share: must be at least 0 and below 1, got {self.dense_share}")
+        if self.probe_len < 2:
+            raise ConfigError(f"probe_len: must be at least 2 tokens, got {self.probe_len}; 32 is usual")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseConfig:
+    """Which units of the model each update changes, and on which rows of the batch.
+
+    kind: `columns`, outputs of every projection: both backward products take the chosen ones only, which makes the
+    gradient that goes on downwards an approximation; `rows`, the same units, but only the weight's gradient is
+    shortened; `layers`, whole blocks: backward ends at the lowest chosen one; `prefix`, the upper blocks: all below
+    are frozen, in order; none. keep: the share of the units that are chosen. course: `constant`; `dense_first` or
+    `sparse_first`: all units in the first or the last `ramp` of the run, on a straight line from or to `keep`.
+
+    refresh_every: steps after which the choice is made anew (of all kinds but prefix), by `signal`, which is read from
+    the optimizer's moments: `gradient`, the root mean square of a unit's gradients; `momentum`, how much of them points
+    the same way; `random`, the baseline. regrowth: the share of the chosen that is drawn at random from all others;
+    feedback: a unit's signal counts once more for every choice that has passed it over, as what it has missed adds up.
+
+    What is not chosen: a frozen block keeps weights and moments as they are, without decay, and nothing of it is sent;
+    a row or column that is not chosen has gradient zero, so its momentum carries it on and fades, and decay holds.
+    """
+
+    kind: UnitKind = "none"
+    keep: float = 0.5
+    course: Course = "constant"
+    ramp: float = 0.2
+    refresh_every: int = 20
+    signal: Literal["gradient", "momentum", "random"] = "gradient"
+    regrowth: float = 0.25
+    feedback: bool = True
+    batch: RowChoiceConfig = field(default_factory=RowChoiceConfig)
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.keep <= 1.0:
+            raise ConfigError(f"keep: must be above 0 and at most 1, got {self.keep}; 1 keeps all")
+        if not 0.0 < self.ramp <= 1.0:
+            raise ConfigError(f"ramp: must be above 0 and at most 1, got {self.ramp}; 0.2 is a fifth of the run")
+        if self.refresh_every < 1:
+            raise ConfigError(f"refresh_every: must be at least 1 step, got {self.refresh_every}; 20 is usual")
+        if not 0.0 <= self.regrowth <= 1.0:
+            raise ConfigError(f"regrowth: must be from 0 to 1, got {self.regrowth}; 0.25 draws a quarter at random")
+
+    @property
+    def freezes(self) -> bool:
+        """Whether whole blocks are left out of the update."""
+        return self.kind in ("prefix", "layers")
+
+    @property
+    def chooses_rows(self) -> bool:
+        """Whether something happens to the batch before it is learned."""
+        return self.batch.signal != "none" or self.batch.keep_tokens < 1.0
+
+    @property
+    def is_on(self) -> bool:
+        return self.kind != "none" or self.chooses_rows
+
+    def share(self, step: int, num_steps: int) -> float:
+        """The share of the units that update `step` (from 0) chooses."""
+        if self.course == "constant":
+            return self.keep
+        done = step / num_steps
+        sparse = done / self.ramp if self.course == "dense_first" else (1.0 - done) / self.ramp
+        return 1.0 - (1.0 - self.keep) * min(1.0, sparse)

@@ -1,0 +1,153 @@
+"""Which rows of a batch are learned: all are looked at, at little cost, and some go through the model.
+
+The look is a forward pass over the first tokens of each row, without gradient. What it finds decides on whole rows (the
+coarse stage); in the rows that are chosen, the attention that tokens receive in the first layer may decide which labels
+are learned (the fine stage). A row that is not chosen costs nothing else. Each rank chooses among its own rows, as many
+as the others. Knows nothing about units of the model.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from modelwright.core.errors import ConfigError
+from modelwright.core.seeds import derive_seed
+from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.model.attention import packed_attend
+from modelwright.model.decoder import Attend, Attention, Decoder
+from modelwright.ops.cross_entropy import token_log_probs
+from modelwright.ops.executed import Executed
+from modelwright.ops.received_attention import received_attention
+from modelwright.ops.rope import apply_rope, rope_tables
+from modelwright.optim.sparse import RowChoiceConfig
+from modelwright.train.flops import attention_flops, head_flops
+
+
+class RowChoice:
+    """Chooses the rows, and the labels in them, of one step after the other.
+
+    num_parts: microbatches, which must share the chosen rows equally; executed: counts what the looks cost.
+    """
+
+    def __init__(
+        self,
+        config: RowChoiceConfig,
+        model: Decoder,
+        *,
+        seed: int,
+        rank: int,
+        num_parts: int,
+        executed: Executed,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.seed = seed
+        self.rank = rank
+        self.num_parts = num_parts
+        self.executed = executed
+        self.start: dict[str, Tensor] = {}
+        """The weights with which the run began; empty before its first step, and where they are not needed."""
+
+    def __call__(self, batch: TokenBatch, step: int, num_steps: int) -> TokenBatch:
+        """What of the batch is learned in update `step`, on the batch's device."""
+        if self.config.signal == "change" and not self.start:
+            self.start = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
+        if self.config.signal != "none" and step >= self.config.dense_share * num_steps:
+            batch = batch.take(self.rows(batch, step))
+        if self.config.keep_tokens < 1.0:
+            batch = self.thinned(batch)
+        return batch
+
+    def rows(self, batch: TokenBatch, step: int) -> Tensor:
+        """The numbers of the chosen rows, in rising order."""
+        num_rows = batch.num_rows
+        places = max(1, round(self.config.keep * num_rows / self.num_parts)) * self.num_parts
+        if places > num_rows:
+            raise ConfigError(
+                f"sparse.batch.keep: {num_rows} rows on this rank cannot be chosen from for {self.num_parts} "
+                "microbatches; set num_microbatches to 1, or take more rows"
+            )
+        draw = torch.Generator().manual_seed(derive_seed(self.seed, "rows", step, self.rank))
+        if self.config.signal == "random":
+            return torch.randperm(num_rows, generator=draw)[:places].sort().values
+        order = self.worth(batch).cpu().argsort(descending=True, stable=True)
+        # a share of few rows is no whole number: round up as often as it takes
+        expected = self.config.explore * places
+        num_drawn = int(expected) + int(torch.rand((), generator=draw).item() < expected % 1.0)
+        num_drawn = min(num_drawn, num_rows - places)
+        rest = order[places - num_drawn :]
+        drawn = rest[torch.randperm(len(rest), generator=draw)[:num_drawn]]
+        return torch.cat([order[: places - num_drawn], drawn]).sort().values
+
+    def worth(self, batch: TokenBatch) -> Tensor:
+        """What learning each row is worth, [B]."""
+        look = first_tokens(batch, self.config.probe_len).to(self.model.embedding.weight.device)
+        attend = packed_attend(look.segments_BT)
+        now_B = self.row_losses(look, attend, {})
+        if self.config.signal == "loss":
+            return now_B
+        return (now_B - self.row_losses(look, attend, self.start)).abs()
+
+    @torch.no_grad()
+    def row_losses(self, batch: TokenBatch, attend: Attend, weights: Mapping[str, Tensor]) -> Tensor:
+        """The mean loss of each row's labels, FP32 [B]; of rows without one, that of the others. weights: others than
+        the model's own."""
+        inputs = (batch.input_ids_BT, batch.positions_BT, attend)
+        hidden_BTD = functional_call(self.model, dict(weights), inputs) if weights else self.model(*inputs)
+        head = "embedding.weight" if self.model.head is None else "head.weight"
+        head_VD = weights.get(head, self.model.head_weight)
+        found_N = token_log_probs(hidden_BTD.flatten(0, 1), head_VD, batch.labels_BT.flatten())
+        shape = self.model.config
+        self.executed.add(shape.num_layers * attention_flops(shape, batch) + head_flops(shape, batch))
+        counts_B = (batch.labels_BT != IGNORED).sum(dim=1)
+        sums_B = -found_N.view_as(batch.labels_BT).sum(dim=1)
+        mean = sums_B.sum() / counts_B.sum().clamp(min=1)
+        return torch.where(counts_B > 0, sums_B / counts_B.clamp(min=1), mean)
+
+    @torch.no_grad()
+    def thinned(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with `keep_tokens` of its labels, those whose tokens receive most attention in the first layer."""
+        moved = batch.to(self.model.embedding.weight.device)
+        q_BTHd, k_BTKd = first_queries_and_keys(self.model, moved)
+        self.executed.add(attention_flops(self.model.config, batch) // 2)  # scores without values
+        received_N = received_attention(q_BTHd, k_BTKd, moved.segments_BT).flatten().to(batch.labels_BT.device)
+        labels_N = batch.labels_BT.flatten()
+        counts_N = labels_N != IGNORED
+        places = max(1, round(self.config.keep_tokens * int(counts_N.sum())))
+        kept = received_N.masked_fill(~counts_N, -1.0).topk(min(places, len(labels_N))).indices
+        thin_N = torch.full_like(labels_N, IGNORED)
+        thin_N[kept] = labels_N[kept]
+        return replace(batch, labels_BT=thin_N.view_as(batch.labels_BT))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"start": dict(self.start)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        device = self.model.embedding.weight.device
+        self.start = {name: weight.to(device) for name, weight in state["start"].items()}
+
+
+def first_tokens(batch: TokenBatch, num_tokens: int) -> TokenBatch:
+    """The first tokens of every row, with the labels that they predict."""
+    return TokenBatch(
+        input_ids_BT=batch.input_ids_BT[:, :num_tokens],
+        labels_BT=batch.labels_BT[:, :num_tokens],
+        positions_BT=batch.positions_BT[:, :num_tokens],
+        segments_BT=batch.segments_BT[:, :num_tokens],
+    )
+
+
+def first_queries_and_keys(model: Decoder, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """What the first block's attention compares, [B, T, H, d] and [B, T, K, d]."""
+    block = next(iter(model.blocks.values()))
+    attention = block.attention
+    assert isinstance(attention, Attention)
+    x_BTD = block.attention_norm(model.embed(batch.input_ids_BT))  # type: ignore[operator]
+    cos, sin = rope_tables(batch.positions_BT, model.config.head_dim, model.config.rope_theta)
+    q_BTHd = attention.q_norm(attention.q_proj(x_BTD).unflatten(-1, (-1, attention.head_dim)))
+    k_BTKd = attention.k_norm(attention.k_proj(x_BTD).unflatten(-1, (-1, attention.head_dim)))
+    return apply_rope(q_BTHd, cos, sin), apply_rope(k_BTKd, cos, sin)

@@ -1,0 +1,68 @@
+"""Products that leave out outputs: against their masked twin, and what they cost."""
+
+import pytest
+import torch
+
+from modelwright.ops.executed import Executed, counted
+from modelwright.ops.products import PLAIN, multiply
+from modelwright.ops.received_attention import received_attention
+from modelwright.ops.sparse_products import masked_naive, on_columns, on_rows
+
+SHAPES = [(2, 5, 7, 3), (1, 1, 4, 9)]
+
+
+def gradients(products, shape):
+    """Output, and gradients of input and weight, of the same draw."""
+    rows, length, num_inputs, num_outputs = shape
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, length, num_inputs, generator=draw).requires_grad_()
+    weight = torch.randn(num_outputs, num_inputs, generator=draw).requires_grad_()
+    y = multiply(x, weight, products)
+    (y * torch.randn(y.shape, generator=draw)).sum().backward()
+    return y, x.grad, weight.grad
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("chosen", [None, [0], [0, 2], [2, 1]])
+@pytest.mark.parametrize(("sparse", "input_too"), [(on_columns, True), (on_rows, False)])
+def test_fewer_products_give_what_a_mask_gives(shape, chosen, sparse, input_too):
+    chosen_S = None if chosen is None else torch.tensor(chosen)
+    fast = gradients(sparse(PLAIN, lambda: chosen_S), shape)
+    naive = gradients(masked_naive(PLAIN, lambda: chosen_S, input_too=input_too), shape)
+    for ours, theirs in zip(fast, naive, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_what_is_left_out_is_not_executed():
+    """5 x 7 inputs, 3 outputs: a product is 2 * 5 * 7 * 3 FLOPs, with one chosen output a third of that."""
+    whole = 2 * 5 * 7 * 3
+    found = {}
+    for name, sparse in (("columns", on_columns), ("rows", on_rows)):
+        executed = Executed()
+        gradients(sparse(counted(PLAIN, executed), lambda: torch.tensor([1])), (1, 5, 7, 3))
+        found[name] = executed.flops
+    assert found == {"columns": whole + 2 * whole // 3, "rows": 2 * whole + whole // 3}
+
+
+def test_a_layer_whose_weight_is_frozen_computes_no_gradient_of_it():
+    executed = Executed()
+    x, weight = torch.randn(4, 6).requires_grad_(), torch.randn(8, 6)
+    multiply(x, weight, counted(PLAIN, executed)).sum().backward()
+    assert executed.flops == 2 * (2 * 4 * 6 * 8)
+
+
+def test_received_attention_is_the_sum_over_queries_in_units_of_an_even_look():
+    draw = torch.Generator().manual_seed(2)
+    q, k = torch.randn(2, 6, 4, 3, generator=draw), torch.randn(2, 6, 2, 3, generator=draw)
+    segments = torch.tensor([[0, 0, 0, 1, 1, -1], [0, 0, 0, 0, 0, 0]], dtype=torch.int32)
+    expected = torch.zeros(2, 6)
+    for row in range(2):
+        even = torch.zeros(6)
+        for query in range(6):
+            seen = [t for t in range(query + 1) if segments[row, t] == segments[row, query]]
+            even[seen] += 1 / len(seen)
+            for head in range(4):
+                scores = torch.stack([q[row, query, head] @ k[row, t, head // 2] for t in seen]) / 3**0.5
+                expected[row, seen] += scores.softmax(0) / 4
+        expected[row] /= even
+    torch.testing.assert_close(received_attention(q, k, segments), expected)

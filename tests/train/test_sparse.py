@@ -1,0 +1,203 @@
+"""Sparse updates through THE loop, one process: what is left out is left out everywhere, and nothing else changes."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from modelwright.core.errors import ConfigError, Stopped
+from modelwright.core.records import column, read_records
+from modelwright.data.batch import IGNORED
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.train.flops import attention_flops, dense_flops, head_flops
+from modelwright.train.objective import forward
+
+QUIET = {"eval_every_steps": 0, "checkpoint_every_steps": 0}
+FORMS: dict[str, dict[str, Any]] = {
+    "columns": {"kind": "columns", "keep": 0.5, "refresh_every": 2},
+    "rows": {"kind": "rows", "keep": 0.5, "refresh_every": 3, "signal": "momentum"},
+    "layers": {"kind": "layers", "keep": 0.5, "refresh_every": 2},
+    "prefix": {"kind": "prefix", "keep": 0.5, "course": "dense_first", "ramp": 0.5},
+    "loss": {"batch": {"signal": "loss", "keep": 0.5, "probe_len": 8}},
+    "change": {"batch": {"signal": "change", "keep": 0.5, "probe_len": 8, "dense_share": 0.2}},
+    "random": {"batch": {"signal": "random", "keep": 0.5}},
+    "tokens": {"batch": {"keep_tokens": 0.5}},
+    "both": {"kind": "layers", "keep": 0.5, "batch": {"signal": "loss", "keep": 0.5, "probe_len": 8}},
+}
+
+
+class Spy:
+    """Keeps what every step was, and can stop the run."""
+
+    every = 1
+
+    def __init__(self, stop_at: int = 0) -> None:
+        self.seen, self.stop_at = [], stop_at
+
+    def observe(self, info):
+        self.seen.append(info)
+        if info.step == self.stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state): ...
+
+
+class Grads:
+    """A transport that sends nothing and keeps the gradients of each step, by shape."""
+
+    bytes_sent = 0
+
+    def __init__(self) -> None:
+        self.kept = []
+
+    def reduce(self, gradients):
+        self.kept.append([one.clone() for one in gradients])
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state): ...
+
+
+def run(tiny, folder: Path, sparse: dict[str, Any], *, stop_at: int = 0, model=None, **more):
+    spy, model = Spy(stop_at), tiny.tiny_model() if model is None else model
+    settings = {**QUIET, "sparse": sparse, **more.pop("settings", {})}
+    tiny.run(folder, tiny.settings(**settings), model=model, controllers={"spy": spy}, heldout=[], **more)
+    return model, spy.seen
+
+
+@pytest.mark.parametrize("kind", ["columns", "rows", "layers", "prefix"])
+def test_all_units_chosen_is_the_dense_run_and_counts_what_it_executes(tiny, tmp_path, kind):
+    dense, plain = run(tiny, tmp_path / "dense", {})
+    same, counted = run(tiny, tmp_path / "same", {"kind": kind, "keep": 1.0})
+    for ours, theirs in zip(same.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    flops = [info.scalars["executed_flops"] for info in plain]
+    assert [info.scalars["executed_flops"] for info in counted] == flops
+    assert flops[0] == dense_flops(tiny.SHAPE, tiny.Rows().batch(0))
+
+
+def test_a_frozen_prefix_keeps_weights_and_moments_and_the_rest_gets_the_dense_gradient(tiny, tmp_path):
+    grads, whole, before = Grads(), Grads(), tiny.tiny_model()
+    model, seen = run(
+        tiny, tmp_path, {"kind": "prefix", "keep": 0.5}, transport=grads, settings={"checkpoint_every_steps": 12}
+    )
+    run(tiny, tmp_path / "whole", {}, transport=whole)
+    dense = dict(zip(dict(before.named_parameters()), whole.kept[0], strict=True))
+    frozen = [name for name in dense if name.startswith("blocks.0.")]
+    left = [dense[name] for name in dense if name not in frozen]
+    for ours, theirs in zip(grads.kept[0][1:], left[1:], strict=True):  # the first is the embedding, here the head too
+        torch.testing.assert_close(ours, theirs)
+    assert not torch.allclose(grads.kept[0][0], left[0])
+    after = model.state_dict()
+    assert all(torch.equal(after[name], weight) == (name in frozen) for name, weight in before.state_dict().items())
+    assert all(p.requires_grad for p in model.parameters())
+    shape, batch = tiny.SHAPE, tiny.Rows().batch(0)
+    products = 2 * batch.num_tokens * (32 * 8 * 2 * 6 + 3 * 32 * 64)
+    expected = 4 * (products + attention_flops(shape, batch)) + 3 * head_flops(shape, batch)
+    assert seen[0].scalars["executed_flops"] == expected
+
+
+@pytest.mark.parametrize("kind", ["columns", "rows"])
+def test_only_chosen_rows_have_a_gradient_and_those_of_the_last_projection_are_the_dense_ones(tiny, tmp_path, kind):
+    found = {}
+    for name, sparse in (("sparse", {"kind": kind, "keep": 0.25, "regrowth": 0.0}), ("dense", {})):
+        grads = Grads()
+        run(tiny, tmp_path / name, sparse, transport=grads, settings={"num_steps": 1})
+        found[name] = dict(zip(dict(tiny.tiny_model().named_parameters()), grads.kept[0], strict=True))
+    for name, gradient in found["sparse"].items():
+        if name.endswith("proj.weight"):
+            assert int((gradient.abs().sum(dim=1) > 0).sum()) == len(gradient) // 4, name
+    last = "blocks.1.ffn.down_proj.weight"
+    rows = found["sparse"][last].abs().sum(dim=1) > 0
+    torch.testing.assert_close(found["sparse"][last][rows], found["dense"][last][rows])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_run_that_stops_goes_on_with_the_same_bits(tiny, tmp_path, name):
+    whole, seen = run(tiny, tmp_path / "whole", FORMS[name])
+    with pytest.raises(Stopped):
+        run(tiny, tmp_path / "cut", FORMS[name], stop_at=5)
+    cut, _ = run(tiny, tmp_path / "cut", FORMS[name])
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), cut.parameters(), strict=True))
+    flops = [column(read_records(tmp_path / one / "metrics.jsonl"), "executed_flops") for one in ("whole", "cut")]
+    assert flops[0] == flops[1] == [(info.step, info.scalars["executed_flops"]) for info in seen]
+    dense = [dense_flops(tiny.SHAPE, tiny.Rows().batch(number)) for number in range(12)]
+    shares = [mine / whole for (_, mine), whole in zip(flops[0], dense, strict=True)]
+    assert min(shares) < {"rows": 0.95, "tokens": 1.02}.get(name, 0.85)
+    assert seen[-1].loss < seen[0].loss
+
+
+@pytest.mark.parametrize("policy", ["bf16_mixed", "int8"])
+def test_other_number_formats_are_left_out_of_alike(tiny, tmp_path, policy):
+    precision = {"settings": {"precision": {"policy": policy}}}
+    _, plain = run(tiny, tmp_path / "plain", {}, **precision)
+    _, whole = run(tiny, tmp_path / "whole", {"kind": "columns", "keep": 1.0}, **precision)
+    _, half = run(tiny, tmp_path / "half", {"kind": "columns", "keep": 0.5}, **precision)
+    assert [info.loss for info in whole] == pytest.approx([info.loss for info in plain], rel=1e-2)
+    dense = [info.scalars["executed_flops"] for info in plain]
+    assert [info.scalars["executed_flops"] for info in whole] == dense
+    assert half[0].scalars["executed_flops"] < 0.75 * dense[0]
+    assert half[-1].loss < half[0].loss - 0.2
+
+
+def test_rows_are_chosen_by_the_loss_of_their_first_tokens(tiny, tmp_path):
+    """And the gradient is that of a run that is given these rows and no others."""
+    batch, model = tiny.Rows().batch(0), tiny.tiny_model()
+    with torch.no_grad():
+        logits = model.logits(forward(model, batch))[:, :8]
+    losses = []
+    for row in range(8):
+        each = F.cross_entropy(logits[row], batch.labels_BT[row, :8], ignore_index=IGNORED, reduction="none")
+        losses.append(float(each[batch.labels_BT[row, :8] != IGNORED].mean()))
+    best = sorted(sorted(range(8), key=lambda row: -losses[row])[:2])
+
+    class Given:
+        num_batches_per_epoch = 1
+
+        def batch(self, index, *, rank=0, world_size=1):
+            return batch.take(torch.tensor(best))
+
+    chosen, given = Grads(), Grads()
+    sparse = {"batch": {"signal": "loss", "keep": 0.25, "probe_len": 8, "explore": 0.0}}
+    run(tiny, tmp_path / "1", sparse, transport=chosen, settings={"num_steps": 1, "num_microbatches": 2})
+    run(tiny, tmp_path / "2", {}, transport=given, objective=Pretrain(Given()), settings={"num_steps": 1})
+    for ours, theirs in zip(chosen.kept[0], given.kept[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_look_costs_its_first_tokens_only(tiny, tmp_path):
+    """All rows chosen, so that what is more than the dense step is the look: forward only, 4 of 32 tokens."""
+    _, seen = run(tiny, tmp_path, {"batch": {"signal": "loss", "keep": 1.0, "probe_len": 4}})
+    for info in seen:
+        dense = dense_flops(tiny.SHAPE, tiny.Rows().batch(info.step - 1))
+        assert 0.02 < info.scalars["executed_flops"] / dense - 1 < 0.05
+
+
+@pytest.mark.parametrize(
+    ("field", "more"),
+    [
+        ("compile", {"compile": True}),
+        ("optimizer", {"optimizer": "lion"}),
+        ("offload_optimizer", {"offload_optimizer": True}),
+        ("transport.kind", {"transport": {"kind": "int8"}}),
+        ("transport.local_steps", {"transport": {"local_steps": {"every": 2}}}),
+        ("asynchronous.mode", {"asynchronous": {"mode": "delayed"}}),
+    ],
+)
+def test_what_does_not_go_together_is_named(tiny, field, more):
+    with pytest.raises(ConfigError, match=rf"^{field}: "):
+        tiny.settings(**QUIET, sparse={"kind": "layers"}, **more)
+
+
+def test_too_few_rows_for_the_microbatches_are_named(tiny, tmp_path):
+    sparse = {"batch": {"signal": "random", "keep": 0.5}}
+    with pytest.raises(ConfigError, match=r"^sparse\.batch\.keep: 8 rows"):
+        run(tiny, tmp_path, sparse, settings={"num_microbatches": 16, "batch_tokens": 512})

@@ -1,0 +1,64 @@
+"""Sparse updates on two processes, through THE loop: one choice on both, less to send, the same bits after a stop."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from wired_cases import COPIES, RARE, case, ended, losses, run_cases, values, weights
+
+FORMS = {
+    "columns": {"kind": "columns", "keep": 0.5, "refresh_every": 2},
+    "rows": {"kind": "rows", "keep": 0.5, "refresh_every": 3, "signal": "momentum"},
+    "layers": {"kind": "layers", "keep": 0.5, "refresh_every": 2},
+    "prefix": {"kind": "prefix", "keep": 0.5, "course": "dense_first", "ramp": 0.5},
+    "change": {"batch": {"signal": "change", "keep": 0.5, "probe_len": 8}},
+}
+CHECKED = {"guards": {"replica_check_every": 1}}
+UNITS = ("columns", "rows", "layers", "prefix")
+
+CASES = [
+    case("dense", settings=RARE, **COPIES),
+    *[case(name, settings={**RARE, **CHECKED, "sparse": sparse}) for name, sparse in FORMS.items()],
+    *[
+        case(f"{name}-stopped", f"{name}-2", settings={**RARE, "sparse": sparse}, mishap={"kind": "stop", "step": 7})
+        for name, sparse in FORMS.items()
+    ],
+    *[case(f"{name}-again", f"{name}-2", settings={**RARE, "sparse": sparse}) for name, sparse in FORMS.items()],
+    case("whole-columns", settings={**RARE, "sparse": {"kind": "columns", "keep": 1.0}}),
+    case("divided", settings={**RARE, "sparse": FORMS["layers"]}, parallel={"shard": "full"}),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    return run_cases(tmp_path_factory.mktemp("sparse"), CASES)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_both_ranks_choose_alike_and_a_stopped_run_ends_with_the_same_bits(runs, name):
+    first, second, again = weights(runs, name), weights(runs, name, rank=1), weights(runs, f"{name}-again", rank=1)
+    for key, weight in first.items():
+        assert torch.equal(weight, second[key]), key
+        assert torch.equal(weight, again[key]), key
+    assert ended(runs, f"{name}-stopped")["kind"] == "Stopped"
+    assert losses(runs, f"{name}-2") == losses(runs, name)
+    assert losses(runs, name)[-1] < losses(runs, name)[0] - 0.2
+    executed, dense = (values(runs, one, "executed_flops") for one in (name, "dense"))
+    assert min(mine / whole for mine, whole in zip(executed, dense, strict=True)) < 0.9
+
+
+def test_frozen_blocks_are_not_sent(runs):
+    dense = ended(runs, "dense")["bytes_sent"]
+    assert ended(runs, "layers")["bytes_sent"] < 0.75 * dense
+    assert ended(runs, "prefix")["bytes_sent"] < 0.9 * dense
+
+
+def test_all_chosen_is_the_dense_run(runs):
+    assert losses(runs, "whole-columns") == pytest.approx(losses(runs, "dense"), rel=1e-5)
+    assert values(runs, "whole-columns", "executed_flops") == values(runs, "dense", "executed_flops")
+
+
+def test_a_divided_model_is_refused(runs):
+    assert ended(runs, "divided")["kind"] == "ConfigError"
+    assert ended(runs, "divided")["error"].startswith("sparse: goes with whole copies")
