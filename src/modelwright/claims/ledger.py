@@ -24,6 +24,7 @@ from modelwright.claims import (
     packing,
     pipeline_utilisation,
     precision_policies,
+    sparse_updates,
     three_dimensional_parallelism,
     topology,
     warmup_cosine,
@@ -56,6 +57,7 @@ CLAIMS: tuple[Claim, ...] = (
     loss_scaling.CLAIM,
     adaptive_clipping.CLAIM,
     dynamic_decay.CLAIM,
+    sparse_updates.CLAIM,
 )
 
 

@@ -1,0 +1,192 @@
+"""The ways to train that the sparse claim compares: each at its best rate, a baseline at equal compute.
+
+Knows no target but those that decide how a run is made: the compute of a baseline, and how much may be forgotten.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from modelwright.claims.claim import Setting
+from modelwright.claims.sparse_probe import Found, Run, TextKind, execute_all, prepare
+from modelwright.claims.workbench import Size
+
+UPDATE, PRETRAIN = "continual update", "pretraining"
+SHARE_OF_CODE = {UPDATE: 0.2, PRETRAIN: 0.0}
+COUNTS: dict[str, TextKind] = {UPDATE: "code", PRETRAIN: "prose"}
+"""The text whose held-out loss is compared."""
+DENSE = "dense"
+METHODS = ("rows by change", "rows by change, half drawn")
+"""Of these the tuning seed takes one, before the seeds that count."""
+BASELINES = ("dense, fewer steps", "smaller dense", "random rows", "plain freezing")
+TARGET_FLOPS, TARGET_FORGOTTEN = 0.40, 0.5
+SIZE = Size(model_dim=96, num_layers=3, seq_len=128, batch_rows=12, num_steps=3000)
+SMALLER = {"model_dim": 64, "num_layers": 3}
+BEFORE = {"num_steps": 8000, "learning_rate": 3e-3}
+"""The training whose model is then updated."""
+RATES: dict[str, tuple[float, ...]] = {UPDATE: (3e-4, 1e-3, 3e-3), PRETRAIN: (2e-3, 6e-3)}
+TUNING_SEED, SEEDS = 300, (301, 302, 303)
+NUM_TIMED_STEPS, NUM_ROUNDS = 60, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to train. sparse: as in a configuration file; shape: changes to the model; equal_compute: it makes as
+    many steps as `TARGET_FLOPS` of the dense run's FLOPs pay for, at most as many as that."""
+
+    sparse: Mapping[str, Any] = field(default_factory=dict)
+    shape: Mapping[str, int] = field(default_factory=dict)
+    equal_compute: bool = False
+
+
+def row_choice(signal: str, *, probe_len: int, explore: float = 0.2) -> dict[str, Any]:
+    shares = {"keep": 1 / 3, "explore": explore, "dense_share": 0.03}
+    return {"batch": {"signal": signal, "probe_len": probe_len, **shares}}
+
+
+COMMON = {
+    DENSE: Arm(),
+    "dense, fewer steps": Arm(equal_compute=True),
+    "smaller dense": Arm(shape=SMALLER, equal_compute=True),
+    "random rows": Arm(sparse={"batch": {"signal": "random", "keep": 0.4}}, equal_compute=True),
+    "plain freezing": Arm(sparse={"kind": "prefix", "keep": 0.25}, equal_compute=True),
+}
+ARMS: dict[str, dict[str, Arm]] = {
+    UPDATE: {
+        **COMMON,
+        "rows by change": Arm(sparse=row_choice("change", probe_len=8)),
+        "rows by change, half drawn": Arm(sparse=row_choice("change", probe_len=8, explore=0.5)),
+    },
+    PRETRAIN: {
+        **COMMON,
+        "rows by loss": Arm(sparse=row_choice("loss", probe_len=16)),
+        "columns": Arm(sparse={"kind": "columns", "keep": 0.25}),
+        "weight rows": Arm(sparse={"kind": "rows", "keep": 0.25}),
+        "layers": Arm(sparse={"kind": "layers", "keep": 0.5, "signal": "momentum"}),
+        "growing prefix": Arm(sparse={"kind": "prefix", "keep": 0.25, "course": "dense_first", "ramp": 0.6}),
+        "attended tokens": Arm(sparse={"batch": {"keep_tokens": 0.5}}),
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one regime gave: rates and finals by arm, one final for each seed; shares of the dense run's FLOPs."""
+
+    rates: Mapping[str, float]
+    final: Mapping[str, Sequence[Found]]
+    method: str = ""
+
+    def losses(self, arm: str, regime: str) -> list[float]:
+        return [found.losses[COUNTS[regime]] for found in self.final[arm]]
+
+    def flops(self, arm: str) -> float:
+        return statistics.fmean(found.flops for found in self.final[arm])
+
+    def mixed(self, arm: str) -> float:
+        """The mean loss of both texts in the proportion of the continual update's stream."""
+        code = SHARE_OF_CODE[UPDATE]
+        return statistics.fmean((1 - code) * one.losses["prose"] + code * one.losses["code"] for one in self.final[arm])
+
+    def above_dense(self, arm: str, regime: str) -> list[float]:
+        """Percent, seed by seed."""
+        pairs = zip(self.losses(arm, regime), self.losses(DENSE, regime), strict=True)
+        return [100 * (mine / dense - 1) for mine, dense in pairs]
+
+
+@dataclass
+class Bench:
+    """Makes runs of the arms of both regimes, two processes of one thread at a time."""
+
+    setting: Setting
+    folder: Path
+    sizes: Mapping[str, Size]
+    rates: Mapping[str, Sequence[float]]
+    seeds: Sequence[int]
+    tuning_share: float = 1 / 4
+    before: dict[str, Found] = field(default_factory=dict)
+    """By file of weights: what the models that are updated are before."""
+
+    def begin(self, size: Size) -> None:
+        """Make the text, and the models that are updated."""
+        prepare(self.folder, seq_len=size.seq_len, fraction=0.15 if self.setting.quick else 1.0)
+        runs = [
+            Run(name=name, regime="before", size=replace(size, **shape), seed=0, share_of_code=0.0, keep=name)
+            for name, shape in ((weights_of(Arm()), {}), (weights_of(Arm(shape=SMALLER)), SMALLER))
+        ]
+        self.before = {run.keep: found for run, found in zip(runs, self.execute(runs), strict=True)}
+
+    def run(self, regime: str, name: str, *, seed: int, rate: float, num_steps: int) -> Run:
+        arm = ARMS[regime][name]
+        return Run(
+            name=name,
+            regime=regime,
+            size=replace(self.sizes[regime], **arm.shape, learning_rate=rate, num_steps=num_steps),
+            seed=seed,
+            share_of_code=SHARE_OF_CODE[regime],
+            sparse=arm.sparse,
+            begin=weights_of(arm) if regime == UPDATE else "",
+        )
+
+    def execute(self, runs: Sequence[Run], *, processes: int = 2) -> list[Found]:
+        return execute_all(self.folder, runs, self.setting, processes=processes)
+
+    def num_steps(self, regime: str) -> dict[str, int]:
+        """Steps of each arm's run: those of the dense one, or what so many FLOPs pay for."""
+        rate, most = self.rates[regime][0], self.sizes[regime].num_steps
+        names = [name for name, arm in ARMS[regime].items() if arm.equal_compute or name == DENSE]
+        looks = self.execute([self.run(regime, name, seed=0, rate=rate, num_steps=5) for name in names])
+        costs = {name: look.flops for name, look in zip(names, looks, strict=True)}
+        return {
+            name: min(most, round(TARGET_FLOPS * most * costs[DENSE] / costs[name])) if arm.equal_compute else most
+            for name, arm in ARMS[regime].items()
+        }
+
+    def compare(self, regime: str) -> Outcome:
+        """Every arm at the best of the same rates on the tuning seed, in shorter runs; then on the other seeds."""
+        steps, rates = self.num_steps(regime), self.rates[regime]
+        tried = [
+            self.run(regime, name, seed=TUNING_SEED, rate=rate, num_steps=round(num_steps * self.tuning_share))
+            for name, num_steps in steps.items()
+            for rate in rates
+        ]
+        losses: dict[str, dict[float, float]] = {name: {} for name in steps}
+        for run, found in zip(tried, self.execute(tried), strict=True):
+            losses[run.name][run.size.learning_rate] = self.worth(run, found)
+        best = {name: min(of_arm, key=of_arm.__getitem__) for name, of_arm in losses.items()}
+        method = min(METHODS, key=lambda name: losses[name][best[name]]) if regime == UPDATE else ""
+        names = [name for name in steps if name not in METHODS or name == method or regime != UPDATE]
+        runs = [
+            self.run(regime, name, seed=seed, rate=best[name], num_steps=steps[name])
+            for name in names
+            for seed in self.seeds
+        ]
+        found = iter(self.execute(runs))
+        return Outcome(rates=best, final={name: [next(found) for _ in self.seeds] for name in names}, method=method)
+
+    def worth(self, run: Run, found: Found) -> float:
+        """What a rate is judged by: the loss that counts, but where too much is forgotten how much that is."""
+        if run.regime == UPDATE and self.forgotten(run.begin, found) > TARGET_FORGOTTEN:
+            return 1000.0 + self.forgotten(run.begin, found)
+        return found.losses[COUNTS[run.regime]]
+
+    def forgotten(self, begin: str, found: Found) -> float:
+        """How far the loss of the old text lies above that before, in percent."""
+        return 100 * (found.losses["prose"] / self.before[begin].losses["prose"] - 1)
+
+    def times(self, method: str) -> tuple[list[float], list[float]]:
+        """Seconds of a step of the method and of dense, in alternated runs of a process that has the machine."""
+        rate = self.rates[UPDATE][0]
+        runs = [
+            self.run(UPDATE, name, seed=900 + number, rate=rate, num_steps=NUM_TIMED_STEPS)
+            for number in range(NUM_ROUNDS)
+            for name in (method, DENSE)
+        ]
+        seconds = [found.step_s for found in self.execute(runs, processes=1)]
+        return seconds[::2], seconds[1::2]
+
+
+def weights_of(arm: Arm) -> str:
+    return "small.safetensors" if arm.shape else "base.safetensors"

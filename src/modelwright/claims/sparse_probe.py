@@ -1,0 +1,215 @@
+"""Runs with and without sparse updates, through THE loop: losses on held-out text, executed FLOPs, time of a step.
+
+The text comes in two kinds, prose (docstrings) and code, split by module, both in tokens of a tokenizer that was
+trained on the prose. A model is trained on prose; then it is updated with a stream of which most is prose like that, as
+one replays it against forgetting, and the rest is code, which is new. Each place of the stream holds prose or code by a
+draw from the seed. Knows no claim.
+"""
+
+import json
+import multiprocessing
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors.torch import load_model, save_model
+
+from modelwright.claims.claim import Setting
+from modelwright.claims.workbench import VOCAB_SIZE, Clock, Size
+from modelwright.core.config import parse
+from modelwright.core.progress import SilentProgress
+from modelwright.core.rundir import StageDir
+from modelwright.core.seeds import derive_seed
+from modelwright.data.batch import TokenBatch
+from modelwright.data.builtin import machine_corpus
+from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.data.pack import PackConfig, pack
+from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright.model.decoder import Decoder
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.optim.sparse import SparseConfig
+from modelwright.parallel.mesh import single
+from modelwright.train.loop import train
+from modelwright.train.objective import StepInfo, forward
+
+TextKind = Literal["prose", "code"]
+KINDS: tuple[TextKind, ...] = ("prose", "code")
+HELDOUT_ROWS = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run, as plain data for another process.
+
+    share_of_code: of the rows; begin and keep: files of weights to start from and to leave, "" for none; sparse: as in
+    a configuration file.
+    """
+
+    name: str
+    regime: str
+    size: Size
+    seed: int
+    share_of_code: float
+    sparse: Mapping[str, Any] = field(default_factory=dict)
+    begin: str = ""
+    keep: str = ""
+    tuning: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a run gave. losses: held out, nats a token, by kind of text; flops: executed, of the whole run; step_s: the
+    median, on a machine that may have done other things beside it."""
+
+    losses: Mapping[str, float]
+    flops: float
+    step_s: float
+
+
+@dataclass
+class Stream:
+    """A `BatchSource` of prose and code in turn; the row at a place of the stream depends on seed and place alone."""
+
+    sources: Mapping[TextKind, PackedLoader]
+    batch_rows: int
+    is_code: np.ndarray
+    """For each place of the stream."""
+
+    @property
+    def num_batches_per_epoch(self) -> int:
+        return len(self.is_code) // self.batch_rows
+
+    def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
+        share = self.batch_rows // world_size
+        places = np.arange(share) + index * self.batch_rows + rank * share
+        before = int(self.is_code[: places[0]].sum())
+        rows: list[TokenBatch] = []
+        for place in places:
+            code = bool(self.is_code[place])
+            number = before if code else int(place) - before
+            loader = self.sources["code" if code else "prose"]
+            rows.append(loader.rows.gather(loader.order(number, number + 1)))
+            before += code
+        return _joined(rows)
+
+
+def _joined(rows: Sequence[TokenBatch]) -> TokenBatch:
+    return TokenBatch(
+        input_ids_BT=torch.cat([row.input_ids_BT for row in rows]),
+        labels_BT=torch.cat([row.labels_BT for row in rows]),
+        positions_BT=torch.cat([row.positions_BT for row in rows]),
+        segments_BT=torch.cat([row.segments_BT for row in rows]),
+    )
+
+
+def prepare(folder: Path, *, seq_len: int, fraction: float) -> None:
+    """Write both kinds of text as packed rows, unless they are there; fraction: of the modules."""
+    if (folder / "vocabulary.json").exists():
+        return
+    texts: dict[tuple[str, str], list[str]] = {}
+    for document in machine_corpus(fraction=fraction, skip=lambda reason, file: None):
+        texts.setdefault((document.kind, document.split), []).append(document.text)
+    tokenizer = train_tokenizer(texts["prose", "train"], TokenizerConfig(vocab_size=VOCAB_SIZE))
+    for kind in KINDS:
+        for split in ("train", "heldout"):
+            sequences = ((ids, None) for ids in tokenizer.encode_documents(texts[kind, split]))
+            config = PackConfig(seq_len=seq_len)
+            pack(sequences, folder / kind / split, config, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
+    (folder / "vocabulary.json").write_text(json.dumps(tokenizer.vocab_size), encoding="utf-8")
+
+
+def stream(folder: Path, run: Run) -> Stream:
+    """The rows of a run, in its seed's order."""
+    num_places = run.size.num_steps * run.size.batch_rows
+    draw = np.random.Philox(derive_seed(run.seed, "kinds", run.regime)).random_raw(num_places)
+    sources: dict[TextKind, PackedLoader] = {
+        kind: PackedLoader(
+            PackedRows(folder / kind / "train"), batch_rows=1, seed=derive_seed(run.seed, "order", run.regime)
+        )
+        for kind in KINDS
+    }
+    return Stream(sources, run.size.batch_rows, draw * 2.0**-64 < run.share_of_code)
+
+
+@dataclass
+class Work(Clock):
+    """Controller that keeps every step's time and executed FLOPs."""
+
+    flops: float = 0.0
+
+    def observe(self, info: StepInfo) -> None:
+        super().observe(info)
+        self.flops += info.scalars["executed_flops"]
+
+
+def execute(folder: Path, run: Run) -> Found:
+    """Train once and look at the held-out text."""
+    size = run.size
+    vocab_size = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
+    model = Decoder(replace(size.model_config(vocab_size), tie_embeddings=False))
+    model.init_weights(derive_seed(run.seed, "weights"))
+    if run.begin:
+        load_model(model, folder / run.begin)
+    work = Work()
+    config = size.train_config(sparse=parse(SparseConfig, dict(run.sparse)))
+    with tempfile.TemporaryDirectory(dir=folder) as stage:
+        train(
+            model,
+            Pretrain(stream(folder, run)),
+            config,
+            num_steps=size.num_steps,
+            world=single(),
+            stage=StageDir(Path(stage)),
+            seed=run.seed,
+            name=run.name,
+            input_digest="claim",
+            progress=SilentProgress(),
+            controllers={"work": work},
+        )
+    if run.keep:
+        save_model(model, str(folder / run.keep))
+    losses = {kind: heldout_loss(model, PackedRows(folder / kind / "heldout")) for kind in KINDS}
+    return Found(losses=losses, flops=work.flops, step_s=work.step_s)
+
+
+@torch.no_grad()
+def heldout_loss(model: Decoder, rows: PackedRows) -> float:
+    """Nats a token, over evenly chosen rows."""
+    every = max(1, rows.num_rows // HELDOUT_ROWS)
+    total, count = 0.0, 0
+    for numbers in np.array_split(np.arange(0, rows.num_rows, every), 8):
+        batch = rows.gather(numbers)
+        total += float(model.cross_entropy(forward(model, batch), batch.labels_BT, chunk_tokens=512))
+        count += batch.num_targets
+    return total / count
+
+
+def execute_all(folder: Path, runs: Sequence[Run], setting: Setting, *, processes: int) -> list[Found]:
+    """The runs, each by a process of one thread, `processes` at a time; those that were made before are not again."""
+    path = folder / "found.jsonl"
+    done = _read(path)
+    missing = [run for run in runs if _key(run) not in done]
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        pending = [(run, pool.submit(execute, folder, run)) for run in missing]
+        for run, future in pending:
+            found = future.result()
+            setting.progress.note(f"{run.regime}, {run.name}, seed {run.seed}, {run.size.learning_rate:g}: {found}")
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"run": asdict(run), "found": asdict(found)}) + "\n")
+            done[_key(run)] = found
+    return [done[_key(run)] for run in runs]
+
+
+def _key(run: Run) -> str:
+    return json.dumps(asdict(run), sort_keys=True)
+
+
+def _read(path: Path) -> dict[str, Found]:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    records = [json.loads(line) for line in lines]
+    return {json.dumps(one["run"], sort_keys=True): Found(**one["found"]) for one in records}

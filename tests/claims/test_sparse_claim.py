@@ -1,0 +1,135 @@
+"""The sparse claim: its verdict from given losses, its stream, and one tiny run of its bench."""
+
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from modelwright.claims import sparse_arms as arms
+from modelwright.claims import sparse_updates as claim
+from modelwright.claims.claim import Setting
+from modelwright.claims.sparse_probe import Found, Run, execute_all, stream
+from modelwright.claims.workbench import Size
+from modelwright.core.progress import SilentProgress
+from modelwright.data.pack import PackConfig, pack
+
+SIZE = Size(model_dim=64, num_layers=2, seq_len=32, batch_rows=4, num_steps=6)
+
+
+def found(loss: float, flops: float) -> Found:
+    return Found(losses={"prose": loss, "code": loss}, flops=flops, step_s=1.0)
+
+
+def outcome(method: float, flops: float, *, baseline: float = 2.2) -> arms.Outcome:
+    losses = {arms.DENSE: 2.0, "rows by change": method} | dict.fromkeys(arms.BASELINES, baseline)
+    costs = {arms.DENSE: 1.0, "rows by change": flops}
+    final = {
+        name: [found(loss + noise, costs.get(name, 0.4)) for noise in (0.0, 0.01, 0.02)]
+        for name, loss in losses.items()
+    }
+    return arms.Outcome(rates=dict.fromkeys(losses, 1e-3), final=final, method="rows by change")
+
+
+def judge(given: arms.Outcome, time: float = 0.5, before: float = 2.1):
+    times = ([0.1 * time] * 3, [0.1] * 3)
+    return claim.judge({arms.UPDATE: given}, times, base=found(before, 1.0), size=SIZE, before=SIZE)
+
+
+def test_met_needs_flops_time_loss_and_every_baseline():
+    met = judge(outcome(2.005, 0.39))
+    assert met.kind == "met"
+    assert met.figures["held-out loss above dense"].value == pytest.approx(0.25, abs=0.01)
+    assert met.figures["executed FLOPs, method to dense"].value == pytest.approx(0.39)
+    assert "better than every baseline" in met.reason
+    assert judge(outcome(2.005, 0.41)).kind == "short"
+    assert judge(outcome(2.005, 0.39), time=0.61).kind == "short"
+    assert judge(outcome(2.02, 0.39)).kind == "short"
+    assert judge(outcome(2.005, 0.39), before=2.0).kind == "short"  # 0.75% of the old text is forgotten
+    beaten = judge(outcome(2.005, 0.39, baseline=2.004))
+    assert beaten.kind == "short"
+    assert "as good or better at equal compute: dense, fewer steps" in beaten.reason
+
+
+def test_pretraining_names_the_best_cheap_arm():
+    pretraining = {"dense": [found(2.0, 1.0)] * 3, "columns": [found(2.1, 0.5)] * 3, "layers": [found(2.01, 0.7)] * 3}
+    outcomes = {
+        arms.UPDATE: outcome(2.005, 0.39),
+        arms.PRETRAIN: arms.Outcome(rates=dict.fromkeys(pretraining, 1e-3), final=pretraining),
+    }
+    reason = claim.judge(outcomes, ([0.05], [0.1]), base=found(2.1, 1.0), size=SIZE, before=SIZE).reason
+    assert reason.endswith("pretraining: best at up to half of the FLOPs is columns, +5.00% from dense")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    draw = random.Random(0)
+    for kind, first in (("prose", 1), ("code", 32)):
+        for split in ("train", "heldout"):
+            documents = [([draw.randrange(first, first + 30) for _ in range(24)], None) for _ in range(120)]
+            pack(documents, tmp_path / kind / split, PackConfig(seq_len=32), vocab_size=64, eos_id=0)
+    (tmp_path / "vocabulary.json").write_text(json.dumps(64))
+    return tmp_path
+
+
+def make_run(**changes) -> Run:
+    run = Run(name="one", regime="update", size=SIZE, seed=1, share_of_code=0.25)
+    return replace(run, **changes)
+
+
+def test_a_place_of_the_stream_depends_on_seed_and_place_alone(folder):
+    once, again = stream(folder, make_run()), stream(folder, make_run())
+    batches = [once.batch(index) for index in range(6)]
+    assert torch.equal(again.batch(4).input_ids_BT, batches[4].input_ids_BT)
+    halves = [once.batch(3, rank=rank, world_size=2).input_ids_BT for rank in range(2)]
+    assert torch.equal(torch.cat(halves), batches[3].input_ids_BT)
+    tokens = torch.cat([batch.input_ids_BT for batch in batches])
+    is_code = (tokens[:, :10] >= 32).any(dim=1)
+    assert np.array_equal(is_code.numpy(), once.is_code)
+    assert len({tuple(row) for row in tokens.tolist()}) == 24  # nothing comes twice
+    other = stream(folder, make_run(seed=2))
+    assert not torch.equal(other.batch(0).input_ids_BT, batches[0].input_ids_BT)
+
+
+def test_runs_are_made_once_and_say_what_they_executed(folder):
+    setting = Setting(quick=True, folder=folder, progress=SilentProgress())
+    sparse = {"batch": {"signal": "random", "keep": 0.5}}
+    runs = [make_run(keep="base.safetensors"), make_run(name="half", begin="base.safetensors", sparse=sparse)]
+    first = [execute_all(folder, [run], setting, processes=1)[0] for run in runs]
+    assert first[1].flops == pytest.approx(first[0].flops / 2, rel=0.02)
+    assert set(first[0].losses) == {"prose", "code"}
+    again = execute_all(folder, runs, setting, processes=1)
+    assert again == first
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_arm_runs_at_its_best_rate_and_baselines_at_equal_compute(tmp_path, monkeypatch, quick):
+    """The plan of a whole measurement, with runs that only say what they would cost; the rate of 1e-3 is best."""
+    made: list[Run] = []
+
+    def cost(run: Run) -> float:
+        per_step = 1.0 if not run.sparse else 0.3
+        return run.size.num_steps * per_step * (0.5 if run.size.model_dim < arms.SIZE.model_dim else 1.0)
+
+    def pretend(folder, runs, setting, *, processes):
+        made.extend(runs)
+        off = [abs(run.size.learning_rate - 1e-3) for run in runs]
+        return [found(2.0 + bad - 0.001 * run.seed, cost(run)) for run, bad in zip(runs, off, strict=True)]
+
+    monkeypatch.setattr(arms, "execute_all", pretend)
+    monkeypatch.setattr(arms, "prepare", lambda *args, **kwargs: None)
+    result = claim.measure(Setting(quick=quick, folder=tmp_path, progress=SilentProgress()))
+    final = [run for run in made if run.regime == arms.UPDATE and run.seed in arms.SEEDS]
+    assert {run.size.learning_rate for run in final} == {1e-3}
+    num_steps = {run.name: run.size.num_steps for run in final}
+    most = num_steps[arms.DENSE]
+    assert num_steps["dense, fewer steps"] == round(0.4 * most)
+    assert num_steps["smaller dense"] == round(0.8 * most)
+    assert num_steps["random rows"] == num_steps["rows by change"] == most
+    assert {run.begin for run in final if run.name != "smaller dense"} == {"base.safetensors"}
+    assert result.kind == ("cannot be tested here" if quick else "short")
+    assert result.figures["time of a step, method to dense"].value == 1.0
+    timed = [run.name for run in made if run.seed >= 900]
+    assert timed == ["rows by change", arms.DENSE] * arms.NUM_ROUNDS
