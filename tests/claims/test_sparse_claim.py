@@ -47,7 +47,7 @@ def test_met_needs_flops_time_loss_and_every_baseline():
     assert judge(outcome(2.005, 0.41)).kind == "short"
     assert judge(outcome(2.005, 0.39), time=0.61).kind == "short"
     assert judge(outcome(2.02, 0.39)).kind == "short"
-    assert judge(outcome(2.005, 0.39), before=2.0).kind == "short"  # 0.75% of the old text is forgotten
+    assert "of the old text +0.75% from before" in judge(outcome(2.005, 0.39), before=2.0).reason
     beaten = judge(outcome(2.005, 0.39, baseline=2.004))
     assert beaten.kind == "short"
     assert "as good or better at equal compute: dense, fewer steps" in beaten.reason

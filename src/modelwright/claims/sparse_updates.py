@@ -71,8 +71,8 @@ def judge(
     size: Size,
     before: Size,
 ) -> Result:
-    """Met when in the continual update FLOPs, time, loss and what is forgotten are within their targets, and no
-    baseline is better."""
+    """Met when in the continual update FLOPs, time, and the losses of the new text and of the whole stream are within
+    their targets, and no baseline is better in either."""
     figures, samples = _figures(outcomes)
     update = outcomes[UPDATE]
     flops = update.flops(update.method) / update.flops(DENSE)
@@ -98,16 +98,16 @@ def judge(
         **{f"p-value against {name}": Figure(value=one.p_value, unit="") for name, one in paired.items()},
     }
     samples |= {"seconds a step, method": times[0], "seconds a step, dense": times[1]}
-    better = [name for name, one in paired.items() if one.mean >= 0]
-    met = flops <= TARGET_FLOPS and time <= TARGET_TIME and gap <= TARGET_LOSS and not better
-    met &= forgotten[update.method] <= TARGET_FORGOTTEN
+    both = {name: 100 * (update.mixed(name) / update.mixed(DENSE) - 1) for name in (*BASELINES, update.method)}
+    better = [name for name, one in paired.items() if one.mean >= 0 or both[name] <= both[update.method]]
+    met = flops <= TARGET_FLOPS and time <= TARGET_TIME and not better
+    met &= gap <= TARGET_LOSS and both[update.method] <= TARGET_LOSS
     return Result(
         kind="met" if met else "short",
         reason=f"{UPDATE}, {update.method}: {flops:.2f} of the FLOPs, {time:.2f} of the time of a step, held-out loss "
         f"of the new text {gap:+.2f}% from dense at equal tokens (targets {TARGET_FLOPS:g}, {TARGET_TIME:g}, "
-        f"{TARGET_LOSS:g}%), of the old text {forgotten[update.method]:+.2f}% from before, dense "
-        f"{forgotten[DENSE]:+.2f}% (at most {TARGET_FORGOTTEN:g}%), of both in the stream's proportion "
-        f"{100 * (update.mixed(update.method) / update.mixed(DENSE) - 1):+.2f}% from dense; "
+        f"{TARGET_LOSS:g}%), of both texts in the stream's proportion {both[update.method]:+.2f}% ({TARGET_LOSS:g}%), "
+        f"of the old text {forgotten[update.method]:+.2f}% from before, dense {forgotten[DENSE]:+.2f}%; "
         f"{_beaten(better)}{_best_in_pretraining(outcomes)}",
         figures=figures,
         conditions=size.describe()
@@ -176,7 +176,7 @@ CLAIM = Claim(
     "with fewer steps, a smaller dense model, random rows and plain freezing at equal compute, each at its own best "
     "rate; in a continual update and, with other forms beside them, in pretraining",
     target=f"in the continual update executed FLOPs at most {TARGET_FLOPS:g} and time of a step at most "
-    f"{TARGET_TIME:g} of dense, held-out loss of the new text at most {TARGET_LOSS:g}% above dense and below every "
-    f"baseline, of the old text at most {TARGET_FORGOTTEN:g}% above what it was before",
+    f"{TARGET_TIME:g} of dense, held-out loss at most {TARGET_LOSS:g}% above dense and below every baseline, both of "
+    "the new text and of the whole stream",
     measure=measure,
 )
