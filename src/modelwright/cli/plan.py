@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus-per-host", type=int, default=1, help="devices (on CPUs: processes) of a host")
     parser.add_argument("--device", choices=("h100", "a100", "v100"), help="take memory and rates from its data sheet")
     parser.add_argument(
-        "--memory", metavar="[BYTES]", help="memory of one device; without BYTES, the timeline of a step's memory"
+        "--memory", metavar="BYTES", help="memory of one device; without BYTES, the timeline of a step's memory"
     )
     parser.add_argument("--flops", metavar="PER_S", help="peak FLOP/s of one device")
     parser.add_argument("--host-bandwidth", metavar="BYTES_PER_S", help="of one device to the others in its host")

@@ -95,18 +95,20 @@ class StepTrace(TorchDispatchMode):
                 hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """An operator whose result lies in memory that was there before the trace (a batch) makes nothing."""
         kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = {_key(tensor) for tensor in tensors}
         self._time += 1
         self._backward.append(torch._C._current_graph_task_id() != -1)
-        result = self._run(func, args, kwargs)
+        result = self._run(func, args, kwargs, tensors)
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and _key(leaf) not in given:
                 self._notice(leaf, str(func).removeprefix("aten.").removesuffix(".default"))
         return result
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Values of fake tensors are 1; what is made from nothing is fake only where it is large."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if self._fake is None:
             return func(*args, **kwargs)
         if any(isinstance(one, FakeTensor) for one in tensors):

@@ -72,7 +72,7 @@ def plan_step(
     before = trace_step(model, train, objective_of, seq_len=seq_len)
     candidates = _candidates(model, _with_updates_in_backward(train), seq_len)
     if not budget_bytes:
-        chosen = [one for one in candidates if one.more_flops <= more_compute][-1]
+        chosen = ([one for one in candidates if one.more_flops <= more_compute] or candidates[:1])[-1]
         after = trace_step(model, chosen.train, objective_of, seq_len=seq_len)
         return StepPlan(before=before, after=after, train=chosen.train, more_flops=chosen.more_flops)
     if before.peak_bytes <= budget_bytes:
