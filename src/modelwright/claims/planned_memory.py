@@ -2,7 +2,8 @@
 
 Predicted peaks come from traces on fake tensors, measured ones from steps of THE loop in processes of their own. What
 is planned is what is executed: recomputation and updates in backward, as settings of the loop. The arena is a plan
-alone: how far a process's own heap comes with the same tensors is measured beside it.
+alone: how far a process's heap comes with the same tensors is measured beside it, mapped tensor by tensor (which has no
+gaps) and as training has it (which keeps freed memory): an arena could gain no more than lies between the two.
 """
 
 import statistics
@@ -65,6 +66,8 @@ class Pair:
 
     before: Sequence[Measured]
     after: Sequence[Measured]
+    own_heap: Measured
+    """As configured, with the heap that training has."""
     step: Timeline
     """As configured, traced."""
 
@@ -89,6 +92,11 @@ class Pair:
         """What a real process's heap makes of the tensors of a step, %: its own peak above the states against them."""
         taken = statistics.median(m.peak_bytes - m.states_bytes for m in self.before)
         return 100 * (1 - taken / sum(one.num_bytes for one in self.step.of_step))
+
+    @property
+    def heap_gaps(self) -> float:
+        """How much more the heap of training takes at its peak than one without gaps, %."""
+        return 100 * (self.own_heap.peak_bytes / statistics.median(m.peak_bytes for m in self.before) - 1)
 
 
 def measure(setting: Setting) -> Result:
@@ -157,7 +165,8 @@ def measured_pair(setting: Setting, case: Case) -> Pair:
         for name, train in (("before", case.settings), ("after", plan.train)):
             setting.progress.note(f"planned_memory: {name}, repeat {repeat + 1}")
             found[name] += memory_probe.measure(case.probe(train, count_flops=repeat == 0))
-    return Pair(before=found["before"], after=found["after"], step=plan.before)
+    (own_heap,) = memory_probe.measure(case.probe(case.settings), own_heap=True)
+    return Pair(before=found["before"], after=found["after"], own_heap=own_heap, step=plan.before)
 
 
 def large_model() -> dict[str, float]:
@@ -215,6 +224,7 @@ def _figures(errors: Mapping[str, float], pair: Pair, arena: Arena, large: Mappi
         "more FLOPs": Figure(value=pair.more_flops, unit="%"),
         "time of a planned step": Figure(value=statistics.median(pair.times), unit="x", spread=spread(pair.times)),
         "bytes reused by a real heap": Figure(value=pair.heap_reuse, unit="%"),
+        "training's heap above one without gaps": Figure(value=pair.heap_gaps, unit="%"),
         "arena above its lower bound": Figure(value=100 * (arena.num_bytes / arena.live_bytes - 1), unit="%"),
         **{f"predicted peak's error, {name}": Figure(value=error, unit="%") for name, error in errors.items()},
         **{f"{LARGE}, {name}": Figure(value=value / 1e9, unit="GB") for name, value in large.items()},
