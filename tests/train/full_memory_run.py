@@ -1,7 +1,7 @@
 """Runs that meet the end of their memory; a script for `test_out_of_memory`.
 
-full_memory_run.py limit FOLDER MARGIN_BYTES MICROBATCHES: one process, whose address space may grow by so much (0: as
-it likes) once its model stands. Prints the losses, and the numbers of microbatches that were not the one asked for.
+full_memory_run.py limit FOLDER MARGIN_BYTES MICROBATCHES ROWS: one process, whose address space may grow by so much (0:
+as it likes) once its model stands. Prints the losses, and the numbers of microbatches that were not the one asked for.
 full_memory_run.py ranks FOLDER: two processes; on the second one parts of more than so many rows do not fit.
 """
 
@@ -30,17 +30,18 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world, single
 from modelwright.train.objective import StepInfo
 
-ROWS, LENGTH = 64, 128
+BATCH_TOKENS = 4096
 SHAPE = ModelConfig(
-    vocab_size=64, num_layers=4, model_dim=64, num_heads=4, num_kv_heads=4, ffn_dim=256, head_dim=16, max_seq_len=LENGTH
-)
+    vocab_size=64, num_layers=4, model_dim=64, num_heads=4, num_kv_heads=4, ffn_dim=256, head_dim=16,
+    max_seq_len=BATCH_TOKENS,
+)  # fmt: skip
 
 
 def address_space_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def under_limit(folder: Path, margin: int, num_microbatches: int) -> None:
+def under_limit(folder: Path, margin: int, num_microbatches: int, num_rows: int) -> None:
     """The first step of a small model first: libraries make buffers, and threads, of their own."""
     tiny_run.run(folder / "warm", tiny_run.settings(num_steps=1))
     model = Decoder(SHAPE)
@@ -49,14 +50,14 @@ def under_limit(folder: Path, margin: int, num_microbatches: int) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (address_space_bytes() + margin, hard))
     config = tiny_run.settings(
-        num_steps=3,
-        batch_tokens=ROWS * LENGTH,
+        num_steps=2,
+        batch_tokens=BATCH_TOKENS,
         num_microbatches=num_microbatches,
         eval_every_steps=0,
         checkpoint_every_steps=0,
         keep_best=False,
     )
-    rows = RandomRows(ROWS, LENGTH, SHAPE.vocab_size)
+    rows = RandomRows(num_rows, BATCH_TOKENS // num_rows, SHAPE.vocab_size)
     try:
         tiny_run.run(folder, config, objective=Pretrain(rows), model=model, heldout=[], world=single())
     except ModelwrightError as error:
@@ -133,7 +134,7 @@ def main() -> None:
     torch.set_num_threads(1)
     command, folder = sys.argv[1], Path(sys.argv[2])
     if command == "limit":
-        under_limit(folder, int(sys.argv[3]), int(sys.argv[4]))
+        under_limit(folder, *map(int, sys.argv[3:6]))
         return
     with join_world(torch.device("cpu")) as world:
         on_ranks(folder, world)
