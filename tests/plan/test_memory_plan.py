@@ -29,7 +29,7 @@ LARGER = replace(SHAPE, num_layers=4, vocab_size=1024, model_dim=256, ffn_dim=68
 SETTINGS = {
     "num_steps": 3,
     "batch_tokens": 512,
-    "precision": {"compute": "fp32"},
+    "precision": {"policy": "fp32"},
     "checkpoint_every_minutes": 0,
     "keep_best": False,
     "clip_norm": 0.0,
@@ -44,7 +44,7 @@ CASES = {
     "recomputed": {"activations": {"mode": "unit", "unit_layers": 2}},
     "selective": {"activations": {"mode": "selective"}},
     "int8 states": {"optimizer": "adamw_int8"},
-    "bf16": {"precision": {"compute": "bf16"}},
+    "bf16": {"precision": {"policy": "bf16_mixed"}},
 }
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to reset the peak of a process")
 

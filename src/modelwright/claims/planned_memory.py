@@ -46,7 +46,7 @@ class Case:
         plain = {
             "num_steps": memory_probe.NUM_STEPS,
             "batch_tokens": self.rows * self.model.max_seq_len,
-            "precision": {"compute": "fp32"},
+            "precision": {"policy": "fp32"},
             "checkpoint_every_minutes": 0,
             "keep_best": False,
             "clip_norm": 0.0,
@@ -173,7 +173,7 @@ def large_model() -> dict[str, float]:
     """Bytes at the peak of a step of a 175 billion parameter model on one process, in several ways: one row of its
     whole context, BF16 products, FP32 weights."""
     model = MODELS[LARGE]
-    plain: dict[str, Any] = {"precision": {"compute": "bf16"}}
+    plain: dict[str, Any] = {"precision": {"policy": "bf16_mixed"}}
     units = {"activations": {"mode": "unit", "unit_layers": 8}}
     lean = {"optimizer": "adamw_int8", "update_in_backward": "unclipped", **units}
     ways = {"as configured": {}, "units of 8 layers": units, "and updates in backward, states in 8 bits": lean}

@@ -60,7 +60,7 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
     error = known_error([record for record in records if record["name"] == "planned_memory"])
     rows = train.batch_tokens // train.num_microbatches // seq_len
     print(
-        f"{options.target}: {model.num_parameters:,} parameters, {train.precision.compute}, {train.optimizer}; "
+        f"{options.target}: {model.num_parameters:,} parameters, {train.precision.policy}, {train.optimizer}; "
         f"microbatches of {rows} rows of {seq_len} tokens\n"
     )
     print(plan_text(plan, train, top=options.top, known_error=error))
@@ -78,7 +78,7 @@ def _training(options: argparse.Namespace):
     if options.target in MODELS:
         model = MODELS[options.target]
         seq_len = options.seq_len or model.max_seq_len
-        train = TrainConfig(num_steps=1, batch_tokens=seq_len, precision=PrecisionConfig(compute="bf16"))
+        train = TrainConfig(num_steps=1, batch_tokens=seq_len, precision=PrecisionConfig(policy="bf16_mixed"))
     else:
         from modelwright.pipeline.resolve import settle_model
         from modelwright.recipes.load import load
@@ -87,8 +87,10 @@ def _training(options: argparse.Namespace):
         model, train, seq_len = config.model, config.pretrain, options.seq_len or config.pack.seq_len
     if options.batch_tokens:
         train = replace(train, batch_tokens=options.batch_tokens)
-    compute = options.compute or ("fp32" if train.precision.compute == "fastest" else train.precision.compute)
-    train = replace(train, precision=replace(train.precision, compute=compute))
+    policy = "fp32" if train.precision.policy == "fastest" else train.precision.policy
+    if options.compute:
+        policy = "fp32" if options.compute == "fp32" else "bf16_mixed"
+    train = replace(train, precision=replace(train.precision, policy=policy))
     if train.batch_tokens % seq_len:
         raise ConfigError(f"--seq-len: {seq_len} does not divide a batch of {train.batch_tokens} tokens")
     return model, train, seq_len

@@ -73,7 +73,10 @@ class Timeline:
         return {kind: sum(one.num_bytes for one in alive if one.kind == kind) for kind in KINDS}
 
     def phase_at(self, time: int) -> Phase:
-        return [phase for start, phase in self.phases if start <= time][-1]
+        found: Phase = "forward"
+        for start, phase in self.phases:
+            found = phase if start <= time else found
+        return found
 
     @property
     def of_step(self) -> tuple[Lifetime, ...]:

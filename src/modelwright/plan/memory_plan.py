@@ -8,8 +8,6 @@ The plan is a configuration: training with it is what the second trace shows. Kn
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
 from modelwright.memory.activations import BlockShape, block_shape, head_workspace_bytes, total_recomputed_flops
@@ -20,7 +18,6 @@ from modelwright.memory.lifetimes import Timeline
 from modelwright.model.config import ModelConfig
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.plan.traced_step import ObjectiveOf, trace_step
-from modelwright.precision.policy import compute_dtype
 from modelwright.train.config import TrainConfig
 
 MORE_COMPUTE = 0.2
@@ -105,8 +102,7 @@ def _with_updates_in_backward(train: TrainConfig) -> TrainConfig:
 
 def _candidates(model: ModelConfig, train: TrainConfig, seq_len: int) -> Sequence[_Candidate]:
     """Ways to treat the blocks, from what computes least again to what keeps least. The first is as configured."""
-    dtype = compute_dtype(train.precision)
-    shape = block_shape(model, compute="fp32" if dtype == torch.float32 else "bf16", mean_context=model.max_seq_len / 2)
+    shape = block_shape(model, compute=train.precision.planned_as, mean_context=model.max_seq_len / 2)
     num_tokens = train.batch_rows(seq_len) * seq_len // train.num_microbatches
     end_bytes = head_workspace_bytes(model, num_tokens=num_tokens, chunk_tokens=CHUNK_TOKENS)
     whole = num_tokens * (model.num_layers * shape.whole_bytes + shape.workspace_bytes) + end_bytes

@@ -1,13 +1,13 @@
 """One training step of a configuration, traced on fake tensors: what would be alive when, on one process.
 
 The step is the loop's own (`train.step.TrainStep`, with the passes and updates that the configuration asks for), its
-second one, when optimizer states exist. `compile` is left out: what a compiler fuses does not show. Knows no recipe.
+second one, when optimizer states exist. `compile` is left out, for what a compiler fuses does not show, and formats stay
+as they begin. Knows no recipe.
 """
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,8 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import lay_out, single
 from modelwright.parallel.transport import ExactTransport
 from modelwright.parallel.turns import Together
-from modelwright.precision.policy import autocast
+from modelwright.precision.adaptive_config import AdaptiveConfig
+from modelwright.precision.model import ModelFormats
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import BatchSource, Objective
 from modelwright.train.passes import activation_pass, remove_passes, spread
@@ -49,8 +50,9 @@ def trace_step(
 
     Raises `ConfigError` when the batch does not divide into rows and microbatches.
     """
-    if train.precision.compute == "fastest":
-        raise ConfigError("precision.compute: 'fastest' is not settled yet; set fp32 or bf16")
+    if train.precision.policy == "fastest":
+        raise ConfigError("precision.policy: 'fastest' is not settled yet; set fp32 or bf16_mixed")
+    train = replace(train, precision=replace(train.precision, adaptive=AdaptiveConfig()))
     rows = train.batch_rows(seq_len)
     decoder = fake_model(lambda: Decoder(model)) if fake else Decoder(model)
     assert isinstance(decoder, Decoder)
@@ -84,7 +86,6 @@ def _step(decoder: Decoder, train: TrainConfig, objective: Objective, batch_toke
             parallel=parallel,
         ),
         compile_blocks=False,
-        autocast=partial(autocast, train.precision, world.device),
     )
     return TrainStep(
         runner=runner,
@@ -96,7 +97,8 @@ def _step(decoder: Decoder, train: TrainConfig, objective: Objective, batch_toke
         seed=0,
         peak_flops=0.0,
         transport=ExactTransport(world),
-        quarantine_path=Path(os.devnull),
+        formats=ModelFormats(runner.model, train.precision),
+        folder=Path(os.devnull),
     )
 
 
