@@ -1,8 +1,8 @@
 """One training step of a configuration, traced on fake tensors: what would be alive when, on one process.
 
 The step is the loop's own (`train.step.TrainStep`, with the passes and updates that the configuration asks for), its
-second one, when optimizer states exist. `compile` is left out, for what a compiler fuses does not show, and formats stay
-as they begin. Knows no recipe.
+second one, when optimizer states exist. `compile` is left out, for what a compiler fuses does not show, and formats
+stay as they begin. Knows no recipe.
 """
 
 import os
