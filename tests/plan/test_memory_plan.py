@@ -95,7 +95,7 @@ def test_predicted_peaks_against_real_processes():
 
 
 def test_a_plan_takes_less_memory_for_a_bounded_share_of_compute():
-    train = settings(batch_tokens=4096)
+    train = settings(batch_tokens=2048)
     plan = plan_step(SHAPE, train, Pretrain, seq_len=128)
     assert plan.more_flops <= 0.2
     assert plan.saved_share > 0.3
@@ -105,7 +105,7 @@ def test_a_plan_takes_less_memory_for_a_bounded_share_of_compute():
 
 
 def test_a_plan_holds_its_budget_with_as_little_as_that_takes():
-    train = settings(batch_tokens=4096)
+    train = settings(batch_tokens=2048)
     before, lowest = trace(train).peak_bytes, plan_step(SHAPE, train, Pretrain, seq_len=128, more_compute=1.0)
     budget = (before + lowest.after.peak_bytes) // 2
     plan = plan_step(SHAPE, train, Pretrain, seq_len=128, budget_bytes=budget)

@@ -7,7 +7,7 @@ gradient that is not finite amid it ends the run, for other weights are changed 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -34,6 +34,7 @@ class InBackward:
         self.optimizer = optimizer
         self.names = names
         self.clip_norm = clip_norm
+        self.norm_of: Callable[[list[Tensor]], float] = lambda gradients: float(total_norm(gradients))
         self.last_norm = 0.0
         """0 before the first step."""
         self._group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
@@ -92,7 +93,7 @@ class InBackward:
     @torch.no_grad()
     def _update(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        norm = float(total_norm([parameter.grad]))
+        norm = self.norm_of([parameter.grad])
         if not math.isfinite(norm):
             self._not_finite = self._not_finite or self.names[parameter]
         if self._not_finite:
