@@ -25,6 +25,7 @@ SHAPE = ModelConfig(
     vocab_size=512, num_layers=3, model_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=176,
     max_seq_len=128, tie_embeddings=False,
 )  # fmt: skip
+SMALL = replace(SHAPE, num_layers=2)
 LARGER = replace(SHAPE, num_layers=4, vocab_size=1024, model_dim=256, ffn_dim=688, head_dim=64, max_seq_len=256)
 SETTINGS = {
     "num_steps": 3,
@@ -95,29 +96,31 @@ def test_predicted_peaks_against_real_processes():
 
 
 def test_a_plan_takes_less_memory_for_a_bounded_share_of_compute():
-    train = settings(batch_tokens=2048)
-    plan = plan_step(SHAPE, train, Pretrain, seq_len=128)
+    train = settings(batch_tokens=1024)
+    plan = plan_step(SMALL, train, Pretrain, seq_len=128)
     assert plan.more_flops <= 0.2
     assert plan.saved_share > 0.3
     assert plan.train.update_in_backward == "unclipped"
-    assert plan.after.peak_bytes == trace(plan.train).peak_bytes
+    assert plan.after.peak_bytes == trace(plan.train, model=SMALL).peak_bytes
     assert set(plan.settings(train)) == {"activations", "update_in_backward"}
 
 
 def test_a_plan_holds_its_budget_with_as_little_as_that_takes():
-    train = settings(batch_tokens=2048)
-    before, lowest = trace(train).peak_bytes, plan_step(SHAPE, train, Pretrain, seq_len=128, more_compute=1.0)
+    train = settings(batch_tokens=1024)
+    lowest = plan_step(SMALL, train, Pretrain, seq_len=128, more_compute=1.0)
+    before = lowest.before.peak_bytes
     budget = (before + lowest.after.peak_bytes) // 2
-    plan = plan_step(SHAPE, train, Pretrain, seq_len=128, budget_bytes=budget)
+    plan = plan_step(SMALL, train, Pretrain, seq_len=128, budget_bytes=budget)
     assert plan.after.peak_bytes <= budget
     assert plan.more_flops < lowest.more_flops
     with pytest.raises(ConfigError, match="budget: "):
-        plan_step(SHAPE, train, Pretrain, seq_len=128, budget_bytes=lowest.after.peak_bytes // 2)
-    assert plan_step(SHAPE, train, Pretrain, seq_len=128, budget_bytes=before).train == train
+        plan_step(SMALL, train, Pretrain, seq_len=128, budget_bytes=lowest.after.peak_bytes // 2)
+    assert plan_step(SMALL, train, Pretrain, seq_len=128, budget_bytes=before).train == train
 
 
 def test_clipping_keeps_updates_after_backward():
-    assert plan_step(SHAPE, settings(clip_norm=1.0), Pretrain, seq_len=128).train.update_in_backward == "none"
+    clipped = settings(clip_norm=1.0, batch_tokens=128)
+    assert plan_step(replace(SHAPE, num_layers=1), clipped, Pretrain, seq_len=128).train.update_in_backward == "none"
 
 
 def test_a_model_that_no_machine_here_could_hold_is_traced():
@@ -130,7 +133,7 @@ def test_a_model_that_no_machine_here_could_hold_is_traced():
 
 def test_the_picture(capsys, tmp_path):
     train = settings()
-    text = plan_text(plan_step(SHAPE, train, Pretrain, seq_len=128), train, top=3)
+    text = plan_text(plan_step(SMALL, train, Pretrain, seq_len=128), train, top=3)
     assert "as configured: peak" in text
     assert "update_in_backward: unclipped" in text
     assert max(map(len, text.splitlines())) <= 130

@@ -147,7 +147,7 @@ def configurations() -> dict[str, Case]:
 def quick_configurations() -> dict[str, Case]:
     small = base(num_layers=3, max_seq_len=256)
     return {
-        "3 layers": Case(model=small, rows=4, train={}),
+        "3 layers": Case(model=small, rows=2, train={}),
         "updates in backward": Case(model=small, rows=2, train={"update_in_backward": "unclipped"}),
     }
 
