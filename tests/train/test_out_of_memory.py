@@ -49,12 +49,6 @@ def test_a_process_under_a_limit_goes_on_in_smaller_microbatches(tmp_path):
     assert found["losses"] == pytest.approx(free["losses"], rel=1e-5)
 
 
-@linux
-def test_a_limit_that_no_row_fits_into_ends_the_run_with_the_way_out(tmp_path):
-    found = limited(tmp_path / "limited", MARGIN // 4, num_rows=2)
-    assert "microbatch of one row" in found["error"]
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("full")
