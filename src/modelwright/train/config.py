@@ -204,6 +204,7 @@ class TrainConfig:
             "adaptive_clip.kind": self.adaptive_clip.kind != "none",
             "dynamic_decay.above_norm": self.decay_in_force.above_norm > 0,
             "quarantine.factor": self.quarantine.factor > 0,
+            "spikes.num_sigmas": self.spikes.num_sigmas > 0,
             "precision.loss_scale.use": self.precision.loss_scale.use == "always" or self._uses_fp16,
             "precision.adaptive.kind": self.precision.adaptive.kind != "none",
             "offload_optimizer": self.offload_optimizer,
