@@ -72,21 +72,25 @@ class Measured:
     flops: float
 
 
-def measure(probe: Probe, *, num_ranks: int = 1) -> list[Measured]:
-    """Each rank's figures, from processes of one thread each. Raises `RuntimeError` with the output of a failure."""
-    return measure_all([probe], num_ranks=num_ranks)[0]
+def measure(probe: Probe, *, num_ranks: int = 1, own_heap: bool = False) -> list[Measured]:
+    """Each rank's figures, from processes of one thread each. Raises `RuntimeError` with the output of a failure.
+
+    own_heap: with the heap that training has, gaps and all.
+    """
+    return measure_all([probe], num_ranks=num_ranks, own_heap=own_heap)[0]
 
 
-def measure_all(probes: Sequence[Probe], *, num_ranks: int = 1) -> list[list[Measured]]:
+def measure_all(probes: Sequence[Probe], *, num_ranks: int = 1, own_heap: bool = False) -> list[list[Measured]]:
     """The probes one after the other in the same processes; `[probe][rank]`."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as errors:
         config = Path(folder) / "probes.json"
         config.write_text(json.dumps([dump(probe) for probe in probes]), encoding="utf-8")
         shared = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
-        shared |= {"MASTER_PORT": _free_port(), "MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_ARENA_MAX": "1"}
+        shared |= {"MASTER_PORT": _free_port()}
+        shared |= {} if own_heap else {"MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_ARENA_MAX": "1"}
         children = [
             subprocess.Popen(
-                [sys.executable, "-m", __name__, str(config)],
+                [sys.executable, "-m", __name__, str(config), *(["own-heap"] if own_heap else [])],
                 env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -241,7 +245,8 @@ def main() -> None:
     path = Path(sys.argv[1])
     probes = [parse(Probe, data) for data in json.loads(path.read_text(encoding="utf-8"))]
     torch.set_num_threads(1)
-    loop.freed_memory_kept = contextlib.nullcontext  # see this module's contract
+    if "own-heap" not in sys.argv:
+        loop.freed_memory_kept = contextlib.nullcontext  # see this module's contract
     with join_world() as world:
         found = [_run(probe, world, path.parent / str(number)) for number, probe in enumerate(probes)]
     print(json.dumps([dataclasses.asdict(one) for one in found]), flush=True)

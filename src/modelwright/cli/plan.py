@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from modelwright.cli import plan_memory
 from modelwright.core.errors import ConfigError
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -24,7 +25,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--gpus-per-host", type=int, default=1, help="devices (on CPUs: processes) of a host")
     parser.add_argument("--device", choices=("h100", "a100", "v100"), help="take memory and rates from its data sheet")
-    parser.add_argument("--memory", metavar="BYTES", help="memory of one device")
+    parser.add_argument(
+        "--memory", metavar="BYTES", help="memory of one device; without BYTES, the timeline of a step's memory"
+    )
     parser.add_argument("--flops", metavar="PER_S", help="peak FLOP/s of one device")
     parser.add_argument("--host-bandwidth", metavar="BYTES_PER_S", help="of one device to the others in its host")
     parser.add_argument("--network-bandwidth", metavar="BYTES_PER_S", help="of one device to other hosts")
@@ -36,12 +39,15 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--results", type=Path, default=Path("benchmarks/results"), help="measured errors are read here"
     )
+    plan_memory.add_options(parser)
     return parser
 
 
 def plan(words: Sequence[str]) -> int:
     """`modelwright plan`"""
-    options = parser().parse_args(words)
+    options = parser().parse_args(plan_memory.spelled(words, lambda word: _NUMBER.fullmatch(word) is not None))
+    if options.timeline:
+        return plan_memory.show(options, number)
     for name in ("hosts", "gpus-per-host"):
         if (given := getattr(options, name.replace("-", "_"))) < 1:
             raise ConfigError(f"--{name}: must be at least 1, got {given}")

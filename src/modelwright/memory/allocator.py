@@ -35,6 +35,12 @@ def freed_memory_kept() -> Iterator[bool]:
         libc.malloc_trim(0)
 
 
+def give_back_freed_memory() -> None:
+    """Give freed memory back to the system now, as far as the heap's gaps allow."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _set(libc: ctypes.CDLL, options: dict[int, int]) -> None:
     for option, value in options.items():
         libc.mallopt(option, value)

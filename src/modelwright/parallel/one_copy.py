@@ -99,6 +99,11 @@ class OneCopy(Together):
         """Before the last backward of a step: gradients are put into shared memory as they are finished."""
         self._armed = True
 
+    def abandon(self) -> None:
+        """The gradients of this step so far are worth nothing: it is made again, by all processes."""
+        self._armed = False
+        self._put_already.clear()
+
     def reduce(self, gradients: Sequence[Tensor]) -> None:
         """Sum the gradients of this process's part, in the pieces that `part` gives; the others sum the rest."""
         self._armed = False

@@ -11,6 +11,7 @@ from modelwright.memory.config import ActivationConfig
 from modelwright.optim.build import PLAIN_ADAMW, OptimizerKind
 from modelwright.optim.clip import AdaptiveClipConfig
 from modelwright.optim.decay import DynamicDecayConfig
+from modelwright.optim.in_backward import UpdateInBackward
 from modelwright.optim.schedule import RateRuleConfig, ScheduleConfig
 from modelwright.optim.sparse import SparseConfig
 from modelwright.parallel.balance import BalanceConfig
@@ -45,13 +46,15 @@ class TrainConfig:
     batch_tokens: tokens of one update over all ranks, padding included; num_microbatches: parts into which each copy
     of the model cuts its share (memory, not mathematics); clip_norm: 0 leaves gradients alone; adaptive_clip: a limit
     above it that follows the gradients; dynamic_decay: less weight decay while gradients are large;
-    offload_optimizer: its states wait in the host's memory, for models on an accelerator; activations: what
-    forward keeps for backward; transport: how gradients cross between copies of the model; asynchronous: updates that
-    do not wait for them; quarantine: gradients out of all proportion are left out; spikes: so are updates at which
-    loss or gradients jump, and after several of them the run goes back to earlier weights; rate_rule: the learning
-    rate follows from the rows of a batch, settled before the run; balance: layers and rows are moved so that all ranks
-    and microbatches have equal work; sparse: units of the model and rows of a batch that teach little are left
-    out; guards: what looks after runs of several processes; eval_every_steps: 0 only at the end;
+    offload_optimizer: its states wait in the host's memory, for models on an accelerator; update_in_backward: each
+    parameter is updated as soon as its gradient is final, which frees the gradient (one process; without clipping, or
+    clipped by the norm of the step before); activations: what forward keeps for backward; transport: how gradients
+    cross between copies of the model; asynchronous: updates that do not wait for them; quarantine: gradients out of all
+    proportion are left out; spikes: so are updates at which loss or gradients jump, and after several of them the run
+    goes back to earlier weights; rate_rule: the learning rate follows from the rows of a batch, settled before the run;
+    balance: layers and rows are moved so that all ranks and microbatches have equal work; sparse: units of the model
+    and rows of a batch that teach little are left out; guards: what looks after runs of several processes, and after
+    memory; eval_every_steps: 0 only at the end;
     checkpoint_every_steps and checkpoint_every_minutes: 0 switches that trigger off; keep_best: the checkpoint
     with the lowest held-out loss is saved and kept beside the last `keep_last`; max_skipped_steps: updates in a row
     that may be skipped for values that are not finite before the run gives up.
@@ -72,6 +75,7 @@ class TrainConfig:
     adaptive_clip: AdaptiveClipConfig = field(default_factory=AdaptiveClipConfig)
     dynamic_decay: DynamicDecayConfig = field(default_factory=DynamicDecayConfig)
     offload_optimizer: bool = False
+    update_in_backward: UpdateInBackward = "none"
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     compile: bool = False
@@ -112,6 +116,8 @@ class TrainConfig:
             self._check_optimizer()
         if self.sparse.is_on:
             self._check_sparse()
+        if self.update_in_backward != "none":
+            self._check_update_in_backward()
         if self.learning_rate <= 0 or self.adam_eps <= 0:
             raise ConfigError(f"learning_rate: it and adam_eps must be above 0, got {self.learning_rate}")
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -203,6 +209,37 @@ class TrainConfig:
             if is_set:
                 raise ConfigError(f"{name}: does not go with sparse updates as they are set; leave one of them out")
 
+    @property
+    def _uses_fp16(self) -> bool:
+        return self.precision.policy != "fastest" and self.precision.uses_fp16
+
+    def _check_update_in_backward(self) -> None:
+        """What needs the whole gradient, or sends it, before a weight may change."""
+        mode = self.update_in_backward
+        if (mode == "clip_by_last_norm") != (self.clip_norm > 0):
+            raise ConfigError(
+                f"clip_norm: is {self.clip_norm:g}, and update_in_backward {mode} needs it "
+                f"{'above 0' if mode == 'clip_by_last_norm' else 'at 0'}: the norm of a gradient that is not kept is "
+                "known too late to clip by; set clip_norm to 0, or take clip_by_last_norm"
+            )
+        refused = {
+            "adaptive_clip.kind": self.adaptive_clip.kind != "none",
+            "dynamic_decay.above_norm": self.decay_in_force.above_norm > 0,
+            "quarantine.factor": self.quarantine.factor > 0,
+            "spikes.num_sigmas": self.spikes.num_sigmas > 0,
+            "sparse": self.sparse.is_on,
+            "precision.loss_scale.use": self.precision.loss_scale.use == "always" or self._uses_fp16,
+            "precision.adaptive.kind": self.precision.adaptive.kind != "none",
+            "offload_optimizer": self.offload_optimizer,
+            "optimizer": self.optimizer == "muon",
+            "asynchronous.mode": self.asynchronous.mode != "none",
+            "transport.kind": self.transport.kind != "exact",
+            "transport.local_steps": self.transport.local_steps.every > 0,
+        }
+        for name, is_wanted in refused.items():
+            if is_wanted:
+                raise ConfigError(f"{name}: needs whole gradients after backward; leave it out, or update_in_backward")
+
     def batch_rows(self, seq_len: int, *, num_copies: int = 1) -> int:
         """Rows of one global batch of rows of `seq_len` tokens.
 
@@ -241,4 +278,6 @@ class TrainConfig:
         found["transport"] = {
             name: value for name, value in found["transport"].items() if name not in ("overlap", "collectives")
         }
+        if self.update_in_backward != "clip_by_last_norm":
+            del found["update_in_backward"]  # the same weights, to the last bit
         return found

@@ -15,6 +15,7 @@ from modelwright.parallel.elastic import num_restarts
 from modelwright.parallel.mesh import Mesh
 from modelwright.train.guards import ReplicaCheck
 from modelwright.train.objective import Controller
+from modelwright.train.out_of_memory import WhenOutOfMemory
 from modelwright.train.recovery import Recovery
 from modelwright.train.stragglers import OwnTime, SpeedProbe, StragglerConfig, Stragglers, own_times_compare
 from modelwright.train.watch import Watch, WatchConfig
@@ -28,12 +29,15 @@ class GuardConfig:
     process that finishes no step for so long writes the stacks of its threads to `hang-<rank>.txt` and ends, so that a
     launcher can start the run again, 0 never; memory_every_steps: steps between copies of the state in the hosts'
     memory (on two hosts, where there are two), from which a run recovers when they are newer than what is on disk, 0
-    for none.
+    for none; out_of_memory: `halve` makes a step whose forward or backward did not fit again in twice as many
+    microbatches, and goes on with those (where no rank can be left waiting: one process, or copies of a model whose
+    gradients are not sent amid backward), `stop` ends the run.
     """
 
     replica_check_every: int = 500
     hang_after_s: float = 1800.0
     memory_every_steps: int = 0
+    out_of_memory: WhenOutOfMemory = "halve"
     stragglers: StragglerConfig = field(default_factory=StragglerConfig)
 
     def __post_init__(self) -> None:

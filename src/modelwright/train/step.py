@@ -22,6 +22,7 @@ from modelwright.core.seeds import derive_seed
 from modelwright.model.decoder import Decoder
 from modelwright.ops.pieces import local
 from modelwright.optim.build import build_optimizer
+from modelwright.optim.in_backward import InBackward
 from modelwright.optim.update import Context, Update, standard_updates
 from modelwright.parallel.balance import StageBalance, balance_tokens
 from modelwright.parallel.gradients import global_norm, holders, like_parameter, parts_norm
@@ -42,6 +43,7 @@ from modelwright.train.exchange import Meeting
 from modelwright.train.flops import dense_flops
 from modelwright.train.guards import Quarantine
 from modelwright.train.objective import Batch, Objective, StepInfo
+from modelwright.train.out_of_memory import Microbatches, give_back_memory, is_out_of_memory
 from modelwright.train.runner import Runner
 from modelwright.train.scaling import FollowLayers, FollowOverflows, Unscale
 from modelwright.train.sparse import SparseUpdates, trainable
@@ -76,6 +78,8 @@ class TrainStep:
     optimizer: Optimizer = field(init=False)
     updates: dict[str, Update] = field(init=False)
     meeting: Meeting | None = field(init=False)
+    in_backward: InBackward | None = field(init=False)
+    microbatches: Microbatches = field(init=False)
     loss_scale: LossScale | None = field(init=False)
     follow_layers: FollowLayers | None = field(init=False)
     spikes: Spikes = field(init=False)
@@ -117,14 +121,18 @@ class TrainStep:
             is_first=self.mesh.world.is_first,
         )
         self.adaptive = self.adaptive_precision()
+        self.in_backward, clip_norm = None, config.clip_norm
+        if config.update_in_backward != "none":
+            self.in_backward, clip_norm = self.updating_in_backward(), 0.0
+        self.microbatches = Microbatches(config.num_microbatches)
         self.updates = standard_updates(
             self.optimizer,
             self.names,
             agree=lambda flag: self.mesh.world.maxima(flag)[0],
             norm=self.norm,
-            change_weights=self.turns.step,
+            change_weights=self.in_backward.finish if self.in_backward else self.turns.step,
             max_skipped=config.max_skipped_steps,
-            clip_norm=config.clip_norm,
+            clip_norm=clip_norm,
             adaptive_clip=config.adaptive_clip,
             dynamic_decay=config.decay_in_force,
             schedule=config.schedule,
@@ -136,6 +144,8 @@ class TrainStep:
                 "quarantine": self.quarantine(),
                 "spikes": self.spikes,
                 **({"adaptive_precision": self.adaptive} if self.adaptive else {}),
+                **({"last_norm": self.in_backward} if self.in_backward and config.clip_norm else {}),
+                "microbatches": self.microbatches,
             },
         )
         self.meeting = None
@@ -154,12 +164,22 @@ class TrainStep:
     def norm(self, gradients: list[Tensor]) -> float:
         """Of the whole model's gradients; with local steps the root mean square of the ranks' own, so that all clip
         by one factor."""
+        if self.in_backward:
+            return self.in_backward.norm()
         if self.turns.divides:
             return parts_norm(gradients, self.mesh.world)
         norm = global_norm(gradients, self.mesh, num_holders=self.num_holders)
         if not isinstance(self.transport, LocalSteps):
             return norm
         return math.sqrt(self.mesh.reduce.sums([norm * norm])[0] / self.mesh.reduce.size)
+
+    def updating_in_backward(self) -> InBackward:
+        if self.world.size > 1:
+            raise ConfigError(
+                "update_in_backward: needs final gradients in backward, and those of several processes are summed "
+                "after it; train in one process, or divide gradients (parallel.shard gradients or full)"
+            )
+        return InBackward(self.optimizer, self.names, clip_norm=self.config.clip_norm)
 
     def quarantine(self) -> Quarantine:
         agree, is_first = (lambda flag: self.mesh.world.maxima(flag)[0]), self.mesh.world.is_first
@@ -256,7 +276,8 @@ class TrainStep:
     def load_updates(self, state: Mapping[str, Any]) -> None:
         """Take over what a checkpoint says of the updates, by their names."""
         for name, update in self.updates.items():
-            update.load_state_dict(state[name])
+            if name in state or name != "microbatches":  # which older checkpoints do not have
+                update.load_state_dict(state[name])
 
     def go_back(self, state: Mapping[str, Any]) -> None:
         """Take over what belongs to earlier weights, which are in place already; all else goes on."""
@@ -267,7 +288,8 @@ class TrainStep:
     def __call__(self, number: int) -> tuple[StepInfo, float]:
         """Update `number` (from 0): batch, gradients, transport, updates. Also returns its FLOPs."""
         started = time.perf_counter()
-        _seed_generators(derive_seed(self.seed, "step", number, self.mesh.data.rank), self.world.device)
+        seed = derive_seed(self.seed, "step", number, self.mesh.data.rank)
+        _seed_generators(seed, self.world.device)
         self.formats.begin_step()
         if self.adaptive:
             self.adaptive.begin_step(number)
@@ -277,7 +299,10 @@ class TrainStep:
             batch = self.sparse.begin_step(batch, number)
         totals, num_tokens, flops, executed = self.count(batch)
         self.present = batch, totals
-        losses = self.compute_gradients(batch, totals)
+        if self.in_backward:
+            self.updates["learning_rate"].apply(Context(number, self.num_steps, [], 0.0))
+        while (losses := self.compute_gradients(batch, totals)) is None:
+            self.begin_again(batch, seed)
         gradients = self.gradients()
         if self.loss_scale and not self.scales_sums:
             self.unscale([local(one) for one in gradients], self.loss_scale)
@@ -329,31 +354,38 @@ class TrainStep:
         flops = 3 * num_tokens * self.model.config.flops_per_token(context / max(1.0, num_tokens))
         return dict(zip(weights, totals, strict=True)), int(num_tokens), flops, executed
 
-    def compute_gradients(self, batch: Batch, totals: Mapping[str, float]) -> dict[str, float]:
+    def compute_gradients(self, batch: Batch, totals: Mapping[str, float]) -> dict[str, float] | None:
         """This rank's share of the gradient of the whole batch, left in the parameters.
 
-        Returns each loss term of the whole batch: its sum over all microbatches and ranks over its total weight.
+        Returns each loss term of the whole batch: its sum over all microbatches and ranks over its total weight. None
+        on all ranks when memory ran out on any and the step can be made again.
         """
         scale = {name: 1.0 / total if total > 0 else 0.0 for name, total in totals.items()}
-        sums = torch.zeros(len(scale), dtype=torch.float64, device=self.world.device)
-        num_parts, seen = self.config.num_microbatches, itertools.count(1)
+        sums, failed = torch.zeros(len(scale), dtype=torch.float64, device=self.world.device), 0.0
+        num_parts, seen = self.microbatches.parts_of(batch.num_rows), itertools.count(1)
 
         def loss_of(output: Tensor, part: Batch) -> Tensor:
-            if next(seen) == num_parts:
-                self.before_last_backward()
             terms = self.objective.losses(output, part, self.model)
             scaled = torch.stack([terms[name] * scale[name] for name in scale])
             sums.add_(scaled.detach())
+            if next(seen) == num_parts:
+                self.before_last_backward(sums)
             return scaled.sum() * (self.loss_scale.value if self.loss_scale else 1.0)
 
         batch = balance_tokens(batch, num_parts) if self.config.balance.tokens and num_parts > 1 else batch
         started = time.perf_counter()
-        self.runner.train(batch.to(self.world.device).split(num_parts), loss_of)
+        try:
+            self.runner.train(batch.to(self.world.device).split(num_parts), loss_of)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or not self.can_begin_again:
+                raise
+            failed = 1.0
         self.own_time.add_step(time.perf_counter() - started)
         if self.stage_balance and isinstance(self.runner, Pipeline):
             self.stage_balance.observe(self.runner.timeline.spans())
         sums *= self.mesh.tensor.is_first  # ranks of the tensor axis compute the same losses
-        return dict(zip(scale, self.mesh.world.sums(sums.tolist()), strict=True))
+        *losses, num_failed = self.mesh.world.sums([*sums.tolist(), failed])
+        return None if num_failed else dict(zip(scale, losses, strict=True))
 
     def unscale(self, gradients: list[Tensor], scale: LossScale) -> None:
         """Before they cross."""
@@ -367,6 +399,7 @@ class TrainStep:
         """Of the present batch, with weights and formats as they are now."""
         assert self.present is not None
         batch, totals = self.present
+        num_parts = self.microbatches.parts_of(batch.num_rows)
         scale = {name: 1.0 / total if total > 0 else 0.0 for name, total in totals.items()}
         found = torch.zeros((), dtype=torch.float64, device=self.world.device)
 
@@ -376,19 +409,50 @@ class TrainStep:
             found.add_(loss * self.mesh.tensor.is_first)
             return loss
 
-        self.runner.evaluate(batch.to(self.world.device).split(self.config.num_microbatches), loss_of)
+        self.runner.evaluate(batch.to(self.world.device).split(num_parts), loss_of)
         return self.mesh.world.sums([float(found)])[0]
 
-    def before_last_backward(self) -> None:
-        """Let the transport begin with gradients as they are finished, where no other part of the loop changes them."""
-        overlaps = self.config.transport.overlap and self.mesh.is_only_data_parallel
-        overlaps &= self.loss_scale is None or self.scales_sums
-        if overlaps and isinstance(self.transport, Overlapping):
+    def before_last_backward(self, sums: Tensor) -> None:
+        """Let the transport begin with gradients as they are finished, where no other part of the loop changes them, or
+        weights be changed in backward, unless a loss is not finite."""
+        if self.overlaps and isinstance(self.transport, Overlapping):
             self.transport.arm(trainable(self.names))
+        if self.in_backward and math.isfinite(float(sums.sum())):
+            self.in_backward.arm()
+
+    @property
+    def overlaps(self) -> bool:
+        overlaps = self.config.transport.overlap and self.mesh.is_only_data_parallel
+        return overlaps and isinstance(self.transport, Overlapping) and (self.loss_scale is None or self.scales_sums)
+
+    @property
+    def can_begin_again(self) -> bool:
+        """Whether a rank may leave forward and backward without a word: nothing passes between ranks within them, and
+        no weight has changed yet."""
+        is_alone = self.mesh.world.size == 1
+        is_apart = self.mesh.is_only_data_parallel and (isinstance(self.transport, OneCopy) or not self.overlaps)
+        has_changed = self.in_backward is not None and self.in_backward.has_begun
+        return self.config.guards.out_of_memory == "halve" and (is_alone or is_apart) and not has_changed
+
+    def begin_again(self, batch: Batch, seed: int) -> None:
+        """After a step that was too large on some rank: as if it had not been tried, but in smaller microbatches."""
+        self.microbatches.cut_smaller(batch.num_rows)
+        for parameter in self.names:
+            parameter.grad = None
+        if isinstance(self.transport, OneCopy):
+            self.transport.abandon()
+        if self.in_backward:
+            self.in_backward.abandon()
+        give_back_memory(self.world.device)
+        _seed_generators(seed, self.world.device)
+        self.formats.begin_step()
 
     def gradients(self) -> list[Tensor]:
         """The gradients of the parameters that this rank trains, in one order on all ranks that hold them; zeros where
-        nothing flowed. One that takes no part in the step has none, is not sent and not updated."""
+        nothing flowed. One that takes no part in the step has none, is not sent and not updated; none have where
+        weights are changed in backward."""
+        if self.in_backward:
+            return []
         for parameter in trainable(self.names):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -39,7 +39,7 @@ class WatchConfig:
 
 
 class Watch:
-    """Controller that finds loss spikes, gradient-norm outliers, non-finite steps and data stalls.
+    """Controller that finds loss spikes, gradient-norm outliers, non-finite steps, data stalls and full memory.
 
     Every event is one JSON line in `path` and one call of `note`. Events: step, kind, value, limit, text.
     """
@@ -58,6 +58,10 @@ class Watch:
             write_atomic(path, "")
 
     def observe(self, info: StepInfo) -> None:
+        if "out_of_memory" in info.scalars:
+            number = info.scalars["num_microbatches"]
+            text = f"out of memory; made again, and from here on, in {number:.0f} microbatches"
+            self.report(info.step, "out_of_memory", info.scalars["out_of_memory"], 0.0, text)
         if info.skipped:
             kind, why = "nonfinite_step", "values not finite"
             if "quarantined" in info.scalars:

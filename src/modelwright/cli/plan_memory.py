@@ -1,0 +1,96 @@
+"""`modelwright plan --memory TARGET`: what is alive when in a training step, and a plan that takes less memory."""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from modelwright.core.errors import ConfigError
+
+FLAG = "--timeline"
+"""What `--memory` without a number means."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "timeline of memory (--memory without BYTES)",
+        "Trace one training step on one process, without computing it, and plan what to compute again.",
+    )
+    group.add_argument(FLAG, action="store_true", help="the same as --memory without BYTES")
+    group.add_argument("--budget", metavar="BYTES", help="peak that the plan may reach")
+    group.add_argument(
+        "--more-compute", type=float, default=0.2, metavar="SHARE", help="of FLOPs, where there is no budget"
+    )
+    group.add_argument("--html", type=Path, metavar="FILE", help="write the timelines as a page, too")
+
+
+def spelled(words: Sequence[str], is_size: Callable[[str], bool]) -> list[str]:
+    """`--memory` before anything but a size is a flag."""
+    found = list(words)
+    for place, word in enumerate(found):
+        if word == "--memory" and not (place + 1 < len(found) and is_size(found[place + 1])):
+            found[place] = FLAG
+    return found
+
+
+def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> int:
+    """Print the timeline and the plan. Raises `ConfigError` for a budget that cannot be held."""
+    from modelwright.claims.results import read_results
+    from modelwright.objectives.pretrain import Pretrain
+    from modelwright.pipeline.report.memory_page import memory_page
+    from modelwright.plan.memory_plan import plan_step
+    from modelwright.plan.memory_text import plan_data, plan_text
+    from modelwright.plan.proposal_text import known_error
+
+    model, train, seq_len = _training(options)
+    plan = plan_step(
+        model,
+        train,
+        Pretrain,
+        seq_len=seq_len,
+        budget_bytes=int(number(options.budget, "--budget")) if options.budget else 0,
+        more_compute=options.more_compute,
+    )
+    if options.html:
+        options.html.write_text(memory_page(plan, train, title=f"Memory of a step: {options.target}"), encoding="utf-8")
+    if options.json:
+        print(json.dumps(plan_data(plan, train, top=options.top), indent=1))
+        return 0
+    records = read_results(options.results) if options.results.is_dir() else []
+    error = known_error([record for record in records if record["name"] == "planned_memory"])
+    rows = train.batch_tokens // train.num_microbatches // seq_len
+    print(
+        f"{options.target}: {model.num_parameters:,} parameters, {train.precision.policy}, {train.optimizer}; "
+        f"microbatches of {rows} rows of {seq_len} tokens\n"
+    )
+    print(plan_text(plan, train, top=options.top, known_error=error))
+    return 0
+
+
+def _training(options: argparse.Namespace):
+    """Model, training settings and length of rows of the target, as the options change them."""
+    from dataclasses import replace
+
+    from modelwright.plan.catalog import MODELS
+    from modelwright.precision.policy import PrecisionConfig
+    from modelwright.train.config import TrainConfig
+
+    if options.target in MODELS:
+        model = MODELS[options.target]
+        seq_len = options.seq_len or model.max_seq_len
+        train = TrainConfig(num_steps=1, batch_tokens=seq_len, precision=PrecisionConfig(policy="bf16_mixed"))
+    else:
+        from modelwright.pipeline.resolve import settle_model
+        from modelwright.recipes.load import load
+
+        config = settle_model(load(options.target, {}).config)
+        model, train, seq_len = config.model, config.pretrain, options.seq_len or config.pack.seq_len
+    if options.batch_tokens:
+        train = replace(train, batch_tokens=options.batch_tokens)
+    policy = "fp32" if train.precision.policy == "fastest" else train.precision.policy
+    if options.compute:
+        policy = "fp32" if options.compute == "fp32" else "bf16_mixed"
+    train = replace(train, precision=replace(train.precision, policy=policy))
+    if train.batch_tokens % seq_len:
+        raise ConfigError(f"--seq-len: {seq_len} does not divide a batch of {train.batch_tokens} tokens")
+    return model, train, seq_len

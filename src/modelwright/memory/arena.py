@@ -1,0 +1,111 @@
+"""One arena for all tensors of a step: an offset for each, such that no two that are alive at once overlap.
+
+Offsets by size: the largest tensor first, each into the smallest gap between those that live when it does (Pisarchyk
+and Lee 2020, "Efficient Memory Management for Deep Neural Net Inference", section 4.3: greedy by size, best fit), and
+by birth, as an allocator would have to; the smaller arena wins. No arena is smaller than what is alive at the peak.
+`least_arena_naive` finds the best there is, for a few tensors. Knows only lifetimes.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from modelwright.memory.lifetimes import Lifetime
+
+ALIGNMENT = 64
+"""Bytes: where PyTorch's allocator on the CPU lets tensors begin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arena:
+    """Where each of `lifetimes` begins, in their order, and the arena's size; `live_bytes`: the lower bound, which is
+    what is alive at the peak, rounded up to the alignment tensor by tensor."""
+
+    lifetimes: tuple[Lifetime, ...]
+    offsets: tuple[int, ...]
+    num_bytes: int
+    live_bytes: int
+
+    @property
+    def reuse_share(self) -> float:
+        """How much less memory than if no two tensors of the step shared any, in [0, 1]."""
+        total = sum(one.num_bytes for one in self.lifetimes)
+        return 1.0 - self.num_bytes / total if total else 0.0
+
+    @property
+    def fragmentation(self) -> float:
+        """How much of the arena no plan could need: its share above the lower bound."""
+        return 1.0 - self.live_bytes / self.num_bytes if self.num_bytes else 0.0
+
+
+def plan_arena(lifetimes: Sequence[Lifetime], *, alignment: int = ALIGNMENT) -> Arena:
+    """The smaller of the arenas by size and by birth."""
+    sizes = np.array([-(-one.num_bytes // alignment) * alignment for one in lifetimes], dtype=np.int64)
+    births, deaths = (np.array([getattr(one, name) for one in lifetimes], np.int64) for name in ("birth", "death"))
+    orders = (np.lexsort((births, -sizes)), np.lexsort((-sizes, births)))
+    found = [_place(sizes, births, deaths, order) for order in orders]
+    offsets = min(found, key=lambda offsets: int((offsets + sizes).max(initial=0)))
+    return Arena(
+        lifetimes=tuple(lifetimes),
+        offsets=tuple(offsets.tolist()),
+        num_bytes=int((offsets + sizes).max(initial=0)),
+        live_bytes=_most_alive(sizes, births, deaths),
+    )
+
+
+def check_arena(arena: Arena) -> None:
+    """Assert that no two tensors that are alive at once share a byte."""
+    for (left, at), (right, there) in itertools.combinations(zip(arena.lifetimes, arena.offsets, strict=True), 2):
+        apart = at + left.num_bytes <= there or there + right.num_bytes <= at
+        assert apart or not _together(left, right), (left, at, right, there)
+
+
+def least_arena_naive(lifetimes: Sequence[Lifetime]) -> int:
+    """The size of the smallest arena there is: every order, each tensor as low as it can be. For up to eight or so."""
+    return min((_lowest_first(order) for order in itertools.permutations(lifetimes)), default=0)
+
+
+def _place(sizes: np.ndarray, births: np.ndarray, deaths: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Each into the smallest gap that it fits into among those placed before it, else on top."""
+    offsets, placed = np.zeros_like(sizes), np.zeros(len(sizes), dtype=bool)
+    for number in order:
+        if sizes[number]:
+            near = placed & (births < deaths[number]) & (births[number] < deaths)
+            offsets[number] = _best_gap(offsets[near], offsets[near] + sizes[near], int(sizes[number]))
+            placed[number] = True
+    return offsets
+
+
+def _best_gap(starts: np.ndarray, ends: np.ndarray, size: int) -> int:
+    """Where the smallest gap of at least `size` begins; the end of all when there is none."""
+    if not len(starts):
+        return 0
+    order = np.argsort(starts, kind="stable")
+    starts, reached = starts[order], np.maximum.accumulate(ends[order])
+    before = np.concatenate(([0], reached[:-1]))
+    gaps = starts - before
+    fitting = np.flatnonzero(gaps >= size)
+    return int(before[fitting[np.argmin(gaps[fitting])]]) if len(fitting) else int(reached[-1])
+
+
+def _most_alive(sizes: np.ndarray, births: np.ndarray, deaths: np.ndarray) -> int:
+    changes = np.zeros(int(deaths.max(initial=0)) + 1, dtype=np.int64)
+    np.add.at(changes, births, sizes)
+    np.subtract.at(changes, deaths, sizes)
+    return int(changes.cumsum().max(initial=0))
+
+
+def _lowest_first(order: Sequence[Lifetime]) -> int:
+    placed: list[tuple[Lifetime, int]] = []
+    for one in order:
+        near = [(at, at + other.num_bytes) for other, at in placed if _together(one, other)]
+        places = sorted({0, *(end for _, end in near)})
+        lowest = next(p for p in places if all(p + one.num_bytes <= start or p >= end for start, end in near))
+        placed.append((one, lowest))
+    return max(at + one.num_bytes for one, at in placed)
+
+
+def _together(left: Lifetime, right: Lifetime) -> bool:
+    return left.birth < right.death and right.birth < left.death

@@ -1,0 +1,89 @@
+"""What is alive when: intervals of the tensors of a step, their sum over time, and its peak.
+
+Time counts operators. A tensor is alive from its birth up to and including the moment before its death. Knows no
+tensor, only names and numbers of bytes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, get_args
+
+Kind = Literal["weights", "optimizer", "gradients", "activations", "temporary"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""activations: born in forward and still there when backward begins; temporary: all else that comes and goes."""
+Phase = Literal["forward", "backward", "update"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lifetime:
+    """One block of memory, however many tensors look at it.
+
+    birth: the operator that made it, death: the operator before which it was gone, or the end of the step; operator and
+    place: what made it, and where in the model.
+    """
+
+    num_bytes: int
+    birth: int
+    death: int
+    kind: Kind
+    operator: str = ""
+    place: str = ""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.birth < self.death
+        assert self.num_bytes >= 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """The lifetimes of one step, from operator 0 up to `length`; phases: where each of them begins, in order."""
+
+    lifetimes: tuple[Lifetime, ...]
+    length: int
+    phases: tuple[tuple[int, Phase], ...] = ()
+
+    def live_bytes(self, kind: Kind | None = None) -> list[int]:
+        """At each operator, of one kind or of all."""
+        changes = [0] * (self.length + 1)
+        for one in self.lifetimes:
+            if kind is None or one.kind == kind:
+                changes[one.birth] += one.num_bytes
+                changes[min(one.death, self.length)] -= one.num_bytes
+        return list(accumulate(changes[: self.length]))
+
+    @property
+    def peak_time(self) -> int:
+        """The first operator at which most is alive."""
+        live = self.live_bytes()
+        return max(range(len(live)), key=lambda time: live[time]) if live else 0
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.live_bytes(), default=0)
+
+    def alive(self, time: int) -> list[Lifetime]:
+        """The largest first."""
+        found = [one for one in self.lifetimes if one.birth <= time < one.death]
+        return sorted(found, key=lambda one: (-one.num_bytes, one.birth))
+
+    def by_kind(self, time: int) -> Mapping[Kind, int]:
+        """Bytes alive, of every kind."""
+        alive = self.alive(time)
+        return {kind: sum(one.num_bytes for one in alive if one.kind == kind) for kind in KINDS}
+
+    def phase_at(self, time: int) -> Phase:
+        found: Phase = "forward"
+        for start, phase in self.phases:
+            found = phase if start <= time else found
+        return found
+
+    @property
+    def of_step(self) -> tuple[Lifetime, ...]:
+        """Those that come and go within the step: all but weights and optimizer states."""
+        return tuple(one for one in self.lifetimes if one.kind not in ("weights", "optimizer"))
+
+
+def live_bytes_naive(lifetimes: Sequence[Lifetime], time: int) -> int:
+    """By the definition; the twin of `Timeline.live_bytes`."""
+    return sum(one.num_bytes for one in lifetimes if one.birth <= time < one.death)

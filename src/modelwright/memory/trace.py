@@ -1,0 +1,187 @@
+"""A step on record: when each block of memory was made, by what, and when it was gone.
+
+`StepTrace` sees every operator below autograd, and the death of every storage that one has made (views of one tensor
+are one storage). On real tensors it watches; on fake ones (`fake_model`), which have shapes and no values, it computes
+nothing, so that a model of any size can be traced. What a kernel takes for itself while it runs does not show.
+
+Only what follows from weights is fake. Token ids, positions, masks and sums of losses are real and small, so the step's
+own Python code runs as it does in training; where it asks a fake tensor for its value it gets 1.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from modelwright.memory.lifetimes import Kind, Lifetime, Phase, Timeline
+
+LARGEST_REAL_BYTES = 2**20
+"""Of a tensor made from nothing amid a traced step on fake tensors; larger ones are fake."""
+
+
+@dataclass
+class _Block:
+    """A storage: until it is gone `death` is -1."""
+
+    num_bytes: int
+    birth: int
+    operator: str
+    place: str
+    death: int = -1
+    is_gradient: bool = False
+
+
+def fake_model(make: Callable[[], nn.Module]) -> nn.Module:
+    """What `make` gives, with fake parameters."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return make()
+
+
+class StepTrace(TorchDispatchMode):
+    """Records operators and storages within its `with` block.
+
+    Use: make all steps but the last, call `begin`, make the last one, ask for its `timeline`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._fake = _fake_mode(model)
+        self._time = 0
+        self._place = ""
+        self._blocks: list[_Block] = []
+        self._living: dict[int, tuple[_Block, weakref.ref[Any]]] = {}
+        self._backward: list[bool] = []
+        self._weights: set[int] = set()
+
+    def begin(self) -> None:
+        """What is there now was there before the step: weights, and the optimizer's states."""
+        self._time, self._blocks, self._backward = 0, [], []
+        for parameter in self._model.parameters():
+            self._notice(parameter, "weight")
+        self._weights = {id(self._living[_key(p)][0]) for p in self._model.parameters()}
+        for block, _ in self._living.values():
+            block.birth = 0
+        self._blocks = [block for block, _ in self._living.values()]
+
+    def timeline(self) -> Timeline:
+        """Since `begin`."""
+        length = self._time + 1
+        phases = self._phases()
+        starts = [time for time, phase in phases if phase == "backward"]
+        found = [self._lifetime(block, starts, length) for block in self._blocks]
+        return Timeline(lifetimes=tuple(one for one in found if one.num_bytes), length=length, phases=phases)
+
+    @contextmanager
+    def places(self) -> Iterator[None]:
+        """Within the block modules say where the step is: those that run, and in backward those that were last done."""
+        hooks = []
+        for name, module in self._model.named_modules():
+            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name)))
+        for name, parameter in self._model.named_parameters():
+            place = name.rpartition(".")[0]
+            hooks.append(parameter.register_post_accumulate_grad_hook(lambda p, place=place: self._done(p, place)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """An operator whose result lies in memory that was there before the trace (a batch) makes nothing."""
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = {_key(tensor) for tensor in tensors}
+        self._time += 1
+        self._backward.append(torch._C._current_graph_task_id() != -1)
+        result = self._run(func, args, kwargs, tensors)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and _key(leaf) not in given:
+                self._notice(leaf, str(func).removeprefix("aten.").removesuffix(".default"))
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Values of fake tensors are 1; what is made from nothing is fake only where it is large."""
+        if self._fake is None:
+            return func(*args, **kwargs)
+        if any(isinstance(one, FakeTensor) for one in tensors):
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return tensors[0].dtype == torch.bool or (1.0 if tensors[0].is_floating_point() else 1)
+            return func(*args, **kwargs)
+        if not tensors:
+            with self._fake:
+                fake = func(*args, **kwargs)
+            if isinstance(fake, Tensor) and fake.nbytes > LARGEST_REAL_BYTES:
+                return fake
+        return func(*args, **kwargs)
+
+    def _notice(self, tensor: Tensor, operator: str) -> None:
+        key, storage = _key(tensor), tensor.untyped_storage()
+        if key in self._living:
+            return
+        block = _Block(num_bytes=storage.nbytes(), birth=self._time, operator=operator, place=self._place)
+        self._blocks.append(block)
+        self._living[key] = block, weakref.ref(storage, lambda _: self._gone(key))
+
+    def _gone(self, key: int) -> None:
+        block, _ = self._living.pop(key)
+        block.death = self._time + 1
+
+    def _enter(self, name: str) -> None:
+        self._place = name
+
+    def _done(self, parameter: Tensor, place: str) -> None:
+        self._place = place
+        if parameter.grad is not None:
+            known = self._living.get(_key(parameter.grad))
+            if known is not None:
+                known[0].is_gradient = True
+
+    def _phases(self) -> tuple[tuple[int, Phase], ...]:
+        """Backward is where autograd's engine runs; after its last operator comes the update."""
+        last = max((time for time, inside in enumerate(self._backward, 1) if inside), default=len(self._backward))
+        found: list[tuple[int, Phase]] = [(0, "forward")]
+        for time, inside in enumerate(self._backward, 1):
+            phase: Phase = "backward" if inside else "update" if time > last else "forward"
+            if phase != found[-1][1]:
+                found.append((time, phase))
+        return tuple(found)
+
+    def _lifetime(self, block: _Block, starts: list[int], length: int) -> Lifetime:
+        death = block.death if block.death >= 0 else length
+        return Lifetime(
+            num_bytes=block.num_bytes,
+            birth=block.birth,
+            death=max(death, block.birth + 1),
+            kind=self._kind(block, death, starts, length),
+            operator=block.operator,
+            place=block.place,
+        )
+
+    def _kind(self, block: _Block, death: int, starts: list[int], length: int) -> Kind:
+        if id(block) in self._weights:
+            return "weights"
+        if block.birth == 0 or block.death < 0:
+            return "optimizer"  # what outlives a step besides the weights; states may be made anew by each update
+        if block.is_gradient:
+            return "gradients"
+        in_backward = self._backward[block.birth - 1]
+        crosses = any(block.birth < start < death for start in starts)
+        return "activations" if crosses and not in_backward else "temporary"
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _fake_mode(model: nn.Module) -> FakeTensorMode | None:
+    for parameter in model.parameters():
+        return parameter.fake_mode if isinstance(parameter, FakeTensor) else None
+    return None

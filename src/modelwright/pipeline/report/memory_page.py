@@ -1,0 +1,51 @@
+"""The memory of a training step over time, before and after a plan, as one page that opens without a network."""
+
+import itertools
+from importlib.resources import files
+
+from jinja2 import Environment, StrictUndefined
+
+from modelwright.memory.lifetimes import Kind, Timeline
+from modelwright.pipeline.report.charts import Line, line_chart
+from modelwright.plan.estimate import size
+from modelwright.plan.memory_plan import StepPlan
+from modelwright.plan.memory_text import plan_text
+from modelwright.train.config import TrainConfig
+
+MIB = 2**20
+NUM_POINTS = 600
+_OF_STEP: tuple[Kind, ...] = ("activations", "gradients", "temporary")
+
+
+def memory_page(plan: StepPlan, configured: TrainConfig, *, title: str) -> str:
+    """HTML with the curves, and the same in words."""
+    both = [Line("as configured", _points(plan.before)), Line("planned", _points(plan.after), colour=1)]
+    charts = [
+        ("All that is alive", _chart(both, "all")),
+        ("As configured, by kind", _chart(_lines(plan.before), "before")),
+        ("Planned, by kind", _chart(_lines(plan.after), "after")),
+    ]
+    facts = [
+        (size(plan.before.peak_bytes), "peak as configured"),
+        (size(plan.after.peak_bytes), "peak planned"),
+        (f"{plan.saved_share:.0%}", "less memory"),
+        (f"{plan.more_flops:.1%}", "more FLOPs"),
+    ]
+    source = files("modelwright.pipeline.report").joinpath("memory.html.jinja").read_text(encoding="utf-8")
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(source)
+    return template.render(title=title, facts=facts, charts=charts, text=plan_text(plan, configured, top=12))
+
+
+def _chart(lines: list[Line], name: str) -> str:
+    return line_chart(lines, name=name, x_label="operator", y_label="MiB", from_zero=True)
+
+
+def _lines(timeline: Timeline) -> list[Line]:
+    return [Line(kind, _points(timeline, kind), colour=number) for number, kind in enumerate(_OF_STEP)]
+
+
+def _points(timeline: Timeline, kind: Kind | None = None) -> list[tuple[float, float]]:
+    """The most of each stretch of operators, in MiB: few enough points to be drawn all."""
+    values = timeline.live_bytes(kind)
+    edges = [number * len(values) // NUM_POINTS for number in range(NUM_POINTS + 1)]
+    return [(float(first), max(values[first:last]) / MIB) for first, last in itertools.pairwise(edges) if last > first]

@@ -1,0 +1,47 @@
+"""The verdict of the claim on planned memory from given figures."""
+
+import pytest
+
+from modelwright.claims import planned_memory
+from modelwright.claims.memory_probe import Measured
+from modelwright.claims.planned_memory import Case, Pair
+from modelwright.memory.lifetimes import Lifetime, Timeline
+
+CASE = Case(model=planned_memory.base(), rows=1, train={})
+
+
+def measured(peak: int, flops: float = 3.0, step_s: float = 1.0) -> Measured:
+    return Measured(rank=0, peak_bytes=peak, states_bytes=100, step_s=step_s, flops=flops)
+
+
+def judge(*, peak: int = 600, flops: float = 3.3, predicted: int = 950, num_tensors: int = 200):
+    """Tensors of 640 bytes that follow each other: one place serves them all."""
+    following = [Lifetime(num_bytes=640, birth=t, death=t + 1, kind="temporary") for t in range(num_tensors)]
+    step = Timeline(lifetimes=tuple(following), length=num_tensors)
+    pair = Pair(before=[measured(1000)], after=[measured(peak, flops, 1.2)], own_heap=measured(1100), step=step)
+    return planned_memory.judge({"a": predicted}, {"a": 1000}, pair, CASE, large={})
+
+
+def test_met_only_when_prediction_saving_compute_and_reuse_are():
+    met = judge()
+    assert met.kind == "met"
+    assert met.figures["bytes reused in the planned arena"].value == 99.5
+    assert met.figures["peak saved by the plan"].value == 40.0
+    assert round(met.figures["more FLOPs"].value) == 10
+    assert round(met.figures["training's heap above one without gaps"].value) == 10
+    assert round(met.figures["bytes reused by a real heap"].value, 1) == 99.3
+    assert met.samples[planned_memory.MEMORY_ERRORS] == [pytest.approx(-5.0)]
+    for worse in ({"peak": 750}, {"flops": 3.7}, {"predicted": 880}, {"num_tensors": 100}):
+        assert judge(**worse).kind == "short", worse
+
+
+def test_ten_configurations_that_can_be_trained():
+    cases = planned_memory.configurations()
+    assert len(cases) == 10
+    assert len({repr((case.model, case.settings)) for case in cases.values()}) == 10
+
+
+def test_the_published_size_is_put_beside_ours():
+    words = planned_memory._large_words({"as configured": 3e12, "lean": 1.1e12}, 4.0)
+    assert "3.00 TB as configured and 1.10 TB at the least" in words
+    assert "6.9 and 2.7 bytes a parameter" in words

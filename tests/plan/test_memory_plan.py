@@ -1,0 +1,149 @@
+"""Traces of the loop's step on fake tensors against real ones and real peaks; the plan; its pictures."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from modelwright.claims import memory_probe
+from modelwright.claims.memory_probe import Probe
+from modelwright.cli.main import main
+from modelwright.core.config import parse
+from modelwright.core.errors import ConfigError
+from modelwright.memory.arena import check_arena, plan_arena
+from modelwright.memory.lifetimes import Timeline
+from modelwright.model.config import ModelConfig
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.plan.catalog import MODELS
+from modelwright.plan.memory_plan import plan_step
+from modelwright.plan.memory_text import plan_text
+from modelwright.plan.traced_step import trace_step
+from modelwright.train.config import TrainConfig
+
+SHAPE = ModelConfig(
+    vocab_size=512, num_layers=3, model_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=176,
+    max_seq_len=128, tie_embeddings=False,
+)  # fmt: skip
+SMALL = replace(SHAPE, num_layers=2)
+LARGER = replace(SHAPE, num_layers=4, vocab_size=1024, model_dim=256, ffn_dim=688, head_dim=64, max_seq_len=256)
+SETTINGS = {
+    "num_steps": 3,
+    "batch_tokens": 512,
+    "precision": {"policy": "fp32"},
+    "checkpoint_every_minutes": 0,
+    "keep_best": False,
+    "clip_norm": 0.0,
+}
+SLACK_BYTES = 6 * 2**20
+"""What a process takes for itself in a run: it does not grow with the model."""
+CASES = {
+    "plain": {},
+    "clipped": {"clip_norm": 1.0},
+    "microbatches": {"num_microbatches": 2},
+    "in backward": {"update_in_backward": "unclipped"},
+    "recomputed": {"activations": {"mode": "unit", "unit_layers": 2}},
+    "selective": {"activations": {"mode": "selective"}},
+    "int8 states": {"optimizer": "adamw_int8"},
+    "bf16": {"precision": {"policy": "bf16_mixed"}},
+}
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to reset the peak of a process")
+
+
+def settings(**changes) -> TrainConfig:
+    return parse(TrainConfig, {**SETTINGS, **changes})
+
+
+def trace(train: TrainConfig, *, model: ModelConfig = SHAPE, fake: bool = True) -> Timeline:
+    return trace_step(model, train, Pretrain, seq_len=model.max_seq_len, fake=fake)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fake_tensors_live_as_long_as_real_ones(case):
+    fake, real = (trace(settings(**CASES[case]), fake=fake) for fake in (True, False))
+    assert fake.peak_bytes == pytest.approx(real.peak_bytes, rel=0.01)
+    for kind, num_bytes in real.by_kind(real.peak_time).items():
+        assert fake.by_kind(fake.peak_time)[kind] == pytest.approx(num_bytes, rel=0.02, abs=8192), kind
+
+
+def test_what_a_trace_says_of_a_step():
+    found = trace(settings())
+    states = found.by_kind(0)
+    assert states["weights"] == 4 * SHAPE.num_parameters
+    assert states["optimizer"] == pytest.approx(8 * SHAPE.num_parameters, rel=0.01)
+    assert max(found.live_bytes("gradients")) == 4 * SHAPE.num_parameters
+    assert [phase for _, phase in found.phases] == ["forward", "backward", "update"]
+    assert max(found.live_bytes("activations")[found.phases[-1][0] + 1 :]) == 0
+    assert any("ffn" in one.place for one in found.alive(found.peak_time))
+    check_arena(plan_arena(found.of_step))
+
+
+def test_gradients_do_not_all_live_at_once_where_weights_are_updated_in_backward():
+    within = trace(settings(update_in_backward="unclipped"))
+    largest = 4 * SHAPE.vocab_size * SHAPE.model_dim
+    assert max(within.live_bytes("gradients")) < largest + 4 * 2 * SHAPE.block_parameters / SHAPE.num_layers
+    assert within.peak_bytes <= trace(settings()).peak_bytes
+
+
+@linux
+def test_predicted_peaks_against_real_processes():
+    wanted = ("plain", "in backward", "recomputed")
+    configs = [settings(batch_tokens=1024, **CASES[case]) for case in wanted]
+    probes = [Probe(model=LARGER, train=config, seq_len=LARGER.max_seq_len) for config in configs]
+    for config, (measured,) in zip(configs, memory_probe.measure_all(probes), strict=True):
+        predicted = trace(config, model=LARGER).peak_bytes
+        assert predicted == pytest.approx(measured.peak_bytes, rel=0.1, abs=SLACK_BYTES), config
+
+
+def test_a_plan_takes_less_memory_for_a_bounded_share_of_compute():
+    train = settings(batch_tokens=1024)
+    plan = plan_step(SMALL, train, Pretrain, seq_len=128)
+    assert plan.more_flops <= 0.2
+    assert plan.saved_share > 0.3
+    assert plan.train.update_in_backward == "unclipped"
+    assert plan.after.peak_bytes == trace(plan.train, model=SMALL).peak_bytes
+    assert set(plan.settings(train)) == {"activations", "update_in_backward"}
+
+
+def test_a_plan_holds_its_budget_with_as_little_as_that_takes():
+    train = settings(batch_tokens=1024)
+    lowest = plan_step(SMALL, train, Pretrain, seq_len=128, more_compute=1.0)
+    before = lowest.before.peak_bytes
+    budget = (before + lowest.after.peak_bytes) // 2
+    plan = plan_step(SMALL, train, Pretrain, seq_len=128, budget_bytes=budget)
+    assert plan.after.peak_bytes <= budget
+    assert plan.more_flops < lowest.more_flops
+    with pytest.raises(ConfigError, match="budget: "):
+        plan_step(SMALL, train, Pretrain, seq_len=128, budget_bytes=lowest.after.peak_bytes // 2)
+    assert plan_step(SMALL, train, Pretrain, seq_len=128, budget_bytes=before).train == train
+
+
+def test_clipping_keeps_updates_after_backward():
+    clipped = settings(clip_norm=1.0, batch_tokens=128)
+    assert plan_step(replace(SHAPE, num_layers=1), clipped, Pretrain, seq_len=128).train.update_in_backward == "none"
+
+
+def test_a_model_that_no_machine_here_could_hold_is_traced():
+    """Two layers of the widest published: 6 GB of weights, and nothing of that is allocated."""
+    model = replace(MODELS["gpt3-175b"], num_layers=2)
+    found = trace_step(model, settings(batch_tokens=2048), Pretrain, seq_len=2048)
+    assert found.by_kind(0)["weights"] == 4 * model.num_parameters
+    assert found.peak_bytes > 16 * model.num_parameters
+
+
+def test_the_picture(capsys, tmp_path):
+    train = settings()
+    text = plan_text(plan_step(SMALL, train, Pretrain, seq_len=128), train, top=3)
+    assert "as configured: peak" in text
+    assert "update_in_backward: unclipped" in text
+    assert max(map(len, text.splitlines())) <= 130
+    page = tmp_path / "memory.html"
+    assert main(["plan", "--memory", "tiny", "--html", str(page), "--results", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "activations" in shown
+    assert "reused" in shown
+    assert page.read_text().count("<svg") == 3
+    assert main(["plan", "tiny", "--memory", "--json", "--batch-tokens", "2048", "--top", "2"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["after"]["peak_bytes"] <= data["before"]["peak_bytes"]
+    assert len(data["before"]["largest"]) == 2

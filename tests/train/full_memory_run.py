@@ -1,0 +1,161 @@
+"""Runs that meet the end of their memory; a script for `test_out_of_memory`.
+
+full_memory_run.py limit FOLDER MARGIN_BYTES MICROBATCHES ROWS: one process, whose address space may grow by so much (0:
+as it likes) once its model stands. Prints the losses, and the numbers of microbatches that were not the one asked for.
+full_memory_run.py ranks FOLDER: two processes; on the second one parts of more than so many rows do not fit.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tiny_run
+import torch
+from safetensors.torch import save_file
+
+from modelwright.claims.memory_probe import RandomRows
+from modelwright.core.errors import ModelwrightError
+from modelwright.core.records import column, read_records
+from modelwright.data.batch import TokenBatch
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import World, join_world, single
+from modelwright.train.objective import StepInfo
+
+BATCH_TOKENS = 4096
+SHAPE = ModelConfig(
+    vocab_size=64, num_layers=4, model_dim=64, num_heads=4, num_kv_heads=4, ffn_dim=256, head_dim=16,
+    max_seq_len=BATCH_TOKENS,
+)  # fmt: skip
+
+
+def address_space_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+@dataclass
+class LiftLimit:
+    """Controller that lifts the limit after the first step: what writes checkpoints aborts where it gets no memory."""
+
+    every: int = 1
+
+    def observe(self, info: StepInfo) -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def under_limit(folder: Path, margin: int, num_microbatches: int, num_rows: int) -> None:
+    """The first step of a small model first: libraries make buffers, and threads, of their own."""
+    tiny_run.run(folder / "warm", tiny_run.settings(num_steps=1))
+    model = Decoder(SHAPE)
+    model.init_weights(0)
+    if margin:
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (address_space_bytes() + margin, hard))
+    config = tiny_run.settings(
+        num_steps=2,
+        batch_tokens=BATCH_TOKENS,
+        num_microbatches=num_microbatches,
+        eval_every_steps=0,
+        checkpoint_every_steps=0,
+        keep_best=False,
+    )
+    rows = RandomRows(num_rows, BATCH_TOKENS // num_rows, SHAPE.vocab_size)
+    try:
+        arguments = {"objective": Pretrain(rows), "model": model, "heldout": [], "world": single()}
+        tiny_run.run(folder, config, controllers={"lift": LiftLimit()}, **arguments)
+    except ModelwrightError as error:
+        print(json.dumps({"error": str(error)}))
+        return
+    records = read_records(folder / "metrics.jsonl")
+    parts = [value for _, value in column(records, "num_microbatches")]
+    print(json.dumps({"losses": [value for _, value in column(records, "loss")], "parts": parts}))
+
+
+@dataclass
+class Full:
+    """The tiny objective on a rank where, from one batch on, parts of more than `most_rows` rows do not fit."""
+
+    inner: Pretrain
+    batch: int
+    most_rows: int
+    number: int = -1
+
+    def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
+        found = self.inner.batches(model, first=first, rank=rank, world_size=world_size)
+        for self.number, batch in enumerate(found, start=first):
+            yield batch
+
+    def weights(self, batch):
+        return self.inner.weights(batch)
+
+    def losses(self, output, batch, model):
+        if self.number >= self.batch and batch.num_rows > self.most_rows:
+            torch.empty(2**60)  # far more than any machine has
+        return self.inner.losses(output, batch, model)
+
+
+@dataclass
+class StopAfter:
+    """Controller that asks for a stop after a step."""
+
+    step: int
+    every: int = 1
+
+    def observe(self, info: StepInfo) -> None:
+        if info.step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def on_ranks(folder: Path, world: World) -> None:
+    """Where the second start of `twice` has room for all, its number of microbatches comes from the checkpoint."""
+    cases = [("whole", 100, 0), ("full", 1, 0), ("never", 0, 0), ("twice", 1, 8), ("twice", 100, 0)]
+    for name, layout in {"one-copy": ParallelConfig(), "copies": ParallelConfig(share_memory=False)}.items():
+        for what, most_rows, stop in cases:
+            full = Full(Pretrain(tiny_run.Rows()), 5, most_rows if world.rank == 1 else 100)
+            run_on_rank(folder / f"{name}-{what}", full, layout, world, stop)
+
+
+def run_on_rank(folder: Path, objective: Full, parallel: ParallelConfig, world: World, stop: int) -> None:
+    model, found = tiny_run.tiny_model(), {}
+    config = tiny_run.settings(eval_every_steps=0, transport={"overlap": False})
+    arguments = {"objective": objective, "model": model, "parallel": parallel, "heldout": [], "world": world}
+    try:
+        tiny_run.run(folder, config, controllers={"stop": StopAfter(stop)}, **arguments)
+    except ModelwrightError as error:
+        found = {"error": str(error)}
+    (folder / f"ended-{world.rank}.json").write_text(json.dumps(found))
+    weights = {key: value.contiguous() for key, value in model.state_dict().items()}
+    save_file(weights, folder / f"{world.rank}.safetensors")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    command, folder = sys.argv[1], Path(sys.argv[2])
+    if command == "limit":
+        under_limit(folder, *map(int, sys.argv[3:6]))
+        return
+    with join_world(torch.device("cpu")) as world:
+        on_ranks(folder, world)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Weights updated in backward: the bits of the ordinary way, clipping by the last norm, stops, values not finite."""
+
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
+from modelwright.core.records import column, read_records
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.ops.total_norm import total_norm
+from modelwright.optim.build import build_optimizer
+from modelwright.train.objective import forward
+
+UNCLIPPED = {"clip_norm": 0.0, "eval_every_steps": 0}
+BY_LAST_NORM = {"update_in_backward": "clip_by_last_norm", "clip_norm": 0.5, "eval_every_steps": 0}
+CASES = {
+    "adamw": {},
+    "microbatches": {"num_microbatches": 2},
+    "recomputed": {"activations": {"mode": "unit", "unit_layers": 2}},
+    "int8": {"optimizer": "adamw_int8"},
+    "bf16": {"optimizer": "adamw_bf16"},
+    "lion": {"optimizer": "lion"},
+}
+
+
+class StopAfter:
+    every = 1
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def observe(self, info) -> None:
+        if info.step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state) -> None: ...
+
+
+class Overflow(torch.autograd.Function):
+    """Nothing forward; backward, gradients that are not finite."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients[0] * torch.inf
+
+
+@dataclass
+class Spoiled:
+    """The tiny objective, with one batch whose loss (or whose gradient alone) is not finite."""
+
+    inner: Pretrain
+    batch: int
+    loss_too: bool
+    number: int = -1
+
+    def batches(self, model, *, first: int, rank: int, world_size: int) -> Iterator:
+        found = self.inner.batches(model, first=first, rank=rank, world_size=world_size)
+        for self.number, batch in enumerate(found, start=first):
+            yield batch
+
+    def weights(self, batch) -> Mapping[str, Tensor]:
+        return self.inner.weights(batch)
+
+    def losses(self, output, batch, model) -> Mapping[str, Tensor]:
+        losses = self.inner.losses(output, batch, model)
+        if self.number != self.batch:
+            return losses
+        return {name: value * torch.nan if self.loss_too else Overflow.apply(value) for name, value in losses.items()}
+
+
+def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_weights_to_the_last_bit(tiny, tmp_path, case):
+    for name, more in (("after", {}), ("within", {"update_in_backward": "unclipped"})):
+        tiny.run(tmp_path / name, tiny.settings(**UNCLIPPED, **CASES[case], **more), heldout=[])
+    after, within = (tiny.final_weights(tmp_path / name) for name in ("after", "within"))
+    assert equal(after, within)
+    losses, norms = (
+        [column(read_records(tmp_path / name / "metrics.jsonl"), metric) for name in ("after", "within")]
+        for metric in ("loss", "grad_norm")
+    )
+    assert losses[0] == losses[1]
+    assert [norm for _, norm in norms[1]] == pytest.approx([norm for _, norm in norms[0]], rel=1e-5)
+
+
+@pytest.mark.parametrize("more", [{"update_in_backward": "unclipped", "clip_norm": 0.0}, BY_LAST_NORM])
+def test_a_stopped_run_goes_on_with_the_same_bits(tiny, tmp_path, more):
+    config = tiny.settings(**{"eval_every_steps": 0, **more})
+    tiny.run(tmp_path / "once", config, heldout=[])
+    with pytest.raises(Stopped):
+        tiny.run(tmp_path / "twice", config, heldout=[], controllers={"stop": StopAfter(7)})
+    tiny.run(tmp_path / "twice", config, heldout=[])
+    assert equal(tiny.final_weights(tmp_path / "once"), tiny.final_weights(tmp_path / "twice"))
+
+
+def test_either_way_goes_on_from_the_others_checkpoint(tiny, tmp_path):
+    after, within = tiny.settings(**UNCLIPPED), tiny.settings(**UNCLIPPED, update_in_backward="unclipped")
+    tiny.run(tmp_path / "once", after, heldout=[])
+    with pytest.raises(Stopped):
+        tiny.run(tmp_path / "twice", within, heldout=[], controllers={"stop": StopAfter(7)})
+    tiny.run(tmp_path / "twice", after, heldout=[])
+    assert equal(tiny.final_weights(tmp_path / "once"), tiny.final_weights(tmp_path / "twice"))
+    assert after.identity() == within.identity()
+    assert after.identity() != tiny.settings(**BY_LAST_NORM).identity()
+
+
+def test_clipping_by_the_last_norm_against_its_definition(tiny, tmp_path):
+    config = tiny.settings(**BY_LAST_NORM, num_steps=5, schedule={"kind": "constant", "warmup_fraction": 0.0})
+    model, twin = tiny.tiny_model(), tiny.tiny_model()
+    tiny.run(tmp_path, config, model=model, heldout=[])
+
+    optimizer = build_optimizer(twin, learning_rate=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    objective, last_norm, num_clipped = Pretrain(tiny.Rows()), 0.0, 0
+    for number in range(5):
+        batch = tiny.Rows().batch(number)
+        loss = objective.losses(forward(twin, batch), batch, twin)["loss"] / objective.weights(batch)["loss"]
+        loss.backward()
+        gradients = [p.grad for p in twin.parameters()]
+        norm, factor = float(total_norm(gradients)), min(1.0, 0.5 / (last_norm + 1e-6)) if last_norm else 1.0
+        for gradient in gradients:
+            gradient.mul_(factor)
+        last_norm, num_clipped = norm, num_clipped + (factor < 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert num_clipped == 4
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_that_is_not_finite_is_skipped_as_in_the_ordinary_way(tiny, tmp_path):
+    for name, more in (("after", {}), ("within", {"update_in_backward": "unclipped"})):
+        spoiled = Spoiled(Pretrain(tiny.Rows()), batch=5, loss_too=True)
+        result = tiny.run(tmp_path / name, tiny.settings(**UNCLIPPED, **more), objective=spoiled, heldout=[])
+        assert result.num_skipped == 1
+    assert equal(tiny.final_weights(tmp_path / "after"), tiny.final_weights(tmp_path / "within"))
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(tiny, tmp_path):
+    spoiled = Spoiled(Pretrain(tiny.Rows()), batch=5, loss_too=False)
+    config = tiny.settings(**UNCLIPPED, update_in_backward="unclipped")
+    with pytest.raises(ModelwrightError, match="was not finite when other weights had been updated"):
+        tiny.run(tmp_path, config, objective=spoiled, heldout=[])
+
+
+@pytest.mark.parametrize(
+    ("field", "more"),
+    [
+        ("clip_norm", {"update_in_backward": "unclipped"}),
+        ("clip_norm", {"update_in_backward": "clip_by_last_norm", "clip_norm": 0.0}),
+        ("quarantine.factor", {**BY_LAST_NORM, "quarantine": {"factor": 3.0}}),
+        ("optimizer", {**BY_LAST_NORM, "optimizer": "muon"}),
+        ("transport.kind", {**BY_LAST_NORM, "transport": {"kind": "int8"}}),
+        ("precision.loss_scale.use", {**BY_LAST_NORM, "precision": {"policy": "fp16_mixed"}}),
+    ],
+)
+def test_what_needs_the_whole_gradient_is_refused(tiny, field, more):
+    with pytest.raises(ConfigError, match=f"{field}: "):
+        tiny.settings(**more)

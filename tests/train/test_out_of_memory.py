@@ -1,0 +1,110 @@
+"""Memory that runs out amid a step: the step is made again in smaller microbatches, on all ranks."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from modelwright.core.errors import ModelwrightError
+from modelwright.core.records import column, read_records
+from modelwright.train.out_of_memory import Microbatches, is_out_of_memory
+from modelwright.train.watch import read_watch
+from rank_processes import run_ranks, start_process, wait_for
+
+SCRIPT = Path(__file__).with_name("full_memory_run.py")
+MARGIN = 70 * 2**20
+"""Too little for the whole batch at once, which takes about 175 MiB above the model, and for half of it in one row."""
+LEAN = {"MALLOC_ARENA_MAX": "1"}
+linux = pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux's")
+
+
+def limited(folder: Path, margin: int, *, num_microbatches: int = 1, num_rows: int = 32) -> dict:
+    folder.mkdir()
+    started = start_process(SCRIPT, "limit", folder, margin, num_microbatches, num_rows, environment=LEAN)
+    ((status, output, errors),) = wait_for([started])
+    assert status == 0, errors
+    return json.loads(output.splitlines()[-1])
+
+
+@linux
+def test_a_process_under_a_limit_goes_on_in_smaller_microbatches(tmp_path):
+    """RLIMIT_AS, as `ulimit -v` sets it: the allocator's own error, amid forward or backward."""
+    found = limited(tmp_path / "limited", MARGIN)
+    parts = {int(number) for number in found["parts"]}
+    assert len(parts) == 1
+    assert min(parts) > 1
+    assert len(found["parts"]) == 2
+    events = read_watch(tmp_path / "limited" / "watch.jsonl")
+    assert [(event["kind"], event["step"]) for event in events if event["kind"] == "out_of_memory"] == [
+        ("out_of_memory", 1)
+    ]
+    asked = limited(tmp_path / "asked", 0, num_microbatches=parts.pop())
+    assert asked["parts"] == []
+    assert found["losses"] == asked["losses"]
+    free = limited(tmp_path / "free", 0)
+    assert free["parts"] == []
+    assert found["losses"] == pytest.approx(free["losses"], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("full")
+    run_ranks(SCRIPT, "ranks", folder, size=2)
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["one-copy", "copies"])
+def test_all_ranks_make_the_step_again(runs, layout):
+    """Batch 5 on does not fit on the second rank: 1, 2, then 4 microbatches of its 4 rows."""
+    whole, full = (runs / f"{layout}-{name}" for name in ("whole", "full"))
+    losses = [[value for _, value in column(read_records(run / "metrics.jsonl"), "loss")] for run in (whole, full)]
+    assert losses[1][:5] == losses[0][:5]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    found = column(read_records(full / "metrics.jsonl"), "num_microbatches")
+    assert found == [(step, 4.0) for step in range(6, 13)]
+    (event,) = [event for event in read_watch(full / "watch.jsonl") if event["kind"] == "out_of_memory"]
+    assert (event["step"], event["value"]) == (6, 2)
+    weights = [load_file(full / f"{rank}.safetensors") for rank in range(2)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize("layout", ["one-copy", "copies"])
+def test_a_run_that_goes_on_remembers(runs, layout):
+    once, twice = (load_file(runs / f"{layout}-{name}" / "1.safetensors") for name in ("full", "twice"))
+    assert all(torch.equal(once[name], twice[name]) for name in once)
+    found = column(read_records(runs / f"{layout}-twice" / "metrics.jsonl"), "num_microbatches")
+    assert found == [(step, 4.0) for step in range(6, 13)]
+
+
+@pytest.mark.parametrize("layout", ["one-copy", "copies"])
+def test_all_ranks_give_up_together(runs, layout):
+    for rank in range(2):
+        found = json.loads((runs / f"{layout}-never" / f"ended-{rank}.json").read_text())
+        assert "microbatch of one row" in found["error"]
+
+
+def test_the_number_of_microbatches_is_remembered_unless_another_is_asked_for():
+    parts = Microbatches(2)
+    parts.cut_smaller(12)
+    assert parts.num_parts == 4
+    parts.cut_smaller(12)
+    assert parts.num_parts == 12
+    with pytest.raises(ModelwrightError, match="one row"):
+        parts.cut_smaller(12)
+    same, other = Microbatches(2), Microbatches(3)
+    for one in (same, other):
+        one.load_state_dict(parts.state_dict())
+    assert (same.parts_of(24), same.parts_of(8), other.parts_of(12)) == (12, 2, 3)
+
+
+def test_what_counts_as_out_of_memory():
+    with pytest.raises(RuntimeError) as failed:
+        torch.empty(2**60)
+    assert is_out_of_memory(failed.value)
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("out of memory"))
