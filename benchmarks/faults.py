@@ -2,17 +2,19 @@
 
     python benchmarks/faults.py [--kills 10] [--steps 3000] [--out FILE]
 
-Each host is a network namespace with a torchrun of one process; a fifth one keeps the rendezvous. At random steps all
-processes of a random host get SIGKILL, once a host's cable is pulled and put back. Whatever starts a machine's services
-starts torchrun again when it has ended with an error: here this program does, some seconds later. Nothing else is done
-by hand. Compared with a single process that nothing happened to: every step's loss, the held-out loss (beside the
-spread over other initial weights), and for every step which rows were trained on in the history that led to the end.
+Each host is a network namespace with what `modelwright launch` is made of (`parallel.elastic.launch`) and one process;
+a fifth one keeps the rendezvous. At random steps all processes of a random host get SIGKILL, once a host's cable is
+pulled and put back. Whatever starts a machine's services starts the launcher again when it has ended with an error:
+here this program does, some seconds later. Nothing else is done by hand. Compared with a single process that nothing
+happened to: every step's loss, the held-out loss (beside the spread over other initial weights), and for every step
+which rows were trained on in the history that led to the end.
 
 Needs root and iproute2 (`claims/netns.py`).
 """
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -30,7 +32,7 @@ import torch
 from modelwright.claims import netns
 from modelwright.claims.results import circumstances
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import parse
+from modelwright.core.config import dump, parse
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import StageDir
@@ -42,8 +44,8 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.elastic import (
     LaunchConfig,
     join_as_fits,
+    launch,
     serve_rendezvous,
-    torchrun_command,
     torchrun_environment,
 )
 from modelwright.parallel.mesh import World, single
@@ -127,7 +129,7 @@ def run(folder: Path, num_steps: int, world: World, *, layout: ParallelConfig, s
 
 
 def work(folder: Path, num_steps: int) -> None:
-    """What torchrun starts."""
+    """What the launcher starts."""
     torch.set_num_threads(1)
     with join_as_fits(ParallelConfig(share_memory=False), num_rows=ROWS, device=torch.device("cpu")) as joined:
         if joined is None:  # three hosts cannot share eight rows: this one waits, however long
@@ -151,7 +153,7 @@ class Hosts:
         self.done: set[str] = set()
 
     def tend(self) -> None:
-        """Start torchrun where it is due, as a machine's init would; a run that is finished is not started again."""
+        """Start the launcher where it is due, as a machine's init would; not when the run is finished."""
         for name in self.names:
             process = self.running.get(name)
             if process is not None and process.poll() is not None:
@@ -167,8 +169,11 @@ class Hosts:
             min_hosts=1, max_hosts=len(self.names), rendezvous=f"{self.net.address('control')}:{PORT}",
             separate_store=True, address=self.net.address(name), last_call_s=6, lost_after_s=6, max_restarts=1000,
         )  # fmt: skip
-        command = torchrun_command(config, [__file__, "work", str(self.folder), str(self.num_steps)])
+        words = ["work", str(self.folder), str(self.num_steps)]
+        command = [sys.executable, __file__, "host", json.dumps(dump(config)), *words]
         environment = torchrun_environment(self.net.torch_environment(name, "control", PORT), threads=1)
+        known = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(known)  # the launcher starts this file as a module
         with open(self.folder / f"{name}.log", "a") as log:
             self.running[name] = self.net.popen(name, command, env=environment, stdout=log, stderr=log)
 
@@ -179,6 +184,13 @@ class Hosts:
             return alive["step"], alive["num_ranks"]
         except (OSError, ValueError):
             return 0, 0
+
+
+def stay(config: LaunchConfig, words: list[str]) -> int:
+    """One host's launcher; 0 when the run is over."""
+    with tempfile.TemporaryDirectory() as logs:
+        ending = launch(config, "faults", words, logs=Path(logs), before_restart=lambda: None)
+    return int(ending.failed or ending.closed or bool(ending.asked))
 
 
 def disturb(folder: Path, num_steps: int, num_kills: int, seed: int, limit_s: float) -> list[dict[str, Any]]:
@@ -285,6 +297,8 @@ def verdict(found: Mapping[str, Any], num_faults: int) -> list[str]:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["host"]:
+        sys.exit(stay(parse(LaunchConfig, json.loads(sys.argv[2])), sys.argv[3:]))
     if sys.argv[1:2] == ["work"]:
         work(Path(sys.argv[2]), int(sys.argv[3]))
         return

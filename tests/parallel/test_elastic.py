@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
+from modelwright.parallel import elastic
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.elastic import LaunchConfig, fit, num_used, torchrun_command, torchrun_environment
 from tolerances import TOLERANCES
@@ -127,3 +129,60 @@ def test_wrong_settings_are_named(wrong):
     name = "rendezvous" if wrong == {"max_hosts": 2} else next(iter(wrong))
     with pytest.raises(ConfigError, match=f"^{name}: "):
         LaunchConfig(**wrong)
+
+
+class Handler:
+    """A rendezvous whose store is out of reach; it has been closed when somebody has told it so."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def next_rendezvous(self) -> None: ...
+
+    def num_nodes_waiting(self) -> int:
+        raise RendezvousConnectionError("no answer")
+
+    def shutdown(self) -> bool:
+        self.is_closed = True
+        return True
+
+
+def gate_on(handler: Handler) -> elastic._Gate:
+    gate = elastic._Gate.__new__(elastic._Gate)
+    vars(gate).update(_handler=handler, _before_return=lambda: None, has_been_in=False, _is_cut_off=False)
+    return gate
+
+
+def test_a_host_that_lost_the_others_does_not_close_the_door_behind_itself():
+    left, cut_off = gate_on(Handler()), gate_on(Handler())
+    for gate in (left, cut_off):
+        gate.next_rendezvous()
+    with pytest.raises(RendezvousConnectionError):
+        cut_off.num_nodes_waiting()
+    assert left.shutdown()
+    assert left._handler.is_closed
+    assert not cut_off.shutdown()
+    assert not cut_off._handler.is_closed
+
+
+def test_a_host_that_was_cut_off_looks_for_the_others_again_and_one_that_never_found_them_does_not(monkeypatch):
+    monkeypatch.setattr(elastic, "_LOOK_AGAIN_S", 0.0)
+    gates: list[elastic._Gate] = []
+    outcomes = iter(["lost", "unreachable", "unreachable", "lost", "done"])
+
+    def run() -> None:
+        outcome = next(outcomes)
+        if outcome != "unreachable":
+            gates.append(gate_on(Handler()))
+            gates[-1].next_rendezvous()
+        if outcome != "done":
+            raise RendezvousConnectionError(outcome)
+
+    elastic._run_until_found(run, gates, 60.0)
+    assert list(outcomes) == []
+    outcomes = iter(["unreachable"])
+    with pytest.raises(RendezvousConnectionError):
+        elastic._run_until_found(run, gates, 60.0)
+    outcomes = iter(["lost"])
+    with pytest.raises(RendezvousConnectionError):
+        elastic._run_until_found(run, gates, 0.0)

@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -41,6 +42,7 @@ from modelwright.parallel.mesh import World, join_world
 
 FINISHED, HEARD = "finished", "heard"
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_LOOK_AGAIN_S = 2.0
 SAVING_S = 120
 """How long processes that are asked to stop may take to save, before they are killed."""
 
@@ -148,11 +150,17 @@ def launch(
 
     Call it from the main thread. A signal that asks this process to stop is passed on to those it started, and waits
     for them. logs: a folder for the library's own files; before_restart: called whenever the processes are about to be
-    started again; what it raises ends the run on all hosts, and passes through. Raises `RendezvousError` when the
-    hosts do not find each other.
+    started again; what it raises ends the run on all hosts, and passes through. A host that is cut off from the others
+    comes back by itself when it reaches them again within `join_timeout_s`. Raises `RendezvousError` when the hosts do
+    not find each other.
     """
-    backend = f"modelwright-{uuid.uuid4().hex}"
-    rendezvous_handler_registry.register(backend, lambda wanted: _Gate(wanted, before_restart))  # pyright: ignore
+    backend, gates = f"modelwright-{uuid.uuid4().hex}", list[_Gate]()
+
+    def gate(wanted: RendezvousParameters) -> RendezvousHandler:
+        gates.append(_Gate(wanted, before_restart))
+        return gates[-1]  # pyright: ignore[reportReturnType]
+
+    rendezvous_handler_registry.register(backend, gate)
     options = _torchrun_options(config, backend)
     arguments = parse_args([*options, f"--log-dir={logs}", "--module", "--", module, *words])
     # What is ignored from the start (nohup) stays so.
@@ -160,7 +168,7 @@ def launch(
     arguments.signals_to_handle = ",".join(number.name for number in handled)
     with _signals_raise(handled):
         try:
-            run_agent(arguments)
+            _run_until_found(lambda: run_agent(arguments), gates, config.join_timeout_s)
         except ChildFailedError as error:
             first = min(failure.timestamp for failure in error.failures.values())
             killed = {
@@ -177,8 +185,28 @@ def launch(
     return Ending()
 
 
+def _run_until_found(run: Callable[[], object], gates: Sequence["_Gate"], patience_s: float) -> None:
+    """Run this host's agent; again and again for so long when it has lost the others after it had found them."""
+    given_up_at = 0.0
+    while True:
+        num_before = len(gates)
+        try:
+            run()
+            return
+        except RendezvousConnectionError:
+            if any(gate.has_been_in for gate in gates[num_before:]):
+                given_up_at = time.monotonic() + patience_s
+            if time.monotonic() >= given_up_at:
+                raise
+            time.sleep(_LOOK_AGAIN_S)
+
+
 class _Gate:
-    """A rendezvous handler over c10d that asks before this host comes back."""
+    """A rendezvous handler over c10d that asks before this host comes back.
+
+    A host that loses the others does not close the rendezvous behind itself, as torch's agent would have it: the
+    message may get through when the cable is back, and nobody could come in again.
+    """
 
     def __init__(self, wanted: RendezvousParameters, before_return: Callable[[], None]) -> None:
         parameters = RendezvousParameters(
@@ -193,16 +221,31 @@ class _Gate:
         self._handler: RendezvousHandler = rendezvous_handler_registry.create_handler(parameters)
         self._backend = wanted.backend
         self._before_return = before_return
-        self._has_been_in = False
+        self.has_been_in = False
+        self._is_cut_off = False
 
     def get_backend(self) -> str:
         return self._backend
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self._has_been_in:
+        if self.has_been_in:
             self._before_return()
-        self._has_been_in = True
-        return self._handler.next_rendezvous()
+        found = self._asked(self._handler.next_rendezvous)
+        self.has_been_in = True
+        return found
+
+    def num_nodes_waiting(self) -> int:
+        return self._asked(self._handler.num_nodes_waiting)
+
+    def shutdown(self) -> bool:
+        return not self._is_cut_off and self._handler.shutdown()
+
+    def _asked(self, ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except RendezvousConnectionError:
+            self._is_cut_off = True
+            raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handler, name)
