@@ -44,14 +44,13 @@ class Ingredient:
 OPERATORS = Ingredient(name="own loop and operators", changes={"plain": False}, settings={})
 PACKING = Ingredient(name="packing", changes={"mode": "best_fit"}, settings={})
 MUON = Ingredient(name="Muon", changes={}, settings={"optimizer": "muon"})
-ONE_COPY = Ingredient(name="processes on one copy", changes={"processes": 2}, settings={})
 LOCAL = Ingredient(
     name="INT8 local steps",
     changes={},
     settings={"transport": {"kind": "int8", "local_steps": {"every": 20}}},
 )
 STACKS: dict[str, tuple[Arm, tuple[Ingredient, ...]]] = {
-    "one host": (Arm(plain=True, mode="pad"), (OPERATORS, PACKING, MUON, ONE_COPY)),
+    "one host": (Arm(plain=True, mode="pad"), (OPERATORS, PACKING, MUON)),
     "two hosts": (Arm(plain=True, mode="pad", hosts=2), (OPERATORS, PACKING, MUON, LOCAL)),
 }
 
