@@ -44,7 +44,7 @@ FORMATS: tuple[Format, ...] = ("fp32", "bf16", "fp16", "fp8", "int8")
 
 def measure(setting: Setting) -> Result:
     """All policies of a seed one after the other; memory in processes of their own."""
-    num_steps, seeds = (60, range(1)) if setting.quick else (600, range(3))
+    num_steps, seeds = (60, range(1)) if setting.quick else (300, range(3))
     size = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=num_steps, learning_rate=4e-3)
     text = workbench.prepare_text(setting)
     names = [FP32, "bf16_mixed", "int8"] if setting.quick else list(ARMS)
