@@ -3,8 +3,10 @@
 import pytest
 
 from modelwright.claims import adaptive_precision, precision_policies
+from modelwright.claims.claim import Setting
 from modelwright.claims.workbench import Run, Size
 from modelwright.core.config import parse
+from modelwright.core.progress import SilentProgress
 from modelwright.precision.policy import PrecisionConfig
 
 SIZE = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=10)
@@ -13,6 +15,13 @@ PRODUCTS = {"fp32": 1.0, "bf16": 2.5, "fp16": 0.1, "fp8": 0.1, "int8": 4.0}
 
 def runs(loss: float, speed: float) -> list[Run]:
     return [Run(heldout_loss=loss, tokens_per_s=speed, step_s=1.0)]
+
+
+def test_every_format_has_a_speed(tmp_path):
+    found = precision_policies.product_speeds(Setting(quick=True, folder=tmp_path, progress=SilentProgress()))
+    assert set(found) == set(precision_policies.FORMATS)
+    assert found["fp32"] == 1.0
+    assert all(ratio > 0 for ratio in found.values())
 
 
 def test_arms_are_configurations():
