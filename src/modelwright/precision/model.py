@@ -93,7 +93,7 @@ class ModelFormats:
         self.projections = model.projections()
         self.parts = list(dict.fromkeys(map(part_of, self.projections)))
         self.formats: dict[str, Format] = {part: config.format_of(kind_of(part)) for part in self.parts}
-        self.delayed: dict[str, DelayedMaxima] = {}
+        self.delayed = {name: DelayedMaxima(config.fp8.history) for name in self.projections if config.delays}
         self._watched: Watched = _unwatched
         self._around: Around | None = None
         self._apply()
@@ -125,8 +125,8 @@ class ModelFormats:
             made = Int8(result=result, stochastic=config.int8.stochastic, wide_weight_gradient=wide)
             return partial(in_products, self._changed(name, made.products()), result)
         delays = {}
-        if config.fp8.scaling == "delayed":
-            delays = {"maxima": self.delayed.setdefault(name, DelayedMaxima(config.fp8.history))}
+        if name in self.delayed:
+            delays = {"maxima": self.delayed[name]}
         made = Fp8(
             recipe=config.fp8.recipe,
             result=result,

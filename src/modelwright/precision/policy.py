@@ -151,6 +151,13 @@ class PrecisionConfig:
         return "fp32" if self.result_of[self.compute] == torch.float32 else "bf16"
 
     @property
+    def delays(self) -> bool:
+        """Whether FP8 goes by the maxima of earlier steps in some layer, now or after a change."""
+        may_be_used = {*self.formats.values(), *(self.adaptive.candidates if self.adaptive.kind != "none" else ())}
+        may_be_used |= {self.adaptive.narrow} if self.adaptive.kind == "schedule" else set()
+        return self.fp8.scaling == "delayed" and "fp8" in may_be_used
+
+    @property
     def uses_fp16(self) -> bool:
         """Whether gradients pass through FP16 anywhere."""
         results = {self.result_of[name] for name in self.formats.values()}

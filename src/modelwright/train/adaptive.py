@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from modelwright.core.artifacts import write_atomic
+from modelwright.core.errors import writing
 from modelwright.core.resources import hardware, peak_resident_bytes
 from modelwright.model.config import ModelConfig
 from modelwright.ops.formats import Format
@@ -145,7 +146,7 @@ class AdaptivePrecision:
             self.formats.change(held)
         changes = self.switcher.take_changes()
         if changes and self.world.is_first:
-            with self.path.open("a", encoding="utf-8") as file:
+            with writing(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(change) + "\n" for change in changes)
         narrow = sum(chosen != "fp32" for chosen in self.switcher.formats.values())
         context.scalars["narrow_share"] = narrow / max(1, len(self.parts))
@@ -290,15 +291,20 @@ def shapes_of(model: ModelConfig, tensor: int) -> dict[Kind, list[Shape]]:
     }
 
 
-def known_machine(
-    folder: Path, formats: ModelFormats, candidates: Sequence[Format], world: World, *, num_rows: int, tensor: int
-) -> Machine:
-    """As measured when the run began, and kept in the folder: of all ranks the slowest and the fullest."""
+def machine_for(folder: Path, formats: ModelFormats, world: World, *, num_rows: int, tensor: int) -> Machine:
+    """As measured when the run began, and kept in the folder: of all ranks the slowest and the fullest. Nothing is
+    measured for a schedule."""
+    config = formats.config
+    if not config.adaptive.looks:
+        return Machine({}, 0.0)
+    candidates: list[Format] = list(
+        dict.fromkeys(["fp32", *map(config.format_of, ("attention", "ffn")), *config.adaptive.candidates])
+    )
     shapes = shapes_of(formats.model.config, tensor)
     keys: list[tuple[Kind, Format]] = [(kind, chosen) for kind in shapes for chosen in candidates]
     path, names = folder / MACHINE, [*("/".join(key) for key in keys), "memory"]
-    kept = json.loads(path.read_text()) if world.is_first and path.exists() else {}
-    found = world.maxima(*(float(kept.get(name, 0.0)) for name in names))
+    kept = _kept(path, names) if world.is_first else {}
+    found = world.maxima(*(kept.get(name, 0.0) for name in names))
     if min(found) <= 0:
         with torch.random.fork_rng():
             own = measure_speeds(formats, shapes, candidates, num_rows=num_rows, device=world.device)
@@ -306,6 +312,15 @@ def known_machine(
         if world.is_first:
             write_atomic(path, json.dumps(dict(zip(names, found, strict=True)), indent=2) + "\n")
     return Machine(dict(zip(keys, found[:-1], strict=True)), found[-1])
+
+
+def _kept(path: Path, names: Sequence[str]) -> dict[str, float]:
+    """What an earlier start measured; nothing where the file is missing or damaged, so that it is measured anew."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {name: float(found[name]) for name in names}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
 
 
 def _memory_share(formats: ModelFormats) -> float:

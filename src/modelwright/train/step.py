@@ -37,7 +37,7 @@ from modelwright.parallel.turns import Turns
 from modelwright.precision.layer_scales import LayerScales
 from modelwright.precision.loss_scale import LossScale, loss_scale_for
 from modelwright.precision.model import FollowMaxima, ModelFormats
-from modelwright.train.adaptive import AdaptivePrecision, Machine, known_machine
+from modelwright.train.adaptive import AdaptivePrecision, machine_for
 from modelwright.train.config import TrainConfig
 from modelwright.train.exchange import Meeting
 from modelwright.train.flops import dense_flops
@@ -194,17 +194,8 @@ class TrainStep:
         config, mesh = self.config.precision.adaptive, self.mesh
         if config.kind == "none":
             return None
-        machine = Machine({}, 0.0)
-        if config.looks:
-            num_copies = mesh.data.size * mesh.context.size * self.config.num_microbatches
-            machine = known_machine(
-                self.folder,
-                self.formats,
-                list(dict.fromkeys(["fp32", *self.formats.formats.values(), *config.candidates])),
-                self.world,
-                num_rows=self.config.batch_tokens // num_copies,
-                tensor=mesh.tensor.size,
-            )
+        num_copies = mesh.data.size * mesh.context.size * self.config.num_microbatches
+        num_rows = self.config.batch_tokens // num_copies
         return AdaptivePrecision(
             config=config,
             formats=self.formats,
@@ -212,7 +203,7 @@ class TrainStep:
             num_holders=self.num_holders,
             optimizer=self.optimizer,
             world=self.mesh.world,
-            machine=machine,
+            machine=machine_for(self.folder, self.formats, self.world, num_rows=num_rows, tensor=mesh.tensor.size),
             trial=self.trial_loss,
             scale=lambda: self.loss_scale.value if self.loss_scale else 1.0,
             path=self.folder / "formats.jsonl",
@@ -276,8 +267,7 @@ class TrainStep:
     def load_updates(self, state: Mapping[str, Any]) -> None:
         """Take over what a checkpoint says of the updates, by their names."""
         for name, update in self.updates.items():
-            if name in state or name != "microbatches":  # which older checkpoints do not have
-                update.load_state_dict(state[name])
+            update.load_state_dict(state[name])
 
     def go_back(self, state: Mapping[str, Any]) -> None:
         """Take over what belongs to earlier weights, which are in place already; all else goes on."""
