@@ -4,20 +4,17 @@ The adaptive controllers against FP32 and against what anybody can have without 
 What a controller can win at best follows from the formats' measured speeds, which are part of the result.
 """
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modelwright.claims import workbench
-from modelwright.claims.claim import Claim, Figure, Result, Setting
-from modelwright.claims.precision_policies import product_speeds
-from modelwright.claims.statistics import spread
+from modelwright.claims.claim import Claim, Result, Setting
+from modelwright.claims.precision_policies import FP32, beside_fp32, product_speeds
 from modelwright.claims.workbench import Size
 from modelwright.core.config import parse
 from modelwright.ops.formats import Format
 from modelwright.precision.policy import PrecisionConfig
 
-FP32 = "fp32"
 CHANGING = {"every": 50, "window": 4}
 ARMS: dict[str, dict[str, Any]] = {
     FP32: {"policy": "fp32"},
@@ -55,24 +52,8 @@ def judge(
     size: Size,
 ) -> Result:
     """Met when a controller reaches speed, memory and loss, and is faster than the trivial policies."""
-    figures: dict[str, Figure] = {}
-    samples: dict[str, Sequence[float]] = {}
-    speeds, gaps, saved = {FP32: 1.0}, {FP32: 0.0}, {FP32: 0.0}
-    for name, of in runs.items():
-        samples[f"held-out loss, {name}"] = [run.heldout_loss for run in of]
-        samples[f"tokens per second, {name}"] = [run.tokens_per_s for run in of]
-        if name == FP32:
-            continue
-        pairs = list(zip(of, runs[FP32], strict=True))
-        found = [100 * (one.heldout_loss / exact.heldout_loss - 1) for one, exact in pairs]
-        ratios = [one.tokens_per_s / exact.tokens_per_s for one, exact in pairs]
-        gaps[name], speeds[name] = statistics.fmean(found), statistics.median(ratios)
-        saved[name] = 100 * (1 - peaks[name] / peaks[FP32])
-        figures[f"speed over FP32, {name}"] = Figure(value=speeds[name], unit="x", spread=spread(ratios))
-        figures[f"held-out loss above FP32, {name}"] = Figure(value=gaps[name], unit="%", spread=spread(found))
-        figures[f"memory saved, {name}"] = Figure(value=saved[name], unit="%")
-    for chosen, ratio in products.items():
-        figures[f"bare products over FP32, {chosen}"] = Figure(value=ratio, unit="x")
+    beside = beside_fp32(runs, peaks, products)
+    speeds, gaps, saved = beside.speeds | {FP32: 1.0}, beside.gaps, beside.saved
     best = max((name for name in ADAPTIVE if name in runs), key=lambda name: speeds[name])
     trivial = max((name for name in runs if name not in ADAPTIVE), key=lambda name: speeds[name])
     met = speeds[best] >= max(SPEED, speeds[trivial]) and saved[best] >= MEMORY and gaps[best] <= GAP
@@ -83,9 +64,9 @@ def judge(
         f"held-out loss {gaps[best]:+.2f}% ({GAP:g}%); the best trivial policy is {trivial} at {speeds[trivial]:.2f}x. "
         f"Bare products run at most {bound:.2f}x as fast as FP32's on this machine "
         f"({', '.join(f'{name} {ratio:.2f}x' for name, ratio in products.items())}), which bounds every policy",
-        figures=figures,
+        figures=beside.figures,
         conditions=size.describe() | {"decisions": f"every {CHANGING['every']} steps, {CHANGING['window']} measured"},
-        samples=samples,
+        samples=beside.samples,
     )
 
 

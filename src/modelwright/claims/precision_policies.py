@@ -7,6 +7,7 @@ is read from the operators in `tests/precision/test_model.py`.
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -68,6 +69,42 @@ def product_speeds(setting: Setting) -> dict[Format, float]:
     return {chosen: seconds["ffn", "fp32"] / seconds["ffn", chosen] for chosen in FORMATS}
 
 
+@dataclass
+class BesideFp32:
+    """Every arm against FP32: times as fast, percent of loss above, percent of memory saved; figures and samples."""
+
+    speeds: dict[str, float] = field(default_factory=dict)
+    gaps: dict[str, float] = field(default_factory=dict)
+    saved: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, Figure] = field(default_factory=dict)
+    samples: dict[str, Sequence[float]] = field(default_factory=dict)
+
+
+def beside_fp32(
+    runs: Mapping[str, Sequence[workbench.Run]], peaks: Mapping[str, int], products: Mapping[Format, float]
+) -> BesideFp32:
+    """Runs of the same seeds, paired."""
+    found = BesideFp32()
+    for name, of in runs.items():
+        found.samples[f"held-out loss, {name}"] = [run.heldout_loss for run in of]
+        found.samples[f"tokens per second, {name}"] = [run.tokens_per_s for run in of]
+        if name == FP32:
+            continue
+        pairs = list(zip(of, runs[FP32], strict=True))
+        gaps = [100 * (one.heldout_loss / exact.heldout_loss - 1) for one, exact in pairs]
+        ratios = [one.tokens_per_s / exact.tokens_per_s for one, exact in pairs]
+        found.gaps[name], found.speeds[name] = statistics.fmean(gaps), statistics.median(ratios)
+        found.saved[name] = 100 * (1 - peaks[name] / peaks[FP32])
+        found.figures |= {
+            f"held-out loss above FP32, {name}": Figure(value=found.gaps[name], unit="%", spread=spread(gaps)),
+            f"speed over FP32, {name}": Figure(value=found.speeds[name], unit="x", spread=spread(ratios)),
+            f"memory saved, {name}": Figure(value=found.saved[name], unit="%"),
+        }
+    for chosen, ratio in products.items():
+        found.figures[f"bare products over FP32, {chosen}"] = Figure(value=ratio, unit="x")
+    return found
+
+
 def judge(
     runs: Mapping[str, Sequence[workbench.Run]],
     peaks: Mapping[str, int],
@@ -75,26 +112,8 @@ def judge(
     size: Size,
 ) -> Result:
     """Met when a 16-bit policy reaches the published speed, memory and loss, and none costs more loss than it may."""
-    figures: dict[str, Figure] = {}
-    samples: dict[str, Sequence[float]] = {}
-    gaps: dict[str, float] = {}
-    speeds: dict[str, float] = {}
-    saved: dict[str, float] = {}
-    for name, of in runs.items():
-        samples[f"held-out loss, {name}"] = [run.heldout_loss for run in of]
-        samples[f"tokens per second, {name}"] = [run.tokens_per_s for run in of]
-        if name == FP32:
-            continue
-        pairs = list(zip(of, runs[FP32], strict=True))
-        found = [100 * (one.heldout_loss / exact.heldout_loss - 1) for one, exact in pairs]
-        ratios = [one.tokens_per_s / exact.tokens_per_s for one, exact in pairs]
-        gaps[name], speeds[name] = statistics.fmean(found), statistics.median(ratios)
-        saved[name] = 100 * (1 - peaks[name] / peaks[FP32])
-        figures[f"held-out loss above FP32, {name}"] = Figure(value=gaps[name], unit="%", spread=spread(found))
-        figures[f"speed over FP32, {name}"] = Figure(value=speeds[name], unit="x", spread=spread(ratios))
-        figures[f"memory saved, {name}"] = Figure(value=saved[name], unit="%")
-    for chosen, ratio in products.items():
-        figures[f"bare products over FP32, {chosen}"] = Figure(value=ratio, unit="x")
+    beside = beside_fp32(runs, peaks, products)
+    speeds, gaps, saved = beside.speeds, beside.gaps, beside.saved
     too_far = [name for name, gap in gaps.items() if gap > (GAP_EIGHT if name in EIGHT_BITS else GAP)]
     best = max((name for name in speeds if name not in EIGHT_BITS), key=lambda name: speeds[name])
     fast = speeds[best] >= SPEED and saved[best] >= MEMORY and gaps[best] <= PUBLISHED_GAP
@@ -111,9 +130,9 @@ def judge(
     return Result(
         kind="met" if fast and not too_far else "short",
         reason=reason,
-        figures=figures,
+        figures=beside.figures,
         conditions=size.describe() | {"processor": torch.backends.cpu.get_cpu_capability()},
-        samples=samples,
+        samples=beside.samples,
     )
 
 

@@ -99,7 +99,7 @@ class AdaptivePrecision:
 
     @property
     def candidates(self) -> list[Format]:
-        return list(self.switcher.candidates(self.parts[0]) if self.parts else self.config.candidates)
+        return list(dict.fromkeys(["fp32", *self.switcher.widest.values(), *self.config.candidates]))
 
     def begin_step(self, step: int) -> None:
         """Before the forward pass of update `step` (from 0): look on while the period's last steps are made."""

@@ -1,0 +1,51 @@
+"""SIGKILL in a run of two processes that has every controller on: the run that goes on ends with the same bits."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from rank_processes import start_ranks, wait_for
+from wired_cases import SCRIPT, case, losses, run_cases, values, weights
+
+SECONDS = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0}
+FOLLOWING = {
+    "clip_norm": 0.05,
+    "adaptive_clip": {"kind": "percentile", "window": 6, "percentile": 50.0},
+    "dynamic_decay": {"above_norm": 1.2, "release": 0.77},
+    "spikes": {"num_sigmas": 8.0, "window": 6},
+}
+SCALED = {"use": "always", "initial": 1024.0, "window": 4}
+CHANGING = {"kind": "bandit", "every": 3, "window": 2, "hold": 1, "tolerance": 0.5, "spike": 5.0}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "formats": {**FOLLOWING, "precision": {"policy": "fp32", "adaptive": CHANGING, "loss_scale": SCALED}},
+    "sparse": {
+        **FOLLOWING,
+        "precision": {"policy": "fp8", "fp8": {"scaling": "delayed", "history": 3}, "loss_scale": SCALED},
+        "sparse": {"kind": "columns", "keep": 0.5, "refresh_every": 2, "batch": {"signal": "change", "keep": 0.5}},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_a_killed_run_ends_as_one_that_was_left_alone(tmp_path, kind):
+    settings = {**SETTINGS[kind], "eval_every_steps": 4, "checkpoint_every_steps": 2}
+    for folder in ("whole", "killed"):
+        (tmp_path / folder).mkdir()
+        if kind == "formats":
+            known = {f"{part}/{name}": value for part in ("attention", "ffn") for name, value in SECONDS.items()}
+            (tmp_path / folder / "formats.json").write_text(json.dumps({**known, "memory": 0.1}))
+    die = case("dies", "killed", settings=settings, mishap={"kind": "die", "step": 9, "rank": 1})
+    (tmp_path / "cases.json").write_text(json.dumps([die]))
+    statuses = [status for status, _, _ in wait_for(start_ranks(SCRIPT, tmp_path, tmp_path / "cases.json", size=2))]
+    assert statuses[1] == -9
+    run_cases(tmp_path, [case("whole", settings=settings), case("again", "killed", settings=settings)])
+    assert losses(tmp_path, "killed") == losses(tmp_path, "whole")
+    for metric in ("clip_norm", "decay_factor", "loss_scale", *(("sparse_share",) if kind == "sparse" else ())):
+        assert values(tmp_path, "killed", metric) == values(tmp_path, "whole", metric)
+    once, again = weights(tmp_path, "whole"), weights(tmp_path, "again", rank=1)
+    assert all(torch.equal(once[name], again[name]) for name in once)
+    if kind == "formats":
+        changes = [(tmp_path / folder / "formats.jsonl").read_text() for folder in ("whole", "killed")]
+        assert changes[0] == changes[1] != ""
