@@ -14,6 +14,7 @@ from modelwright.memory.config import OPERATORS, ActivationConfig
 from modelwright.model.attention import causal_attend, packed_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.ops import narrow
 from modelwright.precision.model import ModelFormats
 from modelwright.precision.policy import PrecisionConfig
 
@@ -88,7 +89,9 @@ def run(config, *, compute="fp32", attend=None):
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_gradients_are_equal_and_bytes_and_flops_are_those_of_the_formulas(compute):
+def test_gradients_are_equal_and_bytes_and_flops_are_those_of_the_formulas(compute, monkeypatch):
+    """The last product of a block is spared where it is one of PyTorch's own, hence with instructions for BF16."""
+    monkeypatch.setattr(narrow, "CPU_MULTIPLIES", narrow.NARROW)
     plain, _, flops, _, _ = run(ActivationConfig(), compute=compute)
     ids, tables, norm, bias = 8 * TOKENS, 2 * TOKENS * CONFIG.head_dim * 4, 4 * TOKENS * (32 + 1), 128 * 128 * 4
     casts = 2 * CONFIG.block_parameters if compute == "bf16" else 0
@@ -104,11 +107,11 @@ def test_gradients_are_equal_and_bytes_and_flops_are_those_of_the_formulas(compu
 def test_budget_holds_and_is_used():
     """Bytes kept and FLOPs fall and rise as the budget narrows; too narrow a one says what would do."""
     shape = block_shape(CONFIG, compute="fp32", mean_context=0)
-    wide, narrow = (
+    wide, tight = (
         segments_for(CONFIGS[name], 5, shape=shape, num_tokens=TOKENS) for name in ("wide budget", "narrow budget")
     )
-    assert 0 < total_recomputed_flops(shape, wide) < total_recomputed_flops(shape, narrow)
-    assert total_kept_bytes(shape, wide) > total_kept_bytes(shape, narrow)
+    assert 0 < total_recomputed_flops(shape, wide) < total_recomputed_flops(shape, tight)
+    assert total_kept_bytes(shape, wide) > total_kept_bytes(shape, tight)
     with pytest.raises(ConfigError, match=r"^budget_bytes: 1000 .* least that works is about \d+"):
         segments_for(ActivationConfig(mode="budget", budget_bytes=1000), 5, shape=shape, num_tokens=TOKENS)
 

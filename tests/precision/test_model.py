@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelwright.core.config import parse
 from modelwright.model.attention import packed_attend
+from modelwright.ops import narrow
 from modelwright.precision.model import ROLES, DelayedMaxima, FollowMaxima, ModelFormats, names_of_projections
 from modelwright.precision.policy import POLICIES, PrecisionConfig
 from tiny_decoder import make_decoder
@@ -21,9 +22,11 @@ class Formats(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: Counter[tuple[str, torch.dtype]] = Counter()
+        self.factors: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        self.factors += tensors if str(func) in PRODUCTS else []
         if tensors:
             self.seen[str(func), tensors[0].dtype] += 1
         return func(*args, **(kwargs or {}))
@@ -34,6 +37,10 @@ class Formats(TorchDispatchMode):
             if name in PRODUCTS or "_int_mm" in name:
                 found[dtype] += count
         return dict(found)
+
+    def wide_factors(self, dtype: torch.dtype) -> int:
+        """How many factors of products have values that the format does not have."""
+        return sum(not torch.equal(one, one.to(dtype).to(one.dtype)) for one in self.factors)
 
 
 def config(policy: str, **more) -> PrecisionConfig:
@@ -64,8 +71,10 @@ def run(model, *, backward: bool = True) -> tuple[torch.Tensor, Formats]:
         ("int8", {torch.float32, torch.int8}),
     ],
 )
-def test_products_run_in_the_formats_of_the_policy(policy, formats):
-    """Seven projections in each of two blocks, three products each; head and loss chunk by chunk beside them."""
+def test_products_run_in_the_formats_of_the_policy(policy, formats, monkeypatch):
+    """Seven projections in each of two blocks, three products each; head and loss chunk by chunk beside them. As on a
+    processor that has instructions for all formats."""
+    monkeypatch.setattr(narrow, "CPU_MULTIPLIES", narrow.NARROW)
     model = make_decoder()
     ModelFormats(model, config(policy))
     _, seen = run(model)
@@ -76,6 +85,19 @@ def test_products_run_in_the_formats_of_the_policy(policy, formats):
     if policy == "hybrid":
         assert found[torch.bfloat16] == 2 * 3 * 3
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize(("policy", "dtype"), [("bf16_mixed", torch.bfloat16), ("pure_fp16", torch.float16)])
+def test_without_instructions_fp32_products_take_factors_of_the_format(policy, dtype, monkeypatch):
+    """Every factor of every product has a value of the format, and so has every result that is handed on."""
+    monkeypatch.setattr(narrow, "CPU_MULTIPLIES", frozenset())
+    model = make_decoder()
+    ModelFormats(model, config(policy))
+    loss, seen = run(model)
+    assert set(seen.products()) == {torch.float32}
+    assert seen.wide_factors(dtype) == 0
+    monkeypatch.setattr(narrow, "CPU_MULTIPLIES", narrow.NARROW)
+    assert loss.item() == pytest.approx(run(model)[0].item(), rel=2e-3)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -135,8 +157,9 @@ def test_evaluation_in_fp32_is_that_of_a_plain_model():
     assert again != exact
 
 
-def test_parts_change_their_format_while_the_others_keep_theirs():
+def test_parts_change_their_format_while_the_others_keep_theirs(monkeypatch):
     model = make_decoder()
+    monkeypatch.setattr(narrow, "CPU_MULTIPLIES", narrow.NARROW)
     formats = ModelFormats(model, config("fp32"))
     assert formats.parts == ["blocks.0.attention", "blocks.0.ffn", "blocks.1.attention", "blocks.1.ffn"]
     formats.change({"blocks.1.ffn": "int8", "blocks.0.attention": "bf16"})

@@ -165,6 +165,7 @@ def total_recomputed_flops(shape: BlockShape, segments: Iterable[Segment]) -> fl
 
 
 def head_workspace_bytes(model: ModelConfig, *, num_tokens: int, chunk_tokens: int, tensor: int = 1) -> int:
-    """A chunk of logits with its softmax, and the head's gradient, on one rank."""
+    """A chunk of logits, which becomes its softmax and its gradient and once stands beside its cast to 16 bits; and the
+    gradient of the head's weight. On one rank."""
     chunk = min(chunk_tokens, num_tokens)
-    return FP32_BYTES * (model.vocab_size // tensor) * (2 * chunk + model.model_dim)
+    return FP32_BYTES * (model.vocab_size // tensor) * (3 * chunk // 2 + model.model_dim)

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from modelwright.ops.narrow import widened
+
 TILE_LEN = 128
 """Queries per tile. The CPU kernel walks keys in blocks of 512 and skips none within a block (its `kvSplitSize`)."""
 
@@ -124,9 +126,9 @@ def _packed_forward(
     num_kv_heads = k_BTKd.shape[2]
     out_BTHd = torch.empty_like(q_BTHd, memory_format=torch.contiguous_format)
     lse_BKGT = q_BTHd.new_empty((rows, num_kv_heads, num_heads // num_kv_heads, row_len), dtype=_wide(q_BTHd))
-    q_BKGTd, k_BKGTd, v_BKGTd = _grouped(q_BTHd, k_BTKd, v_BTKd)
+    q_BKGTd, k_BKGTd, v_BKGTd = _grouped(*widened(q_BTHd, k_BTKd, v_BTKd))
     out_BKGTd = out_BTHd.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
-    bias = bias.to(q_BTHd.dtype)
+    bias = bias.to(q_BKGTd.dtype)
     for row, start, first, end, at in bounds_P5.tolist():
         tile = (row, slice(None), slice(None), slice(at, at + end - first))
         out_BKGTd[tile], lse_BKGT[tile] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -159,13 +161,13 @@ def _packed_backward(
     bias: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_kv_heads = k_BTKd.shape[2]
-    q_BKGTd, k_BKGTd, v_BKGTd = _grouped(q_BTHd, k_BTKd, v_BTKd)
+    q_BKGTd, k_BKGTd, v_BKGTd = _grouped(*widened(q_BTHd, k_BTKd, v_BTKd))
     grad_q = torch.empty_like(q_BTHd, memory_format=torch.contiguous_format)
     grad_k, grad_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k_BTKd, v_BTKd))
     grad_BKGTd, out_BKGTd, grad_q_BKGTd = (
-        x.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4) for x in (grad_BTHd, out_BTHd, grad_q)
+        x.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4) for x in (*widened(grad_BTHd, out_BTHd), grad_q)
     )
-    bias = bias.to(q_BTHd.dtype)
+    bias = bias.to(q_BKGTd.dtype)
     for row, start, first, end, at in bounds_P5.tolist():
         tile = (row, slice(None), slice(None), slice(at, at + end - first))
         tile_q, tile_k, tile_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from modelwright.ops.narrow import product
+
 CHUNK_TOKENS = 512
 
 LossOfLogits = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -77,7 +79,7 @@ def token_log_probs(
     """log p(label) of every token, FP32 [N], 0 where the label is ignored. No gradient."""
     result_N = torch.zeros(labels_N.shape, dtype=torch.float32, device=hidden_ND.device)
     for kept_C in _chunks(labels_N, ignore_index, chunk_tokens):
-        logits_CV = F.linear(hidden_ND[kept_C], weight_VD.to(hidden_ND.dtype)).float()
+        logits_CV = product(hidden_ND[kept_C], weight_VD.to(hidden_ND.dtype).T).float()
         result_N[kept_C] = -F.cross_entropy(logits_CV, labels_N[kept_C], reduction="none")
     return result_N
 
@@ -94,13 +96,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scores_in = torch.float32 if in_fp32 else compute
         for kept_C in _chunks(labels_N, ignore_index, chunk_tokens):
             hidden_CD = hidden_ND[kept_C].to(compute)
-            chunk_loss, grad_logits_CV = loss_of_logits((hidden_CD @ weight.T).to(scores_in), labels_N[kept_C])
+            chunk_loss, grad_logits_CV = loss_of_logits(product(hidden_CD, weight.T).to(scores_in), labels_N[kept_C])
             loss += chunk_loss
             grad_logits_CV = grad_logits_CV.to(compute)
             if grad_hidden_ND is not None:
-                grad_hidden_ND[kept_C] = (grad_logits_CV @ weight).to(grad_hidden_ND.dtype)
+                grad_hidden_ND[kept_C] = product(grad_logits_CV, weight).to(grad_hidden_ND.dtype)
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, grad_logits_CV.T, hidden_CD)
+            del grad_logits_CV  # or the next chunk's logits would be made beside it
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return loss
@@ -121,7 +124,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
-        total += left @ right
+        total += product(left, right)
 
 
 def _chunks(labels_N: Tensor, ignore_index: int, chunk_tokens: int) -> Iterator[slice | Tensor]:

@@ -13,15 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from modelwright.ops.narrow import is_widened, product
+
 Pair = Callable[[Tensor, Tensor], Tensor]
 
 
+def _forward(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+    return product(x_NI, weight_OI.T)
+
+
 def _input_gradient(dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
-    return dy_NO @ weight_OI
+    return product(dy_NO, weight_OI)
 
 
 def _weight_gradient(dy_NO: Tensor, x_NI: Tensor) -> Tensor:
-    return dy_NO.T @ x_NI
+    return product(dy_NO.T, x_NI)
 
 
 def _as_it_is(x_NI: Tensor) -> tuple[Tensor, ...]:
@@ -41,7 +47,7 @@ class Products:
     """
 
     name: str = "plain"
-    forward: Pair = F.linear
+    forward: Pair = _forward
     input_gradient: Pair = _input_gradient
     weight_gradient: Pair = _weight_gradient
     pack: Callable[[Tensor], tuple[Tensor, ...]] = _as_it_is
@@ -54,7 +60,7 @@ PLAIN = Products()
 
 def multiply(x: Tensor, weight_OI: Tensor, products: Products = PLAIN) -> Tensor:
     """x [..., I] times weight', [..., O], with gradients by `products`. Differentiable once."""
-    if products is PLAIN:
+    if products is PLAIN and not is_widened(x.dtype, x.device):
         return F.linear(x, weight_OI)
     return _Multiply.apply(x, weight_OI, products)  # type: ignore[return-value]
 

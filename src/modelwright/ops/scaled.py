@@ -15,6 +15,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from modelwright.ops.narrow import is_widened
+
 Grid = tuple[int, int]
 TENSORWISE: Grid = (0, 0)
 ROWWISE: Grid = (1, 0)
@@ -100,6 +102,8 @@ def int8_product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
 
     CUDA's kernel wants more than 16 rows and multiples of 8: factors are padded with zeros there.
     """
+    if is_widened(torch.int8, a_MK.device):
+        return a_MK.float() @ b_NK.float().T
     int_mm = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
     if a_MK.device.type == "cpu":
         return int_mm(a_MK, b_NK.T).float()
