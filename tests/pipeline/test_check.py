@@ -78,7 +78,7 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
             r"^parallel\.sequence_parallel: rows of 127 tokens",
         ),
         ({"sft": {"offload_optimizer": True}}, 1, r"^sft\.offload_optimizer: on the CPU"),
-        ({"pretrain": {"activations": {"offload": True}}}, 1, r"^pretrain\.activations\.offload: .* switch it off"),
+        ({"pretrain": {"activations": {"offload": "host"}}}, 1, r"^pretrain\.activations\.offload: .* switch it off"),
     ],
 )  # fmt: skip
 def test_messages(changes: Mapping[str, Any], num_processes: int, message: str) -> None:
@@ -107,7 +107,7 @@ def test_only_stages_that_are_trained_count() -> None:
 @pytest.mark.parametrize("how", [["--dry-run"], []])
 def test_nothing_is_written(inside: Command, tmp_path: Path, how: list[str]) -> None:
     run = tmp_path / "run"
-    done = inside("run", "tiny", "--run-dir", str(run), "--pretrain.activations.offload", *how)
+    done = inside("run", "tiny", "--run-dir", str(run), "--pretrain.activations.offload", "host", *how)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "pretrain.activations.offload: " in done.stderr
     assert not run.exists() or [path.name for path in run.iterdir()] == [".lock"]

@@ -16,7 +16,7 @@ from modelwright.memory.lifetimes import Timeline
 from modelwright.model.config import ModelConfig
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.plan.catalog import MODELS
-from modelwright.plan.memory_plan import plan_step
+from modelwright.plan.memory_plan import Elsewhere, plan_step
 from modelwright.plan.memory_text import plan_text
 from modelwright.plan.traced_step import trace_step
 from modelwright.train.config import TrainConfig
@@ -44,6 +44,8 @@ CASES = {
     "in backward": {"update_in_backward": "unclipped"},
     "recomputed": {"activations": {"mode": "unit", "unit_layers": 2}},
     "selective": {"activations": {"mode": "selective"}},
+    "on disk": {"activations": {"offload": "disk"}},
+    "units on disk": {"activations": {"mode": "unit", "unit_layers": 2, "offload": "disk"}},
     "int8 states": {"optimizer": "adamw_int8"},
     "bf16": {"precision": {"policy": "bf16_mixed"}},
 }
@@ -87,7 +89,7 @@ def test_gradients_do_not_all_live_at_once_where_weights_are_updated_in_backward
 
 @linux
 def test_predicted_peaks_against_real_processes():
-    wanted = ("plain", "in backward", "recomputed")
+    wanted = ("plain", "in backward", "recomputed", "on disk")
     configs = [settings(batch_tokens=1024, **CASES[case]) for case in wanted]
     probes = [Probe(model=LARGER, train=config, seq_len=LARGER.max_seq_len) for config in configs]
     for config, (measured,) in zip(configs, memory_probe.measure_all(probes), strict=True):
@@ -118,6 +120,24 @@ def test_a_plan_holds_its_budget_with_as_little_as_that_takes():
     assert plan_step(SMALL, train, Pretrain, seq_len=128, budget_bytes=before).train == train
 
 
+def test_a_plan_lets_activations_wait_elsewhere_where_that_is_cheaper():
+    """Cheap moving: nothing is computed again, and a smaller peak is reached. Dear moving: nothing is moved."""
+    train = settings(batch_tokens=2048)
+    without = plan_step(LARGER, train, Pretrain, seq_len=256, more_compute=1.0)
+    cheap = Elsewhere(tier="disk", flops_per_byte=1.0)
+    moved = plan_step(LARGER, train, Pretrain, seq_len=256, more_compute=1.0, elsewhere=cheap)
+    assert moved.after.peak_bytes < without.after.peak_bytes
+    assert moved.moved_bytes > 0
+    budget = (without.before.peak_bytes + without.after.peak_bytes) // 2
+    at_budget = plan_step(LARGER, train, Pretrain, seq_len=256, budget_bytes=budget, elsewhere=cheap)
+    assert at_budget.after.peak_bytes <= budget
+    assert (at_budget.more_flops, at_budget.moved_bytes > 0) == (0.0, True)
+    assert at_budget.settings(train)["activations"]["offload"] == "disk"  # type: ignore[index]
+    dear = Elsewhere(tier="disk", flops_per_byte=1e9)
+    again = plan_step(LARGER, train, Pretrain, seq_len=256, budget_bytes=budget, elsewhere=dear)
+    assert (again.more_flops > 0.0, again.moved_bytes) == (True, 0)
+
+
 def test_clipping_keeps_updates_after_backward():
     clipped = settings(clip_norm=1.0, batch_tokens=128)
     assert plan_step(replace(SHAPE, num_layers=1), clipped, Pretrain, seq_len=128).train.update_in_backward == "none"
@@ -143,6 +163,11 @@ def test_the_picture(capsys, tmp_path):
     assert "activations" in shown
     assert "reused" in shown
     assert page.read_text().count("<svg") == 3
+    moving = ["plan", "tiny", "--memory", "--offload", "disk", "--results", str(tmp_path)]
+    assert main(moving) == 0
+    assert "as configured" in capsys.readouterr().out
+    assert main([*moving, "--flops-per-byte", "0.01"]) == 0
+    assert "written and read again in each step" in capsys.readouterr().out
     assert main(["plan", "tiny", "--memory", "--json", "--batch-tokens", "2048", "--top", "2"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["after"]["peak_bytes"] <= data["before"]["peak_bytes"]

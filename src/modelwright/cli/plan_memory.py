@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from modelwright.core.errors import ConfigError
+from modelwright.model.config import ModelConfig
 
 FLAG = "--timeline"
 """What `--memory` without a number means."""
@@ -20,6 +21,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--budget", metavar="BYTES", help="peak that the plan may reach")
     group.add_argument(
         "--more-compute", type=float, default=0.2, metavar="SHARE", help="of FLOPs, where there is no budget"
+    )
+    group.add_argument("--offload", choices=("host", "disk"), help="what blocks keep may also wait there")
+    group.add_argument(
+        "--flops-per-byte", type=float, default=0.0, metavar="N", help="computed while a byte moves (default: measured)"
     )
     group.add_argument("--html", type=Path, metavar="FILE", help="write the timelines as a page, too")
 
@@ -50,6 +55,7 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
         seq_len=seq_len,
         budget_bytes=int(number(options.budget, "--budget")) if options.budget else 0,
         more_compute=options.more_compute,
+        elsewhere=_elsewhere(options, model, train.precision.compute),
     )
     if options.html:
         options.html.write_text(memory_page(plan, train, title=f"Memory of a step: {options.target}"), encoding="utf-8")
@@ -65,6 +71,33 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
     )
     print(plan_text(plan, train, top=options.top, known_error=error))
     return 0
+
+
+def _elsewhere(options: argparse.Namespace, model: ModelConfig, compute: str):
+    """Where activations may wait, and what moving costs: as given, else measured on this machine."""
+    import tempfile
+
+    import torch
+
+    from modelwright.memory.config import ActivationConfig
+    from modelwright.memory.offload import check_tier, open_store
+    from modelwright.parallel.mesh import default_device
+    from modelwright.plan.doctor import measure_rates
+    from modelwright.plan.memory_plan import NOWHERE, Elsewhere
+    from modelwright.plan.moving import measure_flops_per_byte
+
+    if not options.offload:
+        return NOWHERE
+    found, device = options.flops_per_byte, default_device()
+    if not found:
+        config = ActivationConfig(offload=options.offload)
+        check_tier(config, on_cpu=device.type == "cpu")
+        rates = measure_rates(model, num_tokens=2048, budget_s=2.0)["effective"]
+        with tempfile.TemporaryDirectory(dir=".") as folder:
+            store = open_store(config, device=torch.device(device), folder=Path(folder))
+            assert store is not None
+            found = measure_flops_per_byte(store, device, rates.get(compute, rates["fp32"]))
+    return Elsewhere(tier=options.offload, flops_per_byte=found)
 
 
 def _training(options: argparse.Namespace):

@@ -24,11 +24,13 @@ class Segment:
 
     recompute false: they keep all that backward needs. True: they keep the input of the first and the outputs of the
     operators in `keep`; the rest is computed again, for all of them at once. `keep` needs segments of one block.
+    offload: what they keep waits elsewhere.
     """
 
     num_layers: int
     recompute: bool
     keep: tuple[Operator, ...] = ()
+    offload: bool = False
 
     def __post_init__(self) -> None:
         assert self.num_layers > 0
@@ -100,16 +102,26 @@ class BlockShape:
     def forward_flops(self) -> float:
         return sum(map(self.flops, OPERATORS)) + 2.0 * self.ffn_dim * self.model_dim
 
-    def kept_bytes(self, segment: Segment) -> int:
-        """From forward to backward, by all blocks of the segment."""
+    def saved_bytes(self, segment: Segment) -> int:
+        """From forward to backward, by all blocks of the segment, wherever it waits."""
         if not segment.recompute:
             return segment.num_layers * self.whole_bytes
         return self.input_bytes + sum(map(self.output_bytes, segment.keep))
 
+    def kept_bytes(self, segment: Segment) -> int:
+        """The part of `saved_bytes` that takes the device's memory meanwhile."""
+        return 0 if segment.offload else self.saved_bytes(segment)
+
+    def moved_bytes(self, segment: Segment) -> int:
+        """Out and back."""
+        return 2 * self.saved_bytes(segment) if segment.offload else 0
+
     def moment_bytes(self, segment: Segment) -> int:
-        """Beside what is kept, while the segment runs backward: what was computed again, and one block's workspace."""
+        """Beside what is kept, while the segment runs backward: what was computed again or came back, and one block's
+        workspace."""
         again = segment.num_layers * self.whole_bytes - sum(map(self.output_bytes, segment.keep))
-        return self.workspace_bytes + (max(0, again) if segment.recompute else 0)
+        back = self.saved_bytes(segment) if segment.offload else 0
+        return self.workspace_bytes + (max(0, again) if segment.recompute else 0) + back
 
     def recomputed_flops(self, segment: Segment) -> float:
         """FLOPs computed again. The last product of a segment is not: nobody needs its output."""
@@ -148,6 +160,11 @@ def block_shape(
 def total_kept_bytes(shape: BlockShape, segments: Iterable[Segment]) -> int:
     """Bytes per token that all blocks keep."""
     return sum(map(shape.kept_bytes, segments))
+
+
+def total_moved_bytes(shape: BlockShape, segments: Iterable[Segment]) -> int:
+    """Bytes per token that go elsewhere and come back."""
+    return sum(map(shape.moved_bytes, segments))
 
 
 def peak_bytes(shape: BlockShape, segments: Sequence[Segment]) -> int:

@@ -1,4 +1,5 @@
-"""The least computed again under a memory budget: which blocks keep everything, which some outputs, which their input.
+"""The least computed again and moved under a memory budget: which blocks keep everything, which some outputs, which
+their input, and whose share waits elsewhere.
 
 Blocks run backward from the last to the first, so while a segment runs, what all segments before it keep is still
 there: the budget holds at every such moment. Chosen by dynamic programming over (blocks done, bytes kept so far),
@@ -9,7 +10,7 @@ PyTorch's memory-budget partitioner; `solve_naive` tries everything. Knows no mo
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -46,20 +47,26 @@ class Budget:
     end_bytes: int = 0
 
 
-def block_choices(shape: BlockShape, num_tokens: int, num_layers: int) -> list[Choice]:
-    """The choices for homogeneous blocks: keep all; keep the outputs that cost most per byte; units of blocks."""
+def block_choices(shape: BlockShape, num_tokens: int, num_layers: int, *, flops_per_byte: float = 0.0) -> list[Choice]:
+    """The choices for homogeneous blocks: keep all; keep the outputs that cost most per byte; units of blocks.
+
+    flops_per_byte: what is kept may also wait elsewhere, which costs as much as so many FLOPs for each byte that goes
+    or comes back; without it (0) nothing leaves.
+    """
     by_cost = sorted(OPERATORS, key=lambda name: shape.flops(name) / shape.output_bytes(name), reverse=True)
     segments = [Segment(num_layers=1, recompute=False)]
     for count in range(1, len(by_cost) + 1):
         segments.append(Segment(num_layers=1, recompute=True, keep=_in_order(by_cost[:count])))
     units = range(1, min(_MAX_UNIT_LAYERS, num_layers) + 1)
     segments += [Segment(num_layers=n, recompute=True) for n in units]
+    if flops_per_byte:
+        segments += [replace(segment, offload=True) for segment in segments]
     return [
         Choice(
             segment=segment,
             kept_bytes=num_tokens * shape.kept_bytes(segment),
             moment_bytes=num_tokens * shape.moment_bytes(segment),
-            cost=num_tokens * shape.recomputed_flops(segment),
+            cost=num_tokens * (shape.recomputed_flops(segment) + flops_per_byte * shape.moved_bytes(segment)),
         )
         for segment in segments
     ]

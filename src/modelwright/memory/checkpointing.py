@@ -14,11 +14,10 @@ from functools import partial
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from modelwright.core.errors import ConfigError
 from modelwright.memory.activations import BlockShape, Segment
 from modelwright.memory.budget import Budget, block_choices, solve
 from modelwright.memory.config import ActivationConfig
-from modelwright.memory.offload import offloading
+from modelwright.memory.offload import Store, offloading
 from modelwright.memory.selective import contexts_keeping
 from modelwright.model.decoder import Attend, Decoder
 from modelwright.ops.rope import rope_tables
@@ -38,33 +37,33 @@ def segments_for(
     shape, num_tokens (of one microbatch), in_flight and end_bytes (see `Budget`) matter to mode budget only, which
     raises `ConfigError` when the budget is too small.
     """
+    away = config.offload != "none"
     if config.mode == "none":
-        return [Segment(num_layers=1, recompute=False)] * num_layers
+        return [Segment(num_layers=1, recompute=False, offload=away)] * num_layers
     if config.mode == "selective":
-        return [Segment(num_layers=1, recompute=True, keep=config.keep)] * num_layers
+        return [Segment(num_layers=1, recompute=True, keep=config.keep, offload=away)] * num_layers
     if config.mode == "unit":
-        starts = range(0, num_layers, config.unit_layers)
-        return [Segment(num_layers=min(config.unit_layers, num_layers - s), recompute=True) for s in starts]
+        lengths = [min(config.unit_layers, num_layers - s) for s in range(0, num_layers, config.unit_layers)]
+        return [Segment(num_layers=length, recompute=True, offload=away) for length in lengths]
     budget = Budget(num_bytes=config.budget_bytes, in_flight=in_flight, end_bytes=end_bytes)
-    choices = block_choices(shape, num_tokens, num_layers)
+    choices = block_choices(shape, num_tokens, num_layers, flops_per_byte=config.flops_per_byte)
     return [choice.segment for choice in solve(choices, num_layers, budget)] if num_layers else []
 
 
-def checkpoint_segments(model: Decoder, segments: Sequence[Segment], *, offload: bool = False) -> Decoder:
+def checkpoint_segments(model: Decoder, segments: Sequence[Segment], *, store: Store | None = None) -> Decoder:
     """Treat the model's blocks, in order, as the segments say. Returns the same model.
 
-    Raises `ConfigError` for `offload` when the model is on the host already.
+    store: where that waits which segments give away.
     """
-    if offload:
-        _check_offload(model)
+    assert store is not None or not any(segment.offload for segment in segments)
     assert sum(segment.num_layers for segment in segments) == len(model.blocks)
     blocks = iter(model.blocks.values())
     groups = [(segment, [next(blocks) for _ in range(segment.num_layers)]) for segment in segments]
     for segment, group in groups:
         if segment.num_layers == 1:
-            _wrap_block(group[0], segment, offload)
+            _wrap_block(group[0], segment, store)
     if any(segment.num_layers > 1 for segment in segments):
-        model.run_blocks = partial(_run_units, model, [group for _, group in groups], offload)
+        model.run_blocks = partial(_run_units, model, groups, store)
     return model
 
 
@@ -75,32 +74,32 @@ def remove_checkpoints(model: Decoder) -> None:
         block.__dict__.pop("forward", None)
 
 
-def _wrap_block(block: nn.Module, segment: Segment, offload: bool) -> None:
+def _wrap_block(block: nn.Module, segment: Segment, store: Store | None) -> None:
     forward = block.forward
     if segment.recompute:
         contexts = contexts_keeping(segment.keep) if segment.keep else noop_context_fn
         forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
-    if offload:
-        forward = partial(_offloaded, [block], forward)
-    if segment.recompute or offload:
+    if segment.offload:
+        forward = partial(_offloaded, [block], forward, store)
+    if segment.recompute or segment.offload:
         block.forward = forward
 
 
 def _run_units(
     model: Decoder,
-    units: Sequence[Sequence[nn.Module]],
-    offload: bool,
+    units: Sequence[tuple[Segment, Sequence[nn.Module]]],
+    store: Store | None,
     hidden_BTD: Tensor,
     positions_BT: Tensor,
     attend: Attend,
 ) -> Tensor:
     """`Decoder.run_blocks`, with every unit of several blocks as one checkpointed function."""
     cos, sin = rope_tables(positions_BT, model.config.head_dim, model.config.rope_theta)
-    for unit in units:
+    for segment, unit in units:
         run = partial(_run_in_turn, unit)
         if len(unit) > 1:
             run = partial(checkpoint, run, use_reentrant=False)
-            run = partial(_offloaded, unit, run) if offload else run
+            run = partial(_offloaded, unit, run, store) if segment.offload else run
         hidden_BTD = run(hidden_BTD, cos, sin, attend)
     return hidden_BTD
 
@@ -114,18 +113,12 @@ def _run_in_turn(blocks: Sequence[nn.Module], hidden_BTD: Tensor, cos: Tensor, s
 def _offloaded(
     blocks: Sequence[nn.Module],
     run: Callable[..., Tensor],
+    store: Store | None,
     hidden_BTD: Tensor,
     cos: Tensor,
     sin: Tensor,
     attend: Attend,
 ) -> Tensor:
-    with offloading(blocks, (cos, sin)):
+    assert store is not None
+    with offloading(blocks, (cos, sin), store):
         return run(hidden_BTD, cos, sin, attend)
-
-
-def _check_offload(model: Decoder) -> None:
-    if next(model.parameters()).device.type == "cpu":
-        raise ConfigError(
-            "offload: moves what is kept to the host's memory, and this model lies there already; switch it off, or "
-            "save memory with mode unit, selective or budget"
-        )

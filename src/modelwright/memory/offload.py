@@ -1,59 +1,135 @@
-"""What is kept for backward waits in the host's memory.
+"""What is kept for backward waits elsewhere: in the host's memory, or in a file.
 
-`torch.autograd.graph.save_on_cpu` would move weights and their casts too, which FSDP frees and gathers by itself: here
-only activations go, and what all blocks share stays. Copies run in the order of the device's stream through pinned
-memory; they are not overlapped with compute.
+`torch.autograd.graph.save_on_cpu` would move weights and their casts too, which FSDP frees and gathers by itself, and
+would move a tensor once for each operator that saves it: here only activations go, each of them once, and what all
+blocks share stays. Copies to the host run in the order of the device's stream through pinned memory; a file is written
+and read by threads of its own (`disk.py`).
 """
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from modelwright.core.errors import ConfigError
+from modelwright.memory.config import ActivationConfig
+from modelwright.memory.disk import DiskStore
 from modelwright.ops.pieces import local
 
 MIN_BYTES = 2**16
-"""Smaller tensors stay: copying them costs more than their memory is worth."""
+"""Smaller tensors stay: moving them costs more than their memory is worth."""
+
+Fetch = Callable[[], Tensor]
+"""Gives the tensor again, on the device that it came from; may be asked more than once."""
 
 
-def offloading(modules: Sequence[nn.Module], shared: Iterable[Tensor]) -> AbstractContextManager[Any]:
-    """Within the block what autograd saves goes to the host, but not the weights nor the tensors in `shared`.
+class Store(Protocol):
+    """Where tensors wait."""
+
+    def put(self, piece: Tensor) -> Fetch:
+        """The tensor may be freed as soon as this returns; what it gives must not be written to."""
+        ...
+
+
+class HostStore:
+    """The host's memory, pinned where the device is CUDA's."""
+
+    def put(self, piece: Tensor) -> Fetch:
+        device = piece.device
+        host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=device.type == "cuda")
+        host.copy_(piece, non_blocking=True)
+        return lambda: host.to(device, non_blocking=True)
+
+
+class Nowhere:
+    """Keeps nothing but shapes, and gives zeros: for tracing a step without the place where its tensors wait."""
+
+    def put(self, piece: Tensor) -> Fetch:
+        shape, empty = piece.shape, piece.new_empty(0)
+        return lambda: empty.new_zeros(shape)
+
+
+def check_tier(config: ActivationConfig, *, on_cpu: bool) -> None:
+    """Raises `ConfigError` for the host's memory when the model lies there already."""
+    if config.offload == "host" and on_cpu:
+        raise ConfigError(
+            "offload: host moves what is kept to the host's memory, and on the CPU it lies there already; switch it "
+            "off, take disk, or save memory with mode unit, selective or budget"
+        )
+
+
+def open_store(config: ActivationConfig, *, device: torch.device, folder: Path) -> Store | None:
+    """Where what blocks keep waits, if the configuration says so; a file in `folder` unless it names another.
+
+    Raises `ConfigError` as `check_tier`.
+    """
+    check_tier(config, on_cpu=device.type == "cpu")
+    if config.offload == "disk":
+        return DiskStore(Path(config.offload_folder) if config.offload_folder else folder)
+    return HostStore() if config.offload == "host" else None
+
+
+@dataclass
+class _Away:
+    """A tensor that has gone; uses: how often it is still asked for; here: it, once it is back and until the last."""
+
+    fetch: Fetch
+    uses: int = 0
+    here: Tensor | None = None
+
+    def take(self) -> Tensor:
+        piece = self.fetch() if self.here is None else self.here
+        self.uses -= 1
+        self.here = piece if self.uses > 0 else None
+        return piece
+
+
+def offloading(modules: Sequence[nn.Module], shared: Iterable[Tensor], store: Store) -> AbstractContextManager[Any]:
+    """Within the block what autograd saves goes to the store, but not the weights nor the tensors in `shared`.
 
     A weight, or its cast to another format, is known by its shape.
     """
-    staying = {_pointer(tensor) for tensor in shared}
+    staying = {_storage(tensor) for tensor in shared}
+    gone: dict[tuple[Any, ...], tuple[_Away, weakref.ref[Any]]] = {}
 
     def pack(tensor: Tensor) -> Any:
         shapes = {shape for module in modules for p in module.parameters() for shape in (p.shape, p.shape[::-1])}
-        stays = tensor.shape in shapes or _pointer(tensor) in staying or local(tensor).nbytes < MIN_BYTES
-        return tensor if stays else to_host(tensor)
+        piece = local(tensor).detach()
+        if tensor.shape in shapes or _storage(tensor) in staying or piece.nbytes < MIN_BYTES:
+            return tensor
+        key = (_storage(tensor), piece.storage_offset(), piece.shape, piece.stride(), tensor._version)
+        if key not in gone:
+            # once its memory is free another tensor may lie there
+            watch = weakref.ref(piece.untyped_storage(), lambda _: gone.pop(key, None))
+            gone[key] = _Away(store.put(piece)), watch
+        away = gone[key][0]
+        away.uses += 1
+        return away, _layout(tensor)
 
-    return saved_tensors_hooks(pack, lambda packed: packed if isinstance(packed, Tensor) else from_host(*packed))
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else _laid_out(packed[0].take(), packed[1])
+
+    return saved_tensors_hooks(pack, unpack)
 
 
-def to_host(tensor: Tensor) -> tuple[Tensor, torch.device, tuple[Any, ...]]:
-    """The values in the host's memory, the device they came from, and the layout of a DTensor (empty for others)."""
-    piece = local(tensor)
-    host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.device.type == "cuda")
-    host.copy_(piece, non_blocking=True)
-    layout = ()
-    if isinstance(tensor, DTensor):
-        layout = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-    return host, piece.device, layout
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """Of a DTensor; empty for others."""
+    return (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()) if isinstance(tensor, DTensor) else ()
 
 
-def from_host(host: Tensor, device: torch.device, layout: tuple[Any, ...]) -> Tensor:
-    """The tensor that `to_host` took apart."""
-    piece = host.to(device, non_blocking=True)
+def _laid_out(piece: Tensor, layout: tuple[Any, ...]) -> Tensor:
     if not layout:
         return piece
     mesh, placements, shape, stride = layout
     return DTensor.from_local(piece, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _pointer(tensor: Tensor) -> int:
-    return local(tensor).untyped_storage().data_ptr()
+def _storage(tensor: Tensor) -> int:
+    return local(tensor).untyped_storage()._cdata

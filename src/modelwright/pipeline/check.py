@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from modelwright.core.errors import ConfigError
+from modelwright.memory.offload import check_tier
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.context import own_spans
 from modelwright.parallel.stages import check_microbatches, check_ties, layers_of_stages
@@ -66,13 +67,10 @@ def _check_stage(training: TrainConfig, layout: ParallelConfig, config: RunConfi
         raise ConfigError("offload_optimizer: on the CPU its states lie in the host's memory already; switch it off")
     if training.offload_optimizer and training.asynchronous.mode == "hogwild":
         raise ConfigError("offload_optimizer: asynchronous.mode hogwild shares the states; switch one of them off")
-    if kept.offload and on_cpu:
-        raise ConfigError(
-            "activations.offload: moves what is kept to the host's memory, and on the CPU it lies there already; "
-            "switch it off"
-        )
+    with within("activations"):
+        check_tier(kept, on_cpu=on_cpu)
     zero_bubble = layout.pipeline > 1 and layout.schedule == "zero_bubble"
-    if zero_bubble and (training.compile or kept.offload or kept.mode in ("unit", "selective")):
+    if zero_bubble and (training.compile or kept.offload != "none" or kept.mode in ("unit", "selective")):
         name = "compile" if training.compile else "activations"
         raise ConfigError(
             f"{name}: does not go with parallel.schedule zero_bubble, which takes blocks apart; switch it off, or take "

@@ -1,4 +1,4 @@
-"""A plan for the memory of a training step: what to compute again and when to update, judged by traces of the step.
+"""A plan for the memory of a training step: what to compute again, what to move and when to update, judged by traces.
 
 What blocks keep is chosen by `memory.budget` under a budget for activations; a trace of the whole step, with weights,
 gradients, the head and the update in it, says what comes of it. Updates in backward join where they change no weight.
@@ -10,10 +10,16 @@ from dataclasses import dataclass, replace
 
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
-from modelwright.memory.activations import BlockShape, block_shape, head_workspace_bytes, total_recomputed_flops
+from modelwright.memory.activations import (
+    Segment,
+    block_shape,
+    head_workspace_bytes,
+    total_moved_bytes,
+    total_recomputed_flops,
+)
 from modelwright.memory.budget import Budget, block_choices, least_budget
 from modelwright.memory.checkpointing import segments_for
-from modelwright.memory.config import ActivationConfig
+from modelwright.memory.config import ActivationConfig, Tier
 from modelwright.memory.lifetimes import Timeline
 from modelwright.model.config import ModelConfig
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
@@ -28,12 +34,13 @@ _CANDIDATES = 24
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """before: the step as configured; after: with `train`, which is the plan; more_flops: computed again, as a share of
-    the step's model FLOPs."""
+    the step's model FLOPs; moved_bytes: that a step's activations write to another place and read again, in all."""
 
     before: Timeline
     after: Timeline
     train: TrainConfig
     more_flops: float
+    moved_bytes: int
 
     @property
     def saved_share(self) -> float:
@@ -47,9 +54,24 @@ class StepPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """Another place where activations may wait; flops_per_byte: as in `ActivationConfig`."""
+
+    tier: Tier = "none"
+    flops_per_byte: float = 0.0
+
+
+NOWHERE = Elsewhere()
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Candidate:
+    """cost: of computing again and moving, as a share of the step's model FLOPs."""
+
     train: TrainConfig
     more_flops: float
+    moved_bytes: int
+    cost: float
 
 
 def plan_step(
@@ -60,20 +82,20 @@ def plan_step(
     seq_len: int,
     budget_bytes: int = 0,
     more_compute: float = MORE_COMPUTE,
+    elsewhere: Elsewhere = NOWHERE,
 ) -> StepPlan:
-    """The least that is computed again such that the peak is at most `budget_bytes`; without a budget (0) the lowest
-    peak for `more_compute` of the step's FLOPs.
+    """The least that is computed again and moved such that the peak is at most `budget_bytes`; without a budget (0) the
+    lowest peak for `more_compute` of the step's FLOPs, moving counted by what could be computed meanwhile.
 
     Raises `ConfigError` that names the lowest peak when the budget is too small.
     """
     before = trace_step(model, train, objective_of, seq_len=seq_len)
-    candidates = _candidates(model, _with_updates_in_backward(train), seq_len)
+    candidates = _candidates(model, _with_updates_in_backward(train), seq_len, elsewhere)
     if not budget_bytes:
-        chosen = ([one for one in candidates if one.more_flops <= more_compute] or candidates[:1])[-1]
-        after = trace_step(model, chosen.train, objective_of, seq_len=seq_len)
-        return StepPlan(before=before, after=after, train=chosen.train, more_flops=chosen.more_flops)
+        chosen = ([one for one in candidates if one.cost <= more_compute] or candidates[:1])[-1]
+        return _plan(before, chosen, trace_step(model, chosen.train, objective_of, seq_len=seq_len))
     if before.peak_bytes <= budget_bytes:
-        return StepPlan(before=before, after=before, train=train, more_flops=0.0)
+        return StepPlan(before=before, after=before, train=train, more_flops=0.0, moved_bytes=0)
     low, high, found = 0, len(candidates) - 1, None
     while low <= high:  # peaks fall along the candidates
         middle = (low + high) // 2
@@ -83,11 +105,20 @@ def plan_step(
         else:
             low, lowest = middle + 1, after.peak_bytes
     if found is None:
+        alone = elsewhere == NOWHERE
+        how = "recomputing" if alone else "recomputing and moving"
+        more = ", or let activations wait elsewhere (--offload)" if alone else ""
         raise ConfigError(
-            f"budget: {budget_bytes} bytes are not enough; the lowest peak that recomputing reaches is {lowest}; "
-            "use smaller microbatches, or divide the states (parallel.shard)"
+            f"budget: {budget_bytes} bytes are not enough; the lowest peak that {how} reaches is {lowest}; use smaller "
+            f"microbatches, or divide the states (parallel.shard){more}"
         )
-    return StepPlan(before=before, after=found[1], train=found[0].train, more_flops=found[0].more_flops)
+    return _plan(before, *found)
+
+
+def _plan(before: Timeline, chosen: _Candidate, after: Timeline) -> StepPlan:
+    return StepPlan(
+        before=before, after=after, train=chosen.train, more_flops=chosen.more_flops, moved_bytes=chosen.moved_bytes
+    )
 
 
 def _with_updates_in_backward(train: TrainConfig) -> TrainConfig:
@@ -100,29 +131,36 @@ def _with_updates_in_backward(train: TrainConfig) -> TrainConfig:
         return train
 
 
-def _candidates(model: ModelConfig, train: TrainConfig, seq_len: int) -> Sequence[_Candidate]:
-    """Ways to treat the blocks, from what computes least again to what keeps least. The first is as configured."""
+def _candidates(model: ModelConfig, train: TrainConfig, seq_len: int, elsewhere: Elsewhere) -> Sequence[_Candidate]:
+    """Ways to treat the blocks, from what costs least to what keeps least. The first is as configured."""
     shape = block_shape(model, compute=train.precision.planned_as, mean_context=model.max_seq_len / 2)
     num_tokens = train.batch_rows(seq_len) * seq_len // train.num_microbatches
     end_bytes = head_workspace_bytes(model, num_tokens=num_tokens, chunk_tokens=CHUNK_TOKENS)
     whole = num_tokens * (model.num_layers * shape.whole_bytes + shape.workspace_bytes) + end_bytes
-    choices = block_choices(shape, num_tokens, model.num_layers)
+    choices = block_choices(shape, num_tokens, model.num_layers, flops_per_byte=elsewhere.flops_per_byte)
     least = least_budget(choices, model.num_layers, Budget(num_bytes=whole, end_bytes=end_bytes))
     budgets = [whole - (whole - least) * step // _CANDIDATES for step in range(_CANDIDATES + 1)]
     flops = 3.0 * model.flops_per_token(seq_len / 2)
-    found, seen = [_Candidate(train=train, more_flops=_again(train.activations, model, shape, num_tokens) / flops)], []
+
+    def candidate(config: ActivationConfig, segments: Sequence[Segment]) -> _Candidate:
+        again, moved = total_recomputed_flops(shape, segments) / flops, total_moved_bytes(shape, segments)
+        return _Candidate(
+            train=replace(train, activations=config),
+            more_flops=again,
+            moved_bytes=moved * num_tokens * train.num_microbatches,
+            cost=again + moved * elsewhere.flops_per_byte / flops,
+        )
+
+    def segments_of(config: ActivationConfig) -> list[Segment]:
+        return segments_for(config, model.num_layers, shape=shape, num_tokens=num_tokens, end_bytes=end_bytes)
+
+    present = train.activations  # under mode budget a plan begins from what is kept without one
+    found = [candidate(present, segments_of(ActivationConfig() if present.mode == "budget" else present))]
     for budget in budgets:
-        config = ActivationConfig(mode="budget", budget_bytes=budget)
-        segments = segments_for(config, model.num_layers, shape=shape, num_tokens=num_tokens, end_bytes=end_bytes)
-        again = total_recomputed_flops(shape, segments) / flops
-        if segments not in seen and again > found[-1].more_flops:
-            seen.append(segments)
-            found.append(_Candidate(train=replace(train, activations=config), more_flops=again))
+        config = ActivationConfig(
+            mode="budget", budget_bytes=budget, offload=elsewhere.tier, flops_per_byte=elsewhere.flops_per_byte
+        )
+        next_one = candidate(config, segments_of(config))
+        if next_one.cost > found[-1].cost:
+            found.append(next_one)
     return found
-
-
-def _again(config: ActivationConfig, model: ModelConfig, shape: BlockShape, num_tokens: int) -> float:
-    """FLOPs a token that the present configuration computes again."""
-    if config.mode == "budget":
-        return 0.0  # a plan begins from what is kept without one
-    return total_recomputed_flops(shape, segments_for(config, model.num_layers, shape=shape, num_tokens=num_tokens))

@@ -26,6 +26,7 @@ def plan_text(plan: StepPlan, configured: TrainConfig, *, top: int, known_error:
         lines.append(
             f"peak {size(plan.before.peak_bytes)} before, {size(plan.after.peak_bytes)} after: "
             f"{plan.saved_share:.0%} less for {plan.more_flops:.1%} more FLOPs"
+            + (f" and {size(plan.moved_bytes)} written and read again in each step" if plan.moved_bytes else "")
         )
         lines += [f"  {line}" for line in _setting_lines(settings)]
     else:
@@ -41,6 +42,7 @@ def plan_data(plan: StepPlan, configured: TrainConfig, *, top: int) -> dict[str,
         **{name: _timeline_data(timeline, top) for name, timeline in parts.items()},
         "saved_share": plan.saved_share,
         "more_flops": plan.more_flops,
+        "moved_bytes": plan.moved_bytes,
         "settings": plan.settings(configured),
     }
 
@@ -96,7 +98,8 @@ def _setting_lines(settings: Mapping[str, object]) -> list[str]:
     shown = {name: value for name, value in settings.items() if name != "activations"}
     activations = settings["activations"]
     assert isinstance(activations, Mapping)
-    own = ", ".join(f"{name}: {activations[name]}" for name in ("mode", "budget_bytes"))
+    names = ["mode", "budget_bytes"] + (["offload", "flops_per_byte"] if activations["offload"] != "none" else [])
+    own = ", ".join(f"{name}: {activations[name]}" for name in names)
     return [*(f"{name}: {value}" for name, value in shown.items()), f"activations: {{{own}}}"]
 
 

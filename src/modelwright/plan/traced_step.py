@@ -15,6 +15,7 @@ import torch
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.memory.lifetimes import Timeline
+from modelwright.memory.offload import Nowhere
 from modelwright.memory.trace import StepTrace, fake_model
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
@@ -86,6 +87,7 @@ def _step(decoder: Decoder, train: TrainConfig, objective: Objective, batch_toke
             tokens_per_microbatch=batch_tokens // train.num_microbatches,
             num_microbatches=train.num_microbatches,
             parallel=parallel,
+            store=Nowhere(),
         ),
         compile_blocks=False,
     )

@@ -19,6 +19,7 @@ from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.records import Recorder
 from modelwright.core.rundir import StageDir
 from modelwright.memory.allocator import freed_memory_kept
+from modelwright.memory.offload import open_store
 from modelwright.model.decoder import Decoder
 from modelwright.ops.pieces import local
 from modelwright.optim.update import FiniteCheck
@@ -161,6 +162,7 @@ def _train_laid_out(
                 // (mesh.data.size * mesh.context.size * config.num_microbatches),
                 num_microbatches=config.num_microbatches,
                 parallel=parallel,
+                store=open_store(config.activations, device=world.device, folder=stage.path),
                 pipeline_rank=mesh.pipeline.rank,
             ),
             compile_blocks=config.compile,

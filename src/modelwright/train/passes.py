@@ -13,6 +13,7 @@ from dataclasses import replace
 from modelwright.memory.activations import block_shape, head_workspace_bytes
 from modelwright.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
 from modelwright.memory.config import ActivationConfig
+from modelwright.memory.offload import Store
 from modelwright.model.decoder import Decoder
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.parallel.config import ParallelConfig
@@ -87,11 +88,13 @@ def activation_pass(
     tokens_per_microbatch: int,
     num_microbatches: int,
     parallel: ParallelConfig,
+    store: Store | None,
     pipeline_rank: int = 0,
 ) -> Callable[[Decoder], Decoder]:
     """The pass for what blocks keep from forward to backward.
 
-    tokens_per_microbatch: of one rank. A budget is the rank's: its stages share it by their numbers of layers.
+    tokens_per_microbatch: of one rank. A budget is the rank's: its stages share it by their numbers of layers. store:
+    where what is given away waits, if the configuration has anything given away.
     """
     in_flight = microbatches_in_flight(
         parallel.schedule,
@@ -102,7 +105,7 @@ def activation_pass(
     )
 
     def apply(model: Decoder) -> Decoder:
-        if config.mode == "none" and not config.offload:
+        if config.mode == "none" and config.offload == "none":
             return model
         shape = block_shape(
             model.config,
@@ -125,7 +128,7 @@ def activation_pass(
             in_flight=math.ceil(in_flight),
             end_bytes=head_bytes if owners[-1] == pipeline_rank else 0,
         )
-        return checkpoint_segments(model, segments, offload=config.offload)
+        return checkpoint_segments(model, segments, store=store)
 
     return apply
 

@@ -1,0 +1,167 @@
+"""Tensors wait in a file: written behind the computation, read ahead of it.
+
+One thread writes in the order in which tensors come, one reads. Backward asks in about the reverse order, so whoever is
+fetched has the ones before him read ahead. A tensor that is asked for before it was written never leaves. The file has
+no name, so that nothing is left of it when a process is killed; its places are used again from step to step. Knows
+tensors only.
+"""
+
+import os
+import tempfile
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from modelwright.core.errors import ModelwrightError
+
+MOST_QUEUED_BYTES = 32 * 2**20
+"""Still to be written; whoever brings more waits."""
+READ_AHEAD = 2
+_PAGE = 4096
+T = TypeVar("T")
+
+
+class DiskStore:
+    """A file in `folder`; written_bytes, read_bytes: so far. Raises `ModelwrightError` when the disk fails."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.written_bytes = self.read_bytes = 0
+        folder.mkdir(parents=True, exist_ok=True)
+        file, name = tempfile.mkstemp(prefix="offload-", dir=folder)
+        os.unlink(name)
+        self._file = file
+        weakref.finalize(self, os.close, file)
+        self._writer = ThreadPoolExecutor(1, "offload-writer")
+        self._reader = ThreadPoolExecutor(1, "offload-reader")
+        self._queued: deque[_Waiting] = deque()
+        self._free: dict[int, list[int]] = {}
+        self._end = 0
+        self._number = 0
+        self._waiting: weakref.WeakValueDictionary[int, _Waiting] = weakref.WeakValueDictionary()
+
+    def put(self, piece: Tensor) -> Callable[[], Tensor]:
+        """See `offload.Store`. Returns once no more than `MOST_QUEUED_BYTES` are still to be written."""
+        dense = piece if torch.empty_like(piece, device="meta").stride() == piece.stride() else piece.contiguous()
+        waiting = _Waiting(self, dense, self._place(dense.nbytes), self._number)
+        self._waiting[self._number] = waiting
+        self._number += 1
+        waiting.written = self._writer.submit(self._write, dense, waiting.place)
+        waiting.written.add_done_callback(_letting_go(waiting))
+        self._queued.append(waiting)
+        while sum(one.num_bytes for one in self._queued if not one.is_written) > MOST_QUEUED_BYTES:
+            self._result(self._queued[0].written)
+            self._queued.popleft()
+        while self._queued and self._queued[0].is_written:
+            self._result(self._queued.popleft().written)
+        return waiting.fetch
+
+    def fetch(self, waiting: "_Waiting") -> Tensor:
+        """The tensor again; of those put shortly before it the reading begins."""
+        held = waiting.held
+        reading = self._reading(waiting) if held is None else None
+        for number in range(waiting.number - 1, waiting.number - 1 - READ_AHEAD, -1):
+            before = self._waiting.get(number)
+            if before is not None and before.held is None:
+                self._reading(before)
+        if reading is None:
+            assert held is not None
+            return held
+        waiting.reading = None
+        return self._result(reading)
+
+    def release(self, place: int, num_bytes: int) -> None:
+        """What lay there is not needed any more."""
+        self._free.setdefault(_pages(num_bytes), []).append(place)
+
+    def _reading(self, waiting: "_Waiting") -> "Future[Tensor]":
+        if waiting.reading is None:
+            waiting.reading = self._reader.submit(self._read, waiting.like, waiting.device, waiting.place)
+        return waiting.reading
+
+    def _place(self, num_bytes: int) -> int:
+        """Of the same size as one that is free again, else at the end: sizes come again in every step."""
+        pages = _pages(num_bytes)
+        if self._free.get(pages):
+            return self._free[pages].pop()
+        self._end += pages * _PAGE
+        return self._end - pages * _PAGE
+
+    def _write(self, piece: Tensor, place: int) -> None:
+        rest = _bytes(piece.cpu()).numpy().data
+        self.written_bytes += len(rest)
+        while rest:
+            written = os.pwrite(self._file, rest, place)
+            rest, place = rest[written:], place + written
+
+    def _read(self, like: Tensor, device: torch.device, place: int) -> Tensor:
+        found = torch.empty_like(like, device="cpu")
+        rest = _bytes(found).numpy().data
+        self.read_bytes += len(rest)
+        while rest:
+            read = os.preadv(self._file, [rest], place)
+            if not read:
+                raise OSError(f"{len(rest)} bytes are missing")
+            rest, place = rest[read:], place + read
+        return found.to(device)
+
+    def _result(self, work: "Future[T]") -> T:
+        try:
+            return work.result()
+        except OSError as error:
+            raise ModelwrightError(
+                f"activations.offload: the file for activations in {self.folder} failed ({error}); make room there or "
+                "choose another place with offload_folder"
+            ) from error
+
+
+class _Waiting:
+    """A tensor in the file, or on its way there: `held` until it is written."""
+
+    def __init__(self, store: DiskStore, dense: Tensor, place: int, number: int) -> None:
+        self.held: Tensor | None = dense
+        self.like = torch.empty_like(dense, device="meta")
+        self.device = dense.device
+        self.num_bytes = dense.nbytes
+        self.place = place
+        self.number = number
+        self.written: Future[None] = Future()
+        self.reading: Future[Tensor] | None = None
+        self._store = store
+
+    @property
+    def is_written(self) -> bool:
+        return self.written.done()
+
+    def fetch(self) -> Tensor:
+        return self._store.fetch(self)
+
+    def __del__(self) -> None:
+        self._store.release(self.place, self.num_bytes)
+
+
+def _letting_go(waiting: _Waiting) -> Callable[[Future[None]], None]:
+    """Once written the tensor is free; if writing failed it stays, for whoever asks."""
+    known = weakref.ref(waiting)
+
+    def let_go(written: Future[None]) -> None:
+        one = known()
+        if one is not None and written.exception() is None:
+            one.held = None
+
+    return let_go
+
+
+def _pages(num_bytes: int) -> int:
+    return max(1, -(-num_bytes // _PAGE))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """All of its memory, in the order in which it lies."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
