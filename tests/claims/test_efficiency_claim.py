@@ -5,10 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from modelwright.claims.efficiency_20x import FULL, PLAIN, STACKS, Tuned, arms_of, judge
+from modelwright.claims import efficiency_20x
+from modelwright.claims.claim import Setting
+from modelwright.claims.efficiency_20x import FULL, PLAIN, STACKS, Tuned, Tuning, arms_of, judge
 from modelwright.claims.efficiency_probe import Arm
 from modelwright.claims.plain_training import PlainDecoder, train_plainly
 from modelwright.claims.workbench import Size
+from modelwright.core.progress import SilentProgress
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.parallel.mesh import single
@@ -51,15 +54,39 @@ def test_the_plain_loop_learns():
 
 
 def test_ingredients_are_added_one_at_a_time_and_left_out_one_at_a_time():
-    plain, ingredients = STACKS["two hosts"]
-    arms = arms_of(plain, ingredients)
-    assert arms[PLAIN] == plain
+    stack = STACKS["two hosts"]
+    arms = arms_of(stack)
+    assert arms[PLAIN] == stack.plain
     assert arms["+ packing"] == Arm(mode="best_fit", hosts=2)
     assert arms[FULL].settings["optimizer"] == "muon"
     assert arms[FULL].settings["transport"]["kind"] == "int8"
     assert arms["without packing"] == replace(arms[FULL], mode="pad")
     assert not any(arm.plain for name, arm in arms.items() if name != PLAIN)
     assert len({str(arm) for arm in arms.values()}) == len(arms)
+    alone = arms_of(STACKS["one host"])
+    assert alone["everything + sparse rows"].settings["sparse"]["batch"]["signal"] == "loss"
+    assert alone["everything + adaptive precision"].settings["optimizer"] == "muon"
+
+
+def test_tuning_takes_the_fewest_steps_that_reach_the_plain_loss_and_makes_no_run_twice(monkeypatch, tmp_path):
+    """A loss that falls with the steps; Muon needs half of them, local steps lose a little."""
+    runs = []
+
+    def loss_of(setting, arm, size, *, seed, mbit):
+        runs.append((str(arm), size.num_steps, size.learning_rate))
+        assert mbit == 0
+        assert arm.hosts == 1 or "transport" in arm.settings
+        pace = (2.0 if arm.settings.get("optimizer") == "muon" else 1.0) * (0.7 if "transport" in arm.settings else 1.0)
+        return {"heldout_loss": 5 - pace * size.num_steps / 100 + abs(size.learning_rate - 4e-3)}
+
+    monkeypatch.setattr(efficiency_20x, "train_arm", loss_of)
+    tuning = Tuning(Setting(folder=tmp_path, quick=False, progress=SilentProgress()), quick=False)
+    one, two = (tuning.tune(arms_of(STACKS[name]), SIZE) for name in ("one host", "two hosts"))
+    assert len(set(runs)) == len(runs)
+    assert (one[PLAIN].size.num_steps, one[PLAIN].size.learning_rate) == (100, 4e-3)
+    assert one["+ packing"].size.num_steps == 100
+    assert one[FULL].size.num_steps == two["+ Muon"].size.num_steps == 70  # half of them would only just do
+    assert two[FULL].size.num_steps == 100 - 100 % 20
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 Wall time of training to the same held-out loss on the same text: a competent plain loop against the whole stack, on one
 host and on two that a link of 100 Mbit/s joins. Every arm has its own learning rate and the fewest steps that reach the
 plain loop's loss, both found on a seed that is not reported. Ingredients are added one at a time, and left out one at a
-time.
+time; those that the statement names and that do not pay here are added to the whole stack, to show what they cost.
 """
 
 import statistics
@@ -26,6 +26,8 @@ RATES = (2e-3, 4e-3, 8e-3)
 SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.125)
 """Of the plain loop's steps that an arm is tried with, until it no longer reaches its loss."""
 PLAIN, FULL = "plain", "everything"
+MARGIN = 0.01
+"""Nats below the plain loop's loss that fewer steps must reach on the tuning seed: others may do a little worse."""
 Settings = Mapping[str, Any]
 
 
@@ -49,17 +51,42 @@ LOCAL = Ingredient(
     changes={},
     settings={"transport": {"kind": "int8", "local_steps": {"every": 20}}},
 )
-STACKS: dict[str, tuple[Arm, tuple[Ingredient, ...]]] = {
-    "one host": (Arm(plain=True, mode="pad"), (OPERATORS, PACKING, MUON)),
-    "two hosts": (Arm(plain=True, mode="pad", hosts=2), (OPERATORS, PACKING, MUON, LOCAL)),
+SPARSE = Ingredient(
+    name="sparse rows",
+    changes={},
+    settings={"sparse": {"batch": {"signal": "loss", "keep": 1 / 3, "explore": 0.2, "dense_share": 0.03}}},
+)
+ADAPTIVE = Ingredient(
+    name="adaptive precision",
+    changes={},
+    settings={"precision": {"adaptive": {"kind": "rules", "every": 50, "window": 4}}},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """The plain arm, what the whole stack adds to it one after the other, and what is tried on top of that."""
+
+    plain: Arm
+    ingredients: tuple[Ingredient, ...]
+    on_top: tuple[Ingredient, ...] = ()
+
+
+STACKS = {
+    "one host": Stack(
+        plain=Arm(plain=True, mode="pad"), ingredients=(OPERATORS, PACKING, MUON), on_top=(SPARSE, ADAPTIVE)
+    ),
+    "two hosts": Stack(plain=Arm(plain=True, mode="pad", hosts=2), ingredients=(OPERATORS, PACKING, MUON, LOCAL)),
 }
 
 
-def arms_of(plain: Arm, ingredients: Sequence[Ingredient]) -> dict[str, Arm]:
-    """The plain arm, ingredients added one after the other, and the whole stack without each of them in turn.
+def arms_of(stack: Stack) -> dict[str, Arm]:
+    """The plain arm, ingredients added one after the other, the whole stack without each of them in turn, and with
+    each of those on top.
 
     Without our own loop none of the others can be had, so that it is never the one left out.
     """
+    plain, ingredients = stack.plain, stack.ingredients
     arms, arm = {PLAIN: plain}, plain
     for ingredient in ingredients:
         arm = ingredient.added_to(arm)
@@ -70,6 +97,7 @@ def arms_of(plain: Arm, ingredients: Sequence[Ingredient]) -> dict[str, Arm]:
         for ingredient in ingredients:
             arm = arm if ingredient is left_out else ingredient.added_to(arm)
         arms[f"without {left_out.name}"] = arm
+    arms |= {f"{FULL} + {more.name}": more.added_to(arms[FULL]) for more in stack.on_top}
     return {name: arm for number, (name, arm) in enumerate(arms.items()) if arm not in list(arms.values())[:number]}
 
 
@@ -86,55 +114,68 @@ def measure(setting: Setting) -> Result:
     if setting.quick:
         size = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=60)
     else:
-        size = Size(model_dim=128, num_layers=4, seq_len=128, batch_rows=16, num_steps=600)
+        size = Size(model_dim=128, num_layers=4, seq_len=128, batch_rows=16, num_steps=400)
+    tuning = Tuning(setting, quick=setting.quick)
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
     tuned: dict[str, dict[str, Tuned]] = {}
-    for name, (plain, ingredients) in STACKS.items():
-        if plain.hosts > 1 and missing():
+    for name, stack in STACKS.items():
+        if stack.plain.hosts > 1 and missing():
             continue
-        arms = arms_of(plain, ingredients)
+        arms = arms_of(stack)
         if setting.quick:
             arms = {arm: arms[arm] for arm in (PLAIN, FULL)}
-        tuned[name] = tune(setting, name, arms, size)
+        tuned[name] = tuning.tune(arms, size)
         found[name] = run_all(setting, name, arms, tuned[name])
     return judge(found, tuned, size)
 
 
-def tune(setting: Setting, where: str, arms: Mapping[str, Arm], size: Size) -> dict[str, Tuned]:
-    """The best rate of the plain loop at all steps; of every other arm the fewest steps that reach its loss."""
-    rates = RATES[1:2] if setting.quick else RATES
-    shares = SHARES[:2] if setting.quick else SHARES
-    plain = _best(setting, where, PLAIN, arms[PLAIN], size, rates)
-    tuned = {PLAIN: plain}
-    for name, arm in arms.items():
-        if name == PLAIN:
-            continue
-        best = _best(setting, where, name, arm, size, rates)
-        for share in shares[1:]:
+class Tuning:
+    """Finds rates and numbers of steps by losses on the tuning seed; a run that is asked for again is not made again.
+
+    How many hosts there are matters to a loss only where they do not sum gradients exactly, and how fast their link is
+    not at all: so runs are made on one host, or on two that nothing slows down.
+    """
+
+    def __init__(self, setting: Setting, *, quick: bool) -> None:
+        self.setting = setting
+        self.rates = RATES[1:2] if quick else RATES
+        self.shares = SHARES[:2] if quick else SHARES
+        self._losses: dict[str, float] = {}
+
+    def tune(self, arms: Mapping[str, Arm], size: Size) -> dict[str, Tuned]:
+        """The best rate of the plain loop at all steps; of every other arm the fewest steps that reach its loss."""
+        plain = self._best(arms[PLAIN], size, self.rates)
+        return {name: plain if name == PLAIN else self._fewest(arm, size, plain.loss) for name, arm in arms.items()}
+
+    def _fewest(self, arm: Arm, size: Size, wanted: float) -> Tuned:
+        best = self._best(arm, size, self.rates)
+        for share in self.shares[1:]:
             fewer = replace(size, num_steps=_whole_periods(round(share * size.num_steps), arm))
-            near = [rate for rate in rates if rate >= best.size.learning_rate][:2]
-            tried = _best(setting, where, name, arm, fewer, near)
-            if tried.loss > plain.loss:
+            near = [rate for rate in self.rates if rate >= best.size.learning_rate][:2]
+            tried = self._best(arm, fewer, near)
+            if tried.loss > wanted - MARGIN:
                 break
             best = tried
-        tuned[name] = best
-    return tuned
+        return best
+
+    def _best(self, arm: Arm, size: Size, rates: Sequence[float]) -> Tuned:
+        sizes = [replace(size, learning_rate=rate) for rate in rates]
+        return min((Tuned(size=at, loss=self._loss(arm, at)) for at in sizes), key=lambda one: one.loss)
+
+    def _loss(self, arm: Arm, size: Size) -> float:
+        if "transport" not in arm.settings:
+            arm = replace(arm, hosts=1)
+        key = f"{arm}: {size.num_steps} steps at {size.learning_rate:g}"
+        if key not in self._losses:
+            self._losses[key] = train_arm(self.setting, arm, size, seed=TUNING_SEED, mbit=0.0)["heldout_loss"]
+            self.setting.progress.note(f"{key}: {self._losses[key]:.4f}")
+        return self._losses[key]
 
 
 def _whole_periods(num_steps: int, arm: Arm) -> int:
     """Local steps end with a meeting in any case; a run of whole periods wastes none."""
     every = arm.settings.get("transport", {}).get("local_steps", {}).get("every", 1)
     return max(every, num_steps // every * every)
-
-
-def _best(setting: Setting, where: str, name: str, arm: Arm, size: Size, rates: Sequence[float]) -> Tuned:
-    tried = []
-    for rate in rates:
-        at = replace(size, learning_rate=rate)
-        loss = train_arm(setting, arm, at, seed=TUNING_SEED)["heldout_loss"]
-        setting.progress.note(f"{where}, {name}, {size.num_steps} steps at {rate:g}: {loss:.4f}")
-        tried.append(Tuned(size=at, loss=loss))
-    return min(tried, key=lambda one: one.loss)
 
 
 def run_all(

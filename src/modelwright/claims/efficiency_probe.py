@@ -107,26 +107,31 @@ def rows_of_batch(setting: Setting, size: Size, mode: Mode) -> int:
     return 2 * max(1, round(size.batch_rows * packed / padded / 2))
 
 
-def measure(setting: Setting, arm: Arm, size: Size, *, seed: int) -> dict[str, float]:
-    """One run, in processes of its own. Raises `ModelwrightError` when one of them fails."""
+def measure(setting: Setting, arm: Arm, size: Size, *, seed: int, mbit: float = MBIT) -> dict[str, float]:
+    """One run, in processes of its own; mbit: of the links between hosts, 0 for no limit and no networks.
+
+    Raises `ModelwrightError` when a process fails.
+    """
     job = Job(arm=arm, size=replace(size, batch_rows=rows_of_batch(setting, size, arm.mode)), seed=seed)
     num_ranks = arm.hosts * arm.processes
     threads = 1 if arm.hosts > 1 else max(1, num_usable_cores() // arm.processes)
     shared = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(arm.processes), "OMP_NUM_THREADS": str(threads)}
     with ExitStack() as held:
-        place = Path(held.enter_context(tempfile.TemporaryDirectory(dir=setting.folder)))
-        out = place / "found.json"
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory(dir=setting.folder)))
+        out = folder / "found.json"
         command = [sys.executable, "-m", "modelwright.claims.efficiency_probe"]
         command += [str(setting.folder), json.dumps(dump(job)), str(out)]
-        if arm.hosts == 1:
+        if arm.hosts == 1 or not mbit:
             port = str(_local_port())
             local = {**os.environ, **shared, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             ranks = [
-                subprocess.Popen(command, env={**local, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=-1)
+                subprocess.Popen(
+                    command, env={**local, "RANK": str(rank), "LOCAL_RANK": str(rank % arm.processes)}, stderr=-1
+                )
                 for rank in range(num_ranks)
             ]
         else:
-            ranks = _on_hosts(held.enter_context(Network(star(arm.hosts, mbit=MBIT))), command, shared)
+            ranks = _on_hosts(held.enter_context(Network(star(arm.hosts, mbit=mbit))), command, shared)
         errors = [rank.communicate()[1] for rank in ranks]
         for rank, text in zip(ranks, errors, strict=True):
             if rank.returncode:
