@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from modelwright.claims import memory_probe
 from modelwright.claims.activation_checkpointing import MEMORY_ERRORS
 from modelwright.claims.claim import Claim, Figure, Result, Setting
@@ -18,11 +20,14 @@ from modelwright.claims.memory_probe import Measured, Probe
 from modelwright.claims.statistics import spread
 from modelwright.core.config import parse
 from modelwright.memory.arena import Arena, plan_arena
+from modelwright.memory.disk import DiskStore
 from modelwright.memory.lifetimes import Timeline
 from modelwright.model.config import ModelConfig
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.plan.catalog import MODELS
-from modelwright.plan.memory_plan import MORE_COMPUTE, plan_step
+from modelwright.plan.doctor import measure_rates
+from modelwright.plan.memory_plan import MORE_COMPUTE, Elsewhere, plan_step
+from modelwright.plan.moving import measure_flops_per_byte
 from modelwright.plan.traced_step import trace_step
 from modelwright.train.config import TrainConfig
 
@@ -68,13 +73,25 @@ class Pair:
     after: Sequence[Measured]
     own_heap: Measured
     """As configured, with the heap that training has."""
+    on_disk: Sequence[Measured]
+    """As planned when activations may also wait in a file."""
+    moved_bytes: int
+    """By each step of that."""
     step: Timeline
     """As configured, traced."""
 
     @property
     def saved(self) -> float:
         """Of the measured peak, %."""
-        peaks = [statistics.median(m.peak_bytes for m in runs) for runs in (self.after, self.before)]
+        return self._saved(self.after)
+
+    @property
+    def saved_with_disk(self) -> float:
+        """The same of the plan that has a disk, %."""
+        return self._saved(self.on_disk)
+
+    def _saved(self, planned: Sequence[Measured]) -> float:
+        peaks = [statistics.median(m.peak_bytes for m in runs) for runs in (planned, self.before)]
         return 100 * (1 - peaks[0] / peaks[1])
 
     @property
@@ -86,6 +103,11 @@ class Pair:
     def times(self) -> list[float]:
         """Of a planned step over one as configured, neighbour by neighbour."""
         return [a.step_s / b.step_s for a, b in zip(self.after, self.before, strict=True)]
+
+    @property
+    def times_with_disk(self) -> list[float]:
+        """The same of the plan that has a disk."""
+        return [a.step_s / b.step_s for a, b in zip(self.on_disk, self.before, strict=True)]
 
     @property
     def heap_reuse(self) -> float:
@@ -100,7 +122,7 @@ class Pair:
 
 
 def measure(setting: Setting) -> Result:
-    """Ten configurations predicted and measured, one planned and measured, and the published size, planned alone."""
+    """Eleven configurations predicted and measured, one planned and measured, and the published size, planned alone."""
     cases = quick_configurations() if setting.quick else configurations()
     setting.progress.note(f"planned_memory: {len(cases)} configurations, traced, then run")
     predicted = {name: case.trace().peak_bytes for name, case in cases.items()}
@@ -126,7 +148,7 @@ def base(**changes: Any) -> ModelConfig:
 
 
 def configurations() -> dict[str, Case]:
-    """Ten, each of which changes what holds the peak."""
+    """Eleven, each of which changes what holds the peak."""
     wide = {"model_dim": 512, "num_heads": 8, "num_kv_heads": 4, "ffn_dim": 1408, "tie_embeddings": True}
     return {
         "6 layers of width 256": Case(model=base(), rows=4, train={}),
@@ -137,6 +159,7 @@ def configurations() -> dict[str, Case]:
         "units of 2 layers": Case(
             model=base(num_layers=12), rows=4, train={"activations": {"mode": "unit", "unit_layers": 2}}
         ),
+        "activations on disk": Case(model=base(num_layers=12), rows=4, train={"activations": {"offload": "disk"}}),
         "selection": Case(model=base(), rows=4, train={"activations": {"mode": "selective"}}),
         "updates in backward": Case(model=base(**wide), rows=1, train={"update_in_backward": "unclipped"}),
         "states in 8 bits": Case(model=base(), rows=2, train={"optimizer": "adamw_int8"}),
@@ -159,14 +182,23 @@ def planned_case(*, quick: bool) -> Case:
 
 def measured_pair(setting: Setting, case: Case) -> Pair:
     """Alternately, in processes of their own."""
-    plan = plan_step(case.model, case.settings, Pretrain, seq_len=case.model.max_seq_len)
-    found: dict[str, list[Measured]] = {"before": [], "after": []}
+    seq_len = case.model.max_seq_len
+    plan = plan_step(case.model, case.settings, Pretrain, seq_len=seq_len)
+    moving = plan_step(case.model, case.settings, Pretrain, seq_len=seq_len, elsewhere=disk(setting, case))
+    found: dict[str, list[Measured]] = {"before": [], "after": [], "on_disk": []}
     for repeat in range(1 if setting.quick else 3):
-        for name, train in (("before", case.settings), ("after", plan.train)):
+        for name, train in (("before", case.settings), ("after", plan.train), ("on_disk", moving.train)):
             setting.progress.note(f"planned_memory: {name}, repeat {repeat + 1}")
             found[name] += memory_probe.measure(case.probe(train, count_flops=repeat == 0))
     (own_heap,) = memory_probe.measure(case.probe(case.settings), own_heap=True)
-    return Pair(before=found["before"], after=found["after"], own_heap=own_heap, step=plan.before)
+    return Pair(**found, own_heap=own_heap, step=plan.before, moved_bytes=moving.moved_bytes)
+
+
+def disk(setting: Setting, case: Case) -> Elsewhere:
+    """A file beside the measurement's own, at the pace measured now."""
+    rates = measure_rates(case.model, num_tokens=case.rows * case.model.max_seq_len, budget_s=2.0)["effective"]
+    pace = measure_flops_per_byte(DiskStore(setting.folder), torch.device("cpu"), rates["fp32"])
+    return Elsewhere(tier="disk", flops_per_byte=pace)
 
 
 def large_model() -> dict[str, float]:
@@ -190,9 +222,11 @@ def judge(
     reuse = 100 * arena.reuse_share
     compute = 100 * MORE_COMPUTE
     planner_met = worst <= ERROR_TARGET and pair.saved >= SAVED_TARGET and pair.more_flops <= compute
+    with_disk = statistics.median(pair.times_with_disk)
     reason = (
         f"predicted peaks are at most {worst:.1f}% off over {len(errors)} configurations; the plan takes "
-        f"{pair.saved:.0f}% less memory for {pair.more_flops:.1f}% more FLOPs; {reuse:.1f}% of the bytes that a step "
+        f"{pair.saved:.0f}% less memory for {pair.more_flops:.1f}% more FLOPs ({pair.saved_with_disk:.0f}% less where "
+        f"activations may also wait on a disk, at {with_disk:.2f}x the time); {reuse:.1f}% of the bytes that a step "
         f"makes are reuse in the planned arena, {pair.heap_reuse:.1f}% in the heap of a real process (published "
         f"{REUSE_TARGET}%)"
     )
@@ -223,6 +257,11 @@ def _figures(errors: Mapping[str, float], pair: Pair, arena: Arena, large: Mappi
         "predicted peaks' largest error": Figure(value=max(map(abs, errors.values())), unit="%"),
         "more FLOPs": Figure(value=pair.more_flops, unit="%"),
         "time of a planned step": Figure(value=statistics.median(pair.times), unit="x", spread=spread(pair.times)),
+        "peak saved by the plan with a disk": Figure(value=pair.saved_with_disk, unit="%"),
+        "time of a step planned with a disk": Figure(
+            value=statistics.median(pair.times_with_disk), unit="x", spread=spread(pair.times_with_disk)
+        ),
+        "moved by a step planned with a disk": Figure(value=pair.moved_bytes / 2**20, unit="MiB"),
         "bytes reused by a real heap": Figure(value=pair.heap_reuse, unit="%"),
         "training's heap above one without gaps": Figure(value=pair.heap_gaps, unit="%"),
         "arena above its lower bound": Figure(value=100 * (arena.num_bytes / arena.live_bytes - 1), unit="%"),
@@ -232,7 +271,7 @@ def _figures(errors: Mapping[str, float], pair: Pair, arena: Arena, large: Mappi
 
 
 def _sides(pair: Pair) -> dict[str, Sequence[Measured]]:
-    return {"as configured": pair.before, "planned": pair.after}
+    return {"as configured": pair.before, "planned": pair.after, "planned with a disk": pair.on_disk}
 
 
 def _large_words(large: Mapping[str, float], error: float) -> str:
