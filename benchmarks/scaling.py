@@ -43,7 +43,7 @@ def measure(prepared: Path, folder: Path, num_processes: int, num_steps: int, ba
     batch = ["--pretrain.batch_tokens", str(batch_tokens)] if batch_tokens else []
     modelwright(
         str(folder), "--stages", "pretrain", "--nproc", str(num_processes), "--pretrain.num_steps", str(num_steps),
-        "--pretrain.precision.compute", "fp32", *batch,
+        "--pretrain.precision.policy", "fp32", *batch,
         "--pretrain.num_epochs", "0", "--pretrain.num_tokens", "0", "--pretrain.eval_every_steps", "0",
         "--heldout_tokens", "2048", threads=num_processes,
     )  # fmt: skip

@@ -1,0 +1,102 @@
+"""Every precision policy trains the quickstart: held-out loss at equal tokens against FP32's.
+
+    python benchmarks/policies.py [--steps 1300] [--policies fp32 bf16_mixed ...] [--threads N] [--prepared DIR]
+
+Data is prepared once, as `modelwright run quickstart` does it; then every run is `modelwright run DIR` on a copy of it
+with the quickstart's own model, rows, order and seed, its schedule over fewer steps where told so. Held-out
+losses are those that the run itself measures at its end, in the run's own formats. Targets, fixed beforehand: within
+1% of FP32, eight-bit policies within 2%. One seed: how far two runs part that differ by a rounding alone is told by
+FP32 with two microbatches, whose gradients are summed in another order.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from modelwright.claims.results import circumstances, machine_slug
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.records import column, read_records
+
+RESULTS = Path(__file__).parent / "results"
+POLICIES: dict[str, list[str]] = {
+    "fp32": [],
+    "fp32, two microbatches": ["--pretrain.num_microbatches", "2"],
+    "bf16_mixed": [],
+    "fp16_mixed": [],
+    "pure_fp16": [],
+    "hybrid": [],
+    "fp8 tensorwise": [],
+    "fp8 tensorwise, delayed": ["--pretrain.precision.fp8.scaling", "delayed"],
+    "fp8 rowwise": ["--pretrain.precision.fp8.recipe", "rowwise"],
+    "fp8 blockwise": ["--pretrain.precision.fp8.recipe", "blockwise"],
+    "int8": [],
+}
+TARGET, TARGET_EIGHT = 1.0, 2.0
+FIRST_TIMED = 6
+
+
+def modelwright(*words: str, threads: int) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, "-m", "modelwright.cli.main", "run", *words, "--hardware.num_threads", str(threads)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stderr[-3000:]}")
+
+
+def train(prepared: Path, folder: Path, name: str, num_steps: int, threads: int) -> dict[str, float]:
+    """One run on a copy of the prepared folder."""
+    shutil.copytree(prepared, folder)
+    modelwright(
+        str(folder), "--stages", "pretrain", "--pretrain.num_steps", str(num_steps),
+        "--pretrain.precision.policy", name.split(" ")[0].rstrip(","), *POLICIES[name],
+        "--pretrain.eval_every_steps", str(num_steps), threads=threads,
+    )  # fmt: skip
+    records = read_records(folder / "pretrain" / "metrics.jsonl")
+    shutil.rmtree(folder)
+    times = [value for step, value in column(records, "step_time_s") if step >= FIRST_TIMED]
+    heldout = [value for _, value in column(records, "heldout_loss")]
+    return {"heldout_loss": heldout[-1], "step_time_s": statistics.median(times)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1300)
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--prepared", type=Path, help="keep the prepared data here")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    around = circumstances()
+    found: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        prepared = given.prepared or Path(folder) / "prepared"
+        modelwright("quickstart", "--run-dir", str(prepared), "--stages", "clean,tokenize,pack", threads=given.threads)
+        for name in dict.fromkeys(["fp32", *given.policies]):
+            found[name] = train(prepared, Path(folder) / "run", name, given.steps, given.threads)
+            gap = 100 * (found[name]["heldout_loss"] / found["fp32"]["heldout_loss"] - 1)
+            found[name] |= {"above_fp32_percent": gap}
+            print(name, *(f"{key} {value:.4f}" for key, value in found[name].items()), flush=True)
+    eight = ("fp8", "int8")
+    limits = {name: TARGET_EIGHT if name.startswith(eight) else TARGET for name in found}
+    too_far = [name for name, run in found.items() if run["above_fp32_percent"] > limits[name]]
+    record = {
+        "benchmark": "policies", "target_percent": TARGET, "target_percent_eight_bits": TARGET_EIGHT,
+        "steps": given.steps, "threads": given.threads, "runs": found, "too_far": too_far, **around,
+    }  # fmt: skip
+    given.results.mkdir(parents=True, exist_ok=True)
+    path = given.results / f"policies-{machine_slug(around['machine'])}.json"
+    write_atomic(path, json.dumps(record, indent=1) + "\n")
+    print(f"too far from FP32: {', '.join(too_far) or 'none'}\n{path}")
+
+
+if __name__ == "__main__":
+    main()
