@@ -27,6 +27,7 @@ from modelwright.train.watch import WatchConfig
 _WITHOUT_EFFECT_ON_WEIGHTS = (
     "num_microbatches",
     "activations",
+    "memory_arena",
     "offload_optimizer",
     "balance",
     "checkpoint_every_steps",
@@ -48,7 +49,8 @@ class TrainConfig:
     above it that follows the gradients; dynamic_decay: less weight decay while gradients are large;
     offload_optimizer: its states wait in the host's memory, for models on an accelerator; update_in_backward: each
     parameter is updated as soon as its gradient is final, which frees the gradient (one process; without clipping, or
-    clipped by the norm of the step before); activations: what forward keeps for backward; transport: how gradients
+    clipped by the norm of the step before); activations: what forward keeps for backward; memory_arena: tensors that come
+    and go within a step lie where a plan of an earlier step puts them (CPU; needs a C++ compiler); transport: how gradients
     cross between copies of the model; asynchronous: updates that do not wait for them; quarantine: gradients out of all
     proportion are left out; spikes: so are updates at which loss or gradients jump, and after several of them the run
     goes back to earlier weights; rate_rule: the learning rate follows from the rows of a batch, settled before the run;
@@ -80,6 +82,7 @@ class TrainConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     compile: bool = False
     activations: ActivationConfig = field(default_factory=ActivationConfig)
+    memory_arena: bool = False
     transport: TransportConfig = field(default_factory=TransportConfig)
     asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
     quarantine: QuarantineConfig = field(default_factory=QuarantineConfig)

@@ -19,6 +19,7 @@ from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.records import Recorder
 from modelwright.core.rundir import StageDir
 from modelwright.memory.allocator import freed_memory_kept
+from modelwright.memory.arena_run import StepArena, step_arena
 from modelwright.memory.offload import open_store
 from modelwright.model.decoder import Decoder
 from modelwright.ops.pieces import local
@@ -91,6 +92,7 @@ def train(
             freed_memory_kept(),
             tf32_products(config.precision.tf32),
             Watchdog(stage.path / f"hang-{world.rank}.txt", limit_s=hang_after_s) as watchdog,
+            step_arena(config.memory_arena, world.device, progress.note) as arena,
         ):
             while True:
                 ended = _train_laid_out(
@@ -110,6 +112,7 @@ def train(
                     given_controllers=dict(controllers or {}),
                     input_digest=input_digest,
                     watchdog=watchdog,
+                    arena=arena,
                 )
                 if isinstance(ended, TrainResult):
                     return ended
@@ -132,6 +135,7 @@ def _train_laid_out(
     input_digest: str,
     given_transport: GradientTransport | None,
     stop: StopRequest,
+    arena: StepArena,
     **parts: Any,
 ) -> TrainResult | tuple[int, ...]:
     """Train under one layout: to the end, or until other numbers of layers per stage, which are returned, are better.
@@ -194,6 +198,7 @@ def _train_laid_out(
             formats=formats,
             folder=stage.path,
             layer_scales=layer_scales,
+            arena=arena,
         )
         loop = _Loop(
             one_step=one_step,
@@ -289,12 +294,19 @@ class _Loop:
                 self.finish()
                 raise Stopped(f"stopped after step {self.at.step} of {self.num_steps}; run again to go on from there")
             interrupted = partial(self.interrupted, stop)
-            for info, flops in self.one_step.turns.updates(self.one_step, self.at.step, self.next_stop(), interrupted):
+            for info, flops in self.one_step.turns.updates(self.one_update, self.at.step, self.next_stop(), interrupted):
                 self.account(info, flops)
                 self.report(info)
             self.go_back()
         self.finish()
         return self.result()
+
+    def one_update(self, number: int) -> tuple[StepInfo, float]:
+        """Update `number`, in the arena's memory where there is one."""
+        arena = self.one_step.arena
+        with arena.step():
+            info, flops = self.one_step(number)
+        return replace(info, scalars={**info.scalars, **arena.figures()}), flops
 
     def interrupted(self, stop: StopRequest) -> bool:
         """Whether this process wants all of them to meet before `next_stop`."""
@@ -339,7 +351,7 @@ class _Loop:
     def evaluate(self) -> None:
         """Held-out losses over the whole set; the best so far is remembered."""
         started = time.perf_counter()
-        with self.one_step.formats.evaluating():
+        with self.one_step.formats.evaluating(), self.one_step.arena.resting():
             losses = heldout_losses(
                 self.one_step.runner, self.one_step.objective, self.heldout, self.everyone, alive=self.watchdog.alive
             )

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
+from modelwright.memory.arena_run import StepArena
 from modelwright.model.decoder import Decoder
 from modelwright.ops.pieces import local
 from modelwright.optim.build import build_optimizer
@@ -73,6 +74,7 @@ class TrainStep:
     formats: ModelFormats
     folder: Path
     layer_scales: LayerScales | None = None
+    arena: StepArena = field(default_factory=StepArena)
     names: dict[Tensor, str] = field(init=False)
     num_holders: list[int] = field(init=False)
     optimizer: Optimizer = field(init=False)
@@ -434,6 +436,7 @@ class TrainStep:
         if self.in_backward:
             self.in_backward.abandon()
         give_back_memory(self.world.device)
+        self.arena.abandon()
         _seed_generators(seed, self.world.device)
         self.formats.begin_step()
 
