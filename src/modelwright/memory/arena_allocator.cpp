@@ -28,7 +28,8 @@ namespace {
 enum Mode : int64_t { kPassThrough = 0, kRecord = 1, kReplay = 2 };
 
 constexpr int64_t kOutlives = -1;  // the offset of a block that was not freed by the end of its step
-constexpr int64_t kWindow = 256;   // how far from where the step stands a block of equal size is looked for
+constexpr int64_t kWindow = 64;    // how far a block of equal size is looked for, in blocks that do not vary,
+constexpr int64_t kNear = 4;       // and how far one that varies
 
 struct Recorded {
   int64_t num_bytes, birth, death;
@@ -36,6 +37,8 @@ struct Recorded {
 
 struct Planned {
   int64_t num_bytes, offset;
+  bool varies;       // from step to step: the place is for blocks of half its bytes to all of them
+  int64_t position;  // how many blocks that do not vary come before it
   bool is_taken = false;
 };
 
@@ -125,7 +128,7 @@ class StepAllocator final : public c10::Allocator {
     ++step_;  // what dies from now on has outlived its step
   }
 
-  int plan(int64_t number, const int64_t* bytes, const int64_t* offsets, int64_t arena_bytes) {
+  int plan(int64_t number, const int64_t* bytes, const int64_t* offsets, const int64_t* varies, int64_t arena_bytes) {
     std::lock_guard<std::mutex> guard(mutex_);
     retire();
     size_t size = whole_pages(std::max<int64_t>(arena_bytes, 1));
@@ -134,9 +137,9 @@ class StepAllocator final : public c10::Allocator {
     arenas_.push_back(std::make_unique<Arena>(Arena{base, size, {}}));
     current_ = arenas_.back().get();
     cover();
-    for (int64_t i = 0; i < number; ++i) {
-      planned_.push_back({bytes[i], offsets[i]});
-      by_size_[bytes[i]].push_back(i);
+    for (int64_t i = 0, position = 0; i < number; position += !varies[i++]) {
+      planned_.push_back({bytes[i], offsets[i], varies[i] != 0, position});
+      (varies[i] ? varying_ : by_size_[bytes[i]]).push_back(i);
     }
     return 0;
   }
@@ -196,10 +199,14 @@ class StepAllocator final : public c10::Allocator {
   void* replay(size_t num_bytes) {
     std::lock_guard<std::mutex> guard(mutex_);
     auto size = static_cast<int64_t>(num_bytes);
-    int64_t number = matching(size);
+    int64_t number = of_equal_size(size);
+    if (number >= 0) {
+      cursor_ = planned_[number].position + 1;
+    } else {
+      number = of_those_that_vary(size);
+    }
     if (number >= 0) {
       planned_[number].is_taken = true;
-      cursor_ = number + 1;
       int64_t start = planned_[number].offset;
       if (start == kOutlives) {
         ++figures_.num_outliving;
@@ -220,21 +227,35 @@ class StepAllocator final : public c10::Allocator {
     return nullptr;
   }
 
-  // The nearest planned block of that size which is not taken yet, or -1; of two as near the later one.
-  int64_t matching(int64_t size) const {
+  auto from(const std::vector<int64_t>& numbers, int64_t position) const {
+    return std::lower_bound(numbers.begin(), numbers.end(), position,
+                            [this](int64_t number, int64_t least) { return planned_[number].position < least; });
+  }
+
+  // The nearest block of that size which does not vary and is not taken yet, of two as near the later one; or -1.
+  int64_t of_equal_size(int64_t size) const {
     auto found = by_size_.find(size);
     if (found == by_size_.end()) return -1;
-    const auto& numbers = found->second;
-    auto here = std::lower_bound(numbers.begin(), numbers.end(), cursor_);
-    int64_t after = -1, before = -1;
-    for (auto next = here; next != numbers.end() && *next - cursor_ <= kWindow && after < 0; ++next) {
-      if (!planned_[*next].is_taken) after = *next;
+    int64_t best = -1, least = kWindow + 1;
+    for (auto next = from(found->second, cursor_ - kWindow); next != found->second.end(); ++next) {
+      int64_t distance = std::abs(planned_[*next].position - cursor_);
+      if (planned_[*next].position > cursor_ + kWindow) break;
+      if (!planned_[*next].is_taken && distance <= least) best = *next, least = distance;
     }
-    for (auto next = here; next != numbers.begin() && cursor_ - *std::prev(next) <= kWindow && before < 0; --next) {
-      if (!planned_[*std::prev(next)].is_taken) before = *std::prev(next);
+    return best;
+  }
+
+  // The nearest block that varies, fits and is free, of two as near the earlier one; or -1.
+  int64_t of_those_that_vary(int64_t size) const {
+    int64_t best = -1, least = kNear + 1;
+    for (auto next = from(varying_, cursor_ - kNear); next != varying_.end(); ++next) {
+      const Planned& one = planned_[*next];
+      int64_t distance = std::abs(one.position - cursor_);
+      if (one.position > cursor_ + kNear) break;
+      if (one.is_taken || size > one.num_bytes || size < one.num_bytes / 2 || distance >= least) continue;
+      if (current_->is_free(one.offset, one.offset + size)) best = *next, least = distance;
     }
-    if (after < 0 || before < 0) return std::max(after, before);
-    return after - cursor_ <= cursor_ - before ? after : before;
+    return best;
   }
 
   bool free_in_arena(void* block) {
@@ -274,6 +295,7 @@ class StepAllocator final : public c10::Allocator {
   void retire() {  // the arena goes when the last block in it is freed
     planned_.clear();
     by_size_.clear();
+    varying_.clear();
     if (current_ != nullptr && current_->living.empty()) {
       munmap(current_->base, current_->size);
       arenas_.erase(std::find_if(arenas_.begin(), arenas_.end(), [&](auto& one) { return one.get() == current_; }));
@@ -309,7 +331,8 @@ class StepAllocator final : public c10::Allocator {
   std::vector<Recorded> recorded_;
   std::unordered_map<void*, Mapping> mappings_;
   std::vector<Planned> planned_;
-  std::unordered_map<int64_t, std::vector<int64_t>> by_size_;
+  std::unordered_map<int64_t, std::vector<int64_t>> by_size_;  // numbers of planned blocks, in order
+  std::vector<int64_t> varying_;
   std::vector<std::unique_ptr<Arena>> arenas_;
   Arena* current_ = nullptr;
 };
@@ -335,8 +358,8 @@ int arena_install() {
 void arena_begin(int64_t mode, int64_t least_bytes) { allocator()->begin(mode, least_bytes); }
 void arena_end() { allocator()->end(); }
 
-int arena_plan(int64_t number, const int64_t* bytes, const int64_t* offsets, int64_t arena_bytes) {
-  return allocator()->plan(number, bytes, offsets, arena_bytes);
+int arena_plan(int64_t number, const int64_t* bytes, const int64_t* offsets, const int64_t* varies, int64_t size) {
+  return allocator()->plan(number, bytes, offsets, varies, size);
 }
 void arena_drop() { allocator()->drop(); }
 int arena_give_back() { return allocator()->give_back(); }

@@ -37,7 +37,7 @@ def allocator() -> ctypes.PyDLL:
         ("install", ctypes.c_int, []),
         ("begin", None, [ctypes.c_int64, ctypes.c_int64]),
         ("end", None, []),
-        ("plan", ctypes.c_int, [ctypes.c_int64, numbers, numbers, ctypes.c_int64]),
+        ("plan", ctypes.c_int, [ctypes.c_int64, numbers, numbers, numbers, ctypes.c_int64]),
         ("drop", None, []),
         ("give_back", ctypes.c_int, []),
         ("num_recorded", ctypes.c_int64, []),

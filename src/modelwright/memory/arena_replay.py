@@ -1,24 +1,41 @@
 """How a step's allocations find their planned places: by the definition, the twin of `arena_allocator.cpp`.
 
-Steps need not be alike. An allocation takes the nearest planned block of exactly its size, so what comes in between in
-one step and not in another (attention tiles of packed rows, say) moves nothing else; and it gets that block's place
+Steps need not be alike. Sizes that come equally often in every step say where in the plan a step stands: each takes the
+nearest planned block of its size. What varies in number or size (attention tiles of packed rows, say) is planned with
+some room; it takes a block of that kind nearby which fits and is free, and moves nothing else. A place is given out
 only while nothing alive overlaps it. All else comes from the usual allocator. Knows no tensor.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 OUTLIVES = -1
 """The offset of a block that was still alive when its step ended: it comes from the usual allocator."""
-WINDOW = 256
-"""How many allocations before and after the one that is due a block of equal size is looked for."""
+WINDOW = 64
+"""How far a block of equal size is looked for, counted in blocks that do not vary."""
+NEAR = 4
+"""How far one that varies."""
+
+
+class Planned(NamedTuple):
+    """One allocation of a step. One that varies from step to step serves blocks of half its bytes to all of them, and
+    never outlives the step."""
+
+    num_bytes: int
+    offset: int
+    varies: bool = False
 
 
 @dataclass
 class ReplayNaive:
-    """One step after the other by one plan: `(bytes, offset)` of each allocation in its order."""
+    """One step after the other by one plan: its allocations in their order.
 
-    planned: Sequence[tuple[int, int]]
+    living: where blocks in the arena begin and end; due: the number of the next block that does not vary, counted
+    among those.
+    """
+
+    planned: Sequence[Planned]
     living: dict[int, int] = field(default_factory=dict)
     taken: set[int] = field(default_factory=set)
     due: int = 0
@@ -33,17 +50,20 @@ class ReplayNaive:
 
     def allocate(self, num_bytes: int) -> int | None:
         """An offset in the arena, or None for the usual allocator."""
-        number = self._matching(num_bytes)
+        number = self._of_equal_size(num_bytes)
+        if number is not None:
+            self.due = self._position(number) + 1
+        else:
+            number = self._of_those_that_vary(num_bytes)
         if number is None:
             self.num_missed += 1
             return None
         self.taken.add(number)
-        self.due = number + 1
-        offset = self.planned[number][1]
+        offset = self.planned[number].offset
         if offset == OUTLIVES:
             self.num_outliving += 1
             return None
-        if any(start < offset + num_bytes and offset < end for start, end in self.living.items()):
+        if not self._is_free(offset, num_bytes):
             self.num_missed += 1
             return None
         self.living[offset] = offset + num_bytes
@@ -53,11 +73,33 @@ class ReplayNaive:
     def free(self, offset: int) -> None:
         del self.living[offset]
 
-    def _matching(self, num_bytes: int) -> int | None:
+    def _of_equal_size(self, num_bytes: int) -> int | None:
         """Of two equally near the later one."""
         near = [
-            (abs(number - self.due), -number)
-            for number, (size, _) in enumerate(self.planned)
-            if size == num_bytes and number not in self.taken and abs(number - self.due) <= WINDOW
+            (self._distance(number), -number)
+            for number, one in self._left(varies=False)
+            if one.num_bytes == num_bytes and self._distance(number) <= WINDOW
         ]
         return -min(near)[1] if near else None
+
+    def _of_those_that_vary(self, num_bytes: int) -> int | None:
+        """Of two equally near the earlier one."""
+        near = [
+            (self._distance(number), number)
+            for number, one in self._left(varies=True)
+            if one.num_bytes // 2 <= num_bytes <= one.num_bytes and self._is_free(one.offset, num_bytes)
+        ]
+        return min(near)[1] if near and min(near)[0] <= NEAR else None
+
+    def _left(self, *, varies: bool) -> list[tuple[int, Planned]]:
+        kind = [(number, one) for number, one in enumerate(self.planned) if one.varies == varies]
+        return [(number, one) for number, one in kind if number not in self.taken]
+
+    def _position(self, number: int) -> int:
+        return sum(not one.varies for one in self.planned[:number])
+
+    def _distance(self, number: int) -> int:
+        return abs(self._position(number) - self.due)
+
+    def _is_free(self, offset: int, num_bytes: int) -> bool:
+        return not any(start < offset + num_bytes and offset < end for start, end in self.living.items())

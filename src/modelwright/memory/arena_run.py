@@ -1,18 +1,21 @@
 """A training step's memory in one arena: the larger tensors of a step are recorded, planned, and put where planned.
 
-The first step makes the optimizer's states, the second one is recorded and planned (`plan_arena`); from then on the
-same pages serve every step, without the gaps that a heap has at its peak and without a page fault. While steps are
-recorded every larger tensor has a mapping of its own, so that recording does not grow the heap either. A step that
-differs from the plan misses in part: those tensors come from PyTorch's own allocator. When much is missed for several
-steps a new record is made; when that does not help the arena is given up. Results are the same to the bit.
+The first step makes the optimizer's states, the next two are recorded and the last one is planned (`plan_arena`), with
+some room where the two differ; from then on the same pages serve every step, without the gaps that a heap has at its
+peak and without a page fault. While steps are recorded every larger tensor has a mapping of its own, so that recording
+does not grow the heap either. A step that differs from the plan misses in part: those tensors come from PyTorch's own
+allocator. When much is missed for several steps new records are made; when that does not help the arena is given up.
+Results are the same to the bit.
 
 Knows no model. Nothing of it is in a checkpoint: a run that goes on records anew.
 """
 
 import ctypes
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -22,7 +25,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.memory.allocator import give_back_freed_memory
 from modelwright.memory.arena import plan_arena
 from modelwright.memory.arena_build import allocator
-from modelwright.memory.arena_replay import OUTLIVES
+from modelwright.memory.arena_replay import OUTLIVES, Planned
 from modelwright.memory.lifetimes import Lifetime
 
 LEAST_BYTES = 2**16
@@ -30,7 +33,11 @@ LEAST_BYTES = 2**16
 MOST_MISSED = 0.2
 """Of a step's bytes; steps above it do not count as served."""
 PATIENCE = 3
-"""Such steps in a row, and a new record is made."""
+"""Such steps in a row, and new records are made."""
+NUM_RECORDS = 2
+"""Steps that are compared before one is planned."""
+ROOM = 1.125
+"""What is planned for a block that varies, as a multiple of its size."""
 MOST_PLANS = 4
 """Plans in a row that did not hold for `HELD_STEPS` steps, and the arena is given up."""
 HELD_STEPS = 50
@@ -89,10 +96,10 @@ class StepAllocator:
         ]
         return lifetimes, lives
 
-    def plan(self, sizes: Sequence[int], offsets: Sequence[int], arena_bytes: int) -> None:
+    def plan(self, planned: Sequence[Planned], arena_bytes: int) -> None:
         """Replace the plan. Raises `OSError` when the arena cannot be had."""
-        numbers = [np.array(values, np.int64) for values in (sizes, offsets)]
-        self._check(self._library.arena_plan(len(sizes), *map(_pointer, numbers), arena_bytes))
+        numbers = [np.array(values, np.int64) for values in zip(*planned, strict=True)] or [np.empty(0, np.int64)] * 3
+        self._check(self._library.arena_plan(len(planned), *map(_pointer, numbers), arena_bytes))
 
     def drop(self) -> None:
         """Forget the plan; the arena goes when the last tensor in it does."""
@@ -116,6 +123,28 @@ class StepAllocator:
             raise OSError(error, "the arena's memory")
 
 
+def plan_replay(
+    lifetimes: Sequence[Lifetime], lives: Sequence[bool], before: Counter[int]
+) -> tuple[list[Planned], int]:
+    """The plan of a recorded step, and its arena's size.
+
+    lives: which blocks outlive the step; before: how often each size came in the step before, which says what varies.
+    """
+    sizes = Counter(one.num_bytes for one in lifetimes)
+    varies = [
+        sizes[one.num_bytes] != before[one.num_bytes] and not alive for one, alive in zip(lifetimes, lives, strict=True)
+    ]
+    roomy = [
+        replace(one, num_bytes=math.ceil(one.num_bytes * ROOM)) if varied else one
+        for one, varied in zip(lifetimes, varies, strict=True)
+    ]
+    arena = plan_arena([one for one, alive in zip(roomy, lives, strict=True) if not alive])
+    places = iter(arena.offsets)
+    offsets = [OUTLIVES if alive else next(places) for alive in lives]
+    planned = [Planned(one.num_bytes, *rest) for one, *rest in zip(roomy, offsets, varies, strict=True)]
+    return planned, arena.num_bytes
+
+
 class StepArena:
     """The arena of one training run; `note` tells people when it is given up. Without an allocator it does nothing."""
 
@@ -123,7 +152,8 @@ class StepArena:
         self._used = used
         self._note = note
         self._mode = Mode.RECORD if used else Mode.PASS_THROUGH
-        self._to_record = 2
+        self._to_record = 1 + NUM_RECORDS
+        self._sizes: Counter[int] = Counter()
         self._num_plans = self._num_poor = self._num_good = self._arena_bytes = 0
 
     @contextmanager
@@ -147,7 +177,7 @@ class StepArena:
         if self._used is None or self._mode == Mode.PASS_THROUGH:
             return
         self._used.end()
-        self._forget(self._used, to_record=2)
+        self._forget(self._used, to_record=1 + NUM_RECORDS)
         self._num_plans = 0
         self._used.begin(self._mode, LEAST_BYTES)
 
@@ -179,18 +209,18 @@ class StepArena:
 
     def _recorded(self, used: StepAllocator) -> None:
         self._to_record -= 1
+        before = self._sizes
+        lifetimes, lives = used.lifetimes()
+        self._sizes = Counter(one.num_bytes for one in lifetimes)
         if self._to_record:
             return
-        lifetimes, lives = used.lifetimes()
-        arena = plan_arena([one for one, alive in zip(lifetimes, lives, strict=True) if not alive])
-        places = iter(arena.offsets)
-        offsets = [OUTLIVES if alive else next(places) for alive in lives]
+        planned, arena_bytes = plan_replay(lifetimes, lives, before)
         try:
-            used.plan([one.num_bytes for one in lifetimes], offsets, arena.num_bytes)
+            used.plan(planned, arena_bytes)
         except OSError as error:
-            self._give_up(f"an arena of {arena.num_bytes / 2**20:.0f} MiB cannot be had ({error.strerror})")
+            self._give_up(f"an arena of {arena_bytes / 2**20:.0f} MiB cannot be had ({error.strerror})")
             return
-        self._mode, self._arena_bytes = Mode.REPLAY, arena.num_bytes
+        self._mode, self._arena_bytes = Mode.REPLAY, arena_bytes
         self._num_plans += 1
 
     def _replayed(self, used: StepAllocator) -> None:
@@ -202,9 +232,11 @@ class StepArena:
         if self._num_poor < PATIENCE:
             return
         if self._num_plans >= MOST_PLANS:
-            self._give_up(f"after {self._num_plans} plans steps still differ in more than {MOST_MISSED:.0%} of the bytes")
+            self._give_up(
+                f"after {self._num_plans} plans steps still differ in more than {MOST_MISSED:.0%} of the bytes"
+            )
         else:
-            self._forget(used, to_record=1)
+            self._forget(used, to_record=NUM_RECORDS)
 
     def _forget(self, used: StepAllocator, *, to_record: int) -> None:
         used.drop()
@@ -220,7 +252,9 @@ class StepArena:
 def step_arena(is_wanted: bool, device: torch.device, note: Callable[[str], None]) -> Iterator[StepArena]:
     """For a run on `device`. Raises `ConfigError` where it cannot be had."""
     if is_wanted and device.type != "cpu":
-        raise ConfigError(f"memory_arena: is for CPUs; the allocator of {device.type} keeps memory by itself; set it to false")
+        raise ConfigError(
+            f"memory_arena: is for CPUs; the allocator of {device.type} keeps memory by itself; set it to false"
+        )
     arena = StepArena(StepAllocator() if is_wanted else None, note)
     try:
         yield arena

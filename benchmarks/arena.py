@@ -1,0 +1,218 @@
+"""Memory and time of training with its tensors in a planned arena (`memory_arena`) and without.
+
+    python benchmarks/arena.py [--sizes small medium] [--rounds 3] [--steps 20]
+
+Each run is a process of one thread: steps of THE loop on random tokens in packed rows, whose documents differ from step
+to step, with an evaluation amid them. Three kinds alternate: `heap`, which is what training does without the arena
+(`memory.allocator`: freed memory is kept); `mapped`, glibc's heap with a mapping for every larger tensor, given back at
+once, which has no gaps and pays for it with page faults; and `arena`. Figures, medians over the rounds: resident bytes
+above what the process held before the model, their peak over the whole run and over the timed steps alone (those after
+the eighth); seconds and minor page faults a step; the share of bytes that the arena served. Losses must be equal to the
+bit. Writes benchmarks/results/arena-<machine>.json.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelwright.claims.results import circumstances, machine_slug
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.progress import SilentProgress
+from modelwright.core.resources import ResourceUse, peak_resident_bytes
+from modelwright.core.rundir import StageDir
+from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.parallel.mesh import single
+from modelwright.precision.policy import PrecisionConfig
+from modelwright.train import loop
+from modelwright.train.config import TrainConfig
+from modelwright.train.objective import StepInfo
+
+RESULTS = Path(__file__).parent / "results"
+KINDS = ("heap", "mapped", "arena")
+FIRST_TIMED = 9
+EVALUATION_AT = 6
+SEQ_LEN = 256
+VOCAB_SIZE = 8192
+LAYERS, WIDTHS, BATCH_TOKENS = {"small": 4, "medium": 6}, {"small": 128, "medium": 384}, 4096
+SHORTEST, LONGEST = 20, 200
+"""Tokens of a document."""
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Random tokens; each row is full of documents of random lengths."""
+
+    num_rows: int
+    num_batches_per_epoch: int = 1000
+
+    def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
+        draw = torch.Generator().manual_seed(index)
+        shape = (self.num_rows, SEQ_LEN)
+        tokens = torch.randint(VOCAB_SIZE, shape, generator=draw)
+        segments, positions = torch.zeros(shape, dtype=torch.int32), torch.zeros(shape, dtype=torch.int64)
+        for row in range(self.num_rows):
+            start = number = 0
+            while start < SEQ_LEN:
+                length = int(torch.randint(SHORTEST, LONGEST, (), generator=draw))
+                end = min(SEQ_LEN, start + length)
+                segments[row, start:end], positions[row, start:end] = number, torch.arange(end - start)
+                start, number = end, number + 1
+        labels = tokens.roll(-1, dims=1)
+        ends = torch.ones(shape, dtype=torch.bool)
+        ends[:, :-1] = segments[:, 1:] != segments[:, :-1]
+        labels[ends] = IGNORED
+        return TokenBatch(input_ids_BT=tokens, labels_BT=labels, positions_BT=positions, segments_BT=segments)
+
+
+class Measured(Exception):
+    """Ends a run before its last checkpoint."""
+
+
+@dataclass
+class Meter:
+    """Controller that reads figures after every step and ends the run after the last."""
+
+    last: int
+    every: int = 1
+    records: list[dict[str, Any]] = field(default_factory=list)
+    use: ResourceUse = field(default_factory=ResourceUse)
+    peak_bytes: int = 0
+
+    def observe(self, info: StepInfo) -> None:
+        peak, faults = peak_resident_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        self.peak_bytes = max(self.peak_bytes, peak)
+        found = {"peak_bytes": peak, "faults": faults, "step_s": info.step_time_s, "loss": info.loss}
+        self.records.append({**found, "arena": {k: v for k, v in info.scalars.items() if k.startswith("arena_")}})
+        if info.step == self.last:
+            raise Measured
+        self.use.__enter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def train(size: str, *, arena: bool, num_steps: int) -> Meter:
+    width = WIDTHS[size]
+    shape = ModelConfig(
+        vocab_size=VOCAB_SIZE, num_layers=LAYERS[size], model_dim=width, num_heads=width // 64, num_kv_heads=width // 64,
+        head_dim=64, ffn_dim=64 * round(width * 8 / 3 / 64), max_seq_len=SEQ_LEN, tie_embeddings=False,
+    )  # fmt: skip
+    config = TrainConfig(
+        num_steps=num_steps + 1,
+        batch_tokens=BATCH_TOKENS,
+        precision=PrecisionConfig(policy="fp32"),
+        memory_arena=arena,
+        eval_every_steps=EVALUATION_AT,
+        keep_best=False,
+        checkpoint_every_minutes=0.0,
+    )
+    model, meter, rows = Decoder(shape), Meter(num_steps), PackedRows(BATCH_TOKENS // SEQ_LEN)
+    model.init_weights(0)
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(Measured):
+        meter.use.__enter__()
+        loop.train(
+            model,
+            Pretrain(rows),
+            config,
+            num_steps=num_steps + 1,
+            world=single(),
+            stage=StageDir(Path(folder)),
+            seed=0,
+            name="arena",
+            input_digest="arena",
+            progress=SilentProgress(),
+            heldout=[rows.batch(10_000)],
+            controllers={"meter": meter},
+        )
+    return meter
+
+
+def run(size: str, kind: str, num_steps: int) -> dict[str, Any]:
+    """In this process; a small model first, so that libraries have made their own buffers."""
+    torch.set_num_threads(1)
+    if kind == "mapped":
+        loop.freed_memory_kept = contextlib.nullcontext
+    train("small", arena=kind == "arena", num_steps=4)
+    gc.collect()
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    meter = train(size, arena=kind == "arena", num_steps=num_steps)
+    timed = meter.records[FIRST_TIMED - 1 :]
+    faults = [later["faults"] - one["faults"] for one, later in zip(timed[:-1], timed[1:], strict=True)]
+    return {
+        "peak_bytes": meter.peak_bytes - before,
+        "timed_peak_bytes": max(one["peak_bytes"] for one in timed) - before,
+        "step_s": statistics.median(one["step_s"] for one in timed),
+        "faults_a_step": statistics.median(faults),
+        "losses": [one["loss"] for one in meter.records],
+        "arena": {name: statistics.median(one["arena"].get(name, 0.0) for one in timed) for name in timed[-1]["arena"]},
+    }
+
+
+def started(size: str, kind: str, num_steps: int) -> dict[str, Any]:
+    settings = {"MALLOC_MMAP_THRESHOLD_": str(2**16)} if kind == "mapped" else {}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", **settings}
+    command = [sys.executable, __file__, "--one", size, kind, "--steps", str(num_steps)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(size: str, num_rounds: int, num_steps: int) -> dict[str, Any]:
+    runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    for number in range(num_rounds):
+        for kind in KINDS[number % len(KINDS) :] + KINDS[: number % len(KINDS)]:
+            runs[kind].append(started(size, kind, num_steps))
+            shown = {name: value for name, value in runs[kind][-1].items() if name != "losses"}
+            print(size, kind, json.dumps(shown), flush=True)
+    names = ("peak_bytes", "timed_peak_bytes", "step_s", "faults_a_step")
+    found: dict[str, Any] = {
+        kind: {name: statistics.median(one[name] for one in runs[kind]) for name in names} for kind in KINDS
+    }
+    for name in runs["arena"][0]["arena"]:
+        found["arena"][name] = statistics.median(one["arena"][name] for one in runs["arena"])
+    pairs = zip(runs["heap"], runs["arena"], strict=True)
+    found["step_s_of_heap_over_arena"] = [round(heap["step_s"] / arena["step_s"], 3) for heap, arena in pairs]
+    found["losses_equal"] = len({tuple(one["losses"]) for kind in KINDS for one in runs[kind]}) == 1
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=list(WIDTHS), choices=list(WIDTHS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(run(*options.one, options.steps)))
+        return
+    torch.set_num_threads(1)
+    around = circumstances()
+    found = {size: compare(size, options.rounds, options.steps) for size in options.sizes}
+    shape = {"layers": LAYERS, "widths": WIDTHS, "seq_len": SEQ_LEN, "batch_tokens": BATCH_TOKENS}
+    record = {"benchmark": "arena", "shape": shape, "rounds": options.rounds, "steps": options.steps, **found, **around}
+    path = RESULTS / f"arena-{machine_slug(around['machine'])}.json"
+    write_atomic(path, json.dumps(record, indent=1) + "\n")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
