@@ -14,6 +14,7 @@ bit. Writes benchmarks/results/arena-<machine>.json.
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import os
 import resource
@@ -111,8 +112,9 @@ class Meter:
 def train(size: str, *, arena: bool, num_steps: int) -> Meter:
     width = WIDTHS[size]
     shape = ModelConfig(
-        vocab_size=VOCAB_SIZE, num_layers=LAYERS[size], model_dim=width, num_heads=width // 64, num_kv_heads=width // 64,
-        head_dim=64, ffn_dim=64 * round(width * 8 / 3 / 64), max_seq_len=SEQ_LEN, tie_embeddings=False,
+        vocab_size=VOCAB_SIZE, num_layers=LAYERS[size], model_dim=width, num_heads=width // 64,
+        num_kv_heads=width // 64, head_dim=64, ffn_dim=64 * round(width / 24),
+        max_seq_len=SEQ_LEN, tie_embeddings=False,
     )  # fmt: skip
     config = TrainConfig(
         num_steps=num_steps + 1,
@@ -154,7 +156,7 @@ def run(size: str, kind: str, num_steps: int) -> dict[str, Any]:
     before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     meter = train(size, arena=kind == "arena", num_steps=num_steps)
     timed = meter.records[FIRST_TIMED - 1 :]
-    faults = [later["faults"] - one["faults"] for one, later in zip(timed[:-1], timed[1:], strict=True)]
+    faults = [later["faults"] - one["faults"] for one, later in itertools.pairwise(timed)]
     return {
         "peak_bytes": meter.peak_bytes - before,
         "timed_peak_bytes": max(one["peak_bytes"] for one in timed) - before,
@@ -202,7 +204,7 @@ def main() -> None:
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(run(*options.one, options.steps)))
+        print(json.dumps(run(options.one[0], options.one[1], options.steps)))
         return
     torch.set_num_threads(1)
     around = circumstances()

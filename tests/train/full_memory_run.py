@@ -1,7 +1,8 @@
 """Runs that meet the end of their memory; a script for `test_out_of_memory`.
 
-full_memory_run.py limit FOLDER MARGIN_BYTES MICROBATCHES ROWS: one process, whose address space may grow by so much (0:
-as it likes) once its model stands. Prints the losses, and the numbers of microbatches that were not the one asked for.
+full_memory_run.py limit FOLDER MARGIN_BYTES MICROBATCHES ROWS ARENA: one process, whose address space may grow by so
+much (0: as it likes) once its model stands, with a memory arena or (0) without. Prints the losses, and the numbers of
+microbatches that were not the one asked for.
 full_memory_run.py ranks FOLDER: two processes; on the second one parts of more than so many rows do not fit.
 """
 
@@ -57,9 +58,9 @@ class LiftLimit:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def under_limit(folder: Path, margin: int, num_microbatches: int, num_rows: int) -> None:
+def under_limit(folder: Path, margin: int, num_microbatches: int, num_rows: int, arena: int) -> None:
     """The first step of a small model first: libraries make buffers, and threads, of their own."""
-    tiny_run.run(folder / "warm", tiny_run.settings(num_steps=1))
+    tiny_run.run(folder / "warm", tiny_run.settings(num_steps=1, memory_arena=bool(arena)))
     model = Decoder(SHAPE)
     model.init_weights(0)
     if margin:
@@ -72,6 +73,7 @@ def under_limit(folder: Path, margin: int, num_microbatches: int, num_rows: int)
         eval_every_steps=0,
         checkpoint_every_steps=0,
         keep_best=False,
+        memory_arena=bool(arena),
     )
     rows = RandomRows(num_rows, BATCH_TOKENS // num_rows, SHAPE.vocab_size)
     try:
@@ -151,7 +153,7 @@ def main() -> None:
     torch.set_num_threads(1)
     command, folder = sys.argv[1], Path(sys.argv[2])
     if command == "limit":
-        under_limit(folder, *map(int, sys.argv[3:6]))
+        under_limit(folder, *map(int, sys.argv[3:7]))
         return
     with join_world(torch.device("cpu")) as world:
         on_ranks(folder, world)

@@ -1,6 +1,7 @@
 """Memory that runs out amid a step: the step is made again in smaller microbatches, on all ranks."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -21,9 +22,9 @@ LEAN = {"MALLOC_ARENA_MAX": "1"}
 linux = pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux's")
 
 
-def limited(folder: Path, margin: int, *, num_microbatches: int = 1, num_rows: int = 32) -> dict:
+def limited(folder: Path, margin: int, *, num_microbatches: int = 1, num_rows: int = 32, arena: int = 0) -> dict:
     folder.mkdir()
-    started = start_process(SCRIPT, "limit", folder, margin, num_microbatches, num_rows, environment=LEAN)
+    started = start_process(SCRIPT, "limit", folder, margin, num_microbatches, num_rows, arena, environment=LEAN)
     ((status, output, errors),) = wait_for([started])
     assert status == 0, errors
     return json.loads(output.splitlines()[-1])
@@ -47,6 +48,16 @@ def test_a_process_under_a_limit_goes_on_in_smaller_microbatches(tmp_path):
     free = limited(tmp_path / "free", 0)
     assert free["parts"] == []
     assert found["losses"] == pytest.approx(free["losses"], rel=1e-5)
+
+
+@linux
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the arena is built by g++")
+def test_a_memory_arena_under_a_limit(tmp_path):
+    """Of the first step, which is recorded with a mapping for each of the larger tensors."""
+    found = limited(tmp_path / "arena", MARGIN, arena=1)
+    assert len(found["losses"]) == len(found["parts"]) == 2
+    asked = limited(tmp_path / "asked", 0, num_microbatches=int(found["parts"][0]))
+    assert found["losses"] == asked["losses"]
 
 
 @pytest.fixture(scope="module")

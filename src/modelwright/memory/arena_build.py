@@ -87,5 +87,5 @@ def _options() -> list[str]:
 
 
 def _said(command: list[str], text: str) -> str:
-    last = text.strip()[-600:]
-    return f"its allocator cannot be built with {command[0]!r}; {_WAY_OUT} install a C++ compiler (or name it in CXX): {last}"
+    way_out = f"{_WAY_OUT} install a C++ compiler (or name it in CXX)"
+    return f"its allocator cannot be built with {command[0]!r}; {way_out}: {text.strip()[-600:]}"

@@ -141,7 +141,7 @@ def plan_replay(
     arena = plan_arena([one for one, alive in zip(roomy, lives, strict=True) if not alive])
     places = iter(arena.offsets)
     offsets = [OUTLIVES if alive else next(places) for alive in lives]
-    planned = [Planned(one.num_bytes, *rest) for one, *rest in zip(roomy, offsets, varies, strict=True)]
+    planned = [Planned(one.num_bytes, place, varied) for one, place, varied in zip(roomy, offsets, varies, strict=True)]
     return planned, arena.num_bytes
 
 

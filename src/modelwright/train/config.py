@@ -49,8 +49,7 @@ class TrainConfig:
     above it that follows the gradients; dynamic_decay: less weight decay while gradients are large;
     offload_optimizer: its states wait in the host's memory, for models on an accelerator; update_in_backward: each
     parameter is updated as soon as its gradient is final, which frees the gradient (one process; without clipping, or
-    clipped by the norm of the step before); activations: what forward keeps for backward; memory_arena: tensors that come
-    and go within a step lie where a plan of an earlier step puts them (CPU; needs a C++ compiler); transport: how gradients
+    clipped by the norm of the step before); activations: what forward keeps for backward; transport: how gradients
     cross between copies of the model; asynchronous: updates that do not wait for them; quarantine: gradients out of all
     proportion are left out; spikes: so are updates at which loss or gradients jump, and after several of them the run
     goes back to earlier weights; rate_rule: the learning rate follows from the rows of a batch, settled before the run;
@@ -59,7 +58,8 @@ class TrainConfig:
     memory; eval_every_steps: 0 only at the end;
     checkpoint_every_steps and checkpoint_every_minutes: 0 switches that trigger off; keep_best: the checkpoint
     with the lowest held-out loss is saved and kept beside the last `keep_last`; max_skipped_steps: updates in a row
-    that may be skipped for values that are not finite before the run gives up.
+    that may be skipped for values that are not finite before the run gives up; memory_arena: what comes and goes within
+    a step lies where a plan of an earlier step puts it, without the heap's gaps (Linux, CPU; needs a C++ compiler).
     """
 
     num_steps: int = 0

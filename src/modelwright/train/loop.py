@@ -294,9 +294,8 @@ class _Loop:
                 self.finish()
                 raise Stopped(f"stopped after step {self.at.step} of {self.num_steps}; run again to go on from there")
             interrupted = partial(self.interrupted, stop)
-            for info, flops in self.one_step.turns.updates(
-                self.one_update, self.at.step, self.next_stop(), interrupted
-            ):
+            turns = self.one_step.turns
+            for info, flops in turns.updates(self.one_update, self.at.step, self.next_stop(), interrupted):
                 self.account(info, flops)
                 self.report(info)
             self.go_back()

@@ -1,0 +1,160 @@
+"""Training with its tensors in an arena: the bits of training without, whatever happens between and amid steps."""
+
+import os
+import platform
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modelwright.core.errors import ConfigError, Stopped
+from modelwright.core.records import column, read_records
+from modelwright.memory import arena_build, arena_run
+from modelwright.memory.arena_run import StepAllocator
+from modelwright.objectives.pretrain import Pretrain
+from wired_cases import COPIES, case, run_cases, values, weights
+
+pytestmark = pytest.mark.skipif(
+    platform.system() != "Linux" or shutil.which("g++") is None, reason="is built on Linux, by g++"
+)
+LEAST_BYTES = 1024
+"""Nearly all tensors of the tiny run; its rows differ so much that much of them is missed at times."""
+STEPS = {"num_steps": 16}
+CASES = {
+    "plain": {},
+    "microbatches": {"num_microbatches": 4},
+    "recomputed": {"activations": {"mode": "unit", "unit_layers": 1}},
+    "in-backward": {"update_in_backward": "unclipped", "clip_norm": 0.0},
+    "int8": {"optimizer": "adamw_int8"},
+    "bf16": {"precision": {"policy": "bf16_mixed"}},
+    "sparse": {"sparse": {"kind": "columns", "batch": {"signal": "loss", "probe_len": 4}}},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_tensors_too(monkeypatch):
+    monkeypatch.setattr(arena_run, "LEAST_BYTES", LEAST_BYTES)
+    monkeypatch.setattr(arena_run, "MOST_MISSED", 0.9)
+    yield
+    assert StepAllocator().living_bytes() == 0
+
+
+def served(folder: Path) -> list[tuple[int, float]]:
+    return column(read_records(folder / "metrics.jsonl"), "arena_served")
+
+
+def assert_same(tiny, one: Path, other: Path, step: int = 16) -> None:
+    left, right = (tiny.final_weights(folder, step) for folder in (one, other))
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    for metric in ("loss", "grad_norm", "heldout_loss"):
+        recorded = [column(read_records(folder / "metrics.jsonl"), metric) for folder in (one, other)]
+        assert recorded[0] == recorded[1]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_bits(tiny, tmp_path, name):
+    """Evaluations and checkpoints amid them."""
+    changes: dict[str, Any] = {**STEPS, **CASES[name]}
+    for folder, arena in (("without", False), ("with", True)):
+        tiny.run(tmp_path / folder, tiny.settings(memory_arena=arena, **changes))
+    assert_same(tiny, tmp_path / "without", tmp_path / "with")
+    assert served(tmp_path / "without") == []
+    found = served(tmp_path / "with")
+    assert [step for step, _ in found] == list(range(4, 17))
+    assert min(share for _, share in found) > 0.2
+
+
+class StopAfter:
+    every = 1
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def observe(self, info) -> None:
+        if info.step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state) -> None: ...
+
+
+def test_a_run_that_stops_and_goes_on(tiny, tmp_path):
+    config = tiny.settings(memory_arena=True, **STEPS)
+    with pytest.raises(Stopped):
+        tiny.run(tmp_path / "twice", config, controllers={"stop": StopAfter(7)})
+    tiny.run(tmp_path / "twice", config)
+    tiny.run(tmp_path / "once", tiny.settings(**STEPS))
+    assert_same(tiny, tmp_path / "once", tmp_path / "twice")
+    assert [step for step, _ in served(tmp_path / "twice")] == [4, 5, 6, 7, *range(11, 17)]
+
+
+@dataclass
+class Full:
+    """The tiny objective; one batch fits in microbatches of at most `most_rows` rows only."""
+
+    inner: Pretrain
+    batch: int
+    most_rows: int
+    number: int = -1
+
+    def batches(self, model, *, first: int, rank: int, world_size: int) -> Iterator:
+        found = self.inner.batches(model, first=first, rank=rank, world_size=world_size)
+        for self.number, batch in enumerate(found, start=first):
+            yield batch
+
+    def weights(self, batch):
+        return self.inner.weights(batch)
+
+    def losses(self, output, batch, model):
+        if output.requires_grad and self.number == self.batch and batch.num_rows > self.most_rows:
+            torch.empty(2**60)  # far more than any machine has
+        return self.inner.losses(output, batch, model)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_step_made_again_in_smaller_microbatches(tiny, tmp_path, batch):
+    """While steps are recorded, and while they are replayed; new records follow."""
+    for folder, arena in (("without", False), ("with", True)):
+        objective = Full(Pretrain(tiny.Rows()), batch, most_rows=2)
+        tiny.run(tmp_path / folder, tiny.settings(memory_arena=arena, **STEPS), objective=objective)
+    assert_same(tiny, tmp_path / "without", tmp_path / "with")
+    replayed = [step for step, _ in served(tmp_path / "with")]
+    assert replayed == [*range(4, batch + 1), *range(batch + 4, 17)]
+    parts = [value for _, value in column(read_records(tmp_path / "with" / "metrics.jsonl"), "num_microbatches")]
+    assert set(parts) == {4.0}
+
+
+def test_a_run_without_a_compiler_ends_early(tiny, tmp_path, monkeypatch):
+    arena_build.allocator.cache_clear()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "no-such-compiler -O1")
+    with pytest.raises(ConfigError, match=r"memory_arena: .*'no-such-compiler'; set memory_arena to false"):
+        tiny.run(tmp_path / "run", tiny.settings(memory_arena=True))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    monkeypatch.undo()
+
+
+WIDE = {"num_layers": 2, "ffn_dim": 1024}
+
+
+def test_two_processes(tmp_path):
+    """With one copy of the weights, with copies whose sums begin in backward, divided, in a pipeline."""
+    layouts = {"copies": COPIES, "sharded": {"parallel": {"shard": "full"}}}
+    cases = [
+        case(f"{name}-{arena}", settings={"memory_arena": arena == "with"}, shape=WIDE, **layout)
+        for name, layout in layouts.items()
+        for arena in ("without", "with")
+    ]
+    runs = run_cases(tmp_path, cases)
+    for name in layouts:
+        assert values(runs, f"{name}-with", "arena_served")
+        for rank in range(2):
+            left, right = (weights(runs, f"{name}-{arena}", rank) for arena in ("without", "with"))
+            assert all(torch.equal(left[key], right[key]) for key in left)
