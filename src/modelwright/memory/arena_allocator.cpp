@@ -28,8 +28,9 @@ namespace {
 enum Mode : int64_t { kPassThrough = 0, kRecord = 1, kReplay = 2 };
 
 constexpr int64_t kOutlives = -1;  // the offset of a block that was not freed by the end of its step
-constexpr int64_t kWindow = 64;    // how far a block of equal size is looked for, in blocks that do not vary,
+constexpr int64_t kWindow = 64;    // how far back a block of equal size is looked for, in blocks that do not vary,
 constexpr int64_t kNear = 4;       // and how far one that varies
+constexpr int64_t kSkip = 2;       // how many bytes of the plan may be passed over for one that has come without a place
 
 struct Recorded {
   int64_t num_bytes, birth, death;
@@ -38,7 +39,8 @@ struct Recorded {
 struct Planned {
   int64_t num_bytes, offset;
   bool varies;       // from step to step: the place is for blocks of half its bytes to all of them
-  int64_t position;  // how many blocks that do not vary come before it
+  int64_t position;  // how many blocks that do not vary come before it,
+  int64_t before;    // and their bytes
   bool is_taken = false;
 };
 
@@ -114,7 +116,7 @@ class StepAllocator final : public c10::Allocator {
     mode_ = mode;
     least_bytes_ = least_bytes;
     ++step_;
-    time_ = cursor_ = 0;
+    time_ = cursor_ = passed_bytes_ = refused_bytes_ = 0;
     recorded_.clear();
     for (auto& one : planned_) one.is_taken = false;
     figures_ = Figures{};
@@ -137,8 +139,10 @@ class StepAllocator final : public c10::Allocator {
     arenas_.push_back(std::make_unique<Arena>(Arena{base, size, {}}));
     current_ = arenas_.back().get();
     cover();
-    for (int64_t i = 0, position = 0; i < number; position += !varies[i++]) {
-      planned_.push_back({bytes[i], offsets[i], varies[i] != 0, position});
+    for (int64_t i = 0, position = 0, before = 0; i < number; ++i) {
+      planned_.push_back({bytes[i], offsets[i], varies[i] != 0, position, before});
+      position += !varies[i];
+      before += varies[i] ? 0 : bytes[i];
       (varies[i] ? varying_ : by_size_[bytes[i]]).push_back(i);
     }
     return 0;
@@ -199,10 +203,12 @@ class StepAllocator final : public c10::Allocator {
   void* replay(size_t num_bytes) {
     std::lock_guard<std::mutex> guard(mutex_);
     auto size = static_cast<int64_t>(num_bytes);
-    int64_t number = of_equal_size(size);
+    int64_t number = following(size);
     if (number >= 0) {
       cursor_ = planned_[number].position + 1;
-    } else {
+      passed_bytes_ = planned_[number].before + size;
+      refused_bytes_ = 0;
+    } else if ((number = passed_over(size)) < 0) {
       number = of_those_that_vary(size);
     }
     if (number >= 0) {
@@ -232,17 +238,30 @@ class StepAllocator final : public c10::Allocator {
                             [this](int64_t number, int64_t least) { return planned_[number].position < least; });
   }
 
-  // The nearest block of that size which does not vary and is not taken yet, of two as near the later one; or -1.
-  int64_t of_equal_size(int64_t size) const {
+  // The next block of that size which does not vary, or -1: also where it lies so far off that the plan has more bytes
+  // in between than have come without a place. So what comes too often does not carry the step away.
+  int64_t following(int64_t size) {
     auto found = by_size_.find(size);
     if (found == by_size_.end()) return -1;
-    int64_t best = -1, least = kWindow + 1;
-    for (auto next = from(found->second, cursor_ - kWindow); next != found->second.end(); ++next) {
-      int64_t distance = std::abs(planned_[*next].position - cursor_);
-      if (planned_[*next].position > cursor_ + kWindow) break;
-      if (!planned_[*next].is_taken && distance <= least) best = *next, least = distance;
+    auto next = from(found->second, cursor_);
+    if (next != found->second.end() && planned_[*next].before - passed_bytes_ <= kSkip * (refused_bytes_ + size)) {
+      return *next;
     }
-    return best;
+    refused_bytes_ += size;
+    return -1;
+  }
+
+  // The last block of that size which does not vary, has been passed over and is not taken yet, or -1.
+  int64_t passed_over(int64_t size) const {
+    auto found = by_size_.find(size);
+    if (found == by_size_.end()) return -1;
+    const auto& numbers = found->second;
+    for (auto next = from(numbers, cursor_); next != numbers.begin(); --next) {
+      const Planned& one = planned_[*std::prev(next)];
+      if (one.position < cursor_ - kWindow) break;
+      if (!one.is_taken) return *std::prev(next);
+    }
+    return -1;
   }
 
   // The nearest block that varies, fits and is free, of two as near the earlier one; or -1.
@@ -326,7 +345,9 @@ class StepAllocator final : public c10::Allocator {
   std::atomic<size_t> num_mappings_{0};
   std::mutex mutex_;  // for all that follows
   uint64_t step_ = 0;
-  int64_t time_ = 0, cursor_ = 0, living_bytes_ = 0;
+  int64_t time_ = 0, living_bytes_ = 0;
+  int64_t cursor_ = 0, passed_bytes_ = 0;  // where in the plan the step stands
+  int64_t refused_bytes_ = 0;              // of blocks that do not vary and had no place since then
   Figures figures_{};
   std::vector<Recorded> recorded_;
   std::unordered_map<void*, Mapping> mappings_;

@@ -1,9 +1,10 @@
 """How a step's allocations find their planned places: by the definition, the twin of `arena_allocator.cpp`.
 
-Steps need not be alike. Sizes that come equally often in every step say where in the plan a step stands: each takes the
-nearest planned block of its size. What varies in number or size (attention tiles of packed rows, say) is planned with
-some room; it takes a block of that kind nearby which fits and is free, and moves nothing else. A place is given out
-only while nothing alive overlaps it. All else comes from the usual allocator. Knows no tensor.
+Steps need not be alike. Sizes that come equally often in steps say where in the plan a step stands: each takes the next
+planned block of its size, unless more of the plan would be passed over than has come without a place; else one that was
+passed over. What varies in number or size (attention tiles of packed rows, say) is planned with some room; it takes a
+block of that kind nearby which fits and is free, and moves nothing else. A place is given out only while nothing alive
+overlaps it. All else comes from the usual allocator. Knows no tensor.
 """
 
 from collections.abc import Sequence
@@ -13,9 +14,11 @@ from typing import NamedTuple
 OUTLIVES = -1
 """The offset of a block that was still alive when its step ended: it comes from the usual allocator."""
 WINDOW = 64
-"""How far a block of equal size is looked for, counted in blocks that do not vary."""
+"""How far back a block of equal size is looked for, counted in blocks that do not vary."""
 NEAR = 4
 """How far one that varies."""
+SKIP = 2
+"""Bytes of the plan that may be passed over, for each byte that has come without a place."""
 
 
 class Planned(NamedTuple):
@@ -32,13 +35,14 @@ class ReplayNaive:
     """One step after the other by one plan: its allocations in their order.
 
     living: where blocks in the arena begin and end; due: the number of the next block that does not vary, counted
-    among those.
+    among those; refused_bytes: of blocks that do not vary and had no place since the last one that had.
     """
 
     planned: Sequence[Planned]
     living: dict[int, int] = field(default_factory=dict)
     taken: set[int] = field(default_factory=set)
     due: int = 0
+    refused_bytes: int = 0
     num_served: int = 0
     num_missed: int = 0
     num_outliving: int = 0
@@ -46,14 +50,16 @@ class ReplayNaive:
     def begin(self) -> None:
         """A new step; what earlier ones have left in the arena keeps its place."""
         self.taken = set()
-        self.due = self.num_served = self.num_missed = self.num_outliving = 0
+        self.due = self.refused_bytes = self.num_served = self.num_missed = self.num_outliving = 0
 
     def allocate(self, num_bytes: int) -> int | None:
         """An offset in the arena, or None for the usual allocator."""
-        number = self._of_equal_size(num_bytes)
+        number = self._following(num_bytes)
         if number is not None:
-            self.due = self._position(number) + 1
+            self.due, self.refused_bytes = self._position(number) + 1, 0
         else:
+            number = self._passed_over(num_bytes)
+        if number is None:
             number = self._of_those_that_vary(num_bytes)
         if number is None:
             self.num_missed += 1
@@ -73,14 +79,25 @@ class ReplayNaive:
     def free(self, offset: int) -> None:
         del self.living[offset]
 
-    def _of_equal_size(self, num_bytes: int) -> int | None:
-        """Of two equally near the later one."""
-        near = [
-            (self._distance(number), -number)
+    def _following(self, num_bytes: int) -> int | None:
+        fixed = [(number, one.num_bytes) for number, one in enumerate(self.planned) if not one.varies]
+        sizes = [size for _, size in fixed]
+        if num_bytes not in sizes:
+            return None
+        if num_bytes in sizes[self.due :]:
+            position = sizes.index(num_bytes, self.due)
+            if sum(sizes[self.due : position]) <= SKIP * (self.refused_bytes + num_bytes):
+                return fixed[position][0]
+        self.refused_bytes += num_bytes
+        return None
+
+    def _passed_over(self, num_bytes: int) -> int | None:
+        found = [
+            number
             for number, one in self._left(varies=False)
-            if one.num_bytes == num_bytes and self._distance(number) <= WINDOW
+            if one.num_bytes == num_bytes and self.due - WINDOW <= self._position(number) < self.due
         ]
-        return -min(near)[1] if near else None
+        return max(found, default=None)
 
     def _of_those_that_vary(self, num_bytes: int) -> int | None:
         """Of two equally near the earlier one."""
