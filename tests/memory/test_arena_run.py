@@ -1,5 +1,6 @@
 """The executed arena: its allocator against the twin, no two living tensors in one place, records, plans and misses."""
 
+import itertools
 import platform
 import random
 import resource
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from modelwright.core.errors import ConfigError
-from modelwright.memory import arena_run
+from modelwright.memory import arena_replay, arena_run
 from modelwright.memory.arena_build import built
 from modelwright.memory.arena_replay import OUTLIVES, Planned, ReplayNaive
 from modelwright.memory.arena_run import Figures, Mode, StepAllocator, StepArena, step_arena
@@ -238,6 +239,33 @@ def test_sizes_that_vary_have_some_room(arena):
         sizes = [2**17 if n % 4 else 2**18 - 64 * draw.randrange(200) for n in range(40)]
         (figures,) = in_steps(arena, 1, sizes)
         assert (figures.get("arena_served", 1.0) > 0.99) or number < 3
+
+
+@pytest.mark.parametrize(("number", "skip"), [(0, 2), (1, 2), (9, 2), (9, 10**9)])
+def test_what_comes_too_often_or_not_at_all_does_not_carry_the_step_away(used, monkeypatch, number, skip):
+    """Small blocks that the plan has three of in each of forty layers; the large ones find their places all the same,
+    unless (in the twin) there is no limit to what may be passed over."""
+
+    def layers(number: int) -> list[int]:
+        return [size for _ in range(40) for size in (2**20, *[2**16] * number, 2**19, 2**20 + 4096)]
+
+    monkeypatch.setattr(arena_replay, "SKIP", skip)
+    places = itertools.accumulate(layers(3), initial=0)
+    planned = [Planned(size, place) for size, place in zip(layers(3), places, strict=False)]
+    used.plan(planned, sum(layers(3)))
+    used.begin(Mode.REPLAY, 1)
+    twin = ReplayNaive(planned)
+    twin.begin()
+    served, expected = set(), set()
+    for n, size in enumerate(layers(number)):
+        before = used.figures().num_served
+        block(size)
+        served |= {n} if used.figures().num_served > before else set()
+        expected |= {n} if twin.allocate(size) is not None else set()
+    large = {n for n, size in enumerate(layers(number)) if size > 2**16}
+    assert large <= served
+    assert (large <= expected) == (skip == 2)
+    used.end()
 
 
 def test_a_step_that_begins_again_is_recorded_anew(arena, used):
