@@ -7,8 +7,8 @@ to step, with an evaluation amid them. Three kinds alternate: `heap`, which is w
 (`memory.allocator`: freed memory is kept); `mapped`, glibc's heap with a mapping for every larger tensor, given back at
 once, which has no gaps and pays for it with page faults; and `arena`. Figures, medians over the rounds: resident bytes
 above what the process held before the model, their peak over the whole run and over the timed steps alone (those after
-the eighth); seconds and minor page faults a step; the share of bytes that the arena served. Losses must be equal to the
-bit. Writes benchmarks/results/arena-<machine>.json.
+the sixth); seconds of the clock and of the processor, and minor page faults, a step; the share of bytes that the arena
+served. Losses must be equal to the bit. Writes benchmarks/results/arena-<machine>.json.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ from modelwright.train.objective import StepInfo
 
 RESULTS = Path(__file__).parent / "results"
 KINDS = ("heap", "mapped", "arena")
-FIRST_TIMED = 9
+FIRST_TIMED = 7
 EVALUATION_AT = 6
 SEQ_LEN = 256
 VOCAB_SIZE = 8192
@@ -98,6 +99,7 @@ class Meter:
         peak, faults = peak_resident_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         self.peak_bytes = max(self.peak_bytes, peak)
         found = {"peak_bytes": peak, "faults": faults, "step_s": info.step_time_s, "loss": info.loss}
+        found["cpu_s"] = time.process_time()
         self.records.append({**found, "arena": {k: v for k, v in info.scalars.items() if k.startswith("arena_")}})
         if info.step == self.last:
             raise Measured
@@ -156,12 +158,13 @@ def run(size: str, kind: str, num_steps: int) -> dict[str, Any]:
     before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     meter = train(size, arena=kind == "arena", num_steps=num_steps)
     timed = meter.records[FIRST_TIMED - 1 :]
-    faults = [later["faults"] - one["faults"] for one, later in itertools.pairwise(timed)]
+    each = {name: [b[name] - a[name] for a, b in itertools.pairwise(timed)] for name in ("faults", "cpu_s")}
     return {
         "peak_bytes": meter.peak_bytes - before,
         "timed_peak_bytes": max(one["peak_bytes"] for one in timed) - before,
         "step_s": statistics.median(one["step_s"] for one in timed),
-        "faults_a_step": statistics.median(faults),
+        "cpu_s": statistics.median(each["cpu_s"]),
+        "faults_a_step": statistics.median(each["faults"]),
         "losses": [one["loss"] for one in meter.records],
         "arena": {name: statistics.median(one["arena"].get(name, 0.0) for one in timed) for name in timed[-1]["arena"]},
     }
@@ -184,14 +187,15 @@ def compare(size: str, num_rounds: int, num_steps: int) -> dict[str, Any]:
             runs[kind].append(started(size, kind, num_steps))
             shown = {name: value for name, value in runs[kind][-1].items() if name != "losses"}
             print(size, kind, json.dumps(shown), flush=True)
-    names = ("peak_bytes", "timed_peak_bytes", "step_s", "faults_a_step")
+    names = ("peak_bytes", "timed_peak_bytes", "step_s", "cpu_s", "faults_a_step")
     found: dict[str, Any] = {
         kind: {name: statistics.median(one[name] for one in runs[kind]) for name in names} for kind in KINDS
     }
     for name in runs["arena"][0]["arena"]:
         found["arena"][name] = statistics.median(one["arena"][name] for one in runs["arena"])
-    pairs = zip(runs["heap"], runs["arena"], strict=True)
-    found["step_s_of_heap_over_arena"] = [round(heap["step_s"] / arena["step_s"], 3) for heap, arena in pairs]
+    for name in ("step_s", "cpu_s"):
+        pairs = zip(runs["heap"], runs["arena"], strict=True)
+        found[f"{name}_of_arena_over_heap"] = [round(arena[name] / heap[name], 3) for heap, arena in pairs]
     found["losses_equal"] = len({tuple(one["losses"]) for kind in KINDS for one in runs[kind]}) == 1
     return found
 
