@@ -145,14 +145,16 @@ WIDE = {"num_layers": 2, "ffn_dim": 1024}
 
 
 def test_two_processes(tmp_path):
-    """With one copy of the weights, with copies whose sums begin in backward, divided, in a pipeline."""
+    """Copies of the model, whose sums begin in backward; parts of one; and Hogwild, whose bits nothing repeats."""
     layouts = {"copies": COPIES, "sharded": {"parallel": {"shard": "full"}}}
     cases = [
         case(f"{name}-{arena}", settings={"memory_arena": arena == "with"}, shape=WIDE, **layout)
         for name, layout in layouts.items()
         for arena in ("without", "with")
     ]
-    runs = run_cases(tmp_path, cases)
+    hogwild = {"memory_arena": True, "asynchronous": {"mode": "hogwild"}}
+    runs = run_cases(tmp_path, [*cases, case("hogwild", settings=hogwild, shape=WIDE)])
+    assert values(runs, "hogwild", "arena_served")
     for name in layouts:
         assert values(runs, f"{name}-with", "arena_served")
         for rank in range(2):
