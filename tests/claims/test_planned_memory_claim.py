@@ -22,6 +22,7 @@ def judge(*, peak: int = 600, flops: float = 3.3, predicted: int = 950, num_tens
         before=[measured(1000)],
         after=[measured(peak, flops, 1.2)],
         own_heap=measured(1100),
+        in_arena=measured(1010),
         on_disk=[measured(500, step_s=1.5)],
         moved_bytes=2**20,
         step=step,
@@ -36,6 +37,7 @@ def test_met_only_when_prediction_saving_compute_and_reuse_are():
     assert met.figures["peak saved by the plan"].value == 40.0
     assert round(met.figures["more FLOPs"].value) == 10
     assert round(met.figures["training's heap above one without gaps"].value) == 10
+    assert round(met.figures["the executed arena above one without gaps"].value) == 1
     assert round(met.figures["bytes reused by a real heap"].value, 1) == 99.3
     assert met.samples[planned_memory.MEMORY_ERRORS] == [pytest.approx(-5.0)]
     for worse in ({"peak": 750}, {"flops": 3.7}, {"predicted": 880}, {"num_tensors": 100}):

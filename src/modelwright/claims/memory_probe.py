@@ -47,13 +47,15 @@ class _Measured(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What to train: a model on rows of `seq_len` tokens, each row one document; `count_flops` is slow."""
+    """What to train, for so many steps: a model on rows of `seq_len` tokens, each row one document; `count_flops` is
+    slow."""
 
     model: ModelConfig
     train: TrainConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     seq_len: int
     count_flops: bool = False
+    num_steps: int = NUM_STEPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,7 @@ class Meter:
     """Controller that reads memory at the end of every step, and ends the run after the last one."""
 
     device: torch.device
+    num_steps: int
     every: int = 1
     use: ResourceUse = field(default_factory=ResourceUse)
     peak_bytes: int = 0
@@ -141,7 +144,7 @@ class Meter:
         self.step_s, self.states_bytes = info.step_time_s, _held(self.device)
         if info.step > 1:
             self.peak_bytes = max(self.peak_bytes, self._peak())
-        if info.step == NUM_STEPS:
+        if info.step == self.num_steps:
             raise _Measured
         self._start()
 
@@ -166,14 +169,14 @@ class Meter:
 def _run(probe: Probe, world: World, folder: Path) -> Measured:
     """Train as one rank. A small model first, so that libraries have made their own buffers."""
     warm = dataclasses.replace(probe.model, num_layers=probe.parallel.pipeline, vocab_size=64)
-    _train(dataclasses.replace(probe, model=warm), world, Meter(world.device), folder / "warm")
-    meter, flops = Meter(world.device), 0.0
+    _train(dataclasses.replace(probe, model=warm), world, Meter(world.device, probe.num_steps), folder / "warm")
+    meter, flops = Meter(world.device, probe.num_steps), 0.0
     before = _held(world.device)
     _train(probe, world, meter, folder / "run")
     if probe.count_flops:
         with FlopCounterMode(display=False, custom_mapping=_FLOPS) as counter:
-            _train(probe, world, Meter(world.device), folder / "counted")
-        flops = counter.get_total_flops() / NUM_STEPS
+            _train(probe, world, Meter(world.device, probe.num_steps), folder / "counted")
+        flops = counter.get_total_flops() / probe.num_steps
     return Measured(
         rank=world.rank,
         peak_bytes=meter.peak_bytes - before,
@@ -200,7 +203,7 @@ def _train(probe: Probe, world: World, meter: Meter, folder: Path) -> None:
             model,
             Pretrain(rows),
             probe.train,
-            num_steps=NUM_STEPS + 1,
+            num_steps=probe.num_steps + 1,
             world=world,
             stage=StageDir(folder),
             seed=0,

@@ -1,9 +1,9 @@
 """Claim: a plan made before the first step says what a step will take, and makes it take much less.
 
 Predicted peaks come from traces on fake tensors, measured ones from steps of THE loop in processes of their own. What
-is planned is what is executed: recomputation and updates in backward, as settings of the loop. The arena is a plan
-alone: how far a process's heap comes with the same tensors is measured beside it, mapped tensor by tensor (which has no
-gaps) and as training has it (which keeps freed memory): an arena could gain no more than lies between the two.
+is planned is what is executed: recomputation, moving and updates in backward, as settings of the loop. How far a
+process's heap comes with the same tensors is measured mapped tensor by tensor (which has no gaps, and is slow), as
+training has it (which keeps freed memory), and with the executed arena, which ought to lie near the first.
 """
 
 import statistics
@@ -34,6 +34,8 @@ from modelwright.train.config import TrainConfig
 REUSE_TARGET = 99.3
 ERROR_TARGET = 10.0
 SAVED_TARGET = 30.0
+ARENA_STEPS = 8
+"""The first three of them are recorded."""
 LARGE = "gpt3-175b"
 PUBLISHED_BYTES = (1.2e12, 480e9)
 
@@ -73,6 +75,8 @@ class Pair:
     after: Sequence[Measured]
     own_heap: Measured
     """As configured, with the heap that training has."""
+    in_arena: Measured
+    """The same with the executed arena."""
     on_disk: Sequence[Measured]
     """As planned when activations may also wait in a file."""
     moved_bytes: int
@@ -118,7 +122,15 @@ class Pair:
     @property
     def heap_gaps(self) -> float:
         """How much more the heap of training takes at its peak than one without gaps, %."""
-        return 100 * (self.own_heap.peak_bytes / statistics.median(m.peak_bytes for m in self.before) - 1)
+        return self._gaps(self.own_heap)
+
+    @property
+    def arena_gaps(self) -> float:
+        """The same of the executed arena, %."""
+        return self._gaps(self.in_arena)
+
+    def _gaps(self, run: Measured) -> float:
+        return 100 * (run.peak_bytes / statistics.median(m.peak_bytes for m in self.before) - 1)
 
 
 def measure(setting: Setting) -> Result:
@@ -190,8 +202,11 @@ def measured_pair(setting: Setting, case: Case) -> Pair:
         for name, train in (("before", case.settings), ("after", plan.train), ("on_disk", moving.train)):
             setting.progress.note(f"planned_memory: {name}, repeat {repeat + 1}")
             found[name] += memory_probe.measure(case.probe(train, count_flops=repeat == 0))
-    (own_heap,) = memory_probe.measure(case.probe(case.settings), own_heap=True)
-    return Pair(**found, own_heap=own_heap, step=plan.before, moved_bytes=moving.moved_bytes)
+    own_heap, in_arena = (
+        memory_probe.measure(replace(case.probe(train), num_steps=ARENA_STEPS), own_heap=True)[0]
+        for train in (case.settings, replace(case.settings, memory_arena=True))
+    )
+    return Pair(**found, own_heap=own_heap, in_arena=in_arena, step=plan.before, moved_bytes=moving.moved_bytes)
 
 
 def disk(setting: Setting, case: Case) -> Elsewhere:
@@ -228,7 +243,8 @@ def judge(
         f"{pair.saved:.0f}% less memory for {pair.more_flops:.1f}% more FLOPs ({pair.saved_with_disk:.0f}% less where "
         f"activations may also wait on a disk, at {with_disk:.2f}x the time); {reuse:.1f}% of the bytes that a step "
         f"makes are reuse in the planned arena, {pair.heap_reuse:.1f}% in the heap of a real process (published "
-        f"{REUSE_TARGET}%)"
+        f"{REUSE_TARGET}%); the heap of training takes {pair.heap_gaps:.0f}% more than one without gaps, the executed "
+        f"arena {pair.arena_gaps:.0f}%"
     )
     if large:
         reason += "; " + _large_words(large, worst)
@@ -264,6 +280,10 @@ def _figures(errors: Mapping[str, float], pair: Pair, arena: Arena, large: Mappi
         "moved by a step planned with a disk": Figure(value=pair.moved_bytes / 2**20, unit="MiB"),
         "bytes reused by a real heap": Figure(value=pair.heap_reuse, unit="%"),
         "training's heap above one without gaps": Figure(value=pair.heap_gaps, unit="%"),
+        "the executed arena above one without gaps": Figure(value=pair.arena_gaps, unit="%"),
+        "peak saved by the executed arena": Figure(
+            value=100 * (1 - pair.in_arena.peak_bytes / pair.own_heap.peak_bytes), unit="%"
+        ),
         "arena above its lower bound": Figure(value=100 * (arena.num_bytes / arena.live_bytes - 1), unit="%"),
         **{f"predicted peak's error, {name}": Figure(value=error, unit="%") for name, error in errors.items()},
         **{f"{LARGE}, {name}": Figure(value=value / 1e9, unit="GB") for name, value in large.items()},
