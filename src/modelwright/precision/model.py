@@ -117,7 +117,7 @@ class ModelFormats:
         """How the projection of this name multiplies in a format."""
         config, result = self.config, self.config.result_of[chosen]
         if chosen in FLOATS and self._around is None:
-            return F.linear if self._is_plain else partial(in_float, FLOATS[chosen])
+            return F.linear if chosen == "fp32" and self._is_plain else partial(in_float, FLOATS[chosen])
         if chosen in FLOATS:
             return partial(in_float, FLOATS[chosen], products=self._changed(name, PLAIN))
         if chosen == "int8":
