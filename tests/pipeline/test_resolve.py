@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from modelwright.core.progress import SilentProgress
+from modelwright.ops import narrow
 from modelwright.optim.schedule import RateRuleConfig
 from modelwright.pipeline import resolve
 from modelwright.recipes.quickstart import quickstart
@@ -12,9 +13,9 @@ from modelwright.recipes.tiny import tiny
 
 
 @pytest.mark.parametrize(("has_bf16", "expected"), [(False, "fp32"), (True, "bf16")])
-def test_emulated_bf16_is_never_the_fastest(monkeypatch, has_bf16, expected):
+def test_bf16_without_instructions_is_never_the_fastest(monkeypatch, has_bf16, expected):
     monkeypatch.setattr(resolve, "measured_rates", lambda config: {"fp32": 1e9, "bf16": 2e9})
-    monkeypatch.setattr(resolve, "has_bf16_instructions", lambda: has_bf16)
+    monkeypatch.setattr(narrow, "CPU_MULTIPLIES", narrow.NARROW if has_bf16 else frozenset())
     monkeypatch.setattr(resolve, "settled_device", lambda device: "cpu")
     found = resolve.resolve(quickstart(), None, SilentProgress())
     assert found.pretrain.precision.compute == expected

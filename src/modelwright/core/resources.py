@@ -105,13 +105,3 @@ def _processor_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def has_bf16_instructions() -> bool:
-    """Whether the processor multiplies BF16 itself; true where it does not say what it can."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return True
-    flags = {flag for line in text.splitlines() if line.startswith(("flags", "Features")) for flag in line.split()}
-    return not flags or bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})

@@ -15,15 +15,19 @@ import torch
 from torch import Tensor
 
 from modelwright.core.errors import ConfigError
+from modelwright.ops.narrow import product
 
 Int8Backend = Literal["fbgemm", "int_mm"]
 
 
 def matmul_rate(m: int, k: int, n: int, *, dtype: torch.dtype, device: torch.device | str, repeats: int = 5) -> float:
-    """FLOP/s of [m, k] @ [k, n] in `dtype`, counted as 2 * m * k * n. A linear layer's layout (weight transposed)."""
+    """FLOP/s of [m, k] @ [k, n] in `dtype`, counted as 2 * m * k * n. A linear layer's layout (weight transposed).
+
+    As models multiply: formats without instructions are widened (`ops.narrow`).
+    """
     x = torch.randn(m, k, device=device).to(dtype)
     weight = torch.randn(n, k, device=device).to(dtype)
-    return 2.0 * m * k * n / _best_time(lambda: torch.nn.functional.linear(x, weight), device, repeats)
+    return 2.0 * m * k * n / _best_time(lambda: product(x, weight.T), device, repeats)
 
 
 def int8_linear_rate(m: int, k: int, n: int, *, backend: Int8Backend, repeats: int = 5) -> float:

@@ -15,8 +15,9 @@ import torch
 from modelwright.compress.int8 import BACKENDS, backend_seconds
 from modelwright.compress.int8_linear import Backend, quantize_rows
 from modelwright.core.progress import Progress
-from modelwright.core.resources import has_bf16_instructions, num_usable_cores
+from modelwright.core.resources import num_usable_cores
 from modelwright.model.config import ModelConfig
+from modelwright.ops.narrow import is_widened
 from modelwright.pipeline.config import HardwareConfig, RunConfig
 from modelwright.plan.doctor import measure_rates
 from modelwright.precision.policy import PrecisionConfig
@@ -113,8 +114,9 @@ def _settle_precision(config: RunConfig, previous: RunConfig | None, progress: P
     else:
         torch.set_num_threads(config.hardware.num_threads)
         rates = measured_rates(config)
-        if config.hardware.device == "cpu" and not has_bf16_instructions():
-            rates = {name: rate for name, rate in rates.items() if name != "bf16"}  # emulated: slow
+        if is_widened(torch.bfloat16, torch.device(config.hardware.device)):
+            # FP32's products and casts beside them: never the faster, whatever other work makes of a measurement
+            rates = {name: rate for name, rate in rates.items() if name != "bf16"}
         best = resolve_precision(PrecisionConfig(policy="fastest"), rates)
         chosen = dict.fromkeys(open_stages, best.policy)
         shown = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items())
