@@ -5,9 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from modelwright.model.attention import causal_attend, packed_attend
+from modelwright.model.attention import causal_attend, masked_attend, packed_attend
 from modelwright.model.decoder import Decoder
-from modelwright.ops.attention import document_mask, masked_attention
 from modelwright.ops.cross_entropy import linear_cross_entropy
 from modelwright.ops.formats import in_float
 from tiny_decoder import make_config, make_decoder
@@ -49,9 +48,8 @@ def test_no_gradient_between_documents():
 
 def test_tiles_and_mask_give_the_same_gradients():
     tokens, positions, segments = make_row(9, 20, 3)
-    mask = document_mask(segments)
     gradients = []
-    for attend in (packed_attend(segments), lambda layer, q, k, v: masked_attention(q, k, v, mask)):
+    for attend in (packed_attend(segments), masked_attend(segments)):
         model = make_decoder()
         hidden = model(tokens, positions, attend)
         linear_cross_entropy(hidden.flatten(0, 1), model.head_weight, tokens.flatten()).backward()

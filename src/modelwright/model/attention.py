@@ -33,7 +33,11 @@ def packed_attend(segments_BT: Tensor) -> Attend:
             return packed_attention(q_BTHd, k_BTKd, v_BTKd, tiles)
 
         return attend_tiles
+    return masked_attend(segments_BT)
 
+
+def masked_attend(segments_BT: Tensor) -> Attend:
+    """The same by a mask over the whole rows: on a CPU for rows so short that cutting them costs more than it saves."""
     mask_B1TT = document_mask(segments_BT)
 
     def attend_mask(layer: int, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import IGNORED, TokenBatch
-from modelwright.model.attention import packed_attend
+from modelwright.model.attention import masked_attend
 from modelwright.model.decoder import Attend, Attention, Decoder
 from modelwright.ops.cross_entropy import token_log_probs
 from modelwright.ops.executed import Executed
@@ -86,7 +86,7 @@ class RowChoice:
     def worth(self, batch: TokenBatch) -> Tensor:
         """What learning each row is worth, [B]."""
         look = first_tokens(batch, self.config.probe_len).to(self.model.embedding.weight.device)
-        attend = packed_attend(look.segments_BT)
+        attend = masked_attend(look.segments_BT)
         now_B = self.row_losses(look, attend, {})
         if self.config.signal == "loss":
             return now_B
