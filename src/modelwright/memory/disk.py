@@ -20,8 +20,8 @@ from torch import Tensor
 
 from modelwright.core.errors import ModelwrightError
 
-MOST_QUEUED_BYTES = 32 * 2**20
-"""Still to be written; whoever brings more waits."""
+MOST_QUEUED_BYTES = 8 * 2**20
+"""Still to be written, besides the newest tensor; whoever brings more waits."""
 READ_AHEAD = 2
 _PAGE = 4096
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class DiskStore:
         self._waiting: weakref.WeakValueDictionary[int, _Waiting] = weakref.WeakValueDictionary()
 
     def put(self, piece: Tensor) -> Callable[[], Tensor]:
-        """See `offload.Store`. Returns once no more than `MOST_QUEUED_BYTES` are still to be written."""
+        """See `offload.Store`. Returns once no more than `MOST_QUEUED_BYTES` are still to be written, or this one."""
         dense = piece if torch.empty_like(piece, device="meta").stride() == piece.stride() else piece.contiguous()
         waiting = _Waiting(self, dense, self._place(dense.nbytes), self._number)
         self._waiting[self._number] = waiting
@@ -55,7 +55,7 @@ class DiskStore:
         waiting.written = self._writer.submit(self._write, dense, waiting.place)
         waiting.written.add_done_callback(_letting_go(waiting))
         self._queued.append(waiting)
-        while sum(one.num_bytes for one in self._queued if not one.is_written) > MOST_QUEUED_BYTES:
+        while len(self._queued) > 1 and sum(o.num_bytes for o in self._queued if not o.is_written) > MOST_QUEUED_BYTES:
             self._result(self._queued[0].written)
             self._queued.popleft()
         while self._queued and self._queued[0].is_written:

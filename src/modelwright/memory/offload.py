@@ -7,6 +7,7 @@ and read by threads of its own (`disk.py`).
 """
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -49,11 +50,54 @@ class HostStore:
 
 
 class Nowhere:
-    """Keeps nothing but shapes, and gives zeros: for tracing a step without the place where its tensors wait."""
+    """Keeps nothing but shapes, and gives zeros: for tracing a step without the place where its tensors wait.
+
+    queued_bytes, read_ahead: of a file (`disk.py`), whose queue is taken to be as full as it may be; it empties in
+    backward.
+    """
+
+    def __init__(self, *, queued_bytes: int = 0, read_ahead: int = 0) -> None:
+        self.queued_bytes = queued_bytes
+        self.read_ahead = read_ahead
+        self._queued: deque[_Shape] = deque()
+        self._number = 0
+        self._known: weakref.WeakValueDictionary[int, _Shape] = weakref.WeakValueDictionary()
 
     def put(self, piece: Tensor) -> Fetch:
-        shape, empty = piece.shape, piece.new_empty(0)
-        return lambda: empty.new_zeros(shape)
+        shape, number = _Shape(piece), self._number
+        self._known[number] = shape
+        self._number += 1
+        self._queued.append(shape)
+        newest = 1 if self.queued_bytes else 0
+        while len(self._queued) > newest and sum(one.num_bytes for one in self._queued) > self.queued_bytes:
+            self._queued.popleft().piece = None
+
+        def fetch() -> Tensor:
+            for near in range(number, number - 1 - self.read_ahead, -1):
+                if near in self._known:
+                    self._known[near].read()
+            if self._queued:
+                self._queued.popleft()
+            return shape.take()
+
+        return fetch
+
+
+class _Shape:
+    """A tensor that may be here or not."""
+
+    def __init__(self, piece: Tensor) -> None:
+        self.piece: Tensor | None = piece
+        self.num_bytes = piece.nbytes
+        self._shape, self._empty = piece.shape, piece.new_empty(0)
+
+    def read(self) -> None:
+        self.piece = self._empty.new_zeros(self._shape) if self.piece is None else self.piece
+
+    def take(self) -> Tensor:
+        found, self.piece = self.piece, None
+        assert found is not None
+        return found
 
 
 def check_tier(config: ActivationConfig, *, on_cpu: bool) -> None:

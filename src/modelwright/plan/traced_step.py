@@ -14,6 +14,8 @@ import torch
 
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.memory.config import Tier
+from modelwright.memory.disk import MOST_QUEUED_BYTES, READ_AHEAD
 from modelwright.memory.lifetimes import Timeline
 from modelwright.memory.offload import Nowhere
 from modelwright.memory.trace import StepTrace, fake_model
@@ -87,7 +89,7 @@ def _step(decoder: Decoder, train: TrainConfig, objective: Objective, batch_toke
             tokens_per_microbatch=batch_tokens // train.num_microbatches,
             num_microbatches=train.num_microbatches,
             parallel=parallel,
-            store=Nowhere(),
+            store=_traced_store(train.activations.offload),
         ),
         compile_blocks=False,
     )
@@ -104,6 +106,10 @@ def _step(decoder: Decoder, train: TrainConfig, objective: Objective, batch_toke
         formats=ModelFormats(runner.model, train.precision),
         folder=Path(os.devnull),
     )
+
+
+def _traced_store(tier: Tier) -> Nowhere:
+    return Nowhere(queued_bytes=MOST_QUEUED_BYTES, read_ahead=READ_AHEAD) if tier == "disk" else Nowhere()
 
 
 def _leave_norms_out(one_step: TrainStep) -> None:
