@@ -151,8 +151,7 @@ def test_a_disk_that_fails_says_so(tmp_path, monkeypatch):
     store = DiskStore(tmp_path)
     monkeypatch.setattr(os, "pwrite", no_space)
     with pytest.raises(ModelwrightError, match="offload_folder"):
-        for _ in range(3):  # the newest is not waited for
-            store.put(torch.ones(2**18))
+        list(map(store.put, torch.ones(3, 2**18)))  # the newest is not waited for
 
 
 def test_a_model_on_the_host_is_refused():
