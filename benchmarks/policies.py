@@ -3,19 +3,16 @@
     python benchmarks/policies.py [--steps 1300] [--policies fp32 bf16_mixed ...] [--threads N] [--prepared DIR]
 
 Data is prepared once, as `modelwright run quickstart` does it; then every run is `modelwright run DIR` on a copy of it
-with the quickstart's own model, rows, order and seed, its schedule over fewer steps where told so. Held-out
-losses are those that the run itself measures at its end, in the run's own formats. Targets, fixed beforehand: within
-1% of FP32, eight-bit policies within 2%. One seed: how far two runs part that differ by a rounding alone is told by
-FP32 with two microbatches, whose gradients are summed in another order.
+with the quickstart's own model, rows, order and seed, its schedule over fewer steps where told so. Held-out losses are
+those that the run itself measures at its end, in the run's own formats. Targets, fixed beforehand: within 1% of FP32,
+eight-bit policies within 2%. One seed: how far two runs part that differ by a rounding alone is told by FP32 with two
+microbatches, whose gradients are summed in another order.
 """
 
 import argparse
 import json
 import os
-import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -23,44 +20,34 @@ import torch
 
 from modelwright.claims.results import circumstances, machine_slug
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.records import column, read_records
+from modelwright.core.records import column
+from quickstart_runs import prepare, pretrain
 
 RESULTS = Path(__file__).parent / "results"
+FP8_SCALING, FP8_RECIPE = "--pretrain.precision.fp8.scaling", "--pretrain.precision.fp8.recipe"
 POLICIES: dict[str, list[str]] = {
-    "fp32": [],
-    "fp32, two microbatches": ["--pretrain.num_microbatches", "2"],
-    "bf16_mixed": [],
-    "fp16_mixed": [],
-    "pure_fp16": [],
-    "hybrid": [],
-    "fp8 tensorwise": [],
-    "fp8 tensorwise, delayed": ["--pretrain.precision.fp8.scaling", "delayed"],
-    "fp8 rowwise": ["--pretrain.precision.fp8.recipe", "rowwise"],
-    "fp8 blockwise": ["--pretrain.precision.fp8.recipe", "blockwise"],
-    "int8": [],
+    "fp32": ["fp32"],
+    "fp32, two microbatches": ["fp32", "--pretrain.num_microbatches", "2"],
+    "bf16_mixed": ["bf16_mixed"],
+    "fp16_mixed": ["fp16_mixed"],
+    "pure_fp16": ["pure_fp16"],
+    "hybrid": ["hybrid"],
+    "fp8 tensorwise": ["fp8"],
+    "fp8 tensorwise, delayed": ["fp8", FP8_SCALING, "delayed"],
+    "fp8 rowwise": ["fp8", FP8_RECIPE, "rowwise"],
+    "fp8 blockwise": ["fp8", FP8_RECIPE, "blockwise"],
+    "int8": ["int8"],
 }
+"""What stands behind `--pretrain.precision.policy`."""
 TARGET, TARGET_EIGHT = 1.0, 2.0
 FIRST_TIMED = 6
 
 
-def modelwright(*words: str, threads: int) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    command = [sys.executable, "-m", "modelwright.cli.main", "run", *words, "--hardware.num_threads", str(threads)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stderr[-3000:]}")
-
-
 def train(prepared: Path, folder: Path, name: str, num_steps: int, threads: int) -> dict[str, float]:
     """One run on a copy of the prepared folder."""
-    shutil.copytree(prepared, folder)
-    modelwright(
-        str(folder), "--stages", "pretrain", "--pretrain.num_steps", str(num_steps),
-        "--pretrain.precision.policy", name.split(" ")[0].rstrip(","), *POLICIES[name],
-        "--pretrain.eval_every_steps", str(num_steps), threads=threads,
-    )  # fmt: skip
-    records = read_records(folder / "pretrain" / "metrics.jsonl")
-    shutil.rmtree(folder)
+    steps = ["--pretrain.num_steps", str(num_steps), "--pretrain.eval_every_steps", str(num_steps)]
+    settings = [*steps, "--pretrain.precision.policy", *POLICIES[name]]
+    records = pretrain(prepared, folder, settings, threads=threads)
     times = [value for step, value in column(records, "step_time_s") if step >= FIRST_TIMED]
     heldout = [value for _, value in column(records, "heldout_loss")]
     return {"heldout_loss": heldout[-1], "step_time_s": statistics.median(times)}
@@ -79,7 +66,7 @@ def main() -> None:
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         prepared = given.prepared or Path(folder) / "prepared"
-        modelwright("quickstart", "--run-dir", str(prepared), "--stages", "clean,tokenize,pack", threads=given.threads)
+        prepare(prepared)
         for name in dict.fromkeys(["fp32", *given.policies]):
             found[name] = train(prepared, Path(folder) / "run", name, given.steps, given.threads)
             gap = 100 * (found[name]["heldout_loss"] / found["fp32"]["heldout_loss"] - 1)

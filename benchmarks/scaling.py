@@ -10,11 +10,7 @@ divided by the number of processes. Target, fixed beforehand: 0.9 at two process
 
 import argparse
 import json
-import os
-import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -22,38 +18,28 @@ import torch
 
 from modelwright.claims.results import circumstances, machine_slug
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.records import column, read_records
+from modelwright.core.records import column
+from quickstart_runs import prepare, pretrain
 
 RESULTS = Path(__file__).parent / "results"
 FIRST_TIMED = 6
 TARGET = 0.9
 
 
-def modelwright(*words: str, threads: int) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "modelwright.cli.main", "run", *words, "--hardware.num_threads", str(threads)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stderr[-3000:]}")
-
-
 def measure(prepared: Path, folder: Path, num_processes: int, num_steps: int, batch_tokens: int) -> dict[str, float]:
     """One run on a copy of the prepared folder."""
-    shutil.copytree(prepared, folder)
     batch = ["--pretrain.batch_tokens", str(batch_tokens)] if batch_tokens else []
-    modelwright(
-        str(folder), "--stages", "pretrain", "--nproc", str(num_processes), "--pretrain.num_steps", str(num_steps),
-        "--pretrain.precision.policy", "fp32", *batch,
-        "--pretrain.num_epochs", "0", "--pretrain.num_tokens", "0", "--pretrain.eval_every_steps", "0",
-        "--heldout_tokens", "2048", threads=num_processes,
-    )  # fmt: skip
-    records = read_records(folder / "pretrain" / "metrics.jsonl")
+    settings = [
+        "--nproc", str(num_processes), "--pretrain.num_steps", str(num_steps), "--pretrain.precision.policy", "fp32",
+        *batch, "--pretrain.num_epochs", "0", "--pretrain.num_tokens", "0", "--pretrain.eval_every_steps", "0",
+        "--heldout_tokens", "2048",
+    ]  # fmt: skip
+    records = pretrain(prepared, folder, settings, threads=num_processes)
     median = {
         name: statistics.median(value for step, value in column(records, name) if step >= FIRST_TIMED)
         for name in ("tokens_per_s", "step_time_s", "exchange_s")
     }
     losses = [value for _, value in column(records, "loss")]
-    shutil.rmtree(folder)
     return {**median, "first_loss": losses[0], "last_loss": losses[-1]}
 
 
@@ -70,9 +56,7 @@ def main() -> None:
     around = circumstances()
     with tempfile.TemporaryDirectory() as name:
         prepared = given.run_dir or Path(name) / "prepared"
-        modelwright(
-            "quickstart", "--run-dir", str(prepared), "--stages", "clean,tokenize,pack", threads=os.cpu_count() or 1
-        )
+        prepare(prepared)
         runs: dict[int, list[dict[str, float]]] = {}
         for repeat in range(given.repeats):
             for number in given.processes:

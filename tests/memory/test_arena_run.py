@@ -6,7 +6,7 @@ import random
 import resource
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from modelwright.core.errors import ConfigError
 from modelwright.memory import arena_replay, arena_run
-from modelwright.memory.arena_build import built
+from modelwright.memory.arena_build import built, check_machine
 from modelwright.memory.arena_replay import OUTLIVES, Planned, ReplayNaive
 from modelwright.memory.arena_run import Figures, Mode, StepAllocator, StepArena, step_arena
 
@@ -315,23 +315,37 @@ def test_an_arena_that_cannot_be_had_is_done_without(used, notes, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("make", "text"),
+    ("compiler", "text"),
     [
-        (lambda folder: built(folder, ["no-such-compiler"]), "memory_arena.*set memory_arena to false.*CXX"),
-        (lambda folder: built(folder, ["false"]), "cannot be built with 'false'"),
-        (lambda _: step_arena(True, torch.device("cuda"), print).__enter__(), "memory_arena: is for CPUs"),
+        ("no-such-compiler", "memory_arena.*set memory_arena to false.*CXX"),
+        ("false", "cannot be built with 'false'"),
     ],
 )
-def test_refusals(tmp_path, make: Callable, text: str):
+def test_without_a_compiler_that_works_nothing_is_built(tmp_path, monkeypatch, compiler: str, text: str):
+    monkeypatch.setenv("CXX", compiler)
     with pytest.raises(ConfigError, match=text):
-        make(tmp_path)
+        built(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_shows_before_anything_is_built(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="memory_arena: is for CPUs"):
+        step_arena(True, torch.device("cuda"), print).__enter__()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    check_machine(on_cpu=True)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match="no such program"):
+        check_machine(on_cpu=True)
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(ConfigError, match="made for Linux"):
+        check_machine(on_cpu=True)
+
+
 def test_it_is_built_once(tmp_path, monkeypatch):
-    first = built(tmp_path, ["g++"])
+    monkeypatch.delenv("CXX", raising=False)
+    first = built(tmp_path)
     made = first.stat().st_mtime_ns
-    assert built(tmp_path, ["g++"]).stat().st_mtime_ns == made
+    assert built(tmp_path).stat().st_mtime_ns == made
     assert list(tmp_path.iterdir()) == [first]
 
 

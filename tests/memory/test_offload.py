@@ -154,6 +154,12 @@ def test_a_disk_that_fails_says_so(tmp_path, monkeypatch):
         list(map(store.put, torch.ones(3, 2**18)))  # the newest is not waited for
 
 
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelwrightError, match=r"file/inside failed .* offload_folder"):
+        DiskStore(tmp_path / "file" / "inside")
+
+
 def test_a_model_on_the_host_is_refused():
     with pytest.raises(ConfigError, match="lies there already"):
         open_store(ActivationConfig(offload="host"), device=torch.device("cpu"), folder=offload.Path())

@@ -78,6 +78,11 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
             r"^parallel\.sequence_parallel: rows of 127 tokens",
         ),
         ({"sft": {"offload_optimizer": True}}, 1, r"^sft\.offload_optimizer: on the CPU"),
+        (
+            {"pretrain": {"memory_arena": True}, "hardware": {"device": "cuda"}},
+            1,
+            r"^pretrain\.memory_arena: is for CPUs",
+        ),
         ({"pretrain": {"activations": {"offload": "host"}}}, 1, r"^pretrain\.activations\.offload: .* switch it off"),
     ],
 )  # fmt: skip

@@ -163,6 +163,8 @@ def test_the_picture(capsys, tmp_path):
     moving = ["plan", "tiny", "--memory", "--offload", "disk", "--results", str(tmp_path)]
     assert main(moving) == 0
     assert "as configured" in capsys.readouterr().out
+    assert main(["plan", "tiny", "--memory", "--flops-per-byte", "3"]) == 2
+    assert "--flops-per-byte: must be above 0 and goes with --offload" in capsys.readouterr().err
     assert main([*moving, "--flops-per-byte", "0.01"]) == 0
     assert "written and read again in each step" in capsys.readouterr().out
     assert main(["plan", "tiny", "--memory", "--json", "--batch-tokens", "2048", "--top", "2"]) == 0

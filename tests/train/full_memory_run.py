@@ -7,11 +7,8 @@ full_memory_run.py ranks FOLDER: two processes; on the second one parts of more 
 """
 
 import json
-import os
 import resource
-import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,6 @@ from safetensors.torch import save_file
 from modelwright.claims.memory_probe import RandomRows
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.records import column, read_records
-from modelwright.data.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
@@ -87,61 +83,21 @@ def under_limit(folder: Path, margin: int, num_microbatches: int, num_rows: int,
     print(json.dumps({"losses": [value for _, value in column(records, "loss")], "parts": parts}))
 
 
-@dataclass
-class Full:
-    """The tiny objective on a rank where, from one batch on, parts of more than `most_rows` rows do not fit."""
-
-    inner: Pretrain
-    batch: int
-    most_rows: int
-    number: int = -1
-
-    def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
-        found = self.inner.batches(model, first=first, rank=rank, world_size=world_size)
-        for self.number, batch in enumerate(found, start=first):
-            yield batch
-
-    def weights(self, batch):
-        return self.inner.weights(batch)
-
-    def losses(self, output, batch, model):
-        if self.number >= self.batch and batch.num_rows > self.most_rows:
-            torch.empty(2**60)  # far more than any machine has
-        return self.inner.losses(output, batch, model)
-
-
-@dataclass
-class StopAfter:
-    """Controller that asks for a stop after a step."""
-
-    step: int
-    every: int = 1
-
-    def observe(self, info: StepInfo) -> None:
-        if info.step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 def on_ranks(folder: Path, world: World) -> None:
     """Where the second start of `twice` has room for all, its number of microbatches comes from the checkpoint."""
     cases = [("whole", 100, 0), ("full", 1, 0), ("never", 0, 0), ("twice", 1, 8), ("twice", 100, 0)]
     for name, layout in {"one-copy": ParallelConfig(), "copies": ParallelConfig(share_memory=False)}.items():
         for what, most_rows, stop in cases:
-            full = Full(Pretrain(tiny_run.Rows()), 5, most_rows if world.rank == 1 else 100)
+            full = tiny_run.Full(Pretrain(tiny_run.Rows()), 5, 100, most_rows if world.rank == 1 else 100)
             run_on_rank(folder / f"{name}-{what}", full, layout, world, stop)
 
 
-def run_on_rank(folder: Path, objective: Full, parallel: ParallelConfig, world: World, stop: int) -> None:
+def run_on_rank(folder: Path, objective: tiny_run.Full, parallel: ParallelConfig, world: World, stop: int) -> None:
     model, found = tiny_run.tiny_model(), {}
     config = tiny_run.settings(eval_every_steps=0, transport={"overlap": False})
     arguments = {"objective": objective, "model": model, "parallel": parallel, "heldout": [], "world": world}
     try:
-        tiny_run.run(folder, config, controllers={"stop": StopAfter(stop)}, **arguments)
+        tiny_run.run(folder, config, controllers={"stop": tiny_run.StopAfter(stop)}, **arguments)
     except ModelwrightError as error:
         found = {"error": str(error)}
     (folder / f"ended-{world.rank}.json").write_text(json.dumps(found))

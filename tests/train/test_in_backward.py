@@ -1,7 +1,5 @@
 """Weights updated in backward: the bits of the ordinary way, clipping by the last norm, stops, values not finite."""
 
-import os
-import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -26,22 +24,6 @@ CASES = {
     "bf16": {"optimizer": "adamw_bf16"},
     "lion": {"optimizer": "lion"},
 }
-
-
-class StopAfter:
-    every = 1
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def observe(self, info) -> None:
-        if info.step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state) -> None: ...
 
 
 class Overflow(torch.autograd.Function):
@@ -103,7 +85,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(tiny, tmp_path, more):
     config = tiny.settings(**{"eval_every_steps": 0, **more})
     tiny.run(tmp_path / "once", config, heldout=[])
     with pytest.raises(Stopped):
-        tiny.run(tmp_path / "twice", config, heldout=[], controllers={"stop": StopAfter(7)})
+        tiny.run(tmp_path / "twice", config, heldout=[], controllers={"stop": tiny.StopAfter(7)})
     tiny.run(tmp_path / "twice", config, heldout=[])
     assert equal(tiny.final_weights(tmp_path / "once"), tiny.final_weights(tmp_path / "twice"))
 
@@ -112,7 +94,7 @@ def test_either_way_goes_on_from_the_others_checkpoint(tiny, tmp_path):
     after, within = tiny.settings(**UNCLIPPED), tiny.settings(**UNCLIPPED, update_in_backward="unclipped")
     tiny.run(tmp_path / "once", after, heldout=[])
     with pytest.raises(Stopped):
-        tiny.run(tmp_path / "twice", within, heldout=[], controllers={"stop": StopAfter(7)})
+        tiny.run(tmp_path / "twice", within, heldout=[], controllers={"stop": tiny.StopAfter(7)})
     tiny.run(tmp_path / "twice", after, heldout=[])
     assert equal(tiny.final_weights(tmp_path / "once"), tiny.final_weights(tmp_path / "twice"))
     assert after.identity() == within.identity()

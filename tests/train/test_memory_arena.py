@@ -1,11 +1,7 @@
 """Training with its tensors in an arena: the bits of training without, whatever happens between and amid steps."""
 
-import os
 import platform
 import shutil
-import signal
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,60 +65,21 @@ def test_the_same_bits(tiny, tmp_path, name):
     assert min(share for _, share in found) > 0.2
 
 
-class StopAfter:
-    every = 1
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def observe(self, info) -> None:
-        if info.step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state) -> None: ...
-
-
 def test_a_run_that_stops_and_goes_on(tiny, tmp_path):
     config = tiny.settings(memory_arena=True, **STEPS)
     with pytest.raises(Stopped):
-        tiny.run(tmp_path / "twice", config, controllers={"stop": StopAfter(7)})
+        tiny.run(tmp_path / "twice", config, controllers={"stop": tiny.StopAfter(7)})
     tiny.run(tmp_path / "twice", config)
     tiny.run(tmp_path / "once", tiny.settings(**STEPS))
     assert_same(tiny, tmp_path / "once", tmp_path / "twice")
     assert [step for step, _ in served(tmp_path / "twice")] == [4, 5, 6, 7, *range(11, 17)]
 
 
-@dataclass
-class Full:
-    """The tiny objective; one batch fits in microbatches of at most `most_rows` rows only."""
-
-    inner: Pretrain
-    batch: int
-    most_rows: int
-    number: int = -1
-
-    def batches(self, model, *, first: int, rank: int, world_size: int) -> Iterator:
-        found = self.inner.batches(model, first=first, rank=rank, world_size=world_size)
-        for self.number, batch in enumerate(found, start=first):
-            yield batch
-
-    def weights(self, batch):
-        return self.inner.weights(batch)
-
-    def losses(self, output, batch, model):
-        if output.requires_grad and self.number == self.batch and batch.num_rows > self.most_rows:
-            torch.empty(2**60)  # far more than any machine has
-        return self.inner.losses(output, batch, model)
-
-
 @pytest.mark.parametrize("batch", [1, 8])
 def test_a_step_made_again_in_smaller_microbatches(tiny, tmp_path, batch):
     """While steps are recorded, and while they are replayed; new records follow."""
     for folder, arena in (("without", False), ("with", True)):
-        objective = Full(Pretrain(tiny.Rows()), batch, most_rows=2)
+        objective = tiny.Full(Pretrain(tiny.Rows()), batch, batch, most_rows=2)
         tiny.run(tmp_path / folder, tiny.settings(memory_arena=arena, **STEPS), objective=objective)
     assert_same(tiny, tmp_path / "without", tmp_path / "with")
     replayed = [step for step, _ in served(tmp_path / "with")]

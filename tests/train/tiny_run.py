@@ -9,8 +9,10 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +30,7 @@ from modelwright.parallel.mesh import join_world, single
 from modelwright.train import checkpoint
 from modelwright.train.config import TrainConfig
 from modelwright.train.loop import train
+from modelwright.train.objective import StepInfo
 from modelwright.train.result import TrainResult
 
 ROWS, LENGTH, VOCABULARY = 8, 32, 64
@@ -96,6 +99,47 @@ class Float64Objective:
             model.logits(output).flatten(0, 1), batch.labels_BT.flatten(), ignore_index=IGNORED, reduction="sum"
         )
         return {"nll": nll, "norm": 0.01 * (output.square().mean(-1) * (batch.segments_BT >= 0)).sum()}
+
+
+@dataclass
+class Full:
+    """An objective that, in batches `first` to `last`, cannot learn parts of more than `most_rows` rows: no memory."""
+
+    inner: Pretrain
+    first: int
+    last: int
+    most_rows: int
+    number: int = -1
+
+    def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
+        found = self.inner.batches(model, first=first, rank=rank, world_size=world_size)
+        for self.number, batch in enumerate(found, start=first):
+            yield batch
+
+    def weights(self, batch):
+        return self.inner.weights(batch)
+
+    def losses(self, output, batch, model):
+        if output.requires_grad and self.first <= self.number <= self.last and batch.num_rows > self.most_rows:
+            torch.empty(2**60)  # far more than any machine has
+        return self.inner.losses(output, batch, model)
+
+
+@dataclass
+class StopAfter:
+    """Controller that asks for a stop after a step."""
+
+    step: int
+    every: int = 1
+
+    def observe(self, info: StepInfo) -> None:
+        if info.step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def settings(**changes) -> TrainConfig:

@@ -4,9 +4,13 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from modelwright.core.errors import ConfigError
-from modelwright.model.config import ModelConfig
+
+if TYPE_CHECKING:  # PyTorch takes seconds to load
+    from modelwright.model.config import ModelConfig
+    from modelwright.train.config import TrainConfig
 
 FLAG = "--timeline"
 """What `--memory` without a number means."""
@@ -55,7 +59,7 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
         seq_len=seq_len,
         budget_bytes=int(number(options.budget, "--budget")) if options.budget else 0,
         more_compute=options.more_compute,
-        elsewhere=_elsewhere(options, model, train.precision.compute),
+        elsewhere=_elsewhere(options, model, train),
     )
     if options.html:
         options.html.write_text(memory_page(plan, train, title=f"Memory of a step: {options.target}"), encoding="utf-8")
@@ -73,31 +77,29 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
     return 0
 
 
-def _elsewhere(options: argparse.Namespace, model: ModelConfig, compute: str):
-    """Where activations may wait, and what moving costs: as given, else measured on this machine."""
-    import tempfile
-
-    import torch
-
+def _elsewhere(options: argparse.Namespace, model: "ModelConfig", train: "TrainConfig"):
+    """Where activations may wait, and what moving costs: as given or configured, else measured on this machine."""
     from modelwright.memory.config import ActivationConfig
-    from modelwright.memory.offload import check_tier, open_store
+    from modelwright.memory.offload import open_store
     from modelwright.parallel.mesh import default_device
     from modelwright.plan.doctor import measure_rates
     from modelwright.plan.memory_plan import NOWHERE, Elsewhere
     from modelwright.plan.moving import measure_flops_per_byte
 
-    if not options.offload:
+    configured = train.activations
+    tier = options.offload or configured.offload
+    if options.flops_per_byte < 0 or (options.flops_per_byte and tier == "none"):
+        raise ConfigError(f"--flops-per-byte: must be above 0 and goes with --offload, got {options.flops_per_byte}")
+    if tier == "none":
         return NOWHERE
-    found, device = options.flops_per_byte, default_device()
+    found, device = options.flops_per_byte or configured.flops_per_byte, default_device()
     if not found:
-        config = ActivationConfig(offload=options.offload)
-        check_tier(config, on_cpu=device.type == "cpu")
+        config = ActivationConfig(offload=tier, offload_folder=configured.offload_folder if tier == "disk" else "")
+        store = open_store(config, device=device, folder=Path())
+        assert store is not None
         rates = measure_rates(model, num_tokens=2048, budget_s=2.0)["effective"]
-        with tempfile.TemporaryDirectory(dir=".") as folder:
-            store = open_store(config, device=torch.device(device), folder=Path(folder))
-            assert store is not None
-            found = measure_flops_per_byte(store, device, rates.get(compute, rates["fp32"]))
-    return Elsewhere(tier=options.offload, flops_per_byte=found)
+        found = measure_flops_per_byte(store, device, rates.get(train.precision.compute, rates["fp32"]))
+    return Elsewhere(tier=tier, flops_per_byte=found)
 
 
 def _training(options: argparse.Namespace):

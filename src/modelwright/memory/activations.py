@@ -124,7 +124,8 @@ class BlockShape:
         return self.workspace_bytes + (max(0, again) if segment.recompute else 0) + back
 
     def recomputed_flops(self, segment: Segment) -> float:
-        """FLOPs computed again. The last product of a segment is not: nobody needs its output."""
+        """FLOPs computed again. The last product of a segment is not: nobody needs its output (where products are
+        PyTorch's own; those of `ops.products` are)."""
         if not segment.recompute:
             return 0.0
         spared = sum(map(self.flops, segment.keep)) + 2.0 * self.ffn_dim * self.model_dim

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,15 +24,23 @@ _WAY_OUT = "set memory_arena to false, or"
 _TIMEOUT_S = 300
 
 
+def check_machine(*, on_cpu: bool) -> None:
+    """Raises `ConfigError` where there can be no arena, as far as that shows without building it."""
+    if not on_cpu:
+        raise ConfigError("memory_arena: is for CPUs; accelerators' allocators keep memory themselves; set it to false")
+    if sys.platform != "linux":
+        raise ConfigError(f"memory_arena: is made for Linux, not for {sys.platform}; set it to false")
+    if not _library(cache_folder()).exists() and shutil.which(_compiler()[0]) is None:
+        raise ConfigError(f"memory_arena: {_said(_compiler(), 'there is no such program')}")
+
+
 @functools.cache
 def allocator() -> ctypes.PyDLL:
     """The library, in PyTorch's place from now on; it passes everything through until it is told otherwise.
 
     Raises `ConfigError` where it cannot be built or another library has taken that place.
     """
-    if sys.platform != "linux":
-        raise ConfigError(f"memory_arena: is made for Linux, not for {sys.platform}; set it to false")
-    library = ctypes.PyDLL(str(built(cache_folder(), shlex.split(os.environ.get("CXX", "")) or ["g++"])))
+    library = ctypes.PyDLL(str(built(cache_folder())))
     numbers = ctypes.POINTER(ctypes.c_int64)
     for name, result, arguments in (
         ("install", ctypes.c_int, []),
@@ -57,11 +66,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "modelwright"
 
 
-def built(folder: Path, compiler: list[str]) -> Path:
+def built(folder: Path) -> Path:
     """The library in `folder`, compiled if it is not there; processes that do so at once leave one whole file."""
-    command = [*compiler, *_options()]
-    known = "\0".join([torch.__version__, *command]).encode() + SOURCE.read_bytes()
-    found = folder / f"arena-{hashlib.sha256(known).hexdigest()[:16]}.so"
+    command, found = [*_compiler(), *_options()], _library(folder)
     if found.exists():
         return found
     try:
@@ -75,6 +82,16 @@ def built(folder: Path, compiler: list[str]) -> Path:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"memory_arena: {_said(command, str(error))}") from error
     return found
+
+
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
+
+
+def _library(folder: Path) -> Path:
+    """Where it lies once it is built."""
+    known = "\0".join([torch.__version__, *_compiler(), *_options()]).encode() + SOURCE.read_bytes()
+    return folder / f"arena-{hashlib.sha256(known).hexdigest()[:16]}.so"
 
 
 def _options() -> list[str]:

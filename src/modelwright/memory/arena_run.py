@@ -21,10 +21,9 @@ from enum import IntEnum
 import numpy as np
 import torch
 
-from modelwright.core.errors import ConfigError
 from modelwright.memory.allocator import give_back_freed_memory
 from modelwright.memory.arena import plan_arena
-from modelwright.memory.arena_build import allocator
+from modelwright.memory.arena_build import allocator, check_machine
 from modelwright.memory.arena_replay import OUTLIVES, Planned
 from modelwright.memory.lifetimes import Lifetime
 
@@ -251,10 +250,8 @@ class StepArena:
 @contextmanager
 def step_arena(is_wanted: bool, device: torch.device, note: Callable[[str], None]) -> Iterator[StepArena]:
     """For a run on `device`. Raises `ConfigError` where it cannot be had."""
-    if is_wanted and device.type != "cpu":
-        raise ConfigError(
-            f"memory_arena: is for CPUs; the allocator of {device.type} keeps memory by itself; set it to false"
-        )
+    if is_wanted:
+        check_machine(on_cpu=device.type == "cpu")
     arena = StepArena(StepAllocator() if is_wanted else None, note)
     try:
         yield arena

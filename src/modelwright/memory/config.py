@@ -27,7 +27,8 @@ class ActivationConfig:
     offload: what is kept waits in the host's memory (for models on an accelerator) or in a file in `offload_folder`
     ("": the run's own); all of it, but in mode budget only where that costs less than computing it again.
     flops_per_byte: FLOPs that could be computed while one byte moves to that place or back, which mode budget needs;
-    `modelwright plan --memory` measures it.
+    `modelwright plan --memory` measures it. Beside the budget a disk takes what is still to be written (at most
+    `disk.MOST_QUEUED_BYTES`) and what is read ahead.
     """
 
     mode: Mode = "none"

@@ -33,10 +33,7 @@ class DiskStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.written_bytes = self.read_bytes = 0
-        folder.mkdir(parents=True, exist_ok=True)
-        file, name = tempfile.mkstemp(prefix="offload-", dir=folder)
-        os.unlink(name)
-        self._file = file
+        self._file = file = _unnamed_file(folder)
         weakref.finalize(self, os.close, file)
         self._writer = ThreadPoolExecutor(1, "offload-writer")
         self._reader = ThreadPoolExecutor(1, "offload-reader")
@@ -115,10 +112,7 @@ class DiskStore:
         try:
             return work.result()
         except OSError as error:
-            raise ModelwrightError(
-                f"activations.offload: the file for activations in {self.folder} failed ({error}); make room there or "
-                "choose another place with offload_folder"
-            ) from error
+            raise _failed(self.folder, error) from error
 
 
 class _Waiting:
@@ -144,6 +138,23 @@ class _Waiting:
 
     def __del__(self) -> None:
         self._store.release(self.place, self.num_bytes)
+
+
+def _unnamed_file(folder: Path) -> int:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file, name = tempfile.mkstemp(prefix="offload-", dir=folder)
+        os.unlink(name)
+    except OSError as error:
+        raise _failed(folder, error) from error
+    return file
+
+
+def _failed(folder: Path, error: OSError) -> ModelwrightError:
+    return ModelwrightError(
+        f"activations.offload: the file for activations in {folder} failed ({error}); make room there or choose "
+        "another place with offload_folder"
+    )
 
 
 def _letting_go(waiting: _Waiting) -> Callable[[Future[None]], None]:

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from modelwright.ops.narrow import product
 from modelwright.ops.products import PLAIN, Products, multiply
 from modelwright.ops.scaled import (
     ROW_BLOCKS,
@@ -107,7 +108,7 @@ class Fp8:
         return self._product(dy_NO.T, x_NI.T, ("grad", "x"), of_weights=False)
 
     def _wide_weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
-        return dy_NO.T @ x_NI.to(dy_NO.dtype)
+        return product(dy_NO.T, x_NI.to(dy_NO.dtype))
 
     def _pack(self, x_NI: Tensor) -> tuple[Tensor, ...]:
         return self._quantised(x_NI, "x", GRIDS[self.recipe][0])
@@ -150,7 +151,7 @@ class Int8:
         return self._product(dy_NO.T, x_NI.T, stochastic=self.stochastic)
 
     def _wide_weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
-        return dy_NO.T @ x_NI.to(dy_NO.dtype)
+        return product(dy_NO.T, x_NI.to(dy_NO.dtype))
 
 
 def quantisation_error(x_RK: Tensor, dtype: torch.dtype, grid: Grid) -> float:

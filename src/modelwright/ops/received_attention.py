@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from modelwright.ops.attention import document_mask
+from modelwright.ops.narrow import product
 
 
 @torch.no_grad()
@@ -22,7 +23,7 @@ def received_attention(q_BTHd: Tensor, k_BTKd: Tensor, segments_BT: Tensor) -> T
     for q_THd, k_TKd, segments_T in zip(q_BTHd, k_BTKd, segments_BT, strict=True):
         mask_TT = document_mask(segments_T[None])[0, 0]
         q_HTd, k_HTd = q_THd.transpose(0, 1), k_TKd.repeat_interleave(group, dim=1).transpose(0, 1)
-        scores_HTT = (q_HTd @ k_HTd.transpose(1, 2)).float() / q_THd.shape[-1] ** 0.5
+        scores_HTT = product(q_HTd, k_HTd.transpose(1, 2)).float() / q_THd.shape[-1] ** 0.5
         weights_HTT = scores_HTT.masked_fill_(~mask_TT, float("-inf")).softmax(dim=-1)
         even_TT = mask_TT / mask_TT.sum(dim=-1, keepdim=True)
         received.append(weights_HTT.sum(dim=1).mean(dim=0) / even_TT.sum(dim=0))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from modelwright.core.errors import ConfigError
+from modelwright.memory.arena_build import check_machine
 from modelwright.memory.offload import check_tier
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.context import own_spans
@@ -67,6 +68,8 @@ def _check_stage(training: TrainConfig, layout: ParallelConfig, config: RunConfi
         raise ConfigError("offload_optimizer: on the CPU its states lie in the host's memory already; switch it off")
     if training.offload_optimizer and training.asynchronous.mode == "hogwild":
         raise ConfigError("offload_optimizer: asynchronous.mode hogwild shares the states; switch one of them off")
+    if training.memory_arena:
+        check_machine(on_cpu=on_cpu)
     with within("activations"):
         check_tier(kept, on_cpu=on_cpu)
     zero_bubble = layout.pipeline > 1 and layout.schedule == "zero_bubble"

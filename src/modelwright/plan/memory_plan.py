@@ -158,7 +158,11 @@ def _candidates(model: ModelConfig, train: TrainConfig, seq_len: int, elsewhere:
     found = [candidate(present, segments_of(ActivationConfig() if present.mode == "budget" else present))]
     for budget in budgets:
         config = ActivationConfig(
-            mode="budget", budget_bytes=budget, offload=elsewhere.tier, flops_per_byte=elsewhere.flops_per_byte
+            mode="budget",
+            budget_bytes=budget,
+            offload=elsewhere.tier,
+            offload_folder=present.offload_folder if elsewhere.tier == "disk" else "",
+            flops_per_byte=elsewhere.flops_per_byte,
         )
         next_one = candidate(config, segments_of(config))
         if next_one.cost > found[-1].cost:
