@@ -21,10 +21,10 @@ def case(name: str, folder: str = "", **rest: Any) -> dict[str, Any]:
     return {"name": name, "folder": folder or name, "settings": settings, **rest}
 
 
-def run_cases(folder: Path, cases: list[dict[str, Any]]) -> Path:
-    """All of them on two processes."""
+def run_cases(folder: Path, cases: list[dict[str, Any]], *, size: int = 2) -> Path:
+    """All of them on so many processes."""
     (folder / "cases.json").write_text(json.dumps(cases))
-    run_ranks(SCRIPT, folder, folder / "cases.json", size=2)
+    run_ranks(SCRIPT, folder, folder / "cases.json", size=size)
     return folder
 
 

@@ -11,6 +11,7 @@ from modelwright.claims.efficiency_20x import FULL, PLAIN, STACKS, Tuned, Tuning
 from modelwright.claims.efficiency_probe import Arm
 from modelwright.claims.plain_training import PlainDecoder, train_plainly
 from modelwright.claims.workbench import Size
+from modelwright.core.errors import ArtifactError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.attention import packed_attend
@@ -72,21 +73,30 @@ def test_tuning_takes_the_fewest_steps_that_reach_the_plain_loss_and_makes_no_ru
     """A loss that falls with the steps; Muon needs half of them, local steps lose a little."""
     runs = []
 
-    def loss_of(setting, arm, size, *, seed, mbit):
+    def loss_of(setting, arm, size, *, seed, mbit, threads):
         runs.append((str(arm), size.num_steps, size.learning_rate))
-        assert mbit == 0
+        assert (mbit, threads) == (0, 1)
         assert arm.hosts == 1 or "transport" in arm.settings
         pace = (2.0 if arm.settings.get("optimizer") == "muon" else 1.0) * (0.7 if "transport" in arm.settings else 1.0)
         return {"heldout_loss": 5 - pace * size.num_steps / 100 + abs(size.learning_rate - 4e-3)}
 
     monkeypatch.setattr(efficiency_20x, "train_arm", loss_of)
-    tuning = Tuning(Setting(folder=tmp_path, quick=False, progress=SilentProgress()), quick=False)
+    monkeypatch.setattr(efficiency_20x, "make_rows", lambda setting, size: None)
+    setting = Setting(folder=tmp_path, quick=False, progress=SilentProgress(), kept=tmp_path / "kept")
+    tuning = Tuning(setting, quick=False)
     one, two = (tuning.tune(arms_of(STACKS[name]), SIZE) for name in ("one host", "two hosts"))
     assert len(set(runs)) == len(runs)
     assert (one[PLAIN].size.num_steps, one[PLAIN].size.learning_rate) == (100, 4e-3)
     assert one["+ packing"].size.num_steps == 100
     assert one[FULL].size.num_steps == two["+ Muon"].size.num_steps == 70  # half of them would only just do
     assert two[FULL].size.num_steps == 100 - 100 % 20
+
+    num_runs = len(runs)
+    assert Tuning(setting, quick=False).tune(arms_of(STACKS["one host"]), SIZE) == one
+    assert len(runs) == num_runs
+    (tmp_path / "kept" / "efficiency_20x.json").write_text("[1, 2]")
+    with pytest.raises(ArtifactError, match="is no record of losses"):
+        Tuning(setting, quick=False)
 
 
 @pytest.mark.parametrize(

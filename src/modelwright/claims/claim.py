@@ -19,12 +19,14 @@ class Setting:
     """Where and how thoroughly to measure.
 
     `quick`: a smaller measurement of under a minute, for a smoke test rather than for publication; `folder`: scratch
-    space that the claims of one call share (the tokenized text is made once).
+    space that the claims of one call share (the tokenized text is made once); `kept`: folder for what later calls may
+    go on from, None for nothing.
     """
 
     quick: bool
     folder: Path
     progress: Progress
+    kept: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

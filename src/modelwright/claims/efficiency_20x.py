@@ -6,18 +6,25 @@ plain loop's loss, both found on a seed that is not reported. Ingredients are ad
 time; those that the statement names and that do not pay here are added to the whole stack, to show what they cost.
 """
 
+import json
+import platform
 import statistics
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from modelwright.claims.claim import Claim, Figure, Kind, Result, Setting
-from modelwright.claims.efficiency_probe import MBIT, Arm
+from modelwright.claims.efficiency_probe import MBIT, Arm, make_rows
 from modelwright.claims.efficiency_probe import measure as train_arm
 from modelwright.claims.netns import missing
 from modelwright.claims.statistics import spread
 from modelwright.claims.workbench import Size
+from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import merge
+from modelwright.core.errors import ArtifactError
 from modelwright.core.resources import num_usable_cores
 
 PUBLISHED, ONE_HOST_GOAL = 20.0, 5.0
@@ -130,22 +137,30 @@ def measure(setting: Setting) -> Result:
 
 
 class Tuning:
-    """Finds rates and numbers of steps by losses on the tuning seed; a run that is asked for again is not made again.
+    """Finds rates and numbers of steps by losses on the tuning seed; a run that is asked for again is not made again,
+    not in a later call either (`Setting.kept`).
 
-    How many hosts there are matters to a loss only where they do not sum gradients exactly, and how fast their link is
-    not at all: so runs are made on one host, or on two that nothing slows down.
+    How many hosts there are matters to a loss only where they do not sum gradients exactly, and how fast their link is,
+    or the machine, not at all: so runs are made on one host, or on two that nothing slows down, and several at a time.
     """
 
     def __init__(self, setting: Setting, *, quick: bool) -> None:
         self.setting = setting
         self.rates = RATES[1:2] if quick else RATES
         self.shares = SHARES[:2] if quick else SHARES
-        self._losses: dict[str, float] = {}
+        self.path = setting.kept / "efficiency_20x.json" if setting.kept else None
+        self._losses = _kept_losses(self.path) if self.path else {}
+        self._writing = Lock()
 
     def tune(self, arms: Mapping[str, Arm], size: Size) -> dict[str, Tuned]:
         """The best rate of the plain loop at all steps; of every other arm the fewest steps that reach its loss."""
-        plain = self._best(arms[PLAIN], size, self.rates)
-        return {name: plain if name == PLAIN else self._fewest(arm, size, plain.loss) for name, arm in arms.items()}
+        make_rows(self.setting, size)
+        with ThreadPoolExecutor(num_usable_cores()) as pool:
+            list(pool.map(lambda rate: self._best(arms[PLAIN], size, [rate]), self.rates))
+            plain = self._best(arms[PLAIN], size, self.rates)
+            others = {name: arm for name, arm in arms.items() if name != PLAIN}
+            found = pool.map(lambda arm: self._fewest(arm, size, plain.loss), others.values())
+            return {PLAIN: plain, **dict(zip(others, found, strict=True))}
 
     def _fewest(self, arm: Arm, size: Size, wanted: float) -> Tuned:
         best = self._best(arm, size, self.rates)
@@ -165,11 +180,25 @@ class Tuning:
     def _loss(self, arm: Arm, size: Size) -> float:
         if "transport" not in arm.settings:
             arm = replace(arm, hosts=1)
-        key = f"{arm}: {size.num_steps} steps at {size.learning_rate:g}"
+        key = f"{arm} {size}, text of Python {platform.python_version()}"
         if key not in self._losses:
-            self._losses[key] = train_arm(self.setting, arm, size, seed=TUNING_SEED, mbit=0.0)["heldout_loss"]
-            self.setting.progress.note(f"{key}: {self._losses[key]:.4f}")
+            found = train_arm(self.setting, arm, size, seed=TUNING_SEED, mbit=0.0, threads=1)["heldout_loss"]
+            with self._writing:
+                self._losses[key] = found
+                if self.path:
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    write_atomic(self.path, json.dumps(self._losses, indent=1))
+                self.setting.progress.note(f"{arm}: {size.num_steps} steps at {size.learning_rate:g}: {found:.4f}")
         return self._losses[key]
+
+
+def _kept_losses(path: Path) -> dict[str, float]:
+    try:
+        return {str(key): float(loss) for key, loss in json.loads(path.read_text(encoding="utf-8")).items()}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"{path}: is no record of losses ({error}); delete it to tune anew") from None
 
 
 def _whole_periods(num_steps: int, arm: Arm) -> int:

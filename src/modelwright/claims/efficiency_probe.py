@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -107,14 +107,25 @@ def rows_of_batch(setting: Setting, size: Size, mode: Mode) -> int:
     return 2 * max(1, round(size.batch_rows * packed / padded / 2))
 
 
-def measure(setting: Setting, arm: Arm, size: Size, *, seed: int, mbit: float = MBIT) -> dict[str, float]:
-    """One run, in processes of its own; mbit: of the links between hosts, 0 for no limit and no networks.
+def make_rows(setting: Setting, size: Size) -> None:
+    """All text that arms are trained and judged on, so that runs side by side need not make it."""
+    text = prepare_text(setting)
+    for mode in get_args(Mode):
+        packed_rows(setting, text, seq_len=size.seq_len, mode=mode, split="train")
+    packed_rows(setting, text, seq_len=size.seq_len, mode="best_fit", split="heldout")
 
-    Raises `ModelwrightError` when a process fails.
+
+def measure(
+    setting: Setting, arm: Arm, size: Size, *, seed: int, mbit: float = MBIT, threads: int = 0
+) -> dict[str, float]:
+    """One run, in processes of its own.
+
+    mbit: of the links between hosts, 0 for no limit and no networks; threads: of each process, 0 for all cores of one
+    host and one on each of several. Raises `ModelwrightError` when a process fails.
     """
     job = Job(arm=arm, size=replace(size, batch_rows=rows_of_batch(setting, size, arm.mode)), seed=seed)
     num_ranks = arm.hosts * arm.processes
-    threads = 1 if arm.hosts > 1 else max(1, num_usable_cores() // arm.processes)
+    threads = threads or (1 if arm.hosts > 1 else max(1, num_usable_cores() // arm.processes))
     shared = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(arm.processes), "OMP_NUM_THREADS": str(threads)}
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(dir=setting.folder)))

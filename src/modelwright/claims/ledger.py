@@ -86,11 +86,12 @@ def prove(
 ) -> list[tuple[Claim, Result]]:
     """Measure the claims called `names` (all for none), one after the other.
 
-    Writes one JSON file per claim into `results` and renews `page` (Markdown) from everything in that folder.
+    Writes one JSON file per claim into `results` and renews `page` (Markdown) from everything in that folder. What a
+    claim has tuned is kept in `results`/tuning: a call that was interrupted goes on from there.
     """
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="modelwright-claims-") as scratch:
-        setting = Setting(quick=quick, folder=Path(scratch), progress=progress)
+        setting = Setting(quick=quick, folder=Path(scratch), progress=progress, kept=results / "tuning")
         for claim in select(names):
             around = circumstances()
             start = time.perf_counter()

@@ -5,7 +5,7 @@ holds a piece. Knows nothing about what is done with gradients.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -29,18 +29,23 @@ def global_norm(gradients: Sequence[Tensor], mesh: Mesh, *, num_holders: Sequenc
     """
     if mesh.world.size == 1 or mesh.is_only_data_parallel:
         return float(total_norm(gradients))
-    square = 0.0
+    norms = {}
     for copies in set(num_holders):
         alike = [local(one) for one, number in zip(gradients, num_holders, strict=True) if number == copies]
-        norm = float(total_norm(alike))
-        square += norm * norm / copies
-    return math.sqrt(mesh.world.sums([square])[0])
+        norms[copies] = float(total_norm(alike))
+    return joined_norm(norms, mesh.world)
+
+
+def joined_norm(norms: Mapping[int, float], world: World) -> float:
+    """The L2 norm of the gradients of the whole model, from the norms of what this rank holds; not finite when any is
+    not. norms: by the number of ranks that hold the same."""
+    square = sum(norm * norm / copies for copies, norm in norms.items())
+    return math.sqrt(world.sums([square])[0])
 
 
 def parts_norm(parts: Sequence[Tensor], world: World) -> float:
     """The L2 norm of gradients of which every rank holds another part; not finite when any part is not."""
-    norm = float(total_norm(parts))
-    return math.sqrt(world.sums([norm * norm])[0])
+    return joined_norm({1: float(total_norm(parts))}, world)
 
 
 def holders(parameter: Tensor, mesh: Mesh, *, num_stages: int = 1) -> int:

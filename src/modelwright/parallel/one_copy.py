@@ -80,20 +80,21 @@ class OneCopy(Together):
         make_states(optimizer)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._counts = [optimizer.state[p]["step"] for p in self._parameters]
-        starts = _starts(self._parameters)
+        starts = starts_of(self._parameters)
         flat = torch.zeros(starts[-1], dtype=self._parameters[0].dtype)
         keys = [key for key in optimizer.state[self._parameters[0]] if key != "step"]
-        weights, *others = share(self.world, [flat] * (1 + len(keys) + self.world.size))
+        room = flat.new_zeros(self._gradient_room(starts))
+        weights, *others = share(self.world, [flat] * (1 + len(keys)) + [room] * self.world.size)
         for parameter, view in zip(self._parameters, self._views(weights, starts), strict=True):
             parameter.data = self._moved(parameter.data, view)
         for key, flat in zip(keys, others, strict=False):
             for parameter, view in zip(self._parameters, self._views(flat, starts), strict=True):
                 optimizer.state[parameter][key] = self._moved(optimizer.state[parameter][key], view)
         self.world.barrier()
-        gradients = [self._views(one, starts) for one in others[len(keys) :]]
+        gradients = [self._gradient_places(one, starts) for one in others[len(keys) :]]
         self._slots = dict(zip(self._parameters, gradients[self.world.rank], strict=True))
         self._divide(optimizer, starts, gradients)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._finished) for p in self._parameters]
+        self._follow_backward()
 
     def arm(self, parameters: Sequence[Tensor]) -> None:
         """Before the last backward of a step: gradients are put into shared memory as they are finished."""
@@ -142,9 +143,8 @@ class OneCopy(Together):
 
     def _divide(self, optimizer: Optimizer, starts: Sequence[int], gradients: Sequence[Sequence[Tensor]]) -> None:
         """An optimizer of the same kind over this process's part, with the shared states."""
-        first, last = self._range(starts[-1])
         for number, (parameter, start) in enumerate(zip(self._parameters, starts, strict=False)):
-            low, high = (min(max(end - start, 0), parameter.numel()) for end in (first, last))
+            low, high = self._own_range(parameter, start, starts[-1])
             if low < high:
                 slots = [of_rank[number].reshape(-1)[low:high] for of_rank in gradients]
                 self._pieces[parameter] = _Piece(low, high, parameter.data.reshape(-1)[low:high], slots)
@@ -163,10 +163,26 @@ class OneCopy(Together):
             }
         self._groups = [(group, own) for (group, _), own in zip(groups, self._optimizer.param_groups, strict=True)]
 
-    def _range(self, total: int) -> tuple[int, int]:
-        """This process's part of so many elements."""
-        lines, rank, size = total // _ALIGNMENT, self.world.rank, self.world.size
-        return rank * lines // size * _ALIGNMENT, (rank + 1) * lines // size * _ALIGNMENT
+    def _gradient_room(self, starts: Sequence[int]) -> int:
+        """Elements that each process has in shared memory for its gradients."""
+        return starts[-1]
+
+    def _gradient_places(self, room: Tensor, starts: Sequence[int]) -> list[Tensor]:
+        """Where in a process's room the gradient of each parameter stands."""
+        return self._views(room, starts)
+
+    def _own_range(self, parameter: Tensor, start: int, total: int) -> tuple[int, int]:
+        """What of a parameter, which begins at `start` among `total` elements, this process sums and updates."""
+        first, last = self._share(total)
+        return min(max(first - start, 0), parameter.numel()), min(max(last - start, 0), parameter.numel())
+
+    def _share(self, total: int) -> tuple[int, int]:
+        """This process's part of so many elements, in whole cache lines but for the end."""
+        lines, rank, size = -(-total // _ALIGNMENT), self.world.rank, self.world.size
+        return rank * lines // size * _ALIGNMENT, min(total, (rank + 1) * lines // size * _ALIGNMENT)
+
+    def _follow_backward(self) -> None:
+        self._hooks = [p.register_post_accumulate_grad_hook(self._finished) for p in self._parameters]
 
     def _views(self, flat: Tensor, starts: Sequence[int]) -> list[Tensor]:
         return [
@@ -195,17 +211,21 @@ class OneCopy(Together):
             parameter.grad = slot.view_as(parameter)  # the memory of its own can go
 
 
-def fits(mesh: Mesh, parameters: Sequence[Tensor]) -> bool:
-    """Whether the processes can share weights: one host, one format, in its memory, which has room. Collective."""
+def fits(mesh: Mesh, parameters: Sequence[Tensor], *, gradient_room: int = 0) -> bool:
+    """Whether the processes can share weights: one host, one format, in its memory, which has room. Collective.
+
+    gradient_room: elements of each process's gradients there, 0 for whole ones.
+    """
     if mesh.world.size == 1 or not mesh.is_only_data_parallel:
         return False
     if {(parameter.device.type, parameter.dtype) for parameter in parameters} - {("cpu", parameters[0].dtype)}:
         return False
     num_states = 2  # of an AdamW
-    num_bytes = _starts(parameters)[-1] * parameters[0].element_size()
-    return has_room(mesh.world, num_bytes * (1 + num_states + mesh.world.size))
+    num_elements = starts_of(parameters)[-1]
+    gradients = mesh.world.size * (gradient_room or num_elements)
+    return has_room(mesh.world, parameters[0].element_size() * (num_elements * (1 + num_states) + gradients))
 
 
-def _starts(parameters: Sequence[Tensor]) -> list[int]:
+def starts_of(parameters: Sequence[Tensor]) -> list[int]:
     """Where each begins in one flat tensor of them all, and its length."""
     return [0, *accumulate(-(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT for parameter in parameters)]

@@ -55,12 +55,19 @@ class Buckets:
     """Cuts gradients into buckets, from the last to the first, and has each begun: once armed, as soon as its last
     gradient is there and the bucket before it has been begun, so that all ranks begin them in one order.
 
-    begin: called with a bucket's gradients.
+    begin: called with a bucket's gradients, or with what `of` makes of its parameters.
     """
 
-    def __init__(self, begin: Callable[[Sequence[Tensor]], None], *, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        begin: Callable[[Sequence[Tensor]], None],
+        *,
+        bucket_bytes: int,
+        of: Callable[[Tensor], Tensor] = lambda parameter: _gradient(parameter),
+    ) -> None:
         self.begin = begin
         self.bucket_bytes = bucket_bytes
+        self.of = of
         self._hooked: list[Tensor] = []
         self._hooks: list[RemovableHandle] = []
         self._armed = False
@@ -89,17 +96,8 @@ class Buckets:
         return buckets
 
     def cut(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Neighbours of one format in each, in their order, together about `bucket_bytes`; the last ones first."""
-        buckets: list[list[Tensor]] = []
-        size = 0
-        for tensor in reversed(tensors):
-            num_bytes = tensor.numel() * tensor.element_size()
-            if not buckets or size + num_bytes > self.bucket_bytes or tensor.dtype != buckets[-1][0].dtype:
-                buckets.append([])
-                size = 0
-            buckets[-1].insert(0, tensor)
-            size += num_bytes
-        return buckets
+        """Neighbours of one format in each, in their order; the last ones first."""
+        return cut_into_buckets(tensors, self.bucket_bytes)
 
     def _finished(self, parameter: Tensor) -> None:
         if not self._armed:
@@ -109,7 +107,22 @@ class Buckets:
         while self._num_begun < len(self._buckets) and not self._waiting[self._num_begun]:
             bucket = self._buckets[self._num_begun]
             self._num_begun += 1
-            self.begin([_gradient(parameter) for parameter in bucket])
+            self.begin([self.of(parameter) for parameter in bucket])
+
+
+def cut_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
+    """Neighbours of one format in each, in their order, together at most `bucket_bytes` if not one; the last ones
+    first."""
+    buckets: list[list[Tensor]] = []
+    size = 0
+    for tensor in reversed(tensors):
+        num_bytes = tensor.numel() * tensor.element_size()
+        if not buckets or size + num_bytes > bucket_bytes or tensor.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].insert(0, tensor)
+        size += num_bytes
+    return buckets
 
 
 class ExactTransport:

@@ -4,6 +4,7 @@
 update. The techniques themselves lie in `parallel/`.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +16,16 @@ from torch.optim import Optimizer
 from modelwright.core.errors import ConfigError
 from modelwright.ops.pieces import local
 from modelwright.optim.delay import DelayConfig, compensation
+from modelwright.optim.in_backward import AsTheyCome, Finals, InBackward
 from modelwright.optim.update import Context
 from modelwright.parallel.bounded_staleness import DelayedTransport, StalenessConfig
 from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.gradients import joined_norm
 from modelwright.parallel.hogwild import Hogwild
 from modelwright.parallel.mesh import Mesh, World, world_apart
 from modelwright.parallel.one_copy import OneCopy, fits
+from modelwright.parallel.one_copy_in_backward import OneCopyInBackward, room
+from modelwright.parallel.sums_in_backward import SumsInBackward
 from modelwright.parallel.transport import GradientTransport
 from modelwright.parallel.transports.bucketed import BucketedTransport
 from modelwright.parallel.transports.build import TransportConfig, build_transport
@@ -76,16 +81,20 @@ def check_exchange(transport: TransportConfig, asynchronous: AsynchronousConfig,
 
 
 @contextmanager
-def turns_for(config: AsynchronousConfig, everyone: Mesh, model: nn.Module, *, shares_memory: bool) -> Iterator[Turns]:
-    """Who makes which update; shares_memory: where they can, processes keep one copy of the weights.
+def turns_for(
+    config: AsynchronousConfig, everyone: Mesh, model: nn.Module, *, shares_memory: bool, in_backward: bool = False
+) -> Iterator[Turns]:
+    """Who makes which update; shares_memory: where they can, processes keep one copy of the weights; in_backward:
+    weights change there.
 
     Raises `ConfigError` for `hogwild` on several hosts.
     """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if config.mode == "hogwild":
         with Hogwild(everyone.world, compensate=_compensation(config)) as hogwild:
             yield hogwild
-    elif shares_memory and fits(everyone, [p for p in model.parameters() if p.requires_grad]):
-        with OneCopy(everyone) as one_copy:
+    elif shares_memory and fits(everyone, trained, gradient_room=room(trained) if in_backward else 0):
+        with OneCopyInBackward(everyone) if in_backward else OneCopy(everyone) as one_copy:
             yield one_copy
     else:
         yield Together(everyone)
@@ -93,11 +102,19 @@ def turns_for(config: AsynchronousConfig, everyone: Mesh, model: nn.Module, *, s
 
 @contextmanager
 def transport_for(
-    transport: TransportConfig, asynchronous: AsynchronousConfig, turns: Turns, parameters: Sequence[Tensor]
+    transport: TransportConfig,
+    asynchronous: AsynchronousConfig,
+    turns: Turns,
+    parameters: Sequence[Tensor],
+    *,
+    in_backward: bool = False,
 ) -> Iterator[GradientTransport]:
-    """How gradients cross. parameters: what the updates change, in the gradients' order, this rank's parts."""
+    """How gradients cross. parameters: what the updates change, in the gradients' order, this rank's parts;
+    in_backward: they change there."""
     if isinstance(turns, Hogwild | OneCopy):
         yield turns
+    elif in_backward and turns.mesh.reduce.size * turns.mesh.tensor.size > 1:
+        yield SumsInBackward(turns.mesh.reduce)
     elif asynchronous.mode == "delayed":
         with _built(transport, world_apart(turns.mesh.reduce)) as inner:
             delay = StalenessConfig(delay=asynchronous.delay)
@@ -116,6 +133,55 @@ def _built(config: TransportConfig, world: World) -> Iterator[GradientTransport]
     finally:
         if isinstance(transport, BucketedTransport):
             transport.close()
+
+
+def updates_in_backward(
+    optimizer: Optimizer,
+    names: Mapping[Tensor, str],
+    *,
+    clip_norm: float,
+    num_holders: Sequence[int],
+    turns: Turns,
+    transport: GradientTransport,
+) -> InBackward:
+    """What updates this rank's parameters, or its part of them. names, num_holders: of all trainable ones.
+
+    Raises `ConfigError` where gradients are not final in backward.
+    """
+    if turns.divides:
+        num_holders = [1] * len(names)
+    return InBackward(
+        optimizer,
+        names,
+        clip_norm=clip_norm,
+        finals=_finals(transport, turns.mesh),
+        joined=lambda norms: _norm_over_ranks(norms, list(names), num_holders, turns.mesh),
+    )
+
+
+def _finals(transport: GradientTransport, mesh: Mesh) -> Finals:
+    if mesh.pipeline.size > 1:
+        raise ConfigError(
+            "update_in_backward: the stages of a pipeline are amid several microbatches at a time, each of which still "
+            "needs the weights; leave one of the two out"
+        )
+    if isinstance(transport, Finals):
+        return transport
+    if mesh.reduce.size * mesh.tensor.size > 1:
+        raise ConfigError("update_in_backward: goes with the run's own exact sums; hand no transport in")
+    return AsTheyCome()
+
+
+def _norm_over_ranks(
+    norms: Mapping[Tensor, float], parameters: Sequence[Tensor], num_holders: Sequence[int], mesh: Mesh
+) -> float:
+    """Of the whole gradient, from the norm of each gradient on this rank, or of this rank's part of it."""
+    if mesh.world.size == 1:
+        return math.hypot(*norms.values())
+    by_holders: dict[int, list[float]] = {}
+    for parameter, number in zip(parameters, num_holders, strict=True):
+        by_holders.setdefault(number, []).append(norms.get(parameter, 0.0))
+    return joined_norm({number: math.hypot(*held) for number, held in by_holders.items()}, mesh.world)
 
 
 def _compensation(config: AsynchronousConfig):

@@ -133,7 +133,10 @@ def _train_laid_out(
     everyone = lay_out(world, parallel)
     with ExitStack() as held:
         shares_memory = parallel.share_memory and given_transport is None and config.is_plain
-        turns = held.enter_context(turns_for(config.asynchronous, everyone, model, shares_memory=shares_memory))
+        in_backward = config.update_in_backward != "none"
+        turns = held.enter_context(
+            turns_for(config.asynchronous, everyone, model, shares_memory=shares_memory, in_backward=in_backward)
+        )
         mesh = turns.mesh
         in_place = mesh.is_only_data_parallel
         layer_scales = layer_scales_for(
@@ -159,12 +162,13 @@ def _train_laid_out(
             ),
             compile_blocks=config.compile,
             layer_scales=layer_scales,
+            scatters_each=in_backward,
         )
         held.callback(remove_passes, model)
         formats = ModelFormats(runner.model, config.precision)
         weights = [local(p.detach()) for p in runner.model.parameters() if p.requires_grad]
         transport = given_transport or held.enter_context(
-            transport_for(config.transport, config.asynchronous, turns, weights)
+            transport_for(config.transport, config.asynchronous, turns, weights, in_backward=in_backward)
         )
         checkpoints = Checkpoints(
             stage.checkpoints,

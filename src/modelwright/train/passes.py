@@ -37,8 +37,10 @@ def spread(
     activations: Callable[[Decoder], Decoder],
     compile_blocks: bool,
     layer_scales: LayerScales | None = None,
+    scatters_each: bool = False,
 ) -> Runner:
-    """Lay the model out over the mesh, in place; a pipeline keeps this rank's layers only.
+    """Lay the model out over the mesh, in place; a pipeline keeps this rank's layers only. scatters_each: gradients
+    that are divided are scattered after each microbatch at every stage of ZeRO.
 
     Every rank begins with the same whole model. The runner's `model` has this rank's parameters under their names.
     """
@@ -55,7 +57,7 @@ def spread(
 
     if mesh.pipeline.size > 1:
         return Pipeline(model, parallel, mesh, passes=passes)
-    scatters_each = parallel.shard in ("gradients", "full")
+    scatters_each |= parallel.shard in ("gradients", "full")
     return WholeModel(passes(model), mesh.context, scatters_each=scatters_each)
 
 

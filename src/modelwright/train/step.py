@@ -29,6 +29,7 @@ from modelwright.parallel.balance import StageBalance, balance_tokens
 from modelwright.parallel.gradients import global_norm, holders, like_parameter, parts_norm
 from modelwright.parallel.mesh import Mesh, World
 from modelwright.parallel.one_copy import OneCopy
+from modelwright.parallel.one_copy_in_backward import OneCopyInBackward
 from modelwright.parallel.pipeline import Pipeline
 from modelwright.parallel.split import flop_costs
 from modelwright.parallel.transport import ExactTransport, GradientTransport, Overlapping
@@ -40,7 +41,7 @@ from modelwright.precision.loss_scale import LossScale, loss_scale_for
 from modelwright.precision.model import FollowMaxima, ModelFormats
 from modelwright.train.adaptive import AdaptivePrecision, machine_for
 from modelwright.train.config import TrainConfig
-from modelwright.train.exchange import Meeting
+from modelwright.train.exchange import Meeting, updates_in_backward
 from modelwright.train.flops import dense_flops
 from modelwright.train.guards import Quarantine
 from modelwright.train.objective import Batch, Objective, StepInfo
@@ -125,14 +126,14 @@ class TrainStep:
         self.adaptive = self.adaptive_precision()
         self.in_backward, clip_norm = None, config.clip_norm
         if config.update_in_backward != "none":
-            self.in_backward, clip_norm = self.updating_in_backward(), 0.0
+            self.in_backward, clip_norm = self.updates_in_backward(), 0.0
         self.microbatches = Microbatches(config.num_microbatches)
         self.updates = standard_updates(
             self.optimizer,
             self.names,
             agree=lambda flag: self.mesh.world.maxima(flag)[0],
             norm=self.norm,
-            change_weights=self.in_backward.finish if self.in_backward else self.turns.step,
+            change_weights=(lambda optimizer: None) if self.in_backward else self.turns.step,
             max_skipped=config.max_skipped_steps,
             clip_norm=clip_norm,
             adaptive_clip=config.adaptive_clip,
@@ -175,13 +176,11 @@ class TrainStep:
             return norm
         return math.sqrt(self.mesh.reduce.sums([norm * norm])[0] / self.mesh.reduce.size)
 
-    def updating_in_backward(self) -> InBackward:
-        if self.world.size > 1:
-            raise ConfigError(
-                "update_in_backward: needs final gradients in backward, and those of several processes are summed "
-                "after it; train in one process, or divide gradients (parallel.shard gradients or full)"
-            )
-        return InBackward(self.optimizer, self.names, clip_norm=self.config.clip_norm)
+    def updates_in_backward(self) -> InBackward:
+        limit, holders, turns = self.config.clip_norm, self.num_holders, self.turns
+        return updates_in_backward(
+            self.optimizer, self.names, clip_norm=limit, num_holders=holders, turns=turns, transport=self.transport
+        )
 
     def quarantine(self) -> Quarantine:
         agree, is_first = (lambda flag: self.mesh.world.maxima(flag)[0]), self.mesh.world.is_first
@@ -262,6 +261,8 @@ class TrainStep:
     def begin(self, step: int) -> None:
         """Once, when everything is as it was after `step` updates."""
         self.turns.begin(self.optimizer, step)
+        if self.in_backward and isinstance(self.turns, OneCopyInBackward):
+            self.in_backward.optimizer = self.turns.own_optimizer or self.optimizer
         if self.meeting:
             self.meeting.begin(self.num_steps)
         self.model.train()
@@ -407,10 +408,11 @@ class TrainStep:
     def before_last_backward(self, sums: Tensor) -> None:
         """Let the transport begin with gradients as they are finished, where no other part of the loop changes them, or
         weights be changed in backward, unless a loss is not finite."""
-        if self.overlaps and isinstance(self.transport, Overlapping):
+        if self.in_backward:
+            if self.mesh.world.maxima(not math.isfinite(float(sums.sum())))[0] == 0:
+                self.in_backward.arm()
+        elif self.overlaps and isinstance(self.transport, Overlapping):
             self.transport.arm(trainable(self.names))
-        if self.in_backward and math.isfinite(float(sums.sum())):
-            self.in_backward.arm()
 
     @property
     def overlaps(self) -> bool:
@@ -423,8 +425,9 @@ class TrainStep:
         no weight has changed yet."""
         is_alone = self.mesh.world.size == 1
         is_apart = self.mesh.is_only_data_parallel and (isinstance(self.transport, OneCopy) or not self.overlaps)
-        has_changed = self.in_backward is not None and self.in_backward.has_begun
-        return self.config.guards.out_of_memory == "halve" and (is_alone or is_apart) and not has_changed
+        if self.in_backward and (self.in_backward.has_begun or not is_alone):
+            return False
+        return self.config.guards.out_of_memory == "halve" and (is_alone or is_apart)
 
     def begin_again(self, batch: Batch, seed: int) -> None:
         """After a step that was too large on some rank: as if it had not been tried, but in smaller microbatches."""
@@ -445,6 +448,7 @@ class TrainStep:
         nothing flowed. One that takes no part in the step has none, is not sent and not updated; none have where
         weights are changed in backward."""
         if self.in_backward:
+            self.in_backward.finish()
             return []
         for parameter in trainable(self.names):
             if parameter.grad is None:

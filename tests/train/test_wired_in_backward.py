@@ -1,0 +1,137 @@
+"""Weights updated in backward by several processes, through THE loop: in every layout what the same layout does when it
+waits for all gradients; norms, clipping, losses that are not finite, and stops.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modelwright.core.records import column, read_records
+from wired_cases import RARE, case, ended, losses, run_cases, values, weights
+
+PLAIN = {**RARE, "clip_norm": 0.0}
+WITHIN = {**PLAIN, "update_in_backward": "unclipped"}
+BY_LAST_NORM = {**RARE, "clip_norm": 0.5, "update_in_backward": "clip_by_last_norm"}
+TWO = {
+    "one-copy": ({}, {}),
+    "copies": ({"share_memory": False}, {}),
+    "optimizer": ({"shard": "optimizer"}, {}),
+    "gradients": ({"shard": "gradients"}, {}),
+    "full": ({"shard": "full"}, {}),
+    "tensor": ({"tensor": 2}, {}),
+    "context": ({"context": 2}, {}),
+    "microbatches": ({}, {"num_microbatches": 2}),
+    "microbatches-optimizer": ({"shard": "optimizer"}, {"num_microbatches": 2}),
+    "recomputed": ({}, {"activations": {"mode": "unit", "unit_layers": 1}}),
+    "int8": ({}, {"optimizer": "adamw_int8"}),
+    "lion-full": ({"shard": "full"}, {"optimizer": "lion"}),
+}
+FOUR = {
+    "four-copies": ({"share_memory": False}, {}),
+    "hybrid": ({"shard": "full", "shard_group": 2}, {}),
+    "copies-tensor": ({"tensor": 2}, {}),
+    "full-tensor": ({"shard": "full", "tensor": 2}, {}),
+    "full-context": ({"shard": "full", "context": 2}, {}),
+}
+ALONE = ("one-copy", "copies", "full", "tensor")
+"""Layouts in which something goes wrong, or a run is stopped."""
+
+
+def both_ways(layouts: dict[str, tuple[dict, dict]]) -> list[dict[str, Any]]:
+    return [
+        case(f"{name}-{way}", settings={**settings, **more}, parallel=layout)
+        for name, (layout, more) in layouts.items()
+        for way, settings in (("after", PLAIN), ("within", WITHIN))
+    ]
+
+
+def alone(what: str, folder: str = "", *, settings: dict[str, Any], **rest: Any) -> list[dict[str, Any]]:
+    return [
+        case(f"{name}-{what}", f"{name}-{folder}" if folder else "", settings=settings, parallel=TWO[name][0], **rest)
+        for name in ALONE
+    ]
+
+
+CASES = [
+    *both_ways(TWO),
+    *alone("clipped", settings=BY_LAST_NORM),
+    *alone("stopped", "twice", settings=BY_LAST_NORM, mishap={"kind": "stop", "step": 7}),
+    *alone("again", "twice", settings=BY_LAST_NORM),
+    *alone("nan", settings=WITHIN, mishap={"kind": "nan", "step": 5, "rank": 1}),
+    *alone("overflow", settings=WITHIN, mishap={"kind": "overflow", "step": 5, "rank": 1}),
+    case("pipeline", settings={**WITHIN, "num_microbatches": 2}, parallel={"pipeline": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    return run_cases(tmp_path_factory.mktemp("two"), CASES)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory) -> Path:
+    shape = {"num_kv_heads": 4}
+    cases = [{**one, "shape": shape} for one in both_ways(FOUR)]
+    return run_cases(tmp_path_factory.mktemp("four"), cases, size=4)
+
+
+def compare(runs: Path, name: str, *, size: int) -> None:
+    assert ended(runs, f"{name}-within")["error"] == ""
+    assert losses(runs, f"{name}-within") == losses(runs, f"{name}-after")
+    norms = [values(runs, f"{name}-{way}", "grad_norm") for way in ("within", "after")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    for rank in range(size):
+        within, after = weights(runs, f"{name}-within", rank), weights(runs, f"{name}-after", rank)
+        assert all(torch.equal(within[key], after[key]) for key in after)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_same_bits_as_after_backward(runs, name):
+    compare(runs, name, size=2)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_same_bits_as_after_backward_on_four_ranks(four, name):
+    compare(four, name, size=4)
+
+
+def test_bytes_sent_are_counted(runs):
+    """Of copies; on one copy of the weights nothing is sent."""
+    sent = [ended(runs, f"copies-{way}")["bytes_sent"] for way in ("within", "after")]
+    assert sent[0] == sent[1] > 0
+    assert ended(runs, "one-copy-within")["bytes_sent"] == 0
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_clipping_by_the_last_norm_is_that_of_one_process_and_goes_on_after_a_stop(tiny, tmp_path, runs, name):
+    tiny.run(tmp_path, tiny.settings(**BY_LAST_NORM))
+    for metric in ("loss", "grad_norm"):
+        expected = [value for _, value in column(read_records(tmp_path / "metrics.jsonl"), metric)]
+        assert values(runs, f"{name}-clipped", metric) == pytest.approx(expected, rel=1e-3)
+    assert losses(runs, f"{name}-clipped") != losses(runs, f"{name}-within")
+    assert ended(runs, f"{name}-stopped")["kind"] == "Stopped"
+    assert losses(runs, f"{name}-twice") == losses(runs, f"{name}-clipped")
+    once, again = weights(runs, f"{name}-clipped"), weights(runs, f"{name}-again", rank=1)
+    assert all(torch.equal(once[key], again[key]) for key in once)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_on_all(runs, name):
+    for rank in range(2):
+        found = ended(runs, f"{name}-nan", rank)
+        assert (found["error"], found["skipped"]) == ("", [6])
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_gradient_that_is_not_finite_on_one_rank_ends_the_run_on_all(runs, name):
+    for rank in range(2):
+        found = ended(runs, f"{name}-overflow", rank)
+        assert found["kind"] == "ModelwrightError"
+        assert "was not finite when other weights had been updated already" in found["error"]
+
+
+def test_a_pipeline_is_refused(runs):
+    assert ended(runs, "pipeline")["kind"] == "ConfigError"
+    assert ended(runs, "pipeline")["error"].startswith("update_in_backward: ")
