@@ -117,22 +117,20 @@ class Tuned:
 
 
 def measure(setting: Setting) -> Result:
-    """Both settings, one after the other; two hosts only where networks can be made."""
+    """Both settings, tuned and then timed; two hosts only where networks can be made."""
     if setting.quick:
         size = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=60)
     else:
         size = Size(model_dim=128, num_layers=4, seq_len=128, batch_rows=16, num_steps=400)
     tuning = Tuning(setting, quick=setting.quick)
-    found: dict[str, dict[str, list[dict[str, float]]]] = {}
-    tuned: dict[str, dict[str, Tuned]] = {}
+    arms: dict[str, dict[str, Arm]] = {}
     for name, stack in STACKS.items():
-        if stack.plain.hosts > 1 and missing():
-            continue
-        arms = arms_of(stack)
-        if setting.quick:
-            arms = {arm: arms[arm] for arm in (PLAIN, FULL)}
-        tuned[name] = tuning.tune(arms, size)
-        found[name] = run_all(setting, name, arms, tuned[name])
+        if stack.plain.hosts == 1 or not missing():
+            arms[name] = arms_of(stack)
+            if setting.quick:
+                arms[name] = {arm: arms[name][arm] for arm in (PLAIN, FULL)}
+    tuned = {name: tuning.tune(of_setting, size) for name, of_setting in arms.items()}
+    found = {name: run_all(setting, name, of_setting, tuned[name]) for name, of_setting in arms.items()}
     return judge(found, tuned, size)
 
 
