@@ -1,5 +1,6 @@
 """Processes that share weights and the work of each update, against one process that makes all of it."""
 
+import math
 import os
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from torch.optim import AdamW
 from modelwright.optim.clip import clip_naive
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import lay_out, single
-from modelwright.parallel.one_copy import fits
+from modelwright.parallel.one_copy import fits, starts_of
+from modelwright.parallel.one_copy_in_backward import room
 from rank_processes import run_ranks
 
 SCRIPT = Path(__file__).with_name("one_copy_ranks.py")
@@ -37,15 +39,25 @@ def gradients(number: int, rank: int) -> list[Tensor]:
     return [torch.randn(shape, generator=draw) for shape in SHAPES]
 
 
+@pytest.mark.parametrize("way", ["whole", "within", "copies"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_process_ends_with_what_one_process_computes(tmp_path, size):
-    run_ranks(SCRIPT, "whole", tmp_path, size=size)
+def test_every_process_ends_with_what_one_process_computes(tmp_path, size, way):
+    """After backward; within it, where not all parameters are reached on all ranks."""
+    run_ranks(SCRIPT, way, tmp_path, size=size)
+    max_norm = MAX_NORM if way == "whole" else math.inf
     parameters, optimizer = parts()
     norms = []
     for number, rate in enumerate(RATES):
-        for parameter, *of_ranks in zip(parameters, *(gradients(number, rank) for rank in range(size)), strict=True):
-            parameter.grad = torch.stack(of_ranks).sum(0)
-        norms.append(clip_naive([p.grad for p in parameters if p.grad is not None], MAX_NORM))
+        for at, (parameter, *of_ranks) in enumerate(
+            zip(parameters, *(gradients(number, rank) for rank in range(size)), strict=True)
+        ):
+            reached = [
+                gradient
+                for rank, gradient in enumerate(of_ranks)
+                if way == "whole" or at >= (number + rank) % 2  # the first parameter not everywhere
+            ]
+            parameter.grad = torch.stack(reached).sum(0)
+        norms.append(clip_naive([p.grad for p in parameters if p.grad is not None], max_norm))
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
@@ -68,3 +80,9 @@ def test_too_little_shared_memory_is_told_to_every_process(tmp_path):
 def test_one_process_and_other_formats_keep_what_they_have():
     mesh = lay_out(single(), ParallelConfig())
     assert not fits(mesh, [torch.zeros(2)])
+
+
+def test_gradients_in_shared_memory_are_two_buckets_instead_of_whole_ones():
+    parameters, _ = parts()
+    assert room(parameters, bucket_bytes=256) == 2 * 64 * 3  # the largest parameter is a bucket of its own
+    assert room(parameters, bucket_bytes=1 << 20) == 2 * starts_of(parameters)[-1]

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from modelwright.parallel.mesh import Mesh
 from modelwright.parallel.optimizer_states import make_states
-from modelwright.parallel.shared_memory import has_room, share
+from modelwright.parallel.shared_memory import has_room, shared_zeros
 from modelwright.parallel.turns import Together
 
 _ALIGNMENT = 16
@@ -76,20 +76,24 @@ class OneCopy(Together):
             parameter.data, parameter.grad = parameter.data.clone(), None
 
     def begin(self, optimizer: Optimizer, step: int) -> None:
-        """Move what the optimizer changes into shared memory, with the first process's values."""
-        make_states(optimizer)
+        """Move what the optimizer changes into shared memory, with the first process's values.
+
+        One parameter after the other: this process never has all states of its own, unless it comes with them.
+        """
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._counts = [optimizer.state[p]["step"] for p in self._parameters]
         starts = starts_of(self._parameters)
-        flat = torch.zeros(starts[-1], dtype=self._parameters[0].dtype)
+        make_states(optimizer, self._parameters[:1])
         keys = [key for key in optimizer.state[self._parameters[0]] if key != "step"]
-        room = flat.new_zeros(self._gradient_room(starts))
-        weights, *others = share(self.world, [flat] * (1 + len(keys)) + [room] * self.world.size)
-        for parameter, view in zip(self._parameters, self._views(weights, starts), strict=True):
-            parameter.data = self._moved(parameter.data, view)
-        for key, flat in zip(keys, others, strict=False):
-            for parameter, view in zip(self._parameters, self._views(flat, starts), strict=True):
-                optimizer.state[parameter][key] = self._moved(optimizer.state[parameter][key], view)
+        dtype = self._parameters[0].dtype
+        flat, room = (torch.empty(n, dtype=dtype, device="meta") for n in (starts[-1], self._gradient_room(starts)))
+        weights, *others = shared_zeros(self.world, [flat] * (1 + len(keys)) + [room] * self.world.size)
+        states = dict(zip(keys, (self._views(other, starts) for other in others), strict=False))
+        for number, (parameter, place) in enumerate(zip(self._parameters, self._views(weights, starts), strict=True)):
+            make_states(optimizer, [parameter])
+            parameter.data = self._moved(parameter.data, place)
+            for key, places in states.items():
+                optimizer.state[parameter][key] = self._moved(optimizer.state[parameter][key], places[number])
+        self._counts = [optimizer.state[p]["step"] for p in self._parameters]
         self.world.barrier()
         gradients = [self._gradient_places(one, starts) for one in others[len(keys) :]]
         self._slots = dict(zip(self._parameters, gradients[self.world.rank], strict=True))

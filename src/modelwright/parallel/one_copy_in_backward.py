@@ -21,10 +21,14 @@ BUCKET_BYTES = 4 * 2**20
 
 class OneCopyInBackward(OneCopy):
     """While one bucket is summed and used, the next is filled. Each process makes its part of every parameter, so that
-    all have work at every bucket."""
+    all have work at every bucket.
 
-    def __init__(self, mesh: Mesh, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    parameters: all that are trained, in the model's order, of which backward is the reverse.
+    """
+
+    def __init__(self, mesh: Mesh, parameters: Sequence[Tensor], *, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__(mesh)
+        self._in_order = list(parameters)
         self._buckets = Buckets(self._sum, bucket_bytes=bucket_bytes, of=lambda parameter: parameter)
         self._then: Callable[[Tensor, Tensor], None] = lambda parameter, held: None
 
@@ -32,12 +36,12 @@ class OneCopyInBackward(OneCopy):
         """Before the last backward of a step, on all processes alike; then: is called with a parameter and this
         process's part of it, whose gradient is the sum."""
         self._then = then
-        self._buckets.arm(self._parameters)
+        self._buckets.arm(self._in_order)
 
     @torch.no_grad()
     def finish_updates(self) -> None:
         """After that backward, on all processes: what is left; afterwards all weights are changed."""
-        self._buckets.finish(self._parameters)
+        self._buckets.finish(self._in_order)
         torch._foreach_add_(self._counts, 1)  # pyright: ignore
         self.world.barrier()
 
@@ -69,11 +73,11 @@ class OneCopyInBackward(OneCopy):
                 self._then(parameter, piece.weight)
 
     def _gradient_room(self, starts: Sequence[int]) -> int:
-        return room(self._parameters, bucket_bytes=self._buckets.bucket_bytes)
+        return room(self._in_order, bucket_bytes=self._buckets.bucket_bytes)
 
     def _gradient_places(self, room: Tensor, starts: Sequence[int]) -> list[Tensor]:
         halves, places = room.chunk(2), {}
-        for number, bucket in enumerate(self._buckets.cut(self._parameters)):
+        for number, bucket in enumerate(self._buckets.cut(self._in_order)):
             for parameter, start in zip(bucket, starts_of(bucket), strict=False):
                 place = halves[number % 2][start : start + parameter.numel()]
                 places[parameter] = place.view_as(parameter)

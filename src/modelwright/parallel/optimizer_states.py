@@ -1,15 +1,21 @@
 """An optimizer's states before its first step, for those who must place them somewhere. Knows no process."""
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 
-def make_states(optimizer: Optimizer) -> None:
-    """States for parameters that have none yet, as they are before the first step.
+def make_states(optimizer: Optimizer, parameters: Sequence[Tensor] | None = None) -> None:
+    """States for those of the parameters (all, if none are given) that have none yet, as they are before the first
+    step; none of them has a gradient.
 
     By a step of rate 0 on zero gradients, which changes no weight: optimizers make their states nowhere else.
     """
-    new = [p for group in optimizer.param_groups for p in group["params"] if not optimizer.state[p]]
+    if parameters is None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    new = [p for p in parameters if not optimizer.state[p]]
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in new:
         parameter.grad = torch.zeros_like(parameter)

@@ -32,6 +32,19 @@ def share(world: World, tensors: Sequence[Tensor]) -> list[Tensor]:
     """
     if any(tensor.device.type != "cpu" for tensor in tensors):
         raise ConfigError("device: weights are shared in host memory; train on the CPU")
+    shared = shared_zeros(world, tensors)
+    if world.is_first:
+        for place, tensor in zip(shared, tensors, strict=True):
+            place.copy_(tensor)
+    world.barrier()
+    return shared
+
+
+def shared_zeros(world: World, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Zeros in shared memory of the shapes and formats of these, of which no value is looked at.
+
+    Raises like `share`.
+    """
     sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     starts = [0, *accumulate(sizes)]
     with shared_file(world, max(1, starts[-1])) as path:
@@ -40,9 +53,6 @@ def share(world: World, tensors: Sequence[Tensor]) -> list[Tensor]:
         for tensor, start in zip(tensors, starts, strict=False):
             used = whole[start : start + tensor.numel() * tensor.element_size()]
             shared.append(used.view(tensor.dtype).view(tensor.shape))
-        if world.is_first:
-            for place, tensor in zip(shared, tensors, strict=True):
-                place.copy_(tensor)
     return shared
 
 

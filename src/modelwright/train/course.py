@@ -23,6 +23,7 @@ from modelwright.train.checkpoint import Best, Checkpoints, Snapshot
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import heldout_losses
 from modelwright.train.objective import Batch, Controller, StepInfo
+from modelwright.train.out_of_memory import give_back_memory
 from modelwright.train.recovery import Recovery
 from modelwright.train.result import Position, TrainResult
 from modelwright.train.signals import StopRequest
@@ -87,6 +88,7 @@ class Course:
         better."""
         self.resume()
         self.one_step.begin(self.at.step)
+        give_back_memory(self.world.device)  # what it took to load and to lay out
         while True:
             wishes = stop.requested, self.minutes_due(), self.checkpoints.failed
             stopping, minutes_due, failed = map(bool, self.world.maxima(*wishes))

@@ -89,15 +89,22 @@ def turns_for(
 
     Raises `ConfigError` for `hogwild` on several hosts.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if config.mode == "hogwild":
         with Hogwild(everyone.world, compensate=_compensation(config)) as hogwild:
             yield hogwild
-    elif shares_memory and fits(everyone, trained, gradient_room=room(trained) if in_backward else 0):
-        with OneCopyInBackward(everyone) if in_backward else OneCopy(everyone) as one_copy:
+    elif shares_memory and (one_copy := _one_copy(everyone, model, in_backward=in_backward)):
+        with one_copy:
             yield one_copy
     else:
         yield Together(everyone)
+
+
+def _one_copy(everyone: Mesh, model: nn.Module, *, in_backward: bool) -> OneCopy | None:
+    """None where it does not fit. A function of its own, for nothing else may hold weights that are laid out later."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not fits(everyone, trained, gradient_room=room(trained) if in_backward else 0):
+        return None
+    return OneCopyInBackward(everyone, trained) if in_backward else OneCopy(everyone)
 
 
 @contextmanager
@@ -105,12 +112,11 @@ def transport_for(
     transport: TransportConfig,
     asynchronous: AsynchronousConfig,
     turns: Turns,
-    parameters: Sequence[Tensor],
+    model: nn.Module,
     *,
     in_backward: bool = False,
 ) -> Iterator[GradientTransport]:
-    """How gradients cross. parameters: what the updates change, in the gradients' order, this rank's parts;
-    in_backward: they change there."""
+    """How gradients cross. model: what this rank holds of it; in_backward: weights change there."""
     if isinstance(turns, Hogwild | OneCopy):
         yield turns
     elif in_backward and turns.mesh.reduce.size * turns.mesh.tensor.size > 1:
@@ -118,7 +124,8 @@ def transport_for(
     elif asynchronous.mode == "delayed":
         with _built(transport, world_apart(turns.mesh.reduce)) as inner:
             delay = StalenessConfig(delay=asynchronous.delay)
-            with DelayedTransport(inner, delay, weights=parameters, compensate=_compensation(asynchronous)) as late:
+            weights = [local(p.detach()) for p in model.parameters() if p.requires_grad]
+            with DelayedTransport(inner, delay, weights=weights, compensate=_compensation(asynchronous)) as late:
                 yield late
     else:
         with _built(transport, turns.mesh.reduce) as built:

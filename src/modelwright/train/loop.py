@@ -16,7 +16,6 @@ from modelwright.memory.allocator import freed_memory_kept
 from modelwright.memory.arena_run import StepArena, step_arena
 from modelwright.memory.offload import open_store
 from modelwright.model.decoder import Decoder
-from modelwright.ops.pieces import local
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.gather import give_weights, take_weights, whole_weights
 from modelwright.parallel.mesh import World, lay_out
@@ -166,9 +165,8 @@ def _train_laid_out(
         )
         held.callback(remove_passes, model)
         formats = ModelFormats(runner.model, config.precision)
-        weights = [local(p.detach()) for p in runner.model.parameters() if p.requires_grad]
         transport = given_transport or held.enter_context(
-            transport_for(config.transport, config.asynchronous, turns, weights, in_backward=in_backward)
+            transport_for(config.transport, config.asynchronous, turns, runner.model, in_backward=in_backward)
         )
         checkpoints = Checkpoints(
             stage.checkpoints,
