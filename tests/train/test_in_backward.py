@@ -38,13 +38,27 @@ class Overflow(torch.autograd.Function):
         return gradients[0] * torch.inf
 
 
+class NoMemory(torch.autograd.Function):
+    """Nothing forward; backward needs far more memory than any machine has."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return torch.empty(2**60)
+
+
 @dataclass
 class Spoiled:
-    """The tiny objective, with one batch whose loss (or whose gradient alone) is not finite."""
+    """The tiny objective, with one batch whose loss (or whose gradient alone) is not finite, or whose first backward
+    finds no memory."""
 
     inner: Pretrain
     batch: int
-    loss_too: bool
+    loss_too: bool = False
+    no_memory: bool = False
     number: int = -1
 
     def batches(self, model, *, first: int, rank: int, world_size: int) -> Iterator:
@@ -59,6 +73,9 @@ class Spoiled:
         losses = self.inner.losses(output, batch, model)
         if self.number != self.batch:
             return losses
+        if self.no_memory:
+            self.batch = -1  # there is enough the next time
+            return {name: NoMemory.apply(value) for name, value in losses.items()}
         return {name: value * torch.nan if self.loss_too else Overflow.apply(value) for name, value in losses.items()}
 
 
@@ -129,6 +146,14 @@ def test_a_loss_that_is_not_finite_is_skipped_as_in_the_ordinary_way(tiny, tmp_p
         spoiled = Spoiled(Pretrain(tiny.Rows()), batch=5, loss_too=True)
         result = tiny.run(tmp_path / name, tiny.settings(**UNCLIPPED, **more), objective=spoiled, heldout=[])
         assert result.num_skipped == 1
+    assert equal(tiny.final_weights(tmp_path / "after"), tiny.final_weights(tmp_path / "within"))
+
+
+def test_a_step_that_ran_out_of_memory_before_any_weight_changed_is_made_again(tiny, tmp_path):
+    for name, more in (("after", {}), ("within", {"update_in_backward": "unclipped"})):
+        spoiled = Spoiled(Pretrain(tiny.Rows()), batch=5, no_memory=True)
+        result = tiny.run(tmp_path / name, tiny.settings(**UNCLIPPED, **more), objective=spoiled, heldout=[])
+        assert (name, result.num_skipped) == (name, 0)
     assert equal(tiny.final_weights(tmp_path / "after"), tiny.final_weights(tmp_path / "within"))
 
 

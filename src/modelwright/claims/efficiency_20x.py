@@ -7,6 +7,7 @@ time; those that the statement names and that do not pay here are added to the w
 """
 
 import json
+import math
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
@@ -154,7 +155,6 @@ class Tuning:
         """The best rate of the plain loop at all steps; of every other arm the fewest steps that reach its loss."""
         make_rows(self.setting, size)
         with ThreadPoolExecutor(num_usable_cores()) as pool:
-            list(pool.map(lambda rate: self._best(arms[PLAIN], size, [rate]), self.rates))
             plain = self._best(arms[PLAIN], size, self.rates)
             others = {name: arm for name, arm in arms.items() if name != PLAIN}
             found = pool.map(lambda arm: self._fewest(arm, size, plain.loss), others.values())
@@ -165,15 +165,25 @@ class Tuning:
         for share in self.shares[1:]:
             fewer = replace(size, num_steps=_whole_periods(round(share * size.num_steps), arm))
             near = [rate for rate in self.rates if rate >= best.size.learning_rate][:2]
-            tried = self._best(arm, fewer, near)
+            tried = self._best(arm, fewer, near, enough=wanted - MARGIN)
             if tried.loss > wanted - MARGIN:
                 break
             best = tried
         return best
 
-    def _best(self, arm: Arm, size: Size, rates: Sequence[float]) -> Tuned:
-        sizes = [replace(size, learning_rate=rate) for rate in rates]
-        return min((Tuned(size=at, loss=self._loss(arm, at)) for at in sizes), key=lambda one: one.loss)
+    def _best(self, arm: Arm, size: Size, rates: Sequence[float], *, enough: float = -math.inf) -> Tuned:
+        """Of the rates upwards, until losses rise, or the first whose loss is `enough`."""
+        best: Tuned | None = None
+        for rate in rates:
+            at = replace(size, learning_rate=rate)
+            tried = Tuned(size=at, loss=self._loss(arm, at))
+            if best is not None and not tried.loss < best.loss:
+                break
+            best = tried
+            if best.loss <= enough:
+                break
+        assert best is not None
+        return best
 
     def _loss(self, arm: Arm, size: Size) -> float:
         if "transport" not in arm.settings:

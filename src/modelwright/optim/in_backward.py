@@ -157,8 +157,9 @@ class InBackward:
 
     @torch.no_grad()
     def _update(self, parameter: Tensor, held: Tensor) -> None:
+        if self._norms is None:
+            return  # an earlier attempt at this step was given up
         assert held.grad is not None
-        assert self._norms is not None
         assert parameter not in self._norms, f"the gradient of {self.names[parameter]} came twice"
         self._norms[parameter] = norm = self.norm_of([local(held.grad)])
         if not math.isfinite(norm):

@@ -48,14 +48,14 @@ class TrainConfig:
     of the model cuts its share (memory, not mathematics); clip_norm: 0 leaves gradients alone; adaptive_clip: a limit
     above it that follows the gradients; dynamic_decay: less weight decay while gradients are large;
     offload_optimizer: its states wait in the host's memory, for models on an accelerator; update_in_backward: each
-    parameter is updated as soon as its gradient is final, which frees the gradient (one process; without clipping, or
-    clipped by the norm of the step before); activations: what forward keeps for backward; transport: how gradients
-    cross between copies of the model; asynchronous: updates that do not wait for them; quarantine: gradients out of all
-    proportion are left out; spikes: so are updates at which loss or gradients jump, and after several of them the run
-    goes back to earlier weights; rate_rule: the learning rate follows from the rows of a batch, settled before the run;
-    balance: layers and rows are moved so that all ranks and microbatches have equal work; sparse: units of the model
-    and rows of a batch that teach little are left out; guards: what looks after runs of several processes, and after
-    memory; eval_every_steps: 0 only at the end;
+    parameter is updated as soon as its gradient is final, which frees the gradient (in every layout but a pipeline;
+    without clipping, or clipped by the norm of the step before); activations: what forward keeps for backward;
+    transport: how gradients cross between copies of the model; asynchronous: updates that do not wait for them;
+    quarantine: gradients out of all proportion are left out; spikes: so are updates at which loss or gradients jump,
+    and after several of them the run goes back to earlier weights; rate_rule: the learning rate follows from the rows
+    of a batch, settled before the run; balance: layers and rows are moved so that all ranks and microbatches have equal
+    work; sparse: units of the model and rows of a batch that teach little are left out; guards: what looks after runs
+    of several processes, and after memory; eval_every_steps: 0 only at the end;
     checkpoint_every_steps and checkpoint_every_minutes: 0 switches that trigger off; keep_best: the checkpoint
     with the lowest held-out loss is saved and kept beside the last `keep_last`; max_skipped_steps: updates in a row
     that may be skipped for values that are not finite before the run gives up; memory_arena: what comes and goes within
