@@ -36,6 +36,7 @@ from modelwright.parallel.plans import (
     sharded,
     tree,
 )
+from modelwright.parallel.transport import ring_bytes
 
 Algorithm = Literal["auto", "flat", "ring", "doubling", "tree", "hierarchical_ring", "hierarchical_doubling", "sharded"]
 """Those that need groups of near ranks (hierarchical, sharded) are a ring where the links show none."""
@@ -219,7 +220,7 @@ class Collectives:
         if course.plan.name == "flat":
             self.world.all_reduce_sum(vector)
             num_bytes = vector.numel() * vector.element_size()
-            self.bytes_sent += 2 * num_bytes * (self.world.size - 1) // self.world.size
+            self.bytes_sent += ring_bytes(num_bytes, self.world.size)
             return
         # A copy that is awaited from the start cannot come too early: it carries a finished sum, of which this rank's
         # own value, sent before, is a part.

@@ -13,7 +13,7 @@ from torch import Tensor
 from modelwright.ops.pieces import laid_out_as, local
 from modelwright.parallel.gradients import like_parameter
 from modelwright.parallel.mesh import World
-from modelwright.parallel.transport import BUCKET_BYTES, Buckets
+from modelwright.parallel.transport import BUCKET_BYTES, Buckets, ring_bytes
 
 MOST_IN_FLIGHT = 2
 """Buckets that wait for their sums: more hide more of a link's latency, and hold more gradients."""
@@ -22,7 +22,7 @@ MOST_IN_FLIGHT = 2
 class SumsInBackward:
     """A `GradientTransport` that has nothing left for `reduce`. A gradient's own memory goes when its bucket begins.
 
-    `bytes_sent` counts 2 (n - 1) / n of the payload, what a ring all-reduce over n ranks sends.
+    `bytes_sent`: see `ring_bytes`.
     """
 
     def __init__(self, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -66,8 +66,7 @@ class SumsInBackward:
         while len(self._in_flight) > most_left:
             parameters, flat, wait = self._in_flight.pop(0)
             wait()
-            payload = flat.numel() * flat.element_size()
-            self.bytes_sent += 2 * payload * (self.world.size - 1) // self.world.size
+            self.bytes_sent += ring_bytes(flat.numel() * flat.element_size(), self.world.size)
             parts = flat.split([local(parameter).numel() for parameter in parameters])
             for parameter, part in zip(parameters, parts, strict=True):
                 parameter.grad = laid_out_as(parameter, part.view_as(local(parameter)))

@@ -51,6 +51,11 @@ class Overlapping(Protocol):
         ...
 
 
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 class Buckets:
     """Cuts gradients into buckets, from the last to the first, and has each begun: once armed, as soon as its last
     gradient is there and the bucket before it has been begun, so that all ranks begin them in one order.
@@ -63,7 +68,7 @@ class Buckets:
         begin: Callable[[Sequence[Tensor]], None],
         *,
         bucket_bytes: int,
-        of: Callable[[Tensor], Tensor] = lambda parameter: _gradient(parameter),
+        of: Callable[[Tensor], Tensor] = _gradient,
     ) -> None:
         self.begin = begin
         self.bucket_bytes = bucket_bytes
@@ -125,10 +130,15 @@ def cut_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[list[
     return buckets
 
 
+def ring_bytes(num_bytes: int, num_ranks: int) -> int:
+    """What each rank sends in a ring all-reduce of so many bytes: 2 (n - 1) / n of them."""
+    return 2 * num_bytes * (num_ranks - 1) // num_ranks
+
+
 class ExactTransport:
     """Sums in the gradients' own format: flat buckets, one all-reduce each, all in flight together.
 
-    `bytes_sent` counts 2 (n - 1) / n of the payload, what a ring all-reduce over n ranks sends.
+    `bytes_sent` counts what a ring would send (`ring_bytes`).
     """
 
     def __init__(self, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -151,8 +161,7 @@ class ExactTransport:
             parts = flat.split([gradient.numel() for gradient in bucket])
             shaped = [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)]
             torch._foreach_copy_(bucket, shaped)  # pyright: ignore
-            payload = flat.numel() * flat.element_size()
-            self.bytes_sent += 2 * payload * (self.world.size - 1) // self.world.size
+            self.bytes_sent += ring_bytes(flat.numel() * flat.element_size(), self.world.size)
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -166,8 +175,3 @@ class ExactTransport:
 
 def _same(hooked: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
     return len(hooked) == len(parameters) and all(a is b for a, b in zip(hooked, parameters, strict=True))
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
