@@ -4,11 +4,12 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 
 from modelwright.core.errors import ConfigError
 from modelwright.optim.combined import Combined
 from modelwright.optim.lion import Lion
+from modelwright.optim.muon import Muon
 from modelwright.optim.offload import OffloadedAdamW
 from modelwright.optim.quantised import QuantisedAdamW
 
@@ -59,8 +60,7 @@ def build_optimizer(
             others = _groups([p for _, p in named if all(p is not matrix for matrix in matrices)], weight_decay)
             parts: list[Optimizer] = [AdamW(others, **adam, fused=True)] if others else []
             if matrices:  # a pipeline's stage may hold no block
-                factor = "match_rms_adamw"
-                parts.append(Muon(matrices, lr=learning_rate, weight_decay=weight_decay, adjust_lr_fn=factor))
+                parts.append(Muon(matrices, lr=learning_rate, weight_decay=weight_decay))
             return Combined(parts)
 
 

@@ -1,0 +1,82 @@
+"""Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"): the momentum of a matrix, made
+orthogonal, is what it moves by.
+
+Matrices of one shape go through the Newton-Schulz iteration together, in BF16 as published where the machine
+multiplies BF16, and in FP32 elsewhere, where BF16 would take ten times as long (`ops.narrow`). Knows no layout:
+matrices are whole.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from modelwright.ops.narrow import is_widened
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the published quintic iteration: singular values end between 0.7 and 1.2 after five rounds, not at 1."""
+NUM_ROUNDS = 5
+TOGETHER = 2**22
+"""Elements that are iterated together, unless one matrix has more: their copies are the iteration's memory."""
+
+
+class Muon(Optimizer):
+    """An `Optimizer` by its interface, over matrices. Nesterov's momentum. Moves have the root mean square of AdamW's
+    (Liu et al. 2025, "Muon is Scalable for LLM Training"), so that AdamW's rates fit."""
+
+    def __init__(
+        self, matrices: Sequence[Tensor], *, lr: float, weight_decay: float, momentum: float = 0.95, eps: float = 1e-7
+    ) -> None:
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One update of all matrices that have gradients."""
+        for group in self.param_groups:
+            changed = [matrix for matrix in group["params"] if matrix.grad is not None]
+            for alike in _alike(changed):
+                self._move(alike, group)
+
+    def _move(self, matrices: Sequence[Tensor], group: dict[str, Any]) -> None:
+        """All of one shape."""
+        for matrix in matrices:
+            if not self.state[matrix]:
+                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+        momenta = [self.state[matrix]["momentum_buffer"] for matrix in matrices]
+        gradients = [matrix.grad for matrix in matrices]
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])  # pyright: ignore
+        ahead = torch.stack(torch._foreach_lerp(gradients, momenta, group["momentum"]))  # pyright: ignore
+        moves = orthogonal(ahead, eps=group["eps"]).to(matrices[0].dtype).unbind()
+        rate = group["lr"] * 0.2 * math.sqrt(max(matrices[0].shape))
+        torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])  # pyright: ignore
+        torch._foreach_add_(matrices, moves, alpha=-rate)  # pyright: ignore
+
+
+def orthogonal(matrices_BMN: Tensor, *, eps: float = 1e-7) -> Tensor:
+    """Each matrix U S V^T as about U V^T, in the format of the iteration."""
+    is_tall = matrices_BMN.shape[1] > matrices_BMN.shape[2]
+    wide_BMN = (matrices_BMN.mT if is_tall else matrices_BMN).to(_format(matrices_BMN.device))
+    a, b, c = COEFFICIENTS
+    wide_BMN = wide_BMN / wide_BMN.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(NUM_ROUNDS):
+        gram_BMM = wide_BMN @ wide_BMN.mT
+        gram_BMM = torch.baddbmm(gram_BMM, gram_BMM, gram_BMM, beta=b, alpha=c)
+        wide_BMN = torch.baddbmm(wide_BMN, gram_BMM, wide_BMN, beta=a)
+    return wide_BMN.mT if is_tall else wide_BMN
+
+
+def _format(device: torch.device) -> torch.dtype:
+    return torch.float32 if is_widened(torch.bfloat16, device) else torch.bfloat16
+
+
+def _alike(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Matrices of one shape, not too many at a time."""
+    by_shape: dict[torch.Size, list[Tensor]] = {}
+    for matrix in matrices:
+        by_shape.setdefault(matrix.shape, []).append(matrix)
+    for shape, alike in by_shape.items():
+        most = max(1, TOGETHER // shape.numel())
+        yield from (alike[first : first + most] for first in range(0, len(alike), most))
