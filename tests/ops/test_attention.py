@@ -4,15 +4,20 @@ import pytest
 import torch
 
 from modelwright.ops.attention import (
+    Tiles,
     causal_attention,
     document_mask,
     masked_attention,
     masked_attention_naive,
     packed_attention,
+    packed_cuts,
     packed_tiles,
+    whole_rows,
 )
 from tolerances import TOLERANCES
 
+WHOLE = 0
+"""In place of a tile's length: rows are not cut."""
 LAYOUTS = {
     "one document": [[13], [13]],
     "several": [[5, 1, 7], [12, 1]],
@@ -25,6 +30,10 @@ LAYOUTS = {
 def make_segments(lengths: list[list[int]]) -> torch.Tensor:
     rows = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths]
     return torch.stack(rows).to(torch.int32)
+
+
+def cut(segments: torch.Tensor, tile_len: int) -> Tiles:
+    return whole_rows(segments) if tile_len == WHOLE else packed_tiles(segments, tile_len)
 
 
 def make_qkv(segments: torch.Tensor, heads: int, kv_heads: int, dim: int = 8, dtype: torch.dtype = torch.float32):
@@ -41,11 +50,11 @@ def outputs_and_gradients(out, inputs):
 
 @pytest.mark.parametrize("lengths", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (6, 2), (3, 1)])
-@pytest.mark.parametrize("tile_len", [4, 32, 128])
+@pytest.mark.parametrize("tile_len", [4, 32, 128, WHOLE])
 def test_packed_equals_naive(lengths, heads, kv_heads, tile_len):
     segments = make_segments(lengths)
     inputs = make_qkv(segments, heads, kv_heads)
-    fast = outputs_and_gradients(packed_attention(*inputs, packed_tiles(segments, tile_len)), inputs)
+    fast = outputs_and_gradients(packed_attention(*inputs, cut(segments, tile_len)), inputs)
     naive = outputs_and_gradients(masked_attention_naive(*inputs, document_mask(segments)), inputs)
     for ours, reference in zip(fast, naive, strict=True):
         torch.testing.assert_close(ours, reference, **TOLERANCES["fp32_gradient"])
@@ -71,14 +80,19 @@ def test_causal_equals_one_document():
 def test_padding_is_finite():
     segments = torch.tensor([[0, 0, 1, -1, -1]])
     inputs = make_qkv(segments, 2, 1)
-    for out in (packed_attention(*inputs, packed_tiles(segments)), masked_attention(*inputs, document_mask(segments))):
+    for out in (
+        packed_attention(*inputs, packed_tiles(segments)),
+        packed_attention(*inputs, whole_rows(segments)),
+        masked_attention(*inputs, document_mask(segments)),
+    ):
         assert all(x.isfinite().all() for x in outputs_and_gradients(out, inputs))
 
 
-def test_bf16_and_mixed_formats():
+@pytest.mark.parametrize("tile_len", [32, WHOLE])
+def test_bf16_and_mixed_formats(tile_len):
     segments = make_segments([[33, 67], [100]])
     inputs = make_qkv(segments, 4, 2, dtype=torch.bfloat16)
-    tiles = packed_tiles(segments, 32)
+    tiles = cut(segments, tile_len)
     q, k, v = (x.detach().float().requires_grad_() for x in inputs)
     exact_inputs = (q, k, v)
     exact = outputs_and_gradients(masked_attention_naive(*exact_inputs, document_mask(segments)), exact_inputs)
@@ -90,15 +104,34 @@ def test_bf16_and_mixed_formats():
     assert torch.equal(mixed, fast[0])
 
 
-def test_operator_is_sound_under_compile():
+@pytest.mark.parametrize("tile_len", [4, WHOLE])
+def test_operator_is_sound_under_compile(tile_len):
     segments = make_segments([[5, 8], [13]])
     inputs = make_qkv(segments, 4, 2)
-    tiles = packed_tiles(segments, 4)
+    tiles = cut(segments, tile_len)
     torch.library.opcheck(
         torch.ops.modelwright.packed_attention.default,
         (*inputs, tiles.bounds_P5, tiles.bias),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "is_cut"),
+    [
+        ([[128]] * 16, False),
+        ([[30, 40, 30, 28]] * 16, False),
+        ([[256]] * 2, True),
+        ([[60] * 8 + [32]] * 8, True),
+        ([[512]] * 8, True),
+        ([[2048]], True),
+    ],
+)
+def test_rows_are_cut_where_that_saves_more_than_it_costs(lengths, is_cut):
+    segments = make_segments(lengths)
+    cuts = packed_cuts(segments)
+    assert bool(len(cuts.bounds_P5)) == is_cut
+    assert (cuts.bias.dim() == 4) == (not is_cut)
 
 
 def test_tiles_cover_every_token_once():
@@ -111,10 +144,11 @@ def test_tiles_cover_every_token_once():
     assert torch.equal(seen, torch.ones_like(seen))
 
 
-def test_packed_attention_keeps_float64() -> None:
+@pytest.mark.parametrize("tile_len", [4, WHOLE])
+def test_packed_attention_keeps_float64(tile_len) -> None:
     segments = torch.tensor([[0] * 5 + [1] * 9, [0] * 14], dtype=torch.int32)
     q, k, v = make_qkv(segments, 4, 2, dtype=torch.float64)
-    fast = packed_attention(q, k, v, packed_tiles(segments, 4))
+    fast = packed_attention(q, k, v, cut(segments, tile_len))
     exact = masked_attention_naive(q, k, v, document_mask(segments))
     for ours, reference in zip(
         torch.autograd.grad(fast.sin().sum(), (q, k, v)),

@@ -8,7 +8,7 @@ from modelwright.ops.attention import (
     document_mask,
     masked_attention,
     packed_attention,
-    packed_tiles,
+    packed_cuts,
 )
 
 
@@ -24,10 +24,10 @@ def causal_attend() -> Attend:
 def packed_attend(segments_BT: Tensor) -> Attend:
     """Every token sees the tokens of its own document before it and itself; `segments_BT` names the documents.
 
-    On a CPU each document is computed by itself; elsewhere a mask over the whole rows does it.
+    On a CPU each document is computed by itself, unless rows are short; elsewhere a mask over the whole rows does it.
     """
     if segments_BT.device.type == "cpu":
-        tiles = packed_tiles(segments_BT)
+        tiles = packed_cuts(segments_BT)
 
         def attend_tiles(layer: int, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
             return packed_attention(q_BTHd, k_BTKd, v_BTKd, tiles)

@@ -2,7 +2,7 @@
 
 Packed rows hold several documents, and a token sees its own document only. On a CPU most of a full T x T product would
 be masked away, so `packed_attention` cuts every document into tiles of queries and gives each tile just the keys it
-may see. Knows nothing about caches or layers.
+may see, unless rows are so short that calls cost more than masked products. Knows nothing about caches or layers.
 
 Legend: B rows, T tokens, H query heads, K key/value heads, d head width, G = H / K query heads per key/value head.
 Query head h reads key/value head h // G.
@@ -20,6 +20,9 @@ from modelwright.ops.narrow import widened
 
 TILE_LEN = 128
 """Queries per tile. The CPU kernel walks keys in blocks of 512 and skips none within a block (its `kvSplitSize`)."""
+TILE_COST = 6_000
+"""What a tile's calls, forward and backward, cost beside its products: as much as so many entries of the scores, of all
+heads. Two AVX2 cores: 0.3 ms, where an entry takes 0.03 to 0.06 ns for each number of the model's width."""
 
 
 def document_mask(segments_BT: Tensor) -> Tensor:
@@ -63,10 +66,28 @@ class Tiles:
     bounds_P5: int64, one tile a line: row, first key, first query, end (of both queries and keys), all three counted in
     the row; and where the first query lies in the tensor of queries, which may hold only some of the row's tokens.
     bias: [tile_len, most keys that a tile sees, rounded up], additive causal mask aligned at its lower right corner.
+    Rows that are not cut have no tile, and as bias the additive mask of whole rows, [B, 1, T, T].
     """
 
     bounds_P5: Tensor
     bias: Tensor
+
+
+def packed_cuts(segments_BT: Tensor) -> Tiles:
+    """`packed_tiles`, or no cuts where whole rows under a mask are expected to take less time. CPU tensors only."""
+    tiles, (num_rows, row_len) = packed_tiles(segments_BT), segments_BT.shape
+    _, start_P, first_P, end_P, _ = tiles.bounds_P5.unbind(1)
+    scores = int(((end_P - first_P) * (end_P - start_P)).sum())
+    if num_rows * row_len**2 > scores + TILE_COST * len(tiles.bounds_P5):
+        return tiles
+    return whole_rows(segments_BT)
+
+
+def whole_rows(segments_BT: Tensor) -> Tiles:
+    """No cuts: documents are told apart by a mask."""
+    mask_B1TT = document_mask(segments_BT)
+    bias_B1TT = torch.zeros(mask_B1TT.shape).masked_fill_(~mask_B1TT, float("-inf"))
+    return Tiles(torch.empty(0, 5, dtype=torch.int64), bias_B1TT)
 
 
 def packed_tiles(
@@ -122,6 +143,8 @@ def _packed_forward(
     q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P5: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The output [B, T, H, d] and the log of each softmax's denominator [B, K, G, T], which backward needs."""
+    if _is_whole(bias):
+        return _whole_forward(q_BTHd, k_BTKd, v_BTKd, bias)
     rows, row_len, num_heads, _ = q_BTHd.shape
     num_kv_heads = k_BTKd.shape[2]
     out_BTHd = torch.empty_like(q_BTHd, memory_format=torch.contiguous_format)
@@ -160,6 +183,8 @@ def _packed_backward(
     bounds_P5: Tensor,
     bias: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if _is_whole(bias):
+        return _whole_backward(grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bias)
     num_kv_heads = k_BTKd.shape[2]
     q_BKGTd, k_BKGTd, v_BKGTd = _grouped(*widened(q_BTHd, k_BTKd, v_BTKd))
     grad_q = torch.empty_like(q_BTHd, memory_format=torch.contiguous_format)
@@ -204,6 +229,48 @@ def _differentiate(ctx, grad_BTHd: Tensor, _: Tensor) -> tuple[Tensor, Tensor, T
 
 
 torch.library.register_autograd("modelwright::packed_attention", _differentiate, setup_context=_keep_for_backward)
+
+
+def _is_whole(bias: Tensor) -> bool:
+    return bias.dim() == 4
+
+
+def _whole_forward(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bias_B1TT: Tensor) -> tuple[Tensor, Tensor]:
+    """One call for all rows."""
+    q_BHTd, k_BHTd, v_BHTd = _whole_heads(*widened(q_BTHd, k_BTKd, v_BTKd))
+    out_BHTd, lse_BHT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_BHTd, k_BHTd, v_BHTd, attn_mask=bias_B1TT.to(q_BHTd.dtype)
+    )
+    out_BTHd = out_BHTd.transpose(1, 2).to(q_BTHd.dtype).contiguous()
+    return out_BTHd, lse_BHT.unflatten(1, (k_BTKd.shape[2], -1)).contiguous()
+
+
+def _whole_backward(
+    grad_BTHd: Tensor,
+    q_BTHd: Tensor,
+    k_BTKd: Tensor,
+    v_BTKd: Tensor,
+    out_BTHd: Tensor,
+    lse_BKGT: Tensor,
+    bias_B1TT: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q_BHTd, k_BHTd, v_BHTd = _whole_heads(*widened(q_BTHd, k_BTKd, v_BTKd))
+    grad_BHTd, out_BHTd = (x.transpose(1, 2) for x in widened(grad_BTHd, out_BTHd))
+    grads_BHTd = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_BHTd, q_BHTd, k_BHTd, v_BHTd, out_BHTd, lse_BKGT.flatten(1, 2), 0.0, False,
+        attn_mask=bias_B1TT.to(q_BHTd.dtype),
+    )  # fmt: skip
+    grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads_BHTd)
+    grad_k, grad_v = (x.unflatten(2, (k_BTKd.shape[2], -1)).sum(3) for x in (grad_k, grad_v))
+    found = zip((grad_q, grad_k, grad_v), (q_BTHd, k_BTKd, v_BTKd), strict=True)
+    grad_q, grad_k, grad_v = (grad.to(x.dtype).contiguous() for grad, x in found)
+    return grad_q, grad_k, grad_v
+
+
+def _whole_heads(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, H, T, d] each; keys and values are copied for the heads that share them."""
+    _, k_BKGTd, v_BKGTd = _grouped(q_BTHd, k_BTKd, v_BTKd)
+    return q_BTHd.transpose(1, 2), k_BKGTd.flatten(1, 2), v_BKGTd.flatten(1, 2)
 
 
 def _grouped(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
