@@ -6,7 +6,8 @@ Data is prepared once, as `modelwright run quickstart` does it; then every run i
 with the quickstart's own model, rows, order and seed, its schedule over fewer steps where told so. Held-out losses are
 those that the run itself measures at its end, in the run's own formats. Targets, fixed beforehand: within 1% of FP32,
 eight-bit policies within 2%. One seed: how far two runs part that differ by a rounding alone is told by FP32 with two
-microbatches, whose gradients are summed in another order.
+microbatches, whose gradients are summed in another order. Runs of as many steps that the results file has are not made
+again: delete it to begin anew.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import os
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,26 +65,36 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     around = circumstances()
-    found: dict[str, dict[str, float]] = {}
+    path = given.results / f"policies-{machine_slug(around['machine'])}.json"
+    found = runs_so_far(path, given.steps)
     with tempfile.TemporaryDirectory() as folder:
         prepared = given.prepared or Path(folder) / "prepared"
         prepare(prepared)
         for name in dict.fromkeys(["fp32", *given.policies]):
-            found[name] = train(prepared, Path(folder) / "run", name, given.steps, given.threads)
-            gap = 100 * (found[name]["heldout_loss"] / found["fp32"]["heldout_loss"] - 1)
-            found[name] |= {"above_fp32_percent": gap}
+            if name not in found:
+                found[name] = train(prepared, Path(folder) / "run", name, given.steps, given.threads)
+                gap = 100 * (found[name]["heldout_loss"] / found["fp32"]["heldout_loss"] - 1)
+                found[name] |= {"above_fp32_percent": gap}
+                write(path, {"steps": given.steps, "threads": given.threads, "runs": found, **around})
             print(name, *(f"{key} {value:.4f}" for key, value in found[name].items()), flush=True)
-    eight = ("fp8", "int8")
-    limits = {name: TARGET_EIGHT if name.startswith(eight) else TARGET for name in found}
-    too_far = [name for name, run in found.items() if run["above_fp32_percent"] > limits[name]]
-    record = {
-        "benchmark": "policies", "target_percent": TARGET, "target_percent_eight_bits": TARGET_EIGHT,
-        "steps": given.steps, "threads": given.threads, "runs": found, "too_far": too_far, **around,
-    }  # fmt: skip
-    given.results.mkdir(parents=True, exist_ok=True)
-    path = given.results / f"policies-{machine_slug(around['machine'])}.json"
-    write_atomic(path, json.dumps(record, indent=1) + "\n")
-    print(f"too far from FP32: {', '.join(too_far) or 'none'}\n{path}")
+    print(f"too far from FP32: {', '.join(too_far(found)) or 'none'}\n{path}")
+
+
+def runs_so_far(path: Path, num_steps: int) -> dict[str, dict[str, float]]:
+    """Of as many steps, in the results file: a call that was interrupted goes on."""
+    record = json.loads(path.read_text()) if path.exists() else {}
+    return record["runs"] if record.get("steps") == num_steps else {}
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    named = {"benchmark": "policies", "target_percent": TARGET, "target_percent_eight_bits": TARGET_EIGHT}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps({**named, **record, "too_far": too_far(record["runs"])}, indent=1) + "\n")
+
+
+def too_far(runs: dict[str, dict[str, float]]) -> list[str]:
+    limits = {name: TARGET_EIGHT if name.startswith(("fp8", "int8")) else TARGET for name in runs}
+    return [name for name, run in runs.items() if run["above_fp32_percent"] > limits[name]]
 
 
 if __name__ == "__main__":
