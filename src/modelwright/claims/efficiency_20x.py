@@ -31,7 +31,7 @@ from modelwright.core.resources import num_usable_cores
 PUBLISHED, ONE_HOST_GOAL = 20.0, 5.0
 TUNING_SEED, SEEDS = 4000, (4001, 4002, 4003)
 RATES = (2e-3, 4e-3, 8e-3)
-SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.125)
+SHARES = (1.0, 0.85, 0.7, 0.6, 0.5, 0.42, 0.35, 0.25, 0.18, 0.125)
 """Of the plain loop's steps that an arm is tried with, until it no longer reaches its loss."""
 PLAIN, FULL = "plain", "everything"
 MARGIN = 0.01
