@@ -310,6 +310,7 @@ def machine_for(folder: Path, formats: ModelFormats, world: World, *, num_rows: 
             own = measure_speeds(formats, shapes, candidates, num_rows=num_rows, device=world.device)
         found = world.maxima(*(own[key] for key in keys), _memory_share(formats))
         if world.is_first:
+            folder.mkdir(parents=True, exist_ok=True)  # it is the first thing that a run writes
             write_atomic(path, json.dumps(dict(zip(names, found, strict=True)), indent=2) + "\n")
     return Machine(dict(zip(keys, found[:-1], strict=True)), found[-1])
 
