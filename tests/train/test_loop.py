@@ -211,6 +211,6 @@ def test_unsettled_precision_is_refused(tiny, tmp_path):
 def test_what_a_machine_can_do_is_written_where_no_folder_is_yet(tiny, tmp_path):
     """Adaptive precision measures before anything else of a run is written."""
     folder = tmp_path / "not" / "yet"
-    adaptive = {"policy": "fp32", "adaptive": {"kind": "rules", "every": 1, "window": 1}}
+    adaptive = {"policy": "fp32", "adaptive": {"kind": "rules", "every": 2, "window": 1}}
     tiny.run(folder, tiny.settings(num_steps=2, precision=adaptive), heldout=[])
     assert (folder / "formats.json").exists()
