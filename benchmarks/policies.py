@@ -45,7 +45,7 @@ TARGET, TARGET_EIGHT = 1.0, 2.0
 FIRST_TIMED = 6
 
 
-def train(prepared: Path, folder: Path, name: str, num_steps: int, threads: int) -> dict[str, float]:
+def train(prepared: Path, folder: Path, name: str, num_steps: int, threads: int) -> dict[str, Any]:
     """One run on a copy of the prepared folder."""
     steps = ["--pretrain.num_steps", str(num_steps), "--pretrain.eval_every_steps", str(num_steps)]
     settings = [*steps, "--pretrain.precision.policy", *POLICIES[name]]
@@ -75,12 +75,13 @@ def main() -> None:
                 found[name] = train(prepared, Path(folder) / "run", name, given.steps, given.threads)
                 gap = 100 * (found[name]["heldout_loss"] / found["fp32"]["heldout_loss"] - 1)
                 found[name] |= {"above_fp32_percent": gap}
-                write(path, {"steps": given.steps, "threads": given.threads, "runs": found, **around})
-            print(name, *(f"{key} {value:.4f}" for key, value in found[name].items()), flush=True)
+                found[name] |= {"commit": around["commit"]}
+                write(path, {**around, "steps": given.steps, "threads": given.threads, "runs": found})
+            print(name, found[name], flush=True)
     print(f"too far from FP32: {', '.join(too_far(found)) or 'none'}\n{path}")
 
 
-def runs_so_far(path: Path, num_steps: int) -> dict[str, dict[str, float]]:
+def runs_so_far(path: Path, num_steps: int) -> dict[str, dict[str, Any]]:
     """Of as many steps, in the results file: a call that was interrupted goes on."""
     record = json.loads(path.read_text()) if path.exists() else {}
     return record["runs"] if record.get("steps") == num_steps else {}
@@ -92,7 +93,7 @@ def write(path: Path, record: dict[str, Any]) -> None:
     write_atomic(path, json.dumps({**named, **record, "too_far": too_far(record["runs"])}, indent=1) + "\n")
 
 
-def too_far(runs: dict[str, dict[str, float]]) -> list[str]:
+def too_far(runs: dict[str, dict[str, Any]]) -> list[str]:
     limits = {name: TARGET_EIGHT if name.startswith(("fp8", "int8")) else TARGET for name in runs}
     return [name for name, run in runs.items() if run["above_fp32_percent"] > limits[name]]
 

@@ -125,6 +125,8 @@ def test_operator_is_sound_under_compile(tile_len):
         ([[60] * 8 + [32]] * 8, True),
         ([[512]] * 8, True),
         ([[2048]], True),
+        ([[1] * 512] * 2, False),
+        ([[1] * 640] * 2, True),
     ],
 )
 def test_rows_are_cut_where_that_saves_more_than_it_costs(lengths, is_cut):

@@ -74,9 +74,9 @@ def within(world: World, folder: Path, *, copies: bool) -> None:
             finals = held.enter_context(
                 OneCopyInBackward(lay_out(world, ParallelConfig()), parameters, bucket_bytes=256)
             )
-            finals.begin(optimizer, 0)
+            of_this_rank = finals.begin(optimizer, 0)
             updates = InBackward(optimizer, names, finals=finals, joined=lambda found: over_ranks(found, world))
-            updates.optimizer = finals.own_optimizer or optimizer
+            updates.optimizer = of_this_rank
         for number, rate in enumerate(RATES):
             for group in optimizer.param_groups:
                 group["lr"] = rate

@@ -28,6 +28,19 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
         ({"parallel": {"data": 2, "tensor": 2}}, 2, r"^parallel\.data: .* start 4"),
         ({"parallel": {"shard": "full", "shard_group": 4}}, 2, r"^parallel\.shard_group: 4 does not divide"),
         ({"parallel": {"tensor": 8}}, 8, r"^parallel\.tensor: 8 does not suit the model \(model\.num_heads: 4"),
+        (
+            {
+                "parallel": {"pipeline": 2},
+                "pretrain": {"update_in_backward": "unclipped", "clip_norm": 0, "num_microbatches": 2},
+            },
+            2,
+            r"^pretrain\.update_in_backward: the stages of a pipeline",
+        ),
+        (
+            {"parallel": {"shard": "full"}, "pretrain": {"optimizer": "muon"}},
+            2,
+            r"^pretrain\.optimizer: muon needs whole matrices",
+        ),
         ({"parallel": {"pipeline": 3}}, 3, r"^parallel\.pipeline: 2 layers cannot make 3 stages"),
         ({"parallel": {"pipeline": 2, "layers_per_stage": [2, 1]}}, 2, r"^parallel\.layers_per_stage: \(2, 1\) adds"),
         (

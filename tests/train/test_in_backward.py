@@ -1,7 +1,8 @@
 """Weights updated in backward: the bits of the ordinary way, clipping by the last norm, stops, values not finite."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -26,39 +27,14 @@ CASES = {
 }
 
 
-class Overflow(torch.autograd.Function):
-    """Nothing forward; backward, gradients that are not finite."""
-
-    @staticmethod
-    def forward(ctx, value):
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        return gradients[0] * torch.inf
-
-
-class NoMemory(torch.autograd.Function):
-    """Nothing forward; backward needs far more memory than any machine has."""
-
-    @staticmethod
-    def forward(ctx, value):
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        return torch.empty(2**60)
-
-
 @dataclass
 class Spoiled:
-    """The tiny objective, with one batch whose loss (or whose gradient alone) is not finite, or whose first backward
-    finds no memory."""
+    """The tiny objective, with something done to the losses of one batch, the first time that it comes or each time."""
 
     inner: Pretrain
     batch: int
-    loss_too: bool = False
-    no_memory: bool = False
+    spoil: Callable[[Tensor], Tensor]
+    once: bool = False
     number: int = -1
 
     def batches(self, model, *, first: int, rank: int, world_size: int) -> Iterator:
@@ -73,10 +49,8 @@ class Spoiled:
         losses = self.inner.losses(output, batch, model)
         if self.number != self.batch:
             return losses
-        if self.no_memory:
-            self.batch = -1  # there is enough the next time
-            return {name: NoMemory.apply(value) for name, value in losses.items()}
-        return {name: value * torch.nan if self.loss_too else Overflow.apply(value) for name, value in losses.items()}
+        self.batch = -1 if self.once else self.batch
+        return {name: self.spoil(value) for name, value in losses.items()}
 
 
 def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
@@ -143,22 +117,26 @@ def test_clipping_by_the_last_norm_against_its_definition(tiny, tmp_path):
 
 def test_a_loss_that_is_not_finite_is_skipped_as_in_the_ordinary_way(tiny, tmp_path):
     for name, more in (("after", {}), ("within", {"update_in_backward": "unclipped"})):
-        spoiled = Spoiled(Pretrain(tiny.Rows()), batch=5, loss_too=True)
+        spoiled = Spoiled(Pretrain(tiny.Rows()), 5, lambda loss: loss * torch.nan)
         result = tiny.run(tmp_path / name, tiny.settings(**UNCLIPPED, **more), objective=spoiled, heldout=[])
         assert result.num_skipped == 1
     assert equal(tiny.final_weights(tmp_path / "after"), tiny.final_weights(tmp_path / "within"))
 
 
 def test_a_step_that_ran_out_of_memory_before_any_weight_changed_is_made_again(tiny, tmp_path):
+    def no_memory(loss: Tensor) -> Tensor:
+        return tiny.flows_back(loss, lambda gradient: torch.empty(2**60))  # far more than any machine has
+
     for name, more in (("after", {}), ("within", {"update_in_backward": "unclipped"})):
-        spoiled = Spoiled(Pretrain(tiny.Rows()), batch=5, no_memory=True)
+        spoiled = Spoiled(Pretrain(tiny.Rows()), 5, no_memory, once=True)
         result = tiny.run(tmp_path / name, tiny.settings(**UNCLIPPED, **more), objective=spoiled, heldout=[])
         assert (name, result.num_skipped) == (name, 0)
     assert equal(tiny.final_weights(tmp_path / "after"), tiny.final_weights(tmp_path / "within"))
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(tiny, tmp_path):
-    spoiled = Spoiled(Pretrain(tiny.Rows()), batch=5, loss_too=False)
+    overflow = partial(tiny.flows_back, change=lambda gradient: gradient * torch.inf)
+    spoiled = Spoiled(Pretrain(tiny.Rows()), 5, overflow)
     config = tiny.settings(**UNCLIPPED, update_in_backward="unclipped")
     with pytest.raises(ModelwrightError, match="was not finite when other weights had been updated"):
         tiny.run(tmp_path, config, objective=spoiled, heldout=[])

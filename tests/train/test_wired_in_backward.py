@@ -93,6 +93,12 @@ def test_same_bits_as_after_backward(request, name):
             assert all(torch.equal(within[key], after[key]) for key in after)
 
 
+@pytest.mark.parametrize("name", ["one-copy", "copies", "context"])
+@pytest.mark.parametrize("way", ["after", "within"])
+def test_a_run_leaves_no_hooks_on_the_model(runs, name, way):
+    assert ended(runs, f"{name}-{way}")["num_hooks"] == 0
+
+
 def test_bytes_sent_are_counted(runs):
     """Of copies; on one copy of the weights nothing is sent."""
     sent = [ended(runs, f"copies-{way}")["bytes_sent"] for way in ("within", "after")]

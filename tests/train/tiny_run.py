@@ -9,7 +9,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,22 @@ class Float64Objective:
             model.logits(output).flatten(0, 1), batch.labels_BT.flatten(), ignore_index=IGNORED, reduction="sum"
         )
         return {"nll": nll, "norm": 0.01 * (output.square().mean(-1) * (batch.segments_BT >= 0)).sum()}
+
+
+class _Changed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, change):
+        ctx.change = change
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return ctx.change(gradients[0]), None
+
+
+def flows_back(value: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The value; what flows back through it is changed."""
+    return _Changed.apply(value, change)  # pyright: ignore[reportReturnType]
 
 
 @dataclass

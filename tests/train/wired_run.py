@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,18 +78,6 @@ class Mishap:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Blow(torch.autograd.Function):
-    """Nothing forward; backward, gradients that overflow."""
-
-    @staticmethod
-    def forward(ctx, value):
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        return gradients[0] * torch.inf
-
-
 @dataclass
 class Wild:
     """The tiny objective, with losses `factor` times as large in some batches; 0: with gradients that overflow."""
@@ -110,7 +99,8 @@ class Wild:
     def losses(self, output, batch, model):
         losses = self.inner.losses(output, batch, model)
         if self.is_wild and not self.factor:
-            return {name: Blow.apply(value) for name, value in losses.items()}
+            overflow = partial(tiny_run.flows_back, change=lambda gradient: gradient * torch.inf)
+            return {name: overflow(value) for name, value in losses.items()}
         return {name: value * (self.factor if self.is_wild else 1.0) for name, value in losses.items()}
 
 
@@ -135,6 +125,7 @@ def run_case(folder: Path, case: dict[str, Any], world: World) -> None:
             controllers={"mishap": watcher},
             progress=notes,
         )
+        found |= {"num_hooks": sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())}
         found |= {"bytes_sent": result.bytes_sent, "events": dict(result.num_events)}
         found |= {"left_out": list(result.left_out), "layers": result.loss_scale.get("layers", {})}
         path = folder / case["folder"] / f"{case['name']}-{world.rank}"
@@ -142,6 +133,7 @@ def run_case(folder: Path, case: dict[str, Any], world: World) -> None:
     except ModelwrightError as error:
         found |= {"error": str(error), "kind": type(error).__name__}
     found |= {"notes": notes.texts, "scales": watcher.scales, "skipped": watcher.skipped}
+    (folder / case["folder"]).mkdir(exist_ok=True)  # what is refused at once makes none
     (folder / case["folder"] / f"{case['name']}-{world.rank}.json").write_text(json.dumps(found))
 
 

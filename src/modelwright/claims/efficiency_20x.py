@@ -262,6 +262,7 @@ def judge(
             "hosts": f"network namespaces joined by {MBIT:g} Mbit/s, one process of one thread each; one host: "
             f"{num_usable_cores()} cores",
             "batch": f"as many real tokens as {size.batch_rows} packed rows of {size.seq_len}",
+            "tuned": f"on seed {TUNING_SEED}, by losses, some of which earlier calls may have kept",
             "rates tried": ", ".join(f"{rate:g}" for rate in RATES),
             "time": "of all training steps; preparation, start and evaluation are left out on both sides",
         },

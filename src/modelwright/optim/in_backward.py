@@ -77,8 +77,8 @@ class InBackward:
     """Updates parameters in backward, once armed. As an `Update` it remembers the norm that the next step clips by.
 
     names: of the parameters of the optimizer; clip_norm: the limit that the last norm is held against, 0 for none;
-    joined: the norm of the whole gradient from those of what this process updated of each parameter. On another process
-    the optimizer may be one of its part: set `optimizer` then.
+    joined: the norm of the whole gradient from those of what this process updated of each parameter. Where a process
+    updates parts of parameters, `optimizer` is to be set to that of the parts before the first step.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class Hogwild:
     def __exit__(self, *error: object) -> None:
         self._ledger.close()
 
-    def begin(self, optimizer: Optimizer, step: int) -> None:
+    def begin(self, optimizer: Optimizer, step: int) -> Optimizer:
         """Move what the optimizer changes into shared memory; its counts of steps follow the numbers of updates."""
         make_states(optimizer)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -78,6 +78,7 @@ class Hogwild:
         for (state, key), tensor in zip(places, shared[len(self._copies) :], strict=True):
             state[key] = tensor
         self._ledger.begin(step)
+        return optimizer
 
     def updates(
         self, one_step: Callable[[int], Done], first: int, last: int, interrupted: Callable[[], bool]

@@ -75,7 +75,7 @@ class OneCopy(Together):
         for parameter in self._parameters:
             parameter.data, parameter.grad = parameter.data.clone(), None
 
-    def begin(self, optimizer: Optimizer, step: int) -> None:
+    def begin(self, optimizer: Optimizer, step: int) -> Optimizer:
         """Move what the optimizer changes into shared memory, with the first process's values.
 
         One parameter after the other: this process never has all states of its own, unless it comes with them.
@@ -99,6 +99,7 @@ class OneCopy(Together):
         self._slots = dict(zip(self._parameters, gradients[self.world.rank], strict=True))
         self._divide(optimizer, starts, gradients)
         self._follow_backward()
+        return self._optimizer or optimizer
 
     def arm(self, parameters: Sequence[Tensor]) -> None:
         """Before the last backward of a step: gradients are put into shared memory as they are finished."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from modelwright.parallel.mesh import Mesh
 from modelwright.parallel.one_copy import OneCopy, starts_of
@@ -32,6 +31,10 @@ class OneCopyInBackward(OneCopy):
         self._buckets = Buckets(self._sum, bucket_bytes=bucket_bytes, of=lambda parameter: parameter)
         self._then: Callable[[Tensor, Tensor], None] = lambda parameter, held: None
 
+    def __exit__(self, *error: object) -> None:
+        self._buckets.close()
+        super().__exit__(*error)
+
     def arm_updates(self, parameters: Sequence[Tensor], then: Callable[[Tensor, Tensor], None]) -> None:
         """Before the last backward of a step, on all processes alike; then: is called with a parameter and this
         process's part of it, whose gradient is the sum."""
@@ -49,11 +52,6 @@ class OneCopyInBackward(OneCopy):
 
     def part(self, gradients: list[Tensor]) -> list[Tensor]:
         return []
-
-    @property
-    def own_optimizer(self) -> Optimizer | None:
-        """Of this process's parts; None where it has none."""
-        return self._optimizer
 
     @torch.no_grad()
     def _sum(self, bucket: Sequence[Tensor]) -> None:

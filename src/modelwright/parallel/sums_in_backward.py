@@ -34,8 +34,8 @@ class SumsInBackward:
         self._in_flight: list[tuple[Sequence[Tensor], Tensor, Callable[[], object]]] = []
 
     def arm_updates(self, parameters: Sequence[Tensor], then: Callable[[Tensor, Tensor], None]) -> None:
-        """Before the last backward of a step, on all ranks alike; then: is called with a parameter whose gradient is
-        the sum, twice."""
+        """Before the last backward of a step, on all ranks alike; then: is called for each parameter, which it is given
+        twice, when its gradient is the sum."""
         self._parameters, self._then = list(parameters), then
         self._buckets.arm(parameters)
 
@@ -43,6 +43,10 @@ class SumsInBackward:
         """After that backward, on all ranks: what is left; where nothing flowed a rank adds nothing."""
         self._buckets.finish(self._parameters)
         self._land(most_left=0)
+
+    def close(self) -> None:
+        """At the end of a run."""
+        self._buckets.close()
 
     def reduce(self, gradients: Sequence[Tensor]) -> None: ...
 

@@ -83,13 +83,18 @@ class Buckets:
     def arm(self, parameters: Sequence[Tensor]) -> None:
         """Before the last backward of a step."""
         if not _same(self._hooked, parameters):
+            self.close()
             self._hooked = list(parameters)
             self._buckets = self.cut(parameters)
-            for hook in self._hooks:
-                hook.remove()
             self._hooks = [one.register_post_accumulate_grad_hook(self._finished) for one in parameters]
         self._waiting = [{id(parameter): parameter for parameter in bucket} for bucket in self._buckets]
         self._armed = True
+
+    def close(self) -> None:
+        """Leave the parameters as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooked, self._hooks = [], []
 
     def finish(self, gradients: Sequence[Tensor]) -> list[list[Tensor]]:
         """Have the buckets begun that are left, and return them all."""
@@ -150,6 +155,10 @@ class ExactTransport:
     def arm(self, parameters: Sequence[Tensor]) -> None:
         if self.world.size > 1:
             self._buckets.arm(parameters)
+
+    def close(self) -> None:
+        """At the end of a run."""
+        self._buckets.close()
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
         if self.world.size == 1:

@@ -24,8 +24,11 @@ class Turns(Protocol):
         """The processes that make one update together."""
         ...
 
-    def begin(self, optimizer: Optimizer, step: int) -> None:
-        """Once, when weights and optimizer are as they were after `step` updates, on all processes alike."""
+    def begin(self, optimizer: Optimizer, step: int) -> Optimizer:
+        """Once, when weights and optimizer are as they were after `step` updates, on all processes alike.
+
+        Returns the one that makes this process's part of the updates.
+        """
         ...
 
     def updates(
@@ -64,7 +67,8 @@ class Together:
     mesh: Mesh
     divides = False
 
-    def begin(self, optimizer: Optimizer, step: int) -> None: ...
+    def begin(self, optimizer: Optimizer, step: int) -> Optimizer:
+        return optimizer
 
     def part(self, gradients: list[Tensor]) -> list[Tensor]:
         return gradients

@@ -60,7 +60,11 @@ def _check_model(config: RunConfig, layout: ParallelConfig) -> None:
 
 
 def _check_stage(training: TrainConfig, layout: ParallelConfig, config: RunConfig, axes: Mapping[str, int]) -> None:
-    check_exchange(training.transport, training.asynchronous, layout)
+    check_exchange(training.transport, training.asynchronous, layout, in_backward=training.updates_in_backward)
+    if training.optimizer == "muon" and (layout.tensor > 1 or axes["shard"] > 1):
+        raise ConfigError(
+            "optimizer: muon needs whole matrices, which parallel.tensor and parallel.shard divide; take adamw"
+        )
     training.batch_rows(config.pack.seq_len, num_copies=training.num_copies(axes))
     check_microbatches(layout, training.num_microbatches)
     kept, on_cpu = training.activations, settled_device(config.hardware.device) == "cpu"

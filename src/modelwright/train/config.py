@@ -119,7 +119,7 @@ class TrainConfig:
             self._check_optimizer()
         if self.sparse.is_on:
             self._check_sparse()
-        if self.update_in_backward != "none":
+        if self.updates_in_backward:
             self._check_update_in_backward()
         if self.learning_rate <= 0 or self.adam_eps <= 0:
             raise ConfigError(f"learning_rate: it and adam_eps must be above 0, got {self.learning_rate}")
@@ -137,6 +137,10 @@ class TrainConfig:
                     f"{name}: {getattr(self, name)} must be a multiple of transport.local_steps.every ({every}): "
                     "between meetings every rank has weights of its own"
                 )
+
+    @property
+    def updates_in_backward(self) -> bool:
+        return self.update_in_backward != "none"
 
     @property
     def is_plain(self) -> bool:

@@ -6,7 +6,7 @@ update. The techniques themselves lie in `parallel/`.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from modelwright.parallel.mesh import Mesh, World, world_apart
 from modelwright.parallel.one_copy import OneCopy, fits
 from modelwright.parallel.one_copy_in_backward import OneCopyInBackward, room
 from modelwright.parallel.sums_in_backward import SumsInBackward
-from modelwright.parallel.transport import GradientTransport
+from modelwright.parallel.transport import ExactTransport, GradientTransport
 from modelwright.parallel.transports.bucketed import BucketedTransport
 from modelwright.parallel.transports.build import TransportConfig, build_transport
 from modelwright.parallel.transports.local_steps import LocalSteps
@@ -56,8 +56,19 @@ class AsynchronousConfig:
             raise ConfigError(f"compensation: must not be negative, got {self.compensation}; 0 switches it off")
 
 
-def check_exchange(transport: TransportConfig, asynchronous: AsynchronousConfig, parallel: ParallelConfig) -> None:
-    """Raise `ConfigError` when these do not go together."""
+def check_exchange(
+    transport: TransportConfig,
+    asynchronous: AsynchronousConfig,
+    parallel: ParallelConfig,
+    *,
+    in_backward: bool = False,
+) -> None:
+    """Raise `ConfigError` when these do not go together; in_backward: weights change there."""
+    if in_backward and parallel.pipeline > 1:
+        raise ConfigError(
+            "update_in_backward: the stages of a pipeline are amid several microbatches at a time, each of which still "
+            "needs the weights; leave one of the two out"
+        )
     local_steps, mode = transport.local_steps.every > 0, asynchronous.mode
     if local_steps and mode != "none":
         raise ConfigError(
@@ -120,7 +131,8 @@ def transport_for(
     if isinstance(turns, Hogwild | OneCopy):
         yield turns
     elif in_backward and turns.mesh.reduce.size * turns.mesh.tensor.size > 1:
-        yield SumsInBackward(turns.mesh.reduce)
+        with closing(SumsInBackward(turns.mesh.reduce)) as sums:
+            yield sums
     elif asynchronous.mode == "delayed":
         with _built(transport, world_apart(turns.mesh.reduce)) as inner:
             delay = StalenessConfig(delay=asynchronous.delay)
@@ -138,7 +150,7 @@ def _built(config: TransportConfig, world: World) -> Iterator[GradientTransport]
     try:
         yield transport
     finally:
-        if isinstance(transport, BucketedTransport):
+        if isinstance(transport, ExactTransport | BucketedTransport):
             transport.close()
 
 
@@ -167,11 +179,6 @@ def updates_in_backward(
 
 
 def _finals(transport: GradientTransport, mesh: Mesh) -> Finals:
-    if mesh.pipeline.size > 1:
-        raise ConfigError(
-            "update_in_backward: the stages of a pipeline are amid several microbatches at a time, each of which still "
-            "needs the weights; leave one of the two out"
-        )
     if isinstance(transport, Finals):
         return transport
     if mesh.reduce.size * mesh.tensor.size > 1:

@@ -68,7 +68,8 @@ def train(
     cannot be written, `ArtifactError` for checkpoints of another run, `ModelwrightError` when training has diverged or
     replicas differ, `ConfigError` when the settings do not go together.
     """
-    check_exchange(config.transport, config.asynchronous, parallel)
+    in_backward = config.updates_in_backward
+    check_exchange(config.transport, config.asynchronous, parallel, in_backward=in_backward)
     progress = progress if world.is_first else SilentProgress()
     progress.begin(name, num_steps, "steps")
     hang_after_s = config.guards.hang_after_s if world.size > 1 else 0.0
@@ -132,7 +133,7 @@ def _train_laid_out(
     everyone = lay_out(world, parallel)
     with ExitStack() as held:
         shares_memory = parallel.share_memory and given_transport is None and config.is_plain
-        in_backward = config.update_in_backward != "none"
+        in_backward = config.updates_in_backward
         turns = held.enter_context(
             turns_for(config.asynchronous, everyone, model, shares_memory=shares_memory, in_backward=in_backward)
         )

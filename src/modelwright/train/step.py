@@ -29,7 +29,6 @@ from modelwright.parallel.balance import StageBalance, balance_tokens
 from modelwright.parallel.gradients import global_norm, holders, like_parameter, parts_norm
 from modelwright.parallel.mesh import Mesh, World
 from modelwright.parallel.one_copy import OneCopy
-from modelwright.parallel.one_copy_in_backward import OneCopyInBackward
 from modelwright.parallel.pipeline import Pipeline
 from modelwright.parallel.split import flop_costs
 from modelwright.parallel.transport import ExactTransport, GradientTransport, Overlapping
@@ -125,7 +124,7 @@ class TrainStep:
         )
         self.adaptive = self.adaptive_precision()
         self.in_backward, clip_norm = None, config.clip_norm
-        if config.update_in_backward != "none":
+        if config.updates_in_backward:
             self.in_backward, clip_norm = self.updates_in_backward(), 0.0
         self.microbatches = Microbatches(config.num_microbatches)
         self.updates = standard_updates(
@@ -260,9 +259,9 @@ class TrainStep:
 
     def begin(self, step: int) -> None:
         """Once, when everything is as it was after `step` updates."""
-        self.turns.begin(self.optimizer, step)
-        if self.in_backward and isinstance(self.turns, OneCopyInBackward):
-            self.in_backward.optimizer = self.turns.own_optimizer or self.optimizer
+        of_this_process = self.turns.begin(self.optimizer, step)
+        if self.in_backward:
+            self.in_backward.optimizer = of_this_process
         if self.meeting:
             self.meeting.begin(self.num_steps)
         self.model.train()

@@ -55,6 +55,7 @@ class BucketedTransport:
 
     def close(self) -> None:
         """Wait for what is in flight; all ranks have begun the same buckets, so they end."""
+        self._buckets.close()
         self._thread.shutdown()
 
     def state_dict(self) -> dict[str, Any]:
