@@ -5,10 +5,12 @@ The processes are forked from one that has imported PyTorch and the training loo
 process of its own: environment, arguments, working folder, output, and a status or a signal that ended it.
 """
 
+import ctypes
 import multiprocessing
 import os
 import runpy
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -22,6 +24,8 @@ from unittest import mock
 
 TIMEOUT_S = 240
 """Far more than anything here takes: a machine that is busy with other things must fail no test."""
+PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl(2): the signal that a process gets when the one that forked it ends."""
 IMPORTED = (
     "modelwright.train.loop",
     "modelwright.parallel.bounded_staleness",
@@ -135,7 +139,10 @@ def all_well(ended: Sequence[tuple[int, str, str]]) -> list[str]:
 
 
 def _become(words: list[str], is_module: bool, environment: dict[str, str], cwd: Path | None, folder: Path) -> None:
-    """The rest of the life of a forked process."""
+    """The rest of the life of a forked process, which is over when that of the tests is: a rank that is told to end may
+    take its time, or wait for others for ever."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         with open(folder / name, "a") as file:
             os.dup2(file.fileno(), descriptor)

@@ -73,6 +73,48 @@ with join_world(torch.device("cpu")) as world:
 """
 
 
+CHOSEN = """
+import sys, torch
+from modelwright.parallel.mesh import join_world
+from modelwright.parallel.transport import ExactTransport, ring_bytes
+torch.set_num_threads(1)
+with join_world(torch.device("cpu")) as world:
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((6, 5), (3,), (8, 4), (4, 2, 3), (5, 5))]
+    rows = [torch.tensor([1, 4]), None, torch.tensor([7]), torch.tensor([0, 1, 3]), None]
+    num_values = [10, 3, 4, 18, 25]
+    for bucket_bytes in (16, 150, 10**6):
+        for armed in (False, True):
+            transport = ExactTransport(world, bucket_bytes=bucket_bytes)
+            for choice, sent in ((rows, sum(num_values)), ([None] * 5, 6 * 5 + 3 + 8 * 4 + 24 + 25), (rows, 60)):
+                transport.send_rows(choice)
+                shares = []
+                for rank in range(2):
+                    draw = torch.Generator().manual_seed(rank)
+                    shares.append([torch.randn(p.shape, generator=draw) for p in parameters])
+                    for share, kept in zip(shares[-1], choice):
+                        if kept is not None:
+                            left_out = torch.ones(len(share), dtype=torch.bool).index_fill(0, kept, False)
+                            share[left_out] = 0.0
+                before = transport.bytes_sent
+                for p in parameters:
+                    p.grad = None
+                if armed:
+                    transport.arm(parameters)
+                sum((p * share).sum() for p, share in zip(parameters, shares[world.rank])).backward()
+                assert bool(transport._in_flight) == armed
+                transport.reduce([p.grad for p in parameters])
+                assert all(torch.equal(p.grad, a + b) for p, a, b in zip(parameters, *shares, strict=True))
+                assert transport.bytes_sent - before == ring_bytes(4 * sent, 2)
+            transport.close()
+"""
+
+
+def test_only_chosen_rows_are_sent(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(CHOSEN)
+    run_ranks(script, size=2)
+
+
 def test_sums_begin_in_the_last_backward_with_the_same_bits(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(OVERLAPPING)

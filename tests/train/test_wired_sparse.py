@@ -54,6 +54,12 @@ def test_frozen_blocks_are_not_sent(runs):
     assert ended(runs, "prefix")["bytes_sent"] < 0.9 * dense
 
 
+@pytest.mark.parametrize("name", ["columns", "rows"])
+def test_rows_that_are_zero_are_not_sent(runs, name):
+    """Half of every projection from the second choice on; `CHECKED` runs would end where ranks come to differ."""
+    assert ended(runs, name)["bytes_sent"] < 0.8 * ended(runs, "dense")["bytes_sent"]
+
+
 def test_all_chosen_is_the_dense_run(runs):
     assert losses(runs, "whole-columns") == pytest.approx(losses(runs, "dense"), rel=1e-5)
     assert values(runs, "whole-columns", "executed_flops") == values(runs, "dense", "executed_flops")

@@ -61,7 +61,8 @@ class SparseConfig:
     feedback: a unit's signal counts once more for every choice that has passed it over, as what it has missed adds up.
 
     What is not chosen: a frozen block keeps weights and moments as they are, without decay, and nothing of it is sent;
-    a row or column that is not chosen has gradient zero, so its momentum carries it on and fades, and decay holds.
+    a row or column that is not chosen has gradient zero, which exact sums do not send; its momentum carries it on and
+    fades, and decay holds.
     """
 
     kind: UnitKind = "none"

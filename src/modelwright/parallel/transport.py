@@ -150,7 +150,13 @@ class ExactTransport:
         self.world = world
         self.bytes_sent = 0
         self._buckets = Buckets(self._start, bucket_bytes=bucket_bytes)
-        self._in_flight: list[tuple[Tensor, Callable[[], object]]] = []
+        self._chosen: Sequence[Tensor | None] = []
+        self._in_flight: list[tuple[Tensor, Sequence[Tensor | None], Callable[[], object]]] = []
+
+    def send_rows(self, chosen: Sequence[Tensor | None]) -> None:
+        """From the next step on send no other rows of the gradients than these (int64 [S]; None for all of them), in
+        the order in which `reduce` sees them. The others must be zero, and the choice the same, on all ranks."""
+        self._chosen = chosen
 
     def arm(self, parameters: Sequence[Tensor]) -> None:
         if self.world.size > 1:
@@ -165,11 +171,16 @@ class ExactTransport:
             return
         buckets = self._buckets.finish(gradients)
         in_flight, self._in_flight = self._in_flight, []
-        for bucket, (flat, wait) in zip(buckets, in_flight, strict=True):
+        for bucket, (flat, chosen, wait) in zip(buckets, in_flight, strict=True):
             wait()
-            parts = flat.split([gradient.numel() for gradient in bucket])
-            shaped = [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)]
-            torch._foreach_copy_(bucket, shaped)  # pyright: ignore
+            shapes = [_shape_of(gradient, rows) for gradient, rows in zip(bucket, chosen, strict=True)]
+            parts = flat.split([shape.numel() for shape in shapes])
+            sums = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            if any(rows is not None for rows in chosen):
+                for gradient, rows, part in zip(bucket, chosen, sums, strict=True):
+                    gradient.copy_(part) if rows is None else gradient.index_copy_(0, rows, part)
+            else:
+                torch._foreach_copy_(bucket, sums)  # pyright: ignore
             self.bytes_sent += ring_bytes(flat.numel() * flat.element_size(), self.world.size)
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,8 +189,20 @@ class ExactTransport:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def _start(self, gradients: Sequence[Tensor]) -> None:
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        self._in_flight.append((flat, self.world.start_sum(flat)))
+        end = len(self._chosen) - sum(len(chosen) for _, chosen, _ in self._in_flight)
+        chosen = self._chosen[end - len(gradients) : end] if self._chosen else [None] * len(gradients)
+        flat = torch.cat(
+            [_rows_of(gradient, rows).reshape(-1) for gradient, rows in zip(gradients, chosen, strict=True)]
+        )
+        self._in_flight.append((flat, chosen, self.world.start_sum(flat)))
+
+
+def _rows_of(gradient: Tensor, rows: Tensor | None) -> Tensor:
+    return gradient if rows is None else gradient.index_select(0, rows)
+
+
+def _shape_of(gradient: Tensor, rows: Tensor | None) -> torch.Size:
+    return gradient.shape if rows is None else torch.Size([len(rows), *gradient.shape[1:]])
 
 
 def _same(hooked: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:

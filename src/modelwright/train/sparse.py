@@ -33,7 +33,8 @@ BLOCKS = "blocks"
 
 @dataclass(kw_only=True)
 class SparseUpdates:
-    """Made once all other passes have been applied. `sum_ranks`: a float added up over all ranks.
+    """Made once all other passes have been applied. `sum_ranks`: a float added up over all ranks; send_rows: told which
+    rows of the gradients there will be (`ExactTransport.send_rows`), of the parameters in their order, at each choice.
 
     chosen: by projection, the numbers of its outputs that take part; None for all of them. first: the lowest block that
     is updated.
@@ -50,6 +51,7 @@ class SparseUpdates:
     rank: int
     sum_ranks: Callable[[float], float]
     formats: ModelFormats
+    send_rows: Callable[[Sequence[Tensor | None]], None] | None = None
     executed: Executed = field(default_factory=Executed)
     selectors: dict[str, Selector] = field(default_factory=dict)
     chosen: dict[str, Tensor | None] = field(default_factory=dict)
@@ -152,6 +154,9 @@ class SparseUpdates:
             else:
                 device = self.model.embedding.weight.device
                 self.chosen[name] = None if everything else selector.indices().to(device)
+        if self.send_rows and self.config.kind in ("columns", "rows"):
+            names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+            self.send_rows([self.chosen.get(name.removesuffix(".weight")) for name in names])
 
     def freeze(self, updated: set[int]) -> None:
         """Update these blocks only, and what stands above them. An embedding that is the head too stays with the

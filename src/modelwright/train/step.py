@@ -234,6 +234,7 @@ class TrainStep:
             rank=self.mesh.data.rank,
             sum_ranks=lambda value: self.mesh.world.sums([value])[0],
             formats=self.formats,
+            send_rows=self.transport.send_rows if isinstance(self.transport, ExactTransport) else None,
         )
 
     @property
