@@ -78,7 +78,8 @@ def test_tuning_takes_the_fewest_steps_that_reach_the_plain_loss_and_makes_no_ru
         assert (mbit, threads) == (0, 1)
         assert arm.hosts == 1 or "transport" in arm.settings
         pace = (2.0 if arm.settings.get("optimizer") == "muon" else 1.0) * (0.7 if "transport" in arm.settings else 1.0)
-        return {"heldout_loss": 5 - pace * size.num_steps / 100 + abs(size.learning_rate - 4e-3)}
+        best = 1e-3 if arm.mode == "pad" and not arm.plain else 4e-3
+        return {"heldout_loss": 5 - pace * size.num_steps / 100 + abs(size.learning_rate - best)}
 
     monkeypatch.setattr(efficiency_20x, "train_arm", loss_of)
     monkeypatch.setattr(efficiency_20x, "make_rows", lambda setting, size: None)
@@ -88,7 +89,9 @@ def test_tuning_takes_the_fewest_steps_that_reach_the_plain_loss_and_makes_no_ru
     assert len(set(runs)) == len(runs)
     assert (one[PLAIN].size.num_steps, one[PLAIN].size.learning_rate) == (100, 4e-3)
     assert one["+ packing"].size.num_steps == 100
-    assert one[FULL].size.num_steps == two["+ Muon"].size.num_steps == 60  # half of them would only just do
+    assert one["+ own loop and operators"].size.learning_rate == 1e-3
+    assert one["without packing"].size.learning_rate == 1e-3
+    assert one[FULL].size.num_steps == two["+ Muon"].size.num_steps == 55  # half of them would only just do
     assert two[FULL].size.num_steps == 80  # of the 85 that would do, in whole periods of 20
 
     num_runs = len(runs)

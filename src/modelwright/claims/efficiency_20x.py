@@ -30,9 +30,11 @@ from modelwright.core.resources import num_usable_cores
 
 PUBLISHED, ONE_HOST_GOAL = 20.0, 5.0
 TUNING_SEED, SEEDS = 4000, (4001, 4002, 4003)
-RATES = (2e-3, 4e-3, 8e-3)
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+"""Those below the second are tried where that is the best of it and those above."""
 SHARES = (1.0, 0.85, 0.7, 0.6, 0.5, 0.42, 0.35, 0.25, 0.18, 0.125)
-"""Of the plain loop's steps that an arm is tried with, until it no longer reaches its loss."""
+"""Of the plain loop's steps that an arm is tried with, until it no longer reaches its loss; then the middle between the
+last two."""
 PLAIN, FULL = "plain", "everything"
 MARGIN = 0.01
 """Nats below the plain loop's loss that fewer steps must reach on the tuning seed: others may do a little worse."""
@@ -145,7 +147,7 @@ class Tuning:
 
     def __init__(self, setting: Setting, *, quick: bool) -> None:
         self.setting = setting
-        self.rates = RATES[1:2] if quick else RATES
+        self.rates = RATES[2:3] if quick else RATES
         self.shares = SHARES[:2] if quick else SHARES
         self.path = setting.kept / "efficiency_20x.json" if setting.kept else None
         self._losses = _kept_losses(self.path) if self.path else {}
@@ -155,24 +157,37 @@ class Tuning:
         """The best rate of the plain loop at all steps; of every other arm the fewest steps that reach its loss."""
         make_rows(self.setting, size)
         with ThreadPoolExecutor(num_usable_cores()) as pool:
-            plain = self._best(arms[PLAIN], size, self.rates)
+            plain = self._best_of_all(arms[PLAIN], size)
             others = {name: arm for name, arm in arms.items() if name != PLAIN}
             found = pool.map(lambda arm: self._fewest(arm, size, plain.loss), others.values())
             return {PLAIN: plain, **dict(zip(others, found, strict=True))}
 
     def _fewest(self, arm: Arm, size: Size, wanted: float) -> Tuned:
-        best = self._best(arm, size, self.rates)
+        best, reached = self._best_of_all(arm, size), 1.0
+        if best.loss > wanted - MARGIN:
+            return best
         for share in self.shares[1:]:
-            fewer = replace(size, num_steps=_whole_periods(round(share * size.num_steps), arm))
-            near = [rate for rate in self.rates if rate >= best.size.learning_rate][:2]
-            tried = self._best(arm, fewer, near, enough=wanted - MARGIN)
-            if tried.loss > wanted - MARGIN:
-                break
-            best = tried
+            if (tried := self._near(arm, size, share, best, wanted - MARGIN)).loss > wanted - MARGIN:
+                tried = self._near(arm, size, (share + reached) / 2, best, wanted - MARGIN)
+                return tried if tried.loss <= wanted - MARGIN else best
+            best, reached = tried, share
+        return best
+
+    def _near(self, arm: Arm, size: Size, share: float, best: Tuned, enough: float) -> Tuned:
+        """With fewer steps, at the best rate with more of them or, unless that is enough, the one above."""
+        fewer = replace(size, num_steps=_whole_periods(round(share * size.num_steps), arm))
+        near = [rate for rate in self.rates if rate >= best.size.learning_rate][:2]
+        return self._best(arm, fewer, near, enough=enough)
+
+    def _best_of_all(self, arm: Arm, size: Size) -> Tuned:
+        first = self.rates[:2][-1]
+        best = self._best(arm, size, [rate for rate in self.rates if rate >= first])
+        if best.size.learning_rate == first:
+            best = self._best(arm, size, [rate for rate in reversed(self.rates) if rate <= first])
         return best
 
     def _best(self, arm: Arm, size: Size, rates: Sequence[float], *, enough: float = -math.inf) -> Tuned:
-        """Of the rates upwards, until losses rise, or the first whose loss is `enough`."""
+        """Of the rates in their order, until losses rise, or the first whose loss is `enough`."""
         best: Tuned | None = None
         for rate in rates:
             at = replace(size, learning_rate=rate)
