@@ -7,7 +7,7 @@ import torch
 
 from modelwright.claims import efficiency_20x
 from modelwright.claims.claim import Setting
-from modelwright.claims.efficiency_20x import FULL, PLAIN, STACKS, Tuned, Tuning, arms_of, judge
+from modelwright.claims.efficiency_20x import FULL, PLAIN, SEEDS, STACKS, Tuned, Tuning, arms_of, judge, run_all
 from modelwright.claims.efficiency_probe import Arm
 from modelwright.claims.plain_training import PlainDecoder, train_plainly
 from modelwright.claims.workbench import Size
@@ -98,8 +98,33 @@ def test_tuning_takes_the_fewest_steps_that_reach_the_plain_loss_and_makes_no_ru
     assert Tuning(setting, quick=False).tune(arms_of(STACKS["one host"]), SIZE) == one
     assert len(runs) == num_runs
     (tmp_path / "kept" / "efficiency_20x.json").write_text("[1, 2]")
-    with pytest.raises(ArtifactError, match="is no record of losses"):
+    with pytest.raises(ArtifactError, match="is no record of a measurement"):
         Tuning(setting, quick=False)
+
+
+def test_a_call_that_was_interrupted_goes_on_with_the_seed_that_was_not_finished(monkeypatch, tmp_path):
+    runs = []
+
+    def seconds_of(setting, arm, size, *, seed):
+        if len(runs) == 7 and seed == SEEDS[1]:
+            runs.append(None)
+            raise KeyboardInterrupt
+        runs.append((str(arm), seed))
+        return {"seconds": float(len(runs)), "heldout_loss": 3.0}
+
+    monkeypatch.setattr(efficiency_20x, "train_arm", seconds_of)
+    setting = Setting(folder=tmp_path, quick=False, progress=SilentProgress(), kept=tmp_path / "kept")
+    arms = {name: arms_of(STACKS["one host"])[name] for name in (PLAIN, FULL, "+ packing", "without packing")}
+    tuned = {name: Tuned(size=SIZE, loss=3.0) for name in arms}
+    with pytest.raises(KeyboardInterrupt):
+        run_all(setting, "one host", arms, tuned)
+    found = run_all(setting, "one host", arms, tuned)
+    assert {name: len(of_arm) for name, of_arm in found.items()} == dict.fromkeys(arms, 3)
+    assert len(runs) == 4 + 4 + 4 + 4  # of the second seed three, the interruption, and all of it again
+    assert found[PLAIN][0]["seconds"] == 1.0
+    other = {name: replace(one, size=replace(SIZE, num_steps=50)) for name, one in tuned.items()}
+    run_all(setting, "one host", arms, other)
+    assert len(runs) == 16 + 12
 
 
 @pytest.mark.parametrize(

@@ -6,26 +6,23 @@ plain loop's loss, both found on a seed that is not reported. Ingredients are ad
 time; those that the statement names and that do not pay here are added to the whole stack, to show what they cost.
 """
 
-import json
 import math
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from modelwright.claims.claim import Claim, Figure, Kind, Result, Setting
 from modelwright.claims.efficiency_probe import MBIT, Arm, make_rows
 from modelwright.claims.efficiency_probe import measure as train_arm
+from modelwright.claims.kept import Kept
 from modelwright.claims.netns import missing
+from modelwright.claims.results import circumstances
 from modelwright.claims.statistics import spread
 from modelwright.claims.workbench import Size
-from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import merge
-from modelwright.core.errors import ArtifactError
 from modelwright.core.resources import num_usable_cores
 
 PUBLISHED, ONE_HOST_GOAL = 20.0, 5.0
@@ -149,9 +146,7 @@ class Tuning:
         self.setting = setting
         self.rates = RATES[2:3] if quick else RATES
         self.shares = SHARES[:2] if quick else SHARES
-        self.path = setting.kept / "efficiency_20x.json" if setting.kept else None
-        self._losses = _kept_losses(self.path) if self.path else {}
-        self._writing = Lock()
+        self._losses = Kept(setting.kept / "efficiency_20x.json" if setting.kept else None)
 
     def tune(self, arms: Mapping[str, Arm], size: Size) -> dict[str, Tuned]:
         """The best rate of the plain loop at all steps; of every other arm the fewest steps that reach its loss."""
@@ -206,22 +201,9 @@ class Tuning:
         key = f"{arm} {size}, text of Python {platform.python_version()}"
         if key not in self._losses:
             found = train_arm(self.setting, arm, size, seed=TUNING_SEED, mbit=0.0, threads=1)["heldout_loss"]
-            with self._writing:
-                self._losses[key] = found
-                if self.path:
-                    self.path.parent.mkdir(parents=True, exist_ok=True)
-                    write_atomic(self.path, json.dumps(self._losses, indent=1))
-                self.setting.progress.note(f"{arm}: {size.num_steps} steps at {size.learning_rate:g}: {found:.4f}")
+            self._losses[key] = found
+            self.setting.progress.note(f"{arm}: {size.num_steps} steps at {size.learning_rate:g}: {found:.4f}")
         return self._losses[key]
-
-
-def _kept_losses(path: Path) -> dict[str, float]:
-    try:
-        return {str(key): float(loss) for key, loss in json.loads(path.read_text(encoding="utf-8")).items()}
-    except FileNotFoundError:
-        return {}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ArtifactError(f"{path}: is no record of losses ({error}); delete it to tune anew") from None
 
 
 def _whole_periods(num_steps: int, arm: Arm) -> int:
@@ -233,12 +215,24 @@ def _whole_periods(num_steps: int, arm: Arm) -> int:
 def run_all(
     setting: Setting, where: str, arms: Mapping[str, Arm], tuned: Mapping[str, Tuned]
 ) -> dict[str, list[dict[str, float]]]:
-    """All arms of a seed one after the other, so that what else the machine does meets all of them."""
+    """All arms of a seed one after the other, so that what else the machine does meets all of them.
+
+    A seed that was finished in an earlier call, by the same code on the same machine, is not made again.
+    """
+    kept = Kept(setting.kept / "efficiency_20x-timed.json" if setting.kept else None)
+    around = circumstances()
     found: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
     for seed in SEEDS[:1] if setting.quick else SEEDS:
-        for name, arm in arms.items():
-            found[name].append(train_arm(setting, arm, tuned[name].size, seed=seed))
-            setting.progress.note(f"{where}, {name}, seed {seed}: {found[name][-1]}")
+        made = {name: (str(arm), str(tuned[name].size)) for name, arm in arms.items()}
+        key = f"{where}, seed {seed}: {made}, {around['machine']}, {around['versions']}, {around['commit']}"
+        if key not in kept:
+            runs: dict[str, dict[str, float]] = {}
+            for name, arm in arms.items():
+                runs[name] = train_arm(setting, arm, tuned[name].size, seed=seed)
+                setting.progress.note(f"{where}, {name}, seed {seed}: {runs[name]}")
+            kept[key] = runs
+        for name, run in kept[key].items():
+            found[name].append(run)
     return found
 
 

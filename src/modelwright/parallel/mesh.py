@@ -6,9 +6,10 @@ collectives do nothing. Knows nothing about models or gradients.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -121,18 +122,34 @@ class Mesh:
         return self.pipeline.size == self.context.size == self.tensor.size == self.shard.size == 1
 
 
+_LAID_OUT: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Mesh]] = WeakKeyDictionary()
+"""By the group of all processes: a group's threads, sockets and buffers on a card stay for as long as that one, so that
+the trainings that a process makes one after the other share them."""
+
+
 def lay_out(world: World, config: ParallelConfig) -> Mesh:
-    """Arrange the world. Every rank calls it. Raises `ConfigError` when the axes do not make up the world."""
+    """Arrange the world; again as before for the same axes. Every rank calls it. Raises `ConfigError` when the axes do
+    not make up the world."""
     sizes = config.axes(world.size)
     if world.size == 1:
         axes = dict.fromkeys((*sizes, "data", "reduce", "sharing"), world)
         return Mesh(world=world, devices=None, sharing_devices=None, **axes)
+    everybody = dist.group.WORLD
+    assert everybody is not None
+    known = _LAID_OUT.setdefault(everybody, {})
+    key = (world, *sizes.items(), config.shard == "none")
+    if key not in known:
+        known[key] = _lay_out_anew(world, sizes, copies_weights=config.shard == "none")
+    return known[key]
+
+
+def _lay_out_anew(world: World, sizes: Mapping[str, int], *, copies_weights: bool) -> Mesh:
     devices = init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     axes = {name: _axis(devices[name].get_group(), world) for name in sizes}
     joint = {"data": ("replicate", "shard"), "sharing": ("shard", "context")}
     joined = {name: devices[parts]._flatten(name) for name, parts in joint.items()}
     axes |= {name: _axis(mesh.get_group(), world) for name, mesh in joined.items()}
-    if config.shard == "none":
+    if copies_weights:
         copies = devices["replicate", "context"]._flatten("copies")
         axes["reduce"] = _axis(copies.get_group(), world)
     else:
