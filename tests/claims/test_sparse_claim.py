@@ -97,11 +97,18 @@ def test_runs_are_made_once_and_say_what_they_executed(folder):
     setting = Setting(quick=True, folder=folder, progress=SilentProgress())
     sparse = {"batch": {"signal": "random", "keep": 0.5}}
     runs = [make_run(keep="base.safetensors"), make_run(name="half", begin="base.safetensors", sparse=sparse)]
-    first = [execute_all(folder, [run], setting, processes=1)[0] for run in runs]
+    kept = folder / "kept"
+    first = [execute_all(folder, [run], setting, kept=kept, processes=1)[0] for run in runs]
     assert first[1].flops == pytest.approx(first[0].flops / 2, rel=0.02)
     assert set(first[0].losses) == {"prose", "code"}
-    again = execute_all(folder, runs, setting, processes=1)
-    assert again == first
+    assert execute_all(folder, runs, setting, kept=kept, processes=1) == first
+    (kept / "base.safetensors").unlink()
+    again = execute_all(folder, runs, setting, kept=kept, processes=1)
+    assert (kept / "base.safetensors").exists()
+    assert (again[0].losses, again[1]) == (first[0].losses, first[1])
+    timed = execute_all(folder, runs[1:], setting, kept=kept, processes=1, timed=True)
+    assert timed[0].losses == first[1].losses
+    assert timed[0].step_s != first[1].step_s
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -113,7 +120,8 @@ def test_every_arm_runs_at_its_best_rate_and_baselines_at_equal_compute(tmp_path
         per_step = 1.0 if not run.sparse else 0.3
         return run.size.num_steps * per_step * (0.5 if run.size.model_dim < arms.SIZE.model_dim else 1.0)
 
-    def pretend(folder, runs, setting, *, processes):
+    def pretend(folder, runs, setting, *, kept, processes, timed=False):
+        assert timed == (runs[0].seed >= 900)
         made.extend(runs)
         off = [abs(run.size.learning_rate - 1e-3) for run in runs]
         return [found(2.0 + bad - 0.001 * run.seed, cost(run)) for run, bad in zip(runs, off, strict=True)]

@@ -17,7 +17,7 @@ from typing import Any
 from modelwright.claims.claim import Claim, Figure, Kind, Result, Setting
 from modelwright.claims.efficiency_probe import MBIT, Arm, make_rows
 from modelwright.claims.efficiency_probe import measure as train_arm
-from modelwright.claims.kept import Kept
+from modelwright.claims.kept import Kept, code_digest
 from modelwright.claims.netns import missing
 from modelwright.claims.results import circumstances
 from modelwright.claims.statistics import spread
@@ -224,7 +224,7 @@ def run_all(
     found: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
     for seed in SEEDS[:1] if setting.quick else SEEDS:
         made = {name: (str(arm), str(tuned[name].size)) for name, arm in arms.items()}
-        key = f"{where}, seed {seed}: {made}, {around['machine']}, {around['versions']}, {around['commit']}"
+        key = f"{where}, seed {seed}: {made}, {around['machine']}, {around['versions']}, sources {code_digest()}"
         if key not in kept:
             runs: dict[str, dict[str, float]] = {}
             for name, arm in arms.items():

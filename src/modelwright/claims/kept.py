@@ -3,11 +3,13 @@
 A key says all that a value depends on. Knows nothing about what is measured.
 """
 
+import hashlib
 import json
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import modelwright
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ArtifactError
 
@@ -42,3 +44,12 @@ class Kept:
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(self._path, json.dumps(self._values, indent=1))
+
+
+def code_digest() -> str:
+    """Of the package's sources, 12 digits: what runs must share that are to be one measurement."""
+    package, digest = Path(modelwright.__file__).parent, hashlib.sha256()
+    for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".cpp")):
+        digest.update(f"{path.relative_to(package)}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.claims.claim import Setting
+from modelwright.claims.kept import code_digest
 from modelwright.claims.sparse_probe import Found, Run, TextKind, execute_all, prepare
 from modelwright.claims.workbench import Size
 
@@ -130,8 +131,15 @@ class Bench:
             begin=weights_of(arm) if regime == UPDATE else "",
         )
 
-    def execute(self, runs: Sequence[Run], *, processes: int = 2) -> list[Found]:
-        return execute_all(self.folder, runs, self.setting, processes=processes)
+    def execute(self, runs: Sequence[Run]) -> list[Found]:
+        return execute_all(self.folder, runs, self.setting, kept=self.kept, processes=2)
+
+    @property
+    def kept(self) -> Path:
+        """Losses and weights by the code that gave them: a call that was interrupted goes on."""
+        if self.setting.kept is None or self.setting.quick:
+            return self.folder
+        return self.setting.kept / f"sparse_updates-{code_digest()}"
 
     def num_steps(self, regime: str) -> dict[str, int]:
         """Steps of each arm's run: those of the dense one, or what so many FLOPs pay for."""
@@ -184,7 +192,8 @@ class Bench:
             for number in range(NUM_ROUNDS)
             for name in (method, DENSE)
         ]
-        seconds = [found.step_s for found in self.execute(runs, processes=1)]
+        found = execute_all(self.folder, runs, self.setting, kept=self.kept, processes=1, timed=True)
+        seconds = [one.step_s for one in found]
         return seconds[::2], seconds[1::2]
 
 

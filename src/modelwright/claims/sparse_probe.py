@@ -8,6 +8,7 @@ draw from the seed. Knows no claim.
 
 import json
 import multiprocessing
+import platform
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -20,6 +21,7 @@ import torch
 from safetensors.torch import load_model, save_model
 
 from modelwright.claims.claim import Setting
+from modelwright.claims.kept import Kept
 from modelwright.claims.workbench import VOCAB_SIZE, Clock, Size
 from modelwright.core.config import parse
 from modelwright.core.progress import SilentProgress
@@ -46,7 +48,7 @@ HELDOUT_ROWS = 400
 class Run:
     """One training run, as plain data for another process.
 
-    share_of_code: of the rows; begin and keep: files of weights to start from and to leave, "" for none; sparse: as in
+    share_of_code: of the rows; begin and keep: names of weights to start from and to leave, "" for none; sparse: as in
     a configuration file.
     """
 
@@ -147,14 +149,14 @@ class Work(Clock):
         self.flops += info.scalars["executed_flops"]
 
 
-def execute(folder: Path, run: Run) -> Found:
-    """Train once and look at the held-out text."""
+def execute(folder: Path, run: Run, kept: Path) -> Found:
+    """Train once and look at the held-out text. folder: of the text; kept: of the weights."""
     size = run.size
     vocab_size = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
     model = Decoder(replace(size.model_config(vocab_size), tie_embeddings=False))
     model.init_weights(derive_seed(run.seed, "weights"))
     if run.begin:
-        load_model(model, folder / run.begin)
+        load_model(model, kept / run.begin)
     work = Work()
     config = size.train_config(sparse=parse(SparseConfig, dict(run.sparse)))
     with tempfile.TemporaryDirectory(dir=folder) as stage:
@@ -172,7 +174,7 @@ def execute(folder: Path, run: Run) -> Found:
             controllers={"work": work},
         )
     if run.keep:
-        save_model(model, str(folder / run.keep))
+        save_model(model, str(kept / run.keep))
     losses = {kind: heldout_loss(model, PackedRows(folder / kind / "heldout")) for kind in KINDS}
     return Found(losses=losses, flops=work.flops, step_s=work.step_s)
 
@@ -189,27 +191,24 @@ def heldout_loss(model: Decoder, rows: PackedRows) -> float:
     return total / count
 
 
-def execute_all(folder: Path, runs: Sequence[Run], setting: Setting, *, processes: int) -> list[Found]:
-    """The runs, each by a process of one thread, `processes` at a time; those that were made before are not again."""
-    path = folder / "found.jsonl"
-    done = _read(path)
-    missing = [run for run in runs if _key(run) not in done]
+def execute_all(
+    folder: Path, runs: Sequence[Run], setting: Setting, *, kept: Path, processes: int, timed: bool = False
+) -> list[Found]:
+    """The runs, each by a process of one thread, `processes` at a time.
+
+    kept: folder of what was found and of weights; what is there is not made again, unless it is `timed`.
+    """
+    kept.mkdir(parents=True, exist_ok=True)
+    done = Kept(None if timed else kept / "found.json")
+    missing = [run for run in runs if _key(run) not in done or (run.keep and not (kept / run.keep).exists())]
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        pending = [(run, pool.submit(execute, folder, run)) for run in missing]
+        pending = [(run, pool.submit(execute, folder, run, kept)) for run in missing]
         for run, future in pending:
             found = future.result()
             setting.progress.note(f"{run.regime}, {run.name}, seed {run.seed}, {run.size.learning_rate:g}: {found}")
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"run": asdict(run), "found": asdict(found)}) + "\n")
-            done[_key(run)] = found
-    return [done[_key(run)] for run in runs]
+            done[_key(run)] = asdict(found)
+    return [Found(**done[_key(run)]) for run in runs]
 
 
 def _key(run: Run) -> str:
-    return json.dumps(asdict(run), sort_keys=True)
-
-
-def _read(path: Path) -> dict[str, Found]:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    records = [json.loads(line) for line in lines]
-    return {json.dumps(one["run"], sort_keys=True): Found(**one["found"]) for one in records}
+    return f"{json.dumps(asdict(run), sort_keys=True)}, text of Python {platform.python_version()}"
