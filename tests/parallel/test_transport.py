@@ -109,6 +109,34 @@ with join_world(torch.device("cpu")) as world:
 """
 
 
+AGAIN = """
+import os, torch
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import join_world, lay_out
+torch.set_num_threads(1)
+found = []
+for _ in range(2):
+    with join_world(torch.device("cpu")) as world:
+        copies = lay_out(world, ParallelConfig())
+        num_threads = len(os.listdir("/proc/self/task"))
+        assert lay_out(world, ParallelConfig()) is copies
+        assert num_threads == len(os.listdir("/proc/self/task"))
+        divided = lay_out(world, ParallelConfig(shard="full"))
+        assert divided.shard.size == 2 and copies.shard.size == 1
+        for mesh in (copies, divided):
+            assert mesh.data.sums([world.rank + 1.0]) == [3.0]
+        found.append(copies)
+        world.barrier()
+assert found[0] is not found[1]
+"""
+
+
+def test_an_arrangement_is_made_once_as_long_as_the_processes_stay_together(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(AGAIN)
+    run_ranks(script, size=2)
+
+
 def test_only_chosen_rows_are_sent(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(CHOSEN)
