@@ -1,5 +1,6 @@
 """The loop: what a step computes, what is recorded, how it stops, resumes and gives up."""
 
+import json
 import math
 import os
 import signal
@@ -13,6 +14,7 @@ from modelwright.core.records import column, read_records
 from modelwright.core.rundir import StageDir
 from modelwright.data.batch import IGNORED
 from modelwright.objectives.pretrain import Pretrain
+from modelwright.train.adaptive import AdaptivePrecision
 from modelwright.train.objective import forward
 from modelwright.train.result import load_best
 from tolerances import TOLERANCES
@@ -214,3 +216,17 @@ def test_what_a_machine_can_do_is_written_where_no_folder_is_yet(tiny, tmp_path)
     adaptive = {"policy": "fp32", "adaptive": {"kind": "rules", "every": 2, "window": 1}}
     tiny.run(folder, tiny.settings(num_steps=2, precision=adaptive), heldout=[])
     assert (folder / "formats.json").exists()
+
+
+@pytest.mark.parametrize(("seconds", "looks"), [(1.0, True), (3.9, False)])
+def test_formats_that_would_gain_nothing_are_not_looked_at(tiny, tmp_path, monkeypatch, seconds, looks):
+    """BF16 would make a part faster by less than a tenth; INT8 would make it slower."""
+    known = {f"{part}/{name}": value for part in ("attention", "ffn") for name, value in
+             (("fp32", 4.0), ("bf16", seconds), ("int8", 5.0))}  # fmt: skip
+    (tmp_path / "formats.json").write_text(json.dumps({**known, "memory": 0.1}))
+    tried = []
+    monkeypatch.setattr(AdaptivePrecision, "_try", lambda self: tried.append(self.candidates))
+    adaptive = {"policy": "fp32", "adaptive": {"kind": "rules", "every": 2, "window": 1, "tolerance": 0.5}}
+    tiny.run(tmp_path, tiny.settings(num_steps=4, precision=adaptive), heldout=[])
+    assert tried == [["fp32", "bf16"]] * 2 * looks
+    assert (tmp_path / "formats.jsonl").exists() == looks

@@ -19,6 +19,8 @@ from modelwright.precision.adaptive_config import AdaptiveConfig
 from modelwright.precision.indicators import Signs
 
 EMA = 0.9
+ROOMY = 0.9
+"""Memory pressure below which a change has to make a part faster by `min_gain`."""
 _FEATURES = 10
 
 
@@ -78,7 +80,7 @@ class Rules:
         best = min(allowed, key=lambda chosen: signs.speed[chosen])
         if harm[present] > self.config.tolerance:
             return Choice(best, f"damage of {present} {harm[present]:.3g} is above {self.config.tolerance:g}")
-        roomy = signs.memory_pressure < 0.9
+        roomy = signs.memory_pressure < ROOMY
         if roomy and signs.speed[present] < self.config.min_gain * signs.speed[best]:
             return Choice(present, f"{best} would not be {self.config.min_gain:g}x as fast")
         gain = signs.speed[present] / signs.speed[best]
@@ -193,7 +195,7 @@ class Switcher:
         self.good = self.good or dict(self.widest)
 
     def candidates(self, part: str) -> list[Format]:
-        return list(dict.fromkeys(["fp32", self.widest[part], *self.config.candidates]))
+        return list(dict.fromkeys(["fp32", self.widest[part], self.formats[part], *self.config.candidates]))
 
     def see_loss(self, step: int, loss: float) -> bool:
         """Every step; whether the loss jumped, so that formats went back to the last good ones."""

@@ -7,8 +7,8 @@ which are measured once and kept in the stage's folder. Each change is a line in
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from modelwright.ops.formats import Format
 from modelwright.ops.pieces import local
 from modelwright.optim.update import Context
 from modelwright.parallel.mesh import World
-from modelwright.precision.adaptive import Switcher, controller_of, scheduled
+from modelwright.precision.adaptive import ROOMY, Switcher, controller_of, scheduled
 from modelwright.precision.adaptive_config import AdaptiveConfig
 from modelwright.precision.hardware import Shape, measure_speeds
 from modelwright.precision.indicators import (
@@ -53,6 +53,17 @@ class Machine:
 
     seconds: Mapping[tuple[Kind, Format], float]
     memory_pressure: float
+
+    def worthwhile(self, config: AdaptiveConfig, widest: Set[Format]) -> tuple[Format, ...]:
+        """The candidates that are fast enough here for parts that now compute in the formats of `widest` to change to
+        them. No other could be chosen, and to look at one costs time in every period."""
+        gain = config.min_gain if self.memory_pressure < ROOMY and widest == {"fp32"} else 1.0
+        kinds = {kind for kind, _ in self.seconds}
+        return tuple(
+            chosen
+            for chosen in config.candidates
+            if any(self.seconds[kind, "fp32"] >= gain * self.seconds[kind, chosen] for kind in kinds)
+        )
 
 
 @dataclass
@@ -94,27 +105,35 @@ class AdaptivePrecision:
         num_layers = self.formats.model.config.num_layers
         self.parts = list(dict.fromkeys(map(part_of, names_of_projections(num_layers))))
         widest: dict[str, Format] = {part: self.formats.config.format_of(kind_of(part)) for part in self.parts}
+        if self.config.looks:
+            self.config = replace(self.config, candidates=self.machine.worthwhile(self.config, set(widest.values())))
         self.switcher = Switcher(self.config, widest, controller_of(self.config))
         self.observer = Observer(self.candidates)
 
     @property
+    def looks(self) -> bool:
+        """Whether there is anything to choose, so that indicators are worth their time."""
+        return self.config.looks and len(self.candidates) > 1
+
+    @property
     def candidates(self) -> list[Format]:
-        return list(dict.fromkeys(["fp32", *self.switcher.widest.values(), *self.config.candidates]))
+        present = self.switcher.formats.values()
+        return list(dict.fromkeys(["fp32", *self.switcher.widest.values(), *present, *self.config.candidates]))
 
     def begin_step(self, step: int) -> None:
         """Before the forward pass of update `step` (from 0): look on while the period's last steps are made."""
         if step == 0:
             self._forget_after(0)
-        if self.config.looks and self._measures(step):
+        if self.looks and self._measures(step):
             self.formats.watch(self.observer.watched)
 
     def apply(self, context: Context) -> None:
         step = context.step
-        if self.config.looks and self._measures(step):
+        if self.looks and self._measures(step):
             self.formats.watch(None)
         if self.config.kind == "schedule":
             self.switcher.follow(step + 1, scheduled(self.config, step + 1, self.parts, self.switcher.widest))
-        elif not self.switcher.see_loss(step + 1, context.loss):
+        elif self.looks and not self.switcher.see_loss(step + 1, context.loss):
             self._look(context)
         self.step = step + 1
         self._bring(context)
