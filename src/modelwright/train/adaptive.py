@@ -58,7 +58,7 @@ class Machine:
         """The candidates that are fast enough here for parts that now compute in the formats of `widest` to change to
         them. No other could be chosen, and to look at one costs time in every period."""
         gain = config.min_gain if self.memory_pressure < ROOMY and widest == {"fp32"} else 1.0
-        kinds = {kind for kind, _ in self.seconds}
+        kinds: set[Kind] = {kind for kind, _ in self.seconds}
         return tuple(
             chosen
             for chosen in config.candidates
