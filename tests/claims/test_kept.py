@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.claims import kept
-from modelwright.claims.kept import Kept, code_digest
+from modelwright.claims.kept import Kept, setup_digest
 from modelwright.core.errors import ArtifactError
 
 
@@ -29,16 +29,18 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     assert path.read_text() == text
 
 
-def test_other_code_has_another_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert code_digest() == code_digest()
+def test_other_code_or_versions_have_another_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert setup_digest() == setup_digest()
     (tmp_path / "inner").mkdir()
     (tmp_path / "__init__.py").write_text("")
     monkeypatch.setattr(kept.modelwright, "__file__", str(tmp_path / "__init__.py"))
-    found = [code_digest()]
+    found = [setup_digest()]
     for name, text in (("inner/a.py", "1"), ("inner/a.py", "2"), ("inner/b.cpp", "2")):
         (tmp_path / name).write_text(text)
-        found.append(code_digest())
+        found.append(setup_digest())
     (tmp_path / "notes.md").write_text("3")
-    found.append(code_digest())
+    found.append(setup_digest())
     assert len(set(found[:-1])) == 4
     assert found[-1] == found[-2]
+    monkeypatch.setattr(kept, "versions", lambda *names: {"torch": "1.0"})
+    assert setup_digest() != found[-1]

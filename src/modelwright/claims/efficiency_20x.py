@@ -17,9 +17,8 @@ from typing import Any
 from modelwright.claims.claim import Claim, Figure, Kind, Result, Setting
 from modelwright.claims.efficiency_probe import MBIT, Arm, make_rows
 from modelwright.claims.efficiency_probe import measure as train_arm
-from modelwright.claims.kept import Kept, code_digest
+from modelwright.claims.kept import Kept, setup_digest
 from modelwright.claims.netns import missing
-from modelwright.claims.results import circumstances
 from modelwright.claims.statistics import spread
 from modelwright.claims.workbench import Size
 from modelwright.core.config import merge
@@ -220,11 +219,10 @@ def run_all(
     A seed that was finished in an earlier call, by the same code on the same machine, is not made again.
     """
     kept = Kept(setting.kept / "efficiency_20x-timed.json" if setting.kept else None)
-    around = circumstances()
     found: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
     for seed in SEEDS[:1] if setting.quick else SEEDS:
         made = {name: (str(arm), str(tuned[name].size)) for name, arm in arms.items()}
-        key = f"{where}, seed {seed}: {made}, {around['machine']}, {around['versions']}, sources {code_digest()}"
+        key = f"{where}, seed {seed}: {made}, {setup_digest()}"
         if key not in kept:
             runs: dict[str, dict[str, float]] = {}
             for name, arm in arms.items():
@@ -273,7 +271,8 @@ def judge(
             "batch": f"as many real tokens as {size.batch_rows} packed rows of {size.seq_len}",
             "tuned": f"on seed {TUNING_SEED}, by losses, some of which earlier calls may have kept",
             "rates tried": ", ".join(f"{rate:g}" for rate in RATES),
-            "time": "of all training steps; preparation, start and evaluation are left out on both sides",
+            "time": "of all training steps; preparation, start and evaluation are left out on both sides; all arms of a "
+            "seed in one call, seeds perhaps in several calls of the same sources on this machine",
         },
         samples=samples,
     )

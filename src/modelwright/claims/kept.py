@@ -10,8 +10,10 @@ from threading import Lock
 from typing import Any
 
 import modelwright
+from modelwright.claims.results import PACKAGES, machine
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ArtifactError
+from modelwright.core.resources import versions
 
 
 class Kept:
@@ -46,9 +48,11 @@ class Kept:
                 write_atomic(self._path, json.dumps(self._values, indent=1))
 
 
-def code_digest() -> str:
-    """Of the package's sources, 12 digits: what runs must share that are to be one measurement."""
+def setup_digest() -> str:
+    """Of the package's sources, the versions of what it rests on, and the machine, 12 digits: what runs must share that
+    are to be one measurement."""
     package, digest = Path(modelwright.__file__).parent, hashlib.sha256()
+    digest.update(json.dumps([machine(), versions(*PACKAGES)], sort_keys=True).encode())
     for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".cpp")):
         digest.update(f"{path.relative_to(package)}\n".encode())
         digest.update(path.read_bytes())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.claims.claim import Setting
-from modelwright.claims.kept import code_digest
+from modelwright.claims.kept import setup_digest
 from modelwright.claims.sparse_probe import Found, Run, TextKind, execute_all, prepare
 from modelwright.claims.workbench import Size
 
@@ -136,10 +136,10 @@ class Bench:
 
     @property
     def kept(self) -> Path:
-        """Losses and weights by the code that gave them: a call that was interrupted goes on."""
+        """Losses and weights, by the sources and the machine that gave them: a call that was interrupted goes on."""
         if self.setting.kept is None or self.setting.quick:
             return self.folder
-        return self.setting.kept / f"sparse_updates-{code_digest()}"
+        return self.setting.kept / f"sparse_updates-{setup_digest()}"
 
     def num_steps(self, regime: str) -> dict[str, int]:
         """Steps of each arm's run: those of the dense one, or what so many FLOPs pay for."""

@@ -123,6 +123,7 @@ def judge(
             + ", ".join(METHODS),
             "baselines": f"as many steps as {TARGET_FLOPS:g} of the dense run's executed FLOPs pay for",
             "FLOPs": "counted where products run, the looks at rows included",
+            "runs": "those that an earlier call of the same sources on this machine had finished were not made again",
             "time": f"{NUM_ROUNDS} alternated runs of {NUM_TIMED_STEPS} steps by one process of one thread, medians",
         },
         samples=samples,

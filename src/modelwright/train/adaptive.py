@@ -55,8 +55,8 @@ class Machine:
     memory_pressure: float
 
     def worthwhile(self, config: AdaptiveConfig, widest: Set[Format]) -> tuple[Format, ...]:
-        """The candidates that are fast enough here for parts that now compute in the formats of `widest` to change to
-        them. No other could be chosen, and to look at one costs time in every period."""
+        """The candidates that are fast enough here for a part in a format of `widest` to change to them. To look at any
+        other costs time in every period, and gains none: neither rules nor a bandit are offered it."""
         gain = config.min_gain if self.memory_pressure < ROOMY and widest == {"fp32"} else 1.0
         kinds: set[Kind] = {kind for kind, _ in self.seconds}
         return tuple(
