@@ -271,8 +271,8 @@ def judge(
             "batch": f"as many real tokens as {size.batch_rows} packed rows of {size.seq_len}",
             "tuned": f"on seed {TUNING_SEED}, by losses, some of which earlier calls may have kept",
             "rates tried": ", ".join(f"{rate:g}" for rate in RATES),
-            "time": "of all training steps; preparation, start and evaluation are left out on both sides; all arms of a "
-            "seed in one call, seeds perhaps in several calls of the same sources on this machine",
+            "time": "of all training steps; preparation, start and evaluation are left out on both sides; all arms of "
+            "a seed in one call, seeds perhaps in several calls of the same sources on this machine",
         },
         samples=samples,
     )
