@@ -6,22 +6,16 @@ else `g++`) and the headers that PyTorch comes with. What the allocator does sta
 
 import ctypes
 import functools
-import hashlib
-import os
-import shlex
-import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.compiled import cache_folder, cannot_be_built, compiled, has_compiler, library
+from modelwright.core.errors import ConfigError, ModelwrightError
 
 SOURCE = Path(__file__).with_name("arena_allocator.cpp")
-_WAY_OUT = "set memory_arena to false, or"
-_TIMEOUT_S = 300
+_ALLOCATOR, _WAY_OUT = "memory_arena: its allocator", "set memory_arena to false, or"
 
 
 def check_machine(*, on_cpu: bool) -> None:
@@ -30,8 +24,9 @@ def check_machine(*, on_cpu: bool) -> None:
         raise ConfigError("memory_arena: is for CPUs; accelerators' allocators keep memory themselves; set it to false")
     if sys.platform != "linux":
         raise ConfigError(f"memory_arena: is made for Linux, not for {sys.platform}; set it to false")
-    if not _library(cache_folder()).exists() and shutil.which(_compiler()[0]) is None:
-        raise ConfigError(f"memory_arena: {_said(_compiler(), 'there is no such program')}")
+    found = library(SOURCE, _options(), folder=cache_folder(), known=torch.__version__)
+    if not found.exists() and not has_compiler():
+        raise ConfigError(f"{_ALLOCATOR} {cannot_be_built('there is no such program', _WAY_OUT)}")
 
 
 @functools.cache
@@ -40,7 +35,7 @@ def allocator() -> ctypes.PyDLL:
 
     Raises `ConfigError` where it cannot be built or another library has taken that place.
     """
-    library = ctypes.PyDLL(str(built(cache_folder())))
+    made = ctypes.PyDLL(str(built(cache_folder())))
     numbers = ctypes.POINTER(ctypes.c_int64)
     for name, result, arguments in (
         ("install", ctypes.c_int, []),
@@ -55,54 +50,25 @@ def allocator() -> ctypes.PyDLL:
         ("figures", None, [numbers]),
         ("living_bytes", ctypes.c_int64, []),
     ):
-        function = getattr(library, f"arena_{name}")
+        function = getattr(made, f"arena_{name}")
         function.restype, function.argtypes = result, arguments
-    if library.arena_install():
+    if made.arena_install():
         raise ConfigError(f"memory_arena: another library has replaced PyTorch's allocator; {_WAY_OUT} leave that out")
-    return library
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "modelwright"
+    return made
 
 
 def built(folder: Path) -> Path:
-    """The library in `folder`, compiled if it is not there; processes that do so at once leave one whole file."""
-    command, found = [*_compiler(), *_options()], _library(folder)
-    if found.exists():
-        return found
+    """The library in `folder`, compiled if it is not there. Raises `ConfigError` where it cannot be."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            made = Path(place) / found.name
-            done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, timeout=_TIMEOUT_S)
-            if done.returncode:
-                raise ConfigError(f"memory_arena: {_said(command, done.stderr)}")
-            made.replace(found)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"memory_arena: {_said(command, str(error))}") from error
-    return found
-
-
-def _compiler() -> list[str]:
-    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
-
-
-def _library(folder: Path) -> Path:
-    """Where it lies once it is built."""
-    known = "\0".join([torch.__version__, *_compiler(), *_options()]).encode() + SOURCE.read_bytes()
-    return folder / f"arena-{hashlib.sha256(known).hexdigest()[:16]}.so"
+        return compiled(SOURCE, _options(), folder=folder, way_out=_WAY_OUT, known=torch.__version__)
+    except ModelwrightError as error:
+        raise ConfigError(f"{_ALLOCATOR} {error}") from error
 
 
 def _options() -> list[str]:
     """PyTorch's headers ask for C++20 from 2.12 on."""
     torch_folder = Path(torch.__file__).parent
     return [
-        *("-std=c++20", "-O2", "-fPIC", "-shared", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"),
-        *(f"-I{torch_folder / 'include'}", str(SOURCE), f"-L{torch_folder / 'lib'}", "-lc10"),
+        *("-std=c++20", "-O2", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"),
+        *(f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-lc10"),
     ]
-
-
-def _said(command: list[str], text: str) -> str:
-    way_out = f"{_WAY_OUT} install a C++ compiler (or name it in CXX)"
-    return f"its allocator cannot be built with {command[0]!r}; {way_out}: {text.strip()[-600:]}"

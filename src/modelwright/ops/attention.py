@@ -2,7 +2,8 @@
 
 Packed rows hold several documents, and a token sees its own document only. On a CPU most of a full T x T product would
 be masked away, so `packed_attention` cuts every document into tiles of queries and gives each tile just the keys it
-may see, unless rows are so short that calls cost more than masked products. Knows nothing about caches or layers.
+may see. Tiles are this package's own kernels' where there are any (`cpu_kernels`); else each is a call of PyTorch's, and
+rows so short that calls cost more than masked products are not cut. Knows nothing about caches or layers.
 
 Legend: B rows, T tokens, H query heads, K key/value heads, d head width, G = H / K query heads per key/value head.
 Query head h reads key/value head h // G.
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from modelwright.ops import cpu_kernels
 from modelwright.ops.narrow import widened
 
 TILE_LEN = 128
@@ -78,6 +80,8 @@ class Tiles:
 def packed_cuts(segments_BT: Tensor) -> Tiles:
     """`packed_tiles`, or no cuts where short rows under a mask are expected to take less time. CPU tensors only."""
     tiles, (num_rows, row_len) = packed_tiles(segments_BT), segments_BT.shape
+    if cpu_kernels.kernels() is not None:
+        return tiles
     _, start_P, first_P, end_P, _ = tiles.bounds_P5.unbind(1)
     scores = int(((end_P - first_P) * (end_P - start_P)).sum())
     if row_len > MOST_WHOLE or num_rows * row_len**2 > scores + TILE_COST * len(tiles.bounds_P5):
@@ -147,6 +151,8 @@ def _packed_forward(
     """The output [B, T, H, d] and the log of each softmax's denominator [B, K, G, T], which backward needs."""
     if _is_whole(bias):
         return _whole_forward(q_BTHd, k_BTKd, v_BTKd, bias)
+    if cpu_kernels.has_attention(q_BTHd.dtype, q_BTHd.shape[-1]):
+        return cpu_kernels.attention(*(x.contiguous() for x in (q_BTHd, k_BTKd, v_BTKd)), bounds_P5)
     rows, row_len, num_heads, _ = q_BTHd.shape
     num_kv_heads = k_BTKd.shape[2]
     out_BTHd = torch.empty_like(q_BTHd, memory_format=torch.contiguous_format)
@@ -187,6 +193,9 @@ def _packed_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if _is_whole(bias):
         return _whole_backward(grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bias)
+    if cpu_kernels.has_attention(q_BTHd.dtype, q_BTHd.shape[-1]):
+        given = (x.contiguous() for x in (grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT))
+        return cpu_kernels.attention_backward(*given, bounds_P5)
     num_kv_heads = k_BTKd.shape[2]
     q_BKGTd, k_BKGTd, v_BKGTd = _grouped(*widened(q_BTHd, k_BTKd, v_BTKd))
     grad_q = torch.empty_like(q_BTHd, memory_format=torch.contiguous_format)

@@ -1,0 +1,335 @@
+// Kernels for processors where a chain of PyTorch's operators costs more than what it computes. Plain C interface;
+// `cpu_kernels.py` says what each does. Vectors are the compiler's own, so that one text serves every width.
+//
+// Legend: T tokens of a row, H query heads, K key/value heads, G = H / K, d head width (a multiple of 16); a block is up
+// to 64 queries or keys. Everything is computed in FP32, whatever the format of the tensors.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace {
+
+constexpr int kLanes = 16;
+constexpr int kBlock = 64;
+#ifdef __AVX512F__
+constexpr int kRows = 8, kVectors = 2;  // of a tile of results that stays in registers
+#else
+constexpr int kRows = 4, kVectors = 1;
+#endif
+
+typedef float Vector __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef int32_t Integers __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef uint16_t Bf16;
+
+inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
+inline void store(float* to, Vector value) { *reinterpret_cast<Vector*>(to) = value; }
+inline Vector all(float value) { return Vector{} + value; }
+inline int64_t up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+inline float wide(float value) { return value; }
+inline float wide(Bf16 value) {
+  uint32_t bits = static_cast<uint32_t>(value) << 16;
+  float result;
+  std::memcpy(&result, &bits, 4);
+  return result;
+}
+inline void narrow(float value, float* to) { *to = value; }
+inline void narrow(float value, Bf16* to) {  // to the nearest, ties to even; what is not a number stays so
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  *to = value != value ? 0x7fc0 : static_cast<Bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// e^x within 2 units in the last place, 0 below the range of normal numbers (Cephes' polynomial).
+inline Vector exponential(Vector x) {
+  const Integers is_zero = x < all(-87.0f);
+  x = is_zero ? all(-87.0f) : x;
+  const Vector magic = all(12582912.0f), shifted = x * 1.44269504088896341f + magic, n = shifted - magic;
+  const Vector r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const Integers exponent = ((Integers)shifted - (Integers)magic) << 23;  // these casts keep the bits
+  return is_zero ? Vector{} : (Vector)((Integers)p + exponent);
+}
+
+inline float sum(Vector x) {
+  float total = 0;
+  for (int lane = 0; lane < kLanes; ++lane) total += x[lane];
+  return total;
+}
+
+// c (+)= a b; a by any strides, b and c row by row; num_rows a multiple of kRows, num_columns of kLanes.
+struct Factor {
+  const float* at;
+  int64_t row, column;
+};
+
+template <int vectors, bool adds>
+inline void multiply_tile(int64_t num_summed, Factor a, const float* b, int64_t b_row, float* c, int64_t c_row) {
+  Vector sums[kRows][vectors];
+  for (int row = 0; row < kRows; ++row)
+    for (int v = 0; v < vectors; ++v) sums[row][v] = adds ? load(c + row * c_row + v * kLanes) : Vector{};
+  for (int64_t k = 0; k < num_summed; ++k) {
+    Vector right[vectors];
+    for (int v = 0; v < vectors; ++v) right[v] = load(b + k * b_row + v * kLanes);
+    for (int row = 0; row < kRows; ++row) {
+      const float left = a.at[row * a.row + k * a.column];
+      for (int v = 0; v < vectors; ++v) sums[row][v] += left * right[v];
+    }
+  }
+  for (int row = 0; row < kRows; ++row)
+    for (int v = 0; v < vectors; ++v) store(c + row * c_row + v * kLanes, sums[row][v]);
+}
+
+template <bool adds>
+void multiply(int64_t num_rows, int64_t num_columns, int64_t num_summed, Factor a, const float* b, int64_t b_row,
+              float* c, int64_t c_row) {
+  constexpr int kColumns = kVectors * kLanes;
+  for (int64_t column = 0; column < num_columns;) {
+    const bool is_whole = num_columns - column >= kColumns;
+    for (int64_t row = 0; row < num_rows; row += kRows) {
+      const Factor part{a.at + row * a.row, a.row, a.column};
+      float* to = c + row * c_row + column;
+      if (is_whole)
+        multiply_tile<kVectors, adds>(num_summed, part, b + column, b_row, to, c_row);
+      else
+        multiply_tile<1, adds>(num_summed, part, b + column, b_row, to, c_row);
+    }
+    column += is_whole ? kColumns : kLanes;
+  }
+}
+
+struct Shape {
+  int64_t num_queries, num_keys, num_heads, num_kv_heads, width;  // tokens of a row in the tensors of queries and keys
+};
+
+// A document of a row: tiles first..last of the list, whose keys lie in start..end.
+struct Document {
+  int64_t row, start, end, first_tile, last_tile;
+};
+
+struct Tile {
+  int64_t row, start, first, end, at;
+};
+
+std::vector<Document> documents_of(const Tile* tiles, int64_t num_tiles) {
+  std::vector<Document> found;
+  for (int64_t number = 0; number < num_tiles; ++number) {
+    const Tile& tile = tiles[number];
+    if (found.empty() || found.back().row != tile.row || found.back().start != tile.start)
+      found.push_back({tile.row, tile.start, tile.end, number, number + 1});
+    found.back().end = std::max(found.back().end, tile.end);
+    found.back().last_tile = number + 1;
+  }
+  return found;
+}
+
+template <class T>
+void copy_rows(const T* from, int64_t step, int64_t count, int64_t padded, int64_t width, float factor, float* to) {
+  for (int64_t row = 0; row < count; ++row)
+    for (int64_t i = 0; i < width; ++i) to[row * width + i] = factor * wide(from[row * step + i]);
+  std::fill(to + count * width, to + padded * width, 0.0f);
+}
+
+// from [padded][width] to [width][padded].
+void transpose(const float* from, int64_t padded, int64_t width, float* to) {
+  for (int64_t i = 0; i < width; ++i)
+    for (int64_t row = 0; row < padded; ++row) to[i * padded + row] = from[row * width + i];
+}
+
+// Scores of a block of queries with one of keys, those of later keys at minus infinity.
+struct Scores {
+  int64_t num_rows, num_columns, num_keys;  // the first two rounded up
+};
+
+Scores score(const float* queries, int64_t num_queries, int64_t position, const float* keys_across, int64_t padded,
+             int64_t from_key, int64_t width, float* to) {
+  const int64_t num_keys = std::min<int64_t>(kBlock, position + num_queries - from_key);
+  const Scores size{up(num_queries, kRows), up(num_keys, kLanes), num_keys};
+  multiply<false>(size.num_rows, size.num_columns, width, {queries, width, 1}, keys_across + from_key, padded, to, kBlock);
+  if (from_key + size.num_columns - 1 > position)
+    for (int64_t row = 0; row < size.num_rows; ++row)
+      for (int64_t key = std::max<int64_t>(0, position + row + 1 - from_key); key < size.num_columns; ++key)
+        to[row * kBlock + key] = -std::numeric_limits<float>::infinity();
+  return size;
+}
+
+template <class T>
+void forward(const T* q, const T* k, const T* v, const Tile* tiles, int64_t num_tiles, Shape shape, float scale, T* out,
+             float* lse, int threads) {
+  const std::vector<Document> documents = documents_of(tiles, num_tiles);
+  const int64_t width = shape.width, group = shape.num_heads / shape.num_kv_heads;
+  const int64_t num_tasks = static_cast<int64_t>(documents.size()) * shape.num_kv_heads;
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<float> keys, keys_across, values;
+    std::vector<float> queries(kBlock * width), sums(kBlock * width), scores(kBlock * kBlock);
+    float maxima[kBlock], totals[kBlock];
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < num_tasks; ++task) {
+      const Document& document = documents[task / shape.num_kv_heads];
+      const int64_t head = task % shape.num_kv_heads, count = document.end - document.start, padded = up(count, kBlock);
+      const int64_t key_step = shape.num_kv_heads * width;
+      const int64_t first_key = (document.row * shape.num_keys + document.start) * key_step + head * width;
+      for (auto* buffer : {&keys, &keys_across, &values}) buffer->resize(padded * width);
+      copy_rows(k + first_key, key_step, count, padded, width, 1.0f, keys.data());
+      copy_rows(v + first_key, key_step, count, padded, width, 1.0f, values.data());
+      transpose(keys.data(), padded, width, keys_across.data());
+      for (int64_t number = document.first_tile; number < document.last_tile; ++number) {
+        const Tile& tile = tiles[number];
+        for (int64_t one = head * group; one < (head + 1) * group; ++one)
+          for (int64_t first = tile.first; first < tile.end; first += kBlock) {
+            const int64_t num_queries = std::min<int64_t>(kBlock, tile.end - first), position = first - tile.start;
+            const int64_t num_rows = up(num_queries, kRows), query_step = shape.num_heads * width;
+            const int64_t token = tile.row * shape.num_queries + tile.at + first - tile.first;
+            const int64_t first_query = token * query_step + one * width;
+            copy_rows(q + first_query, query_step, num_queries, num_rows, width, scale, queries.data());
+            std::fill(sums.begin(), sums.begin() + num_rows * width, 0.0f);
+            std::fill(maxima, maxima + num_rows, -std::numeric_limits<float>::infinity());
+            std::fill(totals, totals + num_rows, 0.0f);
+            for (int64_t from = 0; from < position + num_queries; from += kBlock) {
+              const Scores size = score(queries.data(), num_queries, position, keys_across.data(), padded, from, width,
+                                        scores.data());
+              for (int64_t row = 0; row < size.num_rows; ++row) {
+                float* const of_row = scores.data() + row * kBlock;
+                Vector most = load(of_row);
+                for (int64_t at = kLanes; at < size.num_columns; at += kLanes) {
+                  const Vector more = load(of_row + at);
+                  most = more > most ? more : most;
+                }
+                float largest = maxima[row];
+                for (int lane = 0; lane < kLanes; ++lane) largest = std::max(largest, most[lane]);
+                const float kept = std::exp(maxima[row] - largest);
+                Vector total{};
+                for (int64_t at = 0; at < size.num_columns; at += kLanes) {
+                  const Vector weights = exponential(load(of_row + at) - largest);
+                  store(of_row + at, weights);
+                  total += weights;
+                }
+                totals[row] = totals[row] * kept + sum(total);
+                maxima[row] = largest;
+                if (from > 0 && kept != 1.0f)
+                  for (int64_t i = 0; i < width; i += kLanes) {
+                    float* const to = sums.data() + row * width + i;
+                    store(to, load(to) * kept);
+                  }
+              }
+              multiply<true>(size.num_rows, width, size.num_keys, {scores.data(), kBlock, 1},
+                             values.data() + from * width, width, sums.data(), width);
+            }
+            const int64_t first_lse = (tile.row * shape.num_heads + one) * shape.num_queries + tile.at + first - tile.first;
+            for (int64_t row = 0; row < num_queries; ++row) {
+              lse[first_lse + row] = maxima[row] + std::log(totals[row]);
+              for (int64_t i = 0; i < width; ++i)
+                narrow(sums[row * width + i] / totals[row], out + first_query + row * query_step + i);
+            }
+          }
+      }
+    }
+  }
+}
+
+template <class T>
+void backward(const T* grad, const T* q, const T* k, const T* v, const T* out, const float* lse, const Tile* tiles,
+              int64_t num_tiles, Shape shape, float scale, T* grad_q, T* grad_k, T* grad_v, int threads) {
+  const std::vector<Document> documents = documents_of(tiles, num_tiles);
+  const int64_t width = shape.width, group = shape.num_heads / shape.num_kv_heads;
+  const int64_t num_tasks = static_cast<int64_t>(documents.size()) * shape.num_kv_heads;
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<float> keys, keys_across, values_across, of_keys, of_values;
+    std::vector<float> queries(kBlock * width), incoming(kBlock * width), of_queries(kBlock * width);
+    std::vector<float> weights(kBlock * kBlock), changes(kBlock * kBlock);
+    float along[kBlock], denominators[kBlock];
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < num_tasks; ++task) {
+      const Document& document = documents[task / shape.num_kv_heads];
+      const int64_t head = task % shape.num_kv_heads, count = document.end - document.start, padded = up(count, kBlock);
+      const int64_t key_step = shape.num_kv_heads * width;
+      const int64_t first_key = (document.row * shape.num_keys + document.start) * key_step + head * width;
+      for (auto* buffer : {&keys, &keys_across, &values_across, &of_keys, &of_values}) buffer->resize(padded * width);
+      copy_rows(v + first_key, key_step, count, padded, width, 1.0f, keys.data());
+      transpose(keys.data(), padded, width, values_across.data());
+      copy_rows(k + first_key, key_step, count, padded, width, 1.0f, keys.data());
+      transpose(keys.data(), padded, width, keys_across.data());
+      std::fill(of_keys.begin(), of_keys.end(), 0.0f);
+      std::fill(of_values.begin(), of_values.end(), 0.0f);
+      for (int64_t number = document.first_tile; number < document.last_tile; ++number) {
+        const Tile& tile = tiles[number];
+        for (int64_t one = head * group; one < (head + 1) * group; ++one)
+          for (int64_t first = tile.first; first < tile.end; first += kBlock) {
+            const int64_t num_queries = std::min<int64_t>(kBlock, tile.end - first), position = first - tile.start;
+            const int64_t num_rows = up(num_queries, kRows), query_step = shape.num_heads * width;
+            const int64_t token = tile.row * shape.num_queries + tile.at + first - tile.first;
+            const int64_t first_query = token * query_step + one * width;
+            const int64_t first_lse = (tile.row * shape.num_heads + one) * shape.num_queries + tile.at + first - tile.first;
+            copy_rows(q + first_query, query_step, num_queries, num_rows, width, scale, queries.data());
+            copy_rows(grad + first_query, query_step, num_queries, num_rows, width, 1.0f, incoming.data());
+            std::fill(of_queries.begin(), of_queries.begin() + num_rows * width, 0.0f);
+            for (int64_t row = 0; row < num_rows; ++row) {
+              along[row] = 0.0f;
+              denominators[row] = row < num_queries ? lse[first_lse + row] : std::numeric_limits<float>::infinity();
+              for (int64_t i = 0; row < num_queries && i < width; ++i)
+                along[row] += incoming[row * width + i] * wide(out[first_query + row * query_step + i]);
+            }
+            for (int64_t from = 0; from < position + num_queries; from += kBlock) {
+              const Scores size = score(queries.data(), num_queries, position, keys_across.data(), padded, from, width,
+                                        weights.data());
+              multiply<false>(size.num_rows, size.num_columns, width, {incoming.data(), width, 1},
+                              values_across.data() + from, padded, changes.data(), kBlock);
+              for (int64_t row = 0; row < size.num_rows; ++row)
+                for (int64_t at = row * kBlock; at < row * kBlock + size.num_columns; at += kLanes) {
+                  const Vector weight = exponential(load(weights.data() + at) - denominators[row]);
+                  store(weights.data() + at, weight);
+                  store(changes.data() + at, weight * (load(changes.data() + at) - along[row]));
+                }
+              const int64_t num_key_rows = up(size.num_keys, kRows);
+              multiply<true>(num_key_rows, width, num_queries, {weights.data(), 1, kBlock}, incoming.data(), width,
+                             of_values.data() + from * width, width);
+              multiply<true>(num_key_rows, width, num_queries, {changes.data(), 1, kBlock}, queries.data(), width,
+                             of_keys.data() + from * width, width);
+              multiply<true>(size.num_rows, width, size.num_keys, {changes.data(), kBlock, 1},
+                             keys.data() + from * width, width, of_queries.data(), width);
+            }
+            for (int64_t row = 0; row < num_queries; ++row)
+              for (int64_t i = 0; i < width; ++i)
+                narrow(scale * of_queries[row * width + i], grad_q + first_query + row * query_step + i);
+          }
+      }
+      for (int64_t row = 0; row < count; ++row)
+        for (int64_t i = 0; i < width; ++i) {
+          narrow(of_keys[row * width + i], grad_k + first_key + row * key_step + i);
+          narrow(of_values[row * width + i], grad_v + first_key + row * key_step + i);
+        }
+    }
+  }
+}
+
+}  // namespace
+
+#define ATTENTION(NAME, T)                                                                                             \
+  extern "C" void attention_forward_##NAME(const T* q, const T* k, const T* v, const int64_t* tiles, int64_t num_tiles, \
+                                           const int64_t* shape, float scale, T* out, float* lse, int threads) {       \
+    forward(q, k, v, reinterpret_cast<const Tile*>(tiles), num_tiles, *reinterpret_cast<const Shape*>(shape), scale,   \
+            out, lse, threads);                                                                                        \
+  }                                                                                                                    \
+  extern "C" void attention_backward_##NAME(const T* grad, const T* q, const T* k, const T* v, const T* out,           \
+                                            const float* lse, const int64_t* tiles, int64_t num_tiles,                 \
+                                            const int64_t* shape, float scale, T* grad_q, T* grad_k, T* grad_v,        \
+                                            int threads) {                                                             \
+    backward(grad, q, k, v, out, lse, reinterpret_cast<const Tile*>(tiles), num_tiles,                                 \
+             *reinterpret_cast<const Shape*>(shape), scale, grad_q, grad_k, grad_v, threads);                          \
+  }
+
+ATTENTION(fp32, float)
+ATTENTION(bf16, Bf16)
