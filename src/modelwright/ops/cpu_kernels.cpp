@@ -315,6 +315,119 @@ void backward(const T* grad, const T* q, const T* k, const T* v, const T* out, c
   }
 }
 
+typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1)));
+typedef uint32_t Bits __attribute__((vector_size(4 * kLanes), aligned(4)));
+
+// Up to kLanes numbers in FP32, zeros after them.
+inline Vector some(const float* from, int64_t count) {
+  Vector found{};
+  if (count >= kLanes)
+    std::memcpy(&found, from, sizeof found);
+  else
+    std::memcpy(&found, from, count * sizeof(float));
+  return found;
+}
+
+inline Vector some(const Bf16* from, int64_t count) {
+  typedef Bf16 Halves __attribute__((vector_size(2 * kLanes), aligned(2)));
+  Halves found{};
+  if (count >= kLanes)
+    std::memcpy(&found, from, sizeof found);
+  else
+    std::memcpy(&found, from, count * sizeof(Bf16));
+  return (Vector)(__builtin_convertvector(found, Bits) << 16);
+}
+
+inline Vector magnitude(Vector x) { return (Vector)((Integers)x & 0x7fffffff); }
+inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
+
+// In [0, 1), by the number of an element and a seed (Wellons' hash of 32 bits).
+inline Vector uniform(uint32_t first, uint32_t seed, uint32_t more) {
+  const Bits lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Bits x = (lanes + first) * 0x9e3779b9u + seed;
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = ((x ^ (x >> 15)) + more) * 0x846ca68bu;
+  x ^= x >> 16;
+  return __builtin_convertvector((Integers)(x >> 8), Vector) * 0x1p-24f;
+}
+
+// Codes of numbers that were divided by their scale: to the nearest, ties to even, or at random.
+inline Bytes code(Vector scaled, bool stochastic, uint32_t number, uint32_t seed, uint32_t more) {
+  const Vector magic = all(12582912.0f);
+  Vector rounded = (scaled + magic) - magic;
+  if (stochastic) {
+    const Vector shifted = scaled + uniform(number, seed, more);
+    rounded = (shifted + magic) - magic;
+    rounded = rounded > shifted ? rounded - 1.0f : rounded;  // floor
+  }
+  rounded = rounded > all(127.0f) ? all(127.0f) : rounded;
+  rounded = rounded < all(-127.0f) ? all(-127.0f) : rounded;
+  return __builtin_convertvector(__builtin_convertvector(rounded, Integers), Bytes);
+}
+
+inline void put(Bytes codes, int8_t* to, int64_t count) {
+  if (count >= kLanes)
+    std::memcpy(to, &codes, kLanes);
+  else
+    std::memcpy(to, &codes, count);
+}
+
+constexpr float kSmallest = 0x1p-100f;
+
+template <class T>
+void quantise(const T* x, int64_t num_rows, int64_t num_columns, bool by_column, bool stochastic, uint64_t seed,
+              int8_t* codes, float* scales, int threads) {
+  const uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
+  const int64_t padded = up(num_columns, kLanes);
+  std::vector<float> maxima(by_column ? padded : 0);
+#pragma omp parallel num_threads(threads)
+  {
+    if (by_column) {
+      std::vector<float> own(padded, 0.0f);
+#pragma omp for schedule(static)
+      for (int64_t row = 0; row < num_rows; ++row)
+        for (int64_t at = 0; at < num_columns; at += kLanes)
+          store(own.data() + at, larger(magnitude(some(x + row * num_columns + at, num_columns - at)), load(own.data() + at)));
+#pragma omp critical
+      for (int64_t at = 0; at < padded; at += kLanes)
+        store(maxima.data() + at, larger(load(own.data() + at), load(maxima.data() + at)));
+#pragma omp barrier
+#pragma omp single
+      {
+        for (int64_t at = 0; at < padded; ++at) maxima[at] = std::max(maxima[at] / 127.0f, kSmallest);
+        std::copy(maxima.begin(), maxima.begin() + num_columns, scales);
+      }
+    }
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const T* const from = x + row * num_columns;
+      float scale = 0.0f;
+      if (!by_column) {
+        Vector most{};
+        for (int64_t at = 0; at < num_columns; at += kLanes) most = larger(magnitude(some(from + at, num_columns - at)), most);
+        for (int lane = 0; lane < kLanes; ++lane) scale = std::max(scale, most[lane]);
+        scales[row] = scale = std::max(scale / 127.0f, kSmallest);
+      }
+      for (int64_t at = 0; at < num_columns; at += kLanes) {
+        const Vector divisor = by_column ? load(maxima.data() + at) : all(scale);
+        const Vector scaled = some(from + at, num_columns - at) / divisor;
+        const uint32_t number = static_cast<uint32_t>(row * num_columns + at);
+        put(code(scaled, stochastic, number, low, high), codes + row * num_columns + at, num_columns - at);
+      }
+    }
+  }
+}
+
+template <class T>
+void rescale(const int32_t* sums, int64_t num_rows, int64_t num_columns, const float* of_rows, const float* of_columns,
+             T* to, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t row = 0; row < num_rows; ++row)
+    for (int64_t column = 0; column < num_columns; ++column)
+      narrow(static_cast<float>(sums[row * num_columns + column]) * of_rows[row] * of_columns[column],
+             to + row * num_columns + column);
+}
+
 }  // namespace
 
 #define ATTENTION(NAME, T)                                                                                             \
@@ -333,3 +446,16 @@ void backward(const T* grad, const T* q, const T* k, const T* v, const T* out, c
 
 ATTENTION(fp32, float)
 ATTENTION(bf16, Bf16)
+
+#define INT8(NAME, T)                                                                                                  \
+  extern "C" void quantise_##NAME(const T* x, int64_t num_rows, int64_t num_columns, int by_column, int stochastic,    \
+                                  uint64_t seed, int8_t* codes, float* scales, int threads) {                          \
+    quantise(x, num_rows, num_columns, by_column, stochastic, seed, codes, scales, threads);                           \
+  }                                                                                                                    \
+  extern "C" void rescale_##NAME(const int32_t* sums, int64_t num_rows, int64_t num_columns, const float* of_rows,     \
+                                 const float* of_columns, T* to, int threads) {                                        \
+    rescale(sums, num_rows, num_columns, of_rows, of_columns, to, threads);                                            \
+  }
+
+INT8(fp32, float)
+INT8(bf16, Bf16)

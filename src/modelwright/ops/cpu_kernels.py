@@ -93,10 +93,58 @@ def _call(
     _, row_len, num_heads, head_dim = q_BTHd.shape
     shape = (ctypes.c_int64 * 5)(row_len, k_BTKd.shape[1], num_heads, k_BTKd.shape[2], head_dim)
     getattr(library, f"{name}_{NAMES[q_BTHd.dtype]}")(
-        *(ctypes.c_void_p(one.data_ptr()) for one in (*given, bounds_P5)),
+        *map(_at, (*given, bounds_P5)),
         ctypes.c_int64(len(bounds_P5)),
         shape,
         ctypes.c_float(head_dim**-0.5),
-        *(ctypes.c_void_p(one.data_ptr()) for one in found),
+        *map(_at, found),
         ctypes.c_int(torch.get_num_threads()),
     )
+
+
+def has_quantisation(x_RK: Tensor) -> bool:
+    """Whether there is a kernel for INT8 codes of this matrix, with a scale for each row: both lie in one piece."""
+    return (
+        x_RK.device.type == "cpu"
+        and x_RK.dtype in NAMES
+        and x_RK.dim() == 2
+        and (x_RK.is_contiguous() or x_RK.T.is_contiguous())
+        and kernels() is not None
+    )
+
+
+def quantise(x_RK: Tensor, *, stochastic: bool) -> tuple[Tensor, Tensor]:
+    """INT8 codes [R, K], which lie as `x_RK` does, and FP32 scales [R, 1]. Random rounding takes one number of
+    PyTorch's generator as its seed."""
+    by_column = not x_RK.is_contiguous()
+    given = x_RK.T if by_column else x_RK
+    codes, scales = torch.empty_like(given, dtype=torch.int8), torch.empty(len(x_RK), 1)
+    seed = int(torch.randint(2**63 - 1, ())) if stochastic else 0
+    library = kernels()
+    assert library is not None
+    getattr(library, f"quantise_{NAMES[x_RK.dtype]}")(
+        _at(given), *map(ctypes.c_int64, given.shape), ctypes.c_int(by_column), ctypes.c_int(stochastic),
+        ctypes.c_uint64(seed), _at(codes), _at(scales), ctypes.c_int(torch.get_num_threads()),
+    )  # fmt: skip
+    return codes.T if by_column else codes, scales
+
+
+def has_rescaling(result: torch.dtype) -> bool:
+    return result in NAMES and kernels() is not None
+
+
+def rescale(sums_MN: Tensor, of_rows: Tensor, of_columns: Tensor, result: torch.dtype) -> Tensor:
+    """Sums of codes' products (INT32, contiguous) times a scale of their row and one of their column, in `result`."""
+    found = torch.empty(sums_MN.shape, dtype=result)
+    library = kernels()
+    assert library is not None
+    assert sums_MN.is_contiguous()
+    getattr(library, f"rescale_{NAMES[result]}")(
+        _at(sums_MN), *map(ctypes.c_int64, sums_MN.shape), _at(of_rows), _at(of_columns), _at(found),
+        ctypes.c_int(torch.get_num_threads()),
+    )  # fmt: skip
+    return found
+
+
+def _at(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())

@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from modelwright.ops import cpu_kernels
 from modelwright.ops.narrow import is_widened
 
 Grid = tuple[int, int]
@@ -59,6 +60,15 @@ def quantise(
     stochastic: INT8 codes are rounded up or down at random, right in the mean (Gupta et al. 2015), with the device's
     default generator.
     """
+    if grid == ROWWISE and dtype == torch.int8 and maxima is None and cpu_kernels.has_quantisation(x_RK):
+        return cpu_kernels.quantise(x_RK.detach(), stochastic=stochastic)
+    return quantise_naive(x_RK, grid, dtype, maxima=maxima, stochastic=stochastic)
+
+
+def quantise_naive(
+    x_RK: Tensor, grid: Grid, dtype: torch.dtype, *, maxima: Tensor | None = None, stochastic: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The definition, by PyTorch's operators; the twin of `quantise`."""
     found = group_maxima(x_RK, grid) if maxima is None else maxima
     scales = (found / largest(dtype)).clamp_min_(_TINY)
     scaled_RK = x_RK.float() / _spread(scales, x_RK, grid)
@@ -90,7 +100,10 @@ def scaled_product(
     """
     (a_MK, a_scales), (b_NK, b_scales) = a, b
     if a_MK.dtype == torch.int8 and not grids[0][1] and not grids[1][1]:
-        return (int8_product(a_MK, b_NK) * a_scales * b_scales.T).to(result)
+        sums_MN = int8_product(a_MK, b_NK)
+        if sums_MN.dtype == torch.int32 and cpu_kernels.has_rescaling(result):
+            return cpu_kernels.rescale(sums_MN, a_scales, b_scales, result)
+        return (sums_MN.float() * a_scales * b_scales.T).to(result)
     kernel = fp8_kernel(a_MK.device, a_MK.dtype, b_NK.dtype, grids, result)
     if kernel is not None and _fits_kernel(a_MK, b_NK):
         return kernel(a, b)
@@ -98,7 +111,7 @@ def scaled_product(
 
 
 def int8_product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
-    """a b' of INT8 codes, exact, as FP32 [M, N] (exact up to 2^24, then rounded).
+    """a b' of INT8 codes, exact, [M, N]: INT32, or FP32 where codes are widened (exact up to 2^24, then rounded).
 
     CUDA's kernel wants more than 16 rows and multiples of 8: factors are padded with zeros there.
     """
@@ -106,13 +119,13 @@ def int8_product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
         return a_MK.float() @ b_NK.float().T
     int_mm = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
     if a_MK.device.type == "cpu":
-        return int_mm(a_MK, b_NK.T).float()
+        return int_mm(a_MK, b_NK.T)
     (num_rows, num_summed), num_columns = a_MK.shape, b_NK.shape[0]
     pad = torch.nn.functional.pad
     more_rows = max(32 - num_rows, -num_rows % 8)
     a_MK = pad(a_MK, (0, -num_summed % 8, 0, more_rows)).contiguous()
     b_NK = pad(b_NK, (0, -num_summed % 8, 0, -num_columns % 8)).contiguous()
-    return int_mm(a_MK, b_NK.T)[:num_rows, :num_columns].float()
+    return int_mm(a_MK, b_NK.T)[:num_rows, :num_columns]
 
 
 def _sizes(x_RK: Tensor, grid: Grid) -> tuple[int, int]:
