@@ -14,7 +14,8 @@ from modelwright.memory.config import OPERATORS, ActivationConfig
 from modelwright.model.attention import causal_attend, packed_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.ops import narrow
+from modelwright.ops import cpu_kernels, narrow
+from modelwright.ops.attention import packed_cuts
 from modelwright.precision.model import ModelFormats
 from modelwright.precision.policy import PrecisionConfig
 
@@ -23,6 +24,7 @@ CONFIG = ModelConfig(
 )
 ROWS, LENGTH = 2, 64
 TOKENS = ROWS * LENGTH
+SEGMENTS = (torch.arange(LENGTH) // 40).int().repeat(ROWS, 1)
 CONFIGS = {
     "unit of 1": ActivationConfig(mode="unit", unit_layers=1),
     "unit of 2": ActivationConfig(mode="unit", unit_layers=2),
@@ -67,14 +69,14 @@ def run(config, *, compute="fp32", attend=None):
     model = Decoder(CONFIG)
     model.init_weights(3)
     names = list(model.state_dict())
-    shape = block_shape(CONFIG, compute=compute, mean_context=0)
+    shape = block_shape(CONFIG, compute=compute, mean_context=0, fused=cpu_kernels.kernels() is not None)
     segments = segments_for(config, CONFIG.num_layers, shape=shape, num_tokens=TOKENS)
     checkpoint_segments(model, segments)
     ModelFormats(model, PrecisionConfig(policy="bf16_mixed" if compute == "bf16" else "fp32"))
     assert list(model.state_dict()) == names
     tokens = torch.arange(TOKENS).view(ROWS, LENGTH) % 50
     positions = torch.arange(LENGTH).repeat(ROWS, 1)
-    attend = attend or packed_attend((torch.arange(LENGTH) // 40).int().repeat(ROWS, 1))
+    attend = attend or packed_attend(SEGMENTS)
     storages = Storages(model)
     with (
         torch.autograd.graph.saved_tensors_hooks(storages.keep, lambda tensor: tensor),
@@ -88,13 +90,17 @@ def run(config, *, compute="fp32", attend=None):
     return gradients, num_bytes, counter.get_total_flops(), shape, segments
 
 
+@pytest.mark.parametrize("own_kernels", [True, False])
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_gradients_are_equal_and_bytes_and_flops_are_those_of_the_formulas(compute, monkeypatch):
+def test_gradients_are_equal_and_bytes_and_flops_are_those_of_the_formulas(compute, own_kernels, monkeypatch):
     """The last product of a block is spared where it is one of PyTorch's own, hence with instructions for BF16."""
     monkeypatch.setattr(narrow, "CPU_MULTIPLIES", narrow.NARROW)
+    if not own_kernels:
+        monkeypatch.setattr(cpu_kernels, "kernels", lambda: None)
     plain, _, flops, _, _ = run(ActivationConfig(), compute=compute)
     ids, tables, norm = 8 * TOKENS, 2 * TOKENS * CONFIG.head_dim * 4, 4 * TOKENS * (32 + 1)
-    bias = 4 * ROWS * LENGTH**2  # rows as short as these are not cut
+    cuts = packed_cuts(SEGMENTS)
+    bias = cuts.bias.nbytes + cuts.bounds_P5.nbytes
     casts = 2 * CONFIG.block_parameters if compute == "bf16" else 0
     for name, config in {"none": ActivationConfig(), **CONFIGS}.items():
         gradients, num_bytes, again, shape, segments = run(config, compute=compute)

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from modelwright.ops.formats import E4M3, E5M2, Fp8, Int8, in_float, in_products
 from modelwright.ops.products import PLAIN, Products, multiply
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 FORMATS = {
     "int8": (Int8(result=torch.float32, stochastic=False), 0.02),
     "int8-random": (Int8(result=torch.float32), 0.03),

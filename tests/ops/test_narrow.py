@@ -9,6 +9,8 @@ from modelwright.ops.cross_entropy import linear_cross_entropy
 from modelwright.ops.products import PLAIN, multiply
 from modelwright.ops.scaled import int8_product
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def dtype(request):

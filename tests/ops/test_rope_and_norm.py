@@ -7,6 +7,8 @@ from modelwright.ops.norm import rms_norm, rms_norm_naive
 from modelwright.ops.rope import apply_rope, apply_rope_naive, rope_tables
 from tolerances import TOLERANCES
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 
 def test_rope_equals_complex_rotation():
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 5, 100, 511, 3]])

@@ -17,6 +17,8 @@ from modelwright.ops.scaled import (
     scaled_product_naive,
 )
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 GRIDS = {"tensor": TENSORWISE, "row": ROWWISE, "row blocks": ROW_BLOCKS, "squares": SQUARE_BLOCKS}
 
 

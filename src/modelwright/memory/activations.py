@@ -42,7 +42,8 @@ class BlockShape:
     """Widths of one block on one rank, and the bytes and FLOPs that follow from them.
 
     stream_dim: width of the residual stream that this rank holds per token of the microbatch: D, or its share of D
-    where ranks divide the tokens between the products (sequence parallelism).
+    where ranks divide the tokens between the products (sequence parallelism). fused: norms and activations are single
+    kernels (`ops.cpu_kernels`), which keep what they read and nothing else.
     """
 
     model_dim: int
@@ -55,6 +56,7 @@ class BlockShape:
     qk_norm: bool
     compute: Compute
     mean_context: float
+    fused: bool = False
 
     @property
     def width(self) -> int:
@@ -72,11 +74,15 @@ class BlockShape:
 
         Two norms: normalised input in FP32 and one divisor; what they hand to the products. Q/K-norm: the same for each
         head. Attention: rotated q and k, v, output, log of the softmax's denominator. Feed-forward: gate, up,
-        silu(gate), their product.
+        silu(gate), their product. Where fused, norms keep their input instead, which the stream has in FP32 and the
+        products of queries and keys give in their own format, and silu(gate) is not kept.
         """
-        qk_norm = self.query_dim + self.kv_dim + self.num_heads + self.num_kv_heads if self.qk_norm else 0
-        wide = FP32_BYTES * (2 * self.stream_dim + 2 + qk_norm + self.num_heads)
-        return wide + self.width * (2 * self.model_dim + 2 * self.query_dim + 2 * self.kv_dim + 4 * self.ffn_dim)
+        normed = self.query_dim + self.kv_dim if self.qk_norm else 0
+        divisors = 2 + (self.num_heads + self.num_kv_heads if self.qk_norm else 0)
+        wide = FP32_BYTES * (2 * self.stream_dim + divisors + self.num_heads)
+        wide += (self.width if self.fused else FP32_BYTES) * normed
+        ffn = (3 if self.fused else 4) * self.ffn_dim
+        return wide + self.width * (2 * self.model_dim + 2 * self.query_dim + 2 * self.kv_dim + ffn)
 
     @property
     def workspace_bytes(self) -> int:
@@ -139,6 +145,7 @@ def block_shape(
     mean_context: float,
     tensor: int = 1,
     sequence_parallel: bool = False,
+    fused: bool = False,
 ) -> BlockShape:
     """The shape of a rank's block when `tensor` ranks divide heads and columns. Raises `ConfigError` if they cannot."""
     for name in ("num_heads", "num_kv_heads", "ffn_dim"):
@@ -155,6 +162,7 @@ def block_shape(
         qk_norm=model.qk_norm,
         compute=compute,
         mean_context=mean_context,
+        fused=fused,
     )
 
 

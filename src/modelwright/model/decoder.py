@@ -19,6 +19,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.ops.cross_entropy import linear_cross_entropy
 from modelwright.ops.norm import rms_norm
 from modelwright.ops.rope import apply_rope, rope_tables
+from modelwright.ops.swiglu import swiglu
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`(layer, q_BTHd, k_BTKd, v_BTKd) -> out_BTHd`; rotary positions are applied already."""
@@ -95,9 +96,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         gate_BTF, up_BTF = self.gate_proj(x_BTD), self.up_proj(x_BTD)
-        if self.activation_in_fp32:
-            gate_BTF = gate_BTF.float()
-        return self.down_proj((F.silu(gate_BTF) * up_BTF).to(up_BTF.dtype))
+        return self.down_proj(swiglu(gate_BTF, up_BTF, in_fp32=self.activation_in_fp32))
 
 
 class Block(nn.Module):

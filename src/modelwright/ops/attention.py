@@ -2,8 +2,8 @@
 
 Packed rows hold several documents, and a token sees its own document only. On a CPU most of a full T x T product would
 be masked away, so `packed_attention` cuts every document into tiles of queries and gives each tile just the keys it
-may see. Tiles are this package's own kernels' where there are any (`cpu_kernels`); else each is a call of PyTorch's, and
-rows so short that calls cost more than masked products are not cut. Knows nothing about caches or layers.
+may see. This package's own kernels take all tiles at once (`cpu_kernels`); where there are none, each is a call of
+PyTorch's, and rows so short that calls cost more than masked products are not cut. Knows nothing of caches and layers.
 
 Legend: B rows, T tokens, H query heads, K key/value heads, d head width, G = H / K query heads per key/value head.
 Query head h reads key/value head h // G.
@@ -151,7 +151,7 @@ def _packed_forward(
     """The output [B, T, H, d] and the log of each softmax's denominator [B, K, G, T], which backward needs."""
     if _is_whole(bias):
         return _whole_forward(q_BTHd, k_BTKd, v_BTKd, bias)
-    if cpu_kernels.has_attention(q_BTHd.dtype, q_BTHd.shape[-1]):
+    if cpu_kernels.take_heads(q_BTHd):
         return cpu_kernels.attention(*(x.contiguous() for x in (q_BTHd, k_BTKd, v_BTKd)), bounds_P5)
     rows, row_len, num_heads, _ = q_BTHd.shape
     num_kv_heads = k_BTKd.shape[2]
@@ -193,7 +193,7 @@ def _packed_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if _is_whole(bias):
         return _whole_backward(grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bias)
-    if cpu_kernels.has_attention(q_BTHd.dtype, q_BTHd.shape[-1]):
+    if cpu_kernels.take_heads(q_BTHd):
         given = (x.contiguous() for x in (grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT))
         return cpu_kernels.attention_backward(*given, bounds_P5)
     num_kv_heads = k_BTKd.shape[2]

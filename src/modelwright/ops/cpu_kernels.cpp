@@ -428,6 +428,117 @@ void rescale(const int32_t* sums, int64_t num_rows, int64_t num_columns, const f
              to + row * num_columns + column);
 }
 
+inline void put(Vector value, float* to, int64_t count) {
+  if (count >= kLanes)
+    std::memcpy(to, &value, sizeof value);
+  else
+    std::memcpy(to, &value, count * sizeof(float));
+}
+
+inline void put(Vector value, Bf16* to, int64_t count) {  // as `narrow`
+  typedef Bf16 Halves __attribute__((vector_size(2 * kLanes), aligned(2)));
+  const Bits bits = (Bits)value, nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const Integers is_number = value == value;
+  const Halves halves = __builtin_convertvector((Bits)(is_number ? (Integers)nearest : Integers{} + 0x7fc0), Halves);
+  if (count >= kLanes)
+    std::memcpy(to, &halves, sizeof halves);
+  else
+    std::memcpy(to, &halves, count * sizeof(Bf16));
+}
+
+template <class X, class Y>
+void norm_forward(const X* x, const float* weight, int64_t num_rows, int64_t width, float eps, Y* y, float* inverse,
+                  int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const X* const from = x + row * width;
+    Vector squares{};
+    for (int64_t at = 0; at < width; at += kLanes) {
+      const Vector value = some(from + at, width - at);
+      squares += value * value;
+    }
+    const float factor = inverse[row] = 1.0f / std::sqrt(sum(squares) / width + eps);
+    for (int64_t at = 0; at < width; at += kLanes)
+      put(some(from + at, width - at) * factor * some(weight + at, width - at), y + row * width + at, width - at);
+  }
+}
+
+// of_weight: [threads][width], to be summed.
+template <class X, class Y>
+void norm_backward(const Y* grad, const X* x, const float* weight, const float* inverse, int64_t num_rows,
+                   int64_t width, X* of_x, float* of_weight, int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    const int64_t padded = up(width, kLanes);
+    std::vector<float> own(padded, 0.0f);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const int64_t first = row * width;
+      const float factor = inverse[row];
+      Vector along{};
+      for (int64_t at = 0; at < width; at += kLanes) {
+        const int64_t count = width - at;
+        const Vector unit = some(x + first + at, count) * factor, product = some(grad + first + at, count) * unit;
+        store(own.data() + at, load(own.data() + at) + product);
+        along += product * some(weight + at, count);
+      }
+      const float mean = sum(along) / width;
+      for (int64_t at = 0; at < width; at += kLanes) {
+        const int64_t count = width - at;
+        const Vector unit = some(x + first + at, count) * factor;
+        const Vector weighted = some(grad + first + at, count) * some(weight + at, count);
+        put((weighted - unit * mean) * factor, of_x + first + at, count);
+      }
+    }
+    std::copy(own.begin(), own.begin() + width, of_weight + omp_get_thread_num() * width);
+  }
+}
+
+inline Vector logistic(Vector x) {
+  const Integers is_zero = x < all(-88.0f);
+  return is_zero ? Vector{} : 1.0f / (1.0f + exponential(is_zero ? Vector{} : -x));
+}
+
+template <class T>
+void swiglu_forward(const T* gate, const T* up, int64_t count, T* out, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t at = 0; at < count; at += kLanes) {
+    const Vector g = some(gate + at, count - at);
+    put(g * logistic(g) * some(up + at, count - at), out + at, count - at);
+  }
+}
+
+template <class T>
+void swiglu_backward(const T* grad, const T* gate, const T* up, int64_t count, T* of_gate, T* of_up, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t at = 0; at < count; at += kLanes) {
+    const int64_t left = count - at;
+    const Vector g = some(gate + at, left), dy = some(grad + at, left), share = logistic(g);
+    put(dy * some(up + at, left) * share * (1.0f + g * (1.0f - share)), of_gate + at, left);
+    put(dy * g * share, of_up + at, left);
+  }
+}
+
+// Rotates by the angles of cos and sin, [tokens][width], the sines of the first half with the minus sign; or back.
+template <class T>
+void rotate(const T* x, const float* cos, const float* sin, int64_t num_tokens, int64_t num_heads, int64_t width,
+            bool back, T* y, int threads) {
+  const int64_t half = width / 2;
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    const float *const c = cos + token * width, *const s = sin + token * width;
+    for (int64_t head = 0; head < num_heads; ++head) {
+      const int64_t first = (token * num_heads + head) * width;
+      for (int64_t at = 0; at < half; at += kLanes) {
+        const Vector low = some(x + first + at, kLanes), high = some(x + first + half + at, kLanes);
+        const Vector of_low = load(s + at), of_high = load(s + half + at);
+        put(low * load(c + at) + high * (back ? of_high : of_low), y + first + at, kLanes);
+        put(high * load(c + half + at) + low * (back ? of_low : of_high), y + first + half + at, kLanes);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 #define ATTENTION(NAME, T)                                                                                             \
@@ -459,3 +570,34 @@ ATTENTION(bf16, Bf16)
 
 INT8(fp32, float)
 INT8(bf16, Bf16)
+
+#define NORM(NAME, X, Y)                                                                                               \
+  extern "C" void norm_forward_##NAME(const X* x, const float* weight, int64_t num_rows, int64_t width, float eps,     \
+                                      Y* y, float* inverse, int threads) {                                             \
+    norm_forward(x, weight, num_rows, width, eps, y, inverse, threads);                                                \
+  }                                                                                                                    \
+  extern "C" void norm_backward_##NAME(const Y* grad, const X* x, const float* weight, const float* inverse,           \
+                                       int64_t num_rows, int64_t width, X* of_x, float* of_weight, int threads) {      \
+    norm_backward(grad, x, weight, inverse, num_rows, width, of_x, of_weight, threads);                                \
+  }
+
+NORM(fp32_fp32, float, float)
+NORM(fp32_bf16, float, Bf16)
+NORM(bf16_fp32, Bf16, float)
+NORM(bf16_bf16, Bf16, Bf16)
+
+#define ELEMENTS(NAME, T)                                                                                              \
+  extern "C" void swiglu_forward_##NAME(const T* gate, const T* up, int64_t count, T* out, int threads) {              \
+    swiglu_forward(gate, up, count, out, threads);                                                                     \
+  }                                                                                                                    \
+  extern "C" void swiglu_backward_##NAME(const T* grad, const T* gate, const T* up, int64_t count, T* of_gate,         \
+                                         T* of_up, int threads) {                                                      \
+    swiglu_backward(grad, gate, up, count, of_gate, of_up, threads);                                                   \
+  }                                                                                                                    \
+  extern "C" void rotate_##NAME(const T* x, const float* cos, const float* sin, int64_t num_tokens, int64_t num_heads, \
+                                int64_t width, int back, T* y, int threads) {                                          \
+    rotate(x, cos, sin, num_tokens, num_heads, width, back, y, threads);                                               \
+  }
+
+ELEMENTS(fp32, float)
+ELEMENTS(bf16, Bf16)

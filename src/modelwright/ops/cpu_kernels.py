@@ -1,7 +1,9 @@
 """This package's own kernels for processors (`cpu_kernels.cpp`), compiled for the one at hand when first asked for.
 
 They take the place of chains of PyTorch's operators, which stay as their twins and do the work wherever the kernels
-cannot be had: without a C++ compiler, or with `MODELWRIGHT_CPU_KERNELS=0`. Knows no layer.
+cannot be had: without a C++ compiler, or with `MODELWRIGHT_CPU_KERNELS=0`. All compute in FP32, whatever the format of
+the tensors; results do not depend on the number of threads but for a norm's gradient of its weight. On fake tensors
+they allocate what they would, and compute nothing. Knows no layer.
 """
 
 import ctypes
@@ -13,7 +15,8 @@ import platform
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from modelwright.core.compiled import cache_folder, compiled
 from modelwright.core.errors import ModelwrightError
@@ -23,9 +26,9 @@ SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 SWITCH = "MODELWRIGHT_CPU_KERNELS"
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fopenmp")
 LANES = 16
-"""Widths of heads are multiples of it."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 """The formats that kernels read and write."""
+Argument = Tensor | int | float | bool
 
 
 @functools.cache
@@ -35,9 +38,7 @@ def kernels() -> ctypes.CDLL | None:
         return None
     try:
         way_out = f"set {SWITCH}=0 to do without, or"
-        return ctypes.CDLL(
-            str(compiled(SOURCE, OPTIONS, folder=cache_folder(), way_out=way_out, known=_processor()))
-        )
+        return ctypes.CDLL(str(compiled(SOURCE, OPTIONS, folder=cache_folder(), way_out=way_out, known=_processor())))
     except (ModelwrightError, OSError) as error:
         log.warning("kernels for this processor %s. PyTorch's operators do their work, more slowly.", error)
         return None
@@ -53,18 +54,33 @@ def _processor() -> str:
     return hashlib.sha256("\n".join(flags).encode()).hexdigest()
 
 
-def has_attention(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether there are kernels for attention in this format, with heads of this width."""
-    return dtype in NAMES and head_dim % LANES == 0 and kernels() is not None
+def take(*tensors: Tensor) -> bool:
+    """Whether kernels take these tensors: of a CPU, in a format they know, no wrappers, not while code is traced."""
+    return (
+        all(
+            type(one) in (Tensor, nn.Parameter, FakeTensor) and one.device.type == "cpu" and one.dtype in NAMES
+            for one in tensors
+        )
+        and not torch.compiler.is_compiling()
+        and kernels() is not None
+    )
+
+
+def take_heads(x: Tensor) -> bool:
+    """Whether kernels take queries or keys of this width."""
+    return x.shape[-1] % LANES == 0 and take(x)
 
 
 def attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P5: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal attention of tiles (`ops.attention.Tiles`), one format, contiguous: the output [B, T, H, d], zeros where
-    there is no tile, and the logs of the softmax's denominators [B, K, G, T], FP32."""
-    (rows, row_len, num_heads, _), num_kv_heads = q_BTHd.shape, k_BTKd.shape[2]
-    out_BTHd = torch.zeros_like(q_BTHd)
+    """Causal attention of tiles (`ops.attention.Tiles`), one format: the output [B, T, H, d], zeros where there is no
+    tile, and the logs of the softmax's denominators [B, K, G, T], FP32."""
+    (rows, row_len, num_heads, head_dim), num_kv_heads = q_BTHd.shape, k_BTKd.shape[2]
+    out_BTHd = torch.zeros_like(q_BTHd, memory_format=torch.contiguous_format)
     lse_BKGT = q_BTHd.new_zeros((rows, num_kv_heads, num_heads // num_kv_heads, row_len), dtype=torch.float32)
-    _call("attention_forward", q_BTHd, k_BTKd, (q_BTHd, k_BTKd, v_BTKd), bounds_P5, (out_BTHd, lse_BKGT))
+    _call(
+        f"attention_forward_{NAMES[q_BTHd.dtype]}", q_BTHd, k_BTKd, v_BTKd, bounds_P5, len(bounds_P5),
+        _attention_shape(q_BTHd, k_BTKd), head_dim**-0.5, out_BTHd, lse_BKGT,
+    )  # fmt: skip
     return out_BTHd, lse_BKGT
 
 
@@ -77,74 +93,95 @@ def attention_backward(
     lse_BKGT: Tensor,
     bounds_P5: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, in their format; all contiguous."""
-    found = torch.zeros_like(q_BTHd), torch.zeros_like(k_BTKd), torch.zeros_like(v_BTKd)
-    given = (grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT)
-    _call("attention_backward", q_BTHd, k_BTKd, given, bounds_P5, found)
-    return found
+    """Gradients of queries, keys and values, in their format."""
+    q, k, v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_BTHd, k_BTKd, v_BTKd))
+    _call(
+        f"attention_backward_{NAMES[q_BTHd.dtype]}", grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bounds_P5,
+        len(bounds_P5), _attention_shape(q_BTHd, k_BTKd), q_BTHd.shape[-1] ** -0.5, q, k, v,
+    )  # fmt: skip
+    return q, k, v
 
 
-def _call(
-    name: str, q_BTHd: Tensor, k_BTKd: Tensor, given: tuple[Tensor, ...], bounds_P5: Tensor, found: tuple[Tensor, ...]
-) -> None:
-    library = kernels()
-    assert library is not None
-    assert all(one.is_contiguous() for one in (*given, bounds_P5, *found))
+def _attention_shape(q_BTHd: Tensor, k_BTKd: Tensor) -> Tensor:
     _, row_len, num_heads, head_dim = q_BTHd.shape
-    shape = (ctypes.c_int64 * 5)(row_len, k_BTKd.shape[1], num_heads, k_BTKd.shape[2], head_dim)
-    getattr(library, f"{name}_{NAMES[q_BTHd.dtype]}")(
-        *map(_at, (*given, bounds_P5)),
-        ctypes.c_int64(len(bounds_P5)),
-        shape,
-        ctypes.c_float(head_dim**-0.5),
-        *map(_at, found),
-        ctypes.c_int(torch.get_num_threads()),
-    )
+    return torch.tensor([row_len, k_BTKd.shape[1], num_heads, k_BTKd.shape[2], head_dim])
 
 
-def has_quantisation(x_RK: Tensor) -> bool:
-    """Whether there is a kernel for INT8 codes of this matrix, with a scale for each row: both lie in one piece."""
-    return (
-        x_RK.device.type == "cpu"
-        and x_RK.dtype in NAMES
-        and x_RK.dim() == 2
-        and (x_RK.is_contiguous() or x_RK.T.is_contiguous())
-        and kernels() is not None
-    )
+def norm(x: Tensor, weight_D: Tensor, eps: float, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, and 1 / sqrt(mean(x^2) + eps) of each row."""
+    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    inverse = torch.empty(x.shape[:-1], device=x.device)
+    width = x.shape[-1]
+    _call(f"norm_forward_{NAMES[x.dtype]}_{NAMES[out_dtype]}", x, weight_D, x.numel() // width, width, eps, y, inverse)
+    return y, inverse
+
+
+def norm_backward(grad: Tensor, x: Tensor, weight_D: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the input, in its format, and of the weight."""
+    of_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    width = x.shape[-1]
+    of_weight = torch.zeros(torch.get_num_threads(), width, device=x.device)
+    _call(
+        f"norm_backward_{NAMES[x.dtype]}_{NAMES[grad.dtype]}", grad, x, weight_D, inverse, x.numel() // width, width,
+        of_x, of_weight,
+    )  # fmt: skip
+    return of_x, of_weight.sum(0)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gate * sigmoid(gate) * up, all of one format."""
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _call(f"swiglu_forward_{NAMES[gate.dtype]}", gate, up, gate.numel(), out)
+    return out
+
+
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    of_gate, of_up = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
+    _call(f"swiglu_backward_{NAMES[gate.dtype]}", grad, gate, up, gate.numel(), of_gate, of_up)
+    return of_gate, of_up
+
+
+def rotate(x_BTHd: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor, *, back: bool) -> Tensor:
+    """Heads turned by the angles of `ops.rope.rope_tables`, or turned back."""
+    y = torch.empty(x_BTHd.shape, dtype=x_BTHd.dtype, device=x_BTHd.device)
+    rows, row_len, num_heads, head_dim = x_BTHd.shape
+    _call(f"rotate_{NAMES[x_BTHd.dtype]}", x_BTHd, cos_BT1d, sin_BT1d, rows * row_len, num_heads, head_dim, back, y)
+    return y
 
 
 def quantise(x_RK: Tensor, *, stochastic: bool) -> tuple[Tensor, Tensor]:
-    """INT8 codes [R, K], which lie as `x_RK` does, and FP32 scales [R, 1]. Random rounding takes one number of
-    PyTorch's generator as its seed."""
+    """INT8 codes [R, K], which lie as `x_RK` does (row by row or column by column), and FP32 scales [R, 1]. Random
+    rounding takes one number of PyTorch's generator as its seed."""
     by_column = not x_RK.is_contiguous()
     given = x_RK.T if by_column else x_RK
-    codes, scales = torch.empty_like(given, dtype=torch.int8), torch.empty(len(x_RK), 1)
-    seed = int(torch.randint(2**63 - 1, ())) if stochastic else 0
-    library = kernels()
-    assert library is not None
-    getattr(library, f"quantise_{NAMES[x_RK.dtype]}")(
-        _at(given), *map(ctypes.c_int64, given.shape), ctypes.c_int(by_column), ctypes.c_int(stochastic),
-        ctypes.c_uint64(seed), _at(codes), _at(scales), ctypes.c_int(torch.get_num_threads()),
-    )  # fmt: skip
+    codes = torch.empty(given.shape, dtype=torch.int8, device=x_RK.device)
+    scales = torch.empty(len(x_RK), 1, device=x_RK.device)
+    seed = int(torch.randint(2**63 - 1, ())) if stochastic and type(x_RK) is not FakeTensor else 0
+    _call(f"quantise_{NAMES[x_RK.dtype]}", given, *given.shape, by_column, stochastic, seed, codes, scales)
     return codes.T if by_column else codes, scales
 
 
-def has_rescaling(result: torch.dtype) -> bool:
-    return result in NAMES and kernels() is not None
-
-
 def rescale(sums_MN: Tensor, of_rows: Tensor, of_columns: Tensor, result: torch.dtype) -> Tensor:
-    """Sums of codes' products (INT32, contiguous) times a scale of their row and one of their column, in `result`."""
-    found = torch.empty(sums_MN.shape, dtype=result)
-    library = kernels()
-    assert library is not None
-    assert sums_MN.is_contiguous()
-    getattr(library, f"rescale_{NAMES[result]}")(
-        _at(sums_MN), *map(ctypes.c_int64, sums_MN.shape), _at(of_rows), _at(of_columns), _at(found),
-        ctypes.c_int(torch.get_num_threads()),
-    )  # fmt: skip
+    """Sums of codes' products (INT32) times a scale of their row and one of their column, in `result`."""
+    found = torch.empty(sums_MN.shape, dtype=result, device=sums_MN.device)
+    _call(f"rescale_{NAMES[result]}", sums_MN, *sums_MN.shape, of_rows, of_columns, found)
     return found
 
 
-def _at(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
+def _call(name: str, *arguments: Argument) -> None:
+    """By pointers, so tensors must be contiguous; results are tensors too, and were made so."""
+    tensors = [one for one in arguments if isinstance(one, Tensor)]
+    if any(type(one) is FakeTensor for one in tensors):
+        return
+    library = kernels()
+    assert library is not None
+    assert all(one.is_contiguous() for one in tensors)
+    getattr(library, name)(*map(_as_c, arguments), ctypes.c_int(torch.get_num_threads()))
+
+
+def _as_c(argument: Argument) -> ctypes.c_void_p | ctypes.c_float | ctypes.c_int | ctypes.c_int64:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, float):
+        return ctypes.c_float(argument)
+    return ctypes.c_int(argument) if isinstance(argument, bool) else ctypes.c_int64(argument)

@@ -1,7 +1,7 @@
 """Root-mean-square normalisation (Zhang and Sennrich 2019).
 
 PyTorch's own `rms_norm` is composed of many elementwise passes on a CPU, forward and backward; here both directions
-are written out with as few passes as eager code allows.
+are one kernel each (`cpu_kernels`) or, where there is none, written out with as few passes as eager code allows.
 
 Legend: D normalised width, the last dimension.
 """
@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from modelwright.ops import cpu_kernels
+
 
 def rms_norm(
     x: Tensor, weight_D: Tensor, eps: float, *, out_dtype: torch.dtype | None = None, in_fp32: bool = True
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the format of `x` or `out_dtype`.
 
-    Computed in FP32 or wider; without `in_fp32` in the format of `x`.
+    Computed in FP32 or wider; without `in_fp32` in the format of `x`, unless there is a kernel.
 
     Differentiable once, in `x` and `weight_D`. Under `torch.compile` the definition itself is traced: the compiler
     fuses it better than it would fuse a fixed backward.
@@ -25,7 +27,10 @@ def rms_norm(
         return rms_norm_naive(x, weight_D, eps, out_dtype=out_dtype, in_fp32=in_fp32)
     if not torch.is_grad_enabled() and x.dtype == weight_D.dtype == torch.float32 and out_dtype in (None, x.dtype):
         return F.rms_norm(x, weight_D.shape, weight_D, eps)  # one kernel call: what a decode step of few rows needs
-    return _RmsNorm.apply(x, weight_D, eps, out_dtype or x.dtype, in_fp32)  # type: ignore[return-value]
+    out_dtype = out_dtype or x.dtype
+    if weight_D.dtype == torch.float32 and out_dtype in cpu_kernels.NAMES and cpu_kernels.take(x, weight_D):
+        return _RmsNormByKernel.apply(x.contiguous(), weight_D, eps, out_dtype)  # type: ignore[return-value]
+    return _RmsNorm.apply(x, weight_D, eps, out_dtype, in_fp32)  # type: ignore[return-value]
 
 
 def rms_norm_naive(
@@ -62,3 +67,18 @@ class _RmsNorm(torch.autograd.Function):
         projection = (product @ weight).unsqueeze(-1).div_(unit.shape[-1])
         grad_x = (grad * weight).sub_(unit * projection).mul_(inverse)
         return grad_x.to(ctx.dtype), product.flatten(0, -2).sum(0).to(weight_D.dtype), None, None, None
+
+
+class _RmsNormByKernel(torch.autograd.Function):
+    """Keeps its input, which the residual stream keeps in any case, where the other keeps a normalised copy."""
+
+    @staticmethod
+    def forward(ctx, x, weight_D, eps, out_dtype):
+        y, inverse = cpu_kernels.norm(x, weight_D, eps, out_dtype)
+        ctx.save_for_backward(x, weight_D, inverse)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return *cpu_kernels.norm_backward(grad.contiguous(), *ctx.saved_tensors), None, None

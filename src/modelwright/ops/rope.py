@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from modelwright.ops import cpu_kernels
+
 
 def rope_tables(positions_BT: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and signed sines of integer positions, each [B, T, 1, head_dim] in FP32.
@@ -17,6 +19,10 @@ def rope_tables(positions_BT: Tensor, head_dim: int, theta: float) -> tuple[Tens
 
 def apply_rope(x_BTHd: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor) -> Tensor:
     """Rotate each pair (i, i + head_dim / 2) of the last dimension by its position's angle; tables of `rope_tables`."""
+    tables = (cos_BT1d, sin_BT1d)
+    whole = cos_BT1d.shape[:2] == x_BTHd.shape[:2] and all(table.is_contiguous() for table in tables)
+    if whole and x_BTHd.shape[-1] % (2 * cpu_kernels.LANES) == 0 and cpu_kernels.take(x_BTHd, *tables):
+        return _Rotate.apply(x_BTHd, *tables)  # type: ignore[return-value]
     swapped = x_BTHd.roll(x_BTHd.shape[-1] // 2, dims=-1)
     return torch.addcmul(x_BTHd * cos_BT1d, swapped, sin_BT1d).to(x_BTHd.dtype)
 
@@ -29,3 +35,15 @@ def apply_rope_naive(x_BTHd: Tensor, positions_BT: Tensor, theta: float) -> Tens
     pairs = torch.complex(x_BTHd[..., :half].double(), x_BTHd[..., half:].double())
     turned = pairs * torch.polar(torch.ones_like(angles), angles)
     return torch.cat((turned.real, turned.imag), dim=-1).to(x_BTHd.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_BTHd, cos_BT1d, sin_BT1d):
+        ctx.save_for_backward(cos_BT1d, sin_BT1d)
+        return cpu_kernels.rotate(x_BTHd.contiguous(), cos_BT1d, sin_BT1d, back=False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return cpu_kernels.rotate(grad.contiguous(), *ctx.saved_tensors, back=True), None, None

@@ -22,6 +22,7 @@ from modelwright.memory.checkpointing import segments_for
 from modelwright.memory.config import ActivationConfig, Tier
 from modelwright.memory.lifetimes import Timeline
 from modelwright.model.config import ModelConfig
+from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.plan.traced_step import ObjectiveOf, trace_step
 from modelwright.train.config import TrainConfig
@@ -133,7 +134,8 @@ def _with_updates_in_backward(train: TrainConfig) -> TrainConfig:
 
 def _candidates(model: ModelConfig, train: TrainConfig, seq_len: int, elsewhere: Elsewhere) -> Sequence[_Candidate]:
     """Ways to treat the blocks, from what costs least to what keeps least. The first is as configured."""
-    shape = block_shape(model, compute=train.precision.planned_as, mean_context=model.max_seq_len / 2)
+    compute, fused = train.precision.planned_as, cpu_kernels.kernels() is not None
+    shape = block_shape(model, compute=compute, mean_context=model.max_seq_len / 2, fused=fused)
     num_tokens = train.batch_rows(seq_len) * seq_len // train.num_microbatches
     end_bytes = head_workspace_bytes(model, num_tokens=num_tokens, chunk_tokens=CHUNK_TOKENS)
     whole = num_tokens * (model.num_layers * shape.whole_bytes + shape.workspace_bytes) + end_bytes

@@ -15,6 +15,7 @@ from modelwright.memory.checkpointing import checkpoint_segments, remove_checkpo
 from modelwright.memory.config import ActivationConfig
 from modelwright.memory.offload import Store
 from modelwright.model.decoder import Decoder
+from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import Mesh
@@ -115,6 +116,7 @@ def activation_pass(
             mean_context=model.config.max_seq_len / 2,
             tensor=parallel.tensor,
             sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
+            fused=cpu_kernels.take(*model.parameters()),
         )
         layers, owners = layers_of_stages(model.config, parallel), rank_of_stage(parallel)
         rank_layers = sum(len(held) for held, owner in zip(layers, owners, strict=True) if owner == pipeline_rank)

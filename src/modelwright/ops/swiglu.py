@@ -1,0 +1,34 @@
+"""The gated activation of the feed-forward layers (Shazeer 2020)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modelwright.ops import cpu_kernels
+
+
+def swiglu(gate: Tensor, up: Tensor, *, in_fp32: bool = False) -> Tensor:
+    """gate * sigmoid(gate) * up, in the format of `up`; in_fp32: the activation is not computed in a narrower format.
+
+    Differentiable; once, where there is a kernel.
+    """
+    if gate.dtype == up.dtype and cpu_kernels.take(gate, up):
+        return _SwiGlu.apply(gate.contiguous(), up.contiguous())  # type: ignore[return-value]
+    return swiglu_naive(gate, up, in_fp32=in_fp32)
+
+
+def swiglu_naive(gate: Tensor, up: Tensor, *, in_fp32: bool = False) -> Tensor:
+    """The definition; the twin of `swiglu`."""
+    return (F.silu(gate.float() if in_fp32 else gate) * up).to(up.dtype)
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return cpu_kernels.swiglu(gate, up)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return cpu_kernels.swiglu_backward(grad.contiguous(), *ctx.saved_tensors)

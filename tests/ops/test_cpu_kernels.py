@@ -1,0 +1,210 @@
+"""Kernels for the processor against the operators whose place they take, outputs and gradients, and doing without."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from modelwright.ops import cpu_kernels
+from modelwright.ops.attention import document_mask, masked_attention_naive, packed_attention, packed_cuts, packed_tiles
+from modelwright.ops.norm import rms_norm, rms_norm_naive
+from modelwright.ops.rope import apply_rope, apply_rope_naive, rope_tables
+from modelwright.ops.scaled import ROWWISE, dequantise, quantise, quantise_naive, scaled_product, scaled_product_naive
+from modelwright.ops.swiglu import swiglu, swiglu_naive
+from tolerances import TOLERANCES
+
+needs_kernels = pytest.mark.skipif(cpu_kernels.kernels() is None, reason="needs a C++ compiler")
+FORMATS = [torch.float32, torch.bfloat16]
+
+
+def made(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+
+
+def assert_equal_with_gradients(fast, naive, inputs):
+    """fast and naive: of the same inputs; the naive one in FP32 or wider."""
+    ours, reference = fast(*inputs), naive(*(one.detach().float().requires_grad_() for one in inputs))
+    wide = [one.detach().float().requires_grad_() for one in inputs]
+    reference = naive(*wide)
+    grad = torch.linspace(-1, 1, ours.numel()).view(ours.shape)
+    found = [ours, *torch.autograd.grad(ours, inputs, grad.to(ours.dtype))]
+    wanted = [reference, *torch.autograd.grad(reference, wide, grad.to(ours.dtype).to(reference.dtype))]
+    narrow = torch.bfloat16 in (ours.dtype, *(one.dtype for one in inputs))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(
+            one.float(), other.float(), **TOLERANCES["bf16_gradient" if narrow else "fp32_gradient"]
+        )
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 16), (6, 2, 32), (3, 1, 48), (2, 2, 128)])
+@pytest.mark.parametrize(
+    "lengths", [[[13], [13]], [[64, 1, 65], [130]], [[63, 3, 40, 24], [66, 64]], [[1] * 20]], ids=str
+)
+def test_attention(lengths, heads, kv_heads, dim, dtype):
+    rows = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths]
+    segments = torch.stack(rows)
+    shapes = [(*segments.shape, count, dim) for count in (heads, kv_heads, kv_heads)]
+    inputs = [made(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
+    for tiles in (packed_cuts(segments), packed_tiles(segments, 10)):
+        assert len(tiles.bounds_P5)
+        assert_equal_with_gradients(
+            lambda q, k, v, tiles=tiles: packed_attention(q, k, v, tiles),
+            lambda q, k, v: masked_attention_naive(q, k, v, document_mask(segments)),
+            inputs,
+        )
+
+
+@needs_kernels
+def test_attention_of_large_scores_and_with_any_number_of_threads(monkeypatch):
+    """Weights that underflow are zero; results have the same bits for one thread and for three."""
+    segments = torch.zeros(1, 150, dtype=torch.int64)
+    inputs = [made(1, 150, 2, 32, seed=seed) for seed in range(3)]
+    tiles = packed_cuts(segments)
+    found = []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        out = packed_attention(60 * inputs[0], inputs[1], inputs[2], tiles)
+        found.append([out.detach(), *torch.autograd.grad(out.square().sum(), inputs)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    exact = masked_attention_naive(60 * inputs[0], inputs[1], inputs[2], document_mask(segments))
+    torch.testing.assert_close(found[0][0], exact, rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("out_dtype", FORMATS)
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 7, 33), (2, 3, 4, 32), (70, 64)])
+def test_norm(shape, dtype, out_dtype):
+    weight = made(shape[-1], seed=1)
+    assert_equal_with_gradients(
+        lambda x, w: rms_norm(x, w, 1e-5, out_dtype=out_dtype),
+        lambda x, w: rms_norm_naive(x, w, 1e-5),
+        [made(*shape, dtype=dtype), weight],
+    )
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("shape", [(1,), (3, 17), (2, 5, 48)])
+def test_swiglu(shape, dtype):
+    gate = (made(*shape).detach() * 10).to(dtype).requires_grad_()
+    assert_equal_with_gradients(swiglu, swiglu_naive, [gate, made(*shape, dtype=dtype, seed=1)])
+
+
+@needs_kernels
+def test_swiglu_of_the_largest_numbers():
+    gate = torch.tensor([-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30], requires_grad=True)
+    out = swiglu(gate, torch.ones(7))
+    torch.testing.assert_close(out, torch.nn.functional.silu(gate), rtol=1e-5, atol=1e-30)
+    assert torch.autograd.grad(out.sum(), gate)[0].isfinite().all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_rope(dtype):
+    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 5, 100, 511, 3]])
+    tables = rope_tables(positions, 32, 1e4)
+    assert_equal_with_gradients(
+        lambda x: apply_rope(x, *tables),
+        lambda x: apply_rope_naive(x, positions, 1e4),
+        [made(2, 5, 3, 32, dtype=dtype)],
+    )
+
+
+@needs_kernels
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("shape", [(1, 1), (37, 53), (64, 96)])
+def test_int8_codes_are_those_of_the_definition(shape, dtype, across):
+    x = made(*shape, dtype=dtype).detach()
+    x[0] = 0.0
+    x = x.T if across else x
+    codes, scales = quantise(x, ROWWISE, torch.int8)
+    for ours, wanted in zip((codes, scales), quantise_naive(x, ROWWISE, torch.int8), strict=True):
+        assert torch.equal(ours, wanted)
+    assert codes.stride() == x.stride()
+
+
+@needs_kernels
+@pytest.mark.parametrize("across", [False, True])
+def test_random_rounding_is_right_in_the_mean_and_follows_the_seed(across):
+    x = torch.rand(32, 48, generator=torch.Generator().manual_seed(0)) * 3 - 1.5
+    x = x.T if across else x
+    exact = x / quantise(x, ROWWISE, torch.int8)[1]
+    torch.manual_seed(1)
+    drawn = [quantise(x, ROWWISE, torch.int8, stochastic=True)[0].float() for _ in range(2000)]
+    assert all(((codes - exact).abs() < 1.0 + 1e-4).all() for codes in drawn)
+    mean = torch.stack(drawn).mean(0)
+    deviation = ((exact - exact.floor()) * (exact.ceil() - exact) / len(drawn)).sqrt()
+    assert ((mean - exact).abs() <= 5.5 * deviation + 1e-4).all()
+    torch.manual_seed(1)
+    assert torch.equal(quantise(x, ROWWISE, torch.int8, stochastic=True)[0].float(), drawn[0])
+    assert not torch.equal(drawn[0], drawn[1])
+
+
+@needs_kernels
+@pytest.mark.parametrize("result", FORMATS)
+def test_scaled_product(result):
+    a, b = (quantise(made(rows, 80, seed=rows).detach(), ROWWISE, torch.int8) for rows in (33, 24))
+    ours = scaled_product(a, b, (ROWWISE, ROWWISE), result)
+    wanted = scaled_product_naive(a, b, (ROWWISE, ROWWISE), torch.float32)
+    assert ours.dtype == result
+    torch.testing.assert_close(
+        ours.float(), wanted, **TOLERANCES["bf16_gradient" if result != torch.float32 else "fp32_op"]
+    )
+    torch.testing.assert_close(dequantise(*a, ROWWISE) @ dequantise(*b, ROWWISE).T, wanted)
+
+
+@needs_kernels
+def test_numbers_that_are_none_stay_so_and_are_seen():
+    x = torch.ones(2, 32)
+    x[0, 3] = float("nan")
+    for dtype in FORMATS:
+        out = rms_norm(x.to(dtype), torch.ones(32), 1e-5, out_dtype=dtype)
+        assert out[0].isnan().all()
+        assert out[1].isfinite().all()
+        assert swiglu(x.to(dtype), x.to(dtype)).isnan().sum() == 1
+
+
+@needs_kernels
+def test_fake_tensors_have_the_shapes_and_keep_the_bytes():
+    def run():
+        x, gate = torch.randn(2, 5, 32, requires_grad=True), torch.randn(2, 5, 32, requires_grad=True)
+        y = rms_norm(x, torch.ones(32), 1e-5, out_dtype=torch.bfloat16)
+        turned = apply_rope(x.view(2, 5, 1, 32), torch.ones(2, 5, 1, 32), torch.ones(2, 5, 1, 32))
+        codes = quantise(x.view(10, 32), ROWWISE, torch.int8, stochastic=True)[0]
+        out = swiglu(x, gate)
+        (out.sum() + y.float().sum() + turned.sum()).backward()
+        return [(one.shape, one.dtype, one.stride()) for one in (y, turned, codes, out, x.grad, gate.grad)]
+
+    real = run()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert run() == real
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"), [({"CXX": "no-such-compiler"}, True), ({cpu_kernels.SWITCH: "0"}, False)]
+)
+def test_without_them_the_operators_do_their_work(variables, said, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.WARNING, "modelwright.ops"):
+        assert cpu_kernels.kernels.__wrapped__() is None
+    found = [record.message for record in caplog.records]
+    assert len(found) == said
+    assert not said or "'no-such-compiler'; set MODELWRIGHT_CPU_KERNELS=0" in found[0]
+
+
+@needs_kernels
+def test_processes_that_build_at_once_leave_one_library(tmp_path):
+    code = "from modelwright.ops import cpu_kernels; assert cpu_kernels.kernels() is not None"
+    environment = {"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    both = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
+    assert [one.wait(timeout=120) for one in both] == [0, 0]
+    assert [path.suffix for path in (tmp_path / "modelwright").iterdir()] == [".so"]
