@@ -152,7 +152,7 @@ def _packed_forward(
     if _is_whole(bias):
         return _whole_forward(q_BTHd, k_BTKd, v_BTKd, bias)
     if cpu_kernels.take_heads(q_BTHd):
-        return cpu_kernels.attention(*(x.contiguous() for x in (q_BTHd, k_BTKd, v_BTKd)), bounds_P5)
+        return cpu_kernels.attention(q_BTHd.contiguous(), k_BTKd.contiguous(), v_BTKd.contiguous(), bounds_P5)
     rows, row_len, num_heads, _ = q_BTHd.shape
     num_kv_heads = k_BTKd.shape[2]
     out_BTHd = torch.empty_like(q_BTHd, memory_format=torch.contiguous_format)
@@ -194,8 +194,8 @@ def _packed_backward(
     if _is_whole(bias):
         return _whole_backward(grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bias)
     if cpu_kernels.take_heads(q_BTHd):
-        given = (x.contiguous() for x in (grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT))
-        return cpu_kernels.attention_backward(*given, bounds_P5)
+        q, k, v = q_BTHd.contiguous(), k_BTKd.contiguous(), v_BTKd.contiguous()
+        return cpu_kernels.attention_backward(grad_BTHd.contiguous(), q, k, v, out_BTHd, lse_BKGT, bounds_P5)
     num_kv_heads = k_BTKd.shape[2]
     q_BKGTd, k_BKGTd, v_BKGTd = _grouped(*widened(q_BTHd, k_BTKd, v_BTKd))
     grad_q = torch.empty_like(q_BTHd, memory_format=torch.contiguous_format)
