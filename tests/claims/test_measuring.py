@@ -89,18 +89,20 @@ def test_schedule_verdict_needs_a_significant_gain_in_every_regime():
 
 
 def test_bf16_verdict_says_what_fell_short_and_why():
-    fp32 = [run(3.0), run(3.1)]
-    rates = {"fp32": 1e11, "bf16": 2e11}
+    rates = {"fp32": 1e11, "bf16": 3e11}
     peaks = {"fp32": 100, "bf16": 80}
-    faster = {"fp32": fp32, "bf16": [run(3.001, 1600.0), run(3.102, 1700.0)]}
-    assert bf16_mixed.judge(faster, peaks, rates, SIZE).kind == "met"
-    slower = {"fp32": fp32, "bf16": [run(3.001, 100.0), run(3.102, 110.0)]}
-    result = bf16_mixed.judge(slower, peaks, rates | {"bf16": 1e10}, SIZE)
+
+    def judge(speeds=(1.6, 2.1, 2.3), losses=(3.001, 3.102), rates=rates):
+        paces = {"fp32": [1000.0] * 3, "bf16": [1000 * speed for speed in speeds]}
+        return bf16_mixed.judge(paces, {"fp32": [3.0, 3.1], "bf16": losses}, peaks, rates, SIZE, SIZE)
+
+    assert judge().kind == "met"
+    result = judge(speeds=(0.1, 0.2, 0.3), rates=rates | {"bf16": 1e10})
     assert result.kind == "short"
-    assert result.reason.startswith("speed short by 1.29x")
+    assert result.reason.startswith("speed short by 1.80x")
     assert "0.10x FP32" in result.reason
-    worse = {"fp32": fp32, "bf16": [run(3.2, 1600.0), run(3.3, 1700.0)]}
-    assert "loss worse by 0.200 nats" in bf16_mixed.judge(worse, peaks, rates, SIZE).reason
+    assert "the rest of the step" in judge(speeds=(1.1, 1.2, 1.3)).reason
+    assert "loss worse by 0.200 nats" in judge(losses=(3.2, 3.3)).reason
 
 
 def test_packing_verdict():

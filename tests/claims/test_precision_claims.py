@@ -2,7 +2,7 @@
 
 import pytest
 
-from modelwright.claims import adaptive_precision, precision_policies
+from modelwright.claims import adaptive_precision, large_runs, precision_policies
 from modelwright.claims.claim import Setting
 from modelwright.claims.workbench import Run, Size
 from modelwright.core.config import parse
@@ -50,11 +50,31 @@ def test_a_16_bit_policy_has_to_reach_all_three_and_none_may_cost_too_much():
 
 def test_a_controller_has_to_beat_the_trivial_policies():
     def judged(speed=390.0, loss=4.01, peak=55):
-        arms = {"fp32": runs(4.0, 100.0), "all INT8": runs(4.05, 380.0), "rules": runs(loss, speed)}
-        return adaptive_precision.judge(arms, {"fp32": 100, "all INT8": 50, "rules": peak}, PRODUCTS, SIZE)
+        paces = {"fp32": [100.0], "all INT8": [380.0], "rules": [speed]}
+        losses = {"fp32": [4.0], "all INT8": [4.05], "rules": [loss]}
+        peaks = {"fp32": 100, "all INT8": 50, "rules": peak}
+        return adaptive_precision.judge(paces, losses, peaks, PRODUCTS, SIZE, SIZE)
 
     assert judged().kind == "met"
     for worse in ({"speed": 370.0}, {"loss": 4.03}, {"peak": 61}):
         assert judged(**worse).kind == "short"
     assert "all INT8 at 3.80x" in judged().reason
     assert "at most 4.00x as fast" in judged().reason
+
+
+def test_paces_are_kept_by_arms_and_count_all_steps_from_the_first_on(tmp_path, monkeypatch):
+    setting = Setting(quick=True, folder=tmp_path, progress=SilentProgress(), kept=tmp_path / "kept")
+    made = []
+
+    def run(setting, text, size, config, *, seed):
+        made.append((config.precision.policy, size.num_steps, seed))
+        return Run(heldout_loss=1.0, tokens_per_s=9e9, step_s=1.0, times_s=(9.0, 1.0, 3.0), tokens=(5, 10, 20))
+
+    monkeypatch.setattr(large_runs.workbench, "run", run)
+    arms = {"a": large_runs.Paced(precision=PrecisionConfig(policy="fp32"), first=1, end=3)}
+    for _ in range(2):
+        assert large_runs.paces(setting, arms, range(2), name="claim") == {"a": [7.5, 7.5]}
+    assert [(policy, seed) for policy, _, seed in made] == [("fp32", 0), ("fp32", 1)]
+    arms |= {"b": large_runs.Paced(precision=PrecisionConfig(policy="bf16_mixed"), first=0, end=3)}
+    assert large_runs.paces(setting, arms, range(1), name="claim") == {"a": [7.5], "b": [35 / 13]}
+    assert len(made) == 4

@@ -9,6 +9,7 @@ from typing import Any
 
 from modelwright.claims import workbench
 from modelwright.claims.claim import Claim, Result, Setting
+from modelwright.claims.large_runs import Paced, large_size, paces, peaks
 from modelwright.claims.precision_policies import FP32, beside_fp32, product_speeds
 from modelwright.claims.workbench import Size
 from modelwright.core.config import parse
@@ -16,46 +17,70 @@ from modelwright.ops.formats import Format
 from modelwright.precision.policy import PrecisionConfig
 
 CHANGING = {"every": 50, "window": 4}
+LARGE_CHANGING = {"every": 20, "window": 2}
+"""On the large model: more decisions a step than anybody would ask for, so that a short run holds some."""
+IN_BF16 = {"policy": "bf16_mixed", "results": "bf16", "layers": {"embedding": "bf16"}}
+"""Widest formats of the controllers' parts, and the format of the residual stream and of what products give."""
 ARMS: dict[str, dict[str, Any]] = {
     FP32: {"policy": "fp32"},
     "all BF16": {"policy": "bf16_mixed"},
     "all INT8": {"policy": "int8"},
-    "rules": {"policy": "fp32", "adaptive": {"kind": "rules", **CHANGING}},
-    "bandit": {"policy": "fp32", "adaptive": {"kind": "bandit", **CHANGING}},
+    "rules": {**IN_BF16, "adaptive": {"kind": "rules", **CHANGING}},
+    "bandit": {**IN_BF16, "adaptive": {"kind": "bandit", **CHANGING}},
 }
 ADAPTIVE = ("rules", "bandit")
 SPEED, MEMORY, GAP = 3.0, 40.0, 0.5
+MEMORY_ROWS = 16
+"""Rows of a batch where memory is compared."""
+
+
+def arms_with(changing: Mapping[str, int]) -> dict[str, PrecisionConfig]:
+    """All arms; controllers decide as often as this says."""
+    arms = {name: dict(arm) for name, arm in ARMS.items()}
+    for name in ADAPTIVE:
+        arms[name] |= {"adaptive": {**arms[name]["adaptive"], **changing}}
+    return {name: parse(PrecisionConfig, arm) for name, arm in arms.items()}
 
 
 def measure(setting: Setting) -> Result:
-    """All arms of a seed one after the other; memory in processes of their own."""
+    """Losses on a small model; pace and memory on one of 37 million parameters, memory in processes of its own."""
     num_steps, seeds = (120, range(1)) if setting.quick else (600, range(3))
     size = Size(model_dim=128, num_layers=2, seq_len=128, batch_rows=4, num_steps=num_steps, learning_rate=3e-3)
     if setting.quick:
         size = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=4, num_steps=num_steps, learning_rate=3e-3)
     text = workbench.prepare_text(setting)
     names = [FP32, "all INT8", "rules"] if setting.quick else list(ARMS)
+    often, short = LARGE_CHANGING["every"], 4 if setting.quick else 10
+    paced = {
+        name: Paced(precision=one, first=often if name in ADAPTIVE else 2, end=3 * often if name in ADAPTIVE else short)
+        for name, one in arms_with(LARGE_CHANGING).items()
+        if name in names
+    }
+    found = paces(setting, paced, seeds, name="adaptive_precision")
+    soon = {name: one for name, one in arms_with({"every": 2, "window": 1}).items() if name in names}
+    taken = peaks(setting, soon, batch_rows=MEMORY_ROWS, name="adaptive_precision")
     configs = {name: size.train_config(precision=parse(PrecisionConfig, ARMS[name])) for name in names}
-    runs: dict[str, list[workbench.Run]] = {name: [] for name in names}
+    losses: dict[str, list[float]] = {name: [] for name in names}
     for seed in seeds:
         for name in names:
-            setting.progress.note(f"adaptive_precision: {name}, seed {seed}")
-            runs[name].append(workbench.run(setting, text, size, configs[name], seed=seed))
-    peaks = {name: workbench.peak_alone(setting, text, size, configs[name]) for name in names}
-    return judge(runs, peaks, product_speeds(setting), size)
+            setting.progress.note(f"adaptive_precision: loss of {name}, seed {seed}")
+            losses[name].append(workbench.run(setting, text, size, configs[name], seed=seed).heldout_loss)
+    return judge(found, losses, taken, product_speeds(setting), size, large_size(setting))
 
 
 def judge(
-    runs: Mapping[str, Sequence[workbench.Run]],
+    paces: Mapping[str, Sequence[float]],
+    losses: Mapping[str, Sequence[float]],
     peaks: Mapping[str, int],
     products: Mapping[Format, float],
     size: Size,
+    large: Size,
 ) -> Result:
     """Met when a controller reaches speed, memory and loss, and is faster than the trivial policies."""
-    beside = beside_fp32(runs, peaks, products)
+    beside = beside_fp32(paces, losses, peaks, products)
     speeds, gaps, saved = beside.speeds | {FP32: 1.0}, beside.gaps, beside.saved
-    best = max((name for name in ADAPTIVE if name in runs), key=lambda name: speeds[name])
-    trivial = max((name for name in runs if name not in ADAPTIVE), key=lambda name: speeds[name])
+    best = max((name for name in ADAPTIVE if name in paces), key=lambda name: speeds[name])
+    trivial = max((name for name in paces if name not in ADAPTIVE), key=lambda name: speeds[name])
     met = speeds[best] >= max(SPEED, speeds[trivial]) and saved[best] >= MEMORY and gaps[best] <= GAP
     bound = max(products.values())
     return Result(
@@ -65,7 +90,14 @@ def judge(
         f"Bare products run at most {bound:.2f}x as fast as FP32's on this machine "
         f"({', '.join(f'{name} {ratio:.2f}x' for name, ratio in products.items())}), which bounds every policy",
         figures=beside.figures,
-        conditions=size.describe() | {"decisions": f"every {CHANGING['every']} steps, {CHANGING['window']} measured"},
+        conditions={
+            **size.describe(),
+            "decisions": f"every {CHANGING['every']} steps, {CHANGING['window']} measured",
+            "pace": f"{large.model_config(workbench.VOCAB_SIZE).num_parameters} parameters, {large.batch_rows} rows of "
+            f"{large.seq_len} tokens; all steps after the first decision, of which there is one every "
+            f"{LARGE_CHANGING['every']} steps, {LARGE_CHANGING['window']} of them measured",
+            "memory": f"the same model, {MEMORY_ROWS} rows",
+        },
         samples=beside.samples,
     )
 
@@ -77,7 +109,8 @@ CLAIM = Claim(
     source="published guides to DeepSeek-style training",
     published="42% less memory, 3.8x iteration speed against FP32",
     compared="rules and a contextual bandit that choose among FP32, BF16 and INT8 for each block's attention and "
-    "feed-forward layers, against FP32, all BF16, and INT8 with FP32 ends; same weights and batches",
+    "feed-forward layers, against FP32, all BF16, and INT8 with FP32 ends; same weights and batches; losses on a small "
+    "model, pace and memory on one of more than 30 million parameters",
     target=f"{SPEED:g}x FP32's tokens per second and more than the trivial policies', {MEMORY:g}% less memory, at most "
     f"{GAP:g}% more held-out loss",
     measure=measure,

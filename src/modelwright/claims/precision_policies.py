@@ -86,18 +86,20 @@ class BesideFp32:
 
 
 def beside_fp32(
-    runs: Mapping[str, Sequence[workbench.Run]], peaks: Mapping[str, int], products: Mapping[Format, float]
+    paces: Mapping[str, Sequence[float]],
+    losses: Mapping[str, Sequence[float]],
+    peaks: Mapping[str, int],
+    products: Mapping[Format, float],
 ) -> BesideFp32:
-    """Runs of the same seeds, paired."""
+    """By tokens per second, held-out losses and peaks; values of the same seeds are paired."""
     found = BesideFp32()
-    for name, of in runs.items():
-        found.samples[f"held-out loss, {name}"] = [run.heldout_loss for run in of]
-        found.samples[f"tokens per second, {name}"] = [run.tokens_per_s for run in of]
+    for name in paces:
+        found.samples[f"held-out loss, {name}"] = list(losses[name])
+        found.samples[f"tokens per second, {name}"] = list(paces[name])
         if name == FP32:
             continue
-        pairs = list(zip(of, runs[FP32], strict=True))
-        gaps = [100 * (one.heldout_loss / exact.heldout_loss - 1) for one, exact in pairs]
-        ratios = [one.tokens_per_s / exact.tokens_per_s for one, exact in pairs]
+        gaps = [100 * (one / exact - 1) for one, exact in zip(losses[name], losses[FP32], strict=True)]
+        ratios = [one / exact for one, exact in zip(paces[name], paces[FP32], strict=True)]
         found.gaps[name], found.speeds[name] = statistics.fmean(gaps), statistics.median(ratios)
         found.saved[name] = 100 * (1 - peaks[name] / peaks[FP32])
         found.figures |= {
@@ -117,7 +119,9 @@ def judge(
     size: Size,
 ) -> Result:
     """Met when a 16-bit policy reaches the published speed, memory and loss, and none costs more loss than it may."""
-    beside = beside_fp32(runs, peaks, products)
+    paces = {name: [run.tokens_per_s for run in of] for name, of in runs.items()}
+    losses = {name: [run.heldout_loss for run in of] for name, of in runs.items()}
+    beside = beside_fp32(paces, losses, peaks, products)
     speeds, gaps, saved = beside.speeds, beside.gaps, beside.saved
     too_far = [name for name, gap in gaps.items() if gap > (GAP_EIGHT if name in EIGHT_BITS else GAP)]
     best = max((name for name in speeds if name not in EIGHT_BITS), key=lambda name: speeds[name])

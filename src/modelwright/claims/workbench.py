@@ -155,11 +155,17 @@ def packed_rows(
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one training run gave. Tokens leave padding out; times leave the first steps out."""
+    """What one training run gave. Tokens leave padding out; times leave the first steps out, but for those by step."""
 
     heldout_loss: float
     tokens_per_s: float
     step_s: float
+    times_s: tuple[float, ...] = ()
+    tokens: tuple[int, ...] = ()
+
+    def pace(self, first: int) -> float:
+        """Tokens per second of all steps from this one on, whatever was done in between."""
+        return sum(self.tokens[first:]) / sum(self.times_s[first:])
 
 
 @dataclass
@@ -218,7 +224,13 @@ def train_model(
             heldout=list(heldout.batches(32)),
             controllers={"clock": clock},
         )
-    return Run(heldout_loss=result.heldout_loss, tokens_per_s=clock.tokens_per_s, step_s=clock.step_s)
+    return Run(
+        heldout_loss=result.heldout_loss,
+        tokens_per_s=clock.tokens_per_s,
+        step_s=clock.step_s,
+        times_s=tuple(clock.times_s),
+        tokens=tuple(clock.tokens),
+    )
 
 
 def peak_alone(setting: Setting, text: Text, size: Size, config: TrainConfig) -> int:

@@ -1,0 +1,65 @@
+"""Pace and memory of training a model of more than 30 million parameters, for settings that are compared by them.
+
+Large products are where number formats pay; losses are compared on small models, which can be trained for long. Runs
+that were finished in an earlier call, by the same code on the same machine, are not made again (`Setting.kept`). Knows
+no technique.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from modelwright.claims import workbench
+from modelwright.claims.claim import Setting
+from modelwright.claims.kept import Kept, setup_digest
+from modelwright.claims.workbench import Size
+from modelwright.precision.policy import PrecisionConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paced:
+    """A setting, and over which steps its pace is taken: the first of them and their end."""
+
+    precision: PrecisionConfig
+    first: int
+    end: int
+
+
+def large_size(setting: Setting) -> Size:
+    """37 million parameters; steps are the settings' own."""
+    if setting.quick:
+        return Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=8)
+    return Size(model_dim=768, num_layers=6, seq_len=512, batch_rows=8, num_steps=8)
+
+
+def paces(setting: Setting, arms: Mapping[str, Paced], seeds: Sequence[int], *, name: str) -> dict[str, list[float]]:
+    """Tokens per second of every arm by seed; all arms of a seed one after the other. name: of the claim."""
+    size, text = large_size(setting), workbench.prepare_text(setting)
+    kept = Kept(setting.kept / f"{name}-large.json" if setting.kept else None)
+    digest = setup_digest()
+    found: dict[str, list[float]] = {arm: [] for arm in arms}
+    for seed in seeds:
+        key = f"pace of {arms}, {size}, seed {seed}, {digest}"
+        if key not in kept:
+            of_seed: dict[str, float] = {}
+            for arm, paced in arms.items():
+                setting.progress.note(f"{name}: pace of {arm}, seed {seed}")
+                config = replace(size, num_steps=paced.end).train_config(precision=paced.precision)
+                of_seed[arm] = workbench.run(setting, text, size, config, seed=seed).pace(paced.first)
+            kept[key] = of_seed
+        for arm, pace in kept[key].items():
+            found[arm].append(pace)
+    return found
+
+
+def peaks(setting: Setting, arms: Mapping[str, PrecisionConfig], *, batch_rows: int, name: str) -> dict[str, int]:
+    """Peak memory of every arm above the start, in a process of its own; batch_rows: of the full claim."""
+    size, text = large_size(setting), workbench.prepare_text(setting)
+    size = size if setting.quick else replace(size, batch_rows=batch_rows)
+    kept = Kept(setting.kept / f"{name}-large.json" if setting.kept else None)
+    digest = setup_digest()
+    for arm, precision in arms.items():
+        key = f"peak of {precision}, {size}, {digest}"
+        if key not in kept:
+            setting.progress.note(f"{name}: memory of {arm}")
+            kept[key] = workbench.peak_alone(setting, text, size, size.train_config(precision=precision))
+    return {arm: kept[f"peak of {precision}, {size}, {digest}"] for arm, precision in arms.items()}
