@@ -10,6 +10,7 @@ from modelwright.core.errors import ModelwrightError
 from modelwright.memory import disk, offload
 from modelwright.memory.activations import block_shape, head_workspace_bytes
 from modelwright.memory.disk import DiskStore
+from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 
 KINDS = {
@@ -57,7 +58,7 @@ def test_the_same_bits_as_without(tiny, tmp_path, all_sizes_go, stores, kind, po
 def test_a_budget_moves_what_is_cheaper_to_move(tiny, tmp_path, all_sizes_go, stores):
     """Half a block's share too little for all of them to keep everything."""
     model = tiny.tiny_model().config
-    shape = block_shape(model, compute="fp32", mean_context=16)
+    shape = block_shape(model, compute="fp32", mean_context=16, fused=cpu_kernels.are_used_on("cpu"))
     tokens = tiny.settings().batch_tokens // 2
     head = head_workspace_bytes(model, num_tokens=tokens, chunk_tokens=CHUNK_TOKENS)
     most = tokens * shape.whole_bytes * model.num_layers + max(head, tokens * shape.workspace_bytes)

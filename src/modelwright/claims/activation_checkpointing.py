@@ -10,6 +10,7 @@ from modelwright.claims.statistics import spread
 from modelwright.memory.activations import block_shape
 from modelwright.memory.config import ActivationConfig
 from modelwright.model.config import ModelConfig
+from modelwright.ops import cpu_kernels
 from modelwright.plan.estimate import training_memory
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.config import TrainConfig
@@ -47,7 +48,8 @@ def measure(setting: Setting) -> Result:
 
 def configs(model: ModelConfig, num_tokens: int) -> dict[str, ActivationConfig]:
     """What is compared, by name; units from 1 to all layers."""
-    shape = block_shape(model, compute="fp32", mean_context=model.max_seq_len / 2)
+    fused = cpu_kernels.are_used_on("cpu")
+    shape = block_shape(model, compute="fp32", mean_context=model.max_seq_len / 2, fused=fused)
     whole = num_tokens * (model.num_layers * shape.whole_bytes + shape.workspace_bytes)
     units = [2**k for k in range(model.num_layers.bit_length()) if 2**k <= model.num_layers]
     return {
@@ -73,7 +75,12 @@ def probe(model: ModelConfig, seq_len: int, rows: int, config: ActivationConfig,
 def estimated_bytes(model: ModelConfig, num_tokens: int, config: ActivationConfig) -> int:
     """What the planner says of the same run."""
     memory = training_memory(
-        model, tokens_per_microbatch=num_tokens, compute="fp32", activations=config, async_checkpoints=False
+        model,
+        tokens_per_microbatch=num_tokens,
+        compute="fp32",
+        activations=config,
+        async_checkpoints=False,
+        fused=cpu_kernels.are_used_on("cpu"),
     )
     return memory.total - memory.process
 

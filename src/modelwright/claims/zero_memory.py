@@ -9,6 +9,7 @@ from modelwright.claims.memory_probe import Measured, Probe
 from modelwright.core.errors import ConfigError
 from modelwright.memory.activations import Segment, block_shape
 from modelwright.model.config import ModelConfig
+from modelwright.ops import cpu_kernels
 from modelwright.parallel.config import ParallelConfig, Shard
 from modelwright.plan.catalog import DEVICES, MODELS
 from modelwright.plan.layout import Job
@@ -71,7 +72,9 @@ def estimated_bytes(model: ModelConfig, shard: Shard, num_ranks: int) -> int:
     """What the planner says of the peak."""
     part = RankPart(
         segments=(Segment(num_layers=1, recompute=False),) * model.num_layers,
-        shape=block_shape(model, compute="fp32", mean_context=model.max_seq_len / 2),
+        shape=block_shape(
+            model, compute="fp32", mean_context=model.max_seq_len / 2, fused=cpu_kernels.are_used_on("cpu")
+        ),
         num_tokens=model.max_seq_len,
         shard=shard,
         sharing=1 if shard == "none" else num_ranks,

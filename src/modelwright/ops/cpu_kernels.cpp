@@ -1,6 +1,8 @@
 // Kernels for processors where a chain of PyTorch's operators costs more than what it computes. Plain C interface;
 // `cpu_kernels.py` says what each does. Vectors are the compiler's own, so that one text serves every width.
 //
+// Working memory comes from the caller, a part for each thread, so that a lack of it is PyTorch's to report.
+//
 // Legend: T tokens of a row, H query heads, K key/value heads, G = H / K, d head width (a multiple of 16); a block is up
 // to 64 queries or keys. Everything is computed in FP32, whatever the format of the tensors.
 
@@ -122,6 +124,16 @@ struct Tile {
   int64_t row, start, first, end, at;
 };
 
+// A thread's working memory, handed out piece by piece.
+struct Scratch {
+  float* at;
+  float* take(int64_t count) {
+    float* const taken = at;
+    at += count;
+    return taken;
+  }
+};
+
 std::vector<Document> documents_of(const Tile* tiles, int64_t num_tiles) {
   std::vector<Document> found;
   for (int64_t number = 0; number < num_tiles; ++number) {
@@ -166,14 +178,15 @@ Scores score(const float* queries, int64_t num_queries, int64_t position, const 
 
 template <class T>
 void forward(const T* q, const T* k, const T* v, const Tile* tiles, int64_t num_tiles, Shape shape, float scale, T* out,
-             float* lse, int threads) {
+             float* lse, float* scratch, int64_t scratch_step, int threads) {
   const std::vector<Document> documents = documents_of(tiles, num_tiles);
   const int64_t width = shape.width, group = shape.num_heads / shape.num_kv_heads;
   const int64_t num_tasks = static_cast<int64_t>(documents.size()) * shape.num_kv_heads;
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> keys, keys_across, values;
-    std::vector<float> queries(kBlock * width), sums(kBlock * width), scores(kBlock * kBlock);
+    Scratch own{scratch + omp_get_thread_num() * scratch_step};
+    float *const queries = own.take(kBlock * width), *const sums = own.take(kBlock * width);
+    float *const scores = own.take(kBlock * kBlock), *const rest = own.at;
     float maxima[kBlock], totals[kBlock];
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < num_tasks; ++task) {
@@ -181,10 +194,11 @@ void forward(const T* q, const T* k, const T* v, const Tile* tiles, int64_t num_
       const int64_t head = task % shape.num_kv_heads, count = document.end - document.start, padded = up(count, kBlock);
       const int64_t key_step = shape.num_kv_heads * width;
       const int64_t first_key = (document.row * shape.num_keys + document.start) * key_step + head * width;
-      for (auto* buffer : {&keys, &keys_across, &values}) buffer->resize(padded * width);
-      copy_rows(k + first_key, key_step, count, padded, width, 1.0f, keys.data());
-      copy_rows(v + first_key, key_step, count, padded, width, 1.0f, values.data());
-      transpose(keys.data(), padded, width, keys_across.data());
+      Scratch left{rest};
+      float *const values = left.take(padded * width), *const keys_across = left.take(padded * width);
+      copy_rows(k + first_key, key_step, count, padded, width, 1.0f, values);
+      transpose(values, padded, width, keys_across);
+      copy_rows(v + first_key, key_step, count, padded, width, 1.0f, values);
       for (int64_t number = document.first_tile; number < document.last_tile; ++number) {
         const Tile& tile = tiles[number];
         for (int64_t one = head * group; one < (head + 1) * group; ++one)
@@ -193,15 +207,14 @@ void forward(const T* q, const T* k, const T* v, const Tile* tiles, int64_t num_
             const int64_t num_rows = up(num_queries, kRows), query_step = shape.num_heads * width;
             const int64_t token = tile.row * shape.num_queries + tile.at + first - tile.first;
             const int64_t first_query = token * query_step + one * width;
-            copy_rows(q + first_query, query_step, num_queries, num_rows, width, scale, queries.data());
-            std::fill(sums.begin(), sums.begin() + num_rows * width, 0.0f);
+            copy_rows(q + first_query, query_step, num_queries, num_rows, width, scale, queries);
+            std::fill(sums, sums + num_rows * width, 0.0f);
             std::fill(maxima, maxima + num_rows, -std::numeric_limits<float>::infinity());
             std::fill(totals, totals + num_rows, 0.0f);
             for (int64_t from = 0; from < position + num_queries; from += kBlock) {
-              const Scores size = score(queries.data(), num_queries, position, keys_across.data(), padded, from, width,
-                                        scores.data());
+              const Scores size = score(queries, num_queries, position, keys_across, padded, from, width, scores);
               for (int64_t row = 0; row < size.num_rows; ++row) {
-                float* const of_row = scores.data() + row * kBlock;
+                float* const of_row = scores + row * kBlock;
                 Vector most = load(of_row);
                 for (int64_t at = kLanes; at < size.num_columns; at += kLanes) {
                   const Vector more = load(of_row + at);
@@ -220,12 +233,12 @@ void forward(const T* q, const T* k, const T* v, const Tile* tiles, int64_t num_
                 maxima[row] = largest;
                 if (from > 0 && kept != 1.0f)
                   for (int64_t i = 0; i < width; i += kLanes) {
-                    float* const to = sums.data() + row * width + i;
+                    float* const to = sums + row * width + i;
                     store(to, load(to) * kept);
                   }
               }
-              multiply<true>(size.num_rows, width, size.num_keys, {scores.data(), kBlock, 1},
-                             values.data() + from * width, width, sums.data(), width);
+              multiply<true>(size.num_rows, width, size.num_keys, {scores, kBlock, 1}, values + from * width, width,
+                             sums, width);
             }
             const int64_t first_lse = (tile.row * shape.num_heads + one) * shape.num_queries + tile.at + first - tile.first;
             for (int64_t row = 0; row < num_queries; ++row) {
@@ -241,15 +254,17 @@ void forward(const T* q, const T* k, const T* v, const Tile* tiles, int64_t num_
 
 template <class T>
 void backward(const T* grad, const T* q, const T* k, const T* v, const T* out, const float* lse, const Tile* tiles,
-              int64_t num_tiles, Shape shape, float scale, T* grad_q, T* grad_k, T* grad_v, int threads) {
+              int64_t num_tiles, Shape shape, float scale, T* grad_q, T* grad_k, T* grad_v, float* scratch,
+              int64_t scratch_step, int threads) {
   const std::vector<Document> documents = documents_of(tiles, num_tiles);
   const int64_t width = shape.width, group = shape.num_heads / shape.num_kv_heads;
   const int64_t num_tasks = static_cast<int64_t>(documents.size()) * shape.num_kv_heads;
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<float> keys, keys_across, values_across, of_keys, of_values;
-    std::vector<float> queries(kBlock * width), incoming(kBlock * width), of_queries(kBlock * width);
-    std::vector<float> weights(kBlock * kBlock), changes(kBlock * kBlock);
+    Scratch own{scratch + omp_get_thread_num() * scratch_step};
+    float *const queries = own.take(kBlock * width), *const incoming = own.take(kBlock * width);
+    float *const of_queries = own.take(kBlock * width), *const weights = own.take(kBlock * kBlock);
+    float *const changes = own.take(kBlock * kBlock), *const rest = own.at;
     float along[kBlock], denominators[kBlock];
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < num_tasks; ++task) {
@@ -257,13 +272,16 @@ void backward(const T* grad, const T* q, const T* k, const T* v, const T* out, c
       const int64_t head = task % shape.num_kv_heads, count = document.end - document.start, padded = up(count, kBlock);
       const int64_t key_step = shape.num_kv_heads * width;
       const int64_t first_key = (document.row * shape.num_keys + document.start) * key_step + head * width;
-      for (auto* buffer : {&keys, &keys_across, &values_across, &of_keys, &of_values}) buffer->resize(padded * width);
-      copy_rows(v + first_key, key_step, count, padded, width, 1.0f, keys.data());
-      transpose(keys.data(), padded, width, values_across.data());
-      copy_rows(k + first_key, key_step, count, padded, width, 1.0f, keys.data());
-      transpose(keys.data(), padded, width, keys_across.data());
-      std::fill(of_keys.begin(), of_keys.end(), 0.0f);
-      std::fill(of_values.begin(), of_values.end(), 0.0f);
+      Scratch left{rest};
+      float *const keys = left.take(padded * width), *const keys_across = left.take(padded * width);
+      float *const values_across = left.take(padded * width);
+      float *const of_keys = left.take(padded * width), *const of_values = left.take(padded * width);
+      copy_rows(v + first_key, key_step, count, padded, width, 1.0f, keys);
+      transpose(keys, padded, width, values_across);
+      copy_rows(k + first_key, key_step, count, padded, width, 1.0f, keys);
+      transpose(keys, padded, width, keys_across);
+      std::fill(of_keys, of_keys + padded * width, 0.0f);
+      std::fill(of_values, of_values + padded * width, 0.0f);
       for (int64_t number = document.first_tile; number < document.last_tile; ++number) {
         const Tile& tile = tiles[number];
         for (int64_t one = head * group; one < (head + 1) * group; ++one)
@@ -273,9 +291,9 @@ void backward(const T* grad, const T* q, const T* k, const T* v, const T* out, c
             const int64_t token = tile.row * shape.num_queries + tile.at + first - tile.first;
             const int64_t first_query = token * query_step + one * width;
             const int64_t first_lse = (tile.row * shape.num_heads + one) * shape.num_queries + tile.at + first - tile.first;
-            copy_rows(q + first_query, query_step, num_queries, num_rows, width, scale, queries.data());
-            copy_rows(grad + first_query, query_step, num_queries, num_rows, width, 1.0f, incoming.data());
-            std::fill(of_queries.begin(), of_queries.begin() + num_rows * width, 0.0f);
+            copy_rows(q + first_query, query_step, num_queries, num_rows, width, scale, queries);
+            copy_rows(grad + first_query, query_step, num_queries, num_rows, width, 1.0f, incoming);
+            std::fill(of_queries, of_queries + num_rows * width, 0.0f);
             for (int64_t row = 0; row < num_rows; ++row) {
               along[row] = 0.0f;
               denominators[row] = row < num_queries ? lse[first_lse + row] : std::numeric_limits<float>::infinity();
@@ -283,23 +301,22 @@ void backward(const T* grad, const T* q, const T* k, const T* v, const T* out, c
                 along[row] += incoming[row * width + i] * wide(out[first_query + row * query_step + i]);
             }
             for (int64_t from = 0; from < position + num_queries; from += kBlock) {
-              const Scores size = score(queries.data(), num_queries, position, keys_across.data(), padded, from, width,
-                                        weights.data());
-              multiply<false>(size.num_rows, size.num_columns, width, {incoming.data(), width, 1},
-                              values_across.data() + from, padded, changes.data(), kBlock);
+              const Scores size = score(queries, num_queries, position, keys_across, padded, from, width, weights);
+              multiply<false>(size.num_rows, size.num_columns, width, {incoming, width, 1}, values_across + from,
+                              padded, changes, kBlock);
               for (int64_t row = 0; row < size.num_rows; ++row)
                 for (int64_t at = row * kBlock; at < row * kBlock + size.num_columns; at += kLanes) {
-                  const Vector weight = exponential(load(weights.data() + at) - denominators[row]);
-                  store(weights.data() + at, weight);
-                  store(changes.data() + at, weight * (load(changes.data() + at) - along[row]));
+                  const Vector weight = exponential(load(weights + at) - denominators[row]);
+                  store(weights + at, weight);
+                  store(changes + at, weight * (load(changes + at) - along[row]));
                 }
               const int64_t num_key_rows = up(size.num_keys, kRows);
-              multiply<true>(num_key_rows, width, num_queries, {weights.data(), 1, kBlock}, incoming.data(), width,
-                             of_values.data() + from * width, width);
-              multiply<true>(num_key_rows, width, num_queries, {changes.data(), 1, kBlock}, queries.data(), width,
-                             of_keys.data() + from * width, width);
-              multiply<true>(size.num_rows, width, size.num_keys, {changes.data(), kBlock, 1},
-                             keys.data() + from * width, width, of_queries.data(), width);
+              multiply<true>(num_key_rows, width, num_queries, {weights, 1, kBlock}, incoming, width,
+                             of_values + from * width, width);
+              multiply<true>(num_key_rows, width, num_queries, {changes, 1, kBlock}, queries, width,
+                             of_keys + from * width, width);
+              multiply<true>(size.num_rows, width, size.num_keys, {changes, kBlock, 1}, keys + from * width, width,
+                             of_queries, width);
             }
             for (int64_t row = 0; row < num_queries; ++row)
               for (int64_t i = 0; i < width; ++i)
@@ -376,26 +393,25 @@ constexpr float kSmallest = 0x1p-100f;
 
 template <class T>
 void quantise(const T* x, int64_t num_rows, int64_t num_columns, bool by_column, bool stochastic, uint64_t seed,
-              int8_t* codes, float* scales, int threads) {
+              int8_t* codes, float* scales, float* scratch, int threads) {
   const uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
   const int64_t padded = up(num_columns, kLanes);
-  std::vector<float> maxima(by_column ? padded : 0);
+  float* const maxima = scratch + threads * padded;  // scratch: [threads + 1][padded]
+  if (by_column) std::fill(scratch, maxima + padded, 0.0f);
 #pragma omp parallel num_threads(threads)
   {
     if (by_column) {
-      std::vector<float> own(padded, 0.0f);
+      float* const own = scratch + omp_get_thread_num() * padded;
 #pragma omp for schedule(static)
       for (int64_t row = 0; row < num_rows; ++row)
         for (int64_t at = 0; at < num_columns; at += kLanes)
-          store(own.data() + at, larger(magnitude(some(x + row * num_columns + at, num_columns - at)), load(own.data() + at)));
-#pragma omp critical
-      for (int64_t at = 0; at < padded; at += kLanes)
-        store(maxima.data() + at, larger(load(own.data() + at), load(maxima.data() + at)));
-#pragma omp barrier
+          store(own + at, larger(magnitude(some(x + row * num_columns + at, num_columns - at)), load(own + at)));
 #pragma omp single
       {
+        for (float* one = scratch; one < maxima; one += padded)
+          for (int64_t at = 0; at < padded; at += kLanes) store(maxima + at, larger(load(one + at), load(maxima + at)));
         for (int64_t at = 0; at < padded; ++at) maxima[at] = std::max(maxima[at] / 127.0f, kSmallest);
-        std::copy(maxima.begin(), maxima.begin() + num_columns, scales);
+        std::copy(maxima, maxima + num_columns, scales);
       }
     }
 #pragma omp for schedule(static)
@@ -409,7 +425,7 @@ void quantise(const T* x, int64_t num_rows, int64_t num_columns, bool by_column,
         scales[row] = scale = std::max(scale / 127.0f, kSmallest);
       }
       for (int64_t at = 0; at < num_columns; at += kLanes) {
-        const Vector divisor = by_column ? load(maxima.data() + at) : all(scale);
+        const Vector divisor = by_column ? load(maxima + at) : all(scale);
         const Vector scaled = some(from + at, num_columns - at) / divisor;
         const uint32_t number = static_cast<uint32_t>(row * num_columns + at);
         put(code(scaled, stochastic, number, low, high), codes + row * num_columns + at, num_columns - at);
@@ -463,14 +479,13 @@ void norm_forward(const X* x, const float* weight, int64_t num_rows, int64_t wid
   }
 }
 
-// of_weight: [threads][width], to be summed.
+// of_weight: [threads][width rounded up to kLanes], zeros, to be summed.
 template <class X, class Y>
 void norm_backward(const Y* grad, const X* x, const float* weight, const float* inverse, int64_t num_rows,
                    int64_t width, X* of_x, float* of_weight, int threads) {
 #pragma omp parallel num_threads(threads)
   {
-    const int64_t padded = up(width, kLanes);
-    std::vector<float> own(padded, 0.0f);
+    float* const own = of_weight + omp_get_thread_num() * up(width, kLanes);
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < num_rows; ++row) {
       const int64_t first = row * width;
@@ -479,7 +494,7 @@ void norm_backward(const Y* grad, const X* x, const float* weight, const float* 
       for (int64_t at = 0; at < width; at += kLanes) {
         const int64_t count = width - at;
         const Vector unit = some(x + first + at, count) * factor, product = some(grad + first + at, count) * unit;
-        store(own.data() + at, load(own.data() + at) + product);
+        store(own + at, load(own + at) + product);
         along += product * some(weight + at, count);
       }
       const float mean = sum(along) / width;
@@ -490,7 +505,6 @@ void norm_backward(const Y* grad, const X* x, const float* weight, const float* 
         put((weighted - unit * mean) * factor, of_x + first + at, count);
       }
     }
-    std::copy(own.begin(), own.begin() + width, of_weight + omp_get_thread_num() * width);
   }
 }
 
@@ -543,16 +557,17 @@ void rotate(const T* x, const float* cos, const float* sin, int64_t num_tokens, 
 
 #define ATTENTION(NAME, T)                                                                                             \
   extern "C" void attention_forward_##NAME(const T* q, const T* k, const T* v, const int64_t* tiles, int64_t num_tiles, \
-                                           const int64_t* shape, float scale, T* out, float* lse, int threads) {       \
+                                           const int64_t* shape, float scale, T* out, float* lse, float* scratch,      \
+                                           int64_t scratch_step, int threads) {                                        \
     forward(q, k, v, reinterpret_cast<const Tile*>(tiles), num_tiles, *reinterpret_cast<const Shape*>(shape), scale,   \
-            out, lse, threads);                                                                                        \
+            out, lse, scratch, scratch_step, threads);                                                                 \
   }                                                                                                                    \
   extern "C" void attention_backward_##NAME(const T* grad, const T* q, const T* k, const T* v, const T* out,           \
                                             const float* lse, const int64_t* tiles, int64_t num_tiles,                 \
                                             const int64_t* shape, float scale, T* grad_q, T* grad_k, T* grad_v,        \
-                                            int threads) {                                                             \
+                                            float* scratch, int64_t scratch_step, int threads) {                       \
     backward(grad, q, k, v, out, lse, reinterpret_cast<const Tile*>(tiles), num_tiles,                                 \
-             *reinterpret_cast<const Shape*>(shape), scale, grad_q, grad_k, grad_v, threads);                          \
+             *reinterpret_cast<const Shape*>(shape), scale, grad_q, grad_k, grad_v, scratch, scratch_step, threads);   \
   }
 
 ATTENTION(fp32, float)
@@ -560,8 +575,8 @@ ATTENTION(bf16, Bf16)
 
 #define INT8(NAME, T)                                                                                                  \
   extern "C" void quantise_##NAME(const T* x, int64_t num_rows, int64_t num_columns, int by_column, int stochastic,    \
-                                  uint64_t seed, int8_t* codes, float* scales, int threads) {                          \
-    quantise(x, num_rows, num_columns, by_column, stochastic, seed, codes, scales, threads);                           \
+                                  uint64_t seed, int8_t* codes, float* scales, float* scratch, int threads) {          \
+    quantise(x, num_rows, num_columns, by_column, stochastic, seed, codes, scales, scratch, threads);                  \
   }                                                                                                                    \
   extern "C" void rescale_##NAME(const int32_t* sums, int64_t num_rows, int64_t num_columns, const float* of_rows,     \
                                  const float* of_columns, T* to, int threads) {                                        \

@@ -25,7 +25,7 @@ log = logging.getLogger("modelwright.ops")
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 SWITCH = "MODELWRIGHT_CPU_KERNELS"
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fopenmp")
-LANES = 16
+LANES, BLOCK = 16, 64
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 """The formats that kernels read and write."""
 Argument = Tensor | int | float | bool
@@ -54,6 +54,11 @@ def _processor() -> str:
     return hashlib.sha256("\n".join(flags).encode()).hexdigest()
 
 
+def are_used_on(device: str) -> bool:
+    """Whether models on such a device are computed with them: where the planner takes this machine for the one."""
+    return device == "cpu" and kernels() is not None
+
+
 def take(*tensors: Tensor) -> bool:
     """Whether kernels take these tensors: of a CPU, in a format they know, no wrappers, not while code is traced."""
     return (
@@ -80,6 +85,7 @@ def attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P5: Tensor)
     _call(
         f"attention_forward_{NAMES[q_BTHd.dtype]}", q_BTHd, k_BTKd, v_BTKd, bounds_P5, len(bounds_P5),
         _attention_shape(q_BTHd, k_BTKd), head_dim**-0.5, out_BTHd, lse_BKGT,
+        *_attention_scratch(q_BTHd, bounds_P5, blocks=2, copies=2),
     )  # fmt: skip
     return out_BTHd, lse_BKGT
 
@@ -98,6 +104,7 @@ def attention_backward(
     _call(
         f"attention_backward_{NAMES[q_BTHd.dtype]}", grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bounds_P5,
         len(bounds_P5), _attention_shape(q_BTHd, k_BTKd), q_BTHd.shape[-1] ** -0.5, q, k, v,
+        *_attention_scratch(q_BTHd, bounds_P5, blocks=3, copies=5),
     )  # fmt: skip
     return q, k, v
 
@@ -107,10 +114,18 @@ def _attention_shape(q_BTHd: Tensor, k_BTKd: Tensor) -> Tensor:
     return torch.tensor([row_len, k_BTKd.shape[1], num_heads, k_BTKd.shape[2], head_dim])
 
 
+def _attention_scratch(q_BTHd: Tensor, bounds_P5: Tensor, *, blocks: int, copies: int) -> tuple[Tensor, int]:
+    """Working memory, and each thread's part of it: blocks of queries, two of scores, copies of a document's keys."""
+    _, start_P, _, end_P, _ = bounds_P5.unbind(1)
+    longest = int((end_P - start_P).max()) if len(bounds_P5) else 0
+    of_thread = (blocks * BLOCK + copies * -(-longest // BLOCK) * BLOCK) * q_BTHd.shape[-1] + 2 * BLOCK**2
+    return q_BTHd.new_empty((torch.get_num_threads(), of_thread), dtype=torch.float32), of_thread
+
+
 def norm(x: Tensor, weight_D: Tensor, eps: float, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, and 1 / sqrt(mean(x^2) + eps) of each row."""
-    y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
-    inverse = torch.empty(x.shape[:-1], device=x.device)
+    y = x.new_empty(x.shape, dtype=out_dtype)
+    inverse = x.new_empty(x.shape[:-1], dtype=torch.float32)
     width = x.shape[-1]
     _call(f"norm_forward_{NAMES[x.dtype]}_{NAMES[out_dtype]}", x, weight_D, x.numel() // width, width, eps, y, inverse)
     return y, inverse
@@ -118,32 +133,32 @@ def norm(x: Tensor, weight_D: Tensor, eps: float, out_dtype: torch.dtype) -> tup
 
 def norm_backward(grad: Tensor, x: Tensor, weight_D: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the input, in its format, and of the weight."""
-    of_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    of_x = x.new_empty(x.shape)
     width = x.shape[-1]
-    of_weight = torch.zeros(torch.get_num_threads(), width, device=x.device)
+    of_weight = x.new_zeros((torch.get_num_threads(), -(-width // LANES) * LANES), dtype=torch.float32)
     _call(
         f"norm_backward_{NAMES[x.dtype]}_{NAMES[grad.dtype]}", grad, x, weight_D, inverse, x.numel() // width, width,
         of_x, of_weight,
     )  # fmt: skip
-    return of_x, of_weight.sum(0)
+    return of_x, of_weight.sum(0)[:width].contiguous()
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """gate * sigmoid(gate) * up, all of one format."""
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    out = gate.new_empty(gate.shape)
     _call(f"swiglu_forward_{NAMES[gate.dtype]}", gate, up, gate.numel(), out)
     return out
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    of_gate, of_up = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
+    of_gate, of_up = (x.new_empty(x.shape) for x in (gate, up))
     _call(f"swiglu_backward_{NAMES[gate.dtype]}", grad, gate, up, gate.numel(), of_gate, of_up)
     return of_gate, of_up
 
 
 def rotate(x_BTHd: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor, *, back: bool) -> Tensor:
     """Heads turned by the angles of `ops.rope.rope_tables`, or turned back."""
-    y = torch.empty(x_BTHd.shape, dtype=x_BTHd.dtype, device=x_BTHd.device)
+    y = x_BTHd.new_empty(x_BTHd.shape)
     rows, row_len, num_heads, head_dim = x_BTHd.shape
     _call(f"rotate_{NAMES[x_BTHd.dtype]}", x_BTHd, cos_BT1d, sin_BT1d, rows * row_len, num_heads, head_dim, back, y)
     return y
@@ -154,16 +169,18 @@ def quantise(x_RK: Tensor, *, stochastic: bool) -> tuple[Tensor, Tensor]:
     rounding takes one number of PyTorch's generator as its seed."""
     by_column = not x_RK.is_contiguous()
     given = x_RK.T if by_column else x_RK
-    codes = torch.empty(given.shape, dtype=torch.int8, device=x_RK.device)
-    scales = torch.empty(len(x_RK), 1, device=x_RK.device)
+    codes = given.new_empty(given.shape, dtype=torch.int8)
+    scales = given.new_empty((len(x_RK), 1), dtype=torch.float32)
     seed = int(torch.randint(2**63 - 1, ())) if stochastic and type(x_RK) is not FakeTensor else 0
-    _call(f"quantise_{NAMES[x_RK.dtype]}", given, *given.shape, by_column, stochastic, seed, codes, scales)
+    own = -(-given.shape[1] // LANES) * LANES
+    scratch = given.new_empty((torch.get_num_threads() + 1, own if by_column else 0), dtype=torch.float32)
+    _call(f"quantise_{NAMES[x_RK.dtype]}", given, *given.shape, by_column, stochastic, seed, codes, scales, scratch)
     return codes.T if by_column else codes, scales
 
 
 def rescale(sums_MN: Tensor, of_rows: Tensor, of_columns: Tensor, result: torch.dtype) -> Tensor:
     """Sums of codes' products (INT32) times a scale of their row and one of their column, in `result`."""
-    found = torch.empty(sums_MN.shape, dtype=result, device=sums_MN.device)
+    found = sums_MN.new_empty(sums_MN.shape, dtype=result)
     _call(f"rescale_{NAMES[result]}", sums_MN, *sums_MN.shape, of_rows, of_columns, found)
     return found
 

@@ -13,6 +13,7 @@ from modelwright.data.loader import PackedRows
 from modelwright.data.locate import locate
 from modelwright.data.sources import BUILTIN, SourceConfig
 from modelwright.model.config import ModelConfig
+from modelwright.ops import cpu_kernels
 from modelwright.pipeline.chain import build_stages
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.execute import previous_config, select_stages
@@ -96,6 +97,7 @@ def _estimate(config: RunConfig, run: RunDir, name: str, rates: dict[str, float]
             compute=training.precision.planned_as,
             activations=training.activations,
             flops_per_s=rates[training.precision.planned_as],
+            fused=cpu_kernels.are_used_on(config.hardware.device),
             world_size=num_hosts,  # the rate is that of all threads of a host, which its processes share
         )
     if name in ("evaluate", "quantize"):
@@ -126,6 +128,7 @@ def _memories(config: RunConfig, num_processes: int) -> dict[str, MemoryEstimate
                 compute=training.precision.planned_as,
                 num_microbatches=training.num_microbatches,
                 activations=training.activations,
+                fused=cpu_kernels.are_used_on(config.hardware.device),
             )
     return result
 

@@ -42,9 +42,11 @@ def training_memory(
     activations: ActivationConfig,
     head_chunk_tokens: int = CHUNK_TOKENS,
     async_checkpoints: bool = True,
+    fused: bool = False,
 ) -> MemoryEstimate:
-    """Memory of training on one rank that holds everything; `tokens_per_microbatch`: padding included."""
-    shape = block_shape(model, compute=compute, mean_context=model.max_seq_len / 2)
+    """Memory of training on one rank that holds everything; `tokens_per_microbatch`: padding included; fused: see
+    `BlockShape`."""
+    shape = block_shape(model, compute=compute, mean_context=model.max_seq_len / 2, fused=fused)
     segments = segments_for(activations, model.num_layers, shape=shape, num_tokens=tokens_per_microbatch)
     part = RankPart(
         segments=tuple(segments),
@@ -75,9 +77,10 @@ def recomputed_flops(
     mean_context: float,
     compute: Compute,
     activations: ActivationConfig,
+    fused: bool = False,
 ) -> float:
     """FLOPs that activation checkpointing adds; they take time but are no MFU."""
-    shape = block_shape(model, compute=compute, mean_context=mean_context)
+    shape = block_shape(model, compute=compute, mean_context=mean_context, fused=fused)
     segments = segments_for(activations, model.num_layers, shape=shape, num_tokens=tokens_per_microbatch)
     return num_tokens * total_recomputed_flops(shape, segments)
 
@@ -95,6 +98,7 @@ def training_stage(
     flops_per_s: float,
     mfu: float = ASSUMED_TRAIN_MFU,
     world_size: int = 1,
+    fused: bool = False,
 ) -> StageEstimate:
     """A training stage. `flops_per_s`: measured rate of the model's products on one rank (`doctor.measure_rates`)."""
     num_tokens = float(num_steps * batch_tokens)
@@ -107,6 +111,7 @@ def training_stage(
         mean_context=mean_context,
         compute=compute,
         activations=activations,
+        fused=fused,
     )
     memory = training_memory(
         model,
@@ -114,6 +119,7 @@ def training_stage(
         num_microbatches=num_microbatches,
         compute=compute,
         activations=activations,
+        fused=fused,
     )
     return StageEstimate(
         name=name,

@@ -134,7 +134,7 @@ def _with_updates_in_backward(train: TrainConfig) -> TrainConfig:
 
 def _candidates(model: ModelConfig, train: TrainConfig, seq_len: int, elsewhere: Elsewhere) -> Sequence[_Candidate]:
     """Ways to treat the blocks, from what costs least to what keeps least. The first is as configured."""
-    compute, fused = train.precision.planned_as, cpu_kernels.kernels() is not None
+    compute, fused = train.precision.planned_as, cpu_kernels.are_used_on("cpu")
     shape = block_shape(model, compute=compute, mean_context=model.max_seq_len / 2, fused=fused)
     num_tokens = train.batch_rows(seq_len) * seq_len // train.num_microbatches
     end_bytes = head_workspace_bytes(model, num_tokens=num_tokens, chunk_tokens=CHUNK_TOKENS)
