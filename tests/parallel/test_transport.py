@@ -110,7 +110,7 @@ with join_world(torch.device("cpu")) as world:
 
 
 AGAIN = """
-import os, torch
+import os, socket, torch
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import join_world, lay_out
 torch.set_num_threads(1)
@@ -126,6 +126,10 @@ for _ in range(2):
         for mesh in (copies, divided):
             assert mesh.data.sums([world.rank + 1.0]) == [3.0]
         found.append(copies)
+        with socket.socket() as probe:  # a store of its own: the first one's may still answer while it goes
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1] if world.rank == 0 else 0
+        os.environ["MASTER_PORT"] = str(int(copies.data.sums([float(port)])[0]))
         world.barrier()
 assert found[0] is not found[1]
 """
