@@ -116,7 +116,8 @@ class Bandit:
     """Learns for each format a linear estimate of its reward, and tries what it is unsure of (LinUCB, disjoint arms).
 
     Reward: the share of FP32's time saved, less `damage_weight` times the damage: the estimate's, and what the loss
-    rose above its trend since the choice was made.
+    rose above its trend since the choice was made. It is never more than that share, which is known beforehand, so that
+    a format is not tried that could not win.
     """
 
     def __init__(self, config: AdaptiveConfig) -> None:
@@ -133,7 +134,8 @@ class Bandit:
     def _bound(self, signs: Signs, chosen: Format) -> float:
         precision, rewards = self._arm(chosen)
         seen, inverse = features(signs, chosen), np.linalg.inv(precision)
-        return float(inverse @ rewards @ seen + self.config.explore * math.sqrt(seen @ inverse @ seen))
+        hoped = float(inverse @ rewards @ seen + self.config.explore * math.sqrt(seen @ inverse @ seen))
+        return min(hoped, 1.0 - min(1.0, signs.speed[chosen]))
 
     def propose(self, part: str, signs: Signs, present: Format, candidates: Sequence[Format]) -> Choice:
         bounds = {chosen: self._bound(signs, chosen) for chosen in candidates}

@@ -10,7 +10,7 @@ from modelwright.ops.formats import Format
 from modelwright.precision.model import ModelFormats
 from modelwright.precision.policy import Kind
 
-REPEATS = 3
+REPEATS = 5
 Shape = tuple[int, int]
 """Outputs and inputs of a projection."""
 
