@@ -83,7 +83,8 @@ def test_rules_leave_a_format_that_is_nearly_as_fast_unless_memory_is_short():
 
 
 def test_the_bandit_learns_what_pays():
-    """INT8 harms this part and BF16 does not; after some tries of each it stays with BF16."""
+    """INT8 harms this part and BF16 does not; after some tries of each it stays with BF16. FP32 saves nothing, whatever
+    comes of it, so it is not tried."""
     bandit = Bandit(config(kind="bandit"))
     harmful = replace(CALM, sensitivity={"int8": 0.3})
     chosen = []
@@ -91,7 +92,7 @@ def test_the_bandit_learns_what_pays():
         choice = bandit.propose(PART, harmful, "fp32", CANDIDATES).chosen
         bandit.learn(PART, harmful, choice, loss_excess=0.0)
         chosen.append(choice)
-    assert set(chosen) == set(CANDIDATES)
+    assert set(chosen) == {"bf16", "int8"}
     assert chosen[-15:] == ["bf16"] * 15
     again = Bandit(config(kind="bandit"))
     again.load_state_dict(json.loads(json.dumps(bandit.state_dict())))
