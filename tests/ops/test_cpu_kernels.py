@@ -172,6 +172,36 @@ def test_numbers_that_are_none_stay_so_and_are_seen():
 
 
 @needs_kernels
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 5, 20, 39])
+def test_int8_products_of_what_is_no_number_are_none(wrong, place, across):
+    """So that a step that overflowed is seen as one: all results of that row, and of no other."""
+    x = torch.ones(40, 40)
+    x[3, place] = wrong
+    x = x.T.contiguous().T if across else x
+    found = scaled_product(
+        quantise(x, ROWWISE, torch.int8), quantise(torch.ones(7, 40), ROWWISE, torch.int8), (ROWWISE, ROWWISE), x.dtype
+    )
+    assert found.isnan().any(dim=1).nonzero().flatten().tolist() == [3]
+    assert found[3].isnan().all()
+
+
+@needs_kernels
+def test_attention_of_what_is_no_number_is_none():
+    """From that token on in its document, and in its gradients."""
+    segments = torch.repeat_interleave(torch.arange(2), torch.tensor([70, 30]))[None]
+    q, k, v = (made(1, 100, 1, 16, seed=seed).detach() for seed in range(3))
+    k[0, 66] = float("nan")
+    q, k, v = (one.requires_grad_() for one in (q, k, v))
+    out = packed_attention(q, k, v, packed_cuts(segments))
+    assert out.isnan().all(-1).flatten().nonzero().flatten().tolist() == [66, 67, 68, 69]
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert all(grad[0, 66].isnan().any() for grad in grads)
+    assert all(grad[0, 70:].isfinite().all() for grad in grads)
+
+
+@needs_kernels
 def test_fake_tensors_have_the_shapes_and_keep_the_bytes():
     def run():
         x, gate = torch.randn(2, 5, 32, requires_grad=True), torch.randn(2, 5, 32, requires_grad=True)

@@ -356,7 +356,9 @@ inline Vector some(const Bf16* from, int64_t count) {
 }
 
 inline Vector magnitude(Vector x) { return (Vector)((Integers)x & 0x7fffffff); }
-inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
+// What is not a number stays, so that a product of it is none either.
+inline Vector larger(Vector a, Vector b) { return (a > b) | (a != a) ? a : b; }
+inline float larger(float a, float b) { return a > b || a != a ? a : b; }
 
 // In [0, 1), by the number of an element and a seed (Wellons' hash of 32 bits).
 inline Vector uniform(uint32_t first, uint32_t seed, uint32_t more) {
@@ -421,7 +423,7 @@ void quantise(const T* x, int64_t num_rows, int64_t num_columns, bool by_column,
       if (!by_column) {
         Vector most{};
         for (int64_t at = 0; at < num_columns; at += kLanes) most = larger(magnitude(some(from + at, num_columns - at)), most);
-        for (int lane = 0; lane < kLanes; ++lane) scale = std::max(scale, most[lane]);
+        for (int lane = 0; lane < kLanes; ++lane) scale = larger(most[lane], scale);
         scales[row] = scale = std::max(scale / 127.0f, kSmallest);
       }
       for (int64_t at = 0; at < num_columns; at += kLanes) {
