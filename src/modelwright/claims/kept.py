@@ -53,7 +53,7 @@ def setup_digest() -> str:
     are to be one measurement."""
     package, digest = Path(modelwright.__file__).parent, hashlib.sha256()
     digest.update(json.dumps([machine(), versions(*PACKAGES)], sort_keys=True).encode())
-    for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".cpp")):
+    for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".cpp", ".h")):
         digest.update(f"{path.relative_to(package)}\n".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""This package's own kernels for processors (`cpu_kernels.cpp`), compiled for the one at hand when first asked for.
+"""This package's own kernels for processors (`kernels/`), compiled for the one at hand when first asked for.
 
 They take the place of chains of PyTorch's operators, which stay as their twins and do the work wherever the kernels
 cannot be had: without a C++ compiler, or with `MODELWRIGHT_CPU_KERNELS=0`. All compute in FP32, whatever the format of
@@ -22,7 +22,7 @@ from modelwright.core.compiled import cache_folder, compiled
 from modelwright.core.errors import ModelwrightError
 
 log = logging.getLogger("modelwright.ops")
-SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+SOURCE = Path(__file__).with_name("kernels") / "kernels.cpp"
 SWITCH = "MODELWRIGHT_CPU_KERNELS"
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fopenmp")
 LANES, BLOCK = 16, 64
@@ -38,20 +38,21 @@ def kernels() -> ctypes.CDLL | None:
         return None
     try:
         way_out = f"set {SWITCH}=0 to do without, or"
-        return ctypes.CDLL(str(compiled(SOURCE, OPTIONS, folder=cache_folder(), way_out=way_out, known=_processor())))
+        return ctypes.CDLL(str(compiled(SOURCE, OPTIONS, folder=cache_folder(), way_out=way_out, known=_known())))
     except (ModelwrightError, OSError) as error:
         log.warning("kernels for this processor %s. PyTorch's operators do their work, more slowly.", error)
         return None
 
 
-def _processor() -> str:
-    """What the compiler's choice of instructions depends on."""
+def _known() -> str:
+    """What the library depends on beside its source: the headers, and what the compiler chooses instructions by."""
+    known = [header.read_bytes() for header in sorted(SOURCE.parent.glob("*.h"))]
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+        known += sorted({line for line in lines if line.startswith((b"flags", b"Features", b"model name"))})
     except OSError:
-        return platform.processor() or platform.machine()
-    flags = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    return hashlib.sha256("\n".join(flags).encode()).hexdigest()
+        known.append((platform.processor() or platform.machine()).encode())
+    return hashlib.sha256(b"\n".join(known)).hexdigest()
 
 
 def are_used_on(device: str) -> bool:

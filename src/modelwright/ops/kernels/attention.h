@@ -1,0 +1,296 @@
+// Causal attention within documents, forward and backward, block by block as FlashAttention does it (Dao et al. 2022).
+//
+// Legend: T tokens of a row, H query heads, K key/value heads, G = H / K, d head width (a multiple of 16); a block is up
+// to 64 queries or keys.
+
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int kBlock = 64;
+#ifdef __AVX512F__
+constexpr int kRows = 8, kVectors = 2;  // of a tile of results that stays in registers
+#else
+constexpr int kRows = 4, kVectors = 1;
+#endif
+
+// c (+)= a b; a by any strides, b and c row by row; num_rows a multiple of kRows, num_columns of kLanes.
+struct Factor {
+  const float* at;
+  int64_t row, column;
+};
+
+template <int vectors, bool adds>
+inline void multiply_tile(int64_t num_summed, Factor a, const float* b, int64_t b_row, float* c, int64_t c_row) {
+  Vector sums[kRows][vectors];
+  for (int row = 0; row < kRows; ++row)
+    for (int v = 0; v < vectors; ++v) sums[row][v] = adds ? load(c + row * c_row + v * kLanes) : Vector{};
+  for (int64_t k = 0; k < num_summed; ++k) {
+    Vector right[vectors];
+    for (int v = 0; v < vectors; ++v) right[v] = load(b + k * b_row + v * kLanes);
+    for (int row = 0; row < kRows; ++row) {
+      const float left = a.at[row * a.row + k * a.column];
+      for (int v = 0; v < vectors; ++v) sums[row][v] += left * right[v];
+    }
+  }
+  for (int row = 0; row < kRows; ++row)
+    for (int v = 0; v < vectors; ++v) store(c + row * c_row + v * kLanes, sums[row][v]);
+}
+
+template <bool adds>
+void multiply(int64_t num_rows, int64_t num_columns, int64_t num_summed, Factor a, const float* b, int64_t b_row,
+              float* c, int64_t c_row) {
+  constexpr int kColumns = kVectors * kLanes;
+  for (int64_t column = 0; column < num_columns;) {
+    const bool is_whole = num_columns - column >= kColumns;
+    for (int64_t row = 0; row < num_rows; row += kRows) {
+      const Factor part{a.at + row * a.row, a.row, a.column};
+      float* to = c + row * c_row + column;
+      if (is_whole)
+        multiply_tile<kVectors, adds>(num_summed, part, b + column, b_row, to, c_row);
+      else
+        multiply_tile<1, adds>(num_summed, part, b + column, b_row, to, c_row);
+    }
+    column += is_whole ? kColumns : kLanes;
+  }
+}
+
+struct Shape {
+  int64_t num_queries, num_keys, num_heads, num_kv_heads, width;  // tokens of a row in the tensors of queries and keys
+};
+
+// A document of a row: tiles first..last of the list, whose keys lie in start..end.
+struct Document {
+  int64_t row, start, end, first_tile, last_tile;
+};
+
+struct Tile {
+  int64_t row, start, first, end, at;
+};
+
+// A thread's working memory, handed out piece by piece.
+struct Scratch {
+  float* at;
+  float* take(int64_t count) {
+    float* const taken = at;
+    at += count;
+    return taken;
+  }
+};
+
+std::vector<Document> documents_of(const Tile* tiles, int64_t num_tiles) {
+  std::vector<Document> found;
+  for (int64_t number = 0; number < num_tiles; ++number) {
+    const Tile& tile = tiles[number];
+    if (found.empty() || found.back().row != tile.row || found.back().start != tile.start)
+      found.push_back({tile.row, tile.start, tile.end, number, number + 1});
+    found.back().end = std::max(found.back().end, tile.end);
+    found.back().last_tile = number + 1;
+  }
+  return found;
+}
+
+// The keys and values of a task, one head of a document: how many, and where the first stands in the tensors.
+struct Keys {
+  int64_t head, count, padded, step, first;
+};
+
+Keys keys_of(const Document& document, int64_t task, const Shape& shape) {
+  const int64_t head = task % shape.num_kv_heads, count = document.end - document.start;
+  const int64_t step = shape.num_kv_heads * shape.width;
+  return {head, count, up(count, kBlock), step, (document.row * shape.num_keys + document.start) * step + head * shape.width};
+}
+
+// A block of queries of one head: how many, also rounded up, the first one's place among the document's keys, and where
+// it and its denominator stand in their tensors.
+struct Queries {
+  int64_t count, num_rows, position, step, first, first_lse;
+};
+
+Queries queries_of(const Tile& tile, int64_t first, int64_t head, const Shape& shape) {
+  const int64_t count = std::min<int64_t>(kBlock, tile.end - first), at = tile.at + first - tile.first;
+  const int64_t step = shape.num_heads * shape.width;
+  return {count, up(count, kRows), first - tile.start, step,
+          (tile.row * shape.num_queries + at) * step + head * shape.width,
+          (tile.row * shape.num_heads + head) * shape.num_queries + at};
+}
+
+template <class T>
+void copy_rows(const T* from, int64_t step, int64_t count, int64_t padded, int64_t width, float factor, float* to) {
+  for (int64_t row = 0; row < count; ++row)
+    for (int64_t i = 0; i < width; ++i) to[row * width + i] = factor * wide(from[row * step + i]);
+  std::fill(to + count * width, to + padded * width, 0.0f);
+}
+
+// from [padded][width] to [width][padded].
+void transpose(const float* from, int64_t padded, int64_t width, float* to) {
+  for (int64_t i = 0; i < width; ++i)
+    for (int64_t row = 0; row < padded; ++row) to[i * padded + row] = from[row * width + i];
+}
+
+// Scores of a block of queries with one of keys, those of later keys at minus infinity.
+struct Scores {
+  int64_t num_rows, num_columns, num_keys;  // the first two rounded up
+};
+
+Scores score(const float* queries, int64_t num_queries, int64_t position, const float* keys_across, int64_t padded,
+             int64_t from_key, int64_t width, float* to) {
+  const int64_t num_keys = std::min<int64_t>(kBlock, position + num_queries - from_key);
+  const Scores size{up(num_queries, kRows), up(num_keys, kLanes), num_keys};
+  multiply<false>(size.num_rows, size.num_columns, width, {queries, width, 1}, keys_across + from_key, padded, to, kBlock);
+  if (from_key + size.num_columns - 1 > position)
+    for (int64_t row = 0; row < size.num_rows; ++row)
+      for (int64_t key = std::max<int64_t>(0, position + row + 1 - from_key); key < size.num_columns; ++key)
+        to[row * kBlock + key] = -std::numeric_limits<float>::infinity();
+  return size;
+}
+
+template <class T>
+void forward(const T* q, const T* k, const T* v, const Tile* tiles, int64_t num_tiles, Shape shape, float scale, T* out,
+             float* lse, float* scratch, int64_t scratch_step, int threads) {
+  const std::vector<Document> documents = documents_of(tiles, num_tiles);
+  const int64_t width = shape.width, group = shape.num_heads / shape.num_kv_heads;
+  const int64_t num_tasks = static_cast<int64_t>(documents.size()) * shape.num_kv_heads;
+#pragma omp parallel num_threads(threads)
+  {
+    Scratch own{scratch + omp_get_thread_num() * scratch_step};
+    float *const queries = own.take(kBlock * width), *const sums = own.take(kBlock * width);
+    float *const scores = own.take(kBlock * kBlock), *const rest = own.at;
+    float maxima[kBlock], totals[kBlock];
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < num_tasks; ++task) {
+      const Document& document = documents[task / shape.num_kv_heads];
+      const auto [head, count, padded, key_step, first_key] = keys_of(document, task, shape);
+      Scratch left{rest};
+      float *const values = left.take(padded * width), *const keys_across = left.take(padded * width);
+      copy_rows(k + first_key, key_step, count, padded, width, 1.0f, values);
+      transpose(values, padded, width, keys_across);
+      copy_rows(v + first_key, key_step, count, padded, width, 1.0f, values);
+      for (int64_t number = document.first_tile; number < document.last_tile; ++number) {
+        const Tile& tile = tiles[number];
+        for (int64_t one = head * group; one < (head + 1) * group; ++one)
+          for (int64_t first = tile.first; first < tile.end; first += kBlock) {
+            const auto [num_queries, num_rows, position, query_step, first_query, first_lse] =
+                queries_of(tile, first, one, shape);
+            copy_rows(q + first_query, query_step, num_queries, num_rows, width, scale, queries);
+            std::fill(sums, sums + num_rows * width, 0.0f);
+            std::fill(maxima, maxima + num_rows, -std::numeric_limits<float>::infinity());
+            std::fill(totals, totals + num_rows, 0.0f);
+            for (int64_t from = 0; from < position + num_queries; from += kBlock) {
+              const Scores size = score(queries, num_queries, position, keys_across, padded, from, width, scores);
+              for (int64_t row = 0; row < size.num_rows; ++row) {
+                float* const of_row = scores + row * kBlock;
+                Vector most = load(of_row);
+                for (int64_t at = kLanes; at < size.num_columns; at += kLanes) {
+                  const Vector more = load(of_row + at);
+                  most = more > most ? more : most;
+                }
+                float largest = maxima[row];
+                for (int lane = 0; lane < kLanes; ++lane) largest = std::max(largest, most[lane]);
+                const float kept = std::exp(maxima[row] - largest);
+                Vector total{};
+                for (int64_t at = 0; at < size.num_columns; at += kLanes) {
+                  const Vector weights = exponential(load(of_row + at) - largest);
+                  store(of_row + at, weights);
+                  total += weights;
+                }
+                totals[row] = totals[row] * kept + sum(total);
+                maxima[row] = largest;
+                if (from > 0 && kept != 1.0f)
+                  for (int64_t i = 0; i < width; i += kLanes) {
+                    float* const to = sums + row * width + i;
+                    store(to, load(to) * kept);
+                  }
+              }
+              multiply<true>(size.num_rows, width, size.num_keys, {scores, kBlock, 1}, values + from * width, width,
+                             sums, width);
+            }
+            for (int64_t row = 0; row < num_queries; ++row) {
+              lse[first_lse + row] = maxima[row] + std::log(totals[row]);
+              for (int64_t i = 0; i < width; ++i)
+                narrow(sums[row * width + i] / totals[row], out + first_query + row * query_step + i);
+            }
+          }
+      }
+    }
+  }
+}
+
+template <class T>
+void backward(const T* grad, const T* q, const T* k, const T* v, const T* out, const float* lse, const Tile* tiles,
+              int64_t num_tiles, Shape shape, float scale, T* grad_q, T* grad_k, T* grad_v, float* scratch,
+              int64_t scratch_step, int threads) {
+  const std::vector<Document> documents = documents_of(tiles, num_tiles);
+  const int64_t width = shape.width, group = shape.num_heads / shape.num_kv_heads;
+  const int64_t num_tasks = static_cast<int64_t>(documents.size()) * shape.num_kv_heads;
+#pragma omp parallel num_threads(threads)
+  {
+    Scratch own{scratch + omp_get_thread_num() * scratch_step};
+    float *const queries = own.take(kBlock * width), *const incoming = own.take(kBlock * width);
+    float *const of_queries = own.take(kBlock * width), *const weights = own.take(kBlock * kBlock);
+    float *const changes = own.take(kBlock * kBlock), *const rest = own.at;
+    float along[kBlock], denominators[kBlock];
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < num_tasks; ++task) {
+      const Document& document = documents[task / shape.num_kv_heads];
+      const auto [head, count, padded, key_step, first_key] = keys_of(document, task, shape);
+      Scratch left{rest};
+      float *const keys = left.take(padded * width), *const keys_across = left.take(padded * width);
+      float *const values_across = left.take(padded * width);
+      float *const of_keys = left.take(padded * width), *const of_values = left.take(padded * width);
+      copy_rows(v + first_key, key_step, count, padded, width, 1.0f, keys);
+      transpose(keys, padded, width, values_across);
+      copy_rows(k + first_key, key_step, count, padded, width, 1.0f, keys);
+      transpose(keys, padded, width, keys_across);
+      std::fill(of_keys, of_keys + padded * width, 0.0f);
+      std::fill(of_values, of_values + padded * width, 0.0f);
+      for (int64_t number = document.first_tile; number < document.last_tile; ++number) {
+        const Tile& tile = tiles[number];
+        for (int64_t one = head * group; one < (head + 1) * group; ++one)
+          for (int64_t first = tile.first; first < tile.end; first += kBlock) {
+            const auto [num_queries, num_rows, position, query_step, first_query, first_lse] =
+                queries_of(tile, first, one, shape);
+            copy_rows(q + first_query, query_step, num_queries, num_rows, width, scale, queries);
+            copy_rows(grad + first_query, query_step, num_queries, num_rows, width, 1.0f, incoming);
+            std::fill(of_queries, of_queries + num_rows * width, 0.0f);
+            for (int64_t row = 0; row < num_rows; ++row) {
+              along[row] = 0.0f;
+              denominators[row] = row < num_queries ? lse[first_lse + row] : std::numeric_limits<float>::infinity();
+              for (int64_t i = 0; row < num_queries && i < width; ++i)
+                along[row] += incoming[row * width + i] * wide(out[first_query + row * query_step + i]);
+            }
+            for (int64_t from = 0; from < position + num_queries; from += kBlock) {
+              const Scores size = score(queries, num_queries, position, keys_across, padded, from, width, weights);
+              multiply<false>(size.num_rows, size.num_columns, width, {incoming, width, 1}, values_across + from,
+                              padded, changes, kBlock);
+              for (int64_t row = 0; row < size.num_rows; ++row)
+                for (int64_t at = row * kBlock; at < row * kBlock + size.num_columns; at += kLanes) {
+                  const Vector weight = exponential(load(weights + at) - denominators[row]);
+                  store(weights + at, weight);
+                  store(changes + at, weight * (load(changes + at) - along[row]));
+                }
+              const int64_t num_key_rows = up(size.num_keys, kRows);
+              multiply<true>(num_key_rows, width, num_queries, {weights, 1, kBlock}, incoming, width,
+                             of_values + from * width, width);
+              multiply<true>(num_key_rows, width, num_queries, {changes, 1, kBlock}, queries, width,
+                             of_keys + from * width, width);
+              multiply<true>(size.num_rows, width, size.num_keys, {changes, kBlock, 1}, keys + from * width, width,
+                             of_queries, width);
+            }
+            for (int64_t row = 0; row < num_queries; ++row)
+              for (int64_t i = 0; i < width; ++i)
+                narrow(scale * of_queries[row * width + i], grad_q + first_query + row * query_step + i);
+          }
+      }
+      for (int64_t row = 0; row < count; ++row)
+        for (int64_t i = 0; i < width; ++i) {
+          narrow(of_keys[row * width + i], grad_k + first_key + row * key_step + i);
+          narrow(of_values[row * width + i], grad_v + first_key + row * key_step + i);
+        }
+    }
+  }
+}
+
+}  // namespace

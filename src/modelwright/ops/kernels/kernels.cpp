@@ -1,0 +1,68 @@
+// Kernels for processors where a chain of PyTorch's operators costs more than what it computes. Plain C interface;
+// `cpu_kernels.py` says what each does. Working memory comes from the caller, a part for each thread, so that a lack of
+// it is PyTorch's to report. Everything is computed in FP32, whatever the format of the tensors.
+
+#include "attention.h"
+#include "rows.h"
+
+#define ATTENTION(NAME, T)                                                                                             \
+  extern "C" void attention_forward_##NAME(const T* q, const T* k, const T* v, const int64_t* tiles, int64_t num_tiles, \
+                                           const int64_t* shape, float scale, T* out, float* lse, float* scratch,      \
+                                           int64_t scratch_step, int threads) {                                        \
+    forward(q, k, v, reinterpret_cast<const Tile*>(tiles), num_tiles, *reinterpret_cast<const Shape*>(shape), scale,   \
+            out, lse, scratch, scratch_step, threads);                                                                 \
+  }                                                                                                                    \
+  extern "C" void attention_backward_##NAME(const T* grad, const T* q, const T* k, const T* v, const T* out,           \
+                                            const float* lse, const int64_t* tiles, int64_t num_tiles,                 \
+                                            const int64_t* shape, float scale, T* grad_q, T* grad_k, T* grad_v,        \
+                                            float* scratch, int64_t scratch_step, int threads) {                       \
+    backward(grad, q, k, v, out, lse, reinterpret_cast<const Tile*>(tiles), num_tiles,                                 \
+             *reinterpret_cast<const Shape*>(shape), scale, grad_q, grad_k, grad_v, scratch, scratch_step, threads);   \
+  }
+
+ATTENTION(fp32, float)
+ATTENTION(bf16, Bf16)
+
+#define INT8(NAME, T)                                                                                                  \
+  extern "C" void quantise_##NAME(const T* x, int64_t num_rows, int64_t num_columns, int by_column, int stochastic,    \
+                                  uint64_t seed, int8_t* codes, float* scales, float* scratch, int threads) {          \
+    quantise(x, num_rows, num_columns, by_column, stochastic, seed, codes, scales, scratch, threads);                  \
+  }                                                                                                                    \
+  extern "C" void rescale_##NAME(const int32_t* sums, int64_t num_rows, int64_t num_columns, const float* of_rows,     \
+                                 const float* of_columns, T* to, int threads) {                                        \
+    rescale(sums, num_rows, num_columns, of_rows, of_columns, to, threads);                                            \
+  }
+
+INT8(fp32, float)
+INT8(bf16, Bf16)
+
+#define NORM(NAME, X, Y)                                                                                               \
+  extern "C" void norm_forward_##NAME(const X* x, const float* weight, int64_t num_rows, int64_t width, float eps,     \
+                                      Y* y, float* inverse, int threads) {                                             \
+    norm_forward(x, weight, num_rows, width, eps, y, inverse, threads);                                                \
+  }                                                                                                                    \
+  extern "C" void norm_backward_##NAME(const Y* grad, const X* x, const float* weight, const float* inverse,           \
+                                       int64_t num_rows, int64_t width, X* of_x, float* of_weight, int threads) {      \
+    norm_backward(grad, x, weight, inverse, num_rows, width, of_x, of_weight, threads);                                \
+  }
+
+NORM(fp32_fp32, float, float)
+NORM(fp32_bf16, float, Bf16)
+NORM(bf16_fp32, Bf16, float)
+NORM(bf16_bf16, Bf16, Bf16)
+
+#define ELEMENTS(NAME, T)                                                                                              \
+  extern "C" void swiglu_forward_##NAME(const T* gate, const T* up, int64_t count, T* out, int threads) {              \
+    swiglu_forward(gate, up, count, out, threads);                                                                     \
+  }                                                                                                                    \
+  extern "C" void swiglu_backward_##NAME(const T* grad, const T* gate, const T* up, int64_t count, T* of_gate,         \
+                                         T* of_up, int threads) {                                                      \
+    swiglu_backward(grad, gate, up, count, of_gate, of_up, threads);                                                   \
+  }                                                                                                                    \
+  extern "C" void rotate_##NAME(const T* x, const float* cos, const float* sin, int64_t num_tokens, int64_t num_heads, \
+                                int64_t width, int back, T* y, int threads) {                                          \
+    rotate(x, cos, sin, num_tokens, num_heads, width, back, y, threads);                                               \
+  }
+
+ELEMENTS(fp32, float)
+ELEMENTS(bf16, Bf16)
