@@ -96,7 +96,7 @@ def judge(
             "pace": f"{large.model_config(workbench.VOCAB_SIZE).num_parameters} parameters, {large.batch_rows} rows of "
             f"{large.seq_len} tokens; all steps after the first decision, of which there is one every "
             f"{LARGE_CHANGING['every']} steps, {LARGE_CHANGING['window']} of them measured",
-            "memory": f"the same model, {MEMORY_ROWS} rows, {workbench.NUM_UNTIMED_STEPS + 1} steps, a decision every 2",
+            "memory": f"same model, {MEMORY_ROWS} rows, {workbench.NUM_UNTIMED_STEPS + 1} steps, a decision every 2",
         },
         samples=beside.samples,
     )
