@@ -7,7 +7,7 @@ import torch
 
 from modelwright.claims import efficiency_20x
 from modelwright.claims.claim import Setting
-from modelwright.claims.efficiency_20x import FULL, PLAIN, SEEDS, STACKS, Tuned, Tuning, arms_of, judge, run_all
+from modelwright.claims.efficiency_20x import FULL, PLAIN, SEEDS, Tuned, Tuning, arms_of, judge, run_all, stacks
 from modelwright.claims.efficiency_probe import Arm
 from modelwright.claims.plain_training import PlainDecoder, train_plainly
 from modelwright.claims.workbench import Size
@@ -54,17 +54,22 @@ def test_the_plain_loop_learns():
     assert PlainDecoder(model)(batch.input_ids_BT, batch.labels_BT).item() < before - 1
 
 
-def test_ingredients_are_added_one_at_a_time_and_left_out_one_at_a_time():
-    stack = STACKS["two hosts"]
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_ingredients_are_added_one_at_a_time_and_left_out_one_at_a_time(monkeypatch, has_bf16):
+    """BF16 is one of them where there are instructions for it."""
+    monkeypatch.setattr(efficiency_20x, "is_widened", lambda dtype, device: not has_bf16)
+    stack = stacks()["two hosts"]
     arms = arms_of(stack)
     assert arms[PLAIN] == stack.plain
     assert arms["+ packing"] == Arm(mode="best_fit", hosts=2)
     assert arms[FULL].settings["optimizer"] == "muon"
     assert arms[FULL].settings["transport"]["kind"] == "int8"
     assert arms["without packing"] == replace(arms[FULL], mode="pad")
+    assert ("without BF16" in arms) == ("+ BF16" in arms) == has_bf16
+    assert ("precision" in arms[FULL].settings) == has_bf16
     assert not any(arm.plain for name, arm in arms.items() if name != PLAIN)
     assert len({str(arm) for arm in arms.values()}) == len(arms)
-    alone = arms_of(STACKS["one host"])
+    alone = arms_of(stacks()["one host"])
     assert alone["everything + sparse rows"].settings["sparse"]["batch"]["signal"] == "loss"
     assert alone["everything + adaptive precision"].settings["optimizer"] == "muon"
 
@@ -83,9 +88,10 @@ def test_tuning_takes_the_fewest_steps_that_reach_the_plain_loss_and_makes_no_ru
 
     monkeypatch.setattr(efficiency_20x, "train_arm", loss_of)
     monkeypatch.setattr(efficiency_20x, "make_rows", lambda setting, size: None)
+    monkeypatch.setattr(efficiency_20x, "is_widened", lambda dtype, device: True)
     setting = Setting(folder=tmp_path, quick=False, progress=SilentProgress(), kept=tmp_path / "kept")
     tuning = Tuning(setting, quick=False)
-    one, two = (tuning.tune(arms_of(STACKS[name]), SIZE) for name in ("one host", "two hosts"))
+    one, two = (tuning.tune(arms_of(stacks()[name]), SIZE) for name in ("one host", "two hosts"))
     assert len(set(runs)) == len(runs)
     assert (one[PLAIN].size.num_steps, one[PLAIN].size.learning_rate) == (100, 4e-3)
     assert one["+ packing"].size.num_steps == 100
@@ -95,7 +101,7 @@ def test_tuning_takes_the_fewest_steps_that_reach_the_plain_loss_and_makes_no_ru
     assert two[FULL].size.num_steps == 80  # of the 85 that would do, in whole periods of 20
 
     num_runs = len(runs)
-    assert Tuning(setting, quick=False).tune(arms_of(STACKS["one host"]), SIZE) == one
+    assert Tuning(setting, quick=False).tune(arms_of(stacks()["one host"]), SIZE) == one
     assert len(runs) == num_runs
     (tmp_path / "kept" / "efficiency_20x.json").write_text("[1, 2]")
     with pytest.raises(ArtifactError, match="is no record of a measurement"):
@@ -114,7 +120,7 @@ def test_a_call_that_was_interrupted_goes_on_with_the_seed_that_was_not_finished
 
     monkeypatch.setattr(efficiency_20x, "train_arm", seconds_of)
     setting = Setting(folder=tmp_path, quick=False, progress=SilentProgress(), kept=tmp_path / "kept")
-    arms = {name: arms_of(STACKS["one host"])[name] for name in (PLAIN, FULL, "+ packing", "without packing")}
+    arms = {name: arms_of(stacks()["one host"])[name] for name in (PLAIN, FULL, "+ packing", "without packing")}
     tuned = {name: Tuned(size=SIZE, loss=3.0) for name in arms}
     with pytest.raises(KeyboardInterrupt):
         run_all(setting, "one host", arms, tuned)

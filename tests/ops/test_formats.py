@@ -106,3 +106,19 @@ def test_float_formats_compute_in_their_format_and_give_fp32_gradients(dtype):
     assert weight.grad is not None
     assert weight.grad.dtype == torch.float32
     assert torch.equal(weight.grad, weight.grad.to(dtype).float())
+
+
+@pytest.mark.parametrize("keeps_cast", [True, False])
+def test_a_weight_is_cast_again_for_backward_unless_its_cast_is_kept(keeps_cast):
+    """The same gradients to the last bit; what waits for backward is the weight itself."""
+    x, weight, grad = layer()
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        y = in_float(torch.bfloat16, x, weight, keeps_cast=keeps_cast)
+    y.backward(grad.bfloat16())
+    plain_x, plain_weight, _ = layer()
+    torch.nn.functional.linear(plain_x.bfloat16(), plain_weight.bfloat16()).backward(grad.bfloat16())
+    assert torch.equal(x.grad, plain_x.grad)
+    assert torch.equal(weight.grad, plain_weight.grad)
+    is_weight = [tensor.dtype == weight.dtype for tensor in kept if weight.shape in (tensor.shape, tensor.T.shape)]
+    assert is_weight == [not keeps_cast]

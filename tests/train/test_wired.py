@@ -21,7 +21,7 @@ from wired_cases import COPIES, RARE, SCRIPT, case, ended, losses, run_cases, we
 LOCAL = {"kind": "three_level", "three_level": {"keep": 0.25, "bucket_numel": 4096}, "local_steps": {"every": 3}}
 OWN = {**LOCAL, "local_steps": {"every": 3, "keep_own": True, "momentum": 0.5}}
 MOMENTS = {**LOCAL, "local_steps": {"every": 1, "moment_every": 1}}
-FOUR_LAYERS = {"num_layers": 4}
+SIX_LAYERS = {"num_layers": 6}
 TIED = {"tie_embeddings": True}
 CHECKED = {"guards": {"replica_check_every": 1}}
 
@@ -83,10 +83,10 @@ CASES = [
             "checkpoint_every_steps": 4,
             "num_steps": 24,
         },
-        parallel={"pipeline": 2, "layers_per_stage": [3, 1]},
-        shape=FOUR_LAYERS,
+        parallel={"pipeline": 2, "layers_per_stage": [5, 1]},
+        shape=SIX_LAYERS,
     ),
-    case("even", settings={"num_microbatches": 4, "num_steps": 24}, parallel={"pipeline": 2}, shape=FOUR_LAYERS),
+    case("even", settings={"num_microbatches": 4, "num_steps": 24}, parallel={"pipeline": 2}, shape=SIX_LAYERS),
 ]
 
 
@@ -197,7 +197,7 @@ def test_rows_in_another_order_change_nothing_but_rounding(runs):
 def test_layers_move_between_uneven_stages_at_a_checkpoint_and_the_run_stays_the_same(runs):
     moves = [note for note in ended(runs, "uneven")["notes"] if "the stages hold" in note]
     assert moves
-    assert moves[0].endswith("instead of (3, 1)")
+    assert moves[0].endswith("instead of (5, 1)")
     assert losses(runs, "uneven") == pytest.approx(losses(runs, "even"), rel=1e-5)
     first, second = weights(runs, "uneven"), weights(runs, "uneven", rank=1)
     assert all(torch.equal(first[key], second[key]) for key in first)

@@ -7,7 +7,7 @@ What a controller can win at best follows from the formats' measured speeds, whi
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from modelwright.claims import workbench
+from modelwright.claims import memory_probe, workbench
 from modelwright.claims.claim import Claim, Result, Setting
 from modelwright.claims.large_runs import Paced, large_size, paces, peaks
 from modelwright.claims.precision_policies import FP32, beside_fp32, product_speeds
@@ -30,6 +30,7 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 ADAPTIVE = ("rules", "bandit")
 SPEED, MEMORY, GAP = 3.0, 40.0, 0.5
+SOON_CHANGING = {"every": 2, "window": 1}
 MEMORY_ROWS = 16
 """Rows of a batch where memory is compared."""
 
@@ -57,7 +58,7 @@ def measure(setting: Setting) -> Result:
         if name in names
     }
     found = paces(setting, paced, seeds, name="adaptive_precision")
-    soon = {name: one for name, one in arms_with({"every": 2, "window": 1}).items() if name in names}
+    soon = {name: one for name, one in arms_with(SOON_CHANGING).items() if name in names}
     taken = peaks(setting, soon, batch_rows=MEMORY_ROWS, name="adaptive_precision")
     configs = {name: size.train_config(precision=parse(PrecisionConfig, ARMS[name])) for name in names}
     losses: dict[str, list[float]] = {name: [] for name in names}
@@ -96,7 +97,8 @@ def judge(
             "pace": f"{large.model_config(workbench.VOCAB_SIZE).num_parameters} parameters, {large.batch_rows} rows of "
             f"{large.seq_len} tokens; all steps after the first decision, of which there is one every "
             f"{LARGE_CHANGING['every']} steps, {LARGE_CHANGING['window']} of them measured",
-            "memory": f"same model, {MEMORY_ROWS} rows, {workbench.NUM_UNTIMED_STEPS + 1} steps, a decision every 2",
+            "memory": f"same model, {MEMORY_ROWS} rows, a decision every {SOON_CHANGING['every']} steps; the most that "
+            f"any step takes before and after two decisions; {memory_probe.CONDITION}",
         },
         samples=beside.samples,
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from modelwright.claims import workbench
+from modelwright.claims import memory_probe, workbench
 from modelwright.claims.claim import Claim, Figure, Result, Setting
 from modelwright.claims.large_runs import Paced, large_size, paces, peaks
 from modelwright.claims.statistics import paired_t_test, spread
@@ -78,7 +78,7 @@ def judge(
             **size.describe(),
             "pace": f"{large.model_config(workbench.VOCAB_SIZE).num_parameters} parameters, {large.batch_rows} rows of "
             f"{large.seq_len} tokens",
-            "memory": f"the same model, {MEMORY_ROWS} rows",
+            "memory": f"the same model, {MEMORY_ROWS} rows; {memory_probe.CONDITION}",
         },
         samples={
             **{f"held-out loss, {name}": of for name, of in losses.items()},

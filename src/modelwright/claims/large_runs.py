@@ -8,7 +8,7 @@ no technique.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from modelwright.claims import workbench
+from modelwright.claims import memory_probe, workbench
 from modelwright.claims.claim import Setting
 from modelwright.claims.kept import Kept, setup_digest
 from modelwright.claims.workbench import Size
@@ -52,14 +52,27 @@ def paces(setting: Setting, arms: Mapping[str, Paced], seeds: Sequence[int], *, 
 
 
 def peaks(setting: Setting, arms: Mapping[str, PrecisionConfig], *, batch_rows: int, name: str) -> dict[str, int]:
-    """Peak memory of every arm above the start, in a process of its own; batch_rows: of the full claim."""
-    size, text = large_size(setting), workbench.prepare_text(setting)
-    size = size if setting.quick else replace(size, batch_rows=batch_rows)
+    """Peak memory of every arm above the start, in a process of its own (`memory_probe`); batch_rows: of the full
+    claim."""
+    size = large_size(setting) if setting.quick else replace(large_size(setting), batch_rows=batch_rows)
     kept = Kept(setting.kept / f"{name}-large.json" if setting.kept else None)
     digest = setup_digest()
     for arm, precision in arms.items():
         key = f"peak of {precision}, {size}, {digest}"
         if key not in kept:
             setting.progress.note(f"{name}: memory of {arm}")
-            kept[key] = workbench.peak_alone(setting, text, size, size.train_config(precision=precision))
+            kept[key] = peak_bytes(size, precision)
     return {arm: kept[f"peak of {precision}, {size}, {digest}"] for arm, precision in arms.items()}
+
+
+def peak_bytes(size: Size, precision: PrecisionConfig) -> int:
+    """The most that steps take above what the process held before the model, with two decisions of a controller."""
+    (found,) = memory_probe.measure(
+        memory_probe.Probe(
+            model=size.model_config(workbench.VOCAB_SIZE),
+            train=size.train_config(precision=precision),
+            seq_len=size.seq_len,
+            num_steps=2 * precision.adaptive.every + 2 if precision.adaptive.looks else memory_probe.NUM_STEPS,
+        )
+    )
+    return found.peak_bytes

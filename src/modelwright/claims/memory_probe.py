@@ -38,6 +38,8 @@ from modelwright.train.config import TrainConfig
 from modelwright.train.objective import StepInfo
 
 NUM_STEPS = 3
+CONDITION = "resident above the start, without gaps of the heap"
+"""What the bytes are on a CPU, for a result's conditions."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 

@@ -14,6 +14,7 @@ import torch
 
 from modelwright.claims import workbench
 from modelwright.claims.claim import Claim, Figure, Result, Setting
+from modelwright.claims.large_runs import peak_bytes
 from modelwright.claims.statistics import spread
 from modelwright.claims.workbench import Size
 from modelwright.core.config import parse
@@ -60,7 +61,7 @@ def measure(setting: Setting) -> Result:
         for name in names:
             setting.progress.note(f"precision_policies: {name}, seed {seed}")
             runs[name].append(workbench.run(setting, text, size, configs[name], seed=seed))
-    peaks = {name: workbench.peak_alone(setting, text, size, configs[name]) for name in names}
+    peaks = {name: peak_bytes(size, configs[name].precision) for name in names}
     return judge(runs, peaks, product_speeds(setting), size)
 
 

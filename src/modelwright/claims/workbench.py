@@ -5,10 +5,8 @@ of a seed starts from the same weights and takes the rows in the same order. Kno
 """
 
 import json
-import multiprocessing
 import statistics
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +14,6 @@ from typing import Any, Literal
 import torch
 
 from modelwright.claims.claim import Setting
-from modelwright.core.progress import SilentProgress
-from modelwright.core.resources import ResourceUse, peak_resident_bytes
 from modelwright.core.rundir import StageDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.builtin import machine_corpus
@@ -231,28 +227,6 @@ def train_model(
         times_s=tuple(clock.times_s),
         tokens=tuple(clock.tokens),
     )
-
-
-def peak_alone(setting: Setting, text: Text, size: Size, config: TrainConfig) -> int:
-    """Peak memory in bytes that a short run takes above what the process had before, in a process of its own.
-
-    Host memory on a CPU, device memory on a GPU.
-    """
-    quiet = replace(setting, progress=SilentProgress())
-    short = replace(config, num_steps=NUM_UNTIMED_STEPS + 1)
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_peak, quiet, text, size, short, torch.get_num_threads()).result()
-
-
-def _peak(setting: Setting, text: Text, size: Size, config: TrainConfig, threads: int) -> int:
-    torch.set_num_threads(threads)
-    model = Decoder(size.model_config(text.vocab_size))
-    with ResourceUse() as use:
-        before = peak_resident_bytes()
-        train_model(setting, text, size, config, model, seed=0)
-    if device().type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return use.peak_bytes - before
 
 
 def real_token_share(setting: Setting, text: Text, size: Size, *, mode: Mode) -> float:

@@ -19,7 +19,7 @@ from modelwright.memory.budget import Budget, block_choices, solve
 from modelwright.memory.config import ActivationConfig
 from modelwright.memory.offload import Store, offloading
 from modelwright.memory.selective import contexts_keeping
-from modelwright.model.decoder import Attend, Decoder
+from modelwright.model.decoder import Attend, Block, Decoder
 from modelwright.ops.rope import rope_tables
 
 
@@ -60,6 +60,9 @@ def checkpoint_segments(model: Decoder, segments: Sequence[Segment], *, store: S
     blocks = iter(model.blocks.values())
     groups = [(segment, [next(blocks) for _ in range(segment.num_layers)]) for segment in segments]
     for segment, group in groups:
+        for block in group:
+            assert isinstance(block, Block)
+            block.is_recomputed = segment.recompute
         if segment.num_layers == 1:
             _wrap_block(group[0], segment, store)
     if any(segment.num_layers > 1 for segment in segments):
@@ -71,6 +74,8 @@ def remove_checkpoints(model: Decoder) -> None:
     """Make the model plain again: whatever wraps its blocks goes."""
     model.__dict__.pop("run_blocks", None)
     for block in model.blocks.values():
+        assert isinstance(block, Block)
+        block.is_recomputed = False
         block.__dict__.pop("forward", None)
 
 

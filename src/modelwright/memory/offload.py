@@ -138,7 +138,7 @@ class _Away:
 def offloading(modules: Sequence[nn.Module], shared: Iterable[Tensor], store: Store) -> AbstractContextManager[Any]:
     """Within the block what autograd saves goes to the store, but not the weights nor the tensors in `shared`.
 
-    A weight, or its cast to another format, is known by its shape.
+    A weight is known by its shape: what ranks gather of it has a storage of its own.
     """
     staying = {_storage(tensor) for tensor in shared}
     gone: dict[tuple[Any, ...], tuple[_Away, weakref.ref[Any]]] = {}

@@ -100,10 +100,14 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Pre-norm attention and feed-forward, each added to the residual stream.
+
+    is_recomputed: what it computes is not kept for backward but computed again.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.is_recomputed = False
         self.attention_norm = RMSNorm(config.model_dim, eps=config.norm_eps)
         self.attention = Attention(config, layer)
         self.ffn_norm = RMSNorm(config.model_dim, eps=config.norm_eps)

@@ -9,7 +9,7 @@ Legend: N flattened rows, I inputs, O outputs.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -46,9 +46,29 @@ GRIDS: dict[Recipe, tuple[Grid, Grid]] = {
 """Of activations and gradients, and of weights."""
 
 
-def in_float(dtype: torch.dtype, x: Tensor, weight_OI: Tensor, *, products: Products = PLAIN) -> Tensor:
-    """x [..., I] times weight', computed and returned in `dtype`; gradients flow in it and are returned as given."""
-    return multiply(x.to(dtype), weight_OI.to(dtype), products)
+def in_float(
+    dtype: torch.dtype, x: Tensor, weight_OI: Tensor, *, products: Products = PLAIN, keeps_cast: bool = False
+) -> Tensor:
+    """x [..., I] times weight', computed and returned in `dtype`; gradients flow in it and are returned as given.
+
+    The weight is cast anew for backward: a model would hold the casts of all its weights between the two. keeps_cast:
+    it need not, as where all of it is computed again anyway.
+    """
+    if keeps_cast or weight_OI.dtype == dtype:
+        return multiply(x.to(dtype), weight_OI.to(dtype), products)
+    return multiply(x.to(dtype), weight_OI, _of_casts(products, dtype))
+
+
+def _of_casts(products: Products, dtype: torch.dtype) -> Products:
+    """The same products, of weights that they cast."""
+
+    def forward(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+        return products.forward(x_NI, weight_OI.to(dtype))
+
+    def input_gradient(dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
+        return products.input_gradient(dy_NO, weight_OI.to(dtype))
+
+    return replace(products, forward=forward, input_gradient=input_gradient)
 
 
 def in_products(products: Products, result: torch.dtype, x: Tensor, weight_OI: Tensor) -> Tensor:

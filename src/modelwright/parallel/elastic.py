@@ -119,9 +119,11 @@ def torchrun_environment(environment: Mapping[str, str], *, threads: int) -> dic
     """The environment that goes with `torchrun_command`; threads: of each process.
 
     A store that the rendezvous and the workers share keeps addresses of processes that are gone, so restarts over gloo
-    fail now and then: each start gets a store of its own.
+    fail now and then: each start gets a store of its own. What PyTorch warns of when a process loses another one, page
+    by page, says nothing beside the error that ended the other; it is left out unless the environment asks for it.
     """
     return {
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         **environment,
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVING_S),

@@ -131,9 +131,8 @@ def _forward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstim
     root = FP32_BYTES * root_parameters(model, part)
     gathered = _gathered_bytes(model, part, part.num_layers)
     gradients = _earlier_gradients(model, part) + sum(_fresh_gradients(model, part, part.num_layers))
-    casts = 0 if part.shape.compute == "fp32" else 2 * part.num_layers * block_parameters(model, part.tensor)
     kept = int(part.in_flight * _kept(part))
-    here = MemoryEstimate(activations=kept + _outside_blocks(model, part) + casts, gradients=gradients)
+    here = MemoryEstimate(activations=kept + _outside_blocks(model, part), gradients=gradients)
     if part.shard != "none":
         yield replace(here, gathered=gathered + root)
     yield replace(here, gathered=gathered, workspace=head_workspace(model, part))
@@ -150,8 +149,8 @@ def _backward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEsti
         if part.segments[place - 1 : place] == part.segments[place + 1 : place + 2] == (segment,):
             continue  # amid equal segments everything rises or falls evenly: a peak is at an end
         fetched = segment.num_layers if part.shard == "full" else 0
-        plain = 0 if segment.recompute else segment.num_layers
-        casts = 0 if part.shape.compute == "fp32" else block // 2 * max(plain, segment.num_layers)
+        casts = segment.num_layers * block // 2 if segment.recompute else 2 * model.model_dim * part.shape.ffn_dim
+        casts = 0 if part.shape.compute == "fp32" else casts
         whole, divided = _fresh_gradients(model, part, layer - 1)
         yield MemoryEstimate(
             activations=int(kept) + _tables(model, part),

@@ -116,10 +116,11 @@ class ModelFormats:
     def product(self, name: str, chosen: Format) -> Product:
         """How the projection of this name multiplies in a format."""
         config, result = self.config, self.config.result_of[chosen]
-        if chosen in FLOATS and self._around is None:
-            return F.linear if chosen == "fp32" and self._is_plain else partial(in_float, FLOATS[chosen])
+        if chosen == "fp32" and self._is_plain and self._around is None:
+            return F.linear
         if chosen in FLOATS:
-            return partial(in_float, FLOATS[chosen], products=self._changed(name, PLAIN))
+            products = self._changed(name, PLAIN)
+            return partial(in_float, FLOATS[chosen], products=products, keeps_cast=self._is_recomputed(name))
         if chosen == "int8":
             wide = config.int8.weight_gradient == "wide"
             made = Int8(result=result, stochastic=config.int8.stochastic, wide_weight_gradient=wide)
@@ -139,6 +140,11 @@ class ModelFormats:
 
     def _changed(self, name: str, products: Products) -> Products:
         return products if self._around is None else self._around(name, products)
+
+    def _is_recomputed(self, name: str) -> bool:
+        """Of a projection; one without a name is none of the model's."""
+        block = self.model.blocks[name.split(".")[1]] if name else None
+        return isinstance(block, Block) and block.is_recomputed
 
     def begin_step(self) -> None:
         """Before each step."""
