@@ -59,6 +59,7 @@ def test_a_controller_has_to_beat_the_trivial_policies():
     for worse in ({"speed": 370.0}, {"loss": 4.03}, {"peak": 61}):
         assert judged(**worse).kind == "short"
     assert "all INT8 at 3.80x" in judged().reason
+    assert all(name.endswith(", rules") for name in list(judged().figures)[:3])
     assert "at most 4.00x as fast" in judged().reason
 
 

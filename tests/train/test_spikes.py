@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -232,11 +233,16 @@ def test_spikes_without_a_way_back_only_leave_updates_out(tiny, tmp_path):
 
 @dataclass
 class Damage(StopAt):
+    """Checkpoints are written beside the steps: waits until this one is there."""
+
     path: str = ""
 
     def observe(self, info):
         if info.step == self.step:
-            (Path(self.path) / "index.json").write_text("{}")
+            index, until = Path(self.path) / "index.json", time.monotonic() + 60
+            while not index.exists() and time.monotonic() < until:
+                time.sleep(0.01)
+            index.write_text("{}")
 
 
 def test_a_damaged_checkpoint_is_no_way_back_and_the_one_before_is(tiny, tmp_path):

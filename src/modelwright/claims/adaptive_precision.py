@@ -90,7 +90,7 @@ def judge(
         f"held-out loss {gaps[best]:+.2f}% ({GAP:g}%); the best trivial policy is {trivial} at {speeds[trivial]:.2f}x. "
         f"Bare products run at most {bound:.2f}x as fast as FP32's on this machine "
         f"({', '.join(f'{name} {ratio:.2f}x' for name, ratio in products.items())}), which bounds every policy",
-        figures=beside.figures,
+        figures=beside.figures_from(best),
         conditions={
             **size.describe(),
             "decisions": f"every {CHANGING['every']} steps, {CHANGING['window']} measured",
