@@ -31,6 +31,7 @@ ARMS: dict[str, dict[str, Any]] = {
 ADAPTIVE = ("rules", "bandit")
 SPEED, MEMORY, GAP = 3.0, 40.0, 0.5
 SOON_CHANGING = {"every": 2, "window": 1}
+"""Where memory is compared: it does not depend on how often formats change."""
 MEMORY_ROWS = 16
 """Rows of a batch where memory is compared."""
 

@@ -88,6 +88,7 @@ class Stack:
 
 
 GOALS = {"one host": ONE_HOST_GOAL, "two hosts": PUBLISHED}
+"""Times as fast as the plain loop, by setting."""
 
 
 def stacks() -> dict[str, Stack]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from modelwright.claims import workbench
+from modelwright.claims import memory_probe, workbench
 from modelwright.claims.claim import Claim, Figure, Result, Setting
 from modelwright.claims.large_runs import peak_bytes
 from modelwright.claims.statistics import spread
@@ -145,7 +145,8 @@ def judge(
         kind="met" if fast and not too_far else "short",
         reason=reason,
         figures=beside.figures_from(best),
-        conditions=size.describe() | {"processor": torch.backends.cpu.get_cpu_capability()},
+        conditions=size.describe()
+        | {"processor": torch.backends.cpu.get_cpu_capability(), "memory": memory_probe.CONDITION},
         samples=beside.samples,
     )
 

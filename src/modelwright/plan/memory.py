@@ -149,7 +149,8 @@ def _backward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEsti
         if part.segments[place - 1 : place] == part.segments[place + 1 : place + 2] == (segment,):
             continue  # amid equal segments everything rises or falls evenly: a peak is at an end
         fetched = segment.num_layers if part.shard == "full" else 0
-        casts = segment.num_layers * block // 2 if segment.recompute else 2 * model.model_dim * part.shape.ffn_dim
+        widest = 2 * model.model_dim * max(part.shape.ffn_dim, part.shape.query_dim)
+        casts = segment.num_layers * block // 2 if segment.recompute else widest
         casts = 0 if part.shape.compute == "fp32" else casts
         whole, divided = _fresh_gradients(model, part, layer - 1)
         yield MemoryEstimate(
