@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from modelwright.parallel.mesh import join_world, single
-from modelwright.parallel.transport import ExactTransport
+from modelwright.parallel.transport import (
+    BUCKET_BYTES,
+    MANY_BUCKETS,
+    SMALL_BUCKET_BYTES,
+    ExactTransport,
+    cut_into_buckets,
+)
 from rank_processes import run_ranks
 
 WORKER = """
@@ -178,3 +184,20 @@ def test_a_world_of_one_changes_and_sends_nothing(monkeypatch):
         assert torch.equal(gradient, torch.ones(3))
         assert world.sums([2.5]) == [2.5]
         assert world.maxima(True, 0.5) == [True, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("num_tensors", "num_values", "num_buckets"),
+    [
+        (40, 20_000, MANY_BUCKETS),  # all would fit into one message, which could not begin before backward ends
+        (40, 1_000, 1),
+        (4, SMALL_BUCKET_BYTES, 4),
+        (400, 2**20, 400 * 2**22 // BUCKET_BYTES + 1),
+    ],
+)
+def test_small_models_make_several_messages_too(num_tensors, num_values, num_buckets):
+    tensors = [torch.empty(num_values, device="meta") for _ in range(num_tensors)]
+    buckets = cut_into_buckets(tensors, BUCKET_BYTES)
+    assert [id(one) for bucket in reversed(buckets) for one in bucket] == [id(one) for one in tensors]
+    assert len(buckets) == pytest.approx(num_buckets, abs=num_buckets // 8 + 1 if num_buckets > 1 else 0)
+    assert all(sum(4 * one.numel() for one in bucket) <= BUCKET_BYTES for bucket in buckets)

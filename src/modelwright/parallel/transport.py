@@ -19,7 +19,10 @@ from torch.utils.hooks import RemovableHandle
 from modelwright.parallel.mesh import World
 
 BUCKET_BYTES = 25 * 2**20
-"""Size of one message; large enough to hide latency, small enough to overlap (the default of PyTorch's DDP)."""
+"""Most that one message holds; large enough to hide latency, small enough to overlap (the default of PyTorch's DDP)."""
+MANY_BUCKETS, SMALL_BUCKET_BYTES = 8, 2**18
+"""So many messages even where all gradients would fit in one, which could begin only after backward; but none made
+smaller than this for it."""
 
 
 class GradientTransport(Protocol):
@@ -121,13 +124,14 @@ class Buckets:
 
 
 def cut_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
-    """Neighbours of one format in each, in their order, together at most `bucket_bytes` if not one; the last ones
-    first."""
+    """Neighbours of one format in each, in their order, together at most `bucket_bytes` if not one, and less where
+    that makes few buckets; the last ones first."""
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    most = min(bucket_bytes, max(sum(sizes) // MANY_BUCKETS, SMALL_BUCKET_BYTES))
     buckets: list[list[Tensor]] = []
     size = 0
-    for tensor in reversed(tensors):
-        num_bytes = tensor.numel() * tensor.element_size()
-        if not buckets or size + num_bytes > bucket_bytes or tensor.dtype != buckets[-1][0].dtype:
+    for tensor, num_bytes in zip(reversed(tensors), reversed(sizes), strict=True):
+        if not buckets or size + num_bytes > most or tensor.dtype != buckets[-1][0].dtype:
             buckets.append([])
             size = 0
         buckets[-1].insert(0, tensor)
