@@ -126,7 +126,7 @@ def test_tuning_takes_the_fewest_steps_that_reach_the_plain_loss_and_makes_no_ru
     assert one["+ own loop and operators"].size.learning_rate == 1e-3
     assert one["without packing"].size.learning_rate == 1e-3
     assert one[FULL].size.num_steps == two["+ Muon"].size.num_steps == 55  # half of them would only just do
-    assert two[FULL].size.num_steps == 80  # of the 85 that would do, in whole periods of 20
+    assert two[FULL].size.num_steps == 80  # of the 85 that would do, in whole periods of 10
 
     num_runs = len(runs)
     assert Tuning(setting, quick=False).tune(arms_of(stacks()["one host"]), SIZE) == one

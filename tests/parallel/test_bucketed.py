@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 from modelwright.parallel.mesh import single
-from modelwright.parallel.transports.bf16 import Bf16Transport
 from modelwright.parallel.transports.bucketed import BucketedTransport
+from modelwright.parallel.transports.rounded import Bf16, RoundedTransport
 from parallel.transport_job import CASES
 from rank_processes import run_ranks
 
@@ -17,7 +17,7 @@ def test_buckets_in_backward_are_those_of_after_it_and_their_state_follows_the_p
 
 
 def test_one_process_alone_gets_what_was_held_back():
-    transport = BucketedTransport(single(), Bf16Transport, bucket_bytes=8)
+    transport = BucketedTransport(single(), lambda world: RoundedTransport(world, Bf16()), bucket_bytes=8)
     transport.load_state_dict({"residuals": [torch.ones(2), torch.full((3,), 2.0)], "shared": [{}, {}]})
     gradients = [torch.zeros(2), torch.zeros(3)]
     transport.arm(gradients)

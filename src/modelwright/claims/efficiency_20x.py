@@ -60,7 +60,7 @@ MUON = Ingredient(name="Muon", changes={}, settings={"optimizer": "muon"})
 LOCAL = Ingredient(
     name="INT8 local steps",
     changes={},
-    settings={"transport": {"kind": "int8", "local_steps": {"every": 20}}},
+    settings={"transport": {"kind": "int8", "local_steps": {"every": 10}}},
 )
 SPARSE = Ingredient(
     name="sparse rows",

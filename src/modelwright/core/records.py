@@ -6,7 +6,7 @@ recorded once. Knows nothing about what a metric means.
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,22 @@ class Recorder:
         with writing(self.path):
             self._file.write(_line({"step": step, **values}))
             self._file.flush()
-            for name, value in values.items():
-                if isinstance(value, (int, float)) and not isinstance(value, bool):
-                    self._mirror.add_scalar(name, value, step)
+            # One event for all of them: `add_scalar` for each takes ten times as long, milliseconds a step.
+            self._mirror._get_file_writer().add_summary(_summary(values), step)
 
     def close(self) -> None:
         self._file.close()
         self._mirror.close()
+
+
+def _summary(values: Mapping[str, float | int | str | bool]) -> Any:
+    """TensorBoard's message of all numbers."""
+    from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+    numbers = {
+        name: float(one) for name, one in values.items() if isinstance(one, (int, float)) and not isinstance(one, bool)
+    }
+    return Summary(value=[Summary.Value(tag=name, simple_value=one) for name, one in numbers.items()])
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

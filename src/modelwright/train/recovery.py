@@ -13,6 +13,9 @@ from typing import Any
 from modelwright.core.errors import writing
 from modelwright.train.objective import StepInfo
 
+LINE_BYTES = 128
+"""Of the file that is written over at every step, whole: no process ends between its first byte and its last."""
+
 
 class Recovery:
     """Controller; every recovery is one line in `path`.
@@ -43,10 +46,12 @@ class Recovery:
             with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             self._before = None
-        temporary = self._alive.with_name(self._alive.name + ".tmp")  # not flushed to disk: that would cost every step
-        alive = {"step": info.step, "time": now, "num_ranks": self.num_ranks}
-        temporary.write_text(json.dumps(alive), encoding="utf-8")
-        os.replace(temporary, self._alive)
+        alive = json.dumps({"step": info.step, "time": now, "num_ranks": self.num_ranks}).ljust(LINE_BYTES)
+        file = os.open(self._alive, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            os.pwrite(file, alive.encode(), 0)  # not flushed to disk: that would cost every step
+        finally:
+            os.close(file)
 
     def stopped(self) -> None:
         """The run ends on purpose: what comes later is no recovery."""

@@ -7,11 +7,11 @@ from modelwright.core.errors import ConfigError
 from modelwright.parallel.collectives import CollectivesConfig
 from modelwright.parallel.mesh import World, world_apart
 from modelwright.parallel.transport import ExactTransport, GradientTransport
-from modelwright.parallel.transports.bf16 import Bf16Transport
 from modelwright.parallel.transports.bucketed import BucketedTransport
 from modelwright.parallel.transports.local_steps import LocalSteps, LocalStepsConfig
 from modelwright.parallel.transports.planned import PlannedTransport
 from modelwright.parallel.transports.powersgd import PowerSgdTransport
+from modelwright.parallel.transports.rounded import Bf16, Int8, RoundedTransport
 from modelwright.parallel.transports.three_level import ThreeLevelConfig, ThreeLevelTransport
 
 
@@ -20,8 +20,8 @@ class TransportConfig:
     """How gradients, or with local steps the pseudo-gradients, cross between the ranks that sum them.
 
     kind: `exact`, by the backend; `planned`, exact by the algorithms of `collectives` for the measured links; `bf16`;
-    `int8` (all entries, 8 bits each); `powersgd` of rank `powersgd_rank`; `three_level`.
-    overlap: sums of whole gradients begin while backward still runs, in buckets of about 25 MB (not those by plans).
+    `int8`; `powersgd` of rank `powersgd_rank`; `three_level`.
+    overlap: sums of whole gradients begin while backward still runs, in buckets of 25 MB at most (not those by plans).
     """
 
     kind: Literal["exact", "planned", "bf16", "int8", "powersgd", "three_level"] = "exact"
@@ -34,9 +34,6 @@ class TransportConfig:
     def __post_init__(self) -> None:
         if self.powersgd_rank < 1:
             raise ConfigError(f"powersgd_rank: must be at least 1, got {self.powersgd_rank}; 8 is usual")
-
-
-INT8 = ThreeLevelConfig(keep=1.0, min_bits=8, max_bits=8, bucket_numel=65_536)
 
 
 def build_transport(config: TransportConfig, world: World) -> GradientTransport:
@@ -55,9 +52,9 @@ def _codec(config: TransportConfig, world: World) -> GradientTransport:
         case "planned":
             return PlannedTransport(world, config.collectives)
         case "bf16":
-            return Bf16Transport(world)
+            return RoundedTransport(world, Bf16())
         case "int8":
-            return ThreeLevelTransport(world, INT8)
+            return RoundedTransport(world, Int8())
         case "powersgd":
             return PowerSgdTransport(world, rank=config.powersgd_rank)
         case "three_level":
