@@ -197,7 +197,7 @@ def test_a_world_of_one_changes_and_sends_nothing(monkeypatch):
 )
 def test_small_models_make_several_messages_too(num_tensors, num_values, num_buckets):
     tensors = [torch.empty(num_values, device="meta") for _ in range(num_tensors)]
-    buckets = cut_into_buckets(tensors, BUCKET_BYTES)
+    buckets = cut_into_buckets(tensors, BUCKET_BYTES, many=MANY_BUCKETS)
     assert [id(one) for bucket in reversed(buckets) for one in bucket] == [id(one) for one in tensors]
     assert len(buckets) == pytest.approx(num_buckets, abs=num_buckets // 8 + 1 if num_buckets > 1 else 0)
     assert all(sum(4 * one.numel() for one in bucket) <= BUCKET_BYTES for bucket in buckets)

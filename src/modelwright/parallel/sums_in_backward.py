@@ -13,7 +13,7 @@ from torch import Tensor
 from modelwright.ops.pieces import laid_out_as, local
 from modelwright.parallel.gradients import like_parameter
 from modelwright.parallel.mesh import World
-from modelwright.parallel.transport import BUCKET_BYTES, Buckets, ring_bytes
+from modelwright.parallel.transport import BUCKET_BYTES, MANY_BUCKETS, Buckets, ring_bytes
 
 MOST_IN_FLIGHT = 2
 """Buckets that wait for their sums: more hide more of a link's latency, and hold more gradients."""
@@ -30,7 +30,9 @@ class SumsInBackward:
         self.bytes_sent = 0
         self._parameters: list[Tensor] = []
         self._then: Callable[[Tensor, Tensor], None] = lambda parameter, held: None
-        self._buckets = Buckets(self._begin, bucket_bytes=bucket_bytes, of=lambda parameter: parameter)
+        self._buckets = Buckets(
+            self._begin, bucket_bytes=bucket_bytes, many=MANY_BUCKETS, of=lambda parameter: parameter
+        )
         self._in_flight: list[tuple[Sequence[Tensor], Tensor, Callable[[], object]]] = []
 
     def arm_updates(self, parameters: Sequence[Tensor], then: Callable[[Tensor, Tensor], None]) -> None:

@@ -21,8 +21,8 @@ from modelwright.parallel.mesh import World
 BUCKET_BYTES = 25 * 2**20
 """Most that one message holds; large enough to hide latency, small enough to overlap (the default of PyTorch's DDP)."""
 MANY_BUCKETS, SMALL_BUCKET_BYTES = 8, 2**18
-"""So many messages even where all gradients would fit in one, which could begin only after backward; but none made
-smaller than this for it."""
+"""Where every value crosses the network there are so many messages even if all gradients would fit in one, which could
+begin only after backward; but none is made smaller than this for it."""
 
 
 class GradientTransport(Protocol):
@@ -63,7 +63,8 @@ class Buckets:
     """Cuts gradients into buckets, from the last to the first, and has each begun: once armed, as soon as its last
     gradient is there and the bucket before it has been begun, so that all ranks begin them in one order.
 
-    begin: called with a bucket's gradients, or with what `of` makes of its parameters.
+    begin: called with a bucket's gradients, or with what `of` makes of its parameters; many: how many of them a small
+    model should make (`cut_into_buckets`).
     """
 
     def __init__(
@@ -71,10 +72,12 @@ class Buckets:
         begin: Callable[[Sequence[Tensor]], None],
         *,
         bucket_bytes: int,
+        many: int = 1,
         of: Callable[[Tensor], Tensor] = _gradient,
     ) -> None:
         self.begin = begin
         self.bucket_bytes = bucket_bytes
+        self.many = many
         self.of = of
         self._hooked: list[Tensor] = []
         self._hooks: list[RemovableHandle] = []
@@ -110,7 +113,7 @@ class Buckets:
 
     def cut(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Neighbours of one format in each, in their order; the last ones first."""
-        return cut_into_buckets(tensors, self.bucket_bytes)
+        return cut_into_buckets(tensors, self.bucket_bytes, many=self.many)
 
     def _finished(self, parameter: Tensor) -> None:
         if not self._armed:
@@ -123,11 +126,11 @@ class Buckets:
             self.begin([self.of(parameter) for parameter in bucket])
 
 
-def cut_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
-    """Neighbours of one format in each, in their order, together at most `bucket_bytes` if not one, and less where
-    that makes few buckets; the last ones first."""
+def cut_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int, *, many: int = 1) -> list[list[Tensor]]:
+    """Neighbours of one format in each, in their order, together at most `bucket_bytes` if not one, and no more than
+    makes about so `many` buckets, unless they would be smaller than `SMALL_BUCKET_BYTES`; the last ones first."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    most = min(bucket_bytes, max(sum(sizes) // MANY_BUCKETS, SMALL_BUCKET_BYTES))
+    most = min(bucket_bytes, max(-(-sum(sizes) // many), SMALL_BUCKET_BYTES))
     buckets: list[list[Tensor]] = []
     size = 0
     for tensor, num_bytes in zip(reversed(tensors), reversed(sizes), strict=True):
@@ -153,7 +156,7 @@ class ExactTransport:
     def __init__(self, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.world = world
         self.bytes_sent = 0
-        self._buckets = Buckets(self._start, bucket_bytes=bucket_bytes)
+        self._buckets = Buckets(self._start, bucket_bytes=bucket_bytes, many=MANY_BUCKETS)
         self._chosen: Sequence[Tensor | None] = []
         self._in_flight: list[tuple[Tensor, Sequence[Tensor | None], Callable[[], object]]] = []
 

@@ -25,7 +25,12 @@ class BucketedTransport:
     """
 
     def __init__(
-        self, world: World, make: Callable[[World], GradientTransport], *, bucket_bytes: int = BUCKET_BYTES
+        self,
+        world: World,
+        make: Callable[[World], GradientTransport],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        many: int = 1,
     ) -> None:
         self.world = world
         self._make = make
@@ -33,7 +38,7 @@ class BucketedTransport:
         self._loaded: dict[str, Any] = {}
         self._in_flight: list[Future[None]] = []
         self._shapes: list[list[torch.Size]] = []
-        self._buckets = Buckets(self._start, bucket_bytes=bucket_bytes)
+        self._buckets = Buckets(self._start, bucket_bytes=bucket_bytes, many=many)
         self._thread = ThreadPoolExecutor(1, "gradients", torch.set_num_threads, (torch.get_num_threads(),))
 
     @property

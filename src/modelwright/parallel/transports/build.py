@@ -6,7 +6,7 @@ from typing import Literal
 from modelwright.core.errors import ConfigError
 from modelwright.parallel.collectives import CollectivesConfig
 from modelwright.parallel.mesh import World, world_apart
-from modelwright.parallel.transport import ExactTransport, GradientTransport
+from modelwright.parallel.transport import MANY_BUCKETS, ExactTransport, GradientTransport
 from modelwright.parallel.transports.bucketed import BucketedTransport
 from modelwright.parallel.transports.local_steps import LocalSteps, LocalStepsConfig
 from modelwright.parallel.transports.planned import PlannedTransport
@@ -42,7 +42,8 @@ def build_transport(config: TransportConfig, world: World) -> GradientTransport:
         return LocalSteps(world, _codec(config, world), config.local_steps)
     if config.kind in ("exact", "planned"):
         return _codec(config, world)
-    return BucketedTransport(world_apart(world), lambda apart: _codec(config, apart))
+    many = MANY_BUCKETS if config.kind in ("bf16", "int8") else 1  # for the others messages are short, and cost calls
+    return BucketedTransport(world_apart(world), lambda apart: _codec(config, apart), many=many)
 
 
 def _codec(config: TransportConfig, world: World) -> GradientTransport:
