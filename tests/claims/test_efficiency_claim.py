@@ -101,8 +101,8 @@ def test_each_stack_is_also_compared_on_a_wider_model():
 
 
 def test_tuning_takes_the_fewest_steps_that_reach_the_plain_loss_and_makes_no_run_twice(monkeypatch, tmp_path):
-    """A mean loss that falls with the steps; Muon needs half of them, local steps lose a little. On one seed the plain
-    loop is lucky."""
+    """A loss that falls with the steps; Muon needs half of them, local steps lose a little. On one seed the plain loop
+    is lucky."""
     runs = []
 
     def loss_of(setting, arm, size, *, seed, mbit, threads):
@@ -126,7 +126,7 @@ def test_tuning_takes_the_fewest_steps_that_reach_the_plain_loss_and_makes_no_ru
     assert one["+ own loop and operators"].size.learning_rate == 1e-3
     assert one["without packing"].size.learning_rate == 1e-3
     assert one[FULL].size.num_steps == two["+ Muon"].size.num_steps == 55  # half of them would only just do
-    assert two[FULL].size.num_steps == 80  # of the 85 that would do, in whole periods of 10
+    assert two[FULL].size.num_steps == 80  # of the 85 that would do, in whole periods of 20
 
     num_runs = len(runs)
     assert Tuning(setting, quick=False).tune(arms_of(stacks()["one host"]), SIZE) == one
