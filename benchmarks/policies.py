@@ -6,7 +6,7 @@ Data is prepared once, as `modelwright run quickstart` does it; then every run i
 with the quickstart's own model, rows, order and seed, its schedule over fewer steps where told so. Held-out losses are
 those that the run itself measures at its end, in the run's own formats. Targets, fixed beforehand: within 1% of FP32,
 eight-bit policies within 2%. One seed: how far two runs part that differ by a rounding alone is told by FP32 with two
-microbatches, whose gradients are summed in another order. Runs of as many steps that the results file has are not made
+microbatches, whose gradients are summed in another order. Runs that the results file for so many steps has are not made
 again: delete it to begin anew.
 """
 
@@ -65,8 +65,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     around = circumstances()
-    path = given.results / f"policies-{machine_slug(around['machine'])}.json"
-    found = runs_so_far(path, given.steps)
+    path = given.results / f"policies-{given.steps}-steps-{machine_slug(around['machine'])}.json"
+    found = json.loads(path.read_text())["runs"] if path.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         prepared = given.prepared or Path(folder) / "prepared"
         prepare(prepared)
@@ -79,12 +79,6 @@ def main() -> None:
                 write(path, {**around, "steps": given.steps, "threads": given.threads, "runs": found})
             print(name, found[name], flush=True)
     print(f"too far from FP32: {', '.join(too_far(found)) or 'none'}\n{path}")
-
-
-def runs_so_far(path: Path, num_steps: int) -> dict[str, dict[str, Any]]:
-    """Of as many steps, in the results file: a call that was interrupted goes on."""
-    record = json.loads(path.read_text()) if path.exists() else {}
-    return record["runs"] if record.get("steps") == num_steps else {}
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
