@@ -1,5 +1,6 @@
 """The whole stack against a plain loop: that the plain loop trains the same model, the arms, the verdict."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,7 @@ from modelwright.claims.efficiency_20x import (
     scenes,
     stacks,
 )
-from modelwright.claims.efficiency_probe import Arm
+from modelwright.claims.efficiency_probe import Arm, Stopwatch
 from modelwright.claims.plain_training import PlainDecoder, train_plainly
 from modelwright.claims.workbench import Size
 from modelwright.core.errors import ArtifactError
@@ -30,6 +31,7 @@ from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.parallel.mesh import single
 from modelwright.train.config import TrainConfig
+from modelwright.train.objective import StepInfo
 from tiny_decoder import make_decoder
 from tolerances import TOLERANCES
 
@@ -65,6 +67,21 @@ def test_the_plain_loop_learns():
     seconds = train_plainly(model, iter([batch] * 20), config, num_steps=20, world=single())
     assert seconds > 0
     assert PlainDecoder(model)(batch.input_ids_BT, batch.labels_BT).item() < before - 1
+
+
+def test_the_stopwatch_counts_what_lies_between_steps_and_all_of_the_first():
+    watch = Stopwatch()
+    watch.observe(step_of(0.5))
+    time.sleep(0.1)
+    watch.observe(step_of(0.01))
+    assert 0.6 <= watch.seconds < 0.6 + 5
+
+
+def step_of(seconds: float) -> StepInfo:
+    values = dict.fromkeys(("loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu", "data_wait_s"), 0.0)
+    return StepInfo(
+        step=1, losses={}, num_tokens=1, exchange_s=0.0, step_time_s=seconds, skipped=False, bytes_sent=0, **values
+    )
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])

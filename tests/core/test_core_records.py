@@ -1,9 +1,13 @@
 """Metric records survive a crash and a resume; summaries are those of the textbook."""
 
 import math
+import struct
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 from modelwright.core.records import Recorder, column, read_records, summarize
 from modelwright.core.resources import ResourceUse, hardware, versions
@@ -25,6 +29,26 @@ def test_resume_cuts_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     record(path, range(5, 7), first_step=5)
     assert [entry["step"] for entry in read_records(path)] == [1, 2, 3, 4, 5, 6]
     assert list((tmp_path / "tb").iterdir())
+
+
+def test_tensorboard_shows_every_number_at_its_step(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "m.jsonl", tensorboard=tmp_path / "tb")
+    recorder.write(3, loss=2.5, tokens=7, skipped=True, note="x", norm=math.inf, large=1e300)
+    recorder.write(4, loss=2.25)
+    recorder.close()
+    [file] = (tmp_path / "tb").iterdir()
+    found = {event.step: {one.tag: one.simple_value for one in event.summary.value} for event in events(file)}
+    assert found[3] == {"loss": 2.5, "tokens": 7.0, "norm": math.inf, "large": math.inf}
+    assert found[4] == {"loss": 2.25}
+
+
+def events(file: Path) -> Iterator[Any]:
+    """A TensorBoard file's records: length (8 bytes), its checksum (4), the message, its checksum (4)."""
+    data, at = file.read_bytes(), 0
+    while at < len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        yield Event.FromString(data[at + 12 : at + 12 + length])
+        at += 16 + length
 
 
 def test_values_that_are_not_finite_stay_readable_json(tmp_path: Path) -> None:

