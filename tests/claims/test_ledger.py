@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def measure(setting: Setting) -> Result:
-    figures = {"speed-up": Figure(value=1.5, unit="x", spread=0.04)}
+    figures = {
+        "speed-up": Figure(value=1.5, unit="x", spread=0.04),
+        "memory": Figure(value=3.0, unit="MiB"),
+    }
     return Result(
         kind="short", reason="by 0.5x", figures=figures, conditions={"rows": 8}, samples={"speed": [1.0, 2.0]}
     )
@@ -78,10 +82,19 @@ def test_damaged_results_are_named(tmp_path):
 def test_the_page_puts_the_published_figure_beside_ours(written, tmp_path):
     written(quick=False)
     page = render([CLAIM], read_results(tmp_path))
-    assert "| [doubling](#doubling) | 2x | speed-up 1.5 ± 0.04 x | **short** |" in page
+    [row] = [line for line in page.splitlines() if line.startswith("| [doubling]")]
+    assert row.startswith("| [doubling](#doubling) | 2x | speed-up 1.5 ± 0.04 x; memory 3 MiB | ")
+    assert row.endswith(" | **short** |")
     assert "A. Author 2020" in page
     assert "**Short**: by 0.5x" in page
     assert "not measured yet" in render([CLAIM], [])
+
+
+def test_the_overview_shows_what_the_target_speaks_of(written, tmp_path):
+    written(quick=False)
+    other = replace(CLAIM, headline=("gone since", "memory"))
+    assert "| 2x | speed-up 1.5 ± 0.04 x; memory 3 MiB |" in render([CLAIM], read_results(tmp_path))
+    assert "| 2x | memory 3 MiB |" in render([other], read_results(tmp_path))
 
 
 def test_the_page_in_the_tree_is_the_generated_one():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
 from modelwright.core.records import Recorder, column, read_records, summarize
 from modelwright.core.resources import ResourceUse, hardware, versions
@@ -40,6 +40,15 @@ def test_tensorboard_shows_every_number_at_its_step(tmp_path: Path) -> None:
     found = {event.step: {one.tag: one.simple_value for one in event.summary.value} for event in events(file)}
     assert found[3] == {"loss": 2.5, "tokens": 7.0, "norm": math.inf, "large": math.inf}
     assert found[4] == {"loss": 2.25}
+
+
+def test_tensorboard_is_told_from_where_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    record(tmp_path / "m.jsonl", range(5, 7), first_step=5)
+    [file] = (tmp_path / "tb").iterdir()
+    version, start, *numbers = events(file)
+    assert version.file_version == "brain.Event:2"
+    assert (start.step, start.session_log.status) == (5, SessionLog.START)
+    assert [event.step for event in numbers] == [5, 6]
 
 
 def events(file: Path) -> Iterator[Any]:

@@ -2,6 +2,9 @@
 
 import time
 
+import pytest
+
+from modelwright.core.errors import StorageError
 from modelwright.train.objective import StepInfo
 from modelwright.train.recovery import Recovery, read_recoveries
 
@@ -36,3 +39,11 @@ def test_a_stop_on_purpose_is_no_fault(tmp_path):
     before.stopped()
     Recovery(path, num_ranks=1, restart=0).observe(info(2))
     assert read_recoveries(path) == []
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path):
+    path = tmp_path / "recoveries.jsonl"
+    recovery = Recovery(path, num_ranks=1, restart=0)
+    (tmp_path / "recoveries.jsonl.alive").symlink_to("/dev/full")
+    with pytest.raises(StorageError, match=r"recoveries\.jsonl\.alive: the disk is full"):
+        recovery.observe(info(1))

@@ -63,7 +63,8 @@ class Claim:
     """A published statement and how it is tested.
 
     `published`: the figure as published, with its own machine and conditions; `compared`: the two sides of our
-    comparison; `target`: what counts as met, fixed before measuring.
+    comparison; `target`: what counts as met, fixed before measuring; `headline`: the figures that answer it, which the
+    overview shows (without one, the first three).
     """
 
     name: str
@@ -72,4 +73,5 @@ class Claim:
     published: str
     compared: str
     target: str
+    headline: Sequence[str] = ()
     measure: Callable[[Setting], Result]

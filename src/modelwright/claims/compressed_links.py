@@ -115,5 +115,6 @@ CLAIM = Claim(
     "loss is in gradient_compression",
     target=f"the three-level method with at least {REMOVED:g}% of the bytes removed, communication at least "
     f"{SHORTER:g} times shorter and at least {100 * THROUGHPUT:g}% of the unlimited link's throughput",
+    headline=tuple(f"{what}, {METHOD}, {MBIT:g} Mbit/s" for what in (_REMOVED, _SHORTER, _THROUGHPUT)),
     measure=measure,
 )

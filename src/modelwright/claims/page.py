@@ -17,7 +17,7 @@ A target is fixed before measuring; where a comparison was changed after a first
 
 def render(claims: Sequence[Claim], records: Sequence[Mapping[str, Any]]) -> str:
     """The page as Markdown: a summary table, then a section per claim with every machine's figures."""
-    lines = [HEADER, "| claim | published | measured | verdict |", "| --- | --- | --- | --- |"]
+    lines = [HEADER, "| claim | published | measured | on | verdict |", "| --- | --- | --- | --- | --- |"]
     for claim in claims:
         lines += [_summary(claim, record) for record in _of(claim, records)] or [_unmeasured(claim)]
     for claim in claims:
@@ -50,14 +50,16 @@ def _of(claim: Claim, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
 
 
 def _summary(claim: Claim, record: Mapping[str, Any]) -> str:
-    figures = list(record["figures"].items())[:3]
-    measured = "; ".join(f"{name} {show(figure)}" for name, figure in figures)
+    figures = record["figures"]
+    names = [name for name in claim.headline if name in figures] or list(figures)[:3]
+    measured = "; ".join(f"{name} {show(figures[name])}" for name in names)
     quick = " (quick)" if record["quick"] else ""
-    return f"| [{claim.name}](#{claim.name}) | {claim.published} | {measured}{quick} | **{record['kind']}** |"
+    on = _machine(record["machine"])
+    return f"| [{claim.name}](#{claim.name}) | {claim.published} | {measured}{quick} | {on} | **{record['kind']}** |"
 
 
 def _unmeasured(claim: Claim) -> str:
-    return f"| [{claim.name}](#{claim.name}) | {claim.published} | not measured yet | |"
+    return f"| [{claim.name}](#{claim.name}) | {claim.published} | not measured yet | | |"
 
 
 def _section(claim: Claim, records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -77,8 +79,6 @@ def _section(claim: Claim, records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _measurement(record: Mapping[str, Any]) -> list[str]:
-    machine = record["machine"]
-    name = machine.get("accelerator", f"{machine['processor']}, {machine['cores']} cores, {machine['instruction_set']}")
     depth = "quick measurement" if record["quick"] else "measured"
     conditions = "; ".join(f"{key} {value}" for key, value in record["conditions"].items())
     return [
@@ -88,6 +88,11 @@ def _measurement(record: Mapping[str, Any]) -> list[str]:
         "| --- | --- |",
         *[f"| {key} | {show(figure)} |" for key, figure in record["figures"].items()],
         "",
-        f"{name}; {record['threads']} thread(s); torch {record['versions'].get('torch', '?')}; commit "
-        f"{record['commit'] or 'unknown'}; {depth} on {record['date']} in {record['wall_s']:.0f} s. {conditions}",
+        f"{_machine(record['machine'])}; {record['threads']} thread(s); torch {record['versions'].get('torch', '?')}; "
+        f"commit {record['commit'] or 'unknown'}; {depth} on {record['date']} in {record['wall_s']:.0f} s. "
+        f"{conditions}",
     ]
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
+    return machine.get("accelerator", f"{machine['processor']}, {machine['cores']} cores, {machine['instruction_set']}")

@@ -128,5 +128,6 @@ CLAIM = Claim(
     compared="the same global batch on the same processes: layers handed from device to device without microbatches, "
     "against every axis alone and their products",
     target=f"the fastest layout at least {TARGET}x the baseline",
+    headline=(f"against {BASELINE}: data", f"against {BASELINE}: pipeline", f"against {BASELINE}: tensor"),
     measure=measure,
 )

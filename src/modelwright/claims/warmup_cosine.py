@@ -117,5 +117,6 @@ CLAIM = Claim(
     compared="warmup + cosine to zero against a constant rate from the first step, in short and in long runs; same "
     "steps, same weights and data order per seed; each at the best of the same four rates, chosen on a seed of its own",
     target="a held-out loss below that of the constant rate, p < 0.05 in a paired test, in both regimes",
+    headline=("difference of held-out losses, short runs", "difference of held-out losses, long runs"),
     measure=measure,
 )

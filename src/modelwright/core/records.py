@@ -22,7 +22,7 @@ class Recorder:
     """
 
     def __init__(self, path: Path, *, tensorboard: Path, first_step: int = 0) -> None:
-        from tensorboardX import SummaryWriter
+        from tensorboardX import FileWriter
 
         self.path = path
         with writing(path):
@@ -30,19 +30,27 @@ class Recorder:
             kept = [record for record in read_records(path) if record.get("step", -1) < first_step]
             write_atomic(path, "".join(_line(record) for record in kept))
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the recorder
-            self._mirror = SummaryWriter(str(tensorboard), purge_step=first_step, flush_secs=20)
+            self._mirror = FileWriter(str(tensorboard), flush_secs=20)
+            self._mirror.add_event(_start(), first_step)
 
     def write(self, step: int, **values: float | int | str | bool) -> None:
         """Record `values` at `step`. Numbers that are not finite are written as the strings `nan`, `inf`, `-inf`."""
         with writing(self.path):
             self._file.write(_line({"step": step, **values}))
             self._file.flush()
-            # One event for all of them: `add_scalar` for each takes ten times as long, milliseconds a step.
-            self._mirror._get_file_writer().add_summary(_summary(values), step)
+            # One event for all of them: `SummaryWriter`'s one for each takes ten times as long, milliseconds a step.
+            self._mirror.add_summary(_summary(values), step)
 
     def close(self) -> None:
         self._file.close()
         self._mirror.close()
+
+
+def _start() -> Any:
+    """TensorBoard's message after which it forgets what older files hold of this step and later ones."""
+    from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+
+    return Event(session_log=SessionLog(status=SessionLog.START))
 
 
 def _summary(values: Mapping[str, float | int | str | bool]) -> Any:

@@ -47,11 +47,12 @@ class Recovery:
                 file.write(json.dumps(line) + "\n")
             self._before = None
         alive = json.dumps({"step": info.step, "time": now, "num_ranks": self.num_ranks}).ljust(LINE_BYTES)
-        file = os.open(self._alive, os.O_WRONLY | os.O_CREAT, 0o644)
-        try:
-            os.pwrite(file, alive.encode(), 0)  # not flushed to disk: that would cost every step
-        finally:
-            os.close(file)
+        with writing(self._alive):
+            file = os.open(self._alive, os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                os.pwrite(file, alive.encode(), 0)  # not flushed to disk: that would cost every step
+            finally:
+                os.close(file)
 
     def stopped(self) -> None:
         """The run ends on purpose: what comes later is no recovery."""
