@@ -162,6 +162,7 @@ def test_a_schedule_narrows_the_middle_feed_forward_parts_first():
     ("given", "said"),
     [
         ({"every": 4, "window": 4}, "window: must be"),
+        ({"every": 1, "window": 1}, "every: must be at least 2"),
         ({"min_gain": 0.9}, "min_gain: must be at least 1"),
         ({"tolerance": 0.0}, "tolerance: must be above 0"),
         ({"kind": "schedule"}, "schedule: .* belong together"),

@@ -139,7 +139,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         return _convert_union(args, value, path)
     if origin is typing.Literal:
         if value not in args:
-            raise ConfigError(f"{path}: {value!r} is not one of {', '.join(map(str, args))}")
+            known = ", ".join(str(one) if one != "" else "'' (nothing)" for one in args)
+            raise ConfigError(f"{path}: {value!r} is not one of {known}")
         return value
     if origin is tuple:
         items = value if isinstance(value, (list, tuple)) else [value]

@@ -52,6 +52,11 @@ def num_usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def load() -> float:
+    """Processes that wanted to compute, mean of the last minute; 0 where the system does not tell."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
 def hardware() -> dict[str, Any]:
     """Processor, cores, memory in bytes, operating system."""
     return {

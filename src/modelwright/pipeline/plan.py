@@ -8,6 +8,7 @@ import torch
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.errors import ArtifactError
 from modelwright.core.progress import SilentProgress
+from modelwright.core.resources import load, num_usable_cores
 from modelwright.core.rundir import RunDir
 from modelwright.data.loader import PackedRows
 from modelwright.data.locate import locate
@@ -46,6 +47,8 @@ ANY_CLUSTER = Cluster(
     device="cpu",
 )  # fmt: skip
 """For memory, which no speed changes."""
+BUSY = 0.5
+"""Load for each core from which measured rates are those of a machine that does something else as well."""
 _WORDS = {"done": "finished, kept", "begun": "begun, goes on", "changed": "to be made again", "new": "to be made"}
 
 
@@ -56,7 +59,7 @@ def describe_plan(
 
     num_processes: of all hosts, which are taken to be like this one.
     """
-    previous = previous_config(run)
+    load_before, previous = load(), previous_config(run)
     config, only = select_stages(config, previous, only)
     config = resolve(config, previous, SilentProgress())
     stages = build_stages(config, run)
@@ -74,8 +77,16 @@ def describe_plan(
     left = sum(estimate.seconds for estimate in to_do)
     threads = config.hardware.num_threads
     lines += ["", f"left to do: about {duration(left)} on {config.hardware.device} with {threads} threads"]
-    lines.append("Times are estimates from rates measured just now; a dry run writes nothing.")
-    return "\n".join(lines)
+    return "\n".join([*lines, *about_times(load_before, num_usable_cores())])
+
+
+def about_times(load: float, num_cores: int) -> list[str]:
+    """What to think of the estimated times, by the machine's load before rates were measured."""
+    lines = ["Times are estimates from rates measured just now; a dry run writes nothing."]
+    if load > BUSY * num_cores:
+        busy = f"load {load:.1f} on {num_cores} core{'s' * (num_cores > 1)}"
+        lines.append(f"Something else keeps this machine busy ({busy}): when it is quiet the run may take far less.")
+    return lines
 
 
 def _words(state: str, name: str, only: Sequence[str]) -> str:

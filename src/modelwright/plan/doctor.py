@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from modelwright.core.errors import ConfigError
-from modelwright.core.resources import hardware, num_usable_cores
+from modelwright.core.resources import hardware, load, num_usable_cores
 from modelwright.model.config import ModelConfig
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.ops.rates import int8_linear_rate, matmul_rate
@@ -63,7 +63,7 @@ def machine(folder: Path) -> dict[str, Any]:
         "memory_available_bytes": _available_memory(),
         "memory_limit_bytes": _memory_limit(),
         "disk_free_bytes": shutil.disk_usage(existing).free,
-        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0,
+        "load": load(),
     }
 
 

@@ -34,7 +34,9 @@ class AdaptiveConfig:
     narrow: Format = "bf16"
 
     def __post_init__(self) -> None:
-        if self.every < 2 or not 1 <= self.window < self.every:
+        if self.every < 2:
+            raise ConfigError(f"every: must be at least 2 steps, one to measure and one to go by it, got {self.every}")
+        if not 1 <= self.window < self.every:
             raise ConfigError(f"window: must be at least 1 and below every ({self.every}), got {self.window}")
         if self.min_gain < 1:
             raise ConfigError(f"min_gain: must be at least 1, got {self.min_gain}; 1.1 asks for a tenth")

@@ -42,7 +42,9 @@ class LossScaleConfig:
 
     def __post_init__(self) -> None:
         if self.initial < 0:
-            raise ConfigError(f"initial: must be above 0, got {self.initial}; 0 chooses by the number of parameters")
+            raise ConfigError(
+                f"initial: must not be negative, got {self.initial}; 0 chooses by the number of parameters"
+            )
         if self.growth <= 1:
             raise ConfigError(f"growth: must be above 1, got {self.growth}; 2 is usual, 8 climbs faster")
         if not 0 < self.backoff < 1:
