@@ -7,7 +7,7 @@ with the quickstart's own model, rows, order and seed, its schedule over fewer s
 those that the run itself measures at its end, in the run's own formats. Targets, fixed beforehand: within 1% of FP32,
 eight-bit policies within 2%. One seed: how far two runs part that differ by a rounding alone is told by FP32 with two
 microbatches, whose gradients are summed in another order. Runs that the results file for so many steps has are not made
-again: delete it to begin anew.
+again: delete it to begin anew. Calls for different policies may run side by side, each on cores of its own.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def main() -> None:
     torch.set_num_threads(1)
     around = circumstances()
     path = given.results / f"policies-{given.steps}-steps-{machine_slug(around['machine'])}.json"
-    found = json.loads(path.read_text())["runs"] if path.exists() else {}
+    found = runs_of(path)
     with tempfile.TemporaryDirectory() as folder:
         prepared = given.prepared or Path(folder) / "prepared"
         prepare(prepared)
@@ -76,9 +76,15 @@ def main() -> None:
                 gap = 100 * (found[name]["heldout_loss"] / found["fp32"]["heldout_loss"] - 1)
                 found[name] |= {"above_fp32_percent": gap}
                 found[name] |= {"commit": around["commit"]}
+                found = {**runs_of(path), **found}
                 write(path, {**around, "steps": given.steps, "threads": given.threads, "runs": found})
             print(name, found[name], flush=True)
     print(f"too far from FP32: {', '.join(too_far(found)) or 'none'}\n{path}")
+
+
+def runs_of(path: Path) -> dict[str, dict[str, Any]]:
+    """Those that the file has, another call's beside this one too."""
+    return json.loads(path.read_text())["runs"] if path.exists() else {}
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
