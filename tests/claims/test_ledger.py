@@ -97,6 +97,13 @@ def test_the_overview_shows_what_the_target_speaks_of(written, tmp_path):
     assert "| 2x | memory 3 MiB |" in render([other], read_results(tmp_path))
 
 
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
+def test_headlines_are_figures_that_were_measured(claim):
+    figures = {name for one in read_results(ROOT / "benchmarks/results") if one["name"] == claim.name
+               for name in one["figures"]}  # fmt: skip
+    assert set(claim.headline) <= figures
+
+
 def test_the_page_in_the_tree_is_the_generated_one():
     assert (ROOT / "docs/claims.md").read_text() == render(CLAIMS, read_results(ROOT / "benchmarks/results"))
 
