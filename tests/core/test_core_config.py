@@ -54,6 +54,15 @@ def test_mistakes_name_their_path(data: dict[str, object], message: str) -> None
         parse(Outer, data)
 
 
+def test_a_choice_of_nothing_is_shown_as_such() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Choice:
+        kind: Literal["", "a"] = ""
+
+    with pytest.raises(ConfigError, match=r"^kind: 'c' is not one of '' \(nothing\), a$"):
+        parse(Choice, {"kind": "c"})
+
+
 def test_values_are_converted_where_nothing_is_lost() -> None:
     config = parse(Outer, {"name": 7, "inner": {"rate": 2, "pair": [1.0, 2]}, "files": "one"})
     assert config == Outer(name="7", inner=Inner(rate=2.0, pair=(1, 2)), files=("one",))

@@ -80,11 +80,11 @@ def describe_plan(
     return "\n".join([*lines, *about_times(load_before, num_usable_cores())])
 
 
-def about_times(load: float, num_cores: int) -> list[str]:
+def about_times(load_before: float, num_cores: int) -> list[str]:
     """What to think of the estimated times, by the machine's load before rates were measured."""
     lines = ["Times are estimates from rates measured just now; a dry run writes nothing."]
-    if load > BUSY * num_cores:
-        busy = f"load {load:.1f} on {num_cores} core{'s' * (num_cores > 1)}"
+    if load_before > BUSY * num_cores:
+        busy = f"load {load_before:.1f} on {num_cores} core{'s' * (num_cores > 1)}"
         lines.append(f"Something else keeps this machine busy ({busy}): when it is quiet the run may take far less.")
     return lines
 
