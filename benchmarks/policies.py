@@ -11,6 +11,7 @@ again: delete it to begin anew. Calls for different policies may run side by sid
 """
 
 import argparse
+import fcntl
 import json
 import os
 import statistics
@@ -76,8 +77,7 @@ def main() -> None:
                 gap = 100 * (found[name]["heldout_loss"] / found["fp32"]["heldout_loss"] - 1)
                 found[name] |= {"above_fp32_percent": gap}
                 found[name] |= {"commit": around["commit"]}
-                found = {**runs_of(path), **found}
-                write(path, {**around, "steps": given.steps, "threads": given.threads, "runs": found})
+                found = add(path, found, {**around, "steps": given.steps, "threads": given.threads})
             print(name, found[name], flush=True)
     print(f"too far from FP32: {', '.join(too_far(found)) or 'none'}\n{path}")
 
@@ -87,10 +87,18 @@ def runs_of(path: Path) -> dict[str, dict[str, Any]]:
     return json.loads(path.read_text())["runs"] if path.exists() else {}
 
 
-def write(path: Path, record: dict[str, Any]) -> None:
+def add(path: Path, found: dict[str, dict[str, Any]], record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Runs of the file and of this call, which no other call can change between reading and writing."""
     named = {"benchmark": "policies", "target_percent": TARGET, "target_percent_eight_bits": TARGET_EIGHT}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps({**named, **record, "too_far": too_far(record["runs"])}, indent=1) + "\n")
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        runs = {**runs_of(path), **found}
+        write_atomic(path, json.dumps({**named, **record, "runs": runs, "too_far": too_far(runs)}, indent=1) + "\n")
+    finally:
+        os.close(folder)
+    return runs
 
 
 def too_far(runs: dict[str, dict[str, Any]]) -> list[str]:
