@@ -5,6 +5,7 @@ Writes the second moments before and after each sharing, what all agreed on and 
 """
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -64,7 +65,12 @@ class Adam:
         self.steps, self.rank = transport, world.rank
 
     def begin(self) -> None:
-        self.steps.begin(self.weights, num_steps=NUM_STEPS, private=lambda: self.moments)
+        self.steps.begin(self.weights, num_steps=NUM_STEPS, private=lambda: self.moments, restore=self.restore)
+
+    def restore(self, private: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        for name, values in private.items():
+            for moment, value in zip(self.moments[name], values, strict=True):
+                moment.copy_(value)
 
     def go(self, first: int, last: int) -> None:
         for step in range(first, last):

@@ -6,6 +6,7 @@ Every case reduces the same gradients for some rounds and writes what came out, 
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -96,7 +97,11 @@ class Walk:
         self.steps, self.rank = transport, world.rank
 
     def begin(self) -> None:
-        self.steps.begin(self.weights, num_steps=8, private=lambda: {"moment": self.moments})
+        self.steps.begin(self.weights, num_steps=8, private=lambda: {"moment": self.moments}, restore=self.restore)
+
+    def restore(self, private: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        for moment, value in zip(self.moments, private["moment"], strict=True):
+            moment.copy_(value)
 
     def step_once(self, step: int) -> None:
         for weight, moment, part in zip(self.weights, self.moments, gradients(self.rank, step), strict=True):

@@ -33,6 +33,7 @@ SPIKES = {"num_sigmas": 6.0, "window": 6, "rollback_after": 2, "rollback_window"
 BACK = {"spikes": SPIKES, "checkpoint_every_steps": 2, "keep_last": 1}
 WILD = {"kind": "wild", "step": 7, "last": 8}
 OTHERS = ("adamw_int8", "adamw_bf16", "lion", "muon")
+APART = {"transport": {"local_steps": {"every": 3}}}
 STOP_AT_7 = {"kind": "stop", "step": 7}
 ADAPTIVE = {
     "clip_norm": 0.05,
@@ -62,6 +63,11 @@ CASES = [
     *[updates(kind, settings={"optimizer": kind}) for kind in OTHERS],
     *[updates(f"{kind}-stopped", f"{kind}-2", settings={"optimizer": kind}, mishap=STOP_AT_7) for kind in OTHERS],
     *[updates(f"{kind}-again", f"{kind}-2", settings={"optimizer": kind}) for kind in OTHERS],
+    *[
+        updates(f"{kind}-apart{end}", f"{kind}-apart{folder}", settings={"optimizer": kind, **APART}, **mishap)
+        for kind in OTHERS
+        for end, folder, mishap in (("", "", {}), ("-stopped", "-2", {"mishap": STOP_AT_7}), ("-again", "-2", {}))
+    ],
     *[
         updates(f"{kind}-zero", settings={"optimizer": kind}, parallel={"shard": "full"})
         for kind in ("adamw_int8", "lion", "muon")
@@ -131,8 +137,9 @@ def test_an_overflow_on_one_rank_is_skipped_and_halves_the_scale_on_all(runs, na
     assert losses(runs, f"overflow-{name}") == pytest.approx(whole, rel=5e-2 if name == "int8" else 1e-4)
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", [*OTHERS, *(f"{kind}-apart" for kind in OTHERS)])
 def test_other_optimizers_learn_and_go_on_with_the_same_bits(runs, kind):
+    """Also between meetings of local steps, where every rank has moments of its own."""
     assert losses(runs, kind)[-1] < losses(runs, kind)[0] - 0.2
     assert losses(runs, kind) != losses(runs, "exact")
     assert ended(runs, f"{kind}-stopped")["kind"] == "Stopped"

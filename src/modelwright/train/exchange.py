@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -32,8 +33,8 @@ from modelwright.parallel.transports.build import TransportConfig, build_transpo
 from modelwright.parallel.transports.local_steps import LocalSteps
 from modelwright.parallel.turns import Together, Turns
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What an AdamW keeps for each parameter, in the parameter's shape."""
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""What AdamW, Lion and Muon keep for a parameter, in its shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +213,9 @@ class Meeting:
 
     def begin(self, num_steps: int) -> None:
         """Once, when weights, optimizer and transport are as they were after the last step."""
-        self.transport.begin(self._locals(), num_steps=num_steps, private=self._moments)
+        self.transport.begin(
+            self._locals(), num_steps=num_steps, private=self._moments, restore=self._restore_moments
+        )
 
     def apply(self, context: Context) -> None:
         self.transport.after_update(self._locals(), context.step + 1)
@@ -225,9 +228,24 @@ class Meeting:
     def _locals(self) -> list[Tensor]:
         return [local(parameter.detach()) for parameter in self.parameters]
 
-    def _moments(self) -> Mapping[str, Sequence[Tensor]]:
-        """Empty before the first step."""
+    def _moments(self) -> dict[str, list[Tensor]]:
+        """By name, in the order and shapes of the parameters: zeros for one whose update keeps no such moment. Empty
+        before the first step."""
         states = [self.optimizer.state.get(parameter, {}) for parameter in self.parameters]
         return {
-            name: [local(state[name]) for state in states] for name in MOMENTS if all(name in state for state in states)
+            name: [
+                local(state[name]) if name in state else torch.zeros_like(weight)
+                for state, weight in zip(states, self._locals(), strict=True)
+            ]
+            for name in MOMENTS
+            if any(name in state for state in states)
         }
+
+    def _restore_moments(self, moments: Mapping[str, Sequence[Tensor]]) -> None:
+        for i, parameter in enumerate(self.parameters):
+            state = dict(self.optimizer.state.get(parameter, {}))
+            for name, values in moments.items():
+                if name in state:
+                    local(state[name]).copy_(values[i])
+            if state:
+                self.optimizer.state[parameter] = state  # states in fewer bits are packed anew

@@ -89,12 +89,19 @@ class LocalSteps:
         if self.world.size > 1:
             torch._foreach_mul_(list(gradients), float(self.world.size))  # pyright: ignore
 
-    def begin(self, parameters: Sequence[Tensor], *, num_steps: int, private: Callable[[], Private] = dict) -> None:
+    def begin(
+        self,
+        parameters: Sequence[Tensor],
+        *,
+        num_steps: int,
+        private: Callable[[], Private] = dict,
+        restore: Callable[[Private], object] = dict,
+    ) -> None:
         """Remember where the ranks stand, or go back to where the loaded state was.
 
         num_steps: of the whole run: the ranks meet after the last one, whatever its number. private: tensors of this
-        rank alone, lists in the parameters' order and shapes (the optimizer's moments), written when a state that was
-        saved between meetings is loaded; the loop has restored the first rank's by then.
+        rank alone, lists in the parameters' order and shapes (the optimizer's moments). restore: puts such tensors back
+        when a state that was saved between meetings is loaded; the loop has restored the first rank's by then.
         """
         self.num_steps = num_steps
         self._parameters, self._private = [parameter.detach() for parameter in parameters], private
@@ -107,8 +114,7 @@ class LocalSteps:
         if loaded.get("weights"):
             _copy(self._parameters, loaded["weights"], scale)
         if loaded.get("private"):
-            for name, tensors in private().items():
-                _copy(tensors, loaded["private"][name], scale)
+            restore({name: [one * scale for one in tensors] for name, tensors in loaded["private"].items()})
         self._origin = self._own_start()
 
     def after_update(self, parameters: Sequence[Tensor], step: int) -> None:
