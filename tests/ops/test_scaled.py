@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from modelwright.ops.formats import E4M3, E5M2, quantisation_error
+from modelwright.ops.formats import GRIDS as RECIPES
 from modelwright.ops.scaled import (
     ROW_BLOCKS,
     ROWWISE,
@@ -13,12 +15,15 @@ from modelwright.ops.scaled import (
     group_maxima,
     int8_product,
     quantise,
+    scaled_mm,
     scaled_product,
     scaled_product_naive,
 )
 
 pytestmark = pytest.mark.usefixtures("either_way")
 
+WAYS = {"forward": (False, False), "input gradient": (False, True), "weight gradient": (True, True)}
+"""The three products of a layer, by the factors that are transposed views."""
 GRIDS = {"tensor": TENSORWISE, "row": ROWWISE, "row blocks": ROW_BLOCKS, "squares": SQUARE_BLOCKS}
 
 
@@ -100,3 +105,29 @@ def test_the_definition_is_what_pytorch_multiplies(grids):
         b_scales = b_scales.T
     theirs = torch._scaled_mm(a_codes, b_codes.T, scale_a=a_scales, scale_b=b_scales, out_dtype=torch.float32)
     torch.testing.assert_close(scaled_product(a, b, grids, torch.float32), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_cuda_s_product_takes_the_layouts_of_all_three_products(monkeypatch, recipe, way):
+    """By PyTorch's own check of shapes and strides, which needs no card."""
+    checked, scaled_mm_of_torch = [], torch._scaled_mm
+
+    def only_check(*tensors: torch.Tensor, out_dtype: torch.dtype, **scales: torch.Tensor) -> torch.Tensor:
+        def on_card(x: torch.Tensor) -> torch.Tensor:
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+
+        with FakeTensorMode():
+            made = {name: on_card(x) for name, x in scales.items()}
+            found = scaled_mm_of_torch(*map(on_card, tensors), out_dtype=out_dtype, **made)
+        checked.append((tuple(found.shape), found.dtype))
+        return torch.empty(found.shape, dtype=found.dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", only_check)
+    factors = []
+    for num_rows, grid, is_view in zip((256, 128), RECIPES[recipe], WAYS[way], strict=True):
+        x = values(384, num_rows).T if is_view else values(num_rows, 384)
+        factors.append(quantise(x, grid, E4M3))
+        assert factors[-1][0].is_contiguous() != is_view
+    scaled_mm(factors[0], factors[1], RECIPES[recipe], torch.bfloat16)
+    assert checked == [((256, 128), torch.bfloat16)]

@@ -137,6 +137,22 @@ def test_formats_that_have_proved_good_are_what_a_jump_leads_back_to():
     assert made.formats == {PART: "bf16"}
 
 
+def test_a_bandit_learns_from_a_jump_what_brought_it():
+    """INT8 makes the loss jump each time, BF16 does not."""
+    made = switcher(kind="bandit", hold=0, explore=1.0)
+    chosen = []
+    for step in range(10, 400, 10):
+        made.mean_loss = 2.0
+        made.decide(step, {PART: CALM}, 0.0)
+        chosen.append(made.formats[PART])
+        made.see_loss(step + 1, 9.0 if made.formats[PART] == "int8" else 2.0)
+    assert "int8" in chosen
+    assert chosen[-10:] == ["bf16"] * 10
+    controller = made.controller
+    assert isinstance(controller, Bandit)
+    assert controller.rewards["int8"][0] < 0 < controller.rewards["bf16"][0]
+
+
 def test_state_comes_back_whole():
     for kind in ("rules", "bandit"):
         made, other = switcher(kind=kind), switcher(kind=kind)

@@ -37,6 +37,7 @@ def test_outliers_variation_and_rises():
     assert variation([1.0]) == 0.0
     assert relative_rise(2.0, 2.1) == pytest.approx(0.05)
     assert relative_rise(2.0, float("nan")) == 1.0
+    assert relative_rise(float("inf"), 2.0) == 1.0
 
 
 def test_formats_lose_what_their_mantissa_cannot_hold():
@@ -57,3 +58,16 @@ def test_an_observer_sees_inputs_and_gradients_of_each_part_and_changes_nothing(
     assert observer.take("blocks.0.ffn", "input", "int8") == (error_of(x, "int8"), 1)
     assert observer.take("blocks.0.ffn", "gradient", "bf16") == (error_of(2 * y.detach(), "bf16"), 1)
     assert observer.take("blocks.1.ffn", "input", "int8") == (0.0, 0)
+
+
+def test_what_comes_rounded_has_lost_what_rounding_costs_and_an_overflow_tells_nothing():
+    observer = Observer(["fp32", "bf16", "int8"])
+    product = observer.watched("blocks.0.ffn.up_proj", torch.nn.functional.linear)
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    product(x.bfloat16(), torch.randn(4, 256).bfloat16())
+    lost, count = observer.take("blocks.0.ffn", "input", "bf16")
+    assert (lost, count) == (pytest.approx(error_of(x, "bf16"), rel=0.05), 1)
+    assert observer.take("blocks.0.ffn", "input", "fp32") == (0.0, 1)
+    x[3, 4] = math.inf
+    product(x, torch.randn(4, 256))
+    assert observer.take("blocks.0.ffn", "input", "int8")[1] == 1

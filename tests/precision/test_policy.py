@@ -36,6 +36,13 @@ def test_a_loss_scale_is_needed_where_gradients_pass_through_fp16():
     needing = {policy for policy in POLICIES if parse(PrecisionConfig, {"policy": policy}).uses_fp16}
     assert needing == {"fp16_mixed", "pure_fp16"}
     assert parse(PrecisionConfig, {"policy": "fp8", "results": "fp16"}).uses_fp16
+    for given in (
+        {"kind": "schedule", "schedule": [[0, 1.0]], "narrow": "fp16"},
+        {"kind": "rules", "candidates": ["fp16"]},
+    ):
+        assert parse(PrecisionConfig, {"policy": "bf16_mixed", "adaptive": given}).uses_fp16
+    unused = {"kind": "rules", "candidates": ["bf16"], "narrow": "fp16"}
+    assert not parse(PrecisionConfig, {"policy": "bf16_mixed", "adaptive": unused}).uses_fp16
     assert parse(PrecisionConfig, {"policy": "fp8"}).result_of["fp8"] == torch.bfloat16
 
 

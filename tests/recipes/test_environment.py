@@ -2,8 +2,9 @@
 
 import pytest
 
-from modelwright.core.config import dump, load_yaml, save_yaml
+from modelwright.core.config import dump, load_yaml, merge, parse, save_yaml
 from modelwright.core.errors import ConfigError
+from modelwright.precision.policy import PrecisionConfig
 from modelwright.recipes.environment import environment_overrides
 from modelwright.recipes.load import load
 
@@ -24,6 +25,14 @@ def test_mode_and_switch_name_a_policy(monkeypatch, environment, policy):
     request = load("tiny", {})
     assert request.config.pretrain.precision.policy == request.config.sft.precision.policy == policy
     assert request.origin == ", ".join(["recipe tiny", *sorted(environment, reverse=True)])
+
+
+def test_switched_off_is_fp32_in_every_layer_for_good():
+    own = {"layers": {"ffn": "fp8"}, "adaptive": {"kind": "schedule", "schedule": [[0, 1.0]]}}
+    found = merge({"pretrain": {"precision": own}}, environment_overrides({"DEEPSEEK_AMP_ENABLED": "0"}))
+    precision = parse(PrecisionConfig, found["pretrain"]["precision"])
+    assert precision.possible == {"fp32"}
+    assert not precision.uses_fp16
 
 
 def test_the_command_line_goes_first_and_the_resolved_file_shows_what_was_taken(monkeypatch, tmp_path):

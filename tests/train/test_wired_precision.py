@@ -22,7 +22,11 @@ DELAYED = {"policy": "fp8", "fp8": {"scaling": "delayed", "history": 3}, "evalua
 ADAPTIVE = {"every": 3, "window": 2, "hold": 1, "candidates": ["bf16", "int8"], "tolerance": 0.5, "spike": 5.0}
 SECONDS = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0}
 """As on a machine with INT8 and BF16 instructions; this is what decisions rest on, whatever the tests run on."""
-ADAPTIVE_FOLDERS = ("rules", "rules-twice", "rules-pipeline", "rules-tensor", "rules-zero", "bandit", "bandit-twice")
+ADAPTIVE_FOLDERS = ("rules", "rules-twice", "rules-pipeline", "rules-tensor", "rules-zero", "bandit", "bandit-twice",
+                    "amid", "amid-twice", "amid-pipeline", "amid-pipeline-twice")  # fmt: skip
+AMID = {"every": 4, "window": 3}
+"""Looks on in steps 6 to 8, so that a stop after the seventh comes amid them."""
+AMID_LAYOUTS = {"amid": {"share_memory": False}, "amid-pipeline": {"pipeline": 2}}
 
 
 def precise(name: str, folder: str = "", *, precision: dict[str, Any], **rest: Any) -> dict[str, Any]:
@@ -44,6 +48,7 @@ CASES = [
     precise("delayed-stopped", "delayed-twice", precision=DELAYED, mishap=STOP_AT_7),
     precise("delayed-again", "delayed-twice", precision=DELAYED),
     precise("delayed-pipeline", precision=DELAYED, parallel={"pipeline": 2}),
+    precise("delayed-empty-stage", precision=DELAYED, parallel={"pipeline": 2, "layers_per_stage": [0, 2]}),
     *[precise(kind, precision=adaptive(kind)) for kind in ("rules", "bandit")],
     *[
         precise(f"{kind}-{when}", f"{kind}-twice", precision=adaptive(kind), mishap=mishap)
@@ -53,6 +58,11 @@ CASES = [
     *[
         precise(f"rules-{name}", precision=adaptive("rules"), parallel=LAYOUTS[name])
         for name in ("pipeline", "tensor", "zero")
+    ],
+    *[
+        precise(f"{name}{end}", f"{name}{folder}", precision=adaptive("bandit", **AMID), parallel=layout, mishap=mishap)
+        for name, layout in AMID_LAYOUTS.items()
+        for end, folder, mishap in (("", "", {}), ("-stopped", "-twice", STOP_AT_7), ("-again", "-twice", {}))
     ],
     precise("schedule", precision=adaptive("schedule", schedule=[[4, 0.5], [8, 1.0]], narrow="int8")),
 ]
@@ -98,7 +108,9 @@ def test_delayed_scales_are_state_and_the_same_on_all_ranks(runs):
     assert losses(runs, "delayed-twice") == losses(runs, "delayed")
     once, again = weights(runs, "delayed"), weights(runs, "delayed-again", rank=1)
     assert all(torch.equal(once[key], again[key]) for key in once)
-    assert losses(runs, "delayed-pipeline") == pytest.approx(losses(runs, "delayed"), rel=0.02)
+    for name in ("delayed-pipeline", "delayed-empty-stage"):
+        assert ended(runs, name)["error"] == ""
+        assert losses(runs, name) == pytest.approx(losses(runs, "delayed"), rel=0.02)
 
 
 @pytest.mark.parametrize("kind", ["rules", "bandit"])
@@ -111,6 +123,21 @@ def test_formats_change_for_a_reason_and_a_stopped_run_goes_on_with_the_same_bit
     assert changes(runs, kind)
     assert all(change["reason"] and change["step"] % 3 == 0 for change in changes(runs, kind))
     assert losses(runs, kind) == pytest.approx(losses(runs, "fp32"), rel=0.03)
+
+
+@pytest.mark.parametrize("name", AMID_LAYOUTS)
+def test_a_run_that_stops_amid_a_look_goes_on_with_what_every_rank_had_seen(runs, name):
+    once, twice = (states(runs, folder) for folder in (name, f"{name}-twice"))
+    assert ended(runs, f"{name}-stopped")["kind"] == "Stopped"
+    assert once["switcher"] == twice["switcher"]
+    assert once["switcher"]["last_signs"]
+    assert once["observed"] == twice["observed"]
+
+
+def states(runs: Path, folder: str) -> dict[str, Any]:
+    """Of adaptive precision at the end of a run."""
+    last = max((runs / folder / "checkpoints").glob("step-*/state.json"))
+    return json.loads(last.read_text())["state"]["updates"]["adaptive_precision"]
 
 
 def test_rules_take_the_fastest_format_that_is_tolerable_everywhere(runs):

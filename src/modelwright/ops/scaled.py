@@ -162,15 +162,22 @@ def fp8_kernel(
         return None
 
     def kernel(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
-        (a_MK, a_scales), (b_NK, b_scales) = a, b
-        if BLOCK in grids[0]:  # scales of row blocks lie column by column
-            a_scales = a_scales.T.contiguous().T
-        b_scales = b_scales.contiguous().T
-        scales = (a_scales, b_scales) if grids != (TENSORWISE, TENSORWISE) else (a_scales.view(()), b_scales.view(()))
-        scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-        return scaled_mm(a_MK, b_NK.T, scale_a=scales[0], scale_b=scales[1], out_dtype=result)
+        return scaled_mm(a, b, grids, result)
 
     return kernel if _agrees(kernel, device, (a_dtype, b_dtype), grids, result) else None
+
+
+def scaled_mm(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], grids: tuple[Grid, Grid], result: torch.dtype
+) -> Tensor:
+    """CUDA's FP8 product. It reads both factors along the summed dimension: codes of transposed views are copied."""
+    (a_MK, a_scales), (b_NK, b_scales) = a, b
+    if BLOCK in grids[0]:  # scales of row blocks lie column by column
+        a_scales = a_scales.T.contiguous().T
+    b_scales = b_scales.contiguous().T
+    scales = (a_scales, b_scales) if grids != (TENSORWISE, TENSORWISE) else (a_scales.view(()), b_scales.view(()))
+    product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    return product(a_MK.contiguous(), b_NK.contiguous().T, scale_a=scales[0], scale_b=scales[1], out_dtype=result)
 
 
 def _agrees(
@@ -181,7 +188,7 @@ def _agrees(
     result: torch.dtype,
 ) -> bool:
     generator = torch.Generator(device).manual_seed(0)
-    factors = [torch.randn(256, 2 * BLOCK, device=device, generator=generator) for _ in dtypes]
+    factors = [torch.randn(2 * BLOCK, 256, device=device, generator=generator).T for _ in dtypes]  # as in backward
     a, b = (quantise(x, grid, dtype) for x, grid, dtype in zip(factors, grids, dtypes, strict=True))
     try:
         found, wanted = kernel(a, b), scaled_product_naive(a, b, grids, torch.float32)

@@ -201,14 +201,18 @@ class Switcher:
 
     def see_loss(self, step: int, loss: float) -> bool:
         """Every step; whether the loss jumped, so that formats went back to the last good ones."""
-        jumped = not math.isfinite(loss) or (self.mean_loss > 0 and loss > (1 + self.config.spike) * self.mean_loss)
+        excess = loss / self.mean_loss - 1.0 if self.mean_loss > 0 else 0.0
+        jumped = not math.isfinite(loss) or excess > self.config.spike
         if math.isfinite(loss):
             self.mean_loss = EMA * self.mean_loss + (1 - EMA) * loss if self.mean_loss else loss
         narrow = {part for part, chosen in self.formats.items() if chosen != self.widest[part]}
         if not jumped or not narrow:
             return False
         back = self.good if self.good != self.formats else self.widest
-        for part in narrow:
+        for part in sorted(narrow):
+            if part in self.last_signs:  # what brought the jump is what must be learned from it
+                harm = excess if math.isfinite(excess) else 1.0
+                self.controller.learn(part, self.last_signs.pop(part), self.formats[part], harm)
             self._switch(step, part, Choice(back[part], f"the loss jumped to {loss:.4g}"))
             self.resting[part] = self.config.hold
         self.good = dict(self.formats)

@@ -22,6 +22,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -66,6 +67,12 @@ def error_of(x: Tensor, chosen: Format) -> float:
     return quantisation_error(rows, torch.int8 if chosen == "int8" else E4M3, ROWWISE)
 
 
+@cache
+def rounding_error(chosen: Format) -> float:
+    """`error_of` normally distributed values: what values have lost that come in a narrow format already."""
+    return error_of(torch.randn(64, 256, generator=torch.Generator().manual_seed(0)), chosen)
+
+
 @dataclass
 class Observer:
     """Looks at what goes into the products of a model and at the gradients that come back.
@@ -90,9 +97,14 @@ class Observer:
         return multiply
 
     def _see(self, part: str, what: str, values: Tensor) -> None:
+        """Values of a step that overflowed, which is skipped, tell nothing."""
         for chosen in self.candidates:
-            total, count = self.errors.get((part, what, chosen), (0.0, 0))
-            self.errors[part, what, chosen] = total + error_of(values, chosen), count + 1
+            lost = error_of(values, chosen)
+            if values.dtype != torch.float32 and chosen in FLOATS:
+                lost = max(lost, rounding_error(chosen))
+            if math.isfinite(lost):
+                total, count = self.errors.get((part, what, chosen), (0.0, 0))
+                self.errors[part, what, chosen] = total + lost, count + 1
 
     def take(self, part: str, what: str, chosen: Format) -> tuple[float, int]:
         return self.errors.get((part, what, chosen), (0.0, 0))
@@ -186,4 +198,4 @@ def outlier_share(norms: Sequence[float]) -> float:
 
 def relative_rise(exact: float, narrow: float) -> float:
     """Of a loss; a value that is not finite counts as a doubling."""
-    return (narrow - exact) / exact if math.isfinite(narrow) and exact > 0 else 1.0
+    return (narrow - exact) / exact if math.isfinite(narrow) and 0 < exact < math.inf else 1.0

@@ -153,15 +153,18 @@ class PrecisionConfig:
     @property
     def delays(self) -> bool:
         """Whether FP8 goes by the maxima of earlier steps in some layer, now or after a change."""
-        may_be_used = {*self.formats.values(), *(self.adaptive.candidates if self.adaptive.kind != "none" else ())}
-        may_be_used |= {self.adaptive.narrow} if self.adaptive.kind == "schedule" else set()
-        return self.fp8.scaling == "delayed" and "fp8" in may_be_used
+        return self.fp8.scaling == "delayed" and "fp8" in self.possible
 
     @property
     def uses_fp16(self) -> bool:
-        """Whether gradients pass through FP16 anywhere."""
-        results = {self.result_of[name] for name in self.formats.values()}
-        return torch.float16 in results
+        """Whether gradients pass through FP16 anywhere, now or after a change."""
+        return torch.float16 in {self.result_of[name] for name in self.possible}
+
+    @property
+    def possible(self) -> set[Format]:
+        """The formats of all layers, and those that some may change to."""
+        changes = {"schedule": (self.adaptive.narrow,), "none": ()}.get(self.adaptive.kind, self.adaptive.candidates)
+        return {*self.formats.values(), *changes}
 
 
 def resolve(config: PrecisionConfig, rates: Mapping[str, float]) -> PrecisionConfig:

@@ -4,7 +4,7 @@ They go before what a recipe or a file says and behind the command line, for bot
 resolved configuration like any other setting.
 
     DEEPSEEK_PRECISION_MODE      a policy, or fp16, bf16 and mixed for fp16_mixed, bf16_mixed and bf16_mixed
-    DEEPSEEK_AMP_ENABLED         0: FP32, whatever the mode; 1: the mode, or bf16_mixed where none is named
+    DEEPSEEK_AMP_ENABLED         0: FP32 in all layers in any case; 1: the mode, or bf16_mixed where none is named
     DEEPSEEK_LOSS_SCALE_WINDOW   updates without overflow after which the loss scale grows
     DEEPSEEK_FP32_OPS            operators that stay in FP32, separated by commas (softmax,layernorm,loss)
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from modelwright.core.errors import ConfigError
-from modelwright.precision.policy import ALWAYS_FP32, Policy
+from modelwright.precision.policy import ALWAYS_FP32, KINDS, Policy
 
 MODE, ENABLED = "DEEPSEEK_PRECISION_MODE", "DEEPSEEK_AMP_ENABLED"
 WINDOW, OPS = "DEEPSEEK_LOSS_SCALE_WINDOW", "DEEPSEEK_FP32_OPS"
@@ -37,6 +37,8 @@ def environment_overrides(environment: Mapping[str, str]) -> dict[str, Any]:
     policy = _policy(given)
     if policy:
         precision["policy"] = policy
+    if _is_off(given):
+        precision |= {"layers": dict.fromkeys(KINDS, ""), "adaptive": {"kind": "none", "schedule": []}}
     if WINDOW in given:
         precision["loss_scale"] = {"window": _window(given[WINDOW])}
     if OPS in given:
@@ -51,10 +53,16 @@ def _policy(given: Mapping[str, str]) -> str:
         raise ConfigError(f"{MODE}: {given[MODE]!r} is none of {', '.join((*_OTHER_NAMES, *get_args(Policy)))}")
     if ENABLED not in given:
         return mode
+    return "fp32" if _is_off(given) else mode or "bf16_mixed"
+
+
+def _is_off(given: Mapping[str, str]) -> bool:
+    if ENABLED not in given:
+        return False
     answer = given[ENABLED].lower()
     if answer not in _ANSWERS:
         raise ConfigError(f"{ENABLED}: must be 0 or 1, got {given[ENABLED]!r}")
-    return (mode or "bf16_mixed") if _ANSWERS[answer] else "fp32"
+    return not _ANSWERS[answer]
 
 
 def _window(text: str) -> int:

@@ -138,6 +138,18 @@ class AdaptivePrecision:
         self.step = step + 1
         self._bring(context)
 
+    def _own_of(self, observed: Mapping[str, Sequence[Any]]) -> dict[tuple[str, str, Format], tuple[float, int]]:
+        """This rank's observations; those of another number of ranks fall to the first, for only their sum counts."""
+        if len(observed) == self.world.size:
+            own = observed[str(self.world.rank)]
+        else:
+            own = [seen for rank in sorted(observed) for seen in observed[rank]] if self.world.is_first else []
+        errors: dict[tuple[str, str, Format], tuple[float, int]] = {}
+        for part, what, chosen, lost, number in own:
+            total, count = errors.get((part, what, chosen), (0.0, 0))
+            errors[part, what, chosen] = total + lost, count + int(number)
+        return errors
+
     def _look(self, context: Context) -> None:
         self.seen.losses.append(context.loss)
         self.seen.run_norms.append(context.grad_norm)
@@ -241,17 +253,27 @@ class AdaptivePrecision:
         return found
 
     def _try(self) -> None:
-        """How much the loss rises when one part computes in one narrower format: a few of them in turn."""
+        """How much the loss rises when one part computes in a narrower format instead of FP32, while the others stay as
+        they are: a few pairs in turn."""
         pairs: list[Pair] = [(part, chosen) for chosen in self.candidates if chosen != "fp32" for part in self.parts]
-        present: dict[str, Format] = dict(self.formats.formats)
-        exact = self.trial()
+        now = self.trial()
         for _ in range(min(TRIALS, len(pairs))):
             part, chosen = pairs[self.next_trial % len(pairs)]
             self.next_trial += 1
-            if part in present:
-                self.formats.change({part: chosen})
-            self.sensitivity[part, chosen] = relative_rise(exact, self.trial())
+            found = {name: self._tried(part, name, now) for name in ("fp32", chosen)}
+            self.sensitivity[part, chosen] = relative_rise(found["fp32"], found[chosen])
+
+    def _tried(self, part: str, chosen: Format, now: float) -> float:
+        """The loss with this part in this format; now: with the formats as they are."""
+        if self.switcher.formats[part] == chosen:
+            return now
+        is_here, present = part in self.formats.formats, dict(self.formats.formats)
+        if is_here:
+            self.formats.change({part: chosen})
+        loss = self.trial()
+        if is_here:
             self.formats.change(present)
+        return loss
 
     def _forget_after(self, step: int) -> None:
         """Leave out changes that a run which was cut off made after its last checkpoint: they come again."""
@@ -266,7 +288,7 @@ class AdaptivePrecision:
             "losses": list(self.seen.losses),
             "run_norms": list(self.seen.run_norms),
             "norms": {part: list(norms) for part, norms in self.seen.norms.items()},
-            "observed": [[*key, *value] for key, value in self.observer.errors.items()],
+            "observed": {str(self.world.rank): [[*key, *value] for key, value in self.observer.errors.items()]},
             "sensitivity": [[*key, value] for key, value in self.sensitivity.items()],
             "next_trial": self.next_trial,
             "last_trend": self.last_trend,
@@ -277,8 +299,7 @@ class AdaptivePrecision:
         self.switcher.load_state_dict(state["switcher"])
         norms = {part: list(values) for part, values in state["norms"].items()}
         self.seen = Seen(list(state["losses"]), list(state["run_norms"]), norms)
-        errors = {(part, what, chosen): (total, int(count)) for part, what, chosen, total, count in state["observed"]}
-        self.observer = Observer(self.candidates, errors)
+        self.observer = Observer(self.candidates, self._own_of(state["observed"]))
         self.sensitivity = {(part, chosen): float(value) for part, chosen, value in state["sensitivity"]}
         self.next_trial, self.last_trend = int(state["next_trial"]), float(state["last_trend"])
         self.step = int(state["step"])

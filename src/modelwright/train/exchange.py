@@ -213,9 +213,7 @@ class Meeting:
 
     def begin(self, num_steps: int) -> None:
         """Once, when weights, optimizer and transport are as they were after the last step."""
-        self.transport.begin(
-            self._locals(), num_steps=num_steps, private=self._moments, restore=self._restore_moments
-        )
+        self.transport.begin(self._locals(), num_steps=num_steps, private=self._moments, restore=self._restore_moments)
 
     def apply(self, context: Context) -> None:
         self.transport.after_update(self._locals(), context.step + 1)

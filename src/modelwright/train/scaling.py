@@ -53,31 +53,31 @@ class FollowLayers:
     """`FollowOverflows` with a scale for each layer. `unscale` comes before gradients cross, while what this rank found
     can still be told from what others did.
 
-    names: of the gradients, in their order; world: the ranks that make updates together, whichever layers they hold.
+    world: the ranks that make updates together, whichever layers they hold.
     """
 
-    def __init__(self, scales: LayerScales, names: Sequence[str], world: World) -> None:
+    def __init__(self, scales: LayerScales, world: World) -> None:
         self.scales = scales
         self.world = world
-        self.layers = [layer_of(name) for name in names]
-        self.is_common = [name.startswith(("norm.", "head.")) for name in names]
         self._largest: list[float] = []
         self._counts: list[float] = []
         self._common_overflowed = False
 
-    def unscale(self, gradients: Sequence[Tensor]) -> None:
-        """In place. Keeps what `apply` wants to know."""
-        scales = [self.scales.common.value if layer is None else self.scales.values[layer] for layer in self.layers]
+    def unscale(self, gradients: Sequence[Tensor], names: Sequence[str]) -> None:
+        """In place. Keeps what `apply` wants to know. names: of the parameters that have a gradient in this step."""
+        layers = [layer_of(name) for name in names]
+        scales = [self.scales.common.value if layer is None else self.scales.values[layer] for layer in layers]
         extremes = _largest(gradients)
         num_layers = len(self.scales.values)
         self._largest = [0.0] * num_layers
-        for layer, value in zip(self.layers, extremes, strict=True):
+        for layer, value in zip(layers, extremes, strict=True):
             if layer is not None and not self._largest[layer] >= value:  # nan wins
                 self._largest[layer] = value
         self._common_overflowed = any(
-            common and not math.isfinite(value) for common, value in zip(self.is_common, extremes, strict=True)
+            name.startswith(("norm.", "head.")) and not math.isfinite(value)
+            for name, value in zip(names, extremes, strict=True)
         )
-        self._counts = self._count_small(gradients)
+        self._counts = self._count_small(gradients, layers)
         torch._foreach_mul_(list(gradients), [1.0 / scale for scale in scales])  # pyright: ignore
 
     def apply(self, context: Context) -> None:
@@ -103,12 +103,12 @@ class FollowLayers:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scales.load_state_dict(state)
 
-    def _count_small(self, gradients: Sequence[Tensor]) -> list[float]:
+    def _count_small(self, gradients: Sequence[Tensor], layers: Sequence[int | None]) -> list[float]:
         """For each layer that is due, how many elements of its matrices lie below FP16's normal numbers while they are
         scaled, and then how many there are."""
         num_layers = len(self.scales.values)
         small, total = [0.0] * num_layers, [0.0] * num_layers
-        for layer, gradient in zip(self.layers, gradients, strict=True):
+        for layer, gradient in zip(layers, gradients, strict=True):
             if layer is not None and gradient.dim() >= 2 and self.scales.due(layer):
                 small[layer] += float((gradient.abs() < SMALLEST_NORMAL).sum())
                 total[layer] += gradient.numel()

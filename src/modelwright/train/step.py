@@ -115,7 +115,7 @@ class TrainStep:
         self.follow_layers = None
         if self.layer_scales is not None:
             self.loss_scale = self.layer_scales.common
-            self.follow_layers = FollowLayers(self.layer_scales, list(self.names.values()), self.mesh.world)
+            self.follow_layers = FollowLayers(self.layer_scales, self.mesh.world)
         self.spikes = Spikes(
             config.spikes,
             lambda flag: self.mesh.world.maxima(flag)[0],
@@ -141,7 +141,7 @@ class TrainStep:
             peak_rate=config.learning_rate,
             before_check={"unscale": Unscale(self.loss_scale)} if self.loss_scale and self.scales_sums else {},
             after_check={
-                **({"fp8_maxima": FollowMaxima(self.formats, self.maxima)} if self.formats.delayed else {}),
+                **({"fp8_maxima": FollowMaxima(self.formats, self.maxima)} if config.precision.delays else {}),
                 **self.follow_overflows(),
                 "quarantine": self.quarantine(),
                 "spikes": self.spikes,
@@ -383,7 +383,7 @@ class TrainStep:
     def unscale(self, gradients: list[Tensor], scale: LossScale) -> None:
         """Before they cross."""
         if self.follow_layers is not None:
-            self.follow_layers.unscale(gradients)
+            self.follow_layers.unscale(gradients, [name for p, name in self.names.items() if p.grad is not None])
         else:
             torch._foreach_mul_(gradients, 1.0 / scale.value)  # pyright: ignore
 
