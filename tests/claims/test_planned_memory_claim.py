@@ -14,7 +14,7 @@ def measured(peak: int, flops: float = 3.0, step_s: float = 1.0) -> Measured:
     return Measured(rank=0, peak_bytes=peak, states_bytes=100, step_s=step_s, flops=flops)
 
 
-def judge(*, peak: int = 600, flops: float = 3.3, predicted: int = 950, num_tensors: int = 200):
+def judge(*, peak: int = 600, flops: float = 3.3, predicted: int = 950, num_tensors: int = 200, on_disk=None):
     """Tensors of 640 bytes that follow each other: one place serves them all."""
     following = [Lifetime(num_bytes=640, birth=t, death=t + 1, kind="temporary") for t in range(num_tensors)]
     step = Timeline(lifetimes=tuple(following), length=num_tensors)
@@ -23,8 +23,8 @@ def judge(*, peak: int = 600, flops: float = 3.3, predicted: int = 950, num_tens
         after=[measured(peak, flops, 1.2)],
         own_heap=measured(1100),
         in_arena=measured(1010),
-        on_disk=[measured(500, step_s=1.5)],
-        moved_bytes=2**20,
+        on_disk=[measured(500, step_s=1.5)] if on_disk is None else on_disk,
+        moved_bytes=2**20 if on_disk is None else 0,
         step=step,
     )
     return planned_memory.judge({"a": predicted}, {"a": 1000}, pair, CASE, large={})
@@ -42,6 +42,15 @@ def test_met_only_when_prediction_saving_compute_and_reuse_are():
     assert met.samples[planned_memory.MEMORY_ERRORS] == [pytest.approx(-5.0)]
     for worse in ({"peak": 750}, {"flops": 3.7}, {"predicted": 880}, {"num_tensors": 100}):
         assert judge(**worse).kind == "short", worse
+
+
+def test_a_disk_that_the_plan_does_not_use_has_no_figures():
+    used = judge()
+    assert used.figures["time of a step planned with a disk"].value == 1.5
+    assert "disk takes 50% less at 1.50x the time" in used.reason
+    unused = judge(on_disk=[])
+    assert not any(name.endswith("planned with a disk") and "moved" not in name for name in unused.figures)
+    assert "disk moves nothing" in unused.reason
 
 
 def test_configurations_that_can_be_trained():

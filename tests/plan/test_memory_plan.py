@@ -107,6 +107,14 @@ def test_a_plan_takes_less_memory_for_a_bounded_share_of_compute():
     assert set(plan.settings(train)) == {"activations", "update_in_backward"}
 
 
+def test_nothing_is_computed_again_where_that_frees_nothing():
+    """A short row and clipping: gradients and states hold the peak, whatever blocks keep."""
+    train = settings(batch_tokens=16, clip_norm=1.0)
+    plan = plan_step(SMALL, train, Pretrain, seq_len=16)
+    assert (plan.more_flops, plan.settings(train)) == (0.0, {})
+    assert plan.after.peak_bytes == plan.before.peak_bytes
+
+
 def test_a_plan_holds_its_budget_with_as_little_as_that_takes():
     train = settings(batch_tokens=1024)
     lowest = plan_step(SMALL, train, Pretrain, seq_len=128, more_compute=1.0)
@@ -165,8 +173,15 @@ def test_the_picture(capsys, tmp_path):
     assert "as configured" in capsys.readouterr().out
     assert main(["plan", "tiny", "--memory", "--flops-per-byte", "3"]) == 2
     assert "--flops-per-byte: must be above 0 and goes with --offload" in capsys.readouterr().err
-    assert main([*moving, "--flops-per-byte", "0.01"]) == 0
+    assert main([*moving, "--flops-per-byte", "0.01", "--batch-tokens", "8192"]) == 0
     assert "written and read again in each step" in capsys.readouterr().out
+    for words, said in (
+        (["--more-compute", "-1"], "--more-compute: must not be negative"),
+        (["--seq-len", "-5"], "--seq-len: must be from 1 to"),
+        (["--html", str(tmp_path / "none" / "x.html")], "--html: "),
+    ):
+        assert main(["plan", "tiny", "--memory", *words]) == 2
+        assert said in capsys.readouterr().err
     assert main(["plan", "tiny", "--memory", "--json", "--batch-tokens", "2048", "--top", "2"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["after"]["peak_bytes"] <= data["before"]["peak_bytes"]

@@ -23,7 +23,7 @@ MEMORY_ROWS = 16
 
 
 def measure(setting: Setting) -> Result:
-    """Losses of paired seeds on a small model; pace and memory on one of 37 million parameters."""
+    """Losses of paired seeds on a small model; pace and memory on one of 39 million parameters."""
     size = workbench.size(setting)
     size = replace(size, num_steps=size.num_steps // (3 if setting.quick else 1))
     text = workbench.prepare_text(setting)

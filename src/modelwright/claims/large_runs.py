@@ -25,7 +25,7 @@ class Paced:
 
 
 def large_size(setting: Setting) -> Size:
-    """37 million parameters; steps are the settings' own."""
+    """39 million parameters; steps are the settings' own."""
     if setting.quick:
         return Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=8)
     return Size(model_dim=768, num_layers=6, seq_len=512, batch_rows=8, num_steps=8)

@@ -90,6 +90,11 @@ def prove(
     claim has tuned is kept in `results`/tuning: a call that was interrupted goes on from there.
     """
     outcomes = []
+    for folder in (results, page.parent):
+        try:  # before hours of measuring
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot be made ({error.strerror}); name another folder") from None
     with tempfile.TemporaryDirectory(prefix="modelwright-claims-") as scratch:
         setting = Setting(quick=quick, folder=Path(scratch), progress=progress, kept=results / "tuning")
         for claim in select(names):

@@ -74,15 +74,24 @@ def _section(claim: Claim, records: Sequence[Mapping[str, Any]]) -> list[str]:
         f"- Target: {claim.target}",
     ]
     for record in records:
-        lines += ["", *_measurement(record)]
+        lines += ["", *_measurement(claim, record)]
     return lines
 
 
-def _measurement(record: Mapping[str, Any]) -> list[str]:
+def _measurement(claim: Claim, record: Mapping[str, Any]) -> list[str]:
     depth = "quick measurement" if record["quick"] else "measured"
     conditions = "; ".join(f"{key} {value}" for key, value in record["conditions"].items())
+    earlier = [
+        f"- {what}, when this was measured: {then}"
+        for what, then, now in (
+            ("Compared", record["compared"], claim.compared),
+            ("Target", record["target"], claim.target),
+        )
+        if then != now
+    ]
     return [
         f"**{record['kind'].capitalize()}**: {record['reason']}",
+        *(["", *earlier] if earlier else []),
         "",
         "| figure | value |",
         "| --- | --- |",

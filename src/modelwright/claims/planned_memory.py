@@ -78,7 +78,7 @@ class Pair:
     in_arena: Measured
     """The same with the executed arena."""
     on_disk: Sequence[Measured]
-    """As planned when activations may also wait in a file."""
+    """As planned when activations may also wait in a file; empty where that plan moves nothing."""
     moved_bytes: int
     """By each step of that."""
     step: Timeline
@@ -199,7 +199,10 @@ def measured_pair(setting: Setting, case: Case) -> Pair:
     moving = plan_step(case.model, case.settings, Pretrain, seq_len=seq_len, elsewhere=disk(setting, case))
     found: dict[str, list[Measured]] = {"before": [], "after": [], "on_disk": []}
     for repeat in range(1 if setting.quick else 3):
-        for name, train in (("before", case.settings), ("after", plan.train), ("on_disk", moving.train)):
+        sides = {"before": case.settings, "after": plan.train} | (
+            {"on_disk": moving.train} if moving.moved_bytes else {}
+        )
+        for name, train in sides.items():
             setting.progress.note(f"planned_memory: {name}, repeat {repeat + 1}")
             found[name] += memory_probe.measure(case.probe(train, count_flops=repeat == 0))
     own_heap, in_arena = (
@@ -237,13 +240,15 @@ def judge(
     reuse = 100 * arena.reuse_share
     compute = 100 * MORE_COMPUTE
     planner_met = worst <= ERROR_TARGET and pair.saved >= SAVED_TARGET and pair.more_flops <= compute
-    with_disk = statistics.median(pair.times_with_disk)
+    with_disk = "moves nothing, since it is slower than computing again"
+    if pair.on_disk:
+        with_disk = f"takes {pair.saved_with_disk:.0f}% less at {statistics.median(pair.times_with_disk):.2f}x the time"
     reason = (
         f"predicted peaks are at most {worst:.1f}% off over {len(errors)} configurations; the plan takes "
-        f"{pair.saved:.0f}% less memory for {pair.more_flops:.1f}% more FLOPs ({pair.saved_with_disk:.0f}% less where "
-        f"activations may also wait on a disk, at {with_disk:.2f}x the time); {reuse:.1f}% of the bytes that a step "
-        f"makes are reuse in the planned arena, {pair.heap_reuse:.1f}% in the heap of a real process (published "
-        f"{REUSE_TARGET}%); the heap of training takes {pair.heap_gaps:.0f}% more than one without gaps, the executed "
+        f"{pair.saved:.0f}% less memory for {pair.more_flops:.1f}% more FLOPs (one that may also use a disk "
+        f"{with_disk}); {reuse:.1f}% of the bytes that a step makes are reuse in the planned arena, "
+        f"{pair.heap_reuse:.1f}% in the heap of a real process (published {REUSE_TARGET}%); "
+        f"the heap of training takes {pair.heap_gaps:.0f}% more than one without gaps, the executed "
         f"arena {pair.arena_gaps:.0f}%"
     )
     if large:
@@ -273,10 +278,7 @@ def _figures(errors: Mapping[str, float], pair: Pair, arena: Arena, large: Mappi
         "predicted peaks' largest error": Figure(value=max(map(abs, errors.values())), unit="%"),
         "more FLOPs": Figure(value=pair.more_flops, unit="%"),
         "time of a planned step": Figure(value=statistics.median(pair.times), unit="x", spread=spread(pair.times)),
-        "peak saved by the plan with a disk": Figure(value=pair.saved_with_disk, unit="%"),
-        "time of a step planned with a disk": Figure(
-            value=statistics.median(pair.times_with_disk), unit="x", spread=spread(pair.times_with_disk)
-        ),
+        **_figures_with_disk(pair),
         "moved by a step planned with a disk": Figure(value=pair.moved_bytes / 2**20, unit="MiB"),
         "bytes reused by a real heap": Figure(value=pair.heap_reuse, unit="%"),
         "training's heap above one without gaps": Figure(value=pair.heap_gaps, unit="%"),
@@ -290,8 +292,19 @@ def _figures(errors: Mapping[str, float], pair: Pair, arena: Arena, large: Mappi
     }
 
 
+def _figures_with_disk(pair: Pair) -> dict[str, Figure]:
+    if not pair.on_disk:
+        return {}
+    times = pair.times_with_disk
+    return {
+        "peak saved by the plan with a disk": Figure(value=pair.saved_with_disk, unit="%"),
+        "time of a step planned with a disk": Figure(value=statistics.median(times), unit="x", spread=spread(times)),
+    }
+
+
 def _sides(pair: Pair) -> dict[str, Sequence[Measured]]:
-    return {"as configured": pair.before, "planned": pair.after, "planned with a disk": pair.on_disk}
+    with_disk = {"planned with a disk": pair.on_disk} if pair.on_disk else {}
+    return {"as configured": pair.before, "planned": pair.after, **with_disk}
 
 
 def _large_words(large: Mapping[str, float], error: float) -> str:

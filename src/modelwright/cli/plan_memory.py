@@ -2,11 +2,12 @@
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from modelwright.core.errors import ConfigError
+from modelwright.core.errors import ConfigError, writing
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load
     from modelwright.model.config import ModelConfig
@@ -33,6 +34,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--html", type=Path, metavar="FILE", help="write the timelines as a page, too")
 
 
+def check_row_len(seq_len: int, longest: int) -> None:
+    """Raises `ConfigError`."""
+    if not 1 <= seq_len <= longest:
+        raise ConfigError(f"--seq-len: must be from 1 to the model's context of {longest} tokens, got {seq_len}")
+
+
 def spelled(words: Sequence[str], is_size: Callable[[str], bool]) -> list[str]:
     """`--memory` before anything but a size is a flag."""
     found = list(words)
@@ -51,6 +58,10 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
     from modelwright.plan.memory_text import plan_data, plan_text
     from modelwright.plan.proposal_text import known_error
 
+    if not 0.0 <= options.more_compute < math.inf:
+        raise ConfigError(f"--more-compute: must not be negative, got {options.more_compute}; 0.2 allows a fifth more")
+    if options.html and not options.html.parent.is_dir():
+        raise ConfigError(f"--html: {options.html.parent} is no folder; name a file in one that exists")
     model, train, seq_len = _training(options)
     plan = plan_step(
         model,
@@ -62,7 +73,9 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
         elsewhere=_elsewhere(options, model, train),
     )
     if options.html:
-        options.html.write_text(memory_page(plan, train, title=f"Memory of a step: {options.target}"), encoding="utf-8")
+        page = memory_page(plan, train, title=f"Memory of a step: {options.target}")
+        with writing(options.html):
+            options.html.write_text(page, encoding="utf-8")
     if options.json:
         print(json.dumps(plan_data(plan, train, top=options.top), indent=1))
         return 0
@@ -120,6 +133,7 @@ def _training(options: argparse.Namespace):
 
         config = settle_model(load(options.target, {}).config)
         model, train, seq_len = config.model, config.pretrain, options.seq_len or config.pack.seq_len
+    check_row_len(seq_len, model.max_seq_len)
     if options.batch_tokens:
         train = replace(train, batch_tokens=options.batch_tokens)
     policy = "fp32" if train.precision.policy == "fastest" else train.precision.policy

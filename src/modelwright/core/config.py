@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import re
 import types
 import typing
@@ -185,4 +186,6 @@ def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
         return Path(value)
     if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
         raise ConfigError(f"{path}: expected {hint.__name__}, got {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{path}: must be a finite number, got {value}")
     return value

@@ -5,7 +5,7 @@ update, against 8 bytes of accelerator memory per parameter that are free for so
 are; weight decay happens there. Knows no layout: of a divided parameter each rank keeps the states of its own piece.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,11 @@ class OffloadedAdamW(Optimizer):
         self._gradients: dict[Tensor, Tensor] = {}
         on_host = [{"params": [self._steps[parameter] for parameter in group["params"]]} for group in self.param_groups]
         self._inner = AdamW(on_host, lr=lr, betas=betas, eps=eps, weight_decay=0.0)
-        self._views: dict[Tensor, dict[str, Any]] = {}
+        self.state = _OnHost(self)  # pyright: ignore[reportAttributeAccessIssue]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One update of all parameters that have gradients."""
-        self._adopt()
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner["lr"] = group["lr"]
             for parameter in group["params"]:
@@ -50,9 +49,6 @@ class OffloadedAdamW(Optimizer):
                     weight = local(parameter)
                     weight.mul_(1 - group["lr"] * group["weight_decay"])
                     weight.add_(self._steps[parameter].to(weight.device, non_blocking=True))
-        for parameter, step in self._steps.items():
-            if step in self._inner.state and parameter not in self._views:
-                self._show(parameter)
 
     def _bring_down(self, parameter: Tensor) -> Tensor | None:
         if parameter.grad is None:
@@ -62,20 +58,47 @@ class OffloadedAdamW(Optimizer):
             self._gradients[parameter] = _host_buffer(gradient)
         return self._gradients[parameter].copy_(gradient, non_blocking=True)
 
-    def _adopt(self) -> None:
-        """Take over states that were put in from outside: a checkpoint's."""
-        for parameter, state in list(self.state.items()):
-            if self._views.get(parameter) is not state:
-                self._inner.state[self._steps[parameter]] = {
-                    name: local(value).to(HOST).clone() for name, value in state.items()
-                }
-                self._show(parameter)
+    def shown(self, parameter: Tensor) -> dict[str, Any]:
+        """The host's states of a parameter, sharing memory, laid out as it is. Raises `KeyError` before its first."""
+        own = self._inner.state.get(self._steps[parameter])
+        if not own:
+            raise KeyError(parameter)
+        return {name: value if name == "step" else laid_out_as(parameter, value) for name, value in own.items()}
 
-    def _show(self, parameter: Tensor) -> None:
-        """The host's states of a parameter, sharing memory, laid out as it is."""
-        own = self._inner.state[self._steps[parameter]]
-        view = {name: value if name == "step" else laid_out_as(parameter, value) for name, value in own.items()}
-        self.state[parameter] = self._views[parameter] = view
+    def take_over(self, parameter: Tensor, state: Mapping[str, Any] | None) -> None:
+        """States from outside: a checkpoint's; None forgets."""
+        step = self._steps[parameter]
+        self._inner.state.pop(step, None)
+        if state is not None:
+            self._inner.state[step] = {name: local(value).to(HOST).clone() for name, value in state.items()}
+
+    @property
+    def known(self) -> list[Tensor]:
+        """The parameters that have states."""
+        return [parameter for parameter, step in self._steps.items() if self._inner.state.get(step)]
+
+
+class _OnHost(MutableMapping[Tensor, dict[str, Any]]):
+    """The states by parameter. What is put in goes to the host at once, so that a run that is resumed needs no more of
+    the accelerator's memory than it did before."""
+
+    def __init__(self, optimizer: OffloadedAdamW) -> None:
+        self.optimizer = optimizer
+
+    def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
+        return self.optimizer.shown(parameter)
+
+    def __setitem__(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        self.optimizer.take_over(parameter, state)
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        self.optimizer.take_over(parameter, None)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.optimizer.known)
+
+    def __len__(self) -> int:
+        return len(self.optimizer.known)
 
 
 def _host_buffer(like: Tensor) -> Tensor:

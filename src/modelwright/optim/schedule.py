@@ -32,7 +32,7 @@ class ScheduleConfig:
             raise ConfigError(f"final_fraction: must be in [0, 1], got {self.final_fraction}; 0 decays to zero")
         if not 0.0 < self.first_fraction <= 1.0:
             raise ConfigError(f"first_fraction: must be above 0 and at most 1, got {self.first_fraction}")
-        if self.kind == "wsd" and not 0.0 < self.cooldown_fraction <= 1.0 - self.warmup_fraction:
+        if self.kind == "wsd" and not 0.0 < self.cooldown_fraction <= 1.0 - self.warmup_fraction + 1e-9:
             raise ConfigError(
                 f"cooldown_fraction: must be above 0 and leave room for the warmup ({self.warmup_fraction:g}), got "
                 f"{self.cooldown_fraction}; 0.2 is usual"

@@ -44,6 +44,19 @@ class RowChoiceConfig:
         if self.probe_len < 2:
             raise ConfigError(f"probe_len: must be at least 2 tokens, got {self.probe_len}; 32 is usual")
 
+    def num_chosen(self, num_rows: int, num_parts: int) -> int:
+        """Of a rank's rows; `num_parts` microbatches share them equally, each at least one.
+
+        Raises `ConfigError` where that is none or all of the rows, so that there is nothing to choose.
+        """
+        chosen = max(1, round(self.keep * num_rows / num_parts)) * num_parts
+        if chosen > num_rows or (chosen == num_rows and self.keep < 1.0):
+            raise ConfigError(
+                f"sparse.batch.keep: of {num_rows} rows on a rank, {self.keep:g} in {num_parts} equal microbatches are "
+                "all; set num_microbatches to 1, or take more rows"
+            )
+        return chosen
+
 
 @dataclass(frozen=True, kw_only=True)
 class SparseConfig:

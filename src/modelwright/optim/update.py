@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from modelwright.core.errors import ModelwrightError
+from modelwright.ops.pieces import laid_out_as, local
 from modelwright.optim.clip import AdaptiveClipConfig, scale_to_norm
 from modelwright.optim.decay import DynamicDecayConfig
 from modelwright.optim.schedule import ScheduleConfig, rate_factor
@@ -224,4 +225,6 @@ def standard_updates(
 def _like(value: Any, parameter: Tensor, key: str) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return value.to(parameter.device) if key == "step" else value.to(parameter.device, parameter.dtype)
+    if key == "step":
+        return value.to(parameter.device)
+    return laid_out_as(value, local(value).to(local(parameter).device, parameter.dtype))

@@ -65,7 +65,12 @@ def _check_stage(training: TrainConfig, layout: ParallelConfig, config: RunConfi
         raise ConfigError(
             "optimizer: muon needs whole matrices, which parallel.tensor and parallel.shard divide; take adamw"
         )
-    training.batch_rows(config.pack.seq_len, num_copies=training.num_copies(axes))
+    if training.sparse.is_on and (layout.tensor * layout.pipeline * layout.context > 1 or axes["shard"] > 1):
+        raise ConfigError("sparse: goes with whole copies of the model; leave the axes of `parallel` but data at 1")
+    num_copies = training.num_copies(axes)
+    num_rows = training.batch_rows(config.pack.seq_len, num_copies=num_copies) // num_copies
+    if training.sparse.batch.signal != "none":
+        training.sparse.batch.num_chosen(num_rows, training.num_microbatches)
     check_microbatches(layout, training.num_microbatches)
     kept, on_cpu = training.activations, settled_device(config.hardware.device) == "cpu"
     if training.offload_optimizer and on_cpu:

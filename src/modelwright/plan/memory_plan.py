@@ -7,6 +7,7 @@ The plan is a configuration: training with it is what the second trace shows. Kn
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
@@ -24,12 +25,15 @@ from modelwright.memory.lifetimes import Timeline
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
+from modelwright.plan.estimate import size
 from modelwright.plan.traced_step import ObjectiveOf, trace_step
 from modelwright.train.config import TrainConfig
 
 MORE_COMPUTE = 0.2
 """Share of a step's FLOPs that a plan may add where nobody says otherwise."""
 _CANDIDATES = 24
+_AS_GOOD = 0.01
+"""Share of a peak that is worth no computing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,22 +89,24 @@ def plan_step(
     more_compute: float = MORE_COMPUTE,
     elsewhere: Elsewhere = NOWHERE,
 ) -> StepPlan:
-    """The least that is computed again and moved such that the peak is at most `budget_bytes`; without a budget (0) the
-    lowest peak for `more_compute` of the step's FLOPs, moving counted by what could be computed meanwhile.
+    """The least that is computed again and moved such that the peak is at most `budget_bytes`; without a budget (0)
+    such that it is within a hundredth of the lowest for `more_compute` of the step's FLOPs, moving counted by what
+    could be computed meanwhile.
 
     Raises `ConfigError` that names the lowest peak when the budget is too small.
     """
-    before = trace_step(model, train, objective_of, seq_len=seq_len)
+    trace = cache(lambda settings: trace_step(model, settings, objective_of, seq_len=seq_len))
+    before = trace(train)
     candidates = _candidates(model, _with_updates_in_backward(train), seq_len, elsewhere)
     if not budget_bytes:
-        chosen = ([one for one in candidates if one.cost <= more_compute] or candidates[:1])[-1]
-        return _plan(before, chosen, trace_step(model, chosen.train, objective_of, seq_len=seq_len))
+        candidates = [one for one in candidates if one.cost <= more_compute] or candidates[:1]
+        budget_bytes = int((1.0 + _AS_GOOD) * trace(candidates[-1].train).peak_bytes)
     if before.peak_bytes <= budget_bytes:
         return StepPlan(before=before, after=before, train=train, more_flops=0.0, moved_bytes=0)
     low, high, found = 0, len(candidates) - 1, None
     while low <= high:  # peaks fall along the candidates
         middle = (low + high) // 2
-        after = trace_step(model, candidates[middle].train, objective_of, seq_len=seq_len)
+        after = trace(candidates[middle].train)
         if after.peak_bytes <= budget_bytes:
             found, high = (candidates[middle], after), middle - 1
         else:
@@ -110,8 +116,8 @@ def plan_step(
         how = "recomputing" if alone else "recomputing and moving"
         more = ", or let activations wait elsewhere (--offload)" if alone else ""
         raise ConfigError(
-            f"budget: {budget_bytes} bytes are not enough; the lowest peak that {how} reaches is {lowest}; use smaller "
-            f"microbatches, or divide the states (parallel.shard){more}"
+            f"budget: {size(budget_bytes)} is not enough; the lowest peak that {how} reaches is {size(lowest)} "
+            f"({lowest}); use smaller microbatches, or divide the states (parallel.shard){more}"
         )
     return _plan(before, *found)
 

@@ -55,7 +55,11 @@ def propose(job: Job, cluster: Cluster, *, memory_share: float = MARGIN) -> Prop
         if key not in smallest or found.memory.total < smallest[key].memory.total:
             smallest[key] = found
     if not smallest:
-        raise ConfigError(f"hosts: no layout divides this job over {cluster.num_devices} devices: {'; '.join(refused)}")
+        why = "; ".join(refused) or (
+            f"{job.num_rows} rows of a batch, {job.model.num_layers} layers and {job.model.num_heads} heads are too "
+            "few or do not divide; take a larger batch or fewer devices"
+        )
+        raise ConfigError(f"hosts: no layout divides this job over {cluster.num_devices} devices: {why}")
     return Proposal(
         fitting=sorted(fitting.values(), key=_rank),
         too_large=sorted(

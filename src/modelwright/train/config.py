@@ -121,8 +121,9 @@ class TrainConfig:
             self._check_sparse()
         if self.updates_in_backward:
             self._check_update_in_backward()
-        if self.learning_rate <= 0 or self.adam_eps <= 0:
-            raise ConfigError(f"learning_rate: it and adam_eps must be above 0, got {self.learning_rate}")
+        for name in ("learning_rate", "adam_eps"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}: must be above 0, got {getattr(self, name)}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas: must be in [0, 1), got {self.betas}; (0.9, 0.95) is usual")
         if self.precision.adaptive.kind != "none":
@@ -231,21 +232,24 @@ class TrainConfig:
             )
         refused = {
             "adaptive_clip.kind": self.adaptive_clip.kind != "none",
-            "dynamic_decay.above_norm": self.decay_in_force.above_norm > 0,
+            "dynamic_decay.above_norm": self.dynamic_decay.above_norm > 0,
             "quarantine.factor": self.quarantine.factor > 0,
             "spikes.num_sigmas": self.spikes.num_sigmas > 0,
             "sparse": self.sparse.is_on,
             "precision.loss_scale.use": self.precision.loss_scale.use == "always" or self._uses_fp16,
             "precision.adaptive.kind": self.precision.adaptive.kind != "none",
             "offload_optimizer": self.offload_optimizer,
-            "optimizer": self.optimizer == "muon",
+            "optimizer": self.optimizer in ("muon", "deepseek_adam"),
             "asynchronous.mode": self.asynchronous.mode != "none",
             "transport.kind": self.transport.kind != "exact",
             "transport.local_steps": self.transport.local_steps.every > 0,
         }
         for name, is_wanted in refused.items():
             if is_wanted:
-                raise ConfigError(f"{name}: needs whole gradients after backward; leave it out, or update_in_backward")
+                given = f" ({self.optimizer})" if name == "optimizer" else ""
+                raise ConfigError(
+                    f"{name}: needs whole gradients after backward{given}; change it, or set update_in_backward to none"
+                )
 
     def batch_rows(self, seq_len: int, *, num_copies: int = 1) -> int:
         """Rows of one global batch of rows of `seq_len` tokens.
@@ -281,6 +285,8 @@ class TrainConfig:
         without = set(_WITHOUT_EFFECT_ON_WEIGHTS)
         if self.spikes.rollback_after:
             without.discard("checkpoint_every_steps")  # where the run may go back to
+        if self.sparse.batch.signal != "none":
+            without.discard("num_microbatches")  # which must share the chosen rows equally
         found = {name: value for name, value in dump(self).items() if name not in without}
         found["transport"] = {
             name: value for name, value in found["transport"].items() if name not in ("overlap", "collectives")

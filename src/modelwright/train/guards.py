@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ConfigError, ModelwrightError, writing
+from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.optim.update import Context
 from modelwright.parallel.channel import Channel
 from modelwright.train.objective import StepInfo
@@ -175,8 +175,8 @@ class Quarantine:
         """Take the state and write the list as it was at that checkpoint."""
         self.batches, self._norms = list(state["batches"]), list(state["norms"])
         self._in_a_row = state["in_a_row"]
-        if self.is_first and self.batches:
-            write_atomic(self.path, "".join(_line(batch) for batch in self.batches))
+        if self.batches or self.path.exists():
+            self._write()
 
     def _agreed(self, leave_out: bool) -> bool:
         """Whether any rank wants to leave the batch out; nothing is sent when outliers may pass."""
@@ -188,9 +188,12 @@ class Quarantine:
         values = {"norm": context.grad_norm, "median": median, "loss": context.loss}
         batch = {"batch": context.step, "kind": kind, **{key: _plain(value) for key, value in values.items()}}
         self.batches.append(batch)
+        self._write()
+
+    def _write(self) -> None:
+        """All of it, so that what a run that was cut off has left there goes."""
         if self.is_first:
-            with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
-                file.write(_line(batch))
+            write_atomic(self.path, "".join(_line(batch) for batch in self.batches))
 
 
 def _line(batch: Mapping[str, Any]) -> str:

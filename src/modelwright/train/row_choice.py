@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.attention import masked_attend
@@ -65,12 +64,7 @@ class RowChoice:
     def rows(self, batch: TokenBatch, step: int) -> Tensor:
         """The numbers of the chosen rows, in rising order."""
         num_rows = batch.num_rows
-        places = max(1, round(self.config.keep * num_rows / self.num_parts)) * self.num_parts
-        if places > num_rows:
-            raise ConfigError(
-                f"sparse.batch.keep: {num_rows} rows on this rank cannot be chosen from for {self.num_parts} "
-                "microbatches; set num_microbatches to 1, or take more rows"
-            )
+        places = self.config.num_chosen(num_rows, self.num_parts)
         draw = torch.Generator().manual_seed(derive_seed(self.seed, "rows", step, self.rank))
         if self.config.signal == "random":
             return torch.randperm(num_rows, generator=draw)[:places].sort().values

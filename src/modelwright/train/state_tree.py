@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from modelwright.train.shards import Piece, ShardReader, laid_out_like, piece_of
+from modelwright.ops.pieces import laid_out_as
+from modelwright.train.shards import Piece, ShardReader, piece_of
 
 _TENSOR, _FLOAT, _PARAMETERS = "$tensor", "$float", "$parameters"
 
@@ -129,12 +130,13 @@ def join_transport(
 
 
 def optimizer_state(tree: Mapping[str, Any], reader: ShardReader, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The optimizer's state of the parameters in `weights`, each tensor of a parameter's shape laid out like it."""
+    """The optimizer's state of the parameters in `weights`, in the host's memory, each tensor of a parameter's shape
+    laid out like it."""
 
     def place(full: str, parameter: Tensor) -> Tensor:
         if reader.shape(full) != tuple(parameter.shape):
             return reader.read(full)
-        return laid_out_like(reader.read(full, piece_of(parameter).box), parameter)
+        return laid_out_as(parameter, reader.read(full, piece_of(parameter).box))
 
     return {
         name: join(tree[name], lambda full, parameter=parameter: place(full, parameter))
