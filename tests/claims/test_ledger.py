@@ -97,6 +97,15 @@ def test_the_overview_shows_what_the_target_speaks_of(written, tmp_path):
     assert "| 2x | memory 3 MiB |" in render([other], read_results(tmp_path))
 
 
+def test_the_page_says_what_was_compared_when_it_was_measured(written, tmp_path):
+    written(quick=False)
+    later = replace(CLAIM, target="at least 9x", compared="something else")
+    assert "when this was measured" not in render([CLAIM], read_results(tmp_path))
+    page = render([later], read_results(tmp_path))
+    assert f"- Target, when this was measured: {CLAIM.target}\n" in page
+    assert f"- Compared, when this was measured: {CLAIM.compared}\n" in page
+
+
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
 def test_headlines_are_figures_that_were_measured(claim):
     records = [one for one in read_results(ROOT / "benchmarks/results") if one["name"] == claim.name]

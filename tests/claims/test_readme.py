@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from modelwright.cli.run import _read
+from modelwright.pipeline.execute import check_request
+from modelwright.recipes.load import load
 from rank_processes import start_process
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +61,35 @@ def test_the_command_works(words, folder):
         assert (folder / "runs/tiny/report.html").is_file()
     else:
         run_small(words, folder)
+
+
+def other_runs() -> list[list[str]]:
+    """Runs of the demo's recipe in blocks that are not marked; of several hosts, what most of them together run."""
+    text = README.replace("\\\n", " ")
+    found = []
+    shown = r"^(?:modelwright|DEEPSEEK_\S+ modelwright) .*\brun quickstart\b.*$"
+    for line in re.findall(shown, text, flags=re.MULTILINE):
+        words = shlex.split(line, comments=True)
+        if words[1] == "launch":
+            hosts, _, most = words[words.index("--hosts") + 1].partition(":")
+            words = ["modelwright", "run", *words[words.index("run") + 1 :], "--nproc", most or hosts]
+        if "PATH" not in words and words not in commands():
+            found.append(words)
+    return found
+
+
+@pytest.mark.parametrize("words", other_runs(), ids=" ".join)
+def test_every_run_that_is_shown_could_begin(words, tmp_path, monkeypatch):
+    """By all that is checked before anything is prepared; the text of the run is this README."""
+    place = words.index("modelwright")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text(README)
+    for given in words[:place]:
+        monkeypatch.setenv(*given.split("="))
+    options, overrides = _read(words[place + 2 :])
+    request = load(options.target, overrides(), options.run_dir)
+    assert request.config.name == RECIPE
+    check_request(request.config, request.run, (), num_processes=options.nproc, elastic=False)
 
 
 def make(*words: str) -> subprocess.CompletedProcess:

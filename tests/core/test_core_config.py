@@ -42,6 +42,8 @@ def test_round_trip() -> None:
         ({}, "name: is required"),
         ({"name": "x", "inner": {"rate": -1}}, r"inner\.rate: must not be negative"),
         ({"name": "x", "inner": {"rate": "fast"}}, r"inner\.rate: expected float, got 'fast'"),
+        ({"name": "x", "inner": {"rate": float("nan")}}, r"inner\.rate: must be a finite number, got nan"),
+        ({"name": "x", "inner": {"rate": float("-inf")}}, r"inner\.rate: must be a finite number, got -inf"),
         ({"name": "x", "inner": {"rate": True}}, r"inner\.rate: expected float, got True"),
         ({"name": "x", "inner": {"kind": "c"}}, r"inner\.kind: 'c' is not one of a, b"),
         ({"name": "x", "inner": {"pair": [1]}}, r"inner\.pair: expected 2 values, got 1"),

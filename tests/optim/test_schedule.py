@@ -67,6 +67,11 @@ def test_a_cooldown_needs_room(fraction):
         ScheduleConfig(kind="wsd", cooldown_fraction=fraction)
 
 
+def test_a_cooldown_may_take_all_that_the_warmup_leaves():
+    for warmup in (0.7, 0.8, 0.9):
+        ScheduleConfig(kind="wsd", warmup_fraction=warmup, cooldown_fraction=round(1.0 - warmup, 1))
+
+
 def test_a_range_test_climbs_by_equal_factors_to_its_peak():
     shape = factors(5, kind="exponential", first_fraction=1e-4)
     assert shape == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1.0])

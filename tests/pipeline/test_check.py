@@ -41,6 +41,16 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
             2,
             r"^pretrain\.optimizer: muon needs whole matrices",
         ),
+        (
+            {"parallel": {"tensor": 2}, "pretrain": {"sparse": {"kind": "layers"}}},
+            2,
+            r"^pretrain\.sparse: goes with whole copies",
+        ),
+        (
+            {"pretrain": {"num_microbatches": 4, "sparse": {"batch": {"signal": "loss"}}}},
+            1,
+            r"^pretrain\.sparse\.batch\.keep: of 4 rows",
+        ),
         ({"parallel": {"pipeline": 3}}, 3, r"^parallel\.pipeline: 2 layers cannot make 3 stages"),
         ({"parallel": {"pipeline": 2, "layers_per_stage": [2, 1]}}, 2, r"^parallel\.layers_per_stage: \(2, 1\) adds"),
         (

@@ -118,6 +118,21 @@ def test_it_goes_on_after_a_resume_as_if_nothing_had_happened(tmp_path):
     assert (tmp_path / "c" / "quarantine.jsonl").read_text() == (tmp_path / "a" / "quarantine.jsonl").read_text()
 
 
+def test_a_repeated_step_is_recorded_once(tmp_path):
+    """After a crash: from a checkpoint that had no batch yet, or from the beginning."""
+    good, bad = [1.0] * 9, [10.0]
+    before = quarantine(tmp_path, factor=3.0, window=9)
+    feed(before, good)
+    state = json.loads(json.dumps(before.state_dict()))
+    feed(before, bad, first=9)
+    again = quarantine(tmp_path, factor=3.0, window=9)
+    again.load_state_dict(state)
+    assert (tmp_path / "quarantine.jsonl").read_text() == ""
+    for guard, norms, first in ((again, bad, 9), (quarantine(tmp_path, factor=3.0, window=9), good + bad, 0)):
+        feed(guard, norms, first=first)
+        assert [json.loads(line)["batch"] for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()] == [9]
+
+
 def test_all_ranks_leave_out_what_any_finds(tmp_path):
     guard = Quarantine(QuarantineConfig(factor=3.0), lambda flag: 1.0, tmp_path / "x", is_first=False)
     assert feed(guard, [1.0]) == [True]

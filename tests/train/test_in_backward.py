@@ -149,6 +149,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tiny, tmp_path):
         ("clip_norm", {"update_in_backward": "clip_by_last_norm", "clip_norm": 0.0}),
         ("quarantine.factor", {**BY_LAST_NORM, "quarantine": {"factor": 3.0}}),
         ("optimizer", {**BY_LAST_NORM, "optimizer": "muon"}),
+        ("optimizer", {**BY_LAST_NORM, "optimizer": "deepseek_adam"}),
         ("transport.kind", {**BY_LAST_NORM, "transport": {"kind": "int8"}}),
         ("precision.loss_scale.use", {**BY_LAST_NORM, "precision": {"policy": "fp16_mixed"}}),
     ],

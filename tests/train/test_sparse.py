@@ -13,8 +13,11 @@ from modelwright.core.errors import ConfigError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.data.batch import IGNORED
 from modelwright.objectives.pretrain import Pretrain
+from modelwright.ops.executed import Executed
+from modelwright.optim.sparse import RowChoiceConfig
 from modelwright.train.flops import attention_flops, dense_flops, head_flops
 from modelwright.train.objective import forward
+from modelwright.train.row_choice import RowChoice, first_queries_and_keys
 
 QUIET = {"eval_every_steps": 0, "checkpoint_every_steps": 0}
 FORMS: dict[str, dict[str, Any]] = {
@@ -186,6 +189,31 @@ def test_rows_are_chosen_by_the_loss_of_their_first_tokens(tiny, tmp_path):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+def test_labels_of_the_tokens_that_receive_most_attention_are_kept(tiny):
+    """Those of a naive count over the first layer's own weights."""
+    batch, model = tiny.Rows().batch(0), tiny.tiny_model()
+    choice = RowChoice(RowChoiceConfig(keep_tokens=0.3), model, seed=0, rank=0, num_parts=1, executed=Executed())
+    q_BTHd, k_BTKd = first_queries_and_keys(model, batch)
+    found, counted = [], batch.labels_BT != IGNORED
+    for row, label in counted.nonzero().tolist():
+        segments = batch.segments_BT[row]
+        places = [t for t in range(len(segments)) if segments[t] == segments[label]]
+        weights = torch.zeros(len(segments))
+        even = torch.zeros(len(segments))
+        for t in places:
+            seen = [place for place in places if place <= t]
+            for head in range(q_BTHd.shape[2]):
+                keys = k_BTKd[row, seen, head * k_BTKd.shape[2] // q_BTHd.shape[2]]
+                scores = keys @ q_BTHd[row, t, head] / q_BTHd.shape[3] ** 0.5
+                weights[seen] += scores.softmax(0).detach() / q_BTHd.shape[2]
+            even[seen] += 1 / len(seen)
+        found.append((float(weights[label] / even[label]), row, label))
+    best = {(row, label) for _, row, label in sorted(found)[-round(0.3 * len(found)) :]}
+    thin = choice.thinned(batch).labels_BT
+    assert {(row, label) for row, label in (thin != IGNORED).nonzero().tolist()} == best
+    assert all(thin[place] == batch.labels_BT[place] for place in best)
+
+
 def test_a_look_costs_its_first_tokens_only(tiny, tmp_path):
     """All rows chosen, so that what is more than the dense step is the look: forward only, 4 of 32 tokens."""
     _, seen = run(tiny, tmp_path, {"batch": {"signal": "loss", "keep": 1.0, "probe_len": 4}})
@@ -212,5 +240,7 @@ def test_what_does_not_go_together_is_named(tiny, field, more):
 
 def test_too_few_rows_for_the_microbatches_are_named(tiny, tmp_path):
     sparse = {"batch": {"signal": "random", "keep": 0.5}}
-    with pytest.raises(ConfigError, match=r"^sparse\.batch\.keep: 8 rows"):
+    with pytest.raises(ConfigError, match=r"^sparse\.batch\.keep: of 8 rows"):
         run(tiny, tmp_path, sparse, settings={"num_microbatches": 16, "batch_tokens": 512})
+    with pytest.raises(ConfigError, match=r"^sparse\.batch\.keep: of 8 rows .* are all"):
+        run(tiny, tmp_path, sparse, settings={"num_microbatches": 8})

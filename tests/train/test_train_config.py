@@ -4,6 +4,7 @@ import pytest
 
 from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError
+from modelwright.optim.sparse import RowChoiceConfig, SparseConfig
 from modelwright.parallel.transports.build import TransportConfig
 from modelwright.train.config import TrainConfig
 
@@ -23,7 +24,14 @@ def test_exactly_one_length(lengths):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("learning_rate", 0.0), ("betas", (0.9, 1.0)), ("keep_last", 0), ("clip_norm", -1.0), ("num_microbatches", 0)],
+    [
+        ("learning_rate", 0.0),
+        ("adam_eps", 0.0),
+        ("betas", (0.9, 1.0)),
+        ("keep_last", 0),
+        ("clip_norm", -1.0),
+        ("num_microbatches", 0),
+    ],
 )
 def test_values_out_of_range_are_named(field, value):
     with pytest.raises(ConfigError, match=f"^{field}: "):
@@ -44,6 +52,12 @@ def test_identity_leaves_out_what_does_not_decide_the_weights():
     assert base.identity() != TrainConfig(num_steps=9, learning_rate=1.0).identity()
     assert base.identity() == TrainConfig(num_steps=9, transport=TransportConfig(overlap=False)).identity()
     assert base.identity() != TrainConfig(num_steps=9, transport=TransportConfig(kind="int8")).identity()
+
+
+def test_parts_that_share_chosen_rows_decide_the_weights():
+    chosen = SparseConfig(batch=RowChoiceConfig(signal="loss"))
+    one, two = (TrainConfig(num_steps=9, num_microbatches=parts, sparse=chosen) for parts in (1, 2))
+    assert one.identity() != two.identity()
 
 
 def test_round_trip_through_plain_data():

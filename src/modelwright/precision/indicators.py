@@ -197,5 +197,7 @@ def outlier_share(norms: Sequence[float]) -> float:
 
 
 def relative_rise(exact: float, narrow: float) -> float:
-    """Of a loss; a value that is not finite counts as a doubling."""
+    """Of a loss; a value that is not finite counts as a doubling, and one of nothing tells nothing."""
+    if exact == 0.0:
+        return 0.0
     return (narrow - exact) / exact if math.isfinite(narrow) and 0 < exact < math.inf else 1.0

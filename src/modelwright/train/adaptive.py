@@ -42,6 +42,8 @@ from modelwright.precision.policy import Kind
 
 TRIALS = 2
 """Parts whose sensitivity is tried at each decision."""
+TRIAL_TOKENS = 512
+"""Of each rank, in whole rows: what a trial tells is a difference on the same tokens, which a few show."""
 MACHINE = "formats.json"
 Pair = tuple[str, Format]
 
@@ -79,7 +81,7 @@ class Seen:
 class AdaptivePrecision:
     """An `Update`. parts: of the whole model, on all ranks alike; names and num_holders: of this rank's tensors.
 
-    trial: the loss of the present batch with the formats as they are, over all ranks; scale: of the losses.
+    trial: the loss of some rows of the present batch with the formats as they are, over all ranks; scale: of losses.
     """
 
     config: AdaptiveConfig

@@ -38,7 +38,7 @@ from modelwright.parallel.turns import Turns
 from modelwright.precision.layer_scales import LayerScales
 from modelwright.precision.loss_scale import LossScale, loss_scale_for
 from modelwright.precision.model import FollowMaxima, ModelFormats
-from modelwright.train.adaptive import AdaptivePrecision, machine_for
+from modelwright.train.adaptive import TRIAL_TOKENS, AdaptivePrecision, machine_for
 from modelwright.train.config import TrainConfig
 from modelwright.train.exchange import Meeting, updates_in_backward
 from modelwright.train.flops import dense_flops
@@ -389,10 +389,10 @@ class TrainStep:
 
     @torch.no_grad()
     def trial_loss(self) -> float:
-        """Of the present batch, with weights and formats as they are now."""
+        """Of each rank's first rows of the present batch, with weights and formats as they are now."""
         assert self.present is not None
         batch, totals = self.present
-        num_parts = self.microbatches.parts_of(batch.num_rows)
+        batch = batch.take(torch.arange(min(batch.num_rows, -(-TRIAL_TOKENS // batch.input_ids_BT.shape[1]))))
         scale = {name: 1.0 / total if total > 0 else 0.0 for name, total in totals.items()}
         found = torch.zeros((), dtype=torch.float64, device=self.world.device)
 
@@ -402,7 +402,7 @@ class TrainStep:
             found.add_(loss * self.mesh.tensor.is_first)
             return loss
 
-        self.runner.evaluate(batch.to(self.world.device).split(num_parts), loss_of)
+        self.runner.evaluate([batch.to(self.world.device)], loss_of)
         return self.mesh.world.sums([float(found)])[0]
 
     def before_last_backward(self, sums: Tensor) -> None:
