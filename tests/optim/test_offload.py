@@ -54,7 +54,7 @@ def test_it_goes_on_from_states_that_were_put_in_with_the_same_bits():
         second.state[mine]["exp_avg"].zero_()  # what is shown is what is kept
         assert not second._inner.state[second._steps[mine]]["exp_avg"].any()
         second.state[mine] = {name: value.clone() for name, value in optimizer.state[other].items()}
-    assert [id(parameter) for parameter in second.state] == [id(parameter) for parameter in again.parameters()]
+    assert {id(parameter) for parameter in second.state} == {id(parameter) for parameter in again.parameters()}
     train(once, optimizer, 4, 8)
     train(again, second, 4, 8)
     for mine, other in zip(again.parameters(), once.parameters(), strict=True):
