@@ -43,6 +43,10 @@ def test_a_16_bit_policy_has_to_reach_all_three_and_none_may_cost_too_much():
     assert "bf16 2.50x" in met.reason
     for worse in ({"loss": 4.013}, {"speed": 220.0}, {"peak": 61}):
         assert judged(**worse).kind == "short"
+    arms = {"fp32": runs(4.0, 100.0), "bf16_mixed": runs(4.0, 240.0), "pure_fp16": runs(4.0, 250.0)}
+    both = precision_policies.judge(arms, {"fp32": 100, "bf16_mixed": 50, "pure_fp16": 80}, PRODUCTS, SIZE)
+    assert both.kind == "met"  # the one that is not the fastest
+    assert "reaches all three is bf16_mixed" in both.reason
     too_far = judged(int8=4.09)
     assert too_far.kind == "short"
     assert "Too far from FP32: int8" in too_far.reason

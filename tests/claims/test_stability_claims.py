@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -131,3 +132,11 @@ def test_loss_scaling_verdict(setting):
     assert kind(95, 20, 0.5) == "met"
     assert kind(95, 50, 0.5) == "short"
     assert kind(95, 20, 0.1) == "short"
+
+
+def test_an_update_that_is_skipped_keeps_nothing_of_its_gradient(setting):
+    text, size = workbench.prepare_text(setting), replace(SIZE, num_steps=14)
+    found = loss_scaling.one_run(setting, text, size, loss_scaling.ARMS[loss_scaling.DYNAMIC], seed=1)
+    assert 0 < found.skipped < 14
+    assert found.lost >= found.skipped / 14
+    assert found.stable <= 14 - found.skipped

@@ -153,6 +153,19 @@ def test_a_bandit_learns_from_a_jump_what_brought_it():
     assert controller.rewards["int8"][0] < 0 < controller.rewards["bf16"][0]
 
 
+def test_a_jump_teaches_nothing_of_formats_that_had_proved_good_and_no_more_than_a_doubling():
+    other, made = "blocks.1.ffn", switcher(kind="bandit", hold=0)
+    made.formats |= {PART: "bf16", other: "int8"}
+    made.good |= {PART: "bf16", other: "fp32"}
+    made.widest |= {other: "fp32"}
+    made.last_signs, made.mean_loss = {PART: CALM, other: CALM}, 2.0
+    assert made.see_loss(1, 2e4)
+    assert made.formats == {PART: "bf16", other: "fp32"}
+    assert isinstance(made.controller, Bandit)
+    assert set(made.controller.rewards) == {"int8"}
+    assert made.controller.rewards["int8"][0] > -10
+
+
 def test_state_comes_back_whole():
     for kind in ("rules", "bandit"):
         made, other = switcher(kind=kind), switcher(kind=kind)

@@ -68,6 +68,15 @@ def test_what_comes_rounded_has_lost_what_rounding_costs_and_an_overflow_tells_n
     lost, count = observer.take("blocks.0.ffn", "input", "bf16")
     assert (lost, count) == (pytest.approx(error_of(x, "bf16"), rel=0.05), 1)
     assert observer.take("blocks.0.ffn", "input", "fp32") == (0.0, 1)
-    x[3, 4] = math.inf
-    product(x, torch.randn(4, 256))
-    assert observer.take("blocks.0.ffn", "input", "int8")[1] == 1
+    for broken in (math.inf, math.nan):
+        x[2, 4] = broken
+        product(x, torch.randn(4, 256))
+        assert observer.take("blocks.0.ffn", "input", "int8")[1] == 1
+
+
+def test_a_format_that_cannot_hold_the_values_loses_all_of_them():
+    observer = Observer(["bf16", "fp16"])
+    product = observer.watched("blocks.0.ffn.up_proj", torch.nn.functional.linear)
+    product(torch.full((64, 256), 1e5), torch.randn(4, 256))
+    assert observer.take("blocks.0.ffn", "input", "fp16") == (1.0, 1)
+    assert observer.take("blocks.0.ffn", "input", "bf16")[0] < 0.01

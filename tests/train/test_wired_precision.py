@@ -25,7 +25,7 @@ SECONDS = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0}
 ADAPTIVE_FOLDERS = ("rules", "rules-twice", "rules-pipeline", "rules-tensor", "rules-zero", "bandit", "bandit-twice",
                     "amid", "amid-twice", "amid-pipeline", "amid-pipeline-twice")  # fmt: skip
 AMID = {"every": 4, "window": 3}
-"""Looks on in steps 6 to 8, so that a stop after the seventh comes amid them."""
+"""Looks on in steps 6 to 8, so that a stop after the seventh comes amid them, and again in the last two of eleven."""
 AMID_LAYOUTS = {"amid": {"share_memory": False}, "amid-pipeline": {"pipeline": 2}}
 
 
@@ -60,7 +60,14 @@ CASES = [
         for name in ("pipeline", "tensor", "zero")
     ],
     *[
-        precise(f"{name}{end}", f"{name}{folder}", precision=adaptive("bandit", **AMID), parallel=layout, mishap=mishap)
+        precise(
+            f"{name}{end}",
+            f"{name}{folder}",
+            precision=adaptive("bandit", **AMID),
+            settings={"num_steps": 11},
+            parallel=layout,
+            mishap=mishap,
+        )
         for name, layout in AMID_LAYOUTS.items()
         for end, folder, mishap in (("", "", {}), ("-stopped", "-twice", STOP_AT_7), ("-again", "-twice", {}))
     ],
@@ -132,6 +139,8 @@ def test_a_run_that_stops_amid_a_look_goes_on_with_what_every_rank_had_seen(runs
     assert once["switcher"] == twice["switcher"]
     assert once["switcher"]["last_signs"]
     assert once["observed"] == twice["observed"]
+    assert once["observed"]["0"] != once["observed"]["1"]
+    assert once["observed"]["1"]
 
 
 def states(runs: Path, folder: str) -> dict[str, Any]:

@@ -73,9 +73,10 @@ def train_plainly(
     """Train the weights in place; seconds of all steps, waiting for batches included."""
     plain = PlainDecoder(model)
     wrapped = DistributedDataParallel(plain) if world.size > 1 else plain
-    optimizer = AdamW(
-        model.parameters(), config.learning_rate, config.betas, config.adam_eps, weight_decay=config.weight_decay
-    )
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = AdamW(groups, config.learning_rate, config.betas, config.adam_eps, fused=True)
     started = time.perf_counter()
     for step in range(num_steps):
         for group in optimizer.param_groups:

@@ -240,7 +240,7 @@ def judge(
     reuse = 100 * arena.reuse_share
     compute = 100 * MORE_COMPUTE
     planner_met = worst <= ERROR_TARGET and pair.saved >= SAVED_TARGET and pair.more_flops <= compute
-    with_disk = "moves nothing, since it is slower than computing again"
+    with_disk = "moves nothing"
     if pair.on_disk:
         with_disk = f"takes {pair.saved_with_disk:.0f}% less at {statistics.median(pair.times_with_disk):.2f}x the time"
     reason = (

@@ -153,7 +153,9 @@ def _figures(outcomes: Mapping[str, Outcome]) -> tuple[dict[str, Figure], dict[s
 
 
 def _beaten(better: Sequence[str]) -> str:
-    return f"as good or better at equal compute: {', '.join(better)}" if better else "better than every baseline"
+    if better:
+        return f"as good or better at equal FLOPs: {', '.join(better)}"
+    return "better than every baseline at equal FLOPs"
 
 
 def _best_in_pretraining(outcomes: Mapping[str, Outcome]) -> str:

@@ -87,10 +87,11 @@ def _job(options: argparse.Namespace):
         config = settle_model(load(options.target, {}).config)
         model, seq_len, batch_tokens = config.model, config.pack.seq_len, config.pretrain.batch_tokens
         compute = "fp32" if config.pretrain.precision.policy in ("fp32", "int8", "fastest") else "bf16"
-    seq_len, batch_tokens = options.seq_len or seq_len or model.max_seq_len, options.batch_tokens or batch_tokens
-    plan_memory.check_row_len(seq_len, model.max_seq_len)
+    seq_len = plan_memory.row_len(options.seq_len, seq_len or model.max_seq_len, longest=model.max_seq_len)
+    batch_tokens = batch_tokens if options.batch_tokens is None else options.batch_tokens
     if batch_tokens < 1 or batch_tokens % seq_len:
-        raise ConfigError(f"--batch-tokens: must be a multiple of a row's {seq_len} tokens, got {batch_tokens}")
+        given = f", got {batch_tokens}" if options.batch_tokens is not None else f"; {batch_tokens} is none"
+        raise ConfigError(f"--batch-tokens: must be a multiple of a row's {seq_len} tokens{given}")
     return Job(
         model=model,
         seq_len=seq_len,

@@ -34,10 +34,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--html", type=Path, metavar="FILE", help="write the timelines as a page, too")
 
 
-def check_row_len(seq_len: int, longest: int) -> None:
-    """Raises `ConfigError`."""
+def row_len(given: int | None, usual: int, *, longest: int) -> int:
+    """Raises `ConfigError` for a row that the model has no positions for."""
+    seq_len = usual if given is None else given
     if not 1 <= seq_len <= longest:
         raise ConfigError(f"--seq-len: must be from 1 to the model's context of {longest} tokens, got {seq_len}")
+    return seq_len
 
 
 def spelled(words: Sequence[str], is_size: Callable[[str], bool]) -> list[str]:
@@ -125,16 +127,16 @@ def _training(options: argparse.Namespace):
 
     if options.target in MODELS:
         model = MODELS[options.target]
-        seq_len = options.seq_len or model.max_seq_len
+        seq_len = row_len(options.seq_len, model.max_seq_len, longest=model.max_seq_len)
         train = TrainConfig(num_steps=1, batch_tokens=seq_len, precision=PrecisionConfig(policy="bf16_mixed"))
     else:
         from modelwright.pipeline.resolve import settle_model
         from modelwright.recipes.load import load
 
         config = settle_model(load(options.target, {}).config)
-        model, train, seq_len = config.model, config.pretrain, options.seq_len or config.pack.seq_len
-    check_row_len(seq_len, model.max_seq_len)
-    if options.batch_tokens:
+        model, train = config.model, config.pretrain
+        seq_len = row_len(options.seq_len, config.pack.seq_len, longest=model.max_seq_len)
+    if options.batch_tokens is not None:
         train = replace(train, batch_tokens=options.batch_tokens)
     policy = "fp32" if train.precision.policy == "fastest" else train.precision.policy
     if options.compute:

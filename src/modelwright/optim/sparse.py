@@ -47,13 +47,14 @@ class RowChoiceConfig:
     def num_chosen(self, num_rows: int, num_parts: int) -> int:
         """Of a rank's rows; `num_parts` microbatches share them equally, each at least one.
 
-        Raises `ConfigError` where that is none or all of the rows, so that there is nothing to choose.
+        Raises `ConfigError` where that is all of the rows, so that there is nothing to choose.
         """
         chosen = max(1, round(self.keep * num_rows / num_parts)) * num_parts
         if chosen > num_rows or (chosen == num_rows and self.keep < 1.0):
+            fewer = "set num_microbatches to 1" if num_parts > 1 else "lower it"
             raise ConfigError(
                 f"sparse.batch.keep: of {num_rows} rows on a rank, {self.keep:g} in {num_parts} equal microbatches are "
-                "all; set num_microbatches to 1, or take more rows"
+                f"all; {fewer}, or take more rows or fewer copies of the model"
             )
         return chosen
 

@@ -209,9 +209,9 @@ class Switcher:
         if not jumped or not narrow:
             return False
         back = self.good if self.good != self.formats else self.widest
+        harm = min(1.0, excess) if math.isfinite(excess) else 1.0
         for part in sorted(narrow):
-            if part in self.last_signs:  # what brought the jump is what must be learned from it
-                harm = excess if math.isfinite(excess) else 1.0
+            if part in self.last_signs and back[part] != self.formats[part]:  # of what may have brought the jump
                 self.controller.learn(part, self.last_signs.pop(part), self.formats[part], harm)
             self._switch(step, part, Choice(back[part], f"the loss jumped to {loss:.4g}"))
             self.resting[part] = self.config.hold

@@ -59,12 +59,17 @@ class Signs:
 
 def error_of(x: Tensor, chosen: Format) -> float:
     """What a format loses of [..., K] values, relative, by the finest groups that its products here use."""
-    rows = x.detach().flatten(0, -2) if x.dim() > 2 else x.detach()
-    rows = rows[:: max(1, rows.shape[0] // MAX_ROWS)].float()
+    rows = some_rows(x).float()
     if chosen in FLOATS:
         lost, whole = (rows.to(FLOATS[chosen]).float() - rows).square().sum(), rows.square().sum()
         return float((lost / whole).sqrt()) if whole > 0 else 0.0
     return quantisation_error(rows, torch.int8 if chosen == "int8" else E4M3, ROWWISE)
+
+
+def some_rows(x: Tensor) -> Tensor:
+    """At most about `MAX_ROWS` of [..., K] values."""
+    rows = x.detach().flatten(0, -2) if x.dim() > 2 else x.detach()
+    return rows[:: max(1, rows.shape[0] // MAX_ROWS)]
 
 
 @cache
@@ -97,14 +102,17 @@ class Observer:
         return multiply
 
     def _see(self, part: str, what: str, values: Tensor) -> None:
-        """Values of a step that overflowed, which is skipped, tell nothing."""
+        """Values of a step that overflowed, which is skipped, tell nothing; a format that overflows where they do not
+        loses all of them."""
+        rows = some_rows(values)
+        if not bool(rows.isfinite().all()):
+            return
         for chosen in self.candidates:
-            lost = error_of(values, chosen)
+            lost = min(1.0, error_of(rows, chosen))
             if values.dtype != torch.float32 and chosen in FLOATS:
                 lost = max(lost, rounding_error(chosen))
-            if math.isfinite(lost):
-                total, count = self.errors.get((part, what, chosen), (0.0, 0))
-                self.errors[part, what, chosen] = total + lost, count + 1
+            total, count = self.errors.get((part, what, chosen), (0.0, 0))
+            self.errors[part, what, chosen] = total + lost, count + 1
 
     def take(self, part: str, what: str, chosen: Format) -> tuple[float, int]:
         return self.errors.get((part, what, chosen), (0.0, 0))
@@ -197,7 +205,5 @@ def outlier_share(norms: Sequence[float]) -> float:
 
 
 def relative_rise(exact: float, narrow: float) -> float:
-    """Of a loss; a value that is not finite counts as a doubling, and one of nothing tells nothing."""
-    if exact == 0.0:
-        return 0.0
+    """Of a loss; a value that is not finite counts as a doubling."""
     return (narrow - exact) / exact if math.isfinite(narrow) and 0 < exact < math.inf else 1.0

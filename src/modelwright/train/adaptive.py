@@ -262,8 +262,9 @@ class AdaptivePrecision:
         for _ in range(min(TRIALS, len(pairs))):
             part, chosen = pairs[self.next_trial % len(pairs)]
             self.next_trial += 1
-            found = {name: self._tried(part, name, now) for name in ("fp32", chosen)}
-            self.sensitivity[part, chosen] = relative_rise(found["fp32"], found[chosen])
+            exact, narrow = (self._tried(part, name, now) for name in ("fp32", chosen))
+            if exact != 0.0:  # rows without a label tell nothing
+                self.sensitivity[part, chosen] = relative_rise(exact, narrow)
 
     def _tried(self, part: str, chosen: Format, now: float) -> float:
         """The loss with this part in this format; now: with the formats as they are."""
