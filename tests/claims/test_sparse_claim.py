@@ -50,7 +50,7 @@ def test_met_needs_flops_time_loss_and_every_baseline():
     assert "of the old text +0.75% from before" in judge(outcome(2.005, 0.39), before=2.0).reason
     beaten = judge(outcome(2.005, 0.39, baseline=2.004))
     assert beaten.kind == "short"
-    assert "as good or better at equal compute: dense, fewer steps" in beaten.reason
+    assert "as good or better at equal FLOPs: dense, fewer steps" in beaten.reason
 
 
 def test_pretraining_names_the_best_cheap_arm():
