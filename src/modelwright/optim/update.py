@@ -139,23 +139,29 @@ class DynamicDecay:
 
 
 class LearningRate:
-    """Sets the scheduled rate in all parameter groups."""
+    """Sets the scheduled rate in all parameter groups. Its state is the last one: updates before it read it there."""
 
     def __init__(self, optimizer: Optimizer, config: ScheduleConfig, peak: float) -> None:
         self.optimizer = optimizer
         self.config = config
         self.peak = peak
+        self.rate = peak
 
     def apply(self, context: Context) -> None:
         scheduled = self.peak * rate_factor(self.config, context.step, context.num_steps)
         context.learning_rate = scheduled * context.rate_multiplier
-        for group in self.optimizer.param_groups:
-            group["lr"] = context.learning_rate
+        self._set(context.learning_rate)
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {"rate": self.rate}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._set(state["rate"])
+
+    def _set(self, rate: float) -> None:
+        self.rate = rate
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
 
 
 class OptimizerStep:
