@@ -12,7 +12,7 @@ from modelwright.ops.total_norm import total_norm
 from modelwright.optim.build import build_optimizer
 from modelwright.optim.clip import clip_naive, scale_to_norm
 from modelwright.optim.schedule import ScheduleConfig
-from modelwright.optim.update import Context, standard_updates
+from modelwright.optim.update import Context, LearningRate, load_all, standard_updates
 
 
 def gradients(scale=1.0):
@@ -122,3 +122,14 @@ def test_state_goes_on_bit_for_bit():
     apply(updates, model, step=1)
     apply(resumed, twin, step=1)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_the_last_rate_is_state_and_that_of_another_version_is_named():
+    groups = [{"params": [nn.Parameter(torch.zeros(2))]}]
+    first, second = (LearningRate(torch.optim.SGD(groups, lr=1.0), ScheduleConfig(), 1.0) for _ in range(2))
+    first.apply(Context(step=0, num_steps=100, gradients=[], loss=1.0))
+    load_all({"learning_rate": second}, {"learning_rate": first.state_dict()})
+    assert second.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    for state in ({}, {"learning_rate": {}}):
+        with pytest.raises(ModelwrightError, match="state of learning_rate is not of the form"):
+            load_all({"learning_rate": second}, state)

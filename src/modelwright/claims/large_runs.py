@@ -45,8 +45,8 @@ def fp32_products(*, by_onednn: bool) -> Iterator[None]:
 
 def can_choose() -> bool:
     """Whether oneDNN's FP32 products are another way to the same values here."""
-    with_tiles = torch.cpu._is_amx_tile_supported()
-    return not torch.cuda.is_available() and torch.backends.mkldnn.is_available() and not with_tiles
+    by_either = not torch.cuda.is_available() and torch.backends.mkldnn.is_available()
+    return by_either and not torch.cpu._is_amx_tile_supported()
 
 
 def large_size(setting: Setting) -> Size:

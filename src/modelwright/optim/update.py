@@ -51,6 +51,21 @@ class Update(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+def load_all(updates: Mapping[str, Update], state: Mapping[str, Any]) -> None:
+    """What a checkpoint says of the updates, by their names.
+
+    Raises `ModelwrightError` for one whose state another version of this project wrote in another form.
+    """
+    for name, update in updates.items():
+        try:
+            update.load_state_dict(state[name])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ModelwrightError(
+                f"the checkpoint's state of {name} is not of the form that this version keeps ({error!r}); end the run "
+                "with the version that began it, or begin anew with another --run-dir"
+            ) from error
+
+
 NOTHING: Mapping[str, Update] = MappingProxyType({})
 
 

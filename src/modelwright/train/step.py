@@ -24,7 +24,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.ops.pieces import local
 from modelwright.optim.build import build_optimizer
 from modelwright.optim.in_backward import InBackward
-from modelwright.optim.update import Context, Update, standard_updates
+from modelwright.optim.update import Context, Update, load_all, standard_updates
 from modelwright.parallel.balance import StageBalance, balance_tokens
 from modelwright.parallel.gradients import global_norm, holders, like_parameter, parts_norm
 from modelwright.parallel.mesh import Mesh, World
@@ -269,8 +269,7 @@ class TrainStep:
 
     def load_updates(self, state: Mapping[str, Any]) -> None:
         """Take over what a checkpoint says of the updates, by their names."""
-        for name, update in self.updates.items():
-            update.load_state_dict(state[name])
+        load_all(self.updates, state)
 
     def go_back(self, state: Mapping[str, Any]) -> None:
         """Take over what belongs to earlier weights, which are in place already; all else goes on."""

@@ -57,6 +57,11 @@ class LocalStepsConfig:
             raise ConfigError(f"moment_octaves: must be above 0, got {self.moment_octaves}; 1 is a factor of 2 a step")
 
 
+def _nothing_private(private: Private) -> None:
+    """Whoever says what is private says how it is put back."""
+    assert not private, "private tensors were saved that nobody restores"
+
+
 class LocalSteps:
     """A `GradientTransport` that sends nothing for gradients and meets after updates.
 
@@ -95,7 +100,7 @@ class LocalSteps:
         *,
         num_steps: int,
         private: Callable[[], Private] = dict,
-        restore: Callable[[Private], object] = dict,
+        restore: Callable[[Private], object] = _nothing_private,
     ) -> None:
         """Remember where the ranks stand, or go back to where the loaded state was.
 
