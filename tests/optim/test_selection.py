@@ -113,6 +113,9 @@ def test_courses():
         (RowChoiceConfig, "explore", -0.1),
         (RowChoiceConfig, "dense_share", 1.0),
         (RowChoiceConfig, "probe_len", 1),
+        (RowChoiceConfig, "max_start_loss", -1.0),
+        (RowChoiceConfig, "max_start_loss", float("inf")),
+        (RowChoiceConfig, "max_start_loss", 1.0),  # without a signal
     ],
 )
 def test_values_out_of_range_are_named(config, field, value):

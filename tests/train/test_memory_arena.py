@@ -29,6 +29,7 @@ CASES = {
     "int8": {"optimizer": "adamw_int8"},
     "bf16": {"precision": {"policy": "bf16_mixed"}},
     "sparse": {"sparse": {"kind": "columns", "batch": {"signal": "loss", "probe_len": 4}}},
+    "rows within a limit": {"sparse": {"batch": {"signal": "loss", "probe_len": 4, "max_start_loss": 0.99}}},
 }
 
 

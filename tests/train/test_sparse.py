@@ -1,5 +1,6 @@
 """Sparse updates through THE loop, one process: what is left out is left out everywhere, and nothing else changes."""
 
+import math
 import os
 import signal
 from pathlib import Path
@@ -27,6 +28,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "prefix": {"kind": "prefix", "keep": 0.5, "course": "dense_first", "ramp": 0.5},
     "loss": {"batch": {"signal": "loss", "keep": 0.5, "probe_len": 8}},
     "change": {"batch": {"signal": "change", "keep": 0.5, "probe_len": 8, "dense_share": 0.2}},
+    "limited": {"batch": {"signal": "change", "keep": 0.5, "probe_len": 8, "max_start_loss": 0.99}},
     "random": {"batch": {"signal": "random", "keep": 0.5}},
     "tokens": {"batch": {"keep_tokens": 0.5}},
     "both": {"kind": "layers", "keep": 0.5, "batch": {"signal": "loss", "keep": 0.5, "probe_len": 8}},
@@ -164,8 +166,8 @@ def test_other_number_formats_are_left_out_of_alike(tiny, tmp_path, policy):
     assert half[-1].loss < half[0].loss - 0.2
 
 
-def test_rows_are_chosen_by_the_loss_of_their_first_tokens(tiny, tmp_path):
-    """And the gradient is that of a run that is given these rows and no others."""
+def first_losses(tiny) -> list[float]:
+    """Of the rows of the first batch, over 8 tokens, by the weights with which runs begin."""
     batch, model = tiny.Rows().batch(0), tiny.tiny_model()
     with torch.no_grad():
         logits = model.logits(forward(model, batch))[:, :8]
@@ -173,20 +175,60 @@ def test_rows_are_chosen_by_the_loss_of_their_first_tokens(tiny, tmp_path):
     for row in range(8):
         each = F.cross_entropy(logits[row], batch.labels_BT[row, :8], ignore_index=IGNORED, reduction="none")
         losses.append(float(each[batch.labels_BT[row, :8] != IGNORED].mean()))
-    best = sorted(sorted(range(8), key=lambda row: -losses[row])[:2])
+    return losses
+
+
+def check_gradient_is_that_of(rows: list[int], sparse: dict[str, Any], tiny, tmp_path) -> None:
+    """One step of two microbatches, beside a run that is given these rows and no others."""
 
     class Given:
         num_batches_per_epoch = 1
 
         def batch(self, index, *, rank=0, world_size=1):
-            return batch.take(torch.tensor(best))
+            return tiny.Rows().batch(0).take(torch.tensor(rows))
 
     chosen, given = Grads(), Grads()
-    sparse = {"batch": {"signal": "loss", "keep": 0.25, "probe_len": 8, "explore": 0.0}}
     run(tiny, tmp_path / "1", sparse, transport=chosen, settings={"num_steps": 1, "num_microbatches": 2})
     run(tiny, tmp_path / "2", {}, transport=given, objective=Pretrain(Given()), settings={"num_steps": 1})
     for ours, theirs in zip(chosen.kept[0], given.kept[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_rows_are_chosen_by_the_loss_of_their_first_tokens(tiny, tmp_path):
+    """And the gradient is that of a run that is given these rows and no others."""
+    losses = first_losses(tiny)
+    best = sorted(sorted(range(8), key=lambda row: -losses[row])[:2])
+    sparse = {"batch": {"signal": "loss", "keep": 0.25, "probe_len": 8, "explore": 0.0}}
+    check_gradient_is_that_of(best, sparse, tiny, tmp_path)
+
+
+@pytest.mark.parametrize("signal", ["loss", "random"])
+def test_rows_that_the_first_weights_predict_worse_than_the_limit_are_never_learned(tiny, tmp_path, signal):
+    """Three of eight are within it, where four may be chosen; they are no multiple of two microbatches."""
+    losses = first_losses(tiny)
+    order = sorted(range(8), key=lambda row: losses[row])
+    limit = (losses[order[2]] + losses[order[3]]) / 2 / math.log(tiny.SHAPE.vocab_size)
+    sparse = {"batch": {"signal": signal, "keep": 0.5, "probe_len": 8, "max_start_loss": limit}}
+    check_gradient_is_that_of(sorted(order[:3]), sparse, tiny, tmp_path)
+
+
+def test_where_no_row_is_within_the_limit_nothing_is_learned(tiny, tmp_path):
+    sparse = {"batch": {"signal": "change", "keep": 0.5, "probe_len": 8, "max_start_loss": 0.1}}
+    kept = Grads()
+    _, seen = run(tiny, tmp_path, sparse, transport=kept, settings={"num_steps": 2, "num_microbatches": 2})
+    assert all(not gradient.any() for step in kept.kept for gradient in step)
+    dense = dense_flops(tiny.SHAPE, tiny.Rows().batch(0))
+    assert seen[0].scalars["executed_flops"] < 0.5 * dense  # two rows of eight without labels, and the looks
+
+
+def test_the_limit_is_that_of_the_weights_at_the_start(tiny, tmp_path):
+    """As many rows are within it in a late step as in an early one, though all losses have fallen."""
+    sparse = {"batch": {"signal": "random", "keep": 1.0, "probe_len": 8, "max_start_loss": 0.99}}
+    _, seen = run(tiny, tmp_path, sparse, settings={"num_steps": 30})
+    losses = [info.loss for info in seen]
+    shares = [info.scalars["executed_flops"] / seen[0].scalars["executed_flops"] for info in seen]
+    assert losses[-1] < 0.9 * losses[0]
+    assert sum(shares[-10:]) < 1.3 * sum(shares[:10])
 
 
 def test_labels_of_the_tokens_that_receive_most_attention_are_kept(tiny):

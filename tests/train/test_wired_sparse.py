@@ -13,6 +13,7 @@ FORMS = {
     "layers": {"kind": "layers", "keep": 0.5, "refresh_every": 2},
     "prefix": {"kind": "prefix", "keep": 0.5, "course": "dense_first", "ramp": 0.5},
     "change": {"batch": {"signal": "change", "keep": 0.5, "probe_len": 8}},
+    "limited": {"batch": {"signal": "change", "keep": 0.5, "probe_len": 8, "max_start_loss": 0.99}},
 }
 CHECKED = {"guards": {"replica_check_every": 1}}
 UNITS = ("columns", "rows", "layers", "prefix")

@@ -3,6 +3,7 @@
 What is not chosen is not computed. Knows no model and no rank.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,12 +19,18 @@ class RowChoiceConfig:
 
     signal: what a row is worth, from its first `probe_len` tokens: `loss`, the present one; `change`, how far the loss
     has moved, up or down, since the run began (what is being learned, and what is being forgotten); `random`, the
-    baseline, which looks at nothing; none, all rows are learned. keep: the share of the rows that are learned;
+    baseline, which needs no look; none, all rows are learned. keep: the share of the rows that are learned;
     explore: the share of these that is drawn at random from all others, so that no kind of row is left out for ever;
     dense_share: the share of the run, at its beginning, in which all rows are learned. keep_tokens: the share of the
     labels in the chosen rows that are learned, those of the tokens that receive most attention in the first layer
     (fewer labels mean a smaller head; 1 keeps them all). The gradient is that of the mean over what is chosen: with
     any signal but `random` it is biased towards it.
+
+    max_start_loss: once `dense_share` is over, rows that the weights with which the run began predict worse than this
+    are never learned, and fewer than `keep` are where too few are left. In units of the logarithm of the vocabulary,
+    the loss of a guess: 1 leaves out what trained weights cannot even guess, as garbage in a stream that nobody has
+    cleaned; 0 sets no limit. Not for a run from scratch, whose first weights guess everywhere. Source: a filter by
+    perplexity (Wenzek et al. 2019, CCNet, https://arxiv.org/abs/1911.00359), by the model itself.
     """
 
     signal: Literal["none", "loss", "change", "random"] = "none"
@@ -31,6 +38,7 @@ class RowChoiceConfig:
     probe_len: int = 32
     explore: float = 0.25
     dense_share: float = 0.0
+    max_start_loss: float = 0.0
     keep_tokens: float = 1.0
 
     def __post_init__(self) -> None:
@@ -41,11 +49,22 @@ class RowChoiceConfig:
             raise ConfigError(f"explore: must be from 0 to 1, got {self.explore}; 0.25 draws a quarter at random")
         if not 0.0 <= self.dense_share < 1.0:
             raise ConfigError(f"dense_share: must be at least 0 and below 1, got {self.dense_share}")
+        if not 0.0 <= self.max_start_loss < math.inf:
+            raise ConfigError(
+                f"max_start_loss: must be at least 0, got {self.max_start_loss}; 1 is the loss of a guess"
+            )
+        if self.max_start_loss and self.signal == "none":
+            raise ConfigError("max_start_loss: needs a signal; random with keep 1 leaves out nothing else")
         if self.probe_len < 2:
             raise ConfigError(f"probe_len: must be at least 2 tokens, got {self.probe_len}; 32 is usual")
 
+    @property
+    def needs_start(self) -> bool:
+        """Whether the weights with which the run began are kept."""
+        return self.signal == "change" or self.max_start_loss > 0
+
     def num_chosen(self, num_rows: int, num_parts: int) -> int:
-        """Of a rank's rows; `num_parts` microbatches share them equally, each at least one.
+        """Of a rank's rows, at most; `num_parts` microbatches share them equally, each at least one.
 
         Raises `ConfigError` where that is all of the rows, so that there is nothing to choose.
         """

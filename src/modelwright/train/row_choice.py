@@ -6,6 +6,7 @@ are learned (the fine stage). A row that is not chosen costs nothing else. Each 
 as the others. Knows nothing about units of the model.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -53,38 +54,62 @@ class RowChoice:
 
     def __call__(self, batch: TokenBatch, step: int, num_steps: int) -> TokenBatch:
         """What of the batch is learned in update `step`, on the batch's device."""
-        if self.config.signal == "change" and not self.start:
+        if self.config.needs_start and not self.start:
             self.start = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
         if self.config.signal != "none" and step >= self.config.dense_share * num_steps:
-            batch = batch.take(self.rows(batch, step))
+            batch = self.chosen(batch, step)
         if self.config.keep_tokens < 1.0:
             batch = self.thinned(batch)
         return batch
 
+    def chosen(self, batch: TokenBatch, step: int) -> TokenBatch:
+        """The chosen rows, in rising order. Where the limit leaves a number that microbatches cannot share equally,
+        rows beyond it fill up, without labels."""
+        found = self.rows(batch, step)
+        num_filled = -len(found) % self.num_parts if len(found) else self.num_parts
+        if not num_filled:
+            return batch.take(found)
+        left = torch.ones(batch.num_rows, dtype=torch.bool)
+        left[found] = False
+        filled = left.nonzero().flatten()[:num_filled]
+        labels_BT = batch.labels_BT.clone()
+        labels_BT[filled] = IGNORED
+        return replace(batch, labels_BT=labels_BT).take(torch.cat([found, filled]).sort().values)
+
     def rows(self, batch: TokenBatch, step: int) -> Tensor:
-        """The numbers of the chosen rows, in rising order."""
-        num_rows = batch.num_rows
-        places = self.config.num_chosen(num_rows, self.num_parts)
+        """The numbers of the rows that are learned, in rising order; beyond the limit there are none."""
         draw = torch.Generator().manual_seed(derive_seed(self.seed, "rows", step, self.rank))
-        if self.config.signal == "random":
-            return torch.randperm(num_rows, generator=draw)[:places].sort().values
-        order = self.worth(batch).cpu().argsort(descending=True, stable=True)
+        worth_B, is_within_B = self.look(batch)
+        if worth_B is None:
+            order = torch.randperm(batch.num_rows, generator=draw)
+        else:
+            order = worth_B.argsort(descending=True, stable=True)
+        order = order[is_within_B[order]]
+        places = min(self.config.num_chosen(batch.num_rows, self.num_parts), len(order))
+        if worth_B is None:
+            return order[:places].sort().values
         # a share of few rows is no whole number: round up as often as it takes
         expected = self.config.explore * places
         num_drawn = int(expected) + int(torch.rand((), generator=draw).item() < expected % 1.0)
-        num_drawn = min(num_drawn, num_rows - places)
+        num_drawn = min(num_drawn, len(order) - places)
         rest = order[places - num_drawn :]
         drawn = rest[torch.randperm(len(rest), generator=draw)[:num_drawn]]
         return torch.cat([order[: places - num_drawn], drawn]).sort().values
 
-    def worth(self, batch: TokenBatch) -> Tensor:
-        """What learning each row is worth, [B]."""
+    def look(self, batch: TokenBatch) -> tuple[Tensor | None, Tensor]:
+        """What learning each row is worth, [B], None where all are alike; and whether it lies within the limit, [B]."""
+        is_within_B = torch.ones(batch.num_rows, dtype=torch.bool)
+        if self.config.signal == "random" and not self.config.needs_start:
+            return None, is_within_B
         look = first_tokens(batch, self.config.probe_len).to(self.model.embedding.weight.device)
         attend = masked_attend(look.segments_BT)
-        now_B = self.row_losses(look, attend, {})
-        if self.config.signal == "loss":
-            return now_B
-        return (now_B - self.row_losses(look, attend, self.start)).abs()
+        start_B = self.row_losses(look, attend, self.start).cpu() if self.config.needs_start else None
+        if self.config.max_start_loss and start_B is not None:
+            is_within_B = start_B <= self.config.max_start_loss * math.log(self.model.config.vocab_size)
+        if self.config.signal == "random":
+            return None, is_within_B
+        now_B = self.row_losses(look, attend, {}).cpu()
+        return now_B if self.config.signal == "loss" or start_B is None else (now_B - start_B).abs(), is_within_B
 
     @torch.no_grad()
     def row_losses(self, batch: TokenBatch, attend: Attend, weights: Mapping[str, Tensor]) -> Tensor:
