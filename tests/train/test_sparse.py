@@ -222,13 +222,13 @@ def test_where_no_row_is_within_the_limit_nothing_is_learned(tiny, tmp_path):
 
 
 def test_the_limit_is_that_of_the_weights_at_the_start(tiny, tmp_path):
-    """As many rows are within it in a late step as in an early one, though all losses have fallen."""
+    """Most rows stay beyond it, though all losses have fallen far below it."""
     sparse = {"batch": {"signal": "random", "keep": 1.0, "probe_len": 8, "max_start_loss": 0.99}}
     _, seen = run(tiny, tmp_path, sparse, settings={"num_steps": 30})
-    losses = [info.loss for info in seen]
-    shares = [info.scalars["executed_flops"] / seen[0].scalars["executed_flops"] for info in seen]
-    assert losses[-1] < 0.9 * losses[0]
-    assert sum(shares[-10:]) < 1.3 * sum(shares[:10])
+    assert min(info.loss for info in seen if info.loss) < 3.0  # the limit is 4.12
+    dense = [dense_flops(tiny.SHAPE, tiny.Rows().batch(info.step - 1)) for info in seen]
+    shares = [info.scalars["executed_flops"] / whole for info, whole in zip(seen, dense, strict=True)]
+    assert sum(shares[10:]) / len(shares[10:]) < 0.6
 
 
 def test_labels_of_the_tokens_that_receive_most_attention_are_kept(tiny):
