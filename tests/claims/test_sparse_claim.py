@@ -11,9 +11,10 @@ import torch
 from modelwright.claims import sparse_arms as arms
 from modelwright.claims import sparse_updates as claim
 from modelwright.claims.claim import Setting
-from modelwright.claims.sparse_probe import Found, Run, execute_all, stream
+from modelwright.claims.sparse_probe import CODE, PROSE, RANDOM, SHUFFLED, Found, Run, execute_all, stream
 from modelwright.claims.workbench import Size
 from modelwright.core.progress import SilentProgress
+from modelwright.data.batch import IGNORED
 from modelwright.data.pack import PackConfig, pack
 
 SIZE = Size(model_dim=64, num_layers=2, seq_len=32, batch_rows=4, num_steps=6)
@@ -23,19 +24,20 @@ def found(loss: float, flops: float) -> Found:
     return Found(losses={"prose": loss, "code": loss}, flops=flops, step_s=1.0)
 
 
-def outcome(method: float, flops: float, *, baseline: float = 2.2) -> arms.Outcome:
-    losses = {arms.DENSE: 2.0, "rows by change": method} | dict.fromkeys(arms.BASELINES, baseline)
-    costs = {arms.DENSE: 1.0, "rows by change": flops}
+def outcome(method: float, flops: float, *, baseline: float = 2.2, regime: str = arms.UPDATE) -> arms.Outcome:
+    losses = {arms.DENSE: 2.0, arms.METHOD: method, arms.CLEANED: 1.9} | dict.fromkeys(arms.BASELINES, baseline)
+    costs = {arms.DENSE: 1.0, arms.METHOD: flops}
     final = {
         name: [found(loss + noise, costs.get(name, 0.4)) for noise in (0.0, 0.01, 0.02)]
         for name, loss in losses.items()
     }
-    return arms.Outcome(rates=dict.fromkeys(losses, 1e-3), final=final, method="rows by change")
+    return arms.Outcome(regime=regime, rates=dict.fromkeys(losses, 1e-3), final=final)
 
 
-def judge(given: arms.Outcome, time: float = 0.5, before: float = 2.1):
+def judge(given: arms.Outcome, time: float = 0.5, **others: arms.Outcome):
     times = ([0.1 * time] * 3, [0.1] * 3)
-    return claim.judge({arms.UPDATE: given}, times, base=found(before, 1.0), size=SIZE, before=SIZE)
+    outcomes = {one.regime: one for one in (given, *others.values())}
+    return claim.judge(outcomes, times, base=found(2.1, 1.0), size=SIZE, before=SIZE)
 
 
 def test_met_needs_flops_time_loss_and_every_baseline():
@@ -44,23 +46,37 @@ def test_met_needs_flops_time_loss_and_every_baseline():
     assert met.figures["held-out loss above dense"].value == pytest.approx(0.25, abs=0.01)
     assert met.figures["executed FLOPs, method to dense"].value == pytest.approx(0.39)
     assert "better than every baseline" in met.reason
+    assert "a perfect cleaner before dense training would leave -4.98%" in met.reason
     assert judge(outcome(2.005, 0.41)).kind == "short"
     assert judge(outcome(2.005, 0.39), time=0.61).kind == "short"
     assert judge(outcome(2.02, 0.39)).kind == "short"
-    assert "of the old text +0.75% from before" in judge(outcome(2.005, 0.39), before=2.0).reason
     beaten = judge(outcome(2.005, 0.39, baseline=2.004))
     assert beaten.kind == "short"
-    assert "as good or better at equal FLOPs: dense, fewer steps" in beaten.reason
+    assert "as good or better at equal FLOPs or time: dense, fewer steps, dense, as much time" in beaten.reason
+
+
+def test_the_row_says_what_the_method_costs_in_a_clean_stream():
+    reason = judge(outcome(1.99, 0.39), clean=outcome(2.02, 0.38, baseline=2.01, regime=arms.CLEAN)).reason
+    assert (
+        "clean continual update: +1.00% from dense on the new text, +1.00% on both, at 0.38 of the FLOPs "
+        "(dense, as much time +0.50% and +0.50%)" in reason
+    )
 
 
 def test_pretraining_names_the_best_cheap_arm():
     pretraining = {"dense": [found(2.0, 1.0)] * 3, "columns": [found(2.1, 0.5)] * 3, "layers": [found(2.01, 0.7)] * 3}
-    outcomes = {
-        arms.UPDATE: outcome(2.005, 0.39),
-        arms.PRETRAIN: arms.Outcome(rates=dict.fromkeys(pretraining, 1e-3), final=pretraining),
-    }
-    reason = claim.judge(outcomes, ([0.05], [0.1]), base=found(2.1, 1.0), size=SIZE, before=SIZE).reason
+    rates = dict.fromkeys(pretraining, 1e-3)
+    reason = judge(
+        outcome(2.005, 0.39), pretraining=arms.Outcome(regime=arms.PRETRAIN, rates=rates, final=pretraining)
+    ).reason
     assert reason.endswith("pretraining: best at up to half of the FLOPs is columns, +5.00% from dense")
+
+
+def test_both_texts_count_in_the_proportion_of_the_useful_rows():
+    one = Found(losses={"prose": 2.0, "code": 3.0}, flops=1.0, step_s=1.0)
+    assert arms.mixed_loss(one, arms.UPDATE) == pytest.approx(2.5)  # a quarter each, beside a half of garbage
+    assert arms.mixed_loss(one, arms.CLEAN) == pytest.approx(2.2)
+    assert arms.mixed_loss(one, arms.PRETRAIN) == 2.0
 
 
 @pytest.fixture
@@ -87,10 +103,37 @@ def test_a_place_of_the_stream_depends_on_seed_and_place_alone(folder):
     assert torch.equal(torch.cat(halves), batches[3].input_ids_BT)
     tokens = torch.cat([batch.input_ids_BT for batch in batches])
     is_code = (tokens[:, :10] >= 32).any(dim=1)
-    assert np.array_equal(is_code.numpy(), once.is_code)
+    assert np.array_equal(is_code.numpy(), once.kinds == CODE)
     assert len({tuple(row) for row in tokens.tolist()}) == 24  # nothing comes twice
     other = stream(folder, make_run(seed=2))
     assert not torch.equal(other.batch(0).input_ids_BT, batches[0].input_ids_BT)
+
+
+def test_garbage_is_shuffled_prose_or_drawn_evenly_and_costs_no_row_of_text_its_place(folder):
+    clean = stream(folder, make_run(share_of_code=0.5))
+    mixed = stream(folder, make_run(share_of_code=0.25, share_of_garbage=0.5))
+    batches = [mixed.batch(index) for index in range(6)]
+    halves = [mixed.batch(3, rank=rank, world_size=2).input_ids_BT for rank in range(2)]
+    assert torch.equal(torch.cat(halves), batches[3].input_ids_BT)
+    tokens = torch.cat([batch.input_ids_BT for batch in batches])
+    labels = torch.cat([batch.labels_BT for batch in batches])
+    texts = {}
+    for kind, loader in clean.sources.items():
+        texts[kind] = loader.rows.gather(np.arange(loader.rows.num_rows)).input_ids_BT.tolist()
+    assert {PROSE, CODE, SHUFFLED, RANDOM} == set(mixed.kinds.tolist())
+    for row, label, kind in zip(tokens.tolist(), labels.tolist(), mixed.kinds, strict=True):
+        if kind == PROSE:
+            assert row in texts["prose"]
+        if kind == CODE:
+            assert row in texts["code"]
+        if kind == SHUFFLED:
+            assert sorted(row) in [sorted(text) for text in texts["prose"]]
+            assert row not in texts["prose"]
+        if kind == RANDOM:
+            assert max(row) >= 32 > min(row)  # of the vocabularies of prose and of code
+        if kind in (SHUFFLED, RANDOM):
+            assert label == [*row[1:], IGNORED]
+    assert len({tuple(row) for row in tokens.tolist()}) == 24
 
 
 def test_runs_are_made_once_and_say_what_they_executed(folder):
@@ -124,7 +167,9 @@ def test_every_arm_runs_at_its_best_rate_and_baselines_at_equal_compute(tmp_path
         assert timed == (runs[0].seed >= 900)
         made.extend(runs)
         off = [abs(run.size.learning_rate - 1e-3) for run in runs]
-        return [found(2.0 + bad - 0.001 * run.seed, cost(run)) for run, bad in zip(runs, off, strict=True)]
+        losses = [dict.fromkeys(("prose", "code"), 2.0 + bad) for bad in off]
+        seconds = [0.62 if run.sparse else 1.0 for run in runs]
+        return [Found(losses=one, flops=cost(run), step_s=s) for one, run, s in zip(losses, runs, seconds, strict=True)]
 
     monkeypatch.setattr(arms, "execute_all", pretend)
     monkeypatch.setattr(arms, "prepare", lambda *args, **kwargs: None)
@@ -133,11 +178,15 @@ def test_every_arm_runs_at_its_best_rate_and_baselines_at_equal_compute(tmp_path
     assert {run.size.learning_rate for run in final} == {1e-3}
     num_steps = {run.name: run.size.num_steps for run in final}
     most = num_steps[arms.DENSE]
-    assert num_steps["dense, fewer steps"] == round(0.4 * most)
+    assert num_steps["dense, fewer steps"] == num_steps[arms.CLEANED] == round(0.4 * most)
+    assert num_steps["dense, as much time"] == round(0.65 * most)
     assert num_steps["smaller dense"] == round(0.8 * most)
-    assert num_steps["random rows"] == num_steps["rows by change"] == most
+    assert num_steps["random rows"] == num_steps[arms.METHOD] == most
+    shares = {run.name: (run.share_of_code, run.share_of_garbage) for run in final}
+    assert shares.pop(arms.CLEANED) == (0.5, 0.0)
+    assert set(shares.values()) == {(0.25, 0.5)}
     assert {run.begin for run in final if run.name != "smaller dense"} == {"base.safetensors"}
     assert result.kind == ("cannot be tested here" if quick else "short")
-    assert result.figures["time of a step, method to dense"].value == 1.0
+    assert result.figures["time of a step, method to dense"].value == pytest.approx(0.62)
     timed = [run.name for run in made if run.seed >= 900]
-    assert timed == ["rows by change", arms.DENSE] * arms.NUM_ROUNDS
+    assert timed == [arms.METHOD, arms.DENSE] * arms.NUM_ROUNDS

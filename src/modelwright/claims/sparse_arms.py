@@ -3,6 +3,7 @@
 Knows no target but the one that decides how a run is made: the compute of a baseline.
 """
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,20 +15,26 @@ from modelwright.claims.kept import setup_digest
 from modelwright.claims.sparse_probe import Found, Run, TextKind, execute_all, prepare
 from modelwright.claims.workbench import Size
 
-UPDATE, PRETRAIN = "continual update", "pretraining"
-SHARE_OF_CODE = {UPDATE: 0.2, PRETRAIN: 0.0}
-COUNTS: dict[str, TextKind] = {UPDATE: "code", PRETRAIN: "prose"}
+UPDATE, CLEAN, PRETRAIN = "continual update", "clean continual update", "pretraining"
+SHARE_OF_CODE = {UPDATE: 0.25, CLEAN: 0.2, PRETRAIN: 0.0}
+SHARE_OF_GARBAGE = {UPDATE: 0.5, CLEAN: 0.0, PRETRAIN: 0.0}
+COUNTS: dict[str, TextKind] = {UPDATE: "code", CLEAN: "code", PRETRAIN: "prose"}
 """The text whose held-out loss is compared."""
-DENSE = "dense"
-METHODS = ("rows by change", "rows by change, half drawn")
-"""Of these the tuning seed takes one, before the seeds that count."""
-BASELINES = ("dense, fewer steps", "smaller dense", "random rows", "plain freezing")
+DENSE, METHOD, CLEANED = "dense", "rows by change", "dense, only useful rows"
+BASELINES = (
+    "dense, fewer steps",
+    "dense, as much time",
+    "smaller dense",
+    "random rows",
+    "random rows within the limit",
+    "plain freezing",
+)
 TARGET_FLOPS = 0.40
 SIZE = Size(model_dim=96, num_layers=3, seq_len=128, batch_rows=12, num_steps=3000)
 SMALLER = {"model_dim": 64, "num_layers": 3}
 BEFORE = {"num_steps": 8000, "learning_rate": 3e-3}
 """The training whose model is then updated."""
-RATES: dict[str, tuple[float, ...]] = {UPDATE: (3e-4, 1e-3, 2e-3), PRETRAIN: (2e-3, 6e-3)}
+RATES: dict[str, tuple[float, ...]] = {UPDATE: (3e-4, 1e-3, 2e-3), CLEAN: (3e-4, 1e-3, 2e-3), PRETRAIN: (2e-3, 6e-3)}
 TUNING_SEED, SEEDS = 300, (301, 302, 303)
 NUM_TIMED_STEPS, NUM_ROUNDS = 60, 3
 
@@ -35,17 +42,20 @@ NUM_TIMED_STEPS, NUM_ROUNDS = 60, 3
 @dataclass(frozen=True, kw_only=True)
 class Arm:
     """One way to train. sparse: as in a configuration file; shape: changes to the model; equal_compute: it makes as
-    many steps as `TARGET_FLOPS` of the dense run's FLOPs pay for, at most as many as that."""
+    many steps as `TARGET_FLOPS` of the dense run's FLOPs pay for, at most as many as that; equal_time: as many as take
+    the method's time; cleaned: its stream is without garbage, and only as much shorter."""
 
     sparse: Mapping[str, Any] = field(default_factory=dict)
     shape: Mapping[str, int] = field(default_factory=dict)
     equal_compute: bool = False
+    equal_time: bool = False
+    cleaned: bool = False
 
 
-def row_choice(signal: str, *, probe_len: int, explore: float = 0.2) -> dict[str, Any]:
-    shares = {"keep": 1 / 3, "explore": explore, "dense_share": 0.03}
-    return {"batch": {"signal": signal, "probe_len": probe_len, **shares}}
-
+BY_CHANGE = {"signal": "change", "keep": 1 / 3, "probe_len": 8, "max_start_loss": 1.0}
+WITHIN = {"signal": "random", "keep": 1 / 3, "probe_len": 8, "max_start_loss": 1.0}
+"""The limit alone: what it leaves is drawn from, so many rows as the method learns."""
+BY_LOSS = {"signal": "loss", "keep": 1 / 3, "probe_len": 16, "explore": 0.2, "dense_share": 0.03}
 
 COMMON = {
     DENSE: Arm(),
@@ -57,12 +67,19 @@ COMMON = {
 ARMS: dict[str, dict[str, Arm]] = {
     UPDATE: {
         **COMMON,
-        "rows by change": Arm(sparse=row_choice("change", probe_len=8)),
-        "rows by change, half drawn": Arm(sparse=row_choice("change", probe_len=8, explore=0.5)),
+        "dense, as much time": Arm(equal_time=True),
+        "random rows within the limit": Arm(sparse={"batch": WITHIN}),
+        CLEANED: Arm(equal_compute=True, cleaned=True),
+        METHOD: Arm(sparse={"batch": BY_CHANGE}),
+    },
+    CLEAN: {
+        DENSE: Arm(),
+        "dense, as much time": Arm(equal_time=True),
+        METHOD: Arm(sparse={"batch": BY_CHANGE}),
     },
     PRETRAIN: {
         **COMMON,
-        "rows by loss": Arm(sparse=row_choice("loss", probe_len=16)),
+        "rows by loss": Arm(sparse={"batch": BY_LOSS}),
         "columns": Arm(sparse={"kind": "columns", "keep": 0.25}),
         "weight rows": Arm(sparse={"kind": "rows", "keep": 0.25}),
         "layers": Arm(sparse={"kind": "layers", "keep": 0.5, "signal": "momentum"}),
@@ -74,39 +91,45 @@ ARMS: dict[str, dict[str, Arm]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one regime gave: rates and finals by arm, one final for each seed; shares of the dense run's FLOPs."""
+    """What one regime gave: rates and finals by arm, one final for each seed."""
 
+    regime: str
     rates: Mapping[str, float]
     final: Mapping[str, Sequence[Found]]
-    method: str = ""
 
-    def losses(self, arm: str, regime: str) -> list[float]:
-        return [found.losses[COUNTS[regime]] for found in self.final[arm]]
+    def losses(self, arm: str) -> list[float]:
+        return [found.losses[COUNTS[self.regime]] for found in self.final[arm]]
 
     def flops(self, arm: str) -> float:
         return statistics.fmean(found.flops for found in self.final[arm])
 
-    def mixed(self, arm: str) -> float:
-        """The mean loss of both texts in the proportion of the continual update's stream."""
-        return statistics.fmean(map(mixed_loss, self.final[arm]))
+    def both(self, arm: str) -> float:
+        """The mean loss of both texts in their proportion in the stream."""
+        return statistics.fmean(mixed_loss(found, self.regime) for found in self.final[arm])
 
-    def above_dense(self, arm: str, regime: str) -> list[float]:
+    def above_dense(self, arm: str) -> list[float]:
         """Percent, seed by seed."""
-        pairs = zip(self.losses(arm, regime), self.losses(DENSE, regime), strict=True)
+        pairs = zip(self.losses(arm), self.losses(DENSE), strict=True)
         return [100 * (mine / dense - 1) for mine, dense in pairs]
+
+    def both_above_dense(self, arm: str) -> float:
+        """Percent."""
+        return 100 * (self.both(arm) / self.both(DENSE) - 1)
 
 
 @dataclass
 class Bench:
-    """Makes runs of the arms of both regimes, two processes of one thread at a time."""
+    """Makes runs of the arms of all regimes, two processes of one thread at a time."""
 
     setting: Setting
     folder: Path
     sizes: Mapping[str, Size]
     rates: Mapping[str, Sequence[float]]
     seeds: Sequence[int]
-    tuning_share: Mapping[str, float] = field(default_factory=lambda: {UPDATE: 1.0, PRETRAIN: 1 / 4})
+    tuning_share: Mapping[str, float] = field(default_factory=lambda: {UPDATE: 1.0, CLEAN: 1.0, PRETRAIN: 1 / 4})
     """Of an update's steps all: shorter runs forget more at the same rate, which drove every arm to the lowest."""
+    time_share: float = 1.0
+    """Of a dense step's time that the method's takes, in twentieths, rounded up; once `times` has measured it."""
     before: dict[str, Found] = field(default_factory=dict)
     """By file of weights: what the models that are updated are before."""
 
@@ -121,14 +144,16 @@ class Bench:
 
     def run(self, regime: str, name: str, *, seed: int, rate: float, num_steps: int) -> Run:
         arm = ARMS[regime][name]
+        garbage = SHARE_OF_GARBAGE[regime]
         return Run(
             name=name,
             regime=regime,
             size=replace(self.sizes[regime], **arm.shape, learning_rate=rate, num_steps=num_steps),
             seed=seed,
-            share_of_code=SHARE_OF_CODE[regime],
+            share_of_code=SHARE_OF_CODE[regime] / (1.0 - garbage) if arm.cleaned else SHARE_OF_CODE[regime],
+            share_of_garbage=0.0 if arm.cleaned else garbage,
             sparse=arm.sparse,
-            begin=weights_of(arm) if regime == UPDATE else "",
+            begin="" if regime == PRETRAIN else weights_of(arm),
         )
 
     def execute(self, runs: Sequence[Run]) -> list[Found]:
@@ -144,16 +169,19 @@ class Bench:
     def num_steps(self, regime: str) -> dict[str, int]:
         """Steps of each arm's run: those of the dense one, or what so many FLOPs pay for."""
         rate, most = self.rates[regime][0], self.sizes[regime].num_steps
-        names = [name for name, arm in ARMS[regime].items() if arm.equal_compute or name == DENSE]
+        arms = ARMS[regime]
+        names = [name for name, arm in arms.items() if arm.equal_compute or name == DENSE]
         looks = self.execute([self.run(regime, name, seed=0, rate=rate, num_steps=5) for name in names])
-        costs = {name: look.flops for name, look in zip(names, looks, strict=True)}
-        return {
-            name: min(most, round(TARGET_FLOPS * most * costs[DENSE] / costs[name])) if arm.equal_compute else most
-            for name, arm in ARMS[regime].items()
+        paid = {
+            name: TARGET_FLOPS * most * looks[names.index(DENSE)].flops / look.flops
+            for name, look in zip(names, looks, strict=True)
+            if arms[name].equal_compute
         }
+        paid |= {name: self.time_share * most for name, arm in arms.items() if arm.equal_time}
+        return {name: min(most, round(paid.get(name, most))) for name in arms}
 
     def compare(self, regime: str) -> Outcome:
-        """Every arm at the best of the same rates on the tuning seed, in shorter runs; then on the other seeds."""
+        """Every arm at the best of the same rates on the tuning seed; then on the other seeds."""
         steps, rates = self.num_steps(regime), self.rates[regime]
         tried = [
             self.run(regime, name, seed=TUNING_SEED, rate=rate, num_steps=round(num_steps * self.tuning_share[regime]))
@@ -162,38 +190,38 @@ class Bench:
         ]
         losses: dict[str, dict[float, float]] = {name: {} for name in steps}
         for run, found in zip(tried, self.execute(tried), strict=True):
-            losses[run.name][run.size.learning_rate] = self.worth(run, found)
+            losses[run.name][run.size.learning_rate] = mixed_loss(found, regime)
         best = {name: min(of_arm, key=of_arm.__getitem__) for name, of_arm in losses.items()}
-        method = min(METHODS, key=lambda name: losses[name][best[name]]) if regime == UPDATE else ""
-        names = [name for name in steps if name not in METHODS or name == method or regime != UPDATE]
         runs = [
-            self.run(regime, name, seed=seed, rate=best[name], num_steps=steps[name])
-            for name in names
+            self.run(regime, name, seed=seed, rate=best[name], num_steps=num_steps)
+            for name, num_steps in steps.items()
             for seed in self.seeds
         ]
         found = iter(self.execute(runs))
-        return Outcome(rates=best, final={name: [next(found) for _ in self.seeds] for name in names}, method=method)
+        return Outcome(regime=regime, rates=best, final={name: [next(found) for _ in self.seeds] for name in steps})
 
-    def worth(self, run: Run, found: Found) -> float:
-        """What a rate is judged by, of every arm alike: in an update both texts in the stream's proportion."""
-        return mixed_loss(found) if run.regime == UPDATE else found.losses[COUNTS[run.regime]]
-
-    def times(self, method: str) -> tuple[list[float], list[float]]:
+    def times(self) -> tuple[list[float], list[float]]:
         """Seconds of a step of the method and of dense, in alternated runs of a process that has the machine."""
         rate = self.rates[UPDATE][0]
         runs = [
             self.run(UPDATE, name, seed=900 + number, rate=rate, num_steps=NUM_TIMED_STEPS)
             for number in range(NUM_ROUNDS)
-            for name in (method, DENSE)
+            for name in (METHOD, DENSE)
         ]
         found = execute_all(self.folder, runs, self.setting, kept=self.kept, processes=1, timed=True)
-        seconds = [one.step_s for one in found]
-        return seconds[::2], seconds[1::2]
+        mine, dense = [one.step_s for one in found[::2]], [one.step_s for one in found[1::2]]
+        self.time_share = min(1.0, math.ceil(20 * share_of_time(mine, dense)) / 20)
+        return mine, dense
 
 
-def mixed_loss(found: Found) -> float:
-    """Of both texts in the proportion of the continual update's stream."""
-    code = SHARE_OF_CODE[UPDATE]
+def share_of_time(mine: Sequence[float], dense: Sequence[float]) -> float:
+    """The median of the rounds' ratios."""
+    return statistics.median(one / other for one, other in zip(mine, dense, strict=True))
+
+
+def mixed_loss(found: Found, regime: str) -> float:
+    """Of both texts in their proportion in the regime's stream."""
+    code = SHARE_OF_CODE[regime] / (1.0 - SHARE_OF_GARBAGE[regime])
     return (1 - code) * found.losses["prose"] + code * found.losses["code"]
 
 

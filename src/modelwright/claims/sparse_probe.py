@@ -1,9 +1,10 @@
 """Runs with and without sparse updates, through THE loop: losses on held-out text, executed FLOPs, time of a step.
 
 The text comes in two kinds, prose (docstrings) and code, split by module, both in tokens of a tokenizer that was
-trained on the prose. A model is trained on prose; then it is updated with a stream of which most is prose like that, as
-one replays it against forgetting, and the rest is code, which is new. Each place of the stream holds prose or code by a
-draw from the seed. Knows no claim.
+trained on the prose. A model is trained on prose; then it is updated with a stream of prose like that, as one replays
+it against forgetting, of code, which is new, and of garbage, where nobody has cleaned the stream: prose in no order, as
+pages made of keywords are, and tokens drawn evenly, as what was decoded wrongly. Each place of the stream holds one of
+these by a draw from the seed. Knows no claim.
 """
 
 import json
@@ -19,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from safetensors.torch import load_model, save_model
+from torch import Tensor
 
 from modelwright.claims.claim import Setting
 from modelwright.claims.kept import Kept
@@ -27,7 +29,7 @@ from modelwright.core.config import parse
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import StageDir
 from modelwright.core.seeds import derive_seed
-from modelwright.data.batch import TokenBatch
+from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.data.builtin import machine_corpus
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.data.pack import PackConfig, pack
@@ -41,6 +43,8 @@ from modelwright.train.objective import StepInfo, forward
 
 TextKind = Literal["prose", "code"]
 KINDS: tuple[TextKind, ...] = ("prose", "code")
+PROSE, CODE, SHUFFLED, RANDOM = range(4)
+"""What a place of the stream holds."""
 HELDOUT_ROWS = 400
 
 
@@ -48,8 +52,8 @@ HELDOUT_ROWS = 400
 class Run:
     """One training run, as plain data for another process.
 
-    share_of_code: of the rows; begin and keep: names of weights to start from and to leave, "" for none; sparse: as in
-    a configuration file.
+    share_of_code, share_of_garbage: of the rows; begin and keep: names of weights to start from and to leave, "" for
+    none; sparse: as in a configuration file.
     """
 
     name: str
@@ -57,6 +61,7 @@ class Run:
     size: Size
     seed: int
     share_of_code: float
+    share_of_garbage: float = 0.0
     sparse: Mapping[str, Any] = field(default_factory=dict)
     begin: str = ""
     keep: str = ""
@@ -75,29 +80,60 @@ class Found:
 
 @dataclass
 class Stream:
-    """A `BatchSource` of prose and code in turn; the row at a place of the stream depends on seed and place alone."""
+    """A `BatchSource` of prose, code and garbage; the row at a place of the stream depends on seed and place alone."""
 
     sources: Mapping[TextKind, PackedLoader]
     batch_rows: int
-    is_code: np.ndarray
+    kinds: np.ndarray
     """For each place of the stream."""
+    seed: int
+    vocab_size: int
 
     @property
     def num_batches_per_epoch(self) -> int:
-        return len(self.is_code) // self.batch_rows
+        return len(self.kinds) // self.batch_rows
 
     def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
         share = self.batch_rows // world_size
-        places = np.arange(share) + index * self.batch_rows + rank * share
-        before = int(self.is_code[: places[0]].sum())
+        first = index * self.batch_rows + rank * share
+        before = np.bincount(self.kinds[:first], minlength=4)
+        numbers: dict[TextKind, int] = {"code": int(before[CODE]), "prose": int(before[PROSE] + before[SHUFFLED])}
         rows: list[TokenBatch] = []
-        for place in places:
-            code = bool(self.is_code[place])
-            number = before if code else int(place) - before
-            loader = self.sources["code" if code else "prose"]
-            rows.append(loader.rows.gather(loader.order(number, number + 1)))
-            before += code
+        for place in range(first, first + share):
+            kind = self.kinds[place]
+            if kind == RANDOM:
+                rows.append(self.random_row(place))
+                continue
+            source: TextKind = "code" if kind == CODE else "prose"
+            loader, number = self.sources[source], numbers[source]
+            row = loader.rows.gather(loader.order(number, number + 1))
+            rows.append(self.in_no_order(row, place) if kind == SHUFFLED else row)
+            numbers[source] += 1
         return _joined(rows)
+
+    def random_row(self, place: int) -> TokenBatch:
+        """Tokens drawn evenly from the vocabulary."""
+        shape = (1, self.sources["prose"].rows.seq_len)
+        return _one_document(torch.randint(self.vocab_size, shape, generator=self.draw(place)))
+
+    def in_no_order(self, row: TokenBatch, place: int) -> TokenBatch:
+        """The row's tokens as they come out of a drum."""
+        ids_1T = row.input_ids_BT
+        return _one_document(ids_1T[:, torch.randperm(ids_1T.shape[1], generator=self.draw(place))])
+
+    def draw(self, place: int) -> torch.Generator:
+        return torch.Generator().manual_seed(derive_seed(self.seed, "garbage", place))
+
+
+def _one_document(ids_1T: Tensor) -> TokenBatch:
+    labels_1T = torch.full_like(ids_1T, IGNORED)
+    labels_1T[:, :-1] = ids_1T[:, 1:]
+    return TokenBatch(
+        input_ids_BT=ids_1T,
+        labels_BT=labels_1T,
+        positions_BT=torch.arange(ids_1T.shape[1])[None],
+        segments_BT=torch.zeros(ids_1T.shape, dtype=torch.int32),
+    )
 
 
 def _joined(rows: Sequence[TokenBatch]) -> TokenBatch:
@@ -128,14 +164,23 @@ def prepare(folder: Path, *, seq_len: int, fraction: float) -> None:
 def stream(folder: Path, run: Run) -> Stream:
     """The rows of a run, in its seed's order."""
     num_places = run.size.num_steps * run.size.batch_rows
-    draw = np.random.Philox(derive_seed(run.seed, "kinds", run.regime)).random_raw(num_places)
+    draw = np.random.Philox(derive_seed(run.seed, "kinds", run.regime)).random_raw(num_places) * 2.0**-64
+    code, garbage = run.share_of_code, run.share_of_garbage
+    kinds = np.full(num_places, PROSE)
+    kinds[draw < code] = CODE
+    kinds[draw >= 1.0 - garbage] = SHUFFLED
+    kinds[draw >= 1.0 - garbage / 2] = RANDOM
     sources: dict[TextKind, PackedLoader] = {
         kind: PackedLoader(
             PackedRows(folder / kind / "train"), batch_rows=1, seed=derive_seed(run.seed, "order", run.regime)
         )
         for kind in KINDS
     }
-    return Stream(sources, run.size.batch_rows, draw * 2.0**-64 < run.share_of_code)
+    return Stream(sources, run.size.batch_rows, kinds, run.seed, vocab_size_of(folder))
+
+
+def vocab_size_of(folder: Path) -> int:
+    return json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
 
 
 @dataclass
@@ -152,8 +197,7 @@ class Work(Clock):
 def execute(folder: Path, run: Run, kept: Path) -> Found:
     """Train once and look at the held-out text. folder: of the text; kept: of the weights."""
     size = run.size
-    vocab_size = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
-    model = Decoder(replace(size.model_config(vocab_size), tie_embeddings=False))
+    model = Decoder(replace(size.model_config(vocab_size_of(folder)), tie_embeddings=False))
     model.init_weights(derive_seed(run.seed, "weights"))
     if run.begin:
         load_model(model, kept / run.begin)
