@@ -124,12 +124,18 @@ def test_packing_verdict():
         padded = [run(equal_tokens, 500.0), run(equal_tokens + 0.1, 500.0)]
         in_time = [run(equal_time, 500.0), run(equal_time + 0.11, 500.0)]
         packed = [run(3.0, speed), run(3.1, speed)]
-        return packing.judge(packed, padded, in_time, shares=(1.0, 0.5), size=SIZE, rows=16, steps_in_time=3).kind
+        return packing.judge(packed, padded, in_time, shares=(1.0, 0.5), size=SIZE, padded=SIZE).kind
 
     assert judge(3.0, 3.2, 950.0) == "met"
     assert judge(2.9, 3.2, 950.0) == "short"
     assert judge(3.0, 2.9, 950.0) == "short"
     assert judge(3.0, 3.2, 450.0) == "short"
+
+
+def test_both_sides_of_packing_hold_as_many_tokens_as_whole_rows_allow():
+    assert packing.equal_batches(4, 1.6225) == (8, 13)  # 12.98; four rows would be 6.49
+    assert packing.equal_batches(4, 2.0) == (4, 8)
+    assert packing.equal_batches(4, 1.09375) == (12, 13)  # 13.125; 16 rows would be 17.5
 
 
 def test_int8_verdict():
@@ -138,7 +144,9 @@ def test_int8_verdict():
     )
 
     def judge(speed: float, num_bytes: tuple[int, int]) -> str:
-        pairs = {"decode": SpeedPair(num_tokens=1, reference_tokens_per_s=100.0, int8_tokens_per_s=speed)}
+        pairs = {
+            "decode": SpeedPair(num_streams=1, num_tokens=1, reference_tokens_per_s=100.0, int8_tokens_per_s=speed)
+        }
         return int8.judge(agreement, pairs, num_bytes, SIZE.model_config(64), SIZE).verdict
 
     assert judge(200.0, (400, 110)).startswith("met")

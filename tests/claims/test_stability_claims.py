@@ -57,13 +57,13 @@ def test_wild_batches_are_wild_in_training_only_and_the_same_every_time(setting)
     assert not (batch.labels_BT == untouched.labels_BT).all()
 
 
-def comparison(plain: list[float], main: list[float]) -> bench.Comparison:
-    """Runs that reach the target at these steps; 0 never."""
+def comparison(plain: list[float], main: list[float], rival: list[float] | None = None) -> bench.Comparison:
+    """Runs that reach the target at these steps; 0 never. rival: a lower fixed limit, like the plain one without it."""
 
     def run(step: float) -> bench.Outcome:
         return outcome((1, 9.0), (int(step), 2.0), (500, 2.0)) if step else outcome((1, 9.0), (500, 8.0))
 
-    runs = {"fixed at 1.0": plain, adaptive_clipping.STUDY.main: main}
+    runs = {"fixed at 1.0": plain, "fixed at 0.3": rival or plain, adaptive_clipping.STUDY.main: main}
     runs |= {arm: plain for arm in adaptive_clipping.STUDY.arms if arm not in runs}
     return bench.Comparison(
         target=2.0,
@@ -85,6 +85,7 @@ def test_a_gain_must_be_there_among_wild_batches_and_no_loss_in_calm(setting):
     assert kind(comparison(plain, same), comparison(plain, faster)) == "met"
     assert kind(comparison(plain, same), comparison(plain, same)) == "short"
     assert kind(comparison(plain, slower), comparison(plain, faster)) == "short"
+    assert kind(comparison(plain, same), comparison(plain, faster, rival=faster)) == "short"
     assert kind(comparison(plain, same), comparison([300.0, 0.0, 280.0], plain)) == "short"
 
 
@@ -94,6 +95,7 @@ def test_what_never_gets_there_is_counted_and_named(setting):
     result = bench.judge(setting, adaptive_clipping.STUDY, size, found, 1.1)
     assert result.kind == "met"
     assert "fixed at 1.0 3 of 3 never" in result.reason
+    assert "250 steps against 500 of fixed at 1.0 (2.00x, p = 0), 500 of fixed at 0.3" in result.reason
     assert result.samples["steps, fixed at 1.0, wild batches"] == [500] * 3
 
 
@@ -102,6 +104,7 @@ def test_every_arm_is_a_configuration():
         configs = [SIZE.train_config(**arm) for arm in study.arms.values()]
         assert study.main in study.arms
         assert study.main != study.plain
+        assert set(study.rivals) <= set(study.arms) - {study.main, study.plain}
         assert len({str(config) for config in configs}) == len(configs)
 
 

@@ -14,7 +14,6 @@ from modelwright.claims.claim import Figure, Setting
 from modelwright.claims.statistics import spread
 
 PARTS = 4
-RATES = (2e-3, 6e-3, 1.8e-2)
 WHOLE, ACCUMULATED, SMALL = "whole batches", f"{PARTS} microbatches", "small batches, not accumulated"
 
 
@@ -51,7 +50,7 @@ def measure_pace(setting: Setting) -> Pace:
     text, size = workbench.prepare_text(setting), bench.study_size(setting)
     small = replace(size, batch_rows=size.batch_rows // PARTS, num_steps=size.num_steps * PARTS)
     arms = {WHOLE: (size, 1), ACCUMULATED: (size, PARTS), SMALL: (small, 1)}
-    rates = RATES[1:2] if setting.quick else RATES
+    rates = bench.RATES[2:3] if setting.quick else bench.RATES
 
     def run(arm: str, rate: float, seed: int) -> bench.Outcome:
         shape, parts = arms[arm]

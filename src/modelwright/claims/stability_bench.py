@@ -45,6 +45,8 @@ FIRST_SEED = 3001
 CONSTANT = ScheduleConfig(kind="constant", warmup_fraction=0.05)
 """Under a rate that falls to zero a loss is reached when the schedule wants it."""
 FAR_PART = 0.75
+RATES = (5e-4, 1e-3, 2e-3, 6e-3)
+"""What every arm chooses from."""
 TOO_SHORT = "the quick form only shows that the measurement runs; measure without --quick"
 
 
@@ -174,12 +176,13 @@ def run(
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What is compared: settings by arm, the first of which is the plain one, and `main`, the arm that the verdict is
-    about."""
+    """What is compared: settings by arm, the first of which is the plain one; `main`, the arm that the verdict is
+    about; rivals: arms that it has to beat among wild batches as it does the plain one."""
 
     arms: Mapping[str, Mapping[str, Any]]
     main: str
-    rates: Sequence[float]
+    rates: Sequence[float] = RATES
+    rivals: Sequence[str] = ()
     regimes: Mapping[str, Wild | None] = field(default_factory=lambda: {"calm": None, "wild batches": Wild()})
 
     @property
@@ -243,8 +246,8 @@ def compare(setting: Setting, study: Study, size: workbench.Size) -> dict[str, C
 
 
 def judge(setting: Setting, study: Study, size: workbench.Size, found: Mapping[str, Comparison], gain: float) -> Result:
-    """Met when the main arm needs fewer steps than the plain one by a factor of `gain` and with p < 0.05 where batches
-    are wild, and is not slower with p < 0.05 where all is calm."""
+    """Met when the main arm needs fewer steps than the plain one and than each rival by a factor of `gain` and with
+    p < 0.05 where batches are wild, and is not slower than the plain one with p < 0.05 where all is calm."""
     met, reasons = True, []
     figures = {f"fewer steps, {regime}": _fewer(one, study, study.main, size) for regime, one in found.items()}
     samples: dict[str, Sequence[float]] = {}
@@ -299,14 +302,16 @@ def _regime(
     gain: float,
     reasons: list[str],
 ) -> bool:
-    paired = paired_t_test(steps[study.main], steps[study.plain])
-    means = {arm: statistics.fmean(steps[arm]) for arm in (study.main, study.plain)}
-    ratio = means[study.plain] / means[study.main]
-    missed = ", ".join(f"{arm} {n} of {paired.count} never" for arm in means if (n := comparison.num_missed(arm)))
-    reasons.append(
-        f"{regime}: {means[study.main]:.0f} steps against {means[study.plain]:.0f} ({ratio:.2f}x, "
-        f"p = {paired.p_value:.2g}{'; ' + missed if missed else ''})"
+    others = (study.plain, *study.rivals)
+    paired = {arm: paired_t_test(steps[study.main], steps[arm]) for arm in others}
+    means = {arm: statistics.fmean(steps[arm]) for arm in (study.main, *others)}
+    ratios = {arm: means[arm] / means[study.main] for arm in others}
+    count = paired[study.plain].count
+    missed = ", ".join(f"{arm} {n} of {count} never" for arm in means if (n := comparison.num_missed(arm)))
+    against = ", ".join(
+        f"{means[arm]:.0f} of {arm} ({ratios[arm]:.2f}x, p = {paired[arm].p_value:.2g})" for arm in others
     )
+    reasons.append(f"{regime}: {means[study.main]:.0f} steps against {against}{'; ' + missed if missed else ''}")
     if study.regimes[regime] is None:
-        return not (paired.mean > 0 and paired.p_value < 0.05)
-    return ratio >= gain and paired.p_value < 0.05
+        return not (paired[study.plain].mean > 0 and paired[study.plain].p_value < 0.05)
+    return all(ratios[arm] >= gain and paired[arm].p_value < 0.05 for arm in others)

@@ -16,8 +16,10 @@ from modelwright.model.decoder import Decoder
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedPair:
-    """Tokens per second of whole forward passes over `num_tokens` tokens, medians of alternated repetitions."""
+    """Tokens per second of whole forward passes over `num_streams` sequences of `num_tokens` tokens each, medians of
+    alternated repetitions."""
 
+    num_streams: int
     num_tokens: int
     reference_tokens_per_s: float
     int8_tokens_per_s: float
@@ -54,10 +56,19 @@ class Comparison:
 
 
 def compare(
-    reference: Decoder, int8: Decoder, tokens_BT: Tensor, *, row_counts: tuple[int, ...] = (1, 8, 32, 256)
+    reference: Decoder,
+    int8: Decoder,
+    tokens_BT: Tensor,
+    *,
+    shapes: tuple[tuple[int, int], ...] = ((1, 1), (8, 1), (32, 1), (1, 256)),
 ) -> Comparison:
-    """Measure both models on held-out `tokens_BT` [rows, length], length at least 2."""
-    speed = tuple(measure_speed(reference, int8, num_tokens=count) for count in row_counts)
+    """Measure both models on held-out `tokens_BT` [rows, length], length at least 2; shapes: (streams, tokens of each)
+    for the speed, no longer than the model's own rows."""
+    longest = reference.config.max_seq_len
+    speed = tuple(
+        measure_speed(reference, int8, num_streams=streams, num_tokens=min(length, longest))
+        for streams, length in shapes
+    )
     agreement = measure_agreement(reference, int8, tokens_BT)
     return Comparison(
         reference_bytes=weight_bytes(reference), int8_bytes=weight_bytes(int8), speed=speed, agreement=agreement
@@ -65,9 +76,12 @@ def compare(
 
 
 @torch.inference_mode()
-def measure_speed(reference: Decoder, int8: Decoder, *, num_tokens: int, repeats: int = 7) -> SpeedPair:
-    """Time forward passes with logits over `num_tokens` tokens that are one position each (the shape of decoding)."""
-    passes = [_one_pass(model, num_tokens) for model in (reference, int8)]
+def measure_speed(
+    reference: Decoder, int8: Decoder, *, num_streams: int, num_tokens: int, repeats: int = 7
+) -> SpeedPair:
+    """Time forward passes up to each stream's next logits: `num_tokens` of 1 is the shape of decoding (without what
+    attention reads of a cache), more that of a prompt."""
+    passes = [_one_pass(model, num_streams, num_tokens) for model in (reference, int8)]
     times: tuple[list[float], list[float]] = ([], [])
     for repeat in range(repeats + 1):
         for run, record in zip(passes, times, strict=True):
@@ -75,8 +89,10 @@ def measure_speed(reference: Decoder, int8: Decoder, *, num_tokens: int, repeats
             run()
             if repeat:
                 record.append(time.perf_counter() - start)
-    slow, fast = (num_tokens / statistics.median(record) for record in times)
-    return SpeedPair(num_tokens=num_tokens, reference_tokens_per_s=slow, int8_tokens_per_s=fast)
+    slow, fast = (num_streams * num_tokens / statistics.median(record) for record in times)
+    return SpeedPair(
+        num_streams=num_streams, num_tokens=num_tokens, reference_tokens_per_s=slow, int8_tokens_per_s=fast
+    )
 
 
 @torch.inference_mode()
@@ -105,10 +121,10 @@ def measure_agreement(reference: Decoder, int8: Decoder, tokens_BT: Tensor) -> A
     )
 
 
-def _one_pass(model: Decoder, num_tokens: int) -> Callable[[], Tensor]:
-    tokens = torch.arange(num_tokens)[:, None] % model.config.vocab_size
-    positions = torch.zeros_like(tokens)
-    return lambda: model.logits(model(tokens, positions, causal_attend()))
+def _one_pass(model: Decoder, num_streams: int, num_tokens: int) -> Callable[[], Tensor]:
+    tokens_BT = torch.arange(num_streams * num_tokens).view(num_streams, num_tokens) % model.config.vocab_size
+    positions_BT = torch.arange(num_tokens).expand(num_streams, -1)
+    return lambda: model.logits(model(tokens_BT, positions_BT, causal_attend())[:, -1:])
 
 
 def _logits(model: Decoder, tokens_T: Tensor) -> Tensor:
