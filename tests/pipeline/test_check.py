@@ -51,6 +51,11 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
             1,
             r"^pretrain\.sparse\.batch\.keep: of 4 rows",
         ),
+        (
+            {"pretrain": {"sparse": {"batch": {"signal": "change", "max_start_loss": 1.0}}}},
+            1,
+            r"^pretrain\.sparse\.batch\.max_start_loss: the first weights of a run from scratch",
+        ),
         ({"parallel": {"pipeline": 3}}, 3, r"^parallel\.pipeline: 2 layers cannot make 3 stages"),
         ({"parallel": {"pipeline": 2, "layers_per_stage": [2, 1]}}, 2, r"^parallel\.layers_per_stage: \(2, 1\) adds"),
         (

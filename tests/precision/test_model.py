@@ -1,5 +1,8 @@
 """Policies brought to a model: which formats its operators really compute in, read from the operators themselves."""
 
+import os
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -7,9 +10,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelwright.core.config import parse
+from modelwright.core.errors import ConfigError
 from modelwright.model.attention import packed_attend
 from modelwright.ops import narrow
-from modelwright.precision.model import ROLES, DelayedMaxima, FollowMaxima, ModelFormats, names_of_projections
+from modelwright.precision import model as precision_model
+from modelwright.precision.model import (
+    ROLES,
+    DelayedMaxima,
+    FollowMaxima,
+    ModelFormats,
+    fp32_products,
+    names_of_projections,
+)
 from modelwright.precision.policy import POLICIES, PrecisionConfig
 from tiny_decoder import make_decoder
 
@@ -200,3 +212,53 @@ def test_delayed_maxima_are_agreed_upon_and_saved():
     assert others.delayed["blocks.1.ffn.up_proj"].past == formats.delayed["blocks.1.ffn.up_proj"].past
     weight = model.blocks["0"].ffn.up_proj.weight
     assert state["blocks.0.ffn.up_proj"]["weight"] == pytest.approx([2 * weight.abs().max().item()])
+
+
+WHO_MULTIPLIES = """
+import sys
+import torch
+from modelwright.precision.model import fp32_products
+x, weight = torch.ones(64, 256), torch.ones(128, 256, requires_grad=True)
+for onednn in (False, True):
+    print("by onednn" if onednn else "by default", flush=True)
+    with fp32_products(onednn=onednn):
+        torch.nn.functional.linear(x, weight).sum().backward()
+"""
+
+
+def is_refused_here() -> bool:
+    try:
+        with fp32_products(onednn=True):
+            return False
+    except ConfigError:
+        return True
+
+
+def test_fp32_products_by_onednn_are_its_own_and_exact():
+    """oneDNN names every primitive that it runs; two of 128 x 256 with 64 rows, forward and backward."""
+    if is_refused_here():
+        pytest.skip("oneDNN rounds FP32 products on this processor, which is refused")
+    env = {**os.environ, "DNNL_VERBOSE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", WHO_MULTIPLIES], env=env, capture_output=True, text=True, check=True, timeout=120
+    )
+    before, after = done.stdout.split("by onednn")
+    assert "matmul" not in before
+    own = [line for line in after.splitlines() if "exec,cpu,matmul" in line and "64x256:256x128" in line]
+    assert len(own) == 1
+    x, y = torch.randn(64, 512), torch.randn(512, 64)
+    usual, precision = x @ y, torch.get_float32_matmul_precision()
+    with fp32_products(onednn=True):
+        torch.testing.assert_close(x @ y, usual, rtol=1e-5, atol=1e-4)
+    assert torch.get_float32_matmul_precision() == precision
+
+
+def test_products_that_would_be_rounded_are_refused_and_nothing_stays_set(monkeypatch):
+    precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
+    monkeypatch.setattr(precision_model, "_products_are_exact", lambda: False)
+    with pytest.raises(ConfigError, match=r"^precision\.onednn: oneDNN rounds"), fp32_products(onednn=True):
+        pass
+    assert torch.get_float32_matmul_precision() == precision
+    with fp32_products(tf32=True):
+        assert torch.backends.cuda.matmul.allow_tf32
+    assert torch.backends.cuda.matmul.allow_tf32 == tf32

@@ -14,6 +14,7 @@ from modelwright.core.records import column, read_records
 from modelwright.core.rundir import StageDir
 from modelwright.data.batch import IGNORED
 from modelwright.objectives.pretrain import Pretrain
+from modelwright.precision import model as precision_model
 from modelwright.train.adaptive import AdaptivePrecision
 from modelwright.train.objective import forward
 from modelwright.train.result import load_best
@@ -230,3 +231,30 @@ def test_formats_that_would_gain_nothing_are_not_looked_at(tiny, tmp_path, monke
     tiny.run(tmp_path, tiny.settings(num_steps=4, precision=adaptive), heldout=[])
     assert tried == [["fp32", "bf16"]] * 2 * looks
     assert (tmp_path / "formats.jsonl").exists() == looks
+
+
+def test_who_multiplies_is_chosen_for_the_run_alone(tiny, tmp_path, monkeypatch):
+    """Each step sees the choice; after the run all is as before."""
+    monkeypatch.setattr(precision_model, "_products_are_exact", lambda: True)  # wherever this runs
+
+    class Seen:
+        every = 1
+
+        def __init__(self) -> None:
+            self.found = []
+
+        def observe(self, info):
+            self.found.append((torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32))
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state): ...
+
+    before = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
+    for onednn in (False, True):
+        seen = Seen()
+        settings = tiny.settings(num_steps=2, precision={"policy": "fp32", "onednn": onednn})
+        tiny.run(tmp_path / str(onednn), settings, controllers={"seen": seen})
+        assert seen.found == [("medium" if onednn else before[0], False)] * 2
+        assert (torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32) == before

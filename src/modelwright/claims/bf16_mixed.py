@@ -8,9 +8,11 @@ import torch
 
 from modelwright.claims import memory_probe, workbench
 from modelwright.claims.claim import Claim, Figure, Result, Setting
-from modelwright.claims.large_runs import Paced, can_choose, large_size, paces, peaks
+from modelwright.claims.large_runs import Paced, large_size, paces, peaks
 from modelwright.claims.statistics import paired_t_test, spread
+from modelwright.core.errors import ConfigError
 from modelwright.ops.rates import matmul_rate
+from modelwright.precision.model import fp32_products
 from modelwright.precision.policy import Policy, PrecisionConfig
 
 SPEED_TARGET = 2.0
@@ -31,8 +33,8 @@ def measure(setting: Setting) -> Result:
     formats = {name: PrecisionConfig(policy=policy) for name, policy in FORMATS.items()}
     short = 5 if setting.quick else 12
     paced = {name: Paced(precision=one, first=2, end=short) for name, one in formats.items()}
-    if can_choose():
-        paced[BY_ONEDNN] = replace(paced["fp32"], by_onednn=True)
+    if onednn_is_exact():
+        paced[BY_ONEDNN] = replace(paced["fp32"], precision=replace(formats["fp32"], onednn=True))
     seeds = range(2 if setting.quick else 5)
     found = paces(setting, paced, seeds[:3], name="bf16_mixed")
     taken = peaks(setting, formats, batch_rows=MEMORY_ROWS, name="bf16_mixed")
@@ -46,6 +48,17 @@ def measure(setting: Setting) -> Result:
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     rates = {name: matmul_rate(*shape, dtype=dtypes[name], device=device, repeats=3) for name in FORMATS}
     return judge(found, losses, taken, rates, size, large)
+
+
+def onednn_is_exact() -> bool:
+    """Whether oneDNN's FP32 products are another way to the same values here."""
+    if workbench.device().type != "cpu":
+        return False
+    try:
+        with fp32_products(onednn=True):
+            return True
+    except ConfigError:
+        return False
 
 
 def judge(

@@ -5,11 +5,8 @@ that were finished in an earlier call, by the same code on the same machine, are
 no technique.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import torch
 
 from modelwright.claims import memory_probe, workbench
 from modelwright.claims.claim import Setting
@@ -20,33 +17,11 @@ from modelwright.precision.policy import PrecisionConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Paced:
-    """A setting, and over which steps its pace is taken: the first of them and their end. by_onednn: FP32 products by
-    oneDNN, which PyTorch does not take by itself."""
+    """A setting, and over which steps its pace is taken: the first of them and their end."""
 
     precision: PrecisionConfig
     first: int
     end: int
-    by_onednn: bool = False
-
-
-@contextmanager
-def fp32_products(*, by_onednn: bool) -> Iterator[None]:
-    """In the block FP32 products on a CPU are oneDNN's, or those that PyTorch takes by itself.
-
-    oneDNN's are exact FP32 where the processor has no AMX (`can_choose`); with it they would be BF16's.
-    """
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium" if by_onednn else before)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def can_choose() -> bool:
-    """Whether oneDNN's FP32 products are another way to the same values here."""
-    by_either = not torch.cuda.is_available() and torch.backends.mkldnn.is_available()
-    return by_either and not torch.cpu._is_amx_tile_supported()
 
 
 def large_size(setting: Setting) -> Size:
@@ -69,8 +44,7 @@ def paces(setting: Setting, arms: Mapping[str, Paced], seeds: Sequence[int], *, 
             for arm, paced in arms.items():
                 setting.progress.note(f"{name}: pace of {arm}, seed {seed}")
                 config = replace(size, num_steps=paced.end).train_config(precision=paced.precision)
-                with fp32_products(by_onednn=paced.by_onednn):
-                    of_seed[arm] = workbench.run(setting, text, size, config, seed=seed).pace(paced.first)
+                of_seed[arm] = workbench.run(setting, text, size, config, seed=seed).pace(paced.first)
             kept[key] = of_seed
         for arm, pace in kept[key].items():
             found[arm].append(pace)

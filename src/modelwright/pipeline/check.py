@@ -42,6 +42,11 @@ def check_training(config: RunConfig, layout: ParallelConfig, *, num_processes: 
     for name in stages:
         with within(name):
             _check_stage(getattr(config, name), layout, config, axes)
+            if name == "pretrain" and not config.init_from and config.pretrain.sparse.batch.max_start_loss:
+                raise ConfigError(
+                    "sparse.batch.max_start_loss: the first weights of a run from scratch guess everywhere; start from "
+                    "a trained model with init_from, or leave it at 0"
+                )
 
 
 def _check_model(config: RunConfig, layout: ParallelConfig) -> None:
@@ -73,6 +78,8 @@ def _check_stage(training: TrainConfig, layout: ParallelConfig, config: RunConfi
         training.sparse.batch.num_chosen(num_rows, training.num_microbatches)
     check_microbatches(layout, training.num_microbatches)
     kept, on_cpu = training.activations, settled_device(config.hardware.device) == "cpu"
+    if training.precision.onednn and not on_cpu:
+        raise ConfigError("precision.onednn: is about products on a CPU, and this run has a GPU; leave it out")
     if training.offload_optimizer and on_cpu:
         raise ConfigError("offload_optimizer: on the CPU its states lie in the host's memory already; switch it off")
     if training.offload_optimizer and training.asynchronous.mode == "hogwild":

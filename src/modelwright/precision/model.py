@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from modelwright.core.errors import ConfigError
 from modelwright.model.decoder import Block, Decoder, Product, RMSNorm
 from modelwright.ops.formats import FLOATS, Format, Fp8, Int8, Role, in_float, in_products, tensor_maximum
 from modelwright.ops.products import PLAIN, Products
@@ -231,11 +232,30 @@ def remove_formats(model: Decoder) -> None:
 
 
 @contextmanager
-def tf32_products(allowed: bool) -> Iterator[None]:
-    """In the block, FP32 products on CUDA keep 10 bits of mantissa, or all of them; elsewhere nothing changes."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allowed
+def fp32_products(*, tf32: bool = False, onednn: bool = False) -> Iterator[None]:
+    """In the block, FP32 products on CUDA keep 10 bits of mantissa, or all of them, and on a CPU they are oneDNN's.
+
+    Raises `ConfigError` where oneDNN's would be rounded on the way.
+    """
+    before, before_tf32 = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
+    if onednn:
+        torch.set_float32_matmul_precision("medium")  # what makes PyTorch ask oneDNN, which need not round for it
+    torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
+        if onednn and not _products_are_exact():
+            raise ConfigError(
+                "precision.onednn: oneDNN rounds FP32 products to BF16 on this processor; leave it out, or take "
+                "bf16_mixed, which is faster still"
+            )
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        torch.set_float32_matmul_precision(before)
+        torch.backends.cuda.matmul.allow_tf32 = before_tf32
+
+
+def _products_are_exact() -> bool:
+    """Whether FP32 products on this CPU err by FP32's last bits only: BF16's would by 10,000 times as much."""
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(256, 256, generator=draw) for _ in range(2))
+    exact = x.double() @ y.double()
+    return float((x @ y - exact).abs().max() / exact.abs().max()) < 1e-5

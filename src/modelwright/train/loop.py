@@ -21,7 +21,7 @@ from modelwright.parallel.gather import give_weights, take_weights, whole_weight
 from modelwright.parallel.mesh import World, lay_out
 from modelwright.parallel.transport import GradientTransport
 from modelwright.precision.layer_scales import layer_scales_for
-from modelwright.precision.model import ModelFormats, tf32_products
+from modelwright.precision.model import ModelFormats, fp32_products
 from modelwright.train.checkpoint import Checkpoints
 from modelwright.train.config import TrainConfig
 from modelwright.train.course import Course
@@ -78,7 +78,7 @@ def train(
         with (
             StopRequest() as stop,
             freed_memory_kept(),
-            tf32_products(config.precision.tf32),
+            fp32_products(tf32=config.precision.tf32, onednn=config.precision.onednn),
             Watchdog(stage.path / f"hang-{world.rank}.txt", limit_s=hang_after_s) as watchdog,
             step_arena(config.memory_arena, world.device, progress.note) as arena,
         ):
