@@ -244,7 +244,7 @@ def test_who_multiplies_is_chosen_for_the_run_alone(tiny, tmp_path, monkeypatch)
             self.found = []
 
         def observe(self, info):
-            self.found.append((torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32))
+            self.found.append(torch.get_float32_matmul_precision())
 
         def state_dict(self):
             return {}
@@ -256,5 +256,5 @@ def test_who_multiplies_is_chosen_for_the_run_alone(tiny, tmp_path, monkeypatch)
         seen = Seen()
         settings = tiny.settings(num_steps=2, precision={"policy": "fp32", "onednn": onednn})
         tiny.run(tmp_path / str(onednn), settings, controllers={"seen": seen})
-        assert seen.found == [("medium" if onednn else before[0], False)] * 2
+        assert seen.found == ["medium" if onednn else before[0]] * 2
         assert (torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32) == before

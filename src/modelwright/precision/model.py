@@ -233,24 +233,29 @@ def remove_formats(model: Decoder) -> None:
 
 @contextmanager
 def fp32_products(*, tf32: bool = False, onednn: bool = False) -> Iterator[None]:
-    """In the block, FP32 products on CUDA keep 10 bits of mantissa, or all of them, and on a CPU they are oneDNN's.
+    """In the block, FP32 products on CUDA keep 10 bits of mantissa, or all of them; or on a CPU they are oneDNN's.
 
     Raises `ConfigError` where oneDNN's would be rounded on the way.
     """
-    before, before_tf32 = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
-    if onednn:
-        torch.set_float32_matmul_precision("medium")  # what makes PyTorch ask oneDNN, which need not round for it
-    torch.backends.cuda.matmul.allow_tf32 = tf32
+    if not onednn:
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        try:
+            yield
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+        return
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")  # what makes PyTorch ask oneDNN, which need not round for it
     try:
-        if onednn and not _products_are_exact():
+        if not _products_are_exact():
             raise ConfigError(
                 "precision.onednn: oneDNN rounds FP32 products to BF16 on this processor; leave it out, or take "
                 "bf16_mixed, which is faster still"
             )
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
-        torch.backends.cuda.matmul.allow_tf32 = before_tf32
+        torch.set_float32_matmul_precision(precision)
 
 
 def _products_are_exact() -> bool:
