@@ -148,6 +148,10 @@ def test_tuning_takes_the_fewest_steps_that_reach_the_plain_loss_and_makes_no_ru
     num_runs = len(runs)
     assert Tuning(setting, quick=False).tune(arms_of(stacks()["one host"]), SIZE) == one
     assert len(runs) == num_runs
+    monkeypatch.setattr(efficiency_20x, "file_digest", lambda module: "the plain loop has changed")
+    assert Tuning(setting, quick=False).tune(arms_of(stacks()["one host"]), SIZE) == one
+    again = {(seed, run) for run, *_, seed in runs[num_runs:]}
+    assert again == {(seed, str(arms_of(stacks()["one host"])[PLAIN])) for seed in TUNING_SEEDS}
     (tmp_path / "kept" / "efficiency_20x.json").write_text("[1, 2]")
     with pytest.raises(ArtifactError, match="is no record of a measurement"):
         Tuning(setting, quick=False)

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
+from modelwright.claims import plain_training
 from modelwright.claims.claim import Claim, Figure, Kind, Result, Setting
 from modelwright.claims.efficiency_probe import MBIT, Arm, make_rows
 from modelwright.claims.efficiency_probe import measure as train_arm
-from modelwright.claims.kept import Kept, setup_digest
+from modelwright.claims.kept import Kept, file_digest, setup_digest
 from modelwright.claims.netns import missing
 from modelwright.claims.statistics import spread
 from modelwright.claims.workbench import Size
@@ -174,7 +175,7 @@ def measure(setting: Setting) -> Result:
 
 class Tuning:
     """Finds rates and numbers of steps by losses on the tuning seeds; a run that is asked for again is not made again,
-    not in a later call either (`Setting.kept`).
+    not in a later call either (`Setting.kept`), but for the plain loop's once its own source has changed.
 
     How many hosts there are matters to a loss only where they do not sum gradients exactly, and how fast their link is,
     or the machine, not at all: so runs are made on one host, or on two that nothing slows down, and several at a time.
@@ -244,6 +245,8 @@ class Tuning:
 
     def _loss_of(self, arm: Arm, size: Size, seed: int) -> float:
         key = f"{arm} {size}, text of Python {platform.python_version()}, seed {seed}"
+        if arm.plain:
+            key += f", {file_digest(plain_training)}"
         if key not in self._losses:
             with self._cores:
                 found = train_arm(self.setting, arm, size, seed=seed, mbit=0.0, threads=1)["heldout_loss"]
@@ -320,7 +323,7 @@ def judge(
             f"{num_usable_cores()} cores",
             "batch": f"as many real tokens as {size.batch_rows} packed rows of {size.seq_len}",
             "tuned": f"the plain loop by its mean loss over seeds {', '.join(map(str, TUNING_SEEDS))}, other arms on "
-            "the first; runs that earlier calls kept, of earlier sources too, are not made again",
+            "the first; runs that earlier calls kept, of earlier sources of ours too, are not made again",
             "rates tried": ", ".join(f"{rate:g}" for rate in RATES),
             **_arms_in_words(tuned),
             "time": "of all training steps; preparation, start and evaluation are left out on both sides; all arms of "

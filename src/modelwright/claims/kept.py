@@ -7,6 +7,7 @@ import hashlib
 import json
 from pathlib import Path
 from threading import Lock
+from types import ModuleType
 from typing import Any
 
 import modelwright
@@ -57,3 +58,9 @@ def setup_digest() -> str:
         digest.update(f"{path.relative_to(package)}\n".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def file_digest(module: ModuleType) -> str:
+    """Of one module's source, 12 digits: for what rests on nothing else that may change."""
+    assert module.__file__ is not None
+    return hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()[:12]
