@@ -29,10 +29,21 @@ def test_mode_and_switch_name_a_policy(monkeypatch, environment, policy):
 
 def test_switched_off_is_fp32_in_every_layer_for_good():
     own = {"layers": {"ffn": "fp8"}, "adaptive": {"kind": "schedule", "schedule": [[0, 1.0]]}}
-    found = merge({"pretrain": {"precision": own}}, environment_overrides({"DEEPSEEK_AMP_ENABLED": "0"}))
+    base = {"pretrain": {"precision": own}}
+    found = merge(base, environment_overrides({"DEEPSEEK_AMP_ENABLED": "0"}, base))
     precision = parse(PrecisionConfig, found["pretrain"]["precision"])
     assert precision.possible == {"fp32"}
     assert not precision.uses_fp16
+
+
+def test_switched_on_leaves_a_narrow_policy_as_it_is():
+    base = {"pretrain": {"precision": {"policy": "int8"}}, "sft": {"precision": {"policy": "fp32"}}}
+    assert environment_overrides({"DEEPSEEK_AMP_ENABLED": "1"}, base) == {
+        "sft": {"precision": {"policy": "bf16_mixed"}}
+    }
+    both = {"DEEPSEEK_AMP_ENABLED": "1", "DEEPSEEK_PRECISION_MODE": "fp16"}
+    found = environment_overrides(both, base)
+    assert {one["precision"]["policy"] for one in found.values()} == {"fp16_mixed"}
 
 
 def test_the_command_line_goes_first_and_the_resolved_file_shows_what_was_taken(monkeypatch, tmp_path):
@@ -63,7 +74,7 @@ def test_nothing_set_changes_nothing(monkeypatch):
 )
 def test_a_wrong_value_is_named_with_its_variable(name, value):
     with pytest.raises(ConfigError, match=rf"^{name}: .*'?{value}"):
-        environment_overrides({name: value})
+        environment_overrides({name: value}, {})
 
 
 def test_an_unknown_operator_is_named(monkeypatch):

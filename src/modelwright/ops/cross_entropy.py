@@ -105,7 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 _add_product(grad_weight_VD, grad_logits_CV.T, hidden_CD)
             del grad_logits_CV  # or the next chunk's logits would be made beside it
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
-        ctx.weight_dtype = weight_VD.dtype
+        ctx.weight_dtype, ctx.chunk_tokens = weight_VD.dtype, chunk_tokens
         return loss
 
     @staticmethod
@@ -113,10 +113,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss):
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
         if grad_hidden_ND is not None:
-            grad_hidden_ND = grad_hidden_ND * grad_loss.to(grad_hidden_ND.dtype)
+            grad_hidden_ND = _times(grad_hidden_ND, grad_loss, ctx.chunk_tokens)
         if grad_weight_VD is not None:
             grad_weight_VD = (grad_weight_VD * grad_loss).to(ctx.weight_dtype)
         return grad_hidden_ND, grad_weight_VD, None, None, None, None, None, None
+
+
+def _times(x_ND: Tensor, factor: Tensor, chunk_tokens: int) -> Tensor:
+    """x times a number in FP32, rounded once: a factor in a narrow format would be off by one share everywhere."""
+    if x_ND.dtype in (torch.float32, torch.float64):
+        return x_ND * factor
+    result_ND = torch.empty_like(x_ND)
+    for mine, given in zip(result_ND.split(chunk_tokens), x_ND.split(chunk_tokens), strict=True):
+        mine.copy_(given.float() * factor)
+    return result_ND
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

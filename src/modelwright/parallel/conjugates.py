@@ -1,7 +1,8 @@
 """Moves along one axis that gradients pass through, each with its conjugate in backward.
 
 Each name says what happens forward; the docstring says what happens to the gradient. A tensor that is the same on all
-ranks has the same gradient on all ranks; one of which each rank holds a part has that part's gradient. Knows no layer.
+ranks has the same gradient on all ranks; one of which each rank holds a part has that part's gradient. Sums are made
+in FP32, whatever is summed, and rounded once. Knows no layer.
 
 Source: Shoeybi et al. 2019, "Megatron-LM" (`enter` and `leave` are its f and g); Korthikanti et al. 2022 (the others).
 """
@@ -49,7 +50,7 @@ def gather_same(x: Tensor, axis: World, dim: int) -> Tensor:
 
 def summed(x: Tensor, axis: World) -> Tensor:
     """The sum over the ranks, the same bits everywhere."""
-    return axis.all_reduce_sum(x.clone(memory_format=torch.contiguous_format))
+    return axis.all_reduce_sum(_widened(x).clone(memory_format=torch.contiguous_format)).to(x.dtype)
 
 
 def gathered(x: Tensor, axis: World, dim: int) -> Tensor:
@@ -59,10 +60,14 @@ def gathered(x: Tensor, axis: World, dim: int) -> Tensor:
 
 def summed_slice(x: Tensor, axis: World, dim: int) -> Tensor:
     """This rank's slice along `dim`, which must divide, of the sum over the ranks."""
-    parts = [part.contiguous() for part in x.chunk(axis.size, dim)]
+    parts = [part.contiguous() for part in _widened(x).chunk(axis.size, dim)]
     mine = torch.empty_like(parts[0])
     dist.reduce_scatter(mine, parts, group=axis.group)
-    return mine
+    return mine.to(x.dtype)
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def own_slice(x: Tensor, axis: World, dim: int) -> Tensor:

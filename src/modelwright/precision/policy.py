@@ -34,7 +34,8 @@ POLICIES: dict[str, tuple[Format, Format, Format, Format]] = {
 
 ALWAYS_FP32 = {
     "softmax": "attention kernels keep it in FP32 themselves",
-    "reduction": "gradients are added up in FP32; transport.kind bf16 sends them in two bytes",
+    "reduction": "gradients, and activations of a divided model, are added up in FP32; transport.kind bf16 sends "
+    "gradients in two bytes",
     "rope": "angles need more than eight bits of mantissa",
 }
 CAN_BE_NARROW = ("norm", "loss", "activation")

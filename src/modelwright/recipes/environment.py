@@ -4,7 +4,8 @@ They go before what a recipe or a file says and behind the command line, for bot
 resolved configuration like any other setting.
 
     DEEPSEEK_PRECISION_MODE      a policy, or fp16, bf16 and mixed for fp16_mixed, bf16_mixed and bf16_mixed
-    DEEPSEEK_AMP_ENABLED         0: FP32 in all layers in any case; 1: the mode, or bf16_mixed where none is named
+    DEEPSEEK_AMP_ENABLED         0: FP32 in all layers in any case; 1: the mode, or where none is named bf16_mixed in
+                                 place of fp32 and of fastest
     DEEPSEEK_LOSS_SCALE_WINDOW   updates without overflow after which the loss scale grows
     DEEPSEEK_FP32_OPS            operators that stay in FP32, separated by commas (softmax,layernorm,loss)
 """
@@ -30,11 +31,17 @@ def given_names(environment: Mapping[str, str]) -> list[str]:
     return [name for name in NAMES if environment.get(name, "").strip()]
 
 
-def environment_overrides(environment: Mapping[str, str]) -> dict[str, Any]:
-    """What the variables say, to lay over a configuration. Raises `ConfigError` that names the variable."""
+def environment_overrides(environment: Mapping[str, str], base: Mapping[str, Any]) -> dict[str, Any]:
+    """What the variables say, to lay over the configuration `base`. Raises `ConfigError` that names the variable."""
     given = {name: environment[name].strip() for name in given_names(environment)}
+    found = {stage: _precision(given, base.get(stage) or {}) for stage in STAGES}
+    return {stage: {"precision": precision} for stage, precision in found.items() if precision}
+
+
+def _precision(given: Mapping[str, str], training: Mapping[str, Any]) -> dict[str, Any]:
+    """Of one stage, whose settings `training` are."""
     precision: dict[str, Any] = {}
-    policy = _policy(given)
+    policy = _policy(given, (training.get("precision") or {}).get("policy", "fastest"))
     if policy:
         precision["policy"] = policy
     if _is_off(given):
@@ -43,17 +50,20 @@ def environment_overrides(environment: Mapping[str, str]) -> dict[str, Any]:
         precision["loss_scale"] = {"window": _window(given[WINDOW])}
     if OPS in given:
         precision["fp32_ops"] = _operators(given[OPS])
-    return {stage: {"precision": precision} for stage in STAGES} if precision else {}
+    return precision
 
 
-def _policy(given: Mapping[str, str]) -> str:
+def _policy(given: Mapping[str, str], before: str) -> str:
+    """What takes the place of the policy `before`; "" when nothing does."""
     mode = given.get(MODE, "").lower()
     mode = _OTHER_NAMES.get(mode, mode)
     if mode and mode not in get_args(Policy):
         raise ConfigError(f"{MODE}: {given[MODE]!r} is none of {', '.join((*_OTHER_NAMES, *get_args(Policy)))}")
     if ENABLED not in given:
         return mode
-    return "fp32" if _is_off(given) else mode or "bf16_mixed"
+    if _is_off(given):
+        return "fp32"
+    return mode or ("bf16_mixed" if before in ("fp32", "fastest") else "")
 
 
 def _is_off(given: Mapping[str, str]) -> bool:

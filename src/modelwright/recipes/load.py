@@ -37,7 +37,7 @@ def load(target: str, overrides: Mapping[str, Any], run_dir: str = "") -> Reques
     setting is wrong.
     """
     base, folder, origin = _base(target)
-    base = merge(base, environment_overrides(os.environ))
+    base = merge(base, environment_overrides(os.environ, base))
     config = parse(RunConfig, merge(base, overrides))
     origin = ", ".join([origin, *given_names(os.environ)])
     return Request(config, RunDir(Path(run_dir) if run_dir else folder or RUNS / config.name), origin)
