@@ -237,15 +237,15 @@ def is_refused_here() -> bool:
 def test_fp32_products_by_onednn_are_its_own_and_exact():
     """oneDNN names every primitive that it runs; two of 128 x 256 with 64 rows, forward and backward."""
     if is_refused_here():
-        pytest.skip("oneDNN rounds FP32 products on this processor, which is refused")
+        pytest.skip("oneDNN's FP32 products are refused on this processor")
     env = {**os.environ, "DNNL_VERBOSE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", WHO_MULTIPLIES], env=env, capture_output=True, text=True, check=True, timeout=120
     )
     before, after = done.stdout.split("by onednn")
     assert "matmul" not in before
-    own = [line for line in after.splitlines() if "exec,cpu,matmul" in line and "64x256:256x128" in line]
-    assert len(own) == 1
+    own = [line.split(",")[-2] for line in after.splitlines() if "exec,cpu,matmul" in line]
+    assert {"64x256:256x128", "128x64:64x256"} <= set(own)  # the output, the weight's gradient
     x, y = torch.randn(64, 512), torch.randn(512, 64)
     usual, precision = x @ y, torch.get_float32_matmul_precision()
     with fp32_products(onednn=True):
@@ -253,8 +253,20 @@ def test_fp32_products_by_onednn_are_its_own_and_exact():
     assert torch.get_float32_matmul_precision() == precision
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_onednn_is_refused_where_it_would_not_multiply(monkeypatch, on_cpu):
+    if on_cpu:
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    refused = pytest.raises(ConfigError, match=r"^precision\.onednn: PyTorch does not ask oneDNN")
+    precision = torch.get_float32_matmul_precision()
+    with refused, fp32_products(onednn=True, on_cpu=on_cpu):
+        pass
+    assert torch.get_float32_matmul_precision() == precision
+
+
 def test_products_that_would_be_rounded_are_refused_and_nothing_stays_set(monkeypatch):
     precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
+    monkeypatch.setattr(precision_model, "onednn_multiplies", lambda: True)
     monkeypatch.setattr(precision_model, "_products_are_exact", lambda: False)
     with pytest.raises(ConfigError, match=r"^precision\.onednn: oneDNN rounds"), fp32_products(onednn=True):
         pass

@@ -235,7 +235,8 @@ def test_formats_that_would_gain_nothing_are_not_looked_at(tiny, tmp_path, monke
 
 def test_who_multiplies_is_chosen_for_the_run_alone(tiny, tmp_path, monkeypatch):
     """Each step sees the choice; after the run all is as before."""
-    monkeypatch.setattr(precision_model, "_products_are_exact", lambda: True)  # wherever this runs
+    for check in ("onednn_multiplies", "_products_are_exact"):
+        monkeypatch.setattr(precision_model, check, lambda: True)  # wherever this runs
 
     class Seen:
         every = 1

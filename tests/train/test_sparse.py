@@ -1,8 +1,10 @@
 """Sparse updates through THE loop, one process: what is left out is left out everywhere, and nothing else changes."""
 
+import json
 import math
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from modelwright.ops.executed import Executed
 from modelwright.optim.sparse import RowChoiceConfig
 from modelwright.train.flops import attention_flops, dense_flops, head_flops
 from modelwright.train.objective import forward
-from modelwright.train.row_choice import RowChoice, first_queries_and_keys
+from modelwright.train.row_choice import RowChoice, first_queries_and_keys, first_tokens
 
 QUIET = {"eval_every_steps": 0, "checkpoint_every_steps": 0}
 FORMS: dict[str, dict[str, Any]] = {
@@ -213,12 +215,43 @@ def test_rows_that_the_first_weights_predict_worse_than_the_limit_are_never_lear
 
 
 def test_where_no_row_is_within_the_limit_nothing_is_learned(tiny, tmp_path):
-    sparse = {"batch": {"signal": "change", "keep": 0.5, "probe_len": 8, "max_start_loss": 0.1}}
-    kept = Grads()
-    _, seen = run(tiny, tmp_path, sparse, transport=kept, settings={"num_steps": 2, "num_microbatches": 2})
-    assert all(not gradient.any() for step in kept.kept for gradient in step)
+    """Nor do weights move: momentum would carry them on, and decay would hold."""
+    sparse = {"batch": {"signal": "change", "keep": 0.5, "probe_len": 8, "max_start_loss": 0.1, "dense_share": 0.5}}
+    _, seen = run(tiny, tmp_path / "1", sparse, settings={"num_steps": 4, "num_microbatches": 2})
+    assert [info.skipped for info in seen] == [False, False, True, True]
+    assert seen[-1].scalars["empty"] == 1.0
     dense = dense_flops(tiny.SHAPE, tiny.Rows().batch(0))
-    assert seen[0].scalars["executed_flops"] < 0.5 * dense  # two rows of eight without labels, and the looks
+    assert seen[-1].scalars["executed_flops"] < 0.5 * dense  # two rows of eight without labels, and the looks
+    events = [json.loads(line) for line in next((tmp_path / "1").rglob("watch.jsonl")).read_text().splitlines()]
+    assert [event["kind"] for event in events if event["step"] > 2] == ["empty_step"] * 2
+
+
+def test_weights_and_moments_stay_where_nothing_is_learned(tiny, tmp_path):
+    always = {"signal": "random", "keep": 0.5, "probe_len": 8, "max_start_loss": 0.1}
+    model, first = tiny.tiny_model(), tiny.tiny_model()
+    run(tiny, tmp_path, {"batch": always}, model=model, settings={"num_steps": 3, "weight_decay": 0.5})
+    for mine, before in zip(model.parameters(), first.parameters(), strict=True):
+        assert torch.equal(mine, before)
+
+
+def test_a_row_without_a_label_in_the_look_is_judged_by_its_tokens(tiny):
+    """As a question is, whose answer comes later; padding and what follows another document never count."""
+    batch = tiny.Rows().batch(0)
+    labels, segments = batch.labels_BT.clone(), batch.segments_BT.clone()
+    labels[:4, :8] = IGNORED
+    segments[0, 3:], segments[1, 5:] = 1, -1
+    look = first_tokens(replace(batch, labels_BT=labels, segments_BT=segments), 8)
+    assert torch.equal(look.labels_BT[4:], labels[4:, :8])
+    expected = batch.input_ids_BT[:4, 1:9].clone()
+    expected[0, 2] = expected[1, 4] = IGNORED
+    expected[1, 5:] = IGNORED
+    assert torch.equal(look.labels_BT[:4], expected)
+    choice = RowChoice(
+        RowChoiceConfig(signal="loss", probe_len=8), tiny.tiny_model(), seed=0, rank=0, num_parts=1, executed=Executed()
+    )
+    worth, _ = choice.look(replace(batch, labels_BT=torch.full_like(labels, IGNORED)))
+    assert len(set(worth.tolist())) == 8  # every row has a loss of its own
+    assert first_tokens(batch, batch.labels_BT.shape[1]).labels_BT.shape == batch.labels_BT.shape
 
 
 def test_the_limit_is_that_of_the_weights_at_the_start(tiny, tmp_path):

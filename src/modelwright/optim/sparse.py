@@ -29,8 +29,9 @@ class RowChoiceConfig:
     max_start_loss: once `dense_share` is over, rows that the weights with which the run began predict worse than this
     are never learned, and fewer than `keep` are where too few are left. In units of the logarithm of the vocabulary,
     the loss of a guess: 1 leaves out what trained weights cannot even guess, as garbage in a stream that nobody has
-    cleaned; 0 sets no limit. Not for a run from scratch, whose first weights guess everywhere. Source: a filter by
-    perplexity (Wenzek et al. 2019, CCNet, https://arxiv.org/abs/1911.00359), by the model itself.
+    cleaned, and for good: a filter, beyond which `explore` does not draw. 0 sets no limit, as is right where the new
+    text is of a kind that the first weights know nothing of, and in a run from scratch, whose weights guess everywhere.
+    Source: a filter by perplexity (Wenzek et al. 2019, CCNet, https://arxiv.org/abs/1911.00359), by the model itself.
     """
 
     signal: Literal["none", "loss", "change", "random"] = "none"

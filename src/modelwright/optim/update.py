@@ -25,8 +25,8 @@ class Context:
     """One step on its way down the list.
 
     step: update number from 0; gradients: summed over ranks and normalised; loss: of the whole batch, which joins
-    the check for finite values; skip: later updates leave weights and optimizer alone; rate_multiplier: of the
-    scheduled learning rate.
+    the check for finite values; skip: later updates leave weights and optimizer alone; is_empty: nothing in the
+    whole batch is learned; rate_multiplier: of the scheduled learning rate.
     """
 
     step: int
@@ -36,6 +36,7 @@ class Context:
     grad_norm: float = math.nan
     learning_rate: float = 0.0
     skip: bool = False
+    is_empty: bool = False
     rate_multiplier: float = 1.0
     scalars: dict[str, float] = field(default_factory=dict)
     """Further figures that an update wants in the metrics."""
@@ -102,6 +103,21 @@ class FiniteCheck:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_skipped, self.num_in_a_row = state["num_skipped"], state["num_in_a_row"]
+
+
+class SkipEmpty:
+    """Leaves weights and moments alone in a step that has nothing to learn from. Comes after the loss scale, since that
+    is no overflow, and before what keeps a history of losses and norms."""
+
+    def apply(self, context: Context) -> None:
+        if context.is_empty:
+            context.skip = True
+            context.scalars["empty"] = 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Clip:

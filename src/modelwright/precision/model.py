@@ -232,10 +232,10 @@ def remove_formats(model: Decoder) -> None:
 
 
 @contextmanager
-def fp32_products(*, tf32: bool = False, onednn: bool = False) -> Iterator[None]:
+def fp32_products(*, tf32: bool = False, onednn: bool = False, on_cpu: bool = True) -> Iterator[None]:
     """In the block, FP32 products on CUDA keep 10 bits of mantissa, or all of them; or on a CPU they are oneDNN's.
 
-    Raises `ConfigError` where oneDNN's would be rounded on the way.
+    Raises `ConfigError` where it would not be oneDNN's, or where these would be rounded on the way.
     """
     if not onednn:
         before = torch.backends.cuda.matmul.allow_tf32
@@ -248,6 +248,11 @@ def fp32_products(*, tf32: bool = False, onednn: bool = False) -> Iterator[None]
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")  # what makes PyTorch ask oneDNN, which need not round for it
     try:
+        if not (on_cpu and onednn_multiplies()):
+            raise ConfigError(
+                "precision.onednn: PyTorch does not ask oneDNN for FP32 products here: it does on CPUs with AVX-512, "
+                "unless it was built without it; leave it out"
+            )
         if not _products_are_exact():
             raise ConfigError(
                 "precision.onednn: oneDNN rounds FP32 products to BF16 on this processor; leave it out, or take "
@@ -256,6 +261,15 @@ def fp32_products(*, tf32: bool = False, onednn: bool = False) -> Iterator[None]
         yield
     finally:
         torch.set_float32_matmul_precision(precision)
+
+
+def onednn_multiplies() -> bool:
+    """Whether PyTorch would ask oneDNN for FP32 products: what it asks of the processor itself."""
+    return (
+        torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.enabled
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
 def _products_are_exact() -> bool:

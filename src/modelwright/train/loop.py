@@ -78,7 +78,11 @@ def train(
         with (
             StopRequest() as stop,
             freed_memory_kept(),
-            fp32_products(tf32=config.precision.tf32, onednn=config.precision.onednn),
+            fp32_products(
+                tf32=config.precision.tf32,
+                onednn=config.precision.onednn,
+                on_cpu=world.device.type == "cpu",
+            ),
             Watchdog(stage.path / f"hang-{world.rank}.txt", limit_s=hang_after_s) as watchdog,
             step_arena(config.memory_arena, world.device, progress.note) as arena,
         ):

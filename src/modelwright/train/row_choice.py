@@ -151,12 +151,19 @@ class RowChoice:
 
 
 def first_tokens(batch: TokenBatch, num_tokens: int) -> TokenBatch:
-    """The first tokens of every row, with the labels that they predict."""
+    """The first tokens of every row, with the labels that they predict; of a row that has none among them (a question,
+    whose answer comes later), the tokens themselves."""
+    inputs, segments = batch.input_ids_BT[:, : num_tokens + 1], batch.segments_BT[:, : num_tokens + 1]
+    labels_BT = batch.labels_BT[:, :num_tokens]
+    follow_BT = torch.full_like(labels_BT, IGNORED)
+    same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] >= 0)
+    follow_BT[:, : same.shape[1]] = torch.where(same, inputs[:, 1:], IGNORED)
+    is_blind_B1 = (labels_BT == IGNORED).all(dim=1, keepdim=True)
     return TokenBatch(
-        input_ids_BT=batch.input_ids_BT[:, :num_tokens],
-        labels_BT=batch.labels_BT[:, :num_tokens],
+        input_ids_BT=inputs[:, :num_tokens],
+        labels_BT=torch.where(is_blind_B1, follow_BT, labels_BT),
         positions_BT=batch.positions_BT[:, :num_tokens],
-        segments_BT=batch.segments_BT[:, :num_tokens],
+        segments_BT=segments[:, :num_tokens],
     )
 
 

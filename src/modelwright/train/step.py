@@ -24,7 +24,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.ops.pieces import local
 from modelwright.optim.build import build_optimizer
 from modelwright.optim.in_backward import InBackward
-from modelwright.optim.update import Context, Update, load_all, standard_updates
+from modelwright.optim.update import Context, SkipEmpty, Update, load_all, standard_updates
 from modelwright.parallel.balance import StageBalance, balance_tokens
 from modelwright.parallel.gradients import global_norm, holders, like_parameter, parts_norm
 from modelwright.parallel.mesh import Mesh, World
@@ -142,7 +142,7 @@ class TrainStep:
             before_check={"unscale": Unscale(self.loss_scale)} if self.loss_scale and self.scales_sums else {},
             after_check={
                 **({"fp8_maxima": FollowMaxima(self.formats, self.maxima)} if config.precision.delays else {}),
-                **self.follow_overflows(),
+                **self.follow_overflows() | {"empty_step": SkipEmpty()},
                 "quarantine": self.quarantine(),
                 "spikes": self.spikes,
                 **({"adaptive_precision": self.adaptive} if self.adaptive else {}),
@@ -304,6 +304,7 @@ class TrainStep:
             num_steps=self.num_steps,
             gradients=self.turns.part(gradients),
             loss=sum(losses.values()),
+            is_empty=not any(totals.values()),
             scalars={"executed_flops": executed},
         )
         for update in self.updates.values():

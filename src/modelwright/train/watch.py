@@ -66,6 +66,8 @@ class Watch:
             kind, why = "nonfinite_step", "values not finite"
             if "quarantined" in info.scalars:
                 kind, why = "quarantined_batch", "an outlier"
+            elif "empty" in info.scalars:
+                kind, why = "empty_step", "the whole batch has nothing to learn from"
             elif "spike" in info.scalars:
                 kind, why = "skipped_spike", f"a spike, loss {info.loss:.4g}, gradient norm {info.grad_norm:.4g}"
             self.report(info.step, kind, info.grad_norm, math.inf, f"update skipped: {why}")
