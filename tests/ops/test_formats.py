@@ -89,8 +89,9 @@ def test_cached_inputs_take_a_byte_an_element():
 def test_roles_tell_delayed_scaling_what_it_looks_at():
     seen: list[str] = []
 
-    def maxima(role, factor):
+    def maxima(role, now):
         seen.append(role)
+        return now
 
     made = Fp8(recipe="tensorwise", result=torch.float32, gradients=E5M2, maxima=maxima)
     value_and_gradients(lambda x, weight: in_products(made.products(), torch.float32, x, weight))

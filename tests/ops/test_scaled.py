@@ -74,9 +74,28 @@ def test_random_rounding_is_right_in_the_mean_where_rounding_to_the_nearest_is_n
     assert at_random[0, :-1].float().mean().item() == pytest.approx(0.3, abs=0.04)
 
 
+def earlier(now: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(now, 2.0)
+
+
 def test_known_maxima_cut_off_what_is_larger():
-    codes, scales = quantise(torch.tensor([[1.0, 8.0]]), TENSORWISE, E4M3, maxima=torch.full((1, 1), 2.0))
+    codes, scales = quantise(torch.tensor([[1.0, 8.0]]), TENSORWISE, E4M3, maxima=earlier)
     assert dequantise(codes, scales, TENSORWISE).tolist() == [[1.0, 2.0]]
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.int8], ids=str)
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("grid", [TENSORWISE, ROWWISE], ids=["tensorwise", "rowwise"])
+def test_known_maxima_hide_no_overflow(grid, value, dtype):
+    """What shares a scale with it becomes not finite, as under present maxima; other groups stay as they are."""
+    x = torch.tensor([[1.0, value], [1.0, 0.5]])
+    codes, scales = quantise(x, grid, dtype, maxima=earlier)
+    found = dequantise(codes, scales, grid)
+    assert not found[0].isfinite().any()
+    assert found[1].isfinite().all() == (grid == ROWWISE)
+    ones = quantise(torch.ones(3, 2), grid, dtype)
+    result = scaled_product((codes, scales), ones, (grid, grid), torch.float32)
+    assert not result[0].isfinite().any()
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 16), (5, 24, 7), (33, 130, 65)])

@@ -191,11 +191,38 @@ def test_delayed_scaling_goes_by_the_largest_of_the_last_steps():
     maxima = DelayedMaxima(2)
     seen = []
     for value in (1.0, 4.0, 2.0, 1.0):
-        seen.append(maxima("x", torch.tensor([[value, -0.5]])).item())
+        seen.append(maxima("x", torch.tensor([[value]])).item())
         maxima.push(maxima.collect())
     assert seen == [1.0, 1.0, 4.0, 4.0]
     assert list(maxima.past["x"]) == [2.0, 1.0]
     assert not maxima.past["grad"]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_an_overflow_under_delayed_scaling_is_seen_and_leaves_the_past_as_it_was(value):
+    """One gradient of one projection's result; the finite check looks at the weights' gradients."""
+    model = make_decoder()
+    formats = ModelFormats(model, config("fp8", fp8={"scaling": "delayed"}))
+    follow = FollowMaxima(formats, list)
+    run(model)
+    follow.apply(None)
+    past = follow.state_dict()["blocks.1.ffn.up_proj"]
+
+    def overflow(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.flatten().index_fill(0, torch.tensor(7), value).view_as(gradient)
+
+    model.zero_grad()
+    formats.begin_step()
+    up_proj = model.blocks["1"].ffn.up_proj
+    up_proj.register_forward_hook(lambda _, given, out: out.register_hook(overflow) and None)
+    run(model)
+    assert not up_proj.weight.grad.isfinite().all()
+    assert not model.embedding.weight.grad.isfinite().all()
+    follow.apply(None)
+    after = follow.state_dict()["blocks.1.ffn.up_proj"]
+    assert len(past["grad"]) == 1
+    assert after["grad"] == past["grad"]
+    assert len(after["x"]) == 2
 
 
 def test_delayed_maxima_are_agreed_upon_and_saved():

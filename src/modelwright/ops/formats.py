@@ -10,6 +10,7 @@ Legend: N flattened rows, I inputs, O outputs.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -24,7 +25,6 @@ from modelwright.ops.scaled import (
     TENSORWISE,
     Grid,
     dequantise,
-    group_maxima,
     quantise,
     scaled_product,
 )
@@ -34,8 +34,8 @@ FLOATS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16,
 """Those that are plain casts."""
 Recipe = Literal["tensorwise", "rowwise", "blockwise"]
 Role = Literal["x", "weight", "grad"]
-Maxima = Callable[[Role, Tensor], Tensor | None]
-"""Largest magnitudes to scale by, by the role of a factor and the factor; None for its own."""
+Maxima = Callable[[Role, Tensor], Tensor]
+"""The role of a factor and its present largest magnitudes -> those to scale by."""
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRIDS: dict[Recipe, tuple[Grid, Grid]] = {
@@ -76,10 +76,6 @@ def in_products(products: Products, result: torch.dtype, x: Tensor, weight_OI: T
     return multiply(x.to(result), weight_OI, products)
 
 
-def _own(role: Role, factor: Tensor) -> None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Fp8:
     """FP8 products by a recipe.
@@ -94,7 +90,7 @@ class Fp8:
     gradients: torch.dtype = E5M2
     wide_weight_gradient: bool = False
     cache: bool = False
-    maxima: Maxima = _own
+    maxima: Maxima | None = None
 
     def products(self) -> Products:
         weight_gradient = self._wide_weight_gradient if self.wide_weight_gradient else self._weight_gradient
@@ -109,7 +105,7 @@ class Fp8:
 
     def _quantised(self, factor: Tensor, role: Role, grid: Grid) -> tuple[Tensor, Tensor]:
         dtype = self.gradients if role == "grad" else E4M3
-        return quantise(factor, grid, dtype, maxima=self.maxima(role, factor))
+        return quantise(factor, grid, dtype, maxima=partial(self.maxima, role) if self.maxima else None)
 
     def _product(self, left: Tensor, right: Tensor, roles: tuple[Role, Role], *, of_weights: bool) -> Tensor:
         rows, squares = GRIDS[self.recipe]
@@ -179,8 +175,3 @@ def quantisation_error(x_RK: Tensor, dtype: torch.dtype, grid: Grid) -> float:
     codes, scales = quantise(x_RK, grid, dtype)
     lost, all_of_it = (dequantise(codes, scales, grid) - x_RK.float()).square().sum(), x_RK.float().square().sum()
     return float((lost / all_of_it).sqrt()) if all_of_it > 0 else 0.0
-
-
-def tensor_maximum(x: Tensor) -> Tensor:
-    """Largest magnitude as `quantise` wants it, [1, 1]."""
-    return group_maxima(x.flatten(0, -2) if x.dim() > 2 else x, TENSORWISE)

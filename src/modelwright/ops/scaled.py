@@ -24,6 +24,8 @@ ROWWISE: Grid = (1, 0)
 BLOCK = 128
 ROW_BLOCKS: Grid = (1, BLOCK)
 SQUARE_BLOCKS: Grid = (BLOCK, BLOCK)
+Maxima = Callable[[Tensor], Tensor]
+"""Present largest magnitudes of groups -> those to scale by, of the same shape."""
 INT8_MAX = 127.0
 _TINY = 2.0**-100
 """Smallest scale: groups of zeros divide by it."""
@@ -52,11 +54,13 @@ def group_maxima(x_RK: Tensor, grid: Grid) -> Tensor:
 
 
 def quantise(
-    x_RK: Tensor, grid: Grid, dtype: torch.dtype, *, maxima: Tensor | None = None, stochastic: bool = False
+    x_RK: Tensor, grid: Grid, dtype: torch.dtype, *, maxima: Maxima | None = None, stochastic: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Codes [R, K] in `dtype` (INT8 or an FP8 format) and FP32 scales, one for each group: x is about code * scale.
 
-    maxima: of the groups, where they are known from earlier steps (delayed scaling); larger values are then cut off.
+    maxima: what groups are scaled by, of their present maxima (delayed scaling goes by earlier steps'); what is larger
+    is then cut off. A group with a value that is not finite has a scale that is not, so that no overflow passes for a
+    large number.
     stochastic: INT8 codes are rounded up or down at random, right in the mean (Gupta et al. 2015), with the device's
     default generator.
     """
@@ -67,10 +71,12 @@ def quantise(
 
 
 def quantise_naive(
-    x_RK: Tensor, grid: Grid, dtype: torch.dtype, *, maxima: Tensor | None = None, stochastic: bool = False
+    x_RK: Tensor, grid: Grid, dtype: torch.dtype, *, maxima: Maxima | None = None, stochastic: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The definition, by PyTorch's operators; the twin of `quantise`."""
-    found = group_maxima(x_RK, grid) if maxima is None else maxima
+    found = group_maxima(x_RK, grid)
+    if maxima is not None:
+        found = torch.where(found.isfinite(), maxima(found), found)
     scales = (found / largest(dtype)).clamp_min_(_TINY)
     scaled_RK = x_RK.float() / _spread(scales, x_RK, grid)
     if dtype == torch.int8:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from modelwright.core.errors import ConfigError
 from modelwright.model.decoder import Block, Decoder, Product, RMSNorm
-from modelwright.ops.formats import FLOATS, Format, Fp8, Int8, Role, in_float, in_products, tensor_maximum
+from modelwright.ops.formats import FLOATS, Format, Fp8, Int8, Role, in_float, in_products
 from modelwright.ops.products import PLAIN, Products
 from modelwright.precision.policy import Kind, PrecisionConfig
 
@@ -44,7 +44,7 @@ def names_of_projections(num_layers: int) -> list[str]:
 
 
 class DelayedMaxima:
-    """Largest magnitudes of one layer's factors in the last steps, for scaling without a look at the present ones.
+    """Largest magnitudes of one layer's factors in the last steps, to scale the present ones by.
 
     The first step, which has no past, goes by its own.
     """
@@ -53,12 +53,11 @@ class DelayedMaxima:
         self.past: dict[Role, deque[float]] = {role: deque(maxlen=length) for role in ROLES}
         self._now: dict[Role, list[Tensor]] = {role: [] for role in ROLES}
 
-    def __call__(self, role: Role, factor: Tensor) -> Tensor:
-        now = tensor_maximum(factor)
+    def __call__(self, role: Role, now: Tensor) -> Tensor:
         self._now[role].append(now)
         if not self.past[role]:
             return now
-        return torch.full((1, 1), max(self.past[role]), device=factor.device)
+        return torch.full_like(now, max(self.past[role]))
 
     def begin(self) -> None:
         """Forget what was seen outside of steps (evaluation)."""
@@ -71,7 +70,8 @@ class DelayedMaxima:
         return found
 
     def push(self, maxima: Sequence[float]) -> None:
-        """The step is over; the maxima of all ranks. Values that are not finite are left out."""
+        """The step is over; the maxima of all ranks. Values that are not finite are left out: `quantise` has made the
+        step's gradients not finite by them."""
         for role, value in zip(ROLES, maxima, strict=True):
             if 0.0 < value < float("inf"):
                 self.past[role].append(value)

@@ -60,7 +60,8 @@ class Fp8Config:
     """How FP8 is used.
 
     recipe: what shares a scale: a tensor, a row, or blocks as in DeepSeek-V3 (1 x 128 and 128 x 128, E4M3 everywhere).
-    scaling: by the present values, or by the largest of the last `history` steps (tensorwise only: one pass less).
+    scaling: by the present values, or by the largest of the last `history` steps (tensorwise only). That saves no pass:
+    the present largest is taken all the same, for later steps and to tell an overflow.
     gradients: format of gradients; "" is what the recipe's source takes (E5M2; E4M3 blockwise). weight_gradient: of
     unquantised factors where `wide`. cache: backward reads inputs as they were quantised, at one byte an element.
     """
