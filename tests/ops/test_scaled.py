@@ -1,10 +1,13 @@
 """Eight-bit products: codes and scales, the product against its definition, and what a format loses."""
 
+import logging
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from modelwright.ops.formats import E4M3, E5M2, quantisation_error
+from modelwright.ops import scaled
+from modelwright.ops.formats import E4M3, E5M2, Fp8, in_products, quantisation_error
 from modelwright.ops.formats import GRIDS as RECIPES
 from modelwright.ops.scaled import (
     ROW_BLOCKS,
@@ -126,11 +129,26 @@ def test_the_definition_is_what_pytorch_multiplies(grids):
     torch.testing.assert_close(scaled_product(a, b, grids, torch.float32), theirs, rtol=1e-5, atol=1e-5)
 
 
+def strides_of_scales(grid: tuple[int, int], num_rows: int, num_blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides that the product wants of a factor's scales (PyTorch's `ScaledBlas.cpp`; 128 x 128: cuBLAS's
+    "leading dimension in multiples of four")."""
+    return {
+        TENSORWISE: ((), ()),
+        ROWWISE: ((num_rows, 1), (1, 1)),
+        ROW_BLOCKS: ((num_rows, num_blocks), (1, num_rows)),
+        SQUARE_BLOCKS: ((num_rows // 128, num_blocks), (-(-num_blocks // 4) * 4, 1)),
+    }[grid]
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_cuda_s_product_takes_the_layouts_of_all_three_products(monkeypatch, recipe, way):
-    """By PyTorch's own check of shapes and strides, which needs no card."""
+@pytest.mark.parametrize("num_blocks", [3, 4, 5])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_cuda_s_product_takes_the_layouts_of_all_three_products(monkeypatch, recipe, way, num_blocks):
+    """By PyTorch's own check of shapes and of the codes' strides, which needs no card; the card alone would look at the
+    strides of scales."""
     checked, scaled_mm_of_torch = [], torch._scaled_mm
+    (of_rows, of_weights), num_summed = RECIPES[recipe], 128 * num_blocks
+    grids = (of_rows, of_rows if way == "weight gradient" else of_weights)
 
     def only_check(*tensors: torch.Tensor, out_dtype: torch.dtype, **scales: torch.Tensor) -> torch.Tensor:
         def on_card(x: torch.Tensor) -> torch.Tensor:
@@ -140,13 +158,54 @@ def test_cuda_s_product_takes_the_layouts_of_all_three_products(monkeypatch, rec
             made = {name: on_card(x) for name, x in scales.items()}
             found = scaled_mm_of_torch(*map(on_card, tensors), out_dtype=out_dtype, **made)
         checked.append((tuple(found.shape), found.dtype))
+        for x, grid, num_rows in zip((scales["scale_a"], scales["scale_b"].t()), grids, (384, 256), strict=True):
+            assert (x.shape, x.stride()) == strides_of_scales(grid, num_rows, num_blocks)
         return torch.empty(found.shape, dtype=found.dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", only_check)
     factors = []
-    for num_rows, grid, is_view in zip((256, 128), RECIPES[recipe], WAYS[way], strict=True):
-        x = values(384, num_rows).T if is_view else values(num_rows, 384)
+    for num_rows, grid, is_view in zip((384, 256), grids, WAYS[way], strict=True):
+        x = values(num_summed, num_rows).T if is_view else values(num_rows, num_summed)
         factors.append(quantise(x, grid, E4M3))
         assert factors[-1][0].is_contiguous() != is_view
-    scaled_mm(factors[0], factors[1], RECIPES[recipe], torch.bfloat16)
-    assert checked == [((256, 128), torch.bfloat16)]
+    scaled_mm(factors[0], factors[1], grids, torch.bfloat16)
+    assert checked == [((384, 256), torch.bfloat16)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "num_summed", "fits"),
+    [
+        ("tensorwise", 48, True),
+        ("tensorwise", 40, False),
+        ("rowwise", 16, True),
+        ("blockwise", 48, False),
+        ("blockwise", 256, True),
+    ],
+)
+def test_the_summed_dimension_is_what_the_recipe_s_kernel_wants(monkeypatch, recipe, num_summed, fits):
+    """A card stands here: PyTorch's "meta" device, whose tensors have shapes only."""
+    calls = []
+    monkeypatch.setattr(scaled, "fp8_kernel", lambda *_: lambda a, b: calls.append(recipe))
+    a, b = (quantise(torch.ones(32, num_summed, device="meta"), grid, E4M3) for grid in RECIPES[recipe])
+    scaled_product(a, b, RECIPES[recipe], torch.bfloat16)
+    assert calls == [recipe] * fits
+
+
+def test_a_product_without_a_kernel_is_logged_once(monkeypatch, caplog):
+    scaled._say_that_it_is_slow.cache_clear()
+    x, weight = torch.ones(32, 40, device="meta"), torch.ones(16, 40, device="meta", requires_grad=True)
+    with caplog.at_level(logging.WARNING, "modelwright.ops"):
+        for recipe in ("tensorwise", "tensorwise", "rowwise"):
+            in_products(Fp8(recipe=recipe, result=torch.float32).products(), torch.float32, x, weight).sum().backward()
+        monkeypatch.setattr(scaled, "fp8_kernel", lambda *_: scaled_mm)
+        blockwise = Fp8(recipe="blockwise", result=torch.float32).products()
+        for factors in ((x, weight), (torch.ones(32, 40), torch.ones(16, 40))):  # on a processor nothing is said
+            in_products(blockwise, torch.float32, *factors)
+    said = [record.message.partition(". ")[0] for record in caplog.records]
+    assert said == [
+        "fp8 tensorwise, forward: the device has no kernel for its formats and scales",
+        "fp8 tensorwise, weight gradient: the device has no kernel for its formats and scales",
+        "fp8 rowwise, forward: the device has no kernel for its formats and scales",
+        "fp8 rowwise, weight gradient: the device has no kernel for its formats and scales",
+        "fp8 blockwise, forward: the device has no kernel for its shapes",
+    ]

@@ -34,6 +34,13 @@ FLOATS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16,
 """Those that are plain casts."""
 Recipe = Literal["tensorwise", "rowwise", "blockwise"]
 Role = Literal["x", "weight", "grad"]
+Kind = Literal["forward", "input gradient", "weight gradient"]
+FACTORS: dict[Kind, tuple[Role, Role]] = {
+    "forward": ("x", "weight"),
+    "input gradient": ("grad", "weight"),
+    "weight gradient": ("grad", "x"),
+}
+"""What each product of a layer multiplies."""
 Maxima = Callable[[Role, Tensor], Tensor]
 """The role of a factor and its present largest magnitudes -> those to scale by."""
 
@@ -107,21 +114,22 @@ class Fp8:
         dtype = self.gradients if role == "grad" else E4M3
         return quantise(factor, grid, dtype, maxima=partial(self.maxima, role) if self.maxima else None)
 
-    def _product(self, left: Tensor, right: Tensor, roles: tuple[Role, Role], *, of_weights: bool) -> Tensor:
-        rows, squares = GRIDS[self.recipe]
-        grids = (rows, squares if of_weights else rows)
+    def _product(self, kind: Kind, left: Tensor, right: Tensor) -> Tensor:
+        of_rows, of_weights = GRIDS[self.recipe]
+        roles = FACTORS[kind]
+        grids = (of_rows, of_weights if roles[1] == "weight" else of_rows)
         factors = zip((left, right), roles, grids, strict=True)
         a, b = (self._quantised(factor, role, grid) for factor, role, grid in factors)
-        return scaled_product(a, b, grids, self.result)
+        return scaled_product(a, b, grids, self.result, name=f"fp8 {self.recipe}, {kind}")
 
     def _forward(self, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-        return self._product(x_NI, weight_OI, ("x", "weight"), of_weights=True)
+        return self._product("forward", x_NI, weight_OI)
 
     def _input_gradient(self, dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
-        return self._product(dy_NO, weight_OI.T, ("grad", "weight"), of_weights=True)
+        return self._product("input gradient", dy_NO, weight_OI.T)
 
     def _weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
-        return self._product(dy_NO.T, x_NI.T, ("grad", "x"), of_weights=False)
+        return self._product("weight gradient", dy_NO.T, x_NI.T)
 
     def _wide_weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
         return product(dy_NO.T, x_NI.to(dy_NO.dtype))

@@ -8,6 +8,7 @@ takes the hardware's kernel where there is one; `scaled_product_naive` says what
 Legend: M, N rows of the factors, K the summed dimension, R rows of either, G groups.
 """
 
+import logging
 import math
 from collections.abc import Callable
 from functools import cache
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from modelwright.ops import cpu_kernels
 from modelwright.ops.narrow import is_widened
+
+log = logging.getLogger("modelwright.ops")
 
 Grid = tuple[int, int]
 TENSORWISE: Grid = (0, 0)
@@ -98,12 +101,18 @@ def scaled_product_naive(
 
 
 def scaled_product(
-    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], grids: tuple[Grid, Grid], result: torch.dtype
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    grids: tuple[Grid, Grid],
+    result: torch.dtype,
+    *,
+    name: str = "eight-bit product",
 ) -> Tensor:
     """a_MK b_NK', [M, N] in `result`, of codes and scales.
 
     INT8 with scales that do not change along K: an integer product, exact before scaling. FP8: the device's kernel if
-    it has one for these grids, formats and shapes and gives what the definition gives, else the definition.
+    it has one for these grids, formats and shapes and gives what the definition gives, else the definition; on
+    accelerators that is logged, once for each `name`.
     """
     (a_MK, a_scales), (b_NK, b_scales) = a, b
     if a_MK.dtype == torch.int8 and not grids[0][1] and not grids[1][1]:
@@ -112,8 +121,10 @@ def scaled_product(
             return cpu_kernels.rescale(sums_MN, a_scales, b_scales, result)
         return (sums_MN.float() * a_scales * b_scales.T).to(result)
     kernel = fp8_kernel(a_MK.device, a_MK.dtype, b_NK.dtype, grids, result)
-    if kernel is not None and _fits_kernel(a_MK, b_NK):
+    if kernel is not None and _fits_kernel(a_MK, b_NK, grids):
         return kernel(a, b)
+    if a_MK.device.type != "cpu" and not torch.compiler.is_compiling():
+        _say_that_it_is_slow(name, "its shapes" if kernel else "its formats and scales")
     return scaled_product_naive(a, b, grids, result)
 
 
@@ -154,9 +165,19 @@ def _spread(scales: Tensor, x_RK: Tensor, grid: Grid) -> Tensor:
 Kernel = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], Tensor]
 
 
-def _fits_kernel(a_MK: Tensor, b_NK: Tensor) -> bool:
-    """The kernels want dimensions in multiples of 16; blocks, of 128."""
-    return a_MK.shape[1] % BLOCK == 0 and b_NK.shape[0] % 16 == 0 and a_MK.shape[0] % 16 == 0
+@cache
+def _say_that_it_is_slow(name: str, reason: str) -> None:
+    log.warning(
+        "%s: the device has no kernel for %s. FP32 products of dequantised factors take its place, more slowly.",
+        name,
+        reason,
+    )
+
+
+def _fits_kernel(a_MK: Tensor, b_NK: Tensor, grids: tuple[Grid, Grid]) -> bool:
+    """The kernels want dimensions in multiples of 16; the summed one, if blocks cut it, of 128."""
+    multiple = BLOCK if BLOCK in (grids[0][1], grids[1][1]) else 16
+    return a_MK.shape[1] % multiple == 0 and b_NK.shape[0] % 16 == 0 and a_MK.shape[0] % 16 == 0
 
 
 @cache
@@ -178,12 +199,22 @@ def scaled_mm(
 ) -> Tensor:
     """CUDA's FP8 product. It reads both factors along the summed dimension: codes of transposed views are copied."""
     (a_MK, a_scales), (b_NK, b_scales) = a, b
-    if BLOCK in grids[0]:  # scales of row blocks lie column by column
-        a_scales = a_scales.T.contiguous().T
-    b_scales = b_scales.contiguous().T
-    scales = (a_scales, b_scales) if grids != (TENSORWISE, TENSORWISE) else (a_scales.view(()), b_scales.view(()))
+    scale_a, scale_b = _laid_out(a_scales, grids[0]), _laid_out(b_scales, grids[1]).T
+    if grids == (TENSORWISE, TENSORWISE):
+        scale_a, scale_b = scale_a.view(()), scale_b.view(())
     product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-    return product(a_MK.contiguous(), b_NK.contiguous().T, scale_a=scales[0], scale_b=scales[1], out_dtype=result)
+    return product(a_MK.contiguous(), b_NK.contiguous().T, scale_a=scale_a, scale_b=scale_b, out_dtype=result)
+
+
+def _laid_out(scales: Tensor, grid: Grid) -> Tensor:
+    """Scales where CUDA's product looks for them (cuBLAS, "1D and 2D block scaling"): those of row blocks lie column by
+    column, of squares row by row with each row begun at a multiple of four, all others one after another."""
+    if grid == ROW_BLOCKS:
+        return scales.T.contiguous().T
+    if grid == SQUARE_BLOCKS:
+        num_columns = scales.shape[1]
+        return torch.nn.functional.pad(scales.contiguous(), (0, -num_columns % 4))[:, :num_columns]
+    return scales.contiguous()
 
 
 def _agrees(
