@@ -13,6 +13,7 @@ from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.model.attention import packed_attend
 from modelwright.ops import narrow
+from modelwright.ops.formats import E4M3, E5M2
 from modelwright.precision import model as precision_model
 from modelwright.precision.model import (
     ROLES,
@@ -35,13 +36,17 @@ class Formats(TorchDispatchMode):
         super().__init__()
         self.seen: Counter[tuple[str, torch.dtype]] = Counter()
         self.factors: list[torch.Tensor] = []
+        self.casts: Counter[torch.dtype] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         self.factors += tensors if str(func) in PRODUCTS else []
         if tensors:
             self.seen[str(func), tensors[0].dtype] += 1
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        if str(func) == "aten._to_copy.default" and found.dtype != tensors[0].dtype:
+            self.casts[found.dtype] += 1
+        return found
 
     def products(self) -> dict[torch.dtype, int]:
         found: Counter[torch.dtype] = Counter()
@@ -97,6 +102,28 @@ def test_products_run_in_the_formats_of_the_policy(policy, formats, monkeypatch)
     if policy == "hybrid":
         assert found[torch.bfloat16] == 2 * 3 * 3
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_fp8_casts_both_factors_of_all_products_in_every_projection():
+    """Gradients to E5M2, all else to E4M3, also where the product itself is computed of dequantised factors."""
+    forward: dict[str, dict[torch.dtype, int]] = {}
+
+    def watched(name, product):
+        def run_watched(x, weight):
+            with Formats() as seen:
+                found = product(x, weight)
+            forward[name] = {dtype: seen.casts[dtype] for dtype in (E4M3, E5M2)}
+            return found
+
+        return run_watched
+
+    model = make_decoder()
+    ModelFormats(model, config("fp8")).watch(watched)
+    _, seen = run(model)
+    assert forward == {name: {E4M3: 2, E5M2: 0} for name in model.projections()}
+    num_projections = len(forward)
+    assert seen.casts[E4M3] == (2 + 1 + 1) * num_projections
+    assert seen.casts[E5M2] == (1 + 1) * num_projections
 
 
 @pytest.mark.parametrize(("policy", "dtype"), [("bf16_mixed", torch.bfloat16), ("pure_fp16", torch.float16)])
