@@ -28,6 +28,7 @@ from modelwright.ops.scaled import (
     quantise,
     scaled_product,
 )
+from modelwright.ops.shared_codes import Codes, SharedCodes
 
 Format = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
 FLOATS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -89,7 +90,8 @@ class Fp8:
 
     result: format of what comes out. gradients: format of the gradients' codes. wide_weight_gradient: the gradient of
     the weight is computed of unquantised factors. cache: backward reads the input as it was quantised, so that forward
-    keeps one byte an element. maxima: for delayed scaling, tensorwise only.
+    keeps one byte an element. shared: where layers that read one input find its codes. maxima: for delayed scaling,
+    tensorwise only; without `shared`, for every layer has its own.
     """
 
     recipe: Recipe
@@ -97,6 +99,7 @@ class Fp8:
     gradients: torch.dtype = E5M2
     wide_weight_gradient: bool = False
     cache: bool = False
+    shared: SharedCodes | None = None
     maxima: Maxima | None = None
 
     def products(self) -> Products:
@@ -110,36 +113,40 @@ class Fp8:
             **packing,
         )
 
-    def _quantised(self, factor: Tensor, role: Role, grid: Grid) -> tuple[Tensor, Tensor]:
-        dtype = self.gradients if role == "grad" else E4M3
-        return quantise(factor, grid, dtype, maxima=partial(self.maxima, role) if self.maxima else None)
+    def _grid(self, role: Role) -> Grid:
+        return GRIDS[self.recipe][role == "weight"]
 
-    def _product(self, kind: Kind, left: Tensor, right: Tensor) -> Tensor:
-        of_rows, of_weights = GRIDS[self.recipe]
-        roles = FACTORS[kind]
-        grids = (of_rows, of_weights if roles[1] == "weight" else of_rows)
-        factors = zip((left, right), roles, grids, strict=True)
-        a, b = (self._quantised(factor, role, grid) for factor, role, grid in factors)
+    def _quantised(self, factor: Tensor, role: Role) -> Codes:
+        dtype = self.gradients if role == "grad" else E4M3
+        maxima = partial(self.maxima, role) if self.maxima else None
+        return quantise(factor, self._grid(role), dtype, maxima=maxima)
+
+    def _product(self, kind: Kind, a: Codes, b: Codes) -> Tensor:
+        left, right = FACTORS[kind]
+        grids = self._grid(left), self._grid(right)
         return scaled_product(a, b, grids, self.result, name=f"fp8 {self.recipe}, {kind}")
 
     def _forward(self, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-        return self._product("forward", x_NI, weight_OI)
+        x = self._pack(x_NI)
+        return self._product("forward", x, self._quantised(weight_OI, "weight"))
 
     def _input_gradient(self, dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
-        return self._product("input gradient", dy_NO, weight_OI.T)
+        dy = self._quantised(dy_NO, "grad")
+        return self._product("input gradient", dy, self._quantised(weight_OI.T, "weight"))
 
     def _weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
-        return self._product("weight gradient", dy_NO.T, x_NI.T)
+        dy = self._quantised(dy_NO.T, "grad")
+        return self._product("weight gradient", dy, self._quantised(x_NI.T, "x"))
 
     def _wide_weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
         return product(dy_NO.T, x_NI.to(dy_NO.dtype))
 
-    def _pack(self, x_NI: Tensor) -> tuple[Tensor, ...]:
-        return self._quantised(x_NI, "x", GRIDS[self.recipe][0])
+    def _pack(self, x_NI: Tensor) -> Codes:
+        return self.shared(x_NI, self._grid("x"), E4M3) if self.shared else self._quantised(x_NI, "x")
 
     def _unpack(self, *packed: Tensor) -> Tensor:
         codes_NI, scales = packed
-        return dequantise(codes_NI, scales, GRIDS[self.recipe][0]).to(self.result)
+        return dequantise(codes_NI, scales, self._grid("x")).to(self.result)
 
 
 @dataclass(frozen=True, kw_only=True)

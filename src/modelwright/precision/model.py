@@ -19,6 +19,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.model.decoder import Block, Decoder, Product, RMSNorm
 from modelwright.ops.formats import FLOATS, Format, Fp8, Int8, Role, in_float, in_products
 from modelwright.ops.products import PLAIN, Products
+from modelwright.ops.shared_codes import SharedCodes
 from modelwright.precision.policy import Kind, PrecisionConfig
 
 Around = Callable[[str, Products], Products]
@@ -95,6 +96,7 @@ class ModelFormats:
         self.parts = list(dict.fromkeys(map(part_of, self.projections)))
         self.formats: dict[str, Format] = {part: config.format_of(kind_of(part)) for part in self.parts}
         self.delayed = {name: DelayedMaxima(config.fp8.history) for name in self.projections if config.delays}
+        self.shared = {part: SharedCodes() for part in self.parts if config.fp8.cache and not config.delays}
         self._watched: Watched = _unwatched
         self._around: Around | None = None
         self._apply()
@@ -129,12 +131,14 @@ class ModelFormats:
         delays = {}
         if name in self.delayed:
             delays = {"maxima": self.delayed[name]}
+        caches = config.fp8.cache and not name.endswith("o_proj")  # whose input attention keeps as it is
         made = Fp8(
             recipe=config.fp8.recipe,
             result=result,
             gradients=config.fp8.gradient_dtype,
             wide_weight_gradient=config.fp8.weight_gradient == "wide",
-            cache=config.fp8.cache,
+            cache=caches,
+            shared=self.shared.get(part_of(name)) if caches else None,
             **delays,
         )
         return partial(in_products, self._changed(name, made.products()), result)

@@ -1,0 +1,110 @@
+"""What a block keeps for backward when FP8 codes stand for its inputs: fewer bytes, and the same bits everywhere."""
+
+import pytest
+import torch
+
+from modelwright.core.config import parse
+from modelwright.memory.checkpointing import Segment, checkpoint_segments
+from modelwright.model.attention import packed_attend
+from modelwright.model.decoder import Decoder
+from modelwright.ops import formats as format_operators
+from modelwright.ops import shared_codes
+from modelwright.ops.scaled import quantise
+from modelwright.ops.shared_codes import SharedCodes
+from modelwright.precision.model import ModelFormats
+from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.passes import compile_each_block
+from tiny_decoder import make_decoder
+
+ROWS, LENGTH, DIM, FFN_DIM = 2, 64, 128, 352
+
+
+def model_of(recipe: str, *, cache: bool) -> tuple[Decoder, ModelFormats]:
+    """One block of usual proportions."""
+    shape = {"num_layers": 1, "model_dim": DIM, "ffn_dim": FFN_DIM, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    model = make_decoder(**shape)
+    options = {"policy": "fp8", "fp8": {"recipe": recipe, "cache": cache}}
+    return model, ModelFormats(model, parse(PrecisionConfig, options))
+
+
+def run(model: Decoder) -> tuple[torch.Tensor, int]:
+    """What the block gives, and the bytes of all storages but the weights' that wait for its backward."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    hidden = torch.randn(ROWS, LENGTH, DIM, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    positions, segments = torch.arange(LENGTH).repeat(ROWS, 1), torch.zeros(ROWS, LENGTH, dtype=torch.int32)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = model.run_blocks(hidden, positions, packed_attend(segments))
+    return found, sum(storage.nbytes() for storage in kept.values())
+
+
+def outcome(model: Decoder) -> list[torch.Tensor]:
+    """What the block gives and all weights' gradients."""
+    found, _ = run(model)
+    (found * torch.linspace(-1, 1, DIM)).sum().backward()
+    gradients = [parameter.grad for name, parameter in model.named_parameters() if name.startswith("blocks")]
+    assert all(gradient is not None for gradient in gradients)
+    return [found.detach(), *(one for one in gradients if one is not None)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "scales"), [("tensorwise", 3), ("rowwise", 3 * 128), ("blockwise", (1 + 1 + 3) * 128)]
+)
+def test_a_block_keeps_one_byte_for_each_input_that_nothing_else_keeps(recipe, scales):
+    """Of attention, of the feed-forward part, and of its last product, an FP32 scale for each group beside."""
+    (plain, _), (cached, formats) = model_of(recipe, cache=False), model_of(recipe, cache=True)
+    (_, bytes_plain), (alive, bytes_cached) = run(plain), run(cached)
+    assert bytes_plain - bytes_cached == ROWS * LENGTH * (DIM + DIM + FFN_DIM) - 4 * scales
+    assert bytes_cached < 0.9 * bytes_plain
+    assert alive.grad_fn is not None
+    assert all(shared._last is None for shared in formats.shared.values())  # codes live in the graph alone
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_shared_codes_change_no_bit(recipe, monkeypatch):
+    found = outcome(model_of(recipe, cache=True)[0])
+    monkeypatch.setattr(SharedCodes, "__call__", lambda _, *given: quantise(*given))
+    alone = outcome(model_of(recipe, cache=True)[0])
+    assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+
+
+def test_an_input_is_quantised_once_in_forward(monkeypatch):
+    calls: list[str] = []
+
+    def counted(name: str):
+        def run_counted(*given, **more):
+            calls.append(name)
+            return quantise(*given, **more)
+
+        return run_counted
+
+    monkeypatch.setattr(shared_codes, "quantise", counted("shared"))
+    monkeypatch.setattr(format_operators, "quantise", counted("own"))
+    run(model_of("tensorwise", cache=True)[0])
+    assert calls.count("shared") == 3
+    assert calls.count("own") == 7 + 1  # all weights, and the input of o_proj
+
+
+def test_a_recomputed_block_gives_the_same():
+    wanted = outcome(model_of("tensorwise", cache=True)[0])
+    model, formats = model_of("tensorwise", cache=True)
+    checkpoint_segments(model, [Segment(num_layers=1, recompute=True)])
+    formats.change({})
+    assert all(torch.equal(a, b) for a, b in zip(wanted, outcome(model), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns about its own internals
+def test_a_compiled_block_quantises_each_time_with_the_same_result(monkeypatch):
+    results = []
+    for call in (SharedCodes.__call__, lambda _, *given: quantise(*given)):
+        torch.compiler.reset()
+        monkeypatch.setattr(SharedCodes, "__call__", call)
+        results.append(outcome(compile_each_block(model_of("tensorwise", cache=True)[0], backend="eager")))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
