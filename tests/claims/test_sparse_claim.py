@@ -25,7 +25,8 @@ def found(loss: float, flops: float) -> Found:
 
 
 def outcome(method: float, flops: float, *, baseline: float = 2.2, regime: str = arms.UPDATE) -> arms.Outcome:
-    losses = {arms.DENSE: 2.0, arms.METHOD: method, arms.CLEANED: 1.9} | dict.fromkeys(arms.BASELINES, baseline)
+    losses = {arms.DENSE: 2.0, arms.METHOD: method, arms.CLEANED: 1.9} | dict.fromkeys(arms.LIMIT_ALONE, 1.99)
+    losses |= dict.fromkeys(arms.BASELINES, baseline)
     costs = {arms.DENSE: 1.0, arms.METHOD: flops}
     final = {
         name: [found(loss + noise, costs.get(name, 0.4)) for noise in (0.0, 0.01, 0.02)]
@@ -47,12 +48,16 @@ def test_met_needs_flops_time_loss_and_every_baseline():
     assert met.figures["executed FLOPs, method to dense"].value == pytest.approx(0.39)
     assert "better than every baseline" in met.reason
     assert "a perfect cleaner before dense training would leave -4.98%" in met.reason
+    assert "the limit alone, random rows within the limit (0.40 of the FLOPs) -0.50% and -0.50%" in met.reason
     assert judge(outcome(2.005, 0.41)).kind == "short"
     assert judge(outcome(2.005, 0.39), time=0.61).kind == "short"
     assert judge(outcome(2.02, 0.39)).kind == "short"
     beaten = judge(outcome(2.005, 0.39, baseline=2.004))
     assert beaten.kind == "short"
-    assert "as good or better at equal FLOPs or time: dense, fewer steps, dense, as much time" in beaten.reason
+    assert "not worse with p < 0.05: dense, fewer steps, dense, as much time" in beaten.reason
+    noisy = outcome(2.005, 0.39)
+    noisy.final["random rows"][:] = [found(loss, 0.4) for loss in (2.0, 2.03, 2.4)]  # type: ignore[index]
+    assert "p < 0.05: random rows;" in judge(noisy).reason
 
 
 def test_the_row_says_what_the_method_costs_in_a_clean_stream():
@@ -63,13 +68,18 @@ def test_the_row_says_what_the_method_costs_in_a_clean_stream():
     )
 
 
-def test_pretraining_names_the_best_cheap_arm():
-    pretraining = {"dense": [found(2.0, 1.0)] * 3, "columns": [found(2.1, 0.5)] * 3, "layers": [found(2.01, 0.7)] * 3}
-    rates = dict.fromkeys(pretraining, 1e-3)
-    reason = judge(
-        outcome(2.005, 0.39), pretraining=arms.Outcome(regime=arms.PRETRAIN, rates=rates, final=pretraining)
-    ).reason
-    assert reason.endswith("pretraining: best at up to half of the FLOPs is columns, +5.00% from dense")
+def test_pretraining_names_the_best_form_at_every_budget():
+    """A curve: losses fall with the budget, at the smallest the smaller model leads, then columns."""
+    losses = {arms.at_budget(form, budget): 2.5 - budget for form in arms.FORMS for budget in arms.BUDGETS}
+    losses |= {arms.at_budget("smaller dense", 0.2): 2.2, arms.at_budget("columns", 0.4): 2.06}
+    losses |= {arms.at_budget("columns", 0.6): 1.89, arms.DENSE: 2.0}
+    final = {name: [found(loss, 1.0)] * 3 for name, loss in losses.items()}
+    pretraining = arms.Outcome(regime=arms.PRETRAIN, rates=dict.fromkeys(final, 1e-3), final=final)
+    reason = judge(outcome(2.005, 0.39), pretraining=pretraining).reason
+    assert reason.endswith(
+        "pretraining, best: at 0.2 of the FLOPs smaller dense, +10.00% from dense, at 0.4 of the FLOPs columns, +3.00% "
+        "from dense, at 0.6 of the FLOPs columns, -5.50% from dense"
+    )
 
 
 def test_both_texts_count_in_the_proportion_of_the_useful_rows():
@@ -160,7 +170,7 @@ def test_every_arm_runs_at_its_best_rate_and_baselines_at_equal_compute(tmp_path
     made: list[Run] = []
 
     def cost(run: Run) -> float:
-        per_step = 1.0 if not run.sparse else 0.3
+        per_step = (1.0 if not run.sparse else 0.3) * run.size.batch_rows / arms.SIZE.batch_rows
         return run.size.num_steps * per_step * (0.5 if run.size.model_dim < arms.SIZE.model_dim else 1.0)
 
     def pretend(folder, runs, setting, *, kept, processes, timed=False):
@@ -168,7 +178,7 @@ def test_every_arm_runs_at_its_best_rate_and_baselines_at_equal_compute(tmp_path
         made.extend(runs)
         off = [abs(run.size.learning_rate - 1e-3) for run in runs]
         losses = [dict.fromkeys(("prose", "code"), 2.0 + bad) for bad in off]
-        seconds = [0.62 if run.sparse else 1.0 for run in runs]
+        seconds = [(0.62 if run.sparse else 1.0) * run.size.batch_rows / arms.SIZE.batch_rows for run in runs]
         return [Found(losses=one, flops=cost(run), step_s=s) for one, run, s in zip(losses, runs, seconds, strict=True)]
 
     monkeypatch.setattr(arms, "execute_all", pretend)
@@ -180,6 +190,9 @@ def test_every_arm_runs_at_its_best_rate_and_baselines_at_equal_compute(tmp_path
     most = num_steps[arms.DENSE]
     assert num_steps["dense, fewer steps"] == num_steps[arms.CLEANED] == round(0.4 * most)
     assert num_steps["dense, as much time"] == round(0.65 * most)
+    assert num_steps["dense within the limit"] == num_steps["dense within the limit, as much time"] == most // 2
+    rows = {run.name: run.size.batch_rows * run.size.num_steps for run in final}
+    assert rows["dense within the limit"] == pytest.approx(rows[arms.DENSE], rel=0.1)  # what there is to read
     assert num_steps["smaller dense"] == round(0.8 * most)
     assert num_steps["random rows"] == num_steps[arms.METHOD] == most
     shares = {run.name: (run.share_of_code, run.share_of_garbage) for run in final}
@@ -189,4 +202,10 @@ def test_every_arm_runs_at_its_best_rate_and_baselines_at_equal_compute(tmp_path
     assert result.kind == ("cannot be tested here" if quick else "short")
     assert result.figures["time of a step, method to dense"].value == pytest.approx(0.62)
     timed = [run.name for run in made if run.seed >= 900]
-    assert timed == [arms.METHOD, arms.DENSE] * arms.NUM_ROUNDS
+    assert timed == [arms.METHOD, arms.DENSE, arms.LIMIT_ALONE[-1]] * arms.NUM_ROUNDS
+    if not quick:
+        pretraining = {run.name: run for run in made if run.regime == arms.PRETRAIN and run.seed in arms.SEEDS}
+        assert len(pretraining) == 1 + len(arms.FORMS) * len(arms.BUDGETS)
+        assert pretraining["dense, fewer steps, 0.2 of the FLOPs"].size.num_steps == 160
+        assert pretraining["columns, 0.2 of the FLOPs"].size.num_steps == round(160 / 0.3)
+        assert pretraining["columns, 0.6 of the FLOPs"].size.num_steps == 800

@@ -21,55 +21,78 @@ SHARE_OF_GARBAGE = {UPDATE: 0.5, CLEAN: 0.0, PRETRAIN: 0.0}
 COUNTS: dict[str, TextKind] = {UPDATE: "code", CLEAN: "code", PRETRAIN: "prose"}
 """The text whose held-out loss is compared."""
 DENSE, METHOD, CLEANED = "dense", "rows by change", "dense, only useful rows"
-BASELINES = (
-    "dense, fewer steps",
-    "dense, as much time",
-    "smaller dense",
-    "random rows",
-    "random rows within the limit",
-    "plain freezing",
-)
+BASELINES = ("dense, fewer steps", "dense, as much time", "smaller dense", "random rows", "plain freezing")
+LIMIT_ALONE = ("random rows within the limit", "dense within the limit", "dense within the limit, as much time")
+"""The method's filter without its choice: of as many rows in a batch, or of whole batches of what passes."""
 TARGET_FLOPS = 0.40
 SIZE = Size(model_dim=96, num_layers=3, seq_len=128, batch_rows=12, num_steps=3000)
 SMALLER = {"model_dim": 64, "num_layers": 3}
 BEFORE = {"num_steps": 8000, "learning_rate": 3e-3}
 """The training whose model is then updated."""
-RATES: dict[str, tuple[float, ...]] = {UPDATE: (3e-4, 1e-3, 2e-3), CLEAN: (3e-4, 1e-3, 2e-3), PRETRAIN: (2e-3, 6e-3)}
+BUDGETS = (0.2, 0.4, 0.6)
+"""Shares of the dense run's FLOPs at which pretraining is compared."""
+RATES: dict[str, tuple[float, ...]] = {
+    UPDATE: (3e-4, 1e-3, 2e-3),
+    CLEAN: (3e-4, 1e-3, 2e-3),
+    PRETRAIN: (2e-3, 3.5e-3, 6e-3),
+}
 TUNING_SEED, SEEDS = 300, (301, 302, 303)
 NUM_TIMED_STEPS, NUM_ROUNDS = 60, 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One way to train. sparse: as in a configuration file; shape: changes to the model; equal_compute: it makes as
-    many steps as `TARGET_FLOPS` of the dense run's FLOPs pay for, at most as many as that; equal_time: as many as take
-    the method's time; cleaned: its stream is without garbage, and only as much shorter."""
+    """One way to train.
+
+    sparse: as in a configuration file; shape: changes to the model; flops: it makes as many steps as this share of the
+    dense run's FLOPs pays for, at most all; 0: all; equal_time: as many as take the method's time; num_batches: of
+    rows that a step looks at, so that fewer steps read the same stream; cleaned: its stream is without garbage, and
+    only as much shorter.
+    """
 
     sparse: Mapping[str, Any] = field(default_factory=dict)
     shape: Mapping[str, int] = field(default_factory=dict)
-    equal_compute: bool = False
+    flops: float = 0.0
     equal_time: bool = False
+    num_batches: int = 1
     cleaned: bool = False
 
 
 BY_CHANGE = {"signal": "change", "keep": 1 / 3, "probe_len": 8, "max_start_loss": 1.0}
-WITHIN = {"signal": "random", "keep": 1 / 3, "probe_len": 8, "max_start_loss": 1.0}
-"""The limit alone: what it leaves is drawn from, so many rows as the method learns."""
+WITHIN = {**BY_CHANGE, "signal": "random"}
+FILTERED = Arm(sparse={"batch": {**WITHIN, "keep": 0.5}}, num_batches=2)
+"""Twice the rows, of which about half pass and all of these are learned: dense batches of what the limit leaves."""
 BY_LOSS = {"signal": "loss", "keep": 1 / 3, "probe_len": 16, "explore": 0.2, "dense_share": 0.03}
 
-COMMON = {
-    DENSE: Arm(),
-    "dense, fewer steps": Arm(equal_compute=True),
-    "smaller dense": Arm(shape=SMALLER, equal_compute=True),
-    "random rows": Arm(sparse={"batch": {"signal": "random", "keep": 0.4}}, equal_compute=True),
-    "plain freezing": Arm(sparse={"kind": "prefix", "keep": 0.25}, equal_compute=True),
+BASELINE_FORMS = {
+    "dense, fewer steps": Arm(),
+    "smaller dense": Arm(shape=SMALLER),
+    "random rows": Arm(sparse={"batch": {"signal": "random", "keep": 0.4}}),
+    "plain freezing": Arm(sparse={"kind": "prefix", "keep": 0.25}),
 }
+FORMS = BASELINE_FORMS | {
+    "rows by loss": Arm(sparse={"batch": BY_LOSS}),
+    "columns": Arm(sparse={"kind": "columns", "keep": 0.25}),
+    "weight rows": Arm(sparse={"kind": "rows", "keep": 0.25}),
+    "layers": Arm(sparse={"kind": "layers", "keep": 0.5, "signal": "momentum"}),
+    "growing prefix": Arm(sparse={"kind": "prefix", "keep": 0.25, "course": "dense_first", "ramp": 0.6}),
+}
+
+
+def at_budget(form: str, budget: float) -> str:
+    """The name of a form's arm in pretraining."""
+    return f"{form}, {budget:g} of the FLOPs"
+
+
 ARMS: dict[str, dict[str, Arm]] = {
     UPDATE: {
-        **COMMON,
+        DENSE: Arm(),
+        **{name: replace(arm, flops=TARGET_FLOPS) for name, arm in BASELINE_FORMS.items()},
         "dense, as much time": Arm(equal_time=True),
         "random rows within the limit": Arm(sparse={"batch": WITHIN}),
-        CLEANED: Arm(equal_compute=True, cleaned=True),
+        "dense within the limit": replace(FILTERED, flops=TARGET_FLOPS),
+        "dense within the limit, as much time": replace(FILTERED, equal_time=True),
+        CLEANED: Arm(flops=TARGET_FLOPS, cleaned=True),
         METHOD: Arm(sparse={"batch": BY_CHANGE}),
     },
     CLEAN: {
@@ -78,13 +101,8 @@ ARMS: dict[str, dict[str, Arm]] = {
         METHOD: Arm(sparse={"batch": BY_CHANGE}),
     },
     PRETRAIN: {
-        **COMMON,
-        "rows by loss": Arm(sparse={"batch": BY_LOSS}),
-        "columns": Arm(sparse={"kind": "columns", "keep": 0.25}),
-        "weight rows": Arm(sparse={"kind": "rows", "keep": 0.25}),
-        "layers": Arm(sparse={"kind": "layers", "keep": 0.5, "signal": "momentum"}),
-        "growing prefix": Arm(sparse={"kind": "prefix", "keep": 0.25, "course": "dense_first", "ramp": 0.6}),
-        "attended tokens": Arm(sparse={"batch": {"keep_tokens": 0.5}}),
+        DENSE: Arm(),
+        **{at_budget(name, budget): replace(arm, flops=budget) for name, arm in FORMS.items() for budget in BUDGETS},
     },
 }
 
@@ -126,10 +144,8 @@ class Bench:
     sizes: Mapping[str, Size]
     rates: Mapping[str, Sequence[float]]
     seeds: Sequence[int]
-    tuning_share: Mapping[str, float] = field(default_factory=lambda: {UPDATE: 1.0, CLEAN: 1.0, PRETRAIN: 1 / 4})
-    """Of an update's steps all: shorter runs forget more at the same rate, which drove every arm to the lowest."""
-    time_share: float = 1.0
-    """Of a dense step's time that the method's takes, in twentieths, rounded up; once `times` has measured it."""
+    step_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of a step of the method and of what gets as much time; once `times` has measured them."""
     before: dict[str, Found] = field(default_factory=dict)
     """By file of weights: what the models that are updated are before."""
 
@@ -148,7 +164,13 @@ class Bench:
         return Run(
             name=name,
             regime=regime,
-            size=replace(self.sizes[regime], **arm.shape, learning_rate=rate, num_steps=num_steps),
+            size=replace(
+                self.sizes[regime],
+                **arm.shape,
+                batch_rows=self.sizes[regime].batch_rows * arm.num_batches,
+                learning_rate=rate,
+                num_steps=num_steps,
+            ),
             seed=seed,
             share_of_code=SHARE_OF_CODE[regime] / (1.0 - garbage) if arm.cleaned else SHARE_OF_CODE[regime],
             share_of_garbage=0.0 if arm.cleaned else garbage,
@@ -167,24 +189,27 @@ class Bench:
         return self.setting.kept / f"sparse_updates-{setup_digest()}"
 
     def num_steps(self, regime: str) -> dict[str, int]:
-        """Steps of each arm's run: those of the dense one, or what so many FLOPs pay for."""
+        """Steps of each arm's run: all that read the stream, or what so many FLOPs or the method's time pay for."""
         rate, most = self.rates[regime][0], self.sizes[regime].num_steps
         arms = ARMS[regime]
-        names = [name for name, arm in arms.items() if arm.equal_compute or name == DENSE]
+        names = [name for name, arm in arms.items() if arm.flops or name == DENSE]
         looks = self.execute([self.run(regime, name, seed=0, rate=rate, num_steps=5) for name in names])
-        paid = {
-            name: TARGET_FLOPS * most * looks[names.index(DENSE)].flops / look.flops
-            for name, look in zip(names, looks, strict=True)
-            if arms[name].equal_compute
-        }
-        paid |= {name: self.time_share * most for name, arm in arms.items() if arm.equal_time}
-        return {name: min(most, round(paid.get(name, most))) for name in arms}
+        dense = looks[names.index(DENSE)].flops
+        paid = {name: arms[name].flops * most * dense / look.flops for name, look in zip(names, looks, strict=True)}
+        paid[DENSE] = most
+        paid |= {name: self.share_of_time(arm) * most for name, arm in arms.items() if arm.equal_time}
+        return {name: min(most // arm.num_batches, round(paid.get(name, most))) for name, arm in arms.items()}
+
+    def share_of_time(self, arm: Arm) -> float:
+        """How many of this arm's steps take a step of the method's time, in twentieths, rounded up."""
+        of_arm = self.step_s[DENSE if arm == Arm(equal_time=True) else LIMIT_ALONE[-1]]
+        return math.ceil(20 * self.step_s[METHOD] / of_arm) / 20
 
     def compare(self, regime: str) -> Outcome:
         """Every arm at the best of the same rates on the tuning seed; then on the other seeds."""
         steps, rates = self.num_steps(regime), self.rates[regime]
         tried = [
-            self.run(regime, name, seed=TUNING_SEED, rate=rate, num_steps=round(num_steps * self.tuning_share[regime]))
+            self.run(regime, name, seed=TUNING_SEED, rate=rate, num_steps=num_steps)
             for name, num_steps in steps.items()
             for rate in rates
         ]
@@ -202,16 +227,16 @@ class Bench:
 
     def times(self) -> tuple[list[float], list[float]]:
         """Seconds of a step of the method and of dense, in alternated runs of a process that has the machine."""
-        rate = self.rates[UPDATE][0]
+        rate, names = self.rates[UPDATE][0], (METHOD, DENSE, LIMIT_ALONE[-1])
         runs = [
             self.run(UPDATE, name, seed=900 + number, rate=rate, num_steps=NUM_TIMED_STEPS)
             for number in range(NUM_ROUNDS)
-            for name in (METHOD, DENSE)
+            for name in names
         ]
         found = execute_all(self.folder, runs, self.setting, kept=self.kept, processes=1, timed=True)
-        mine, dense = [one.step_s for one in found[::2]], [one.step_s for one in found[1::2]]
-        self.time_share = min(1.0, math.ceil(20 * share_of_time(mine, dense)) / 20)
-        return mine, dense
+        seconds = {name: [one.step_s for one in found[place :: len(names)]] for place, name in enumerate(names)}
+        self.step_s = {name: statistics.median(of) for name, of in seconds.items()}
+        return seconds[METHOD], seconds[DENSE]
 
 
 def share_of_time(mine: Sequence[float], dense: Sequence[float]) -> float:
