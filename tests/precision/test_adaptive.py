@@ -20,6 +20,7 @@ CALM = Signs(
     update_to_weight=1e-2,
     overflow_share=0.0,
     underflow_share=0.0,
+    skipped_share=0.0,
     weight_error={"fp32": 0.0, "bf16": 0.002, "int8": 0.01},
     input_error={"fp32": 0.0, "bf16": 0.002, "int8": 0.02},
     gradient_error={"fp32": 0.0, "bf16": 0.002, "int8": 0.03},
@@ -63,6 +64,21 @@ def test_range_matters_to_fp16_alone():
     narrow = replace(CALM, overflow_share=0.01, underflow_share=0.2)
     assert damage(narrow, "fp16") > 0.3
     assert damage(narrow, "int8") == damage(CALM, "int8")
+
+
+def test_skipped_steps_count_against_fp16_and_teach_a_bandit():
+    skipped = replace(CALM, skipped_share=0.25)
+    assert damage(skipped, "fp16") > damage(CALM, "fp16") + 0.25
+    assert damage(skipped, "int8") == damage(CALM, "int8")
+    rewards = {}
+    for chosen in ("fp16", "bf16"):
+        made = switcher(kind="bandit")
+        made.formats[PART] = chosen
+        made.last_signs = {PART: replace(CALM, speed={**CALM.speed, "fp16": 0.5})}
+        made.decide(10, {PART: replace(skipped, speed={**CALM.speed, "fp16": 0.5})}, 0.0)
+        assert isinstance(made.controller, Bandit)
+        rewards[chosen] = made.controller.rewards[chosen][0]
+    assert rewards["fp16"] < 0 < rewards["bf16"]
 
 
 def test_rules_take_the_fastest_that_is_tolerable():

@@ -42,16 +42,17 @@ def damage(signs: Signs, chosen: Format) -> float:
     """Estimated harm of a format, about as a share of the loss; 0 for FP32.
 
     Rounding adds noise to a gradient that is noisy already, so it counts by what the noise leaves visible; a weight
-    whose rounding hides many updates moves late; FP16 also loses what over- or underflows. A rise of the loss that was
-    seen when the part was tried counts as it is. Unrest (norms that vary, outliers, a loss that rises) makes all of it
-    worse.
+    whose rounding hides many updates moves late; FP16 also loses what over- or underflows, and the steps that are
+    skipped for it. A rise of the loss that was seen when the part was tried counts as it is. Unrest (norms that vary,
+    outliers, a loss that rises) makes all of it worse.
     """
     if chosen == "fp32":
         return 0.0
     visible = error(signs, chosen) / math.sqrt(signs.gradient_noise)
     hidden = signs.weight_error.get(chosen, 0.0) / max(signs.update_to_weight, 1e-9)
     late = 1.0 + 0.1 * math.log10(max(1.0, hidden))
-    out_of_range = 10 * signs.overflow_share + signs.underflow_share if chosen == "fp16" else 0.0
+    lost = 10 * signs.overflow_share + signs.underflow_share + signs.skipped_share
+    out_of_range = lost if chosen == "fp16" else 0.0
     unrest = 1.0 + signs.gradient_variance + signs.norm_outliers + max(0.0, signs.loss_trend)
     return unrest * (late * visible + out_of_range + max(0.0, signs.sensitivity.get(chosen, 0.0)))
 
@@ -96,7 +97,7 @@ class Rules:
 
 def features(signs: Signs, chosen: Format) -> np.ndarray:
     """What the bandit sees of a part and a format, each about in [0, 1]."""
-    shares = (signs.overflow_share, signs.underflow_share, signs.norm_outliers, signs.memory_pressure)
+    lost = (signs.overflow_share, signs.underflow_share, signs.skipped_share)
     values = (
         1.0,
         min(1.0, 10 * error(signs, chosen)),
@@ -106,8 +107,8 @@ def features(signs: Signs, chosen: Format) -> np.ndarray:
         min(1.0, max(-1.0, 10 * signs.sensitivity.get(chosen, 0.0))),
         min(1.0, max(-1.0, signs.loss_trend)),
         min(1.0, signs.speed[chosen]),
-        max(shares[:2]),
-        max(shares[2:]),
+        max(lost),
+        max(signs.norm_outliers, signs.memory_pressure),
     )
     return np.array(values)
 
@@ -224,7 +225,8 @@ class Switcher:
             self.good = dict(self.formats)
         for part, seen in signs.items():
             if part in self.last_signs:
-                self.controller.learn(part, self.last_signs[part], self.formats[part], loss_excess)
+                lost = seen.skipped_share if self.formats[part] == "fp16" else 0.0
+                self.controller.learn(part, self.last_signs[part], self.formats[part], loss_excess + lost)
             if self.resting.get(part, 0) > 0:
                 self.resting[part] -= 1
                 continue

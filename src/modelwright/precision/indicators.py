@@ -1,12 +1,13 @@
 """What tells how many bits a part of the model needs, while it trains.
 
-Thirteen indicators, of a part (the attention or the feed-forward layers of one block) unless they say otherwise:
+Fourteen indicators, of a part (the attention or the feed-forward layers of one block) unless they say otherwise:
 
     gradient_noise       variance of the gradient over its square, from Adam's moments (McCandlish et al. 2018)
     gradient_variance    spread of the gradient's norm over the measured steps, over its mean
     update_to_weight     size of an update over that of the weights
     overflow_share       gradients above FP16's largest value, at the present loss scale
     underflow_share      gradients below FP16's smallest, but not zero
+    skipped_share        steps that were skipped for values that were not finite, while the part was in FP16
     weight_error, input_error, gradient_error
                          what a format loses of them, relative (each format has its own)
     sensitivity          relative rise of the loss when the part alone computes in a format, by trial
@@ -47,6 +48,7 @@ class Signs:
     update_to_weight: float
     overflow_share: float
     underflow_share: float
+    skipped_share: float
     weight_error: Mapping[Format, float]
     input_error: Mapping[Format, float]
     gradient_error: Mapping[Format, float]

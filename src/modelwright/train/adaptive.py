@@ -70,11 +70,12 @@ class Machine:
 
 @dataclass
 class Seen:
-    """What the present period has brought so far."""
+    """What the present period has brought so far. overflows: steps that were not finite while a part was in FP16."""
 
     losses: list[float] = field(default_factory=list)
     run_norms: list[float] = field(default_factory=list)
     norms: dict[str, list[float]] = field(default_factory=dict)
+    overflows: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -82,6 +83,7 @@ class AdaptivePrecision:
     """An `Update`. parts: of the whole model, on all ranks alike; names and num_holders: of this rank's tensors.
 
     trial: the loss of some rows of the present batch with the formats as they are, over all ranks; scale: of losses.
+    is_due: a decision waits for a step that is not skipped, since the last step of its period was.
     """
 
     config: AdaptiveConfig
@@ -101,6 +103,7 @@ class AdaptivePrecision:
     sensitivity: dict[Pair, float] = field(default_factory=dict)
     next_trial: int = 0
     last_trend: float = 0.0
+    is_due: bool = False
     step: int = 0
 
     def __post_init__(self) -> None:
@@ -135,7 +138,7 @@ class AdaptivePrecision:
             self.formats.watch(None)
         if self.config.kind == "schedule":
             self.switcher.follow(step + 1, scheduled(self.config, step + 1, self.parts, self.switcher.widest))
-        elif self.looks and not self.switcher.see_loss(step + 1, context.loss):
+        elif self.looks:
             self._look(context)
         self.step = step + 1
         self._bring(context)
@@ -153,16 +156,31 @@ class AdaptivePrecision:
         return errors
 
     def _look(self, context: Context) -> None:
-        self.seen.losses.append(context.loss)
-        self.seen.run_norms.append(context.grad_norm)
-        if self._measures(context.step) and not context.skip:
-            sums = self._sums()
-            for part in self.parts:
-                self.seen.norms.setdefault(part, []).append(sums[part].gradient ** 0.5)
-            if (context.step + 1) % self.config.every == 0:
+        """Formats that a jump has just changed are not judged by what was seen of others: the decision falls out."""
+        self._count_overflow(context)
+        jumped = self.switcher.see_loss(context.step + 1, context.loss)
+        measures = self._measures(context.step)
+        self.is_due = self.is_due or (context.step + 1) % self.config.every == 0
+        if not jumped:
+            self.seen.losses.append(context.loss)
+            self.seen.run_norms.append(context.grad_norm)
+            if context.skip:
+                return
+            sums = self._sums() if measures else {}
+            for part, found in sums.items():
+                self.seen.norms.setdefault(part, []).append(found.gradient**0.5)
+            if self.is_due:
                 self._decide(context.step + 1, sums)
-        if (context.step + 1) % self.config.every == 0:
-            self.seen, self.observer = Seen(), Observer(self.candidates)
+        if self.is_due:
+            self.seen, self.observer, self.is_due = Seen(), Observer(self.candidates), False
+
+    def _count_overflow(self, context: Context) -> None:
+        """Of the formats in force at this step; what was skipped as a spike of the loss overflowed nowhere."""
+        if math.isfinite(context.loss) and math.isfinite(context.grad_norm):
+            return
+        for part, chosen in self.switcher.formats.items():
+            if chosen == "fp16":
+                self.seen.overflows[part] = self.seen.overflows.get(part, 0) + 1
 
     def _decide(self, step: int, sums: Mapping[str, Sums]) -> None:
         self._try()
@@ -185,7 +203,7 @@ class AdaptivePrecision:
         context.scalars["narrow_share"] = narrow / max(1, len(self.parts))
 
     def _measures(self, step: int) -> bool:
-        return step % self.config.every >= self.config.every - self.config.window
+        return self.is_due or step % self.config.every >= self.config.every - self.config.window
 
     def _sums(self) -> dict[str, Sums]:
         """Of every part, over all ranks; a tensor that several hold counts once."""
@@ -215,6 +233,7 @@ class AdaptivePrecision:
                 update_to_weight=sums[part].update_to_weight,
                 overflow_share=sums[part].overflows / max(1.0, sums[part].elements),
                 underflow_share=sums[part].underflows / max(1.0, sums[part].elements),
+                skipped_share=self.seen.overflows.get(part, 0) / len(self.seen.losses),
                 weight_error={chosen: errors[part, "weight", chosen] for chosen in self.candidates},
                 input_error={chosen: errors[part, "input", chosen] for chosen in self.candidates},
                 gradient_error={chosen: errors[part, "gradient", chosen] for chosen in self.candidates},
@@ -291,21 +310,23 @@ class AdaptivePrecision:
             "losses": list(self.seen.losses),
             "run_norms": list(self.seen.run_norms),
             "norms": {part: list(norms) for part, norms in self.seen.norms.items()},
+            "overflows": dict(self.seen.overflows),
             "observed": {str(self.world.rank): [[*key, *value] for key, value in self.observer.errors.items()]},
             "sensitivity": [[*key, value] for key, value in self.sensitivity.items()],
             "next_trial": self.next_trial,
             "last_trend": self.last_trend,
+            "is_due": self.is_due,
             "step": self.step,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.switcher.load_state_dict(state["switcher"])
         norms = {part: list(values) for part, values in state["norms"].items()}
-        self.seen = Seen(list(state["losses"]), list(state["run_norms"]), norms)
+        self.seen = Seen(list(state["losses"]), list(state["run_norms"]), norms, dict(state["overflows"]))
         self.observer = Observer(self.candidates, self._own_of(state["observed"]))
         self.sensitivity = {(part, chosen): float(value) for part, chosen, value in state["sensitivity"]}
         self.next_trial, self.last_trend = int(state["next_trial"]), float(state["last_trend"])
-        self.step = int(state["step"])
+        self.is_due, self.step = bool(state["is_due"]), int(state["step"])
         self._forget_after(self.step)
         held = self.formats.formats
         self.formats.change({part: chosen for part, chosen in self.switcher.formats.items() if part in held})

@@ -1,0 +1,131 @@
+"""Adaptive precision step by step, without a run around it: what a step brings is set by hand."""
+
+import copy
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from modelwright.core.config import parse
+from modelwright.model.attention import packed_attend
+from modelwright.ops.formats import Format
+from modelwright.optim.build import build_optimizer
+from modelwright.optim.update import Context
+from modelwright.parallel.mesh import World
+from modelwright.precision.model import ModelFormats
+from modelwright.precision.policy import Kind, PrecisionConfig
+from modelwright.train.adaptive import AdaptivePrecision, Machine
+from tiny_decoder import make_decoder
+
+SECONDS: dict[Format, float] = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0}
+KINDS: tuple[Kind, ...] = ("attention", "ffn")
+RULES = {"kind": "rules", "every": 4, "window": 1, "hold": 0, "spike": 0.5, "tolerance": 0.5}
+
+
+class Rig:
+    """One process, one tiny model, gradients at random; every format but FP32 is harmless at first."""
+
+    def __init__(self, folder: Path, adaptive: dict[str, Any], policy: str = "fp32") -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.model = make_decoder()
+        config = parse(PrecisionConfig, {"policy": policy, "adaptive": {**RULES, **adaptive}})
+        self.formats = ModelFormats(self.model, config)
+        self.optimizer = build_optimizer(
+            self.model, "adamw", learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+        )
+        self.names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        self.trials: list[dict[str, Format]] = []
+        self.harmful: set[tuple[str, Format]] = set()
+        self.adaptive = AdaptivePrecision(
+            config=config.adaptive,
+            formats=self.formats,
+            names=self.names,
+            num_holders=[1] * len(self.names),
+            optimizer=self.optimizer,
+            world=World(rank=0, size=1, device=torch.device("cpu")),
+            machine=Machine(
+                {(kind, name): took for kind in ("attention", "ffn") for name, took in SECONDS.items()}, 0.1
+            ),
+            trial=self.trial,
+            scale=lambda: 1.0,
+            path=folder / "formats.jsonl",
+        )
+
+    def trial(self) -> float:
+        self.trials.append(dict(self.formats.formats))
+        return 2.0 + sum(pair in self.harmful for pair in self.formats.formats.items())
+
+    def step(self, number: int, loss: float = 2.0, *, overflows: bool = False, skip: bool = False) -> None:
+        torch.manual_seed(number)
+        self.adaptive.begin_step(number)
+        tokens = torch.randint(0, self.model.config.vocab_size, (2, 8))
+        positions, segments = torch.arange(8).expand(2, 8), torch.zeros(2, 8, dtype=torch.long)
+        self.model(tokens, positions, packed_attend(segments)).float().square().mean().backward()
+        norm = math.inf if overflows else 1.0
+        self.adaptive.apply(Context(number, 100, [], loss, grad_norm=norm, skip=overflows or skip))
+        if not (overflows or skip):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def steps(self, numbers: Sequence[int], loss: Callable[[int], float] = lambda step: 2.0) -> None:
+        for number in numbers:
+            self.step(number, loss(number))
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return json.loads(json.dumps(self.adaptive.state_dict()))
+
+    @property
+    def chosen(self) -> set[Format]:
+        return set(self.adaptive.switcher.formats.values())
+
+
+def test_steps_that_overflow_speak_against_fp16(tmp_path):
+    """Of 8 steps in FP16 three overflow, which is more than a tolerance of 0.3."""
+    rig = Rig(tmp_path, {"every": 8, "candidates": ["bf16"], "tolerance": 0.3}, policy="fp16_mixed")
+    rig.steps(range(8))
+    assert rig.chosen == {"fp16"}
+    for number in range(8, 16):
+        rig.step(number, overflows=number < 11)
+    signs = rig.adaptive.switcher.last_signs.values()
+    assert {one.skipped_share for one in signs} == {3 / 8}
+    assert rig.chosen == {"bf16"}
+    rig.steps(range(16, 24))
+    assert {one.skipped_share for one in rig.adaptive.switcher.last_signs.values()} == {0.0}
+
+
+def test_steps_that_overflow_say_nothing_of_parts_in_other_formats(tmp_path):
+    rig = Rig(tmp_path, {"candidates": ["bf16", "fp16"]})
+    rig.steps(range(2))
+    rig.step(2, overflows=True)
+    rig.step(3)
+    assert {one.skipped_share for one in rig.adaptive.switcher.last_signs.values()} == {0.0}
+
+
+@pytest.mark.parametrize("kind", ["rules", "bandit"])
+def test_a_decision_whose_step_was_skipped_is_made_at_the_next_good_one(tmp_path, kind):
+    """And a run that is resumed in between comes to the same."""
+    given = {"kind": kind, "candidates": ["bf16", "int8"], "window": 2}
+    rig, other = (Rig(tmp_path / name, given) for name in ("whole", "resumed"))
+    rig.steps(range(3))
+    rig.step(3, overflows=True)
+    rig.step(4, skip=True)
+    assert rig.chosen == {"fp32"}
+    assert len(rig.state["losses"]) == 5
+    assert rig.state["observed"]["0"]
+    other.model.load_state_dict(rig.model.state_dict())
+    other.optimizer.load_state_dict(copy.deepcopy(rig.optimizer.state_dict()))
+    other.adaptive.load_state_dict(rig.state)
+    for one in (rig, other):
+        one.step(5)
+    assert "fp32" not in rig.chosen
+    assert [line["step"] for line in map(json.loads, rig.adaptive.path.read_text().splitlines())] == [6] * 4
+    for one in (rig, other):
+        one.steps(range(6, 9))
+    assert rig.state["losses"] == [2.0]  # the next decision came in its own time
+    assert other.state == rig.state
