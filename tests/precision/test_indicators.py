@@ -1,11 +1,23 @@
 """Indicators against their definitions."""
 
 import math
+import random
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from modelwright.precision.indicators import Observer, Sums, error_of, outlier_share, relative_rise, trend, variation
+from modelwright.precision.indicators import (
+    Level,
+    Observer,
+    Sums,
+    error_of,
+    loss_excess,
+    outlier_share,
+    relative_rise,
+    trend,
+    variation,
+)
 
 
 def test_sums_of_a_tensor_and_what_follows_from_them():
@@ -28,6 +40,52 @@ def test_trend_is_the_slope_of_the_logarithm():
     assert trend([2.0 * math.exp(-0.01 * step) for step in range(11)]) == pytest.approx(-0.1)
     assert trend([1.0, float("nan"), 1.0]) == 0.0
     assert trend([1.0, 1.1, 1.2, 1.3]) > 0.2
+
+
+def levels_of(curve: Callable[[int], float], *, every: int, num_periods: int, noise: float, seed: int) -> list[Level]:
+    draw = random.Random(seed)
+    losses = [curve(step) + draw.gauss(0.0, noise) for step in range(1, every * num_periods + 1)]
+    found = [Level.of(losses[start : start + every]) for start in range(0, len(losses), every)]
+    return [level for level in found if level]
+
+
+CURVES: dict[str, Callable[[int], float]] = {
+    "root": lambda step: 2.0 + 6.0 * step**-0.5,
+    "power": lambda step: 1.0 + 8.0 * step**-0.2,
+    "exponential": lambda step: 3.0 + 4.0 * math.exp(-step / 150) + 2.0 * math.exp(-step / 20),
+    "flat": lambda step: 3.0,
+}
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("every", [4, 20, 100])
+def test_a_loss_that_falls_ever_more_slowly_is_not_in_excess(curve, every):
+    """Never without noise, and with it about as seldom as three standard errors promise."""
+    found = {noise: [] for noise in (0.0, 0.03)}
+    for seed in range(20):
+        for noise, excesses in found.items():
+            levels = levels_of(CURVES[curve], every=every, num_periods=12, noise=noise, seed=seed)
+            excesses += [loss_excess(levels[:number], level) for number, level in enumerate(levels)]
+    assert max(found[0.0]) < 1e-9
+    assert sum(excess > 0 for excess in found[0.03]) <= 0.015 * len(found[0.03])
+
+
+@pytest.mark.parametrize("past", [1, 2, 3, 8])
+def test_a_jump_is_in_excess_by_what_it_rises(past):
+    levels = levels_of(CURVES["root"], every=20, num_periods=past + 1, noise=0.03, seed=past)
+    usual = levels[-1]
+    fell = levels[-2].mean - usual.mean if past < 3 else 0.0  # a fall that so short a past does not lead to expect
+    risen = Level(1.2 * (usual.mean + fell), usual.variance, usual.count)
+    assert loss_excess(levels[:-1], risen) == pytest.approx(0.2, abs=0.04)
+
+
+def test_a_level_leaves_its_own_slope_and_what_is_not_finite_out_of_its_variance():
+    draw = random.Random(0)
+    level = Level.of([*(5.0 - 0.01 * step + draw.gauss(0.0, 0.1) for step in range(400)), math.nan])
+    assert level is not None
+    assert level.count == 400
+    assert level.variance == pytest.approx(0.01, rel=0.2)
+    assert Level.of([1.0, math.inf]) is None
 
 
 def test_outliers_variation_and_rises():

@@ -3,7 +3,9 @@
 import copy
 import json
 import math
+import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from modelwright.ops.formats import Format
 from modelwright.optim.build import build_optimizer
 from modelwright.optim.update import Context
 from modelwright.parallel.mesh import World
+from modelwright.precision.adaptive import Bandit
 from modelwright.precision.model import ModelFormats
 from modelwright.precision.policy import Kind, PrecisionConfig
 from modelwright.train.adaptive import AdaptivePrecision, Machine
@@ -129,3 +132,34 @@ def test_a_decision_whose_step_was_skipped_is_made_at_the_next_good_one(tmp_path
         one.steps(range(6, 9))
     assert rig.state["losses"] == [2.0]  # the next decision came in its own time
     assert other.state == rig.state
+
+
+def falling(step: int) -> float:
+    return 2.0 + 6.0 * (step + 1) ** -0.5 + random.Random(step).gauss(0.0, 0.02)
+
+
+def rewards_of(rig: Rig, monkeypatch) -> list[float]:
+    """Of all that the bandit hears, less what the estimate says: the share of time saved."""
+    heard, usual = [], Bandit.learn
+
+    def learn(self, part, signs, chosen, loss_excess):
+        calm = replace(signs, **{name: {} for name in ("weight_error", "input_error", "gradient_error", "sensitivity")})
+        heard.append(self.reward(calm, chosen, loss_excess) - (1.0 - signs.speed[chosen]))
+        usual(self, part, signs, chosen, loss_excess)
+
+    monkeypatch.setattr(Bandit, "learn", learn)
+    return heard
+
+
+def test_a_loss_that_does_not_depend_on_formats_teaches_what_time_they_save(tmp_path, monkeypatch):
+    rig = Rig(tmp_path, {"kind": "bandit", "every": 10, "candidates": ["bf16", "int8"], "spike": 0.05})
+    heard = rewards_of(rig, monkeypatch)
+    rig.steps(range(10), falling)
+    first = dict(rig.adaptive.switcher.formats)
+    rig.steps(range(10, 20), falling)
+    assert "fp32" not in first.values()
+    assert rig.adaptive.switcher.good == first
+    rig.steps(range(20, 80), falling)
+    assert set(heard) == {0.0}
+    rig.steps(range(80, 90), lambda step: 1.04 * falling(step))
+    assert heard[-1] == pytest.approx(-5 * 0.04, rel=0.4)

@@ -117,8 +117,8 @@ class Bandit:
     """Learns for each format a linear estimate of its reward, and tries what it is unsure of (LinUCB, disjoint arms).
 
     Reward: the share of FP32's time saved, less `damage_weight` times the damage: the estimate's, and what the loss
-    rose above its trend since the choice was made. It is never more than that share, which is known beforehand, so that
-    a format is not tried that could not win.
+    was above what was expected, since the choice was made. It is never more than that share, which is known beforehand,
+    so that a format is not tried that could not win.
     """
 
     def __init__(self, config: AdaptiveConfig) -> None:
@@ -220,7 +220,7 @@ class Switcher:
         return True
 
     def decide(self, step: int, signs: Mapping[str, Signs], loss_excess: float) -> None:
-        """All parts, in one order; loss_excess: what the loss rose above its trend since the last decision."""
+        """All parts, in one order; loss_excess: what the loss was above what the earlier periods led to expect."""
         if loss_excess <= self.config.spike:
             self.good = dict(self.formats)
         for part, seen in signs.items():

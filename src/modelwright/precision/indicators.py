@@ -24,6 +24,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -36,6 +37,10 @@ from modelwright.precision.model import part_of
 MAX_ROWS = 128
 """Rows of activations and gradients that errors are measured on."""
 OUTLIER = 3.0
+EXPECTING = 3
+"""Periods that an expected loss rests on."""
+SIGMAS = 3.0
+"""Standard errors above what was expected from which a loss is in excess."""
 FP16_LARGEST, FP16_SMALLEST = 65504.0, 2.0**-24
 
 
@@ -196,6 +201,46 @@ def trend(losses: Sequence[float]) -> float:
     middle, mean = statistics.fmean(places), statistics.fmean(logs)
     slope = sum((x - middle) * (y - mean) for x, y in zip(places, logs, strict=True))
     return slope / sum((x - middle) ** 2 for x in places) * (len(logs) - 1)
+
+
+@dataclass(frozen=True)
+class Level:
+    """The finite losses of one period: their mean, and their variance about their own trend, from what each differs by
+    from the one before (von Neumann 1941), which a slope hardly touches."""
+
+    mean: float
+    variance: float
+    count: int
+
+    @staticmethod
+    def of(losses: Sequence[float]) -> "Level | None":
+        """None of fewer than two."""
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        if len(finite) < 2:
+            return None
+        differences = statistics.fmean((b - a) ** 2 for a, b in pairwise(finite))
+        return Level(statistics.fmean(finite), differences / 2, len(finite))
+
+
+def loss_excess(past: Sequence[Level], now: Level) -> float:
+    """What the loss of a period lies above what the periods before it led to expect, relative; 0 where that is within
+    `SIGMAS` standard errors, or where there is no past.
+
+    A loss falls ever more slowly, so the expected fall is the last one, times its ratio to the one before it. Of any
+    sum of a constant, powers of the step and exponentials that decay (whose falls are log-convex) that is never more
+    than the fall to come, so that without noise there is no excess.
+    """
+    if not past:
+        return 0.0
+    falls = [before.mean - after.mean for before, after in pairwise(past[-EXPECTING:])]
+    slowing = min(1.0, falls[1] / falls[0]) if len(falls) == 2 and min(falls) > 0 else 0.0
+    fall = slowing * falls[-1] if slowing else 0.0
+    expected = past[-1].mean - fall
+    weights = [1.0 / now.count, (1.0 + slowing) ** 2 / past[-1].count]
+    weights += [slowing**2 / past[-2].count] if slowing else []
+    variance = statistics.fmean(level.variance for level in past[-EXPECTING:])
+    excess = now.mean - expected
+    return excess / expected if excess > SIGMAS * math.sqrt(variance * sum(weights)) and expected > 0 else 0.0
 
 
 def outlier_share(norms: Sequence[float]) -> float:

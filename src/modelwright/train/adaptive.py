@@ -28,10 +28,13 @@ from modelwright.precision.adaptive import ROOMY, Switcher, controller_of, sched
 from modelwright.precision.adaptive_config import AdaptiveConfig
 from modelwright.precision.hardware import Shape, measure_speeds
 from modelwright.precision.indicators import (
+    EXPECTING,
+    Level,
     Observer,
     Signs,
     Sums,
     error_of,
+    loss_excess,
     outlier_share,
     relative_rise,
     trend,
@@ -83,7 +86,8 @@ class AdaptivePrecision:
     """An `Update`. parts: of the whole model, on all ranks alike; names and num_holders: of this rank's tensors.
 
     trial: the loss of some rows of the present batch with the formats as they are, over all ranks; scale: of losses.
-    is_due: a decision waits for a step that is not skipped, since the last step of its period was.
+    levels: of the last periods' losses, since a jump; is_due: a decision waits for a step that is not skipped, since
+    the last step of its period was.
     """
 
     config: AdaptiveConfig
@@ -102,7 +106,7 @@ class AdaptivePrecision:
     seen: Seen = field(default_factory=Seen)
     sensitivity: dict[Pair, float] = field(default_factory=dict)
     next_trial: int = 0
-    last_trend: float = 0.0
+    levels: list[Level] = field(default_factory=list)
     is_due: bool = False
     step: int = 0
 
@@ -161,7 +165,9 @@ class AdaptivePrecision:
         jumped = self.switcher.see_loss(context.step + 1, context.loss)
         measures = self._measures(context.step)
         self.is_due = self.is_due or (context.step + 1) % self.config.every == 0
-        if not jumped:
+        if jumped:
+            self.levels = []
+        else:
             self.seen.losses.append(context.loss)
             self.seen.run_norms.append(context.grad_norm)
             if context.skip:
@@ -184,9 +190,16 @@ class AdaptivePrecision:
 
     def _decide(self, step: int, sums: Mapping[str, Sums]) -> None:
         self._try()
-        now = trend(self.seen.losses)
-        self.switcher.decide(step, self._signs(sums, now), max(0.0, now - self.last_trend))
-        self.last_trend = now
+        self.switcher.decide(step, self._signs(sums), self._loss_excess())
+
+    def _loss_excess(self) -> float:
+        """Of the period that ends, which then belongs to the past."""
+        now = Level.of(self.seen.losses)
+        if now is None:
+            return 0.0
+        excess = loss_excess(self.levels, now)
+        self.levels = [*self.levels, now][-EXPECTING:]
+        return excess
 
     def _bring(self, context: Context) -> None:
         """Let the model follow, and tell."""
@@ -223,8 +236,8 @@ class AdaptivePrecision:
         width = len(Sums().values)
         return {part: Sums(*flat[i * width : (i + 1) * width]) for i, part in enumerate(self.parts)}
 
-    def _signs(self, sums: Mapping[str, Sums], now: float) -> dict[str, Signs]:
-        errors = self._errors()
+    def _signs(self, sums: Mapping[str, Sums]) -> dict[str, Signs]:
+        errors, now = self._errors(), trend(self.seen.losses)
         outliers = outlier_share(self.seen.run_norms)
         return {
             part: Signs(
@@ -314,7 +327,7 @@ class AdaptivePrecision:
             "observed": {str(self.world.rank): [[*key, *value] for key, value in self.observer.errors.items()]},
             "sensitivity": [[*key, value] for key, value in self.sensitivity.items()],
             "next_trial": self.next_trial,
-            "last_trend": self.last_trend,
+            "levels": [list(vars(level).values()) for level in self.levels],
             "is_due": self.is_due,
             "step": self.step,
         }
@@ -325,7 +338,8 @@ class AdaptivePrecision:
         self.seen = Seen(list(state["losses"]), list(state["run_norms"]), norms, dict(state["overflows"]))
         self.observer = Observer(self.candidates, self._own_of(state["observed"]))
         self.sensitivity = {(part, chosen): float(value) for part, chosen, value in state["sensitivity"]}
-        self.next_trial, self.last_trend = int(state["next_trial"]), float(state["last_trend"])
+        self.next_trial = int(state["next_trial"])
+        self.levels = [Level(*level) for level in state["levels"]]
         self.is_due, self.step = bool(state["is_due"]), int(state["step"])
         self._forget_after(self.step)
         held = self.formats.formats
