@@ -1,6 +1,7 @@
 """Decisions about formats: estimate, rules, bandit, schedule, hysteresis, fallback, and state that comes back whole."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
+from modelwright.ops.formats import Format
 from modelwright.precision.adaptive import Bandit, Rules, Switcher, controller_of, damage, scheduled
 from modelwright.precision.adaptive_config import AdaptiveConfig
 from modelwright.precision.indicators import Signs
@@ -24,7 +26,7 @@ CALM = Signs(
     weight_error={"fp32": 0.0, "bf16": 0.002, "int8": 0.01},
     input_error={"fp32": 0.0, "bf16": 0.002, "int8": 0.02},
     gradient_error={"fp32": 0.0, "bf16": 0.002, "int8": 0.03},
-    sensitivity={},
+    sensitivity={"bf16": 0.0, "fp16": 0.0, "int8": 0.0},
     loss_trend=-0.1,
     norm_outliers=0.0,
     speed={"fp32": 1.0, "bf16": 0.5, "int8": 0.25},
@@ -36,9 +38,13 @@ def config(**given) -> AdaptiveConfig:
     return parse(AdaptiveConfig, {"kind": "rules", "every": 10, **given})
 
 
-def switcher(**given) -> Switcher:
+def known(part: str, chosen: Format) -> float | None:
+    raise AssertionError(f"{chosen} has a sensitivity")
+
+
+def switcher(probe: Callable[[str, Format], float | None] = known, **given) -> Switcher:
     made = config(**given)
-    return Switcher(made, {PART: "fp32"}, controller_of(made))
+    return Switcher(made, {PART: "fp32"}, controller_of(made), probe)
 
 
 @pytest.mark.parametrize(
@@ -99,21 +105,25 @@ def test_rules_leave_a_format_that_is_nearly_as_fast_unless_memory_is_short():
 
 
 def test_the_bandit_learns_what_pays():
-    """INT8 harms this part and BF16 does not; after some tries of each it stays with BF16. FP32 saves nothing, whatever
-    comes of it, so it is not tried."""
-    bandit = Bandit(config(kind="bandit"))
-    harmful = replace(CALM, sensitivity={"int8": 0.3})
+    """INT8 raises the loss with this part and BF16 does not; after some tries of each it stays with BF16. FP32 saves
+    nothing, whatever comes of it, so it is not tried."""
+    bandit = Bandit(config(kind="bandit", explore=1.0))
     chosen = []
     for _ in range(40):
-        choice = bandit.propose(PART, harmful, "fp32", CANDIDATES).chosen
-        bandit.learn(PART, harmful, choice, loss_excess=0.0)
+        choice = bandit.propose(PART, CALM, "fp32", CANDIDATES).chosen
+        bandit.learn(PART, CALM, choice, loss_excess=0.3 if choice == "int8" else 0.0)
         chosen.append(choice)
     assert set(chosen) == {"bf16", "int8"}
     assert chosen[-15:] == ["bf16"] * 15
-    again = Bandit(config(kind="bandit"))
+    again = Bandit(bandit.config)
     again.load_state_dict(json.loads(json.dumps(bandit.state_dict())))
     assert all(np.array_equal(again.precision[name], value) for name, value in bandit.precision.items())
-    assert again.propose(PART, harmful, "fp32", CANDIDATES) == bandit.propose(PART, harmful, "fp32", CANDIDATES)
+    assert again.propose(PART, CALM, "fp32", CANDIDATES) == bandit.propose(PART, CALM, "fp32", CANDIDATES)
+
+
+def test_a_bandit_does_not_try_what_is_known_to_harm():
+    harmful = replace(CALM, sensitivity={"bf16": 0.0, "int8": 0.3})
+    assert Bandit(config(kind="bandit", explore=9.0)).propose(PART, harmful, "fp32", CANDIDATES).chosen == "bf16"
 
 
 def test_a_changed_part_rests_and_every_change_has_its_reason():
@@ -129,6 +139,23 @@ def test_a_changed_part_rests_and_every_change_has_its_reason():
     assert "as fast as fp32" in first["reason"]
     assert second["step"] == 40
     assert made.take_changes() == []
+
+
+@pytest.mark.parametrize("kind", ["rules", "bandit"])
+def test_a_format_is_probed_before_a_part_changes_to_it(kind):
+    """INT8 turns out to be harmful, nothing can be said of FP8, BF16 is harmless: one probe of each, and no more."""
+    rises, probed = {"int8": 0.4, "fp8": None, "bf16": 0.001}, []
+
+    def probe(part: str, chosen: Format) -> float | None:
+        probed.append((chosen, made.formats[part]))
+        return rises[chosen]
+
+    made = switcher(probe, kind=kind, hold=0, candidates=["fp8", "bf16", "int8"], explore=0.5)
+    unknown = replace(CALM, sensitivity={}, speed={**CALM.speed, "fp8": 0.2})
+    made.decide(10, {PART: unknown}, 0.0)
+    assert made.formats == {PART: "bf16"}
+    assert sorted(probed) == [("bf16", "fp32"), ("fp8", "fp32"), ("int8", "fp32")]
+    assert made.last_signs[PART].sensitivity == {"int8": 0.4, "bf16": 0.001}
 
 
 def test_a_jump_of_the_loss_brings_the_last_good_formats_back():

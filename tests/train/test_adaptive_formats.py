@@ -27,14 +27,13 @@ def int8_spoils_a_product(monkeypatch):
     monkeypatch.setattr(ModelFormats, "product", product)
 
 
-def changes(tiny, folder: Path) -> tuple[list[dict], dict]:
+def changes(tiny, folder: Path, *, num_steps: int) -> tuple[list[dict], dict]:
     known = {f"{kind}/{name}": value for kind in ("attention", "ffn") for name, value in SECONDS.items()}
     folder.mkdir()
     (folder / "formats.json").write_text(json.dumps({**known, "memory": 0.1}))
     precision = {"policy": "fp32", "adaptive": RULES}
-    tiny.run(
-        folder, tiny.settings(num_steps=40, learning_rate=1e-3, precision=precision, eval_every_steps=0), heldout=[]
-    )
+    settings = tiny.settings(num_steps=num_steps, learning_rate=1e-3, precision=precision, eval_every_steps=0)
+    tiny.run(folder, settings, heldout=[])
     last = max((folder / "checkpoints").glob("step-*/state.json"))
     state = json.loads(last.read_text())["state"]["updates"]["adaptive_precision"]
     lines = (folder / "formats.jsonl").read_text().splitlines()
@@ -43,7 +42,7 @@ def changes(tiny, folder: Path) -> tuple[list[dict], dict]:
 
 @pytest.mark.usefixtures("int8_spoils_a_product")
 def test_a_part_that_its_format_harms_goes_back_for_that_reason(tiny, tmp_path):
-    found, rises = changes(tiny, tmp_path / "run")
+    found, rises = changes(tiny, tmp_path / "run", num_steps=10)
     ours = [(change["from"], change["to"], change["reason"]) for change in found if change["part"] == BROKEN]
     assert ours[0][:2] == ("fp32", "int8")
     assert ours[1][:2] == ("int8", "fp32")
@@ -52,6 +51,6 @@ def test_a_part_that_its_format_harms_goes_back_for_that_reason(tiny, tmp_path):
 
 
 def test_parts_in_a_narrow_format_are_tried_against_fp32(tiny, tmp_path):
-    _, rises = changes(tiny, tmp_path / "run")
+    _, rises = changes(tiny, tmp_path / "run", num_steps=40)
     assert len(rises) == 4
     assert all(0.0 < abs(rise) < 0.02 for rise in rises.values())

@@ -163,3 +163,26 @@ def test_a_loss_that_does_not_depend_on_formats_teaches_what_time_they_save(tmp_
     assert set(heard) == {0.0}
     rig.steps(range(80, 90), lambda step: 1.04 * falling(step))
     assert heard[-1] == pytest.approx(-5 * 0.04, rel=0.4)
+
+
+@pytest.mark.parametrize("kind", ["rules", "bandit"])
+def test_every_part_is_probed_in_a_format_before_it_computes_in_it(tmp_path, kind):
+    """INT8 spoils one feed-forward part: that part never computes in it outside of a trial."""
+    rig = Rig(tmp_path, {"kind": kind, "candidates": ["int8"]})
+    rig.harmful.add(("blocks.1.ffn", "int8"))
+    rig.steps(range(4))
+    formats = rig.adaptive.switcher.formats
+    assert formats.pop("blocks.1.ffn") == "fp32"
+    assert set(formats.values()) == {"int8"}
+    assert rig.adaptive.sensitivity["blocks.1.ffn", "int8"] == 0.5
+    assert len(rig.trials) == 5  # all in FP32, and each part in INT8
+
+
+def test_probes_are_made_once_and_all_formats_take_their_turns(tmp_path):
+    rig = Rig(tmp_path, {"candidates": ["bf16", "int8"]})
+    rig.steps(range(4))
+    assert rig.chosen == {"int8"}
+    rig.trials.clear()
+    rig.steps(range(4, 8))
+    assert len(rig.trials) == 1 + 2  # as it is, in INT8, and the second part in FP32 and BF16
+    assert {chosen for _, chosen in rig.adaptive.sensitivity} == {"bf16", "int8"}

@@ -8,8 +8,8 @@ Knows no rank and no module.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -117,8 +117,8 @@ class Bandit:
     """Learns for each format a linear estimate of its reward, and tries what it is unsure of (LinUCB, disjoint arms).
 
     Reward: the share of FP32's time saved, less `damage_weight` times the damage: the estimate's, and what the loss
-    was above what was expected, since the choice was made. It is never more than that share, which is known beforehand,
-    so that a format is not tried that could not win.
+    was above what was expected, since the choice was made. It is never more than what the estimate leaves of that
+    share, which is known beforehand, so that a format is not tried that could not win.
     """
 
     def __init__(self, config: AdaptiveConfig) -> None:
@@ -136,7 +136,7 @@ class Bandit:
         precision, rewards = self._arm(chosen)
         seen, inverse = features(signs, chosen), np.linalg.inv(precision)
         hoped = float(inverse @ rewards @ seen + self.config.explore * math.sqrt(seen @ inverse @ seen))
-        return min(hoped, 1.0 - min(1.0, signs.speed[chosen]))
+        return min(hoped, self.reward(signs, chosen, 0.0))
 
     def propose(self, part: str, signs: Signs, present: Format, candidates: Sequence[Format]) -> Choice:
         bounds = {chosen: self._bound(signs, chosen) for chosen in candidates}
@@ -179,12 +179,14 @@ def scheduled(
 class Switcher:
     """The present formats of all parts, with hysteresis, a fallback, and a reason for each change.
 
-    widest: what a part falls back to in the end (the policy's format).
+    widest: what a part falls back to in the end (the policy's format). probe: the relative rise of the loss with a part
+    in a format, None where nothing tells; no format but FP32 is changed to whose rise is not known.
     """
 
     config: AdaptiveConfig
     widest: dict[str, Format]
     controller: Controller
+    probe: Callable[[str, Format], float | None]
     formats: dict[str, Format] = field(default_factory=dict)
     good: dict[str, Format] = field(default_factory=dict)
     resting: dict[str, int] = field(default_factory=dict)
@@ -221,20 +223,36 @@ class Switcher:
 
     def decide(self, step: int, signs: Mapping[str, Signs], loss_excess: float) -> None:
         """All parts, in one order; loss_excess: what the loss was above what the earlier periods led to expect."""
+        self.last_signs, last_signs = {}, self.last_signs
         if loss_excess <= self.config.spike:
             self.good = dict(self.formats)
         for part, seen in signs.items():
-            if part in self.last_signs:
+            self.last_signs[part] = seen
+            if part in last_signs:
                 lost = seen.skipped_share if self.formats[part] == "fp16" else 0.0
-                self.controller.learn(part, self.last_signs[part], self.formats[part], loss_excess + lost)
+                self.controller.learn(part, last_signs[part], self.formats[part], loss_excess + lost)
             if self.resting.get(part, 0) > 0:
                 self.resting[part] -= 1
                 continue
-            choice = self.controller.propose(part, seen, self.formats[part], self.candidates(part))
+            choice = self._proved(part)
             if choice.chosen != self.formats[part]:
                 self._switch(step, part, choice)
                 self.resting[part] = self.config.hold
-        self.last_signs = dict(signs)
+
+    def _proved(self, part: str) -> Choice:
+        """What the controller proposes when it knows the rise of the loss with what it proposes."""
+        candidates = self.candidates(part)
+        while True:
+            signs = self.last_signs[part]
+            choice = self.controller.propose(part, signs, self.formats[part], candidates)
+            if choice.chosen in ("fp32", self.formats[part], *signs.sensitivity):
+                return choice
+            rise = self.probe(part, choice.chosen)
+            if rise is None:
+                candidates.remove(choice.chosen)
+            else:
+                sensitivity = {**signs.sensitivity, choice.chosen: rise}
+                self.last_signs[part] = replace(signs, sensitivity=sensitivity)
 
     def follow(self, step: int, formats: Mapping[str, Format]) -> None:
         """Take over what a schedule says."""

@@ -10,7 +10,8 @@ Fourteen indicators, of a part (the attention or the feed-forward layers of one 
     skipped_share        steps that were skipped for values that were not finite, while the part was in FP16
     weight_error, input_error, gradient_error
                          what a format loses of them, relative (each format has its own)
-    sensitivity          relative rise of the loss when the part alone computes in a format, by trial
+    sensitivity          relative rise of the loss when the part alone computes in a format, by trial; only of
+                         formats that were tried
     loss_trend           of the run: slope of the logarithm of the loss over the decision's steps, above 0 when it rises
     norm_outliers        of the run: share of steps whose gradient norm is above thrice the median
     speed                seconds of a format over those of FP32 at the part's own shapes, measured at the start

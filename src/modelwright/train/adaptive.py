@@ -44,7 +44,7 @@ from modelwright.precision.model import ModelFormats, kind_of, names_of_projecti
 from modelwright.precision.policy import Kind
 
 TRIALS = 2
-"""Parts whose sensitivity is tried at each decision."""
+"""Sensitivities that are tried anew at each decision; what has none is tried before a part changes to it."""
 TRIAL_TOKENS = 512
 """Of each rank, in whole rows: what a trial tells is a difference on the same tokens, which a few show."""
 MACHINE = "formats.json"
@@ -86,8 +86,8 @@ class AdaptivePrecision:
     """An `Update`. parts: of the whole model, on all ranks alike; names and num_holders: of this rank's tensors.
 
     trial: the loss of some rows of the present batch with the formats as they are, over all ranks; scale: of losses.
-    levels: of the last periods' losses, since a jump; is_due: a decision waits for a step that is not skipped, since
-    the last step of its period was.
+    tried: losses with one part in a format, of the present decision; levels: of the last periods' losses, since a
+    jump; is_due: a decision waits for a step that is not skipped, since the last step of its period was.
     """
 
     config: AdaptiveConfig
@@ -106,6 +106,7 @@ class AdaptivePrecision:
     seen: Seen = field(default_factory=Seen)
     sensitivity: dict[Pair, float] = field(default_factory=dict)
     next_trial: int = 0
+    tried: dict[Pair, float] = field(default_factory=dict)
     levels: list[Level] = field(default_factory=list)
     is_due: bool = False
     step: int = 0
@@ -116,7 +117,7 @@ class AdaptivePrecision:
         widest: dict[str, Format] = {part: self.formats.config.format_of(kind_of(part)) for part in self.parts}
         if self.config.looks:
             self.config = replace(self.config, candidates=self.machine.worthwhile(self.config, set(widest.values())))
-        self.switcher = Switcher(self.config, widest, controller_of(self.config))
+        self.switcher = Switcher(self.config, widest, controller_of(self.config), self._probe)
         self.observer = Observer(self.candidates)
 
     @property
@@ -250,7 +251,7 @@ class AdaptivePrecision:
                 weight_error={chosen: errors[part, "weight", chosen] for chosen in self.candidates},
                 input_error={chosen: errors[part, "input", chosen] for chosen in self.candidates},
                 gradient_error={chosen: errors[part, "gradient", chosen] for chosen in self.candidates},
-                sensitivity={chosen: self.sensitivity.get((part, chosen), 0.0) for chosen in self.candidates},
+                sensitivity={one: rise for (name, one), rise in self.sensitivity.items() if name == part},
                 loss_trend=now,
                 norm_outliers=outliers,
                 speed={chosen: self._relative_seconds(part, chosen) for chosen in self.candidates},
@@ -287,28 +288,32 @@ class AdaptivePrecision:
         return found
 
     def _try(self) -> None:
-        """How much the loss rises when one part computes in a narrower format instead of FP32, while the others stay as
-        they are: a few pairs in turn."""
-        pairs: list[Pair] = [(part, chosen) for chosen in self.candidates if chosen != "fp32" for part in self.parts]
-        now = self.trial()
+        """A few pairs in turn, all formats of a part one after the other: the model that they are tried on changes."""
+        pairs: list[Pair] = [(part, chosen) for part in self.parts for chosen in self.candidates if chosen != "fp32"]
+        self.tried = dict.fromkeys(self.switcher.formats.items(), self.trial())
         for _ in range(min(TRIALS, len(pairs))):
-            part, chosen = pairs[self.next_trial % len(pairs)]
+            self._probe(*pairs[self.next_trial % len(pairs)])
             self.next_trial += 1
-            exact, narrow = (self._tried(part, name, now) for name in ("fp32", chosen))
-            if exact != 0.0:  # rows without a label tell nothing
-                self.sensitivity[part, chosen] = relative_rise(exact, narrow)
 
-    def _tried(self, part: str, chosen: Format, now: float) -> float:
-        """The loss with this part in this format; now: with the formats as they are."""
-        if self.switcher.formats[part] == chosen:
-            return now
-        is_here, present = part in self.formats.formats, dict(self.formats.formats)
-        if is_here:
-            self.formats.change({part: chosen})
-        loss = self.trial()
-        if is_here:
-            self.formats.change(present)
-        return loss
+    def _probe(self, part: str, chosen: Format) -> float | None:
+        """How much the loss rises when one part computes in a narrower format instead of FP32, while the others stay as
+        they are; None where no row has a label, which tells nothing."""
+        exact, narrow = (self._tried(part, name) for name in ("fp32", chosen))
+        if exact == 0.0:
+            return None
+        self.sensitivity[part, chosen] = relative_rise(exact, narrow)
+        return self.sensitivity[part, chosen]
+
+    def _tried(self, part: str, chosen: Format) -> float:
+        """The loss with this part in this format."""
+        if (part, chosen) not in self.tried:
+            is_here, present = part in self.formats.formats, dict(self.formats.formats)
+            if is_here:
+                self.formats.change({part: chosen})
+            self.tried[part, chosen] = self.trial()
+            if is_here:
+                self.formats.change(present)
+        return self.tried[part, chosen]
 
     def _forget_after(self, step: int) -> None:
         """Leave out changes that a run which was cut off made after its last checkpoint: they come again."""
