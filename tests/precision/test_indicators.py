@@ -7,9 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from modelwright.core.config import parse
+from modelwright.ops import formats
+from modelwright.ops.formats import Format, Role
+from modelwright.ops.scaled import dequantise
 from modelwright.precision.indicators import (
     Level,
     Observer,
+    Sample,
     Sums,
     error_of,
     loss_excess,
@@ -18,6 +23,9 @@ from modelwright.precision.indicators import (
     trend,
     variation,
 )
+from modelwright.precision.model import ModelFormats
+from modelwright.precision.policy import PrecisionConfig
+from tiny_decoder import make_decoder
 
 
 def test_sums_of_a_tensor_and_what_follows_from_them():
@@ -98,43 +106,101 @@ def test_outliers_variation_and_rises():
     assert relative_rise(float("inf"), 2.0) == 1.0
 
 
+def config(**given) -> PrecisionConfig:
+    return parse(PrecisionConfig, {"policy": "fp32", **given})
+
+
+def observer(candidates: list[Format]) -> Observer:
+    return Observer(candidates, config())
+
+
+def error(x: torch.Tensor, chosen: Format, role: Role = "x") -> float:
+    return error_of(Sample.of(x), chosen, role, config())
+
+
 def test_formats_lose_what_their_mantissa_cannot_hold():
     x = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
-    lost = {chosen: error_of(x, chosen) for chosen in ("fp32", "fp16", "bf16", "int8", "fp8")}
+    lost = {chosen: error(x, chosen) for chosen in ("fp32", "fp16", "bf16", "int8", "fp8")}
     assert lost["fp32"] == 0.0
     assert lost["fp16"] < lost["bf16"] < lost["int8"] < lost["fp8"] < 0.05
     assert lost["bf16"] == pytest.approx(2.0**-8 / math.sqrt(3) * 0.7, rel=0.3)
 
 
+CODES: dict[str, dict] = {
+    "int8": {"int8": {"stochastic": False}},
+    "int8 at random": {},
+    "int8, wide": {"int8": {"weight_gradient": "wide"}},
+    **{f"fp8 {recipe}": {"fp8": {"recipe": recipe}} for recipe in ("tensorwise", "rowwise", "blockwise")},
+    "fp8 with e4m3": {"fp8": {"gradients": "e4m3"}},
+}
+
+
+def uneven(*shape: int, seed: int) -> torch.Tensor:
+    """Some rows and some columns are much larger than others."""
+    draw = torch.Generator().manual_seed(seed)
+    rows, columns = torch.randn(shape[0], 1, generator=draw), torch.randn(1, shape[1], generator=draw)
+    return torch.randn(shape, generator=draw) * (1.5 * rows).exp() * columns.exp()
+
+
+@pytest.mark.parametrize("num_rows", [100, 1500])
+@pytest.mark.parametrize("name", CODES)
+def test_errors_are_those_of_the_products_own_codes(monkeypatch, name, num_rows):
+    """The larger of both sides on which a factor is read; of some of 1,500 rows about that of all."""
+    made, chosen = config(**CODES[name]), "int8" if name.startswith("int8") else "fp8"
+    x, weight, gradient = (uneven(*shape, seed=i) for i, shape in enumerate([(num_rows, 48), (32, 48), (num_rows, 32)]))
+    factors: dict[Role, torch.Tensor] = {"x": x, "weight": weight, "grad": gradient}
+    lost: dict[Role, float] = dict.fromkeys(factors, 0.0)
+    usual = formats.quantise
+
+    def quantise(factor, grid, dtype, **given):
+        codes, scales = usual(factor, grid, dtype, **given)
+        (role,) = (role for role, whole in factors.items() if sorted(whole.shape) == sorted(factor.shape))
+        error = (dequantise(codes, scales, grid) - factor).norm() / factor.norm()
+        lost[role] = max(lost[role], float(error))
+        return codes, scales
+
+    monkeypatch.setattr(formats, "quantise", quantise)
+    product = ModelFormats(make_decoder(), made).product("", chosen)
+    torch.manual_seed(0)
+    wide_x = x.to(made.result_of[chosen]).requires_grad_()
+    product(wide_x, weight.clone().requires_grad_()).backward(gradient.to(made.result_of[chosen]))
+    near = 0.05 if num_rows == 100 else 0.35
+    for role, factor in factors.items():
+        assert error_of(Sample.of(factor), chosen, role, made) == pytest.approx(lost[role], rel=near), role
+
+
 def test_an_observer_sees_inputs_and_gradients_of_each_part_and_changes_nothing():
-    observer = Observer(["bf16", "int8"])
+    watching = observer(["bf16", "int8"])
     x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
-    product = observer.watched("blocks.0.ffn.up_proj", torch.nn.functional.linear)
+    product = watching.watched("blocks.0.ffn.up_proj", torch.nn.functional.linear)
     y = product(x, weight)
     assert torch.equal(y, torch.nn.functional.linear(x, weight))
     y.square().sum().backward()
-    assert observer.take("blocks.0.ffn", "input", "int8") == (error_of(x, "int8"), 1)
-    assert observer.take("blocks.0.ffn", "gradient", "bf16") == (error_of(2 * y.detach(), "bf16"), 1)
-    assert observer.take("blocks.1.ffn", "input", "int8") == (0.0, 0)
+    assert watching.take("blocks.0.ffn", "input", "int8") == (error(x, "int8"), 1)
+    assert watching.take("blocks.0.ffn", "gradient", "int8") == (error(2 * y.detach(), "int8", "grad"), 1)
+    assert watching.take("blocks.0.ffn", "gradient", "bf16") == (error(2 * y.detach(), "bf16"), 1)
+    assert watching.take("blocks.1.ffn", "input", "int8") == (0.0, 0)
+    product(x[:0], weight)
+    assert watching.take("blocks.0.ffn", "input", "int8")[1] == 1
 
 
 def test_what_comes_rounded_has_lost_what_rounding_costs_and_an_overflow_tells_nothing():
-    observer = Observer(["fp32", "bf16", "int8"])
-    product = observer.watched("blocks.0.ffn.up_proj", torch.nn.functional.linear)
+    watching = observer(["fp32", "bf16", "int8"])
+    product = watching.watched("blocks.0.ffn.up_proj", torch.nn.functional.linear)
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     product(x.bfloat16(), torch.randn(4, 256).bfloat16())
-    lost, count = observer.take("blocks.0.ffn", "input", "bf16")
-    assert (lost, count) == (pytest.approx(error_of(x, "bf16"), rel=0.05), 1)
-    assert observer.take("blocks.0.ffn", "input", "fp32") == (0.0, 1)
+    lost, count = watching.take("blocks.0.ffn", "input", "bf16")
+    assert (lost, count) == (pytest.approx(error(x, "bf16"), rel=0.05), 1)
+    assert watching.take("blocks.0.ffn", "input", "fp32") == (0.0, 1)
     for broken in (math.inf, math.nan):
         x[2, 4] = broken
         product(x, torch.randn(4, 256))
-        assert observer.take("blocks.0.ffn", "input", "int8")[1] == 1
+        assert watching.take("blocks.0.ffn", "input", "int8")[1] == 1
 
 
 def test_a_format_that_cannot_hold_the_values_loses_all_of_them():
-    observer = Observer(["bf16", "fp16"])
-    product = observer.watched("blocks.0.ffn.up_proj", torch.nn.functional.linear)
+    watching = observer(["bf16", "fp16"])
+    product = watching.watched("blocks.0.ffn.up_proj", torch.nn.functional.linear)
     product(torch.full((64, 256), 1e5), torch.randn(4, 256))
-    assert observer.take("blocks.0.ffn", "input", "fp16") == (1.0, 1)
-    assert observer.take("blocks.0.ffn", "input", "bf16")[0] < 0.01
+    assert watching.take("blocks.0.ffn", "input", "fp16") == (1.0, 1)
+    assert watching.take("blocks.0.ffn", "input", "bf16")[0] < 0.01

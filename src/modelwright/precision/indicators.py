@@ -9,7 +9,7 @@ Fourteen indicators, of a part (the attention or the feed-forward layers of one 
     underflow_share      gradients below FP16's smallest, but not zero
     skipped_share        steps that were skipped for values that were not finite, while the part was in FP16
     weight_error, input_error, gradient_error
-                         what a format loses of them, relative (each format has its own)
+                         what the codes of a format's products lose of them, relative (each format has its own)
     sensitivity          relative rise of the loss when the part alone computes in a format, by trial; only of
                          formats that were tried
     loss_trend           of the run: slope of the logarithm of the loss over the decision's steps, above 0 when it rises
@@ -31,12 +31,14 @@ import torch
 from torch import Tensor
 
 from modelwright.model.decoder import Product
-from modelwright.ops.formats import E4M3, FLOATS, Format, quantisation_error
-from modelwright.ops.scaled import ROWWISE
+from modelwright.ops.formats import E4M3, FLOATS, GRIDS, Format, Role
+from modelwright.ops.scaled import BLOCK, ROWWISE, TENSORWISE, Grid, dequantise, quantise
 from modelwright.precision.model import part_of
+from modelwright.precision.policy import PrecisionConfig
 
+ROLES: dict[str, Role] = {"weight": "weight", "input": "x", "gradient": "grad"}
 MAX_ROWS = 128
-"""Rows of activations and gradients that errors are measured on."""
+"""Rows of weights, activations and gradients that errors are measured on."""
 OUTLIER = 3.0
 EXPECTING = 3
 """Periods that an expected loss rests on."""
@@ -65,35 +67,100 @@ class Signs:
     memory_pressure: float
 
 
-def error_of(x: Tensor, chosen: Format) -> float:
-    """What a format loses of [..., K] values, relative, by the finest groups that its products here use."""
-    rows = some_rows(x).float()
+@dataclass(frozen=True)
+class Sample:
+    """Some of [N, K] values, FP32: rows at equal distances, and neighbours. Of all: the largest magnitude of each
+    column, and the mean square."""
+
+    rows_RK: Tensor
+    block_RK: Tensor
+    maxima_K: Tensor
+    mean_square: Tensor
+
+    @staticmethod
+    def of(values: Tensor) -> "Sample":
+        """Of [..., K] values, of which there is at least one row."""
+        all_NK = values.detach().flatten(0, -2) if values.dim() > 2 else values.detach()
+        num_rows = all_NK.shape[0]
+        start = (num_rows - 1) // 2 // MAX_ROWS * MAX_ROWS
+        return Sample(
+            all_NK[:: max(1, num_rows // MAX_ROWS)].float(),
+            all_NK[start : start + MAX_ROWS].float(),
+            all_NK.abs().amax(0).float(),
+            torch.linalg.vector_norm(all_NK, dtype=torch.float32).square() / all_NK.numel(),
+        )
+
+
+def error_of(sample: Sample, chosen: Format, role: Role, config: PrecisionConfig) -> float:
+    """What a format loses of values, relative, by the codes and grids with which its products read them as `role`.
+
+    Products in eight bits read all values twice, as they are and transposed; the larger loss counts. Scales are those
+    of all values (of blocks, those of the block), of delayed scaling the present ones; of a weight that ranks share,
+    those of its piece.
+    """
     if chosen in FLOATS:
-        lost, whole = (rows.to(FLOATS[chosen]).float() - rows).square().sum(), rows.square().sum()
-        return float((lost / whole).sqrt()) if whole > 0 else 0.0
-    return quantisation_error(rows, torch.int8 if chosen == "int8" else E4M3, ROWWISE)
+        return _float_error(sample.rows_RK, FLOATS[chosen])
+    eight = config.int8 if chosen == "int8" else config.fp8
+    sides = [False] if role != "weight" and eight.weight_gradient == "wide" else [False, True]
+    return max(_error_of_codes(sample, chosen, role, config, transposed=side) for side in sides)
 
 
-def some_rows(x: Tensor) -> Tensor:
-    """At most about `MAX_ROWS` of [..., K] values."""
-    rows = x.detach().flatten(0, -2) if x.dim() > 2 else x.detach()
-    return rows[:: max(1, rows.shape[0] // MAX_ROWS)]
+def _error_of_codes(sample: Sample, chosen: Format, role: Role, config: PrecisionConfig, *, transposed: bool) -> float:
+    """Rounded at random, a value that lies d of a step s from the nearest code has lost s^2 d (1 - d) in the mean.
+
+    INT8's steps along a column are as large for small rows as for large ones: what they lose is a share of all rows'
+    squares, not of the sample's.
+    """
+    dtype, grid = _codes_of(chosen, role, config)
+    rows = sample.block_RK if BLOCK in grid else sample.rows_RK
+    x = rows.T if transposed else rows
+    maxima = None
+    if grid == TENSORWISE:
+        maxima = sample.maxima_K.max().view(1, 1)
+    elif grid == ROWWISE and transposed:
+        maxima = sample.maxima_K.unsqueeze(1)
+    codes, scales = quantise(x, grid, dtype, maxima=maxima)
+    lost = dequantise(codes, scales, grid) - x
+    squares = lost.square()
+    if chosen == "int8" and role == "grad" and config.int8.stochastic:
+        squares = dequantise(torch.ones_like(codes), scales, grid) * lost.abs() - squares
+    is_shared = chosen == "int8" and transposed
+    return _share(squares, sample.mean_square * x.numel() if is_shared else x.square().sum())
+
+
+def _codes_of(chosen: Format, role: Role, config: PrecisionConfig) -> tuple[torch.dtype, Grid]:
+    """Of an eight-bit format's factors."""
+    if chosen == "int8":
+        return torch.int8, ROWWISE
+    rows, squares = GRIDS[config.fp8.recipe]
+    return config.fp8.gradient_dtype if role == "grad" else E4M3, squares if role == "weight" else rows
+
+
+def _float_error(x: Tensor, dtype: torch.dtype) -> float:
+    return _share((x.to(dtype).float() - x).square(), x.square().sum())
+
+
+def _share(lost_squares: Tensor, whole: Tensor) -> float:
+    """Root of what is lost over the sum of squares of the values, 0 of zeros."""
+    return float((lost_squares.sum() / whole).sqrt()) if whole > 0 else 0.0
 
 
 @cache
 def rounding_error(chosen: Format) -> float:
-    """`error_of` normally distributed values: what values have lost that come in a narrow format already."""
-    return error_of(torch.randn(64, 256, generator=torch.Generator().manual_seed(0)), chosen)
+    """What normally distributed values lose: what values have lost that come in a narrow format already."""
+    return _float_error(torch.randn(64, 256, generator=torch.Generator().manual_seed(0)), FLOATS[chosen])
 
 
 @dataclass
 class Observer:
     """Looks at what goes into the products of a model and at the gradients that come back.
 
-    errors: sum and count of relative errors by (part, "input" or "gradient", format).
+    config: how products read their factors; errors: sum and count of relative errors by (part, "input" or "gradient",
+    format).
     """
 
     candidates: Sequence[Format]
+    config: PrecisionConfig
     errors: dict[tuple[str, str, Format], tuple[float, int]] = field(default_factory=dict)
 
     def watched(self, name: str, product: Product) -> Product:
@@ -112,11 +179,13 @@ class Observer:
     def _see(self, part: str, what: str, values: Tensor) -> None:
         """Values of a step that overflowed, which is skipped, tell nothing; a format that overflows where they do not
         loses all of them."""
-        rows = some_rows(values)
-        if not bool(rows.isfinite().all()):
+        if not values.numel():
+            return
+        sample, role = Sample.of(values), ROLES[what]
+        if not bool(sample.maxima_K.isfinite().all()):
             return
         for chosen in self.candidates:
-            lost = min(1.0, error_of(rows, chosen))
+            lost = min(1.0, error_of(sample, chosen, role, self.config))
             if values.dtype != torch.float32 and chosen in FLOATS:
                 lost = max(lost, rounding_error(chosen))
             total, count = self.errors.get((part, what, chosen), (0.0, 0))

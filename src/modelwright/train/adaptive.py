@@ -31,6 +31,7 @@ from modelwright.precision.indicators import (
     EXPECTING,
     Level,
     Observer,
+    Sample,
     Signs,
     Sums,
     error_of,
@@ -118,7 +119,7 @@ class AdaptivePrecision:
         if self.config.looks:
             self.config = replace(self.config, candidates=self.machine.worthwhile(self.config, set(widest.values())))
         self.switcher = Switcher(self.config, widest, controller_of(self.config), self._probe)
-        self.observer = Observer(self.candidates)
+        self.observer = Observer(self.candidates, self.formats.config)
 
     @property
     def looks(self) -> bool:
@@ -179,7 +180,7 @@ class AdaptivePrecision:
             if self.is_due:
                 self._decide(context.step + 1, sums)
         if self.is_due:
-            self.seen, self.observer, self.is_due = Seen(), Observer(self.candidates), False
+            self.seen, self.observer, self.is_due = Seen(), Observer(self.candidates, self.formats.config), False
 
     def _count_overflow(self, context: Context) -> None:
         """Of the formats in force at this step; what was skipped as a spike of the loss overflowed nowhere."""
@@ -282,9 +283,13 @@ class AdaptivePrecision:
         found: dict[Pair, tuple[float, int]] = {}
         for parameter, name in self.names.items():
             weight, part = local(parameter.detach()), _part_of_weight(name)
-            for chosen in self.candidates if weight.dim() == 2 and weight.numel() and part in self.parts else ():
+            if weight.dim() != 2 or not weight.numel() or part not in self.parts:
+                continue
+            sample = Sample.of(weight)
+            for chosen in self.candidates:
                 total, count = found.get((part, chosen), (0.0, 0))
-                found[part, chosen] = total + error_of(weight, chosen), count + 1
+                lost = error_of(sample, chosen, "weight", self.formats.config)
+                found[part, chosen] = total + lost, count + 1
         return found
 
     def _try(self) -> None:
@@ -341,7 +346,7 @@ class AdaptivePrecision:
         self.switcher.load_state_dict(state["switcher"])
         norms = {part: list(values) for part, values in state["norms"].items()}
         self.seen = Seen(list(state["losses"]), list(state["run_norms"]), norms, dict(state["overflows"]))
-        self.observer = Observer(self.candidates, self._own_of(state["observed"]))
+        self.observer = Observer(self.candidates, self.formats.config, self._own_of(state["observed"]))
         self.sensitivity = {(part, chosen): float(value) for part, chosen, value in state["sensitivity"]}
         self.next_trial = int(state["next_trial"])
         self.levels = [Level(*level) for level in state["levels"]]
