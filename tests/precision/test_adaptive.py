@@ -17,7 +17,7 @@ from modelwright.precision.indicators import Signs
 PART = "blocks.0.ffn"
 CANDIDATES = ["fp32", "bf16", "int8"]
 CALM = Signs(
-    gradient_noise=16.0,
+    gradient_noise=15.0,
     gradient_variance=0.1,
     update_to_weight=1e-2,
     overflow_share=0.0,
@@ -50,7 +50,7 @@ def switcher(probe: Callable[[str, Format], float | None] = known, **given) -> S
 @pytest.mark.parametrize(
     "worse",
     [
-        {"gradient_noise": 1.0},
+        {"gradient_noise": 0.0},
         {"gradient_variance": 1.0},
         {"update_to_weight": 1e-5},
         {"weight_error": {"int8": 0.1}},

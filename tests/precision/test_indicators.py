@@ -13,10 +13,12 @@ from modelwright.ops.formats import Format, Role
 from modelwright.ops.scaled import dequantise
 from modelwright.precision.indicators import (
     Level,
+    Momentum,
     Observer,
     Sample,
     Sums,
     error_of,
+    kept_noise,
     loss_excess,
     outlier_share,
     relative_rise,
@@ -30,18 +32,23 @@ from tiny_decoder import make_decoder
 
 def test_sums_of_a_tensor_and_what_follows_from_them():
     weight, gradient = torch.full((4,), 2.0), torch.tensor([1.0, -70000.0, 1e-9, 0.0])
-    moments = torch.tensor([1.0, 1.0, 1.0, 1.0]), torch.tensor([4.0, 4.0, 4.0, 4.0])
-    found = Sums.of(weight, gradient, moments, rate=0.1, eps=0.0, scale=1.0)
+    found = Sums.of(weight, gradient, Momentum(0.1 * gradient, 0.05, 0.04), scale=1.0)
     assert (found.overflows, found.underflows, found.elements) == (1, 1, 4)
-    assert found.gradient_noise == 4.0  # a second moment of four times the square of the first
-    assert found.update_to_weight == pytest.approx(0.1 * 0.5 / 2)
-    scaled = Sums.of(weight, gradient, None, rate=0.1, eps=0.0, scale=2.0**10)
-    assert (scaled.overflows, scaled.underflows, scaled.gradient_noise) == (1, 0, 1.0)
+    assert found.gradient_noise == pytest.approx(0.0, abs=1e-5)  # all gradients pointed one way
+    assert found.update_to_weight == pytest.approx(0.2 / 4)
+    scaled = Sums.of(weight, gradient, None, scale=2.0**10)
+    assert (scaled.overflows, scaled.underflows, scaled.gradient_noise) == (1, 0, 0.0)
 
 
 def test_tensors_that_several_ranks_hold_count_once():
-    one = Sums.of(torch.ones(3), torch.ones(3), None, rate=0.0, eps=0.0, scale=1.0)
+    one = Sums.of(torch.ones(3), torch.ones(3), None, scale=1.0)
     assert Sums().plus(one, 0.5).plus(one, 0.5) == one
+
+
+def test_what_an_average_keeps_of_noise():
+    assert kept_noise(0.9, 1) == 1.0
+    weights = [0.1 * 0.9**age for age in range(7)]
+    assert kept_noise(0.9, 7) == pytest.approx(sum(w * w for w in weights) / sum(weights) ** 2)
 
 
 def test_trend_is_the_slope_of_the_logarithm():

@@ -11,18 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from modelwright.core.config import parse
 from modelwright.model.attention import packed_attend
 from modelwright.ops.formats import Format
-from modelwright.optim.build import build_optimizer
+from modelwright.optim.build import OptimizerKind, build_optimizer
 from modelwright.optim.update import Context
 from modelwright.parallel.mesh import World
 from modelwright.precision.adaptive import Bandit
+from modelwright.precision.indicators import Sums
 from modelwright.precision.model import ModelFormats
 from modelwright.precision.policy import Kind, PrecisionConfig
-from modelwright.train.adaptive import AdaptivePrecision, Machine
+from modelwright.train.adaptive import AdaptivePrecision, Machine, momentum_of
 from tiny_decoder import make_decoder
 
 SECONDS: dict[Format, float] = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0}
@@ -163,6 +164,59 @@ def test_a_loss_that_does_not_depend_on_formats_teaches_what_time_they_save(tmp_
     assert set(heard) == {0.0}
     rig.steps(range(80, 90), lambda step: 1.04 * falling(step))
     assert heard[-1] == pytest.approx(-5 * 0.04, rel=0.4)
+
+
+class Flat(nn.Module):
+    """One matrix by a name of the blocks', so that Muon takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Linear(400, 300, bias=False)
+
+
+def measured(kind: OptimizerKind, betas: tuple[float, float], *, noise: float, num_steps: int) -> tuple[Sums, float]:
+    """After so many steps with gradients of a mean of norm 1 and noise of that variance, clipped to 1 all; and the size
+    of the next update, measured at the weights."""
+    torch.manual_seed(0)
+    model = Flat()
+    weight = model.blocks.weight
+    optimizer = build_optimizer(model, kind, learning_rate=0.01, betas=betas, eps=1e-8, weight_decay=0.0)
+    mean = torch.randn_like(weight) * float(noise < math.inf)
+    spread = math.sqrt(noise) if noise < math.inf else 1.0
+    for step in range(num_steps):
+        weight.grad = mean + spread * torch.randn_like(weight)
+        momentum = momentum_of(optimizer.state.get(weight, {}), optimizer.param_groups[0], step)
+        sums = Sums.of(weight.detach(), weight.grad, momentum, scale=1.0)
+        weight.grad /= weight.grad.norm()
+        before = weight.detach().clone()
+        optimizer.step()
+    return sums, float((weight.detach() - before).norm() / before.norm())
+
+
+OPTIMIZERS: list[tuple[OptimizerKind, tuple[float, float]]] = [
+    ("adamw", (0.9, 0.95)),
+    ("adamw", (0.9, 0.999)),
+    ("adamw", (0.5, 0.999)),
+    ("adamw_int8", (0.9, 0.95)),
+    ("lion", (0.9, 0.99)),
+    ("muon", (0.9, 0.95)),
+]
+
+
+@pytest.mark.parametrize("num_steps", [2, 5, 60])
+@pytest.mark.parametrize(("kind", "betas"), OPTIMIZERS)
+def test_gradient_noise_is_tr_sigma_over_the_square_of_the_mean(kind, betas, num_steps):
+    """Whatever the optimizer, its betas, the number of steps and clipping, which hits noisy gradients harder."""
+    assert measured(kind, betas, noise=0.0, num_steps=num_steps)[0].gradient_noise < 0.01
+    assert measured(kind, betas, noise=4.0, num_steps=num_steps)[0].gradient_noise == pytest.approx(4.0, rel=0.1)
+    assert measured(kind, betas, noise=math.inf, num_steps=num_steps)[0].gradient_noise > 100
+
+
+@pytest.mark.parametrize(("kind", "betas"), OPTIMIZERS)
+def test_update_to_weight_is_what_the_optimizer_does(kind, betas):
+    """Told before the update, of which an average knows the last gradient not yet."""
+    found, wanted = measured(kind, betas, noise=0.1, num_steps=20)
+    assert found.update_to_weight == pytest.approx(wanted, rel=0.15)
 
 
 @pytest.mark.parametrize("kind", ["rules", "bandit"])

@@ -48,7 +48,7 @@ def damage(signs: Signs, chosen: Format) -> float:
     """
     if chosen == "fp32":
         return 0.0
-    visible = error(signs, chosen) / math.sqrt(signs.gradient_noise)
+    visible = error(signs, chosen) / math.sqrt(1.0 + signs.gradient_noise)
     hidden = signs.weight_error.get(chosen, 0.0) / max(signs.update_to_weight, 1e-9)
     late = 1.0 + 0.1 * math.log10(max(1.0, hidden))
     lost = 10 * signs.overflow_share + signs.underflow_share + signs.skipped_share
@@ -101,7 +101,7 @@ def features(signs: Signs, chosen: Format) -> np.ndarray:
     values = (
         1.0,
         min(1.0, 10 * error(signs, chosen)),
-        1 / math.sqrt(signs.gradient_noise),
+        1 / math.sqrt(1.0 + signs.gradient_noise),
         min(1.0, signs.gradient_variance),
         min(1.0, 100 * signs.update_to_weight),
         min(1.0, max(-1.0, 10 * signs.sensitivity.get(chosen, 0.0))),

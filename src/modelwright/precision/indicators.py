@@ -2,7 +2,8 @@
 
 Fourteen indicators, of a part (the attention or the feed-forward layers of one block) unless they say otherwise:
 
-    gradient_noise       variance of the gradient over its square, from Adam's moments (McCandlish et al. 2018)
+    gradient_noise       simple noise scale of one batch, tr(Sigma) / |G|^2 (McCandlish et al. 2018, section 2.2): from
+                         how far the gradient points where the average of the earlier ones does
     gradient_variance    spread of the gradient's norm over the measured steps, over its mean
     update_to_weight     size of an update over that of the weights
     overflow_share       gradients above FP16's largest value, at the present loss scale
@@ -44,6 +45,7 @@ EXPECTING = 3
 """Periods that an expected loss rests on."""
 SIGMAS = 3.0
 """Standard errors above what was expected from which a loss is in excess."""
+SMALLEST_COSINE = 1e-4
 FP16_LARGEST, FP16_SMALLEST = 65504.0, 2.0**-24
 
 
@@ -196,6 +198,24 @@ class Observer:
 
 
 @dataclass(frozen=True)
+class Momentum:
+    """What an optimizer knows of a tensor. average: of its earlier gradients, up to a factor; kept_noise: the share of
+    one gradient's variance that is left in it; update: sum of squares of the next change of the weights, but for decay.
+    """
+
+    average: Tensor
+    kept_noise: float
+    update: float
+
+
+def kept_noise(beta: float, num_updates: int) -> float:
+    """Sum of squares of the weights with which an exponential average of so many gradients, from zero, takes them, over
+    the square of their sum."""
+    left = beta**num_updates
+    return (1 - beta) / (1 + beta) * (1 + left) / (1 - left)
+
+
+@dataclass(frozen=True)
 class Sums:
     """What is added up over a part's tensors and over ranks; `of` measures one tensor."""
 
@@ -203,8 +223,9 @@ class Sums:
     overflows: float = 0.0
     underflows: float = 0.0
     elements: float = 0.0
-    first_moment: float = 0.0
-    second_moment: float = 0.0
+    average: float = 0.0
+    agreement: float = 0.0
+    kept_noise: float = 0.0
     update: float = 0.0
     weight: float = 0.0
 
@@ -212,26 +233,25 @@ class Sums:
     def of(
         weight: Tensor,
         gradient: Tensor,
-        moments: tuple[Tensor, Tensor] | None,
+        momentum: Momentum | None,
         *,
-        rate: float,
-        eps: float,
         scale: float,
     ) -> "Sums":
-        """Of one tensor with its gradient; moments: Adam's, None before its first step."""
+        """Of one tensor with its gradient, whose loss was scaled so; momentum: None before the first update."""
         magnitudes = gradient.abs() * scale
-        first = second = update = 0.0
-        if moments is not None:
-            mean, square = moments
-            first, second = float(mean.square().sum()), float(square.sum())
-            update = rate * rate * float((mean / (square.sqrt() + eps)).square().sum())
+        square, average, agreement, kept_noise, update = float(gradient.square().sum()), 0.0, 0.0, 0.0, 0.0
+        if momentum is not None:
+            mean = momentum.average.to(gradient.device)
+            average, agreement = float(mean.square().sum()), float((mean * gradient).sum())
+            kept_noise, update = momentum.kept_noise * square, momentum.update
         return Sums(
-            gradient=float(gradient.square().sum()),
+            gradient=square,
             overflows=float((magnitudes > FP16_LARGEST).sum()),
             underflows=float(((magnitudes > 0) & (magnitudes < FP16_SMALLEST)).sum()),
             elements=float(gradient.numel()),
-            first_moment=first,
-            second_moment=second,
+            average=average,
+            agreement=agreement,
+            kept_noise=kept_noise,
             update=update,
             weight=float(weight.square().sum()),
         )
@@ -246,8 +266,17 @@ class Sums:
 
     @property
     def gradient_noise(self) -> float:
-        """Second moment over the square of the first: about 1 + noise over signal. 1 before there are moments."""
-        return max(1.0, self.second_moment / self.first_moment) if self.first_moment > 0 else 1.0
+        """tr(Sigma) / |G|^2 = B; 0 before there is an average.
+
+        Of a gradient and an average of earlier ones that keeps the share c of their noise, the cosine is about
+        1 / sqrt((1 + B) (1 + c B)), whatever either was scaled by (clipping, an average that began at zero). A gradient
+        that turns reads as noise, and chance limits what is seen of more noise than the root of elements over c.
+        """
+        if not self.average * self.gradient > 0:
+            return 0.0
+        cosine = max(SMALLEST_COSINE, self.agreement / math.sqrt(self.average * self.gradient))
+        kept, excess = self.kept_noise / self.gradient, max(0.0, cosine**-2 - 1.0)
+        return 2 * excess / (1 + kept + math.sqrt((1 + kept) ** 2 + 4 * kept * excess))
 
     @property
     def update_to_weight(self) -> float:

@@ -30,11 +30,13 @@ from modelwright.precision.hardware import Shape, measure_speeds
 from modelwright.precision.indicators import (
     EXPECTING,
     Level,
+    Momentum,
     Observer,
     Sample,
     Signs,
     Sums,
     error_of,
+    kept_noise,
     loss_excess,
     outlier_share,
     relative_rise,
@@ -174,7 +176,7 @@ class AdaptivePrecision:
             self.seen.run_norms.append(context.grad_norm)
             if context.skip:
                 return
-            sums = self._sums() if measures else {}
+            sums = self._sums(context.step) if measures else {}
             for part, found in sums.items():
                 self.seen.norms.setdefault(part, []).append(found.gradient**0.5)
             if self.is_due:
@@ -220,19 +222,15 @@ class AdaptivePrecision:
     def _measures(self, step: int) -> bool:
         return self.is_due or step % self.config.every >= self.config.every - self.config.window
 
-    def _sums(self) -> dict[str, Sums]:
-        """Of every part, over all ranks; a tensor that several hold counts once."""
-        own = dict.fromkeys(self.parts, Sums())
+    def _sums(self, step: int) -> dict[str, Sums]:
+        """Of every part after `step` updates, over all ranks; a tensor that several hold counts once."""
+        own, scale = dict.fromkeys(self.parts, Sums()), self.scale()
         groups = {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
         for (parameter, name), holders in zip(self.names.items(), self.num_holders, strict=True):
             part = _part_of_weight(name)
             if part in own and parameter.grad is not None:
-                group, state = groups[parameter], self.optimizer.state.get(parameter, {})
-                moments = (local(state["exp_avg"]), local(state["exp_avg_sq"])) if "exp_avg_sq" in state else None
-                found = Sums.of(
-                    local(parameter.detach()), local(parameter.grad), moments,
-                    rate=group["lr"], eps=group.get("eps", 0.0), scale=self.scale(),
-                )  # fmt: skip
+                momentum = momentum_of(self.optimizer.state.get(parameter, {}), groups[parameter], step)
+                found = Sums.of(local(parameter.detach()), local(parameter.grad), momentum, scale=scale)
                 own[part] = own[part].plus(found, 1.0 / holders)
         flat = self.world.sums([value for sums in own.values() for value in sums.values])
         width = len(Sums().values)
@@ -354,6 +352,25 @@ class AdaptivePrecision:
         self._forget_after(self.step)
         held = self.formats.formats
         self.formats.change({part: chosen for part, chosen in self.switcher.formats.items() if part in held})
+
+
+def momentum_of(state: Mapping[str, Any], group: Mapping[str, Any], num_updates: int) -> Momentum | None:
+    """Of a parameter that AdamW, Lion or Muon changes, None before its first update.
+
+    Lion moves every element by the rate, Muon by 0.2 of it, root mean square.
+    """
+    if "momentum_buffer" in state:
+        average = local(state["momentum_buffer"])
+        return Momentum(average, kept_noise(group["momentum"], num_updates), average.numel() * (0.2 * group["lr"]) ** 2)
+    if "exp_avg" not in state or not num_updates:
+        return None
+    average, betas = local(state["exp_avg"]), group["betas"]
+    if "exp_avg_sq" not in state:
+        return Momentum(average, kept_noise(betas[1], num_updates), average.numel() * group["lr"] ** 2)
+    num_updates = max(1, int(state["step"]))
+    mean, square = average / (1 - betas[0] ** num_updates), local(state["exp_avg_sq"]) / (1 - betas[1] ** num_updates)
+    move = float((mean / (square.sqrt() + group["eps"])).square().sum())
+    return Momentum(average, kept_noise(betas[0], num_updates), move * group["lr"] ** 2)
 
 
 def _step_of(line: str) -> float:
