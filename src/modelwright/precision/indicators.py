@@ -121,7 +121,7 @@ def _error_of_codes(sample: Sample, chosen: Format, role: Role, config: Precisio
         maxima = sample.maxima_K.max().view(1, 1)
     elif grid == ROWWISE and transposed:
         maxima = sample.maxima_K.unsqueeze(1)
-    codes, scales = quantise(x, grid, dtype, maxima=maxima)
+    codes, scales = quantise(x, grid, dtype, maxima=None if maxima is None else lambda present: maxima)
     lost = dequantise(codes, scales, grid) - x
     squares = lost.square()
     if chosen == "int8" and role == "grad" and config.int8.stochastic:
