@@ -10,7 +10,7 @@ import pytest
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.ops.formats import Format
-from modelwright.precision.adaptive import Bandit, Rules, Switcher, controller_of, damage, scheduled
+from modelwright.precision.adaptive import Bandit, Rules, Switcher, controller_of, damage, features, scheduled
 from modelwright.precision.adaptive_config import AdaptiveConfig
 from modelwright.precision.indicators import Signs
 
@@ -30,6 +30,7 @@ CALM = Signs(
     loss_trend=-0.1,
     norm_outliers=0.0,
     speed={"fp32": 1.0, "bf16": 0.5, "int8": 0.25},
+    size={"fp32": 1.0, "fp16": 0.5, "bf16": 0.5, "fp8": 0.5, "int8": 1.0},
     memory_pressure=0.2,
 )
 
@@ -97,11 +98,41 @@ def test_rules_take_the_fastest_that_is_tolerable():
     assert "damage of int8" in back.reason
 
 
-def test_rules_leave_a_format_that_is_nearly_as_fast_unless_memory_is_short():
+def test_rules_leave_a_format_that_is_nearly_as_fast():
     slow = replace(CALM, speed={"fp32": 1.0, "bf16": 12.0, "int8": 0.95})
-    rules = Rules(config())
-    assert rules.propose(PART, slow, "fp32", CANDIDATES).chosen == "fp32"
-    assert rules.propose(PART, replace(slow, memory_pressure=0.95), "fp32", CANDIDATES).chosen == "int8"
+    assert Rules(config()).propose(PART, slow, "fp32", CANDIDATES).chosen == "fp32"
+
+
+def test_rules_take_the_smallest_that_is_tolerable_where_memory_is_short():
+    """BF16 is slow here; INT8's results are as large as FP32's."""
+    rules, short = Rules(config()), replace(CALM, speed={"fp32": 1.0, "bf16": 12.0, "int8": 0.5}, memory_pressure=0.95)
+    assert rules.propose(PART, replace(short, memory_pressure=0.89), "fp32", CANDIDATES).chosen == "int8"
+    for present in ("fp32", "int8"):
+        choice = rules.propose(PART, short, present, CANDIDATES)
+        assert choice.chosen == "bf16"
+        assert "95% of memory in use" in choice.reason
+    harmful = replace(short, sensitivity={"bf16": 0.2, "int8": 0.0})
+    assert rules.propose(PART, harmful, "fp32", CANDIDATES).chosen == "int8"  # of two alike the faster
+
+
+def test_bytes_count_in_the_bandits_reward_as_far_as_memory_is_short():
+    bandit = Bandit(config(kind="bandit"))
+    half, full = (replace(CALM, memory_pressure=pressure) for pressure in (0.95, 1.0))
+    for signs, saved in ((half, 0.25), (full, 0.5)):
+        assert bandit.reward(signs, "bf16", 0.0) == pytest.approx(bandit.reward(CALM, "bf16", 0.0) + saved)
+        assert bandit.reward(signs, "int8", 0.0) == bandit.reward(CALM, "int8", 0.0)
+        changed = np.flatnonzero(features(signs, "bf16") != features(CALM, "bf16"))
+        assert len(changed) == 1
+        assert features(signs, "bf16")[changed] == pytest.approx(saved)
+
+
+def test_memory_that_is_not_short_changes_nothing():
+    """It differs from run to run, by what else the machine does."""
+    other = replace(CALM, memory_pressure=0.6)
+    assert Rules(config()).propose(PART, other, "fp32", CANDIDATES) == Rules(config()).propose(
+        PART, CALM, "fp32", CANDIDATES
+    )
+    assert np.array_equal(features(other, "bf16"), features(CALM, "bf16"))
 
 
 def test_the_bandit_learns_what_pays():

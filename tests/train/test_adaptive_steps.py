@@ -4,7 +4,7 @@ import copy
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from modelwright.core.config import parse
+from modelwright.core.resources import hardware
 from modelwright.model.attention import packed_attend
 from modelwright.ops.formats import Format
 from modelwright.optim.build import OptimizerKind, build_optimizer
@@ -23,7 +24,8 @@ from modelwright.precision.adaptive import Bandit
 from modelwright.precision.indicators import Sums
 from modelwright.precision.model import ModelFormats
 from modelwright.precision.policy import Kind, PrecisionConfig
-from modelwright.train.adaptive import AdaptivePrecision, Machine, momentum_of
+from modelwright.train import adaptive
+from modelwright.train.adaptive import AdaptivePrecision, Machine, memory_share, momentum_of
 from tiny_decoder import make_decoder
 
 SECONDS: dict[Format, float] = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0}
@@ -34,7 +36,9 @@ RULES = {"kind": "rules", "every": 4, "window": 1, "hold": 0, "spike": 0.5, "tol
 class Rig:
     """One process, one tiny model, gradients at random; every format but FP32 is harmless at first."""
 
-    def __init__(self, folder: Path, adaptive: dict[str, Any], policy: str = "fp32") -> None:
+    def __init__(
+        self, folder: Path, adaptive: dict[str, Any], policy: str = "fp32", seconds: Mapping[Format, float] = SECONDS
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.model = make_decoder()
         config = parse(PrecisionConfig, {"policy": policy, "adaptive": {**RULES, **adaptive}})
@@ -53,7 +57,7 @@ class Rig:
             optimizer=self.optimizer,
             world=World(rank=0, size=1, device=torch.device("cpu")),
             machine=Machine(
-                {(kind, name): took for kind in ("attention", "ffn") for name, took in SECONDS.items()}, 0.1
+                {(kind, name): took for kind in ("attention", "ffn") for name, took in seconds.items()}, 0.1
             ),
             trial=self.trial,
             scale=lambda: 1.0,
@@ -112,8 +116,9 @@ def test_steps_that_overflow_say_nothing_of_parts_in_other_formats(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["rules", "bandit"])
-def test_a_decision_whose_step_was_skipped_is_made_at_the_next_good_one(tmp_path, kind):
+def test_a_decision_whose_step_was_skipped_is_made_at_the_next_good_one(tmp_path, monkeypatch, kind):
     """And a run that is resumed in between comes to the same."""
+    monkeypatch.setattr(adaptive, "memory_share", lambda device: 0.5)
     given = {"kind": kind, "candidates": ["bf16", "int8"], "window": 2}
     rig, other = (Rig(tmp_path / name, given) for name in ("whole", "resumed"))
     rig.steps(range(3))
@@ -240,3 +245,48 @@ def test_probes_are_made_once_and_all_formats_take_their_turns(tmp_path):
     rig.steps(range(4, 8))
     assert len(rig.trials) == 1 + 2  # as it is, in INT8, and the second part in FP32 and BF16
     assert {chosen for _, chosen in rig.adaptive.sensitivity} == {"bf16", "int8"}
+
+
+SLOW: dict[Format, float] = {**SECONDS, "bf16": 9.0}
+
+
+def slow_in_bf16(folder: Path, kind: str) -> Rig:
+    """FP32 is the fastest there is."""
+    return Rig(folder, {"kind": kind, "candidates": ["bf16"], "explore": 1.0}, seconds=SLOW)
+
+
+@pytest.mark.parametrize("kind", ["rules", "bandit"])
+def test_a_smaller_format_is_taken_though_it_is_slow_once_memory_is_short(tmp_path, monkeypatch, kind):
+    """What is short at the second decision is looked at in the third period, also by a run that is resumed with less
+    in use."""
+    share, rig = [0.5], slow_in_bf16(tmp_path / "whole", kind)
+    monkeypatch.setattr(adaptive, "memory_share", lambda device: share[0])
+    rig.steps(range(4))
+    assert not rig.adaptive.looks
+    share[0] = 1.0
+    rig.steps(range(4, 8))
+    assert rig.adaptive.looks
+    assert rig.chosen == {"fp32"}
+    share[0], other = 0.2, slow_in_bf16(tmp_path / "resumed", kind)
+    other.adaptive.load_state_dict(rig.state)
+    assert other.adaptive.memory_pressure == 1.0
+    for one in (rig, other):
+        one.steps(range(8, 12))
+        assert one.chosen == {"bf16"}
+        assert {signs.memory_pressure for signs in one.adaptive.switcher.last_signs.values()} == {1.0}
+
+
+def test_the_fullest_rank_decides(tmp_path, monkeypatch):
+    rig = slow_in_bf16(tmp_path, "rules")
+    monkeypatch.setattr(adaptive, "memory_share", lambda device: 0.3)
+    monkeypatch.setattr(World, "maxima", lambda self, *values: [max(0.93, value) for value in values])
+    rig.steps(range(4))
+    assert rig.state["memory_pressure"] == 0.93
+
+
+def test_memory_in_use_is_a_share_of_the_machines():
+    device = torch.device("cpu")
+    share = memory_share(device)
+    assert 0 < share < 1
+    more = memory_share(device, int(0.1 * hardware()["memory_bytes"]))
+    assert more == pytest.approx(min(1.0, share + 0.1), abs=0.01)

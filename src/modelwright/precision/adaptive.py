@@ -20,8 +20,8 @@ from modelwright.precision.indicators import Signs
 
 EMA = 0.9
 ROOMY = 0.9
-"""Memory pressure below which a change has to make a part faster by `min_gain`."""
-_FEATURES = 10
+"""Memory pressure below which a change has to make a part faster by `min_gain`, and from which bytes count."""
+_FEATURES = 11
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,12 @@ def damage(signs: Signs, chosen: Format) -> float:
     return unrest * (late * visible + out_of_range + max(0.0, signs.sensitivity.get(chosen, 0.0)))
 
 
+def shortage(signs: Signs) -> float:
+    """Of memory: 0 while it is roomy, 1 when all of it is in use. What is measured of a machine differs a little from
+    run to run, which must not change decisions while nothing is short."""
+    return min(1.0, max(0.0, (signs.memory_pressure - ROOMY) / (1.0 - ROOMY)))
+
+
 class Controller(Protocol):
     """Proposes a format for a part; `learn` hears what the last one brought."""
 
@@ -70,7 +76,7 @@ class Controller(Protocol):
 
 
 class Rules:
-    """The fastest format whose damage is tolerable."""
+    """The fastest format whose damage is tolerable; where memory is short the smallest, the faster of two alike."""
 
     def __init__(self, config: AdaptiveConfig) -> None:
         self.config = config
@@ -78,11 +84,14 @@ class Rules:
     def propose(self, part: str, signs: Signs, present: Format, candidates: Sequence[Format]) -> Choice:
         harm = {chosen: damage(signs, chosen) for chosen in candidates}
         allowed: list[Format] = [chosen for chosen in candidates if harm[chosen] <= self.config.tolerance]
-        best = min(allowed, key=lambda chosen: signs.speed[chosen])
+        is_short = signs.memory_pressure >= ROOMY
+        best = min(allowed, key=lambda chosen: (signs.size[chosen] if is_short else 0.0, signs.speed[chosen]))
         if harm[present] > self.config.tolerance:
             return Choice(best, f"damage of {present} {harm[present]:.3g} is above {self.config.tolerance:g}")
-        roomy = signs.memory_pressure < ROOMY
-        if roomy and signs.speed[present] < self.config.min_gain * signs.speed[best]:
+        if is_short:
+            bytes_of = f"{signs.size[best]:g} of FP32's bytes, {present} {signs.size[present]:g}"
+            return Choice(best, f"{bytes_of}: {signs.memory_pressure:.0%} of memory in use, damage {harm[best]:.3g}")
+        if signs.speed[present] < self.config.min_gain * signs.speed[best]:
             return Choice(present, f"{best} would not be {self.config.min_gain:g}x as fast")
         gain = signs.speed[present] / signs.speed[best]
         return Choice(best, f"{gain:.2f}x as fast as {present}, damage {harm[best]:.3g}")
@@ -108,7 +117,8 @@ def features(signs: Signs, chosen: Format) -> np.ndarray:
         min(1.0, max(-1.0, signs.loss_trend)),
         min(1.0, signs.speed[chosen]),
         max(lost),
-        max(signs.norm_outliers, signs.memory_pressure),
+        signs.norm_outliers,
+        shortage(signs) * (1.0 - signs.size[chosen]),
     )
     return np.array(values)
 
@@ -116,9 +126,10 @@ def features(signs: Signs, chosen: Format) -> np.ndarray:
 class Bandit:
     """Learns for each format a linear estimate of its reward, and tries what it is unsure of (LinUCB, disjoint arms).
 
-    Reward: the share of FP32's time saved, less `damage_weight` times the damage: the estimate's, and what the loss
-    was above what was expected, since the choice was made. It is never more than what the estimate leaves of that
-    share, which is known beforehand, so that a format is not tried that could not win.
+    Reward: the share of FP32's time saved, and of its bytes as far as memory is short, less `damage_weight` times the
+    damage: the estimate's, and what the loss was above what was expected, since the choice was made. It is never more
+    than what the estimate leaves of those shares, which is known beforehand, so that a format is not tried that could
+    not win.
     """
 
     def __init__(self, config: AdaptiveConfig) -> None:
@@ -145,7 +156,8 @@ class Bandit:
 
     def reward(self, signs: Signs, chosen: Format, loss_excess: float) -> float:
         harm = damage(signs, chosen) + max(0.0, loss_excess)
-        return 1.0 - min(1.0, signs.speed[chosen]) - self.config.damage_weight * harm
+        saved = 1.0 - min(1.0, signs.speed[chosen]) + shortage(signs) * (1.0 - signs.size[chosen])
+        return saved - self.config.damage_weight * harm
 
     def learn(self, part: str, signs: Signs, chosen: Format, loss_excess: float) -> None:
         precision, rewards = self._arm(chosen)
@@ -180,13 +192,15 @@ class Switcher:
     """The present formats of all parts, with hysteresis, a fallback, and a reason for each change.
 
     widest: what a part falls back to in the end (the policy's format). probe: the relative rise of the loss with a part
-    in a format, None where nothing tells; no format but FP32 is changed to whose rise is not known.
+    in a format, None where nothing tells; no format but FP32 is changed to whose rise is not known. offered: those of
+    the candidates that are worth while at present.
     """
 
     config: AdaptiveConfig
     widest: dict[str, Format]
     controller: Controller
     probe: Callable[[str, Format], float | None]
+    offered: tuple[Format, ...] = field(init=False)
     formats: dict[str, Format] = field(default_factory=dict)
     good: dict[str, Format] = field(default_factory=dict)
     resting: dict[str, int] = field(default_factory=dict)
@@ -196,11 +210,12 @@ class Switcher:
     """Since they were last taken."""
 
     def __post_init__(self) -> None:
+        self.offered = self.config.candidates
         self.formats = self.formats or dict(self.widest)
         self.good = self.good or dict(self.widest)
 
     def candidates(self, part: str) -> list[Format]:
-        return list(dict.fromkeys(["fp32", self.widest[part], self.formats[part], *self.config.candidates]))
+        return list(dict.fromkeys(["fp32", self.widest[part], self.formats[part], *self.offered]))
 
     def see_loss(self, step: int, loss: float) -> bool:
         """Every step; whether the loss jumped, so that formats went back to the last good ones."""

@@ -1,6 +1,6 @@
 """What tells how many bits a part of the model needs, while it trains.
 
-Fourteen indicators, of a part (the attention or the feed-forward layers of one block) unless they say otherwise:
+Fifteen indicators, of a part (the attention or the feed-forward layers of one block) unless they say otherwise:
 
     gradient_noise       simple noise scale of one batch, tr(Sigma) / |G|^2 (McCandlish et al. 2018, section 2.2): from
                          how far the gradient points where the average of the earlier ones does
@@ -16,7 +16,8 @@ Fourteen indicators, of a part (the attention or the feed-forward layers of one 
     loss_trend           of the run: slope of the logarithm of the loss over the decision's steps, above 0 when it rises
     norm_outliers        of the run: share of steps whose gradient norm is above thrice the median
     speed                seconds of a format over those of FP32 at the part's own shapes, measured at the start
-    memory_pressure      of the machine: share of its memory that is in use
+    size                 bytes of what a format's products give over those of FP32
+    memory_pressure      of the machine: the largest share of its memory that was in use so far, on the fullest rank
 
 Knows no rank: sums over ranks are taken where they are known.
 """
@@ -66,6 +67,7 @@ class Signs:
     loss_trend: float
     norm_outliers: float
     speed: Mapping[Format, float]
+    size: Mapping[Format, float]
     memory_pressure: float
 
 

@@ -7,8 +7,8 @@ which are measured once and kept in the stage's folder. Each change is a line in
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,20 +57,26 @@ Pair = tuple[str, Format]
 @dataclass(frozen=True)
 class Machine:
     """What was measured once, when the run began: seconds of a kind of part in a format, and the share of the
-    machine's memory that weights, gradients, moments and what was there before take."""
+    machine's memory that weights, gradients, moments and what was there before take: what is in use later is more."""
 
     seconds: Mapping[tuple[Kind, Format], float]
     memory_pressure: float
 
-    def worthwhile(self, config: AdaptiveConfig, widest: Set[Format]) -> tuple[Format, ...]:
+    def worthwhile(
+        self, config: AdaptiveConfig, widest: Set[Format], smaller: Collection[Format]
+    ) -> tuple[Format, ...]:
         """The candidates that are fast enough here for a part in a format of `widest` to change to them. To look at any
-        other costs time in every period, and gains none: neither rules nor a bandit are offered it."""
-        gain = config.min_gain if self.memory_pressure < ROOMY and widest == {"fp32"} else 1.0
+        other costs time in every period, and gains none: neither rules nor a bandit are offered it.
+
+        smaller: the formats that take fewer bytes, where memory is short; they are worth while however slow they are.
+        """
+        gain = config.min_gain if not smaller and widest == {"fp32"} else 1.0
         kinds: set[Kind] = {kind for kind, _ in self.seconds}
         return tuple(
             chosen
             for chosen in config.candidates
-            if any(self.seconds[kind, "fp32"] >= gain * self.seconds[kind, chosen] for kind in kinds)
+            if chosen in smaller
+            or any(self.seconds[kind, "fp32"] >= gain * self.seconds[kind, chosen] for kind in kinds)
         )
 
 
@@ -112,15 +118,16 @@ class AdaptivePrecision:
     tried: dict[Pair, float] = field(default_factory=dict)
     levels: list[Level] = field(default_factory=list)
     is_due: bool = False
+    memory_pressure: float = field(init=False)
     step: int = 0
 
     def __post_init__(self) -> None:
         num_layers = self.formats.model.config.num_layers
         self.parts = list(dict.fromkeys(map(part_of, names_of_projections(num_layers))))
         widest: dict[str, Format] = {part: self.formats.config.format_of(kind_of(part)) for part in self.parts}
-        if self.config.looks:
-            self.config = replace(self.config, candidates=self.machine.worthwhile(self.config, set(widest.values())))
+        self.memory_pressure = self.machine.memory_pressure
         self.switcher = Switcher(self.config, widest, controller_of(self.config), self._probe)
+        self._offer()
         self.observer = Observer(self.candidates, self.formats.config)
 
     @property
@@ -131,7 +138,26 @@ class AdaptivePrecision:
     @property
     def candidates(self) -> list[Format]:
         present = self.switcher.formats.values()
-        return list(dict.fromkeys(["fp32", *self.switcher.widest.values(), *present, *self.config.candidates]))
+        return list(dict.fromkeys(["fp32", *self.switcher.widest.values(), *present, *self.switcher.offered]))
+
+    def _offer(self) -> None:
+        """To the switcher what is worth while as memory is now."""
+        if not self.config.looks:
+            return
+        widest, is_short = set(self.switcher.widest.values()), self.memory_pressure >= ROOMY
+        largest = max(map(self._size, widest))
+        candidates = self.config.candidates if is_short else ()
+        smaller: list[Format] = [chosen for chosen in candidates if self._size(chosen) < largest]
+        self.switcher.offered = self.machine.worthwhile(self.config, widest, smaller)
+
+    def _size(self, chosen: Format) -> float:
+        """Bytes of what a format's products give, which is kept for backward, over those of FP32."""
+        return self.formats.config.result_of[chosen].itemsize / torch.float32.itemsize
+
+    def _see_memory(self) -> None:
+        """Of all ranks. Memory that was short stays so, or formats would be left for the relief that they brought."""
+        present = memory_share(self.world.device)
+        self.memory_pressure = max(self.memory_pressure, *self.world.maxima(present))
 
     def begin_step(self, step: int) -> None:
         """Before the forward pass of update `step` (from 0): look on while the period's last steps are made."""
@@ -148,6 +174,9 @@ class AdaptivePrecision:
             self.switcher.follow(step + 1, scheduled(self.config, step + 1, self.parts, self.switcher.widest))
         elif self.looks:
             self._look(context)
+        elif self.config.looks and (step + 1) % self.config.every == 0:
+            self._see_memory()
+            self._offer()
         self.step = step + 1
         self._bring(context)
 
@@ -182,6 +211,7 @@ class AdaptivePrecision:
             if self.is_due:
                 self._decide(context.step + 1, sums)
         if self.is_due:
+            self._offer()  # from the next period on, which looks at what is new
             self.seen, self.observer, self.is_due = Seen(), Observer(self.candidates, self.formats.config), False
 
     def _count_overflow(self, context: Context) -> None:
@@ -193,6 +223,7 @@ class AdaptivePrecision:
                 self.seen.overflows[part] = self.seen.overflows.get(part, 0) + 1
 
     def _decide(self, step: int, sums: Mapping[str, Sums]) -> None:
+        self._see_memory()
         self._try()
         self.switcher.decide(step, self._signs(sums), self._loss_excess())
 
@@ -254,7 +285,8 @@ class AdaptivePrecision:
                 loss_trend=now,
                 norm_outliers=outliers,
                 speed={chosen: self._relative_seconds(part, chosen) for chosen in self.candidates},
-                memory_pressure=self.machine.memory_pressure,
+                size={chosen: self._size(chosen) for chosen in self.candidates},
+                memory_pressure=self.memory_pressure,
             )
             for part in self.parts
         }
@@ -337,11 +369,14 @@ class AdaptivePrecision:
             "next_trial": self.next_trial,
             "levels": [list(vars(level).values()) for level in self.levels],
             "is_due": self.is_due,
+            "memory_pressure": self.memory_pressure,
             "step": self.step,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.switcher.load_state_dict(state["switcher"])
+        self.memory_pressure = float(state["memory_pressure"])
+        self._offer()
         norms = {part: list(values) for part, values in state["norms"].items()}
         self.seen = Seen(list(state["losses"]), list(state["run_norms"]), norms, dict(state["overflows"]))
         self.observer = Observer(self.candidates, self.formats.config, self._own_of(state["observed"]))
@@ -412,8 +447,9 @@ def machine_for(folder: Path, formats: ModelFormats, world: World, *, num_rows: 
     found = world.maxima(*(kept.get(name, 0.0) for name in names))
     if min(found) <= 0:
         with torch.random.fork_rng():
+            weights = sum(local(parameter.detach()).nbytes for parameter in formats.model.parameters())
             own = measure_speeds(formats, shapes, candidates, num_rows=num_rows, device=world.device)
-        found = world.maxima(*(own[key] for key in keys), _memory_share(formats))
+        found = world.maxima(*(own[key] for key in keys), memory_share(world.device, 3 * weights))
         if world.is_first:
             folder.mkdir(parents=True, exist_ok=True)  # it is the first thing that a run writes
             write_atomic(path, json.dumps(dict(zip(names, found, strict=True)), indent=2) + "\n")
@@ -429,11 +465,11 @@ def _kept(path: Path, names: Sequence[str]) -> dict[str, float]:
         return {}
 
 
-def _memory_share(formats: ModelFormats) -> float:
-    """Of this rank's device."""
-    weights = sum(local(parameter.detach()).nbytes for parameter in formats.model.parameters())
-    device = next(formats.model.parameters()).device
+def memory_share(device: torch.device, more_bytes: int = 0) -> float:
+    """The most of a device's memory that this process has had in use so far, and what others have now; more_bytes: that
+    will be."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return min(1.0, (total - free + 3 * weights) / total)
-    return min(1.0, (peak_resident_bytes() + 3 * weights) / hardware()["memory_bytes"])
+        own = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_reserved(device)
+        return min(1.0, (total - free + own + more_bytes) / total)
+    return min(1.0, (peak_resident_bytes() + more_bytes) / hardware()["memory_bytes"])
