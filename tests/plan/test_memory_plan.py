@@ -12,9 +12,10 @@ from modelwright.cli.main import main
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.memory.arena import check_arena, plan_arena
-from modelwright.memory.lifetimes import Timeline
+from modelwright.memory.lifetimes import Lifetime, Timeline
 from modelwright.model.config import ModelConfig
 from modelwright.objectives.pretrain import Pretrain
+from modelwright.plan import memory_plan
 from modelwright.plan.catalog import MODELS
 from modelwright.plan.memory_plan import Elsewhere, plan_step
 from modelwright.plan.memory_text import plan_text
@@ -126,6 +127,40 @@ def test_a_plan_holds_its_budget_with_as_little_as_that_takes():
     with pytest.raises(ConfigError, match="budget: "):
         plan_step(SMALL, train, Pretrain, seq_len=128, budget_bytes=lowest.after.peak_bytes // 2)
     assert plan_step(SMALL, train, Pretrain, seq_len=128, budget_bytes=before).train == train
+
+
+@pytest.mark.parametrize("mode", [{"mode": "unit", "unit_layers": 2}, {"mode": "selective"}], ids=["unit", "selective"])
+def test_a_plan_is_the_same_whatever_blocks_keep_as_configured(mode):
+    free, train = (settings(batch_tokens=1024, activations=one) for one in ({}, mode))
+    wanted, found = (plan_step(SMALL, one, Pretrain, seq_len=128) for one in (free, train))
+    assert found.train == wanted.train
+    assert (found.after.peak_bytes, found.more_flops) == (wanted.after.peak_bytes, wanted.more_flops)
+    assert found.before.peak_bytes == trace(train, model=SMALL).peak_bytes
+    assert wanted.present_flops == 0.0
+    if mode["mode"] == "unit":
+        assert found.present_flops > found.more_flops
+        assert f"more FLOPs ({found.present_flops:.1%} as configured)" in plan_text(found, train, top=3)
+
+
+@pytest.mark.parametrize(("budget", "peak"), [(0, 173), (180, 179), (215, 200), (172, 0)])
+def test_peaks_that_do_not_fall_along_the_candidates(monkeypatch, budget, peak):
+    """The cheapest that holds, wherever it lies: between dearer ones that do not, too."""
+    peaks = [219, 230, 200, 230, 179, 173, 179, 198, 260]
+    train = settings(batch_tokens=4096)
+    _, candidates = memory_plan._candidates(SMALL, train, 128, memory_plan.NOWHERE)
+    known = {one.train: peaks[min(place, len(peaks) - 1)] for place, one in enumerate(candidates)}
+
+    def traced(model, settings, objective_of, *, seq_len):
+        block = Lifetime(num_bytes=known.get(settings, 300), birth=0, death=1, kind="temporary")
+        return Timeline(lifetimes=(block,), length=1)
+
+    monkeypatch.setattr(memory_plan, "trace_step", traced)
+    plan = lambda: plan_step(SMALL, train, Pretrain, seq_len=128, budget_bytes=budget, more_compute=1.0)  # noqa: E731
+    if peak:
+        assert plan().after.peak_bytes == peak
+    else:
+        with pytest.raises(ConfigError, match=r"reaches is .* \(173\)"):
+            plan()
 
 
 def test_a_plan_lets_activations_wait_elsewhere_where_that_is_cheaper():

@@ -12,7 +12,6 @@ from functools import cache
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
 from modelwright.memory.activations import (
-    Segment,
     block_shape,
     head_workspace_bytes,
     total_moved_bytes,
@@ -39,11 +38,13 @@ _AS_GOOD = 0.01
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """before: the step as configured; after: with `train`, which is the plan; more_flops: computed again, as a share of
-    the step's model FLOPs; moved_bytes: that a step's activations write to another place and read again, in all."""
+    the step's model FLOPs, and present_flops: as configured; moved_bytes: that a step's activations write to another
+    place and read again, in all."""
 
     before: Timeline
     after: Timeline
     train: TrainConfig
+    present_flops: float
     more_flops: float
     moved_bytes: int
 
@@ -91,40 +92,44 @@ def plan_step(
 ) -> StepPlan:
     """The least that is computed again and moved such that the peak is at most `budget_bytes`; without a budget (0)
     such that it is within a hundredth of the lowest for `more_compute` of the step's FLOPs, moving counted by what
-    could be computed meanwhile.
+    could be computed meanwhile. The step as configured is the plan where it does that for no more; without a budget
+    also where nothing within `more_compute` takes less memory.
 
-    Raises `ConfigError` that names the lowest peak when the budget is too small.
+    Candidates are traced one after the other, for peaks need not fall along them (a frozen prefix keeps nothing that
+    could be computed again). Raises `ConfigError` that names the lowest peak when the budget is too small.
     """
     trace = cache(lambda settings: trace_step(model, settings, objective_of, seq_len=seq_len))
     before = trace(train)
-    candidates = _candidates(model, _with_updates_in_backward(train), seq_len, elsewhere)
+    present, candidates = _candidates(model, train, seq_len, elsewhere)
+    most, may_rise = budget_bytes, budget_bytes > 0
     if not budget_bytes:
-        candidates = [one for one in candidates if one.cost <= more_compute] or candidates[:1]
-        budget_bytes = int((1.0 + _AS_GOOD) * trace(candidates[-1].train).peak_bytes)
-    if before.peak_bytes <= budget_bytes:
-        return StepPlan(before=before, after=before, train=train, more_flops=0.0, moved_bytes=0)
-    low, high, found = 0, len(candidates) - 1, None
-    while low <= high:  # peaks fall along the candidates
-        middle = (low + high) // 2
-        after = trace(candidates[middle].train)
-        if after.peak_bytes <= budget_bytes:
-            found, high = (candidates[middle], after), middle - 1
-        else:
-            low, lowest = middle + 1, after.peak_bytes
-    if found is None:
-        alone = elsewhere == NOWHERE
-        how = "recomputing" if alone else "recomputing and moving"
-        more = ", or let activations wait elsewhere (--offload)" if alone else ""
-        raise ConfigError(
-            f"budget: {size(budget_bytes)} is not enough; the lowest peak that {how} reaches is {size(lowest)} "
-            f"({lowest}); use smaller microbatches, or divide the states (parallel.shard){more}"
-        )
-    return _plan(before, *found)
-
-
-def _plan(before: Timeline, chosen: _Candidate, after: Timeline) -> StepPlan:
+        candidates = [one for one in candidates if one.cost <= more_compute]
+        lowest = min(trace(one.train).peak_bytes for one in candidates)
+        most, may_rise = int((1.0 + _AS_GOOD) * lowest), lowest < before.peak_bytes
+    chosen = next((one for one in candidates if trace(one.train).peak_bytes <= most), present)
+    if before.peak_bytes <= most and (present.cost <= chosen.cost or not may_rise):
+        chosen = present
+    after = trace(chosen.train)
+    if after.peak_bytes > most:
+        lowest = min(trace(one.train).peak_bytes for one in (present, *candidates))
+        raise ConfigError(_too_small(budget_bytes, lowest, elsewhere))
     return StepPlan(
-        before=before, after=after, train=chosen.train, more_flops=chosen.more_flops, moved_bytes=chosen.moved_bytes
+        before=before,
+        after=after,
+        train=chosen.train,
+        present_flops=present.more_flops,
+        more_flops=chosen.more_flops,
+        moved_bytes=chosen.moved_bytes,
+    )
+
+
+def _too_small(budget_bytes: int, lowest: int, elsewhere: Elsewhere) -> str:
+    alone = elsewhere == NOWHERE
+    how = "recomputing" if alone else "recomputing and moving"
+    more = ", or let activations wait elsewhere (--offload)" if alone else ""
+    return (
+        f"budget: {size(budget_bytes)} is not enough; the lowest peak that {how} reaches is {size(lowest)} "
+        f"({lowest}); use smaller microbatches, or divide the states (parallel.shard){more}"
     )
 
 
@@ -138,8 +143,11 @@ def _with_updates_in_backward(train: TrainConfig) -> TrainConfig:
         return train
 
 
-def _candidates(model: ModelConfig, train: TrainConfig, seq_len: int, elsewhere: Elsewhere) -> Sequence[_Candidate]:
-    """Ways to treat the blocks, from what costs least to what keeps least. The first is as configured."""
+def _candidates(
+    model: ModelConfig, train: TrainConfig, seq_len: int, elsewhere: Elsewhere
+) -> tuple[_Candidate, Sequence[_Candidate]]:
+    """The step as configured; and ways to treat the blocks, from nothing computed again to what keeps least, whatever
+    is configured."""
     compute, fused = train.precision.planned_as, cpu_kernels.are_used_on("cpu")
     shape = block_shape(model, compute=compute, mean_context=model.max_seq_len / 2, fused=fused)
     num_tokens = train.batch_rows(seq_len) * seq_len // train.num_microbatches
@@ -150,29 +158,30 @@ def _candidates(model: ModelConfig, train: TrainConfig, seq_len: int, elsewhere:
     budgets = [whole - (whole - least) * step // _CANDIDATES for step in range(_CANDIDATES + 1)]
     flops = 3.0 * model.flops_per_token(seq_len / 2)
 
-    def candidate(config: ActivationConfig, segments: Sequence[Segment]) -> _Candidate:
+    def candidate(way: TrainConfig) -> _Candidate:
+        segments = segments_for(
+            way.activations, model.num_layers, shape=shape, num_tokens=num_tokens, end_bytes=end_bytes
+        )
         again, moved = total_recomputed_flops(shape, segments) / flops, total_moved_bytes(shape, segments)
         return _Candidate(
-            train=replace(train, activations=config),
+            train=way,
             more_flops=again,
             moved_bytes=moved * num_tokens * train.num_microbatches,
             cost=again + moved * elsewhere.flops_per_byte / flops,
         )
 
-    def segments_of(config: ActivationConfig) -> list[Segment]:
-        return segments_for(config, model.num_layers, shape=shape, num_tokens=num_tokens, end_bytes=end_bytes)
-
-    present = train.activations  # under mode budget a plan begins from what is kept without one
-    found = [candidate(present, segments_of(ActivationConfig() if present.mode == "budget" else present))]
+    folder = train.activations.offload_folder if elsewhere.tier == "disk" else ""
+    lean = _with_updates_in_backward(train)
+    found = [candidate(replace(lean, activations=ActivationConfig()))]
     for budget in budgets:
         config = ActivationConfig(
             mode="budget",
             budget_bytes=budget,
             offload=elsewhere.tier,
-            offload_folder=present.offload_folder if elsewhere.tier == "disk" else "",
+            offload_folder=folder,
             flops_per_byte=elsewhere.flops_per_byte,
         )
-        next_one = candidate(config, segments_of(config))
+        next_one = candidate(replace(lean, activations=config))
         if next_one.cost > found[-1].cost:
             found.append(next_one)
-    return found
+    return candidate(train), found

@@ -23,9 +23,11 @@ def plan_text(plan: StepPlan, configured: TrainConfig, *, top: int, known_error:
     lines = timeline_lines("as configured", plan.before, top=top)
     if settings:
         lines += ["", *timeline_lines("planned", plan.after, top=top, scale=plan.before.peak_bytes), ""]
+        configured_flops = f" ({plan.present_flops:.1%} as configured)" if plan.present_flops else ""
         lines.append(
             f"peak {size(plan.before.peak_bytes)} before, {size(plan.after.peak_bytes)} after: "
-            f"{plan.saved_share:.0%} less for {plan.more_flops:.1%} more FLOPs"
+            f"{abs(plan.saved_share):.0%} {'less' if plan.saved_share >= 0 else 'more'} "
+            f"for {plan.more_flops:.1%} more FLOPs{configured_flops}"
             + (f" and {size(plan.moved_bytes)} written and read again in each step" if plan.moved_bytes else "")
         )
         lines += [f"  {line}" for line in _setting_lines(settings)]
@@ -41,6 +43,7 @@ def plan_data(plan: StepPlan, configured: TrainConfig, *, top: int) -> dict[str,
     return {
         **{name: _timeline_data(timeline, top) for name, timeline in parts.items()},
         "saved_share": plan.saved_share,
+        "present_flops": plan.present_flops,
         "more_flops": plan.more_flops,
         "moved_bytes": plan.moved_bytes,
         "settings": plan.settings(configured),
