@@ -1,5 +1,7 @@
 """The verdict of the claim on planned memory from given figures."""
 
+from typing import Any
+
 import pytest
 
 from modelwright.claims import planned_memory
@@ -14,18 +16,29 @@ def measured(peak: int, flops: float = 3.0, step_s: float = 1.0) -> Measured:
     return Measured(rank=0, peak_bytes=peak, states_bytes=100, step_s=step_s, flops=flops)
 
 
-def judge(*, peak: int = 600, flops: float = 3.3, predicted: int = 950, num_tensors: int = 200, on_disk=None):
+def judge(
+    *,
+    peak: int = 600,
+    flops: float = 3.3,
+    predicted: int = 950,
+    planned: int = 580,
+    num_tensors: int = 200,
+    on_disk=None,
+):
     """Tensors of 640 bytes that follow each other: one place serves them all."""
     following = [Lifetime(num_bytes=640, birth=t, death=t + 1, kind="temporary") for t in range(num_tensors)]
     step = Timeline(lifetimes=tuple(following), length=num_tensors)
     pair = Pair(
-        before=[measured(1000)],
-        after=[measured(peak, flops, 1.2)],
-        own_heap=measured(1100),
+        before=[measured(1100)],
+        after=[measured(peak, step_s=1.2)],
+        on_disk=[measured(550, step_s=1.5)] if on_disk is None else on_disk,
+        without_arena=measured(900),
         in_arena=measured(1010),
-        on_disk=[measured(500, step_s=1.5)] if on_disk is None else on_disk,
+        mapped=measured(1000),
+        mapped_after=measured(600, flops),
         moved_bytes=2**20 if on_disk is None else 0,
         step=step,
+        planned_bytes=planned,
     )
     return planned_memory.judge({"a": predicted}, {"a": 1000}, pair, CASE, large={})
 
@@ -34,13 +47,16 @@ def test_met_only_when_prediction_saving_compute_and_reuse_are():
     met = judge()
     assert met.kind == "met"
     assert met.figures["bytes reused in the planned arena"].value == 99.5
-    assert met.figures["peak saved by the plan"].value == 40.0
+    assert met.figures["peak saved by the plan"].value == pytest.approx(100 * 5 / 11)
     assert round(met.figures["more FLOPs"].value) == 10
     assert round(met.figures["training's heap above one without gaps"].value) == 10
+    assert round(met.figures["the planned step's heap above one without gaps"].value) == 50
     assert round(met.figures["the executed arena above one without gaps"].value) == 1
     assert round(met.figures["bytes reused by a real heap"].value, 1) == 99.3
-    assert met.samples[planned_memory.MEMORY_ERRORS] == [pytest.approx(-5.0)]
-    for worse in ({"peak": 750}, {"flops": 3.7}, {"predicted": 880}, {"num_tensors": 100}):
+    assert met.samples[planned_memory.MEMORY_ERRORS] == pytest.approx([-5.0, -100 / 30, -100 / 30])
+    short_plans: list[dict[str, Any]] = [{"peak": 800}, {"peak": 700}, {"planned": 530}]
+    others: list[dict[str, Any]] = [{"flops": 3.7}, {"predicted": 880}, {"num_tensors": 100}]
+    for worse in short_plans + others:
         assert judge(**worse).kind == "short", worse
 
 

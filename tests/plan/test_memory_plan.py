@@ -3,14 +3,18 @@
 import json
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
-from modelwright.claims import memory_probe
+from modelwright.claims import memory_probe, planned_memory
 from modelwright.claims.memory_probe import Probe
+from modelwright.claims.planned_memory import Case
 from modelwright.cli.main import main
+from modelwright.core.compiled import has_compiler
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
+from modelwright.memory import arena_build
 from modelwright.memory.arena import check_arena, plan_arena
 from modelwright.memory.lifetimes import Lifetime, Timeline
 from modelwright.model.config import ModelConfig
@@ -18,7 +22,7 @@ from modelwright.objectives.pretrain import Pretrain
 from modelwright.plan import memory_plan
 from modelwright.plan.catalog import MODELS
 from modelwright.plan.memory_plan import Elsewhere, plan_step
-from modelwright.plan.memory_text import plan_text
+from modelwright.plan.memory_text import HEAP_GAPS, PLANNED_HEAP_GAPS, gaps_in, heap_lines, plan_text
 from modelwright.plan.traced_step import trace_step
 from modelwright.train.config import TrainConfig
 
@@ -106,6 +110,45 @@ def test_a_plan_takes_less_memory_for_a_bounded_share_of_compute():
     assert plan.train.update_in_backward == "unclipped"
     assert plan.after.peak_bytes == trace(plan.train, model=SMALL).peak_bytes
     assert set(plan.settings(train)) == {"activations", "update_in_backward"}
+
+
+@linux
+@pytest.mark.skipif(not has_compiler(), reason="the arena's allocator is built where it is used")
+def test_a_plan_in_training_as_it_is_takes_what_was_predicted():
+    """In the heap that keeps freed memory and has gaps: the plan holds with the arena that it proposes."""
+    case = Case(model=planned_memory.base(num_layers=2), rows=4, train={})
+    plan = plan_step(case.model, case.settings, Pretrain, seq_len=512, arena=True)
+    assert plan.settings(case.settings)["memory_arena"] is True
+    measured = planned_memory._in_training(case, plan.train)
+    assert plan.after.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1)
+
+
+def test_an_arena_goes_with_changes_and_with_budgets():
+    train = settings(batch_tokens=16, clip_norm=1.0)
+    for budget, wanted in ((0, {}), (2**30, {"memory_arena": True})):
+        plan = plan_step(SMALL, train, Pretrain, seq_len=16, budget_bytes=budget, arena=True)
+        assert plan.settings(train) == wanted
+
+
+def test_what_is_said_of_gaps(monkeypatch, capsys, tmp_path):
+    machine = {"processor": "some CPU"}
+    figures = {HEAP_GAPS: {"value": 27.8}, PLANNED_HEAP_GAPS: {"value": 73.5}, "another": {"value": 1.0}}
+    records = [{"figures": figures, "machine": machine, "date": "2026-11-21"}, {"figures": {}, "machine": machine}]
+    said = gaps_in(records)
+    assert said == "28% for a step as configured, 74% for a planned one: some CPU, 2026-11-21"
+    on_top = "the heap's gaps come on top of these peaks"
+    assert heap_lines(said, "") == [f"gaps: without memory_arena: true {on_top} ({said})"]
+    unknown = "(how much has not been measured here); no arena here: no compiler"
+    assert heap_lines("", "no compiler") == [f"gaps: {on_top} {unknown}"]
+    command = ["plan", "tiny", "--memory", "--batch-tokens", "2048", "--results", str(tmp_path)]
+    page = tmp_path / "memory.html"
+    for refused in (None, ConfigError("memory_arena: not here")):
+        monkeypatch.setattr(arena_build, "check_machine", mock.Mock(side_effect=refused))
+        assert main([*command, "--html", str(page)]) == 0
+        shown = capsys.readouterr().out
+        assert ("memory_arena: True" in shown) == (refused is None)
+        for text in (shown, page.read_text()):
+            assert ("no arena here: memory_arena: not here" in text) == (refused is not None)
 
 
 def test_nothing_is_computed_again_where_that_frees_nothing():

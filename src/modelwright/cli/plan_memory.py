@@ -57,7 +57,7 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
     from modelwright.objectives.pretrain import Pretrain
     from modelwright.pipeline.report.memory_page import memory_page
     from modelwright.plan.memory_plan import plan_step
-    from modelwright.plan.memory_text import plan_data, plan_text
+    from modelwright.plan.memory_text import gaps_in, plan_data, plan_text
     from modelwright.plan.proposal_text import known_error
 
     if not 0.0 <= options.more_compute < math.inf:
@@ -65,6 +65,7 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
     if options.html and not options.html.parent.is_dir():
         raise ConfigError(f"--html: {options.html.parent} is no folder; name a file in one that exists")
     model, train, seq_len = _training(options)
+    no_arena = _no_arena()
     plan = plan_step(
         model,
         train,
@@ -73,23 +74,38 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
         budget_bytes=int(number(options.budget, "--budget")) if options.budget else 0,
         more_compute=options.more_compute,
         elsewhere=_elsewhere(options, model, train),
+        arena=not no_arena,
     )
+    records = read_results(options.results) if options.results.is_dir() else []
+    records = [record for record in records if record["name"] == "planned_memory"]
+    known = {"known_error": known_error(records), "known_gaps": gaps_in(records), "no_arena": no_arena}
     if options.html:
-        page = memory_page(plan, train, title=f"Memory of a step: {options.target}")
+        page = memory_page(plan, train, title=f"Memory of a step: {options.target}", **known)
         with writing(options.html):
             options.html.write_text(page, encoding="utf-8")
     if options.json:
-        print(json.dumps(plan_data(plan, train, top=options.top), indent=1))
+        data = plan_data(plan, train, top=options.top)
+        print(json.dumps({**data, "known_gaps": known["known_gaps"], "no_arena": no_arena}, indent=1))
         return 0
-    records = read_results(options.results) if options.results.is_dir() else []
-    error = known_error([record for record in records if record["name"] == "planned_memory"])
     rows = train.batch_tokens // train.num_microbatches // seq_len
     print(
         f"{options.target}: {model.num_parameters:,} parameters, {train.precision.policy}, {train.optimizer}; "
         f"microbatches of {rows} rows of {seq_len} tokens\n"
     )
-    print(plan_text(plan, train, top=options.top, known_error=error))
+    print(plan_text(plan, train, top=options.top, **known))
     return 0
+
+
+def _no_arena() -> str:
+    """Why this machine can have no `memory_arena`, "" where it can."""
+    from modelwright.memory.arena_build import check_machine
+    from modelwright.parallel.mesh import default_device
+
+    try:
+        check_machine(on_cpu=default_device().type == "cpu")
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _elsewhere(options: argparse.Namespace, model: "ModelConfig", train: "TrainConfig"):

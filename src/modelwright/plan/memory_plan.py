@@ -89,11 +89,15 @@ def plan_step(
     budget_bytes: int = 0,
     more_compute: float = MORE_COMPUTE,
     elsewhere: Elsewhere = NOWHERE,
+    arena: bool = False,
 ) -> StepPlan:
     """The least that is computed again and moved such that the peak is at most `budget_bytes`; without a budget (0)
     such that it is within a hundredth of the lowest for `more_compute` of the step's FLOPs, moving counted by what
     could be computed meanwhile. The step as configured is the plan where it does that for no more; without a budget
     also where nothing within `more_compute` takes less memory.
+
+    arena: with what it changes, or to hold a budget, the plan switches on `memory_arena`; traces know no gaps of a
+    heap, which otherwise come on top of every peak.
 
     Candidates are traced one after the other, for peaks need not fall along them (a frozen prefix keeps nothing that
     could be computed again). Raises `ConfigError` that names the lowest peak when the budget is too small.
@@ -113,10 +117,11 @@ def plan_step(
     if after.peak_bytes > most:
         lowest = min(trace(one.train).peak_bytes for one in (present, *candidates))
         raise ConfigError(_too_small(budget_bytes, lowest, elsewhere))
+    is_change = chosen is not present or budget_bytes > 0
     return StepPlan(
         before=before,
         after=after,
-        train=chosen.train,
+        train=replace(chosen.train, memory_arena=True) if arena and is_change else chosen.train,
         present_flops=present.more_flops,
         more_flops=chosen.more_flops,
         moved_bytes=chosen.moved_bytes,

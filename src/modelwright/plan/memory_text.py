@@ -14,10 +14,24 @@ WIDTH = 72
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
-def plan_text(plan: StepPlan, configured: TrainConfig, *, top: int, known_error: str = "") -> str:
+HEAP_GAPS = "training's heap above one without gaps"
+PLANNED_HEAP_GAPS = "the planned step's heap above one without gaps"
+"""Figures of a result, in %."""
+
+
+def plan_text(
+    plan: StepPlan,
+    configured: TrainConfig,
+    *,
+    top: int,
+    known_error: str = "",
+    known_gaps: str = "",
+    no_arena: str = "",
+) -> str:
     """Both timelines, what is alive at their peaks, what the plan changes, and the arenas.
 
-    known_error: how far predicted peaks were off where they were measured, "" when they were not.
+    known_error: how far predicted peaks were off where they were measured, "" when they were not; known_gaps: the same
+    of what a heap takes on top; no_arena: why `memory_arena` is not to be had here, "" where it is.
     """
     settings = plan.settings(configured)
     lines = timeline_lines("as configured", plan.before, top=top)
@@ -34,7 +48,31 @@ def plan_text(plan: StepPlan, configured: TrainConfig, *, top: int, known_error:
     else:
         lines += ["", "nothing to change: the step as configured is the plan"]
     lines += ["", f"predicted peaks: {known_error or 'their error has not been measured here'}"]
+    lines += heap_lines(known_gaps, no_arena)
     return "\n".join([*lines, "(of tensors; a process takes memory of its own beside them)"])
+
+
+def heap_lines(known_gaps: str, no_arena: str) -> list[str]:
+    """What the gaps of training's heap add to the predicted peaks, and what helps against them."""
+    gaps = f"the heap's gaps come on top of these peaks ({known_gaps or 'how much has not been measured here'})"
+    if no_arena:
+        return [f"gaps: {gaps}; no arena here: {no_arena}"]
+    return [f"gaps: without memory_arena: true {gaps}"]
+
+
+def gaps_in(records: Sequence[Mapping[str, Any]]) -> str:
+    """What results say of those gaps, where they were measured; "" without any."""
+    found = []
+    for record in records:
+        names = {HEAP_GAPS: "a step as configured", PLANNED_HEAP_GAPS: "a planned one"}
+        shares = [
+            f"{record['figures'][name]['value']:.0f}% for {what}"
+            for name, what in names.items()
+            if name in record["figures"]
+        ]
+        if shares:
+            found.append(f"{', '.join(shares)}: {record['machine']['processor']}, {record['date']}")
+    return "; ".join(found)
 
 
 def plan_data(plan: StepPlan, configured: TrainConfig, *, top: int) -> dict[str, Any]:

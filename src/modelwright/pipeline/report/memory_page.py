@@ -17,8 +17,16 @@ NUM_POINTS = 600
 _OF_STEP: tuple[Kind, ...] = ("activations", "gradients", "temporary")
 
 
-def memory_page(plan: StepPlan, configured: TrainConfig, *, title: str) -> str:
-    """HTML with the curves, and the same in words."""
+def memory_page(
+    plan: StepPlan,
+    configured: TrainConfig,
+    *,
+    title: str,
+    known_error: str = "",
+    known_gaps: str = "",
+    no_arena: str = "",
+) -> str:
+    """HTML with the curves, and the same in words (`plan_text`)."""
     both = [Line("as configured", _points(plan.before)), Line("planned", _points(plan.after), colour=1)]
     charts = [
         ("All that is alive", _chart(both, "all")),
@@ -33,7 +41,8 @@ def memory_page(plan: StepPlan, configured: TrainConfig, *, title: str) -> str:
     ]
     source = files("modelwright.pipeline.report").joinpath("memory.html.jinja").read_text(encoding="utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(source)
-    return template.render(title=title, facts=facts, charts=charts, text=plan_text(plan, configured, top=12))
+    known = {"known_error": known_error, "known_gaps": known_gaps, "no_arena": no_arena}
+    return template.render(title=title, facts=facts, charts=charts, text=plan_text(plan, configured, top=12, **known))
 
 
 def _chart(lines: list[Line], name: str) -> str:
