@@ -183,10 +183,3 @@ class Int8:
 
     def _wide_weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
         return product(dy_NO.T, x_NI.to(dy_NO.dtype))
-
-
-def quantisation_error(x_RK: Tensor, dtype: torch.dtype, grid: Grid) -> float:
-    """Root mean square of what a format loses, over that of the values: 0 for zeros."""
-    codes, scales = quantise(x_RK, grid, dtype)
-    lost, all_of_it = (dequantise(codes, scales, grid) - x_RK.float()).square().sum(), x_RK.float().square().sum()
-    return float((lost / all_of_it).sqrt()) if all_of_it > 0 else 0.0
