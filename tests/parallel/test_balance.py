@@ -114,8 +114,11 @@ def test_batch_keeps_its_rows():
     assert sorted(int((part.segments_BT >= 0).sum()) for part in balanced.split(2)) == [5, 6]
     assert sorted(balanced.input_ids_BT[:, 0].tolist()) == [0, 4, 8, 12]
     assert torch.equal(balanced.labels_BT, balanced.input_ids_BT + 1)
-    with pytest.raises(ValueError, match="4 rows cannot be cut into 3"):
-        balance_tokens(batch, 3)
+    parts = balance_tokens(batch, 3).split(3)
+    assert [part.num_rows for part in parts] == [2, 1, 1]
+    assert [int((part.segments_BT >= 0).sum()) for part in parts] == [3, 4, 4]
+    with pytest.raises(ValueError, match="4 rows cannot be cut into 5"):
+        balance_tokens(batch, 5)
 
 
 def test_training_sees_the_same_batch():

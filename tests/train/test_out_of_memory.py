@@ -3,7 +3,9 @@
 import json
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from safetensors.torch import load_file
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.records import column, read_records
+from modelwright.objectives.pretrain import Pretrain
 from modelwright.ops import cpu_kernels
 from modelwright.train.out_of_memory import Microbatches, is_out_of_memory
 from modelwright.train.watch import read_watch
@@ -98,18 +101,76 @@ def test_all_ranks_give_up_together(runs, layout):
         assert "microbatch of one row" in found["error"]
 
 
-def test_the_number_of_microbatches_is_remembered_unless_another_is_asked_for():
+def cut_smaller(parts: Microbatches, num_rows: int) -> int:
+    parts.parts_of(num_rows)
+    parts.failed(num_rows)
+    parts.cut_smaller()
+    return parts.parts_of(num_rows)
+
+
+def test_the_rows_that_fit_are_remembered_unless_another_number_of_parts_is_asked_for():
     parts = Microbatches(2)
-    parts.cut_smaller(12)
-    assert parts.num_parts == 4
-    parts.cut_smaller(12)
-    assert parts.num_parts == 12
-    with pytest.raises(ModelwrightError, match="one row"):
-        parts.cut_smaller(12)
-    same, other = Microbatches(2), Microbatches(3)
-    for one in (same, other):
+    assert parts.parts_of(12) == 2
+    assert cut_smaller(parts, 12) == 4
+    assert [parts.parts_of(num_rows) for num_rows in (24, 11, 7, 3, 2)] == [8, 4, 3, 2, 2]
+    same, other, staged = Microbatches(2), Microbatches(3), Microbatches(2, cuts=False)
+    for one in (same, other, staged):
         one.load_state_dict(parts.state_dict())
-    assert (same.parts_of(24), same.parts_of(8), other.parts_of(12)) == (12, 2, 3)
+    assert (same.parts_of(8), other.parts_of(12), staged.parts_of(12)) == (3, 3, 2)
+    assert cut_smaller(parts, 12) == 12
+    with pytest.raises(ModelwrightError, match="one row"):
+        cut_smaller(parts, 12)
+
+
+def test_a_rank_with_one_row_goes_on_where_another_ones_rows_did_not_fit():
+    for failed_rows, fits in ((8, 4), (3, 1), (1, 0)):
+        parts = Microbatches(1, agree=lambda rows, fits=fits: max(rows, -fits))
+        parts.parts_of(1)
+        if failed_rows > 1:
+            parts.cut_smaller()
+            assert (parts.parts_of(1), parts.parts_of(8)) == (1, 8 // fits)
+        else:
+            with pytest.raises(ModelwrightError, match="one row"):
+                parts.cut_smaller()
+
+
+@dataclass(frozen=True)
+class SomeRows:
+    """Batches of 8, 7, 8, 6, 5, ... rows."""
+
+    rows: Any
+    num_batches_per_epoch: int = 5
+
+    def batch(self, index: int, *, rank: int = 0, world_size: int = 1):
+        found = self.rows.batch(index)
+        return found.take(torch.arange((8, 7, 8, 6, 5)[index % 5]))
+
+
+@pytest.mark.parametrize("balance", [False, True], ids=["in-order", "balanced"])
+def test_memory_that_runs_out_once_with_another_number_of_rows_at_every_step(tiny, tmp_path, balance):
+    """Parts of more than three rows do not fit: the first step halves twice, and no later one fails."""
+    settings = tiny.settings(eval_every_steps=0, balance={"tokens": balance})
+    for name, most_rows in {"free": 100, "full": 3}.items():
+        objective = tiny.Full(Pretrain(SomeRows(tiny.Rows())), 0, 100, most_rows)
+        tiny.run(tmp_path / name, settings, objective=objective, heldout=[])
+    free, full = (read_records(tmp_path / name / "metrics.jsonl") for name in ("free", "full"))
+    assert column(full, "out_of_memory") == [(1, 2.0)]
+    assert column(full, "microbatch_rows") == [(1, 2.0)]
+    assert [parts for _, parts in column(full, "num_microbatches")] == [4, 4, 4, 3, 3] * 2 + [4, 4]
+    losses = [[value for _, value in column(records, "loss")] for records in (free, full)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_parts_of_unequal_numbers_of_rows_make_the_gradient_of_the_whole_batch(tiny, tmp_path):
+    weights = []
+    for name, most_rows in {"free": 100, "full": 3}.items():
+        full = tiny.Full(tiny.Float64Objective(SomeRows(tiny.Rows())), 0, 100, most_rows)
+        model = tiny.tiny_model(torch.float64)
+        settings = tiny.settings(eval_every_steps=0)
+        tiny.run(tmp_path / name, settings, objective=full, model=model, heldout=[])
+        weights.append(model.state_dict())
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-9, atol=1e-11)
 
 
 def test_what_counts_as_out_of_memory():

@@ -1,5 +1,6 @@
 """A batch of packed token rows: what a loader gives and a training step eats."""
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,15 @@ from torch import Tensor
 
 IGNORED = -100
 """Label of a token that is not predicted (padding, a prompt, the last token of a document)."""
+
+
+def part_sizes(num_rows: int, num_parts: int) -> list[int]:
+    """Rows of each part: equal, or where they do not divide one more in the first ones. Raises `ValueError` when there
+    are fewer rows than parts."""
+    if num_rows < num_parts:
+        raise ValueError(f"{num_rows} rows cannot be cut into {num_parts} microbatches")
+    size, rest = divmod(num_rows, num_parts)
+    return [size + 1] * rest + [size] * (num_parts - rest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +47,9 @@ class TokenBatch:
         return int((self.labels_BT != IGNORED).sum())
 
     def split(self, num_parts: int) -> list["TokenBatch"]:
-        """Cut into `num_parts` batches of consecutive rows. Raises `ValueError` when the rows do not divide."""
-        if self.num_rows % num_parts:
-            raise ValueError(f"{self.num_rows} rows cannot be cut into {num_parts} equal microbatches")
-        size = self.num_rows // num_parts
-        return [self._map(lambda x, i=i: x[i * size : (i + 1) * size]) for i in range(num_parts)]
+        """Cut into `num_parts` batches of consecutive rows, as `part_sizes` says."""
+        ends = list(itertools.accumulate(part_sizes(self.num_rows, num_parts), initial=0))
+        return [self._map(lambda x, rows=slice(*pair): x[rows]) for pair in itertools.pairwise(ends)]
 
     def take(self, rows: Tensor) -> "TokenBatch":
         """The rows with these numbers, in this order."""

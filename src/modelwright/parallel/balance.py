@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from modelwright.core.errors import ConfigError
-from modelwright.data.batch import TokenBatch
+from modelwright.data.batch import TokenBatch, part_sizes
 from modelwright.parallel.mesh import Mesh
 from modelwright.parallel.split import LayerCosts, split_layers
 from modelwright.parallel.timeline import Span
@@ -102,7 +102,7 @@ def balance_tokens(batch: TokenBatch, num_parts: int) -> TokenBatch:
     """The same rows in another order, so that `split(num_parts)` makes parts of nearly equal numbers of real tokens.
 
     Sums over the batch stay what they are, up to rounding. For rows that stand alone: groups that a split must not cut
-    (preference pairs) would be torn apart. Raises `ValueError` when the rows do not divide.
+    (preference pairs) would be torn apart. Raises `ValueError` when there are fewer rows than parts.
     """
     tokens_B = (batch.segments_BT >= 0).sum(dim=1)
     order = torch.tensor(balanced_order(tokens_B.tolist(), num_parts), device=batch.segments_BT.device)
@@ -110,18 +110,16 @@ def balance_tokens(batch: TokenBatch, num_parts: int) -> TokenBatch:
 
 
 def balanced_order(num_tokens: Sequence[int], num_parts: int) -> list[int]:
-    """An order of rows whose consecutive `num_parts` equal parts have nearly equal sums.
+    """An order of rows whose consecutive `num_parts` parts (`part_sizes`) have nearly equal sums.
 
     The longest row first, each to the part with the fewest tokens that still has room (Graham's rule with a limit on
     rows); then pairs of rows change places between the fullest part and another as long as that lowers the fullest.
     """
-    if len(num_tokens) % num_parts:
-        raise ValueError(f"{len(num_tokens)} rows cannot be cut into {num_parts} equal microbatches")
-    size = len(num_tokens) // num_parts
+    sizes = part_sizes(len(num_tokens), num_parts)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     sums = [0] * num_parts
     for row in sorted(range(len(num_tokens)), key=lambda row: -num_tokens[row]):
-        part = min((part for part in range(num_parts) if len(parts[part]) < size), key=lambda part: sums[part])
+        part = min((part for part in range(num_parts) if len(parts[part]) < sizes[part]), key=lambda part: sums[part])
         parts[part].append(row)
         sums[part] += num_tokens[row]
     while _swap_out_of_the_fullest(parts, sums, num_tokens):

@@ -1,15 +1,17 @@
 """A step that does not fit into memory is made again in smaller microbatches: the same batch, hence the same gradient.
 
-Knows what such an error looks like, into how many parts a batch is cut from then on, and how memory is given back.
-Who else must know is the step's business.
+Knows what such an error looks like, how many rows a part of a batch has from then on, and how memory is given back.
 """
 
 import gc
+import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 
 from modelwright.core.errors import ModelwrightError
+from modelwright.data.batch import part_sizes
 from modelwright.memory.allocator import give_back_freed_memory
 from modelwright.optim.update import Context
 
@@ -27,31 +29,45 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Microbatches:
-    """Into how many parts each rank cuts its rows: more of them once memory has run out. The checkpoint keeps it.
+    """Into how many parts each rank cuts its rows: once memory has run out, parts of at most so many rows as are taken
+    to fit, the same number on all ranks. The checkpoint keeps it, for batches need not have equally many rows.
 
-    asked: the number in the configuration. A run that goes on with another configured number takes that.
-    As an `Update` it tells the metrics when the number is not the one asked for.
+    asked: the number of parts in the configuration; a run that goes on with another takes that. agree: the largest of
+    a value over all ranks. cuts: whether the layout lets a rank cut as it likes (stages of a pipeline expect the parts
+    that are configured). As an `Update` it tells the metrics when memory has run out.
     """
 
-    def __init__(self, asked: int) -> None:
+    def __init__(self, asked: int, *, agree: Callable[[float], float] = float, cuts: bool = True) -> None:
         self.asked = asked
+        self.agree = agree
+        self.cuts = cuts
+        self.max_rows = 0
+        """Of a part; 0: as many as come."""
         self.num_parts = asked
+        """Of the newest batch."""
+        self._fits = math.inf
         self._num_failed = 0
 
     def parts_of(self, num_rows: int) -> int:
-        """For a batch of so many rows; a layout with fewer rows a rank may go back to the configured number."""
-        return self.num_parts if num_rows % self.num_parts == 0 else self.asked
+        """For a batch of so many rows."""
+        is_limited = self.cuts and self.max_rows > 0
+        self.num_parts = max(self.asked, math.ceil(num_rows / self.max_rows)) if is_limited else self.asked
+        return self.num_parts
 
-    def cut_smaller(self, num_rows: int) -> None:
-        """At least twice as many parts. Raises `ModelwrightError` when a part is one row already."""
-        present = self.parts_of(num_rows)
-        possible = [parts for parts in range(2 * present, num_rows + 1) if num_rows % parts == 0]
-        if not possible:
+    def failed(self, num_rows: int) -> None:
+        """On this rank the newest batch, of so many rows, did not fit: half of its largest part may."""
+        self._fits = max(part_sizes(num_rows, self.num_parts)) // 2
+
+    def cut_smaller(self) -> None:
+        """On all ranks together, after a step that did not fit on some. Raises `ModelwrightError` on all of them when
+        it was one row that did not fit."""
+        max_rows, self._fits = -self.agree(-self._fits), math.inf
+        if max_rows < 1:
             raise ModelwrightError(
                 "out of memory in a microbatch of one row; take shorter rows, keep less for backward (activations.mode "
                 "unit), divide the model (parallel.shard) or train where there is more memory"
             )
-        self.num_parts = possible[0]
+        self.max_rows = int(max_rows)
         self._num_failed += 1
 
     def apply(self, context: Context) -> None:
@@ -59,14 +75,15 @@ class Microbatches:
             context.scalars["num_microbatches"] = float(self.num_parts)
         if self._num_failed:
             context.scalars["out_of_memory"] = float(self._num_failed)
+            context.scalars["microbatch_rows"] = float(self.max_rows)
         self._num_failed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"asked": self.asked, "num_parts": self.num_parts}
+        return {"asked": self.asked, "max_rows": self.max_rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["asked"] == self.asked:
-            self.num_parts = state["num_parts"]
+            self.max_rows = state.get("max_rows", 0)
 
 
 def give_back_memory(device: torch.device) -> None:

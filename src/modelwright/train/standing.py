@@ -29,9 +29,9 @@ class GuardConfig:
     process that finishes no step for so long writes the stacks of its threads to `hang-<rank>.txt` and ends, so that a
     launcher can start the run again, 0 never; memory_every_steps: steps between copies of the state in the hosts'
     memory (on two hosts, where there are two), from which a run recovers when they are newer than what is on disk, 0
-    for none; out_of_memory: `halve` makes a step whose forward or backward did not fit again in twice as many
-    microbatches, and goes on with those (where no rank can be left waiting: one process, or copies of a model whose
-    gradients are not sent amid backward), `stop` ends the run.
+    for none; out_of_memory: `halve` makes a step whose forward or backward did not fit again in microbatches of
+    half as many rows, and goes on with those (where no rank can be left waiting: one process, or copies of a model
+    whose gradients are not sent amid backward), `stop` ends the run.
     """
 
     replica_check_every: int = 500

@@ -116,21 +116,17 @@ class TrainStep:
         if self.layer_scales is not None:
             self.loss_scale = self.layer_scales.common
             self.follow_layers = FollowLayers(self.layer_scales, self.mesh.world)
-        self.spikes = Spikes(
-            config.spikes,
-            lambda flag: self.mesh.world.maxima(flag)[0],
-            self.folder / "spikes.jsonl",
-            is_first=self.mesh.world.is_first,
-        )
+        path, mesh = self.folder / "spikes.jsonl", self.mesh
+        self.spikes = Spikes(config.spikes, self.largest, path, is_first=mesh.world.is_first)
         self.adaptive = self.adaptive_precision()
         self.in_backward, clip_norm = None, config.clip_norm
         if config.updates_in_backward:
             self.in_backward, clip_norm = self.updates_in_backward(), 0.0
-        self.microbatches = Microbatches(config.num_microbatches)
+        self.microbatches = Microbatches(config.num_microbatches, agree=self.largest, cuts=mesh.is_only_data_parallel)
         self.updates = standard_updates(
             self.optimizer,
             self.names,
-            agree=lambda flag: self.mesh.world.maxima(flag)[0],
+            agree=self.largest,
             norm=self.norm,
             change_weights=(lambda optimizer: None) if self.in_backward else self.turns.step,
             max_skipped=config.max_skipped_steps,
@@ -163,6 +159,9 @@ class TrainStep:
         """Of all processes of a turn, value by value; those that a process does not know are 0."""
         return self.mesh.world.maxima(*values)
 
+    def largest(self, value: float) -> float:
+        return self.mesh.world.maxima(value)[0]
+
     def norm(self, gradients: list[Tensor]) -> float:
         """Of the whole model's gradients; with local steps the root mean square of the ranks' own, so that all clip
         by one factor."""
@@ -182,8 +181,8 @@ class TrainStep:
         )
 
     def quarantine(self) -> Quarantine:
-        agree, is_first = (lambda flag: self.mesh.world.maxima(flag)[0]), self.mesh.world.is_first
-        return Quarantine(self.config.quarantine, agree, self.folder / "quarantine.jsonl", is_first=is_first)
+        path, is_first = self.folder / "quarantine.jsonl", self.mesh.world.is_first
+        return Quarantine(self.config.quarantine, self.largest, path, is_first=is_first)
 
     def follow_overflows(self) -> dict[str, Update]:
         if self.loss_scale is None:
@@ -294,7 +293,7 @@ class TrainStep:
         if self.in_backward:
             self.updates["learning_rate"].apply(Context(number, self.num_steps, [], 0.0))
         while (losses := self.compute_gradients(batch, totals)) is None:
-            self.begin_again(batch, seed)
+            self.begin_again(seed)
         gradients = self.gradients()
         if self.loss_scale and not self.scales_sums:
             self.unscale([local(one) for one in gradients], self.loss_scale)
@@ -372,6 +371,7 @@ class TrainStep:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or not self.can_begin_again:
                 raise
+            self.microbatches.failed(batch.num_rows)
             failed = 1.0
         self.own_time.add_step(time.perf_counter() - started)
         if self.stage_balance and isinstance(self.runner, Pipeline):
@@ -429,9 +429,9 @@ class TrainStep:
             return False
         return self.config.guards.out_of_memory == "halve" and (is_alone or is_apart)
 
-    def begin_again(self, batch: Batch, seed: int) -> None:
+    def begin_again(self, seed: int) -> None:
         """After a step that was too large on some rank: as if it had not been tried, but in smaller microbatches."""
-        self.microbatches.cut_smaller(batch.num_rows)
+        self.microbatches.cut_smaller()
         for parameter in self.names:
             parameter.grad = None
         if isinstance(self.transport, OneCopy):

@@ -59,8 +59,8 @@ class Watch:
 
     def observe(self, info: StepInfo) -> None:
         if "out_of_memory" in info.scalars:
-            number = info.scalars["num_microbatches"]
-            text = f"out of memory; made again, and from here on, in {number:.0f} microbatches"
+            rows = info.scalars["microbatch_rows"]
+            text = f"out of memory; made again, and from here on, in microbatches of at most {rows:.0f} rows"
             self.report(info.step, "out_of_memory", info.scalars["out_of_memory"], 0.0, text)
         if info.skipped:
             kind, why = "nonfinite_step", "values not finite"
