@@ -9,7 +9,7 @@ full_memory_run.py ranks FOLDER: two processes; on the second one parts of more 
 import json
 import resource
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from modelwright.claims.memory_probe import RandomRows
 from modelwright.core.errors import ModelwrightError
+from modelwright.core.progress import SilentProgress
 from modelwright.core.records import column, read_records
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
@@ -85,6 +86,10 @@ def under_limit(folder: Path, margin: int, num_microbatches: int, num_rows: int,
 
 def on_ranks(folder: Path, world: World) -> None:
     """Where the second start of `twice` has room for all, its number of microbatches comes from the checkpoint."""
+    rigid = {"overlap": (ParallelConfig(share_memory=False), True), "tensor": (ParallelConfig(tensor=2), False)}
+    for name, (layout, overlap) in rigid.items():
+        full = tiny_run.Full(Pretrain(tiny_run.Rows()), 0, 100, 1)
+        run_on_rank(folder / f"{name}-full", full, layout, world, 0, overlap=overlap)
     cases = [("whole", 100, 0), ("full", 1, 0), ("never", 0, 0), ("twice", 1, 8), ("twice", 100, 0)]
     for name, layout in {"one-copy": ParallelConfig(), "copies": ParallelConfig(share_memory=False)}.items():
         for what, most_rows, stop in cases:
@@ -92,15 +97,38 @@ def on_ranks(folder: Path, world: World) -> None:
             run_on_rank(folder / f"{name}-{what}", full, layout, world, stop)
 
 
-def run_on_rank(folder: Path, objective: tiny_run.Full, parallel: ParallelConfig, world: World, stop: int) -> None:
-    model, found = tiny_run.tiny_model(), {}
-    config = tiny_run.settings(eval_every_steps=0, transport={"overlap": False})
+@dataclass
+class Notes(SilentProgress):
+    """Keeps what it is told."""
+
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def run_on_rank(
+    folder: Path,
+    objective: tiny_run.Full,
+    parallel: ParallelConfig,
+    world: World,
+    stop: int,
+    *,
+    overlap: bool = False,
+) -> None:
+    model, found, progress = tiny_run.tiny_model(), {}, Notes()
+    config = tiny_run.settings(eval_every_steps=0, transport={"overlap": overlap})
     arguments = {"objective": objective, "model": model, "parallel": parallel, "heldout": [], "world": world}
+    arguments["progress"] = progress
     try:
         tiny_run.run(folder, config, controllers={"stop": tiny_run.StopAfter(stop)}, **arguments)
     except ModelwrightError as error:
         found = {"error": str(error)}
     (folder / f"ended-{world.rank}.json").write_text(json.dumps(found))
+    noted = [note for note in progress.notes if "guards.out_of_memory" in note]
+    (folder / f"notes-{world.rank}.json").write_text(json.dumps(noted))
+    if found and stop == 0:
+        return  # a model that was laid out has no values after an error
     weights = {key: value.contiguous() for key, value in model.state_dict().items()}
     save_file(weights, folder / f"{world.rank}.safetensors")
 

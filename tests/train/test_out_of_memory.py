@@ -1,6 +1,7 @@
 """Memory that runs out amid a step: the step is made again in smaller microbatches, on all ranks."""
 
 import json
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ def test_all_ranks_give_up_together(runs, layout):
 
 def cut_smaller(parts: Microbatches, num_rows: int) -> int:
     parts.parts_of(num_rows)
-    parts.failed(num_rows)
+    parts.failed(num_rows, MemoryError(), "")
     parts.cut_smaller()
     return parts.parts_of(num_rows)
 
@@ -171,6 +172,27 @@ def test_parts_of_unequal_numbers_of_rows_make_the_gradient_of_the_whole_batch(t
         weights.append(model.state_dict())
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("layout", ["one-copy", "copies"])
+def test_nothing_is_said_where_a_step_can_be_made_again(runs, layout):
+    for rank in range(2):
+        assert json.loads((runs / f"{layout}-full" / f"notes-{rank}.json").read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "why"), {"overlap": "transport.overlap, which", "tensor": r"the layout \(parallel: tensor 2\)"}.items()
+)
+def test_where_no_step_can_be_made_again_the_first_rank_says_so_and_the_error_too(runs, layout, why):
+    folder = runs / f"{layout}-full"
+    notes, none = (json.loads((folder / f"notes-{rank}.json").read_text()) for rank in range(2))
+    assert none == []
+    (note,) = [note for note in notes if "guards.out_of_memory" in note]
+    assert re.search(f"not made again in smaller parts: {why}", note)
+    errors = [json.loads((folder / f"ended-{rank}.json").read_text())["error"] for rank in range(2)]
+    for error in errors:
+        assert error.startswith("out of memory: ")
+        assert error.endswith(note)
 
 
 def test_what_counts_as_out_of_memory():

@@ -5,9 +5,10 @@ What makes a run repeatable: batch number n is a function of n, random streams a
 any moment and started again ends with the same bits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from modelwright.core.progress import Progress, SilentProgress
@@ -27,6 +28,7 @@ from modelwright.train.config import TrainConfig
 from modelwright.train.course import Course
 from modelwright.train.exchange import check_exchange, transport_for, turns_for
 from modelwright.train.objective import Batch, Controller, Objective
+from modelwright.train.out_of_memory import not_halving
 from modelwright.train.passes import activation_pass, remove_passes, spread
 from modelwright.train.result import TrainResult
 from modelwright.train.signals import StopRequest
@@ -74,6 +76,7 @@ def train(
     progress.begin(name, num_steps, "steps")
     hang_after_s = config.guards.hang_after_s if world.size > 1 else 0.0
     model = model.to(world.device)
+    note_once = cache(progress.note)  # a run may be laid out several times
     try:
         with (
             StopRequest() as stop,
@@ -105,6 +108,7 @@ def train(
                     input_digest=input_digest,
                     watchdog=watchdog,
                     arena=arena,
+                    note_once=note_once,
                 )
                 if isinstance(ended, TrainResult):
                     return ended
@@ -128,6 +132,7 @@ def _train_laid_out(
     given_transport: GradientTransport | None,
     stop: StopRequest,
     arena: StepArena,
+    note_once: Callable[[str], None],
     **parts: Any,
 ) -> TrainResult | tuple[int, ...]:
     """Train under one layout: to the end, or until other numbers of layers per stage, which are returned, are better.
@@ -195,6 +200,8 @@ def _train_laid_out(
             layer_scales=layer_scales,
             arena=arena,
         )
+        if config.guards.out_of_memory == "halve" and one_step.in_the_way:
+            note_once(not_halving(one_step.in_the_way))
         course = Course(
             one_step=one_step,
             config=config,

@@ -14,6 +14,7 @@ from modelwright.core.errors import ModelwrightError
 from modelwright.data.batch import part_sizes
 from modelwright.memory.allocator import give_back_freed_memory
 from modelwright.optim.update import Context
+from modelwright.parallel.mesh import Mesh
 
 WhenOutOfMemory = Literal["halve", "stop"]
 
@@ -26,6 +27,26 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+
+
+def in_the_way(mesh: Mesh, *, sends_in_backward: bool, updates_in_backward: bool) -> str:
+    """What keeps a rank from leaving forward and backward without a word, "" when nothing does: nothing may pass
+    between ranks within them."""
+    if mesh.world.size == 1:
+        return ""
+    if not mesh.is_only_data_parallel:
+        sizes = {name: getattr(mesh, name).size for name in ("pipeline", "shard", "context", "tensor")}
+        layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        return f"the layout (parallel: {layout}), in which ranks wait for one another amid forward and backward"
+    if updates_in_backward:
+        return "update_in_backward, for which ranks agree amid backward; set it to none"
+    if sends_in_backward:
+        return "transport.overlap, which sends gradients amid backward; set it to false"
+    return ""
+
+
+def not_halving(why: str) -> str:
+    return f"guards.out_of_memory: a step that does not fit into memory is not made again in smaller parts: {why}"
 
 
 class Microbatches:
@@ -54,8 +75,13 @@ class Microbatches:
         self.num_parts = max(self.asked, math.ceil(num_rows / self.max_rows)) if is_limited else self.asked
         return self.num_parts
 
-    def failed(self, num_rows: int) -> None:
-        """On this rank the newest batch, of so many rows, did not fit: half of its largest part may."""
+    def failed(self, num_rows: int, error: BaseException, why_not: str) -> None:
+        """On this rank the newest batch, of so many rows, did not fit: half of its largest part may.
+
+        Raises `ModelwrightError` when the step cannot be made again, with the reason.
+        """
+        if why_not:
+            raise ModelwrightError(f"out of memory: {str(error).strip()}\n{not_halving(why_not)}") from error
         self._fits = max(part_sizes(num_rows, self.num_parts)) // 2
 
     def cut_smaller(self) -> None:

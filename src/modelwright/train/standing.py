@@ -31,7 +31,7 @@ class GuardConfig:
     memory (on two hosts, where there are two), from which a run recovers when they are newer than what is on disk, 0
     for none; out_of_memory: `halve` makes a step whose forward or backward did not fit again in microbatches of
     half as many rows, and goes on with those (where no rank can be left waiting: one process, or copies of a model
-    whose gradients are not sent amid backward), `stop` ends the run.
+    whose gradients are not sent amid backward; elsewhere a run says so when it begins), `stop` ends the run.
     """
 
     replica_check_every: int = 500

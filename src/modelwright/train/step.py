@@ -44,7 +44,7 @@ from modelwright.train.exchange import Meeting, updates_in_backward
 from modelwright.train.flops import dense_flops
 from modelwright.train.guards import Quarantine
 from modelwright.train.objective import Batch, Objective, StepInfo
-from modelwright.train.out_of_memory import Microbatches, give_back_memory, is_out_of_memory
+from modelwright.train.out_of_memory import Microbatches, give_back_memory, in_the_way, is_out_of_memory
 from modelwright.train.runner import Runner
 from modelwright.train.scaling import FollowLayers, FollowOverflows, Unscale
 from modelwright.train.sparse import SparseUpdates, trainable
@@ -369,9 +369,9 @@ class TrainStep:
         try:
             self.runner.train(batch.to(self.world.device).split(num_parts), loss_of)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or not self.can_begin_again:
+            if not is_out_of_memory(error) or self.config.guards.out_of_memory == "stop":
                 raise
-            self.microbatches.failed(batch.num_rows)
+            self.microbatches.failed(batch.num_rows, error, self.in_the_way)
             failed = 1.0
         self.own_time.add_step(time.perf_counter() - started)
         if self.stage_balance and isinstance(self.runner, Pipeline):
@@ -420,14 +420,12 @@ class TrainStep:
         return overlaps and isinstance(self.transport, Overlapping) and (self.loss_scale is None or self.scales_sums)
 
     @property
-    def can_begin_again(self) -> bool:
-        """Whether a rank may leave forward and backward without a word: nothing passes between ranks within them, and
-        no weight has changed yet."""
-        is_alone = self.mesh.world.size == 1
-        is_apart = self.mesh.is_only_data_parallel and (isinstance(self.transport, OneCopy) or not self.overlaps)
-        if self.in_backward and (self.in_backward.has_begun or not is_alone):
-            return False
-        return self.config.guards.out_of_memory == "halve" and (is_alone or is_apart)
+    def in_the_way(self) -> str:
+        """What keeps a step that was too large from being made again, "" when nothing does."""
+        if self.in_backward and self.in_backward.has_begun:
+            return "update_in_backward has changed weights in this step already"
+        sends = self.overlaps and not isinstance(self.transport, OneCopy)
+        return in_the_way(self.mesh, sends_in_backward=sends, updates_in_backward=self.in_backward is not None)
 
     def begin_again(self, seed: int) -> None:
         """After a step that was too large on some rank: as if it had not been tried, but in smaller microbatches."""
