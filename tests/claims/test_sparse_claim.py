@@ -202,7 +202,7 @@ def test_every_arm_runs_at_its_best_rate_and_baselines_at_equal_compute(tmp_path
     assert result.kind == ("cannot be tested here" if quick else "short")
     assert result.figures["time of a step, method to dense"].value == pytest.approx(0.62)
     timed = [run.name for run in made if run.seed >= 900]
-    assert timed == [arms.METHOD, arms.DENSE, arms.LIMIT_ALONE[-1]] * arms.NUM_ROUNDS
+    assert timed == [arms.METHOD, arms.AS_MUCH_TIME, arms.LIMIT_ALONE[-1]] * arms.NUM_ROUNDS
     if not quick:
         pretraining = {run.name: run for run in made if run.regime == arms.PRETRAIN and run.seed in arms.SEEDS}
         assert len(pretraining) == 1 + len(arms.FORMS) * len(arms.BUDGETS)

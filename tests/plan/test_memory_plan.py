@@ -22,7 +22,7 @@ from modelwright.objectives.pretrain import Pretrain
 from modelwright.plan import memory_plan
 from modelwright.plan.catalog import MODELS
 from modelwright.plan.memory_plan import Elsewhere, plan_step
-from modelwright.plan.memory_text import HEAP_GAPS, PLANNED_HEAP_GAPS, gaps_in, heap_lines, plan_text
+from modelwright.plan.memory_text import HEAP_GAPS, PLANNED_HEAP_GAPS, Known, gaps_in, heap_lines, plan_text
 from modelwright.plan.traced_step import trace_step
 from modelwright.train.config import TrainConfig
 
@@ -137,9 +137,9 @@ def test_what_is_said_of_gaps(monkeypatch, capsys, tmp_path):
     said = gaps_in(records)
     assert said == "28% for a step as configured, 74% for a planned one: some CPU, 2026-11-21"
     on_top = "the heap's gaps come on top of these peaks"
-    assert heap_lines(said, "") == [f"gaps: without memory_arena: true {on_top} ({said})"]
+    assert heap_lines(Known(gaps=said)) == [f"gaps: without memory_arena: true {on_top} ({said})"]
     unknown = "(how much has not been measured here); no arena here: no compiler"
-    assert heap_lines("", "no compiler") == [f"gaps: {on_top} {unknown}"]
+    assert heap_lines(Known(no_arena="no compiler")) == [f"gaps: {on_top} {unknown}"]
     command = ["plan", "tiny", "--memory", "--batch-tokens", "2048", "--results", str(tmp_path)]
     page = tmp_path / "memory.html"
     for refused in (None, ConfigError("memory_arena: not here")):
@@ -182,7 +182,7 @@ def test_a_plan_is_the_same_whatever_blocks_keep_as_configured(mode):
     assert wanted.present_flops == 0.0
     if mode["mode"] == "unit":
         assert found.present_flops > found.more_flops
-        assert f"more FLOPs ({found.present_flops:.1%} as configured)" in plan_text(found, train, top=3)
+        assert f"more FLOPs ({found.present_flops:.1%} as configured)" in plan_text(found, train, top=3, known=Known())
 
 
 @pytest.mark.parametrize(("budget", "peak"), [(0, 173), (180, 179), (215, 200), (172, 0)])
@@ -236,7 +236,7 @@ def test_a_model_that_no_machine_here_could_hold_is_traced():
 
 def test_the_picture(capsys, tmp_path):
     train = settings()
-    text = plan_text(plan_step(SMALL, train, Pretrain, seq_len=128), train, top=3)
+    text = plan_text(plan_step(SMALL, train, Pretrain, seq_len=128), train, top=3, known=Known())
     assert "as configured: peak" in text
     assert "update_in_backward: unclipped" in text
     assert max(map(len, text.splitlines())) <= 130

@@ -1,7 +1,7 @@
 """Weights updated in backward: the bits of the ordinary way, clipping by the last norm, stops, values not finite."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
 from modelwright.core.records import column, read_records
+from modelwright.data.batch import IGNORED
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.ops.total_norm import total_norm
 from modelwright.optim.build import build_optimizer
@@ -157,3 +158,24 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tiny, tmp_path):
 def test_what_needs_the_whole_gradient_is_refused(tiny, field, more):
     with pytest.raises(ConfigError, match=f"{field}: "):
         tiny.settings(**more)
+
+
+@pytest.mark.parametrize("mode", ["none", "unclipped", "clip_by_last_norm"])
+def test_a_batch_without_a_label_moves_no_weight(tiny, tmp_path, mode):
+    """Momentum would carry them on, and decay would hold."""
+
+    class Unlabelled(tiny.Rows):
+        def batch(self, index, *, rank=0, world_size=1):
+            found = super().batch(index, rank=rank, world_size=world_size)
+            return replace(found, labels_BT=torch.full_like(found.labels_BT, IGNORED)) if index >= 2 else found
+
+    ends = []
+    for num_steps in (2, 3):
+        settings = {"num_steps": num_steps, "weight_decay": 0.5, "eval_every_steps": 0, "update_in_backward": mode}
+        settings |= {"clip_norm": 0.0 if mode != "clip_by_last_norm" else 0.5, "schedule": {"kind": "constant"}}
+        model, folder = tiny.tiny_model(), tmp_path / str(num_steps)
+        tiny.run(folder, tiny.settings(**settings), model=model, objective=Pretrain(Unlabelled()), heldout=[])
+        ends.append(model.state_dict())
+    assert equal(*ends)
+    records = read_records(next(folder.rglob("metrics.jsonl")))
+    assert [record["skipped"] for record in records if "skipped" in record] == [False, False, True]

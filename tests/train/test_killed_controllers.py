@@ -23,7 +23,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sparse": {
         **FOLLOWING,
         "precision": {"policy": "fp8", "fp8": {"scaling": "delayed", "history": 3}, "loss_scale": SCALED},
-        "sparse": {"kind": "columns", "keep": 0.5, "refresh_every": 2, "batch": {"signal": "change", "keep": 0.5}},
+        "sparse": {
+            "kind": "columns",
+            "keep": 0.5,
+            "refresh_every": 2,
+            "batch": {"signal": "change", "keep": 0.5, "max_start_loss": 1.0},
+        },
     },
 }
 

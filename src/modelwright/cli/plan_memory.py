@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,10 +55,11 @@ def spelled(words: Sequence[str], is_size: Callable[[str], bool]) -> list[str]:
 def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> int:
     """Print the timeline and the plan. Raises `ConfigError` for a budget that cannot be held."""
     from modelwright.claims.results import read_results
+    from modelwright.cli.display import choose_display
     from modelwright.objectives.pretrain import Pretrain
     from modelwright.pipeline.report.memory_page import memory_page
     from modelwright.plan.memory_plan import plan_step
-    from modelwright.plan.memory_text import gaps_in, plan_data, plan_text
+    from modelwright.plan.memory_text import Known, gaps_in, plan_data, plan_text
     from modelwright.plan.proposal_text import known_error
 
     if not 0.0 <= options.more_compute < math.inf:
@@ -75,24 +77,25 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
         more_compute=options.more_compute,
         elsewhere=_elsewhere(options, model, train),
         arena=not no_arena,
+        progress=choose_display(sys.stderr),
     )
     records = read_results(options.results) if options.results.is_dir() else []
     records = [record for record in records if record["name"] == "planned_memory"]
-    known = {"known_error": known_error(records), "known_gaps": gaps_in(records), "no_arena": no_arena}
+    known = Known(error=known_error(records), gaps=gaps_in(records), no_arena=no_arena)
     if options.html:
-        page = memory_page(plan, train, title=f"Memory of a step: {options.target}", **known)
+        page = memory_page(plan, train, title=f"Memory of a step: {options.target}", known=known)
         with writing(options.html):
             options.html.write_text(page, encoding="utf-8")
     if options.json:
         data = plan_data(plan, train, top=options.top)
-        print(json.dumps({**data, "known_gaps": known["known_gaps"], "no_arena": no_arena}, indent=1))
+        print(json.dumps({**data, "known_gaps": known.gaps, "no_arena": no_arena}, indent=1))
         return 0
     rows = train.batch_tokens // train.num_microbatches // seq_len
     print(
         f"{options.target}: {model.num_parameters:,} parameters, {train.precision.policy}, {train.optimizer}; "
         f"microbatches of {rows} rows of {seq_len} tokens\n"
     )
-    print(plan_text(plan, train, top=options.top, **known))
+    print(plan_text(plan, train, top=options.top, known=known))
     return 0
 
 

@@ -5,12 +5,14 @@ gradients, the head and the update in it, says what comes of it. Updates in back
 The plan is a configuration: training with it is what the second trace shows. Knows one process and no link.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
+from modelwright.core.progress import Progress, SilentProgress
 from modelwright.memory.activations import (
     block_shape,
     head_workspace_bytes,
@@ -90,6 +92,7 @@ def plan_step(
     more_compute: float = MORE_COMPUTE,
     elsewhere: Elsewhere = NOWHERE,
     arena: bool = False,
+    progress: Progress = SilentProgress(),  # noqa: B008
 ) -> StepPlan:
     """The least that is computed again and moved such that the peak is at most `budget_bytes`; without a budget (0)
     such that it is within a hundredth of the lowest for `more_compute` of the step's FLOPs, moving counted by what
@@ -102,9 +105,17 @@ def plan_step(
     Candidates are traced one after the other, for peaks need not fall along them (a frozen prefix keeps nothing that
     could be computed again). Raises `ConfigError` that names the lowest peak when the budget is too small.
     """
-    trace = cache(lambda settings: trace_step(model, settings, objective_of, seq_len=seq_len))
-    before = trace(train)
     present, candidates = _candidates(model, train, seq_len, elsewhere)
+    numbers = itertools.count(1)
+
+    @cache
+    def trace(settings: TrainConfig) -> Timeline:
+        found = trace_step(model, settings, objective_of, seq_len=seq_len)
+        progress.advance(next(numbers))
+        return found
+
+    progress.begin("trace", 1 + len(candidates), "steps")
+    before = trace(train)
     most, may_rise = budget_bytes, budget_bytes > 0
     if not budget_bytes:
         candidates = [one for one in candidates if one.cost <= more_compute]
@@ -116,7 +127,9 @@ def plan_step(
     after = trace(chosen.train)
     if after.peak_bytes > most:
         lowest = min(trace(one.train).peak_bytes for one in (present, *candidates))
+        progress.end()
         raise ConfigError(_too_small(budget_bytes, lowest, elsewhere))
+    progress.end()
     is_change = chosen is not present or budget_bytes > 0
     return StepPlan(
         before=before,

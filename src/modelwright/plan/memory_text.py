@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from modelwright.memory.arena import Arena, plan_arena
@@ -19,20 +20,19 @@ PLANNED_HEAP_GAPS = "the planned step's heap above one without gaps"
 """Figures of a result, in %."""
 
 
-def plan_text(
-    plan: StepPlan,
-    configured: TrainConfig,
-    *,
-    top: int,
-    known_error: str = "",
-    known_gaps: str = "",
-    no_arena: str = "",
-) -> str:
-    """Both timelines, what is alive at their peaks, what the plan changes, and the arenas.
-
-    known_error: how far predicted peaks were off where they were measured, "" when they were not; known_gaps: the same
-    of what a heap takes on top; no_arena: why `memory_arena` is not to be had here, "" where it is.
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What stands beside a plan. error: how far predicted peaks were off where they were measured, "" when they were
+    not; gaps: the same of what a heap takes on top; no_arena: why `memory_arena` is not to be had here, "" where it is.
     """
+
+    error: str = ""
+    gaps: str = ""
+    no_arena: str = ""
+
+
+def plan_text(plan: StepPlan, configured: TrainConfig, *, top: int, known: Known) -> str:
+    """Both timelines, what is alive at their peaks, what the plan changes, and the arenas."""
     settings = plan.settings(configured)
     lines = timeline_lines("as configured", plan.before, top=top)
     if settings:
@@ -47,16 +47,16 @@ def plan_text(
         lines += [f"  {line}" for line in _setting_lines(settings)]
     else:
         lines += ["", "nothing to change: the step as configured is the plan"]
-    lines += ["", f"predicted peaks: {known_error or 'their error has not been measured here'}"]
-    lines += heap_lines(known_gaps, no_arena)
+    lines += ["", f"predicted peaks: {known.error or 'their error has not been measured here'}"]
+    lines += heap_lines(known)
     return "\n".join([*lines, "(of tensors; a process takes memory of its own beside them)"])
 
 
-def heap_lines(known_gaps: str, no_arena: str) -> list[str]:
+def heap_lines(known: Known) -> list[str]:
     """What the gaps of training's heap add to the predicted peaks, and what helps against them."""
-    gaps = f"the heap's gaps come on top of these peaks ({known_gaps or 'how much has not been measured here'})"
-    if no_arena:
-        return [f"gaps: {gaps}; no arena here: {no_arena}"]
+    gaps = f"the heap's gaps come on top of these peaks ({known.gaps or 'how much has not been measured here'})"
+    if known.no_arena:
+        return [f"gaps: {gaps}; no arena here: {known.no_arena}"]
     return [f"gaps: without memory_arena: true {gaps}"]
 
 

@@ -194,10 +194,12 @@ class AdaptivePrecision:
 
     def _look(self, context: Context) -> None:
         """Formats that a jump has just changed are not judged by what was seen of others: the decision falls out."""
+        self.is_due = self.is_due or (context.step + 1) % self.config.every == 0
+        if context.is_empty:
+            return  # its loss of 0 tells nothing
         self._count_overflow(context)
         jumped = self.switcher.see_loss(context.step + 1, context.loss)
         measures = self._measures(context.step)
-        self.is_due = self.is_due or (context.step + 1) % self.config.every == 0
         if jumped:
             self.levels = []
         else:

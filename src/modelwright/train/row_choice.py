@@ -3,7 +3,7 @@
 The look is a forward pass over the first tokens of each row, without gradient. What it finds decides on whole rows (the
 coarse stage); in the rows that are chosen, the attention that tokens receive in the first layer may decide which labels
 are learned (the fine stage). A row that is not chosen costs nothing else. Each rank chooses among its own rows, as many
-as the others. Knows nothing about units of the model.
+as the others, or as lie within its limit. Knows nothing about units of the model.
 """
 
 import math

@@ -407,9 +407,11 @@ class TrainStep:
 
     def before_last_backward(self, sums: Tensor) -> None:
         """Let the transport begin with gradients as they are finished, where no other part of the loop changes them, or
-        weights be changed in backward, unless a loss is not finite."""
+        weights be changed in backward, unless a loss is not finite or there is none."""
         if self.in_backward:
-            if self.mesh.world.maxima(not math.isfinite(float(sums.sum())))[0] == 0:
+            assert self.present is not None
+            is_wrong = not math.isfinite(float(sums.sum())) or not any(self.present[1].values())
+            if self.largest(is_wrong) == 0:
                 self.in_backward.arm()
         elif self.overlaps and isinstance(self.transport, Overlapping):
             self.transport.arm(trainable(self.names))

@@ -9,7 +9,7 @@ from modelwright.memory.lifetimes import Kind, Timeline
 from modelwright.pipeline.report.charts import Line, line_chart
 from modelwright.plan.estimate import size
 from modelwright.plan.memory_plan import StepPlan
-from modelwright.plan.memory_text import plan_text
+from modelwright.plan.memory_text import Known, plan_text
 from modelwright.train.config import TrainConfig
 
 MIB = 2**20
@@ -17,15 +17,7 @@ NUM_POINTS = 600
 _OF_STEP: tuple[Kind, ...] = ("activations", "gradients", "temporary")
 
 
-def memory_page(
-    plan: StepPlan,
-    configured: TrainConfig,
-    *,
-    title: str,
-    known_error: str = "",
-    known_gaps: str = "",
-    no_arena: str = "",
-) -> str:
+def memory_page(plan: StepPlan, configured: TrainConfig, *, title: str, known: Known) -> str:
     """HTML with the curves, and the same in words (`plan_text`)."""
     both = [Line("as configured", _points(plan.before)), Line("planned", _points(plan.after), colour=1)]
     charts = [
@@ -41,8 +33,8 @@ def memory_page(
     ]
     source = files("modelwright.pipeline.report").joinpath("memory.html.jinja").read_text(encoding="utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(source)
-    known = {"known_error": known_error, "known_gaps": known_gaps, "no_arena": no_arena}
-    return template.render(title=title, facts=facts, charts=charts, text=plan_text(plan, configured, top=12, **known))
+    text = plan_text(plan, configured, top=12, known=known)
+    return template.render(title=title, facts=facts, charts=charts, text=text)
 
 
 def _chart(lines: list[Line], name: str) -> str:
