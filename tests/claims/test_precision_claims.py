@@ -65,6 +65,15 @@ def test_a_controller_has_to_beat_the_trivial_policies():
     assert "all INT8 at 3.80x" in judged().reason
     assert all(name.endswith(", rules") for name in list(judged().figures)[:3])
     assert "at most 4.00x as fast" in judged().reason
+    assert "oneDNN" not in judged().reason
+
+
+def test_a_controller_is_named_beside_the_fastest_fp32():
+    paces = {"fp32": [100.0], adaptive_precision.BY_ONEDNN: [200.0], "all INT8": [380.0], "rules": [390.0]}
+    losses = {name: [4.0] for name in paces}
+    peaks = dict.fromkeys(paces, 100) | {"rules": 55}
+    found = adaptive_precision.judge(paces, losses, peaks, PRODUCTS, SIZE, SIZE)
+    assert "3.90x FP32 (target 3x), 1.95x FP32 by oneDNN," in found.reason
 
 
 def test_paces_are_kept_by_arms_and_count_all_steps_from_the_first_on(tmp_path, monkeypatch):
