@@ -11,6 +11,7 @@ from modelwright.core.config import parse
 from modelwright.ops import formats
 from modelwright.ops.formats import Format, Role
 from modelwright.ops.scaled import dequantise
+from modelwright.precision import indicators
 from modelwright.precision.indicators import (
     Level,
     Momentum,
@@ -189,6 +190,27 @@ def test_an_observer_sees_inputs_and_gradients_of_each_part_and_changes_nothing(
     assert watching.take("blocks.1.ffn", "input", "int8") == (0.0, 0)
     product(x[:0], weight)
     assert watching.take("blocks.0.ffn", "input", "int8")[1] == 1
+
+
+def test_products_that_read_one_tensor_share_a_look_at_it(monkeypatch):
+    watching, looks = observer(["int8"]), []
+    monkeypatch.setattr(indicators.Sample, "of", lambda values, of=Sample.of: looks.append(values) or of(values))
+    queries, keys = (watching.watched(f"blocks.0.attention.{name}_proj", torch.nn.functional.linear) for name in "qk")
+    x, other, weight = torch.randn(6, 8), torch.randn(6, 8), torch.randn(4, 8)
+    for product, values in ((queries, x), (keys, x), (queries, other), (keys, x)):
+        product(values, weight)
+    assert len(looks) == 3
+    total, count = watching.take("blocks.0.attention", "input", "int8")
+    assert (total, count) == (pytest.approx(3 * error(x, "int8") + error(other, "int8")), 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sample_is_the_same_however_many_pieces_it_is_read_in(monkeypatch, dtype):
+    x = torch.randn(2, 37, 24, generator=torch.Generator().manual_seed(3)).to(dtype)
+    monkeypatch.setattr(indicators, "AT_ONCE", 100)
+    found = Sample.of(x)
+    assert torch.equal(found.maxima_K, x.flatten(0, 1).abs().amax(0).float())
+    torch.testing.assert_close(found.mean_square, x.float().square().mean())
 
 
 def test_what_comes_rounded_has_lost_what_rounding_costs_and_an_overflow_tells_nothing():

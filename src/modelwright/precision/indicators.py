@@ -24,6 +24,7 @@ Knows no rank: sums over ranks are taken where they are known.
 
 import math
 import statistics
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -38,9 +39,10 @@ from modelwright.ops.scaled import BLOCK, ROWWISE, TENSORWISE, Grid, dequantise,
 from modelwright.precision.model import part_of
 from modelwright.precision.policy import PrecisionConfig
 
-ROLES: dict[str, Role] = {"weight": "weight", "input": "x", "gradient": "grad"}
 MAX_ROWS = 128
 """Rows of weights, activations and gradients that errors are measured on."""
+AT_ONCE = 2**18
+"""Elements that a processor reads together: what is made of them stays in its cache."""
 OUTLIER = 3.0
 EXPECTING = 3
 """Periods that an expected loss rests on."""
@@ -71,6 +73,13 @@ class Signs:
     memory_pressure: float
 
 
+def in_pieces(values_NK: Tensor) -> Sequence[Tensor]:
+    """Rows of each piece; one piece where no cache is to be minded."""
+    if values_NK.device.type != "cpu":
+        return (values_NK,)
+    return values_NK.split(max(1, AT_ONCE // values_NK.shape[1]))
+
+
 @dataclass(frozen=True)
 class Sample:
     """Some of [N, K] values, FP32: rows at equal distances, and neighbours. Of all: the largest magnitude of each
@@ -87,11 +96,16 @@ class Sample:
         all_NK = values.detach().flatten(0, -2) if values.dim() > 2 else values.detach()
         num_rows = all_NK.shape[0]
         start = (num_rows - 1) // 2 // MAX_ROWS * MAX_ROWS
+        maxima, squares = [], []
+        for piece_PK in in_pieces(all_NK):
+            magnitudes_PK = piece_PK.abs().float()
+            maxima.append(magnitudes_PK.amax(0))
+            squares.append(magnitudes_PK.square_().sum())
         return Sample(
             all_NK[:: max(1, num_rows // MAX_ROWS)].float(),
             all_NK[start : start + MAX_ROWS].float(),
-            all_NK.abs().amax(0).float(),
-            torch.linalg.vector_norm(all_NK, dtype=torch.float32).square() / all_NK.numel(),
+            torch.stack(maxima).amax(0),
+            torch.stack(squares).sum() / all_NK.numel(),
         )
 
 
@@ -160,43 +174,59 @@ class Observer:
     """Looks at what goes into the products of a model and at the gradients that come back.
 
     config: how products read their factors; errors: sum and count of relative errors by (part, "input" or "gradient",
-    format).
+    format); last: the input that was looked at last, which several products may read, with its errors.
     """
 
     candidates: Sequence[Format]
     config: PrecisionConfig
     errors: dict[tuple[str, str, Format], tuple[float, int]] = field(default_factory=dict)
+    last: tuple[weakref.ref[Tensor], Mapping[Format, float]] | None = None
 
     def watched(self, name: str, product: Product) -> Product:
         """The same product, with a look at what goes through it."""
         part = part_of(name)
 
         def multiply(x: Tensor, weight: Tensor) -> Tensor:
-            self._see(part, "input", x)
+            self._add(part, "input", self._lost_of_input(x))
             y = product(x, weight)
             if y.requires_grad:
-                y.register_hook(lambda gradient: self._see(part, "gradient", gradient))
+                y.register_hook(lambda gradient: self._add(part, "gradient", self._lost(gradient, "grad")))
             return y
 
         return multiply
 
-    def _see(self, part: str, what: str, values: Tensor) -> None:
-        """Values of a step that overflowed, which is skipped, tell nothing; a format that overflows where they do not
-        loses all of them."""
+    def _lost_of_input(self, x: Tensor) -> Mapping[Format, float]:
+        """Once for all products that read the same tensor one after the other."""
+        if self.last is None or self.last[0]() is not x:
+            self.last = weakref.ref(x), self._lost(x, "x")
+        return self.last[1]
+
+    def _lost(self, values: Tensor, role: Role) -> Mapping[Format, float]:
+        """By format. Values of a step that overflowed, which is skipped, tell nothing; a format that overflows where
+        they do not loses all of them."""
         if not values.numel():
-            return
-        sample, role = Sample.of(values), ROLES[what]
+            return {}
+        sample, found = Sample.of(values), {}
         if not bool(sample.maxima_K.isfinite().all()):
-            return
+            return {}
         for chosen in self.candidates:
             lost = min(1.0, error_of(sample, chosen, role, self.config))
             if values.dtype != torch.float32 and chosen in FLOATS:
                 lost = max(lost, rounding_error(chosen))
+            found[chosen] = lost
+        return found
+
+    def _add(self, part: str, what: str, lost: Mapping[Format, float]) -> None:
+        for chosen, share in lost.items():
             total, count = self.errors.get((part, what, chosen), (0.0, 0))
-            self.errors[part, what, chosen] = total + lost, count + 1
+            self.errors[part, what, chosen] = total + share, count + 1
 
     def take(self, part: str, what: str, chosen: Format) -> tuple[float, int]:
         return self.errors.get((part, what, chosen), (0.0, 0))
+
+
+def sum_of_squares(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float32).double().square())
 
 
 @dataclass(frozen=True)
@@ -241,10 +271,10 @@ class Sums:
     ) -> "Sums":
         """Of one tensor with its gradient, whose loss was scaled so; momentum: None before the first update."""
         magnitudes = gradient.abs() * scale
-        square, average, agreement, kept_noise, update = float(gradient.square().sum()), 0.0, 0.0, 0.0, 0.0
+        square, average, agreement, kept_noise, update = sum_of_squares(gradient), 0.0, 0.0, 0.0, 0.0
         if momentum is not None:
             mean = momentum.average.to(gradient.device)
-            average, agreement = float(mean.square().sum()), float((mean * gradient).sum())
+            average, agreement = sum_of_squares(mean), float((mean * gradient).sum())
             kept_noise, update = momentum.kept_noise * square, momentum.update
         return Sums(
             gradient=square,
@@ -255,7 +285,7 @@ class Sums:
             agreement=agreement,
             kept_noise=kept_noise,
             update=update,
-            weight=float(weight.square().sum()),
+            weight=sum_of_squares(weight),
         )
 
     def plus(self, other: "Sums", share: float = 1.0) -> "Sums":

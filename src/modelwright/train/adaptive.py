@@ -40,6 +40,7 @@ from modelwright.precision.indicators import (
     loss_excess,
     outlier_share,
     relative_rise,
+    sum_of_squares,
     trend,
     variation,
 )
@@ -207,7 +208,7 @@ class AdaptivePrecision:
             self.seen.run_norms.append(context.grad_norm)
             if context.skip:
                 return
-            sums = self._sums(context.step) if measures else {}
+            sums = self._sums(context.step, whole=self.is_due) if measures else {}
             for part, found in sums.items():
                 self.seen.norms.setdefault(part, []).append(found.gradient**0.5)
             if self.is_due:
@@ -255,15 +256,20 @@ class AdaptivePrecision:
     def _measures(self, step: int) -> bool:
         return self.is_due or step % self.config.every >= self.config.every - self.config.window
 
-    def _sums(self, step: int) -> dict[str, Sums]:
-        """Of every part after `step` updates, over all ranks; a tensor that several hold counts once."""
+    def _sums(self, step: int, *, whole: bool) -> dict[str, Sums]:
+        """Of every part after `step` updates, over all ranks; a tensor that several hold counts once. Only the
+        gradient's, unless `whole`: a decision alone needs the others."""
         own, scale = dict.fromkeys(self.parts, Sums()), self.scale()
         groups = {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
         for (parameter, name), holders in zip(self.names.items(), self.num_holders, strict=True):
             part = _part_of_weight(name)
             if part in own and parameter.grad is not None:
-                momentum = momentum_of(self.optimizer.state.get(parameter, {}), groups[parameter], step)
-                found = Sums.of(local(parameter.detach()), local(parameter.grad), momentum, scale=scale)
+                gradient, state = local(parameter.grad), self.optimizer.state.get(parameter, {})
+                if whole:
+                    momentum = momentum_of(state, groups[parameter], step)
+                    found = Sums.of(local(parameter.detach()), gradient, momentum, scale=scale)
+                else:
+                    found = Sums(gradient=sum_of_squares(gradient))
                 own[part] = own[part].plus(found, 1.0 / holders)
         flat = self.world.sums([value for sums in own.values() for value in sums.values])
         width = len(Sums().values)
