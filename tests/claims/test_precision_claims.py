@@ -1,8 +1,11 @@
 """Verdicts of the claims on number formats, and that their arms are what they say."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
-from modelwright.claims import adaptive_precision, large_runs, precision_policies
+from modelwright.claims import adaptive_precision, large_runs, precision_policies, workbench
 from modelwright.claims.claim import Setting
 from modelwright.claims.workbench import Run, Size
 from modelwright.core.config import parse
@@ -52,12 +55,16 @@ def test_a_16_bit_policy_has_to_reach_all_three_and_none_may_cost_too_much():
     assert "Too far from FP32: int8" in too_far.reason
 
 
+def losses(**of: float) -> dict[str, list[Run]]:
+    return {name: runs(loss, 100.0) for name, loss in of.items()}
+
+
 def test_a_controller_has_to_beat_the_trivial_policies():
     def judged(speed=390.0, loss=4.01, peak=55):
         paces = {"fp32": [100.0], "all INT8": [380.0], "rules": [speed]}
-        losses = {"fp32": [4.0], "all INT8": [4.05], "rules": [loss]}
+        made = losses(**{"fp32": 4.0, "all INT8": 4.05, "rules": loss})
         peaks = {"fp32": 100, "all INT8": 50, "rules": peak}
-        return adaptive_precision.judge(paces, losses, peaks, PRODUCTS, SIZE, SIZE)
+        return adaptive_precision.judge(paces, made, peaks, PRODUCTS, SIZE, SIZE)
 
     assert judged().kind == "met"
     for worse in ({"speed": 370.0}, {"loss": 4.03}, {"peak": 61}):
@@ -68,12 +75,30 @@ def test_a_controller_has_to_beat_the_trivial_policies():
     assert "oneDNN" not in judged().reason
 
 
-def test_a_controller_is_named_beside_the_fastest_fp32():
+def test_a_controller_is_named_beside_the_fastest_fp32_and_with_the_formats_it_ends_in():
     paces = {"fp32": [100.0], adaptive_precision.BY_ONEDNN: [200.0], "all INT8": [380.0], "rules": [390.0]}
-    losses = {name: [4.0] for name in paces}
+    made = losses(**dict.fromkeys(paces, 4.0))
+    changed = dict.fromkeys(("blocks.0.ffn", "blocks.0.attention"), "int8") | {"blocks.1.ffn": "fp32"}
+    made["rules"] = [replace(made["rules"][0], formats=changed)]
     peaks = dict.fromkeys(paces, 100) | {"rules": 55}
-    found = adaptive_precision.judge(paces, losses, peaks, PRODUCTS, SIZE, SIZE)
+    found = adaptive_precision.judge(paces, made, peaks, PRODUCTS, replace(SIZE, num_layers=2), SIZE)
     assert "3.90x FP32 (target 3x), 1.95x FP32 by oneDNN," in found.reason
+    assert found.figures["parts in int8 at the end, rules"].value == 50.0
+    assert found.figures["parts in bf16 at the end, rules"].value == 25.0
+
+
+def test_losses_are_those_of_the_formats_that_controllers_choose_at_the_large_models_shapes(tmp_path):
+    setting = Setting(quick=True, folder=tmp_path, progress=SilentProgress())
+    path = adaptive_precision.speeds_at_large(setting)
+    speeds = json.loads(path.read_text())
+    seconds = {"fp32": 8.0, "bf16": 2.0, "int8": 1.0}
+    path.write_text(json.dumps({name: seconds.get(name.split("/")[-1], 0.1) for name in speeds}))
+    adaptive = {"kind": "rules", "every": 4, "window": 1, "tolerance": 1.0}
+    precision = parse(PrecisionConfig, adaptive_precision.ARMS["rules"] | {"adaptive": adaptive})
+    size = Size(model_dim=64, num_layers=1, seq_len=32, batch_rows=2, num_steps=6)
+    text = workbench.prepare_text(setting)
+    made = workbench.run(setting, text, size, size.train_config(precision=precision), seed=0, machine=path)
+    assert made.formats == {"blocks.0.attention": "int8", "blocks.0.ffn": "int8"}
 
 
 def test_paces_are_kept_by_arms_and_count_all_steps_from_the_first_on(tmp_path, monkeypatch):

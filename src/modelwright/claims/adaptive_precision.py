@@ -5,18 +5,24 @@ each also with the stream in BF16 that the controllers' runs have: what that gai
 controller can win at best follows from the formats' measured speeds, which are part of the result.
 """
 
+import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from modelwright.claims import memory_probe, workbench
 from modelwright.claims.bf16_mixed import BY_ONEDNN, onednn_is_exact
-from modelwright.claims.claim import Claim, Result, Setting
+from modelwright.claims.claim import Claim, Figure, Result, Setting
 from modelwright.claims.large_runs import Paced, large_size, paces, peaks
 from modelwright.claims.precision_policies import FP32, beside_fp32, product_speeds
 from modelwright.claims.workbench import Size
 from modelwright.core.config import parse
+from modelwright.model.decoder import Decoder
 from modelwright.ops.formats import Format
+from modelwright.parallel.mesh import single
+from modelwright.precision.model import ModelFormats
 from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.adaptive import MACHINE, machine_for
 
 CHANGING = {"every": 50, "window": 4}
 LARGE_CHANGING = {"every": 20, "window": 2}
@@ -70,29 +76,41 @@ def measure(setting: Setting) -> Result:
     soon = {name: one for name, one in arms_with(SOON_CHANGING).items() if name in names}
     taken = peaks(setting, soon, batch_rows=MEMORY_ROWS, name="adaptive_precision")
     configs = {name: size.train_config(precision=parse(PrecisionConfig, ARMS[name])) for name in names}
-    losses: dict[str, list[float]] = {name: [] for name in names}
+    machine, runs = speeds_at_large(setting), {name: [] for name in names}
     for seed in seeds:
         for name in names:
             setting.progress.note(f"adaptive_precision: loss of {name}, seed {seed}")
-            losses[name].append(workbench.run(setting, text, size, configs[name], seed=seed).heldout_loss)
-    return judge(found, losses, taken, product_speeds(setting), size, large_size(setting))
+            given = machine if name in ADAPTIVE else None
+            runs[name].append(workbench.run(setting, text, size, configs[name], seed=seed, machine=given))
+    return judge(found, runs, taken, product_speeds(setting), size, large_size(setting))
+
+
+def speeds_at_large(setting: Setting) -> Path:
+    """What controllers measure of the model whose pace is taken: for a smaller one, whose losses are compared, they
+    would choose other formats."""
+    size, folder = large_size(setting), setting.folder / "speeds_at_large"
+    precision = arms_with(LARGE_CHANGING)[ADAPTIVE[0]]
+    formats = ModelFormats(Decoder(size.model_config(workbench.VOCAB_SIZE)), precision)
+    machine_for(folder, formats, single(workbench.device()), num_rows=size.batch_rows * size.seq_len, tensor=1)
+    return folder / MACHINE
 
 
 def judge(
     paces: Mapping[str, Sequence[float]],
-    losses: Mapping[str, Sequence[float]],
+    runs: Mapping[str, Sequence[workbench.Run]],
     peaks: Mapping[str, int],
     products: Mapping[Format, float],
     size: Size,
     large: Size,
 ) -> Result:
     """Met when a controller reaches speed, memory and loss, and is faster than the trivial policies."""
+    losses = {name: [run.heldout_loss for run in of] for name, of in runs.items()}
     beside = beside_fp32(paces, losses, peaks, products)
     speeds, gaps, saved = beside.speeds | {FP32: 1.0}, beside.gaps, beside.saved
     best = max((name for name in ADAPTIVE if name in paces), key=lambda name: speeds[name])
     trivial = max((name for name in paces if name not in ADAPTIVE), key=lambda name: speeds[name])
     met = speeds[best] >= max(SPEED, speeds[trivial]) and saved[best] >= MEMORY and gaps[best] <= GAP
-    bound = max(products.values())
+    bound, num_parts = max(products.values()), 2 * size.num_layers
     fairest = f", {speeds[best] / speeds[BY_ONEDNN]:.2f}x FP32 by oneDNN" if BY_ONEDNN in speeds else ""
     return Result(
         kind="met" if met else "short",
@@ -101,9 +119,16 @@ def judge(
         f"the best trivial policy is {trivial} at {speeds[trivial]:.2f}x. "
         f"Bare products run at most {bound:.2f}x as fast as FP32's on this machine "
         f"({', '.join(f'{name} {ratio:.2f}x' for name, ratio in products.items())}), which bounds every policy",
-        figures=beside.figures_from(best),
+        figures=beside.figures_from(best)
+        | {
+            f"parts in {chosen} at the end, {name}": Figure(value=_mean_share(of, chosen, num_parts), unit="%")
+            for name, of in runs.items()
+            if name in ADAPTIVE
+            for chosen in ("bf16", "int8")
+        },
         conditions={
             **size.describe(),
+            "losses": "controllers go by the formats' speeds at the large model's shapes, and so choose as there",
             "decisions": f"every {CHANGING['every']} steps, {CHANGING['window']} measured",
             "pace": f"{large.model_config(workbench.VOCAB_SIZE).num_parameters} parameters, {large.batch_rows} rows of "
             f"{large.seq_len} tokens; all steps after the first decision, of which there is one every "
@@ -113,6 +138,12 @@ def judge(
         },
         samples=beside.samples,
     )
+
+
+def _mean_share(runs: Sequence[workbench.Run], chosen: Format, num_parts: int) -> float:
+    """Percent of the parts that end in a format; what never changed is in BF16."""
+    ends = [[*run.formats.values(), *["bf16"] * (num_parts - len(run.formats))] for run in runs]
+    return statistics.fmean(100 * of.count(chosen) / num_parts for of in ends)
 
 
 CLAIM = Claim(

@@ -5,8 +5,10 @@ of a seed starts from the same weights and takes the rows in the same order. Kno
 """
 
 import json
+import shutil
 import statistics
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +27,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.mesh import default_device, single
 from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.adaptive import CHANGES, MACHINE
 from modelwright.train.config import TrainConfig
 from modelwright.train.loop import train
 from modelwright.train.objective import StepInfo
@@ -151,13 +154,15 @@ def packed_rows(
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one training run gave. Tokens leave padding out; times leave the first steps out, but for those by step."""
+    """What one training run gave. Tokens leave padding out; times leave the first steps out, but for those by step;
+    formats: the last ones of the parts whose format changed."""
 
     heldout_loss: float
     tokens_per_s: float
     step_s: float
     times_s: tuple[float, ...] = ()
     tokens: tuple[int, ...] = ()
+    formats: Mapping[str, str] = field(default_factory=dict)
 
     def pace(self, first: int) -> float:
         """Tokens per second of all steps from this one on, whatever was done in between."""
@@ -191,13 +196,34 @@ class Clock:
         self.times_s, self.tokens = list(state["times_s"]), list(state["tokens"])
 
 
-def run(setting: Setting, text: Text, size: Size, config: TrainConfig, *, seed: int, mode: Mode = "best_fit") -> Run:
-    """One run of THE loop from `seed`'s weights in `seed`'s order; loss on the held-out documents, always packed."""
-    return train_model(setting, text, size, config, Decoder(size.model_config(text.vocab_size)), seed=seed, mode=mode)
+def run(
+    setting: Setting,
+    text: Text,
+    size: Size,
+    config: TrainConfig,
+    *,
+    seed: int,
+    mode: Mode = "best_fit",
+    machine: Path | None = None,
+) -> Run:
+    """One run of THE loop from `seed`'s weights in `seed`'s order; loss on the held-out documents, always packed.
+
+    machine: of a run whose measured speeds of formats adaptive precision goes by, instead of its own.
+    """
+    model = Decoder(size.model_config(text.vocab_size))
+    return train_model(setting, text, size, config, model, seed=seed, mode=mode, machine=machine)
 
 
 def train_model(
-    setting: Setting, text: Text, size: Size, config: TrainConfig, model: Decoder, *, seed: int, mode: Mode = "best_fit"
+    setting: Setting,
+    text: Text,
+    size: Size,
+    config: TrainConfig,
+    model: Decoder,
+    *,
+    seed: int,
+    mode: Mode = "best_fit",
+    machine: Path | None = None,
 ) -> Run:
     """`run`, with a model of the caller's, which is initialised and trained in place."""
     model.init_weights(derive_seed(seed, "weights"))
@@ -206,6 +232,8 @@ def train_model(
     loader = PackedLoader(rows, batch_rows=size.batch_rows, seed=derive_seed(seed, "order"))
     clock = Clock()
     with tempfile.TemporaryDirectory(dir=setting.folder) as folder:
+        if machine is not None:
+            shutil.copy(machine, Path(folder) / MACHINE)
         result = train(
             model,
             Pretrain(loader),
@@ -220,12 +248,15 @@ def train_model(
             heldout=list(heldout.batches(32)),
             controllers={"clock": clock},
         )
+        changes = Path(folder) / CHANGES
+        lines = changes.read_text(encoding="utf-8").splitlines() if changes.exists() else []
     return Run(
         heldout_loss=result.heldout_loss,
         tokens_per_s=clock.tokens_per_s,
         step_s=clock.step_s,
         times_s=tuple(clock.times_s),
         tokens=tuple(clock.tokens),
+        formats={change["part"]: change["to"] for change in map(json.loads, lines)},
     )
 
 

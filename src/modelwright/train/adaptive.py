@@ -51,7 +51,8 @@ TRIALS = 2
 """Sensitivities that are tried anew at each decision; what has none is tried before a part changes to it."""
 TRIAL_TOKENS = 512
 """Of each rank, in whole rows: what a trial tells is a difference on the same tokens, which a few show."""
-MACHINE = "formats.json"
+MACHINE, CHANGES = "formats.json", "formats.jsonl"
+"""Files of a stage: what was measured of formats, and how they changed."""
 Pair = tuple[str, Format]
 
 

@@ -38,7 +38,7 @@ from modelwright.parallel.turns import Turns
 from modelwright.precision.layer_scales import LayerScales
 from modelwright.precision.loss_scale import LossScale, loss_scale_for
 from modelwright.precision.model import FollowMaxima, ModelFormats
-from modelwright.train.adaptive import TRIAL_TOKENS, AdaptivePrecision, machine_for
+from modelwright.train.adaptive import CHANGES, TRIAL_TOKENS, AdaptivePrecision, machine_for
 from modelwright.train.config import TrainConfig
 from modelwright.train.exchange import Meeting, updates_in_backward
 from modelwright.train.flops import dense_flops
@@ -205,7 +205,7 @@ class TrainStep:
             machine=machine_for(self.folder, self.formats, self.world, num_rows=num_rows, tensor=mesh.tensor.size),
             trial=self.trial_loss,
             scale=lambda: self.loss_scale.value if self.loss_scale else 1.0,
-            path=self.folder / "formats.jsonl",
+            path=self.folder / CHANGES,
         )
 
     def balance_of_stages(self) -> StageBalance | None:

@@ -11,6 +11,7 @@ from modelwright.core.records import read_records
 from modelwright.core.rundir import RunDir, StageDir
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.journal import read_attempts
+from modelwright.train.adaptive import CHANGES
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class StageData:
 
     def format_changes(self) -> list[dict[str, Any]]:
         """What adaptive precision changed, in order."""
-        return read_records(self.folder.path / "formats.jsonl")
+        return read_records(self.folder.path / CHANGES)
 
 
 @dataclass(frozen=True)
