@@ -155,7 +155,8 @@ CLAIM = Claim(
     compared="rules and a contextual bandit that choose among FP32, BF16 and INT8 for each block's attention and "
     "feed-forward layers, against FP32 (also with oneDNN's products, where these are exact), all BF16, and INT8 with "
     "FP32 ends, the latter two also with the residual stream in BF16 that the controllers' runs have; same weights and "
-    "batches; losses on a small model, pace and memory on one of more than 30 million parameters",
+    "batches; pace and memory on a model of more than 30 million parameters, losses on a small one, in the formats "
+    "that controllers choose at the large one's shapes",
     target=f"{SPEED:g}x FP32's tokens per second and more than the trivial policies', {MEMORY:g}% less memory, at most "
     f"{GAP:g}% more held-out loss",
     headline=tuple(

@@ -32,7 +32,7 @@ def measure(setting: Setting) -> Result:
     size = workbench.size(setting)
     text = workbench.prepare_text(setting)
     trained = Decoder(size.model_config(text.vocab_size))
-    workbench.train_model(setting, text, size, size.train_config(), trained, seed=0)
+    workbench.run(setting, text, size, size.train_config(), seed=0, model=trained)
     heldout = workbench.packed_rows(setting, text, seq_len=size.seq_len, mode="best_fit", split="heldout")
     tokens_BT = next(heldout.batches(16 if setting.quick else 64)).input_ids_BT
     trained = trained.cpu()

@@ -204,28 +204,15 @@ def run(
     *,
     seed: int,
     mode: Mode = "best_fit",
+    model: Decoder | None = None,
     machine: Path | None = None,
 ) -> Run:
     """One run of THE loop from `seed`'s weights in `seed`'s order; loss on the held-out documents, always packed.
 
-    machine: of a run whose measured speeds of formats adaptive precision goes by, instead of its own.
+    model: of the caller's, which is initialised and trained in place; machine: of a run whose measured speeds of
+    formats adaptive precision goes by, instead of its own.
     """
-    model = Decoder(size.model_config(text.vocab_size))
-    return train_model(setting, text, size, config, model, seed=seed, mode=mode, machine=machine)
-
-
-def train_model(
-    setting: Setting,
-    text: Text,
-    size: Size,
-    config: TrainConfig,
-    model: Decoder,
-    *,
-    seed: int,
-    mode: Mode = "best_fit",
-    machine: Path | None = None,
-) -> Run:
-    """`run`, with a model of the caller's, which is initialised and trained in place."""
+    model = model or Decoder(size.model_config(text.vocab_size))
     model.init_weights(derive_seed(seed, "weights"))
     rows = packed_rows(setting, text, seq_len=size.seq_len, mode=mode, split="train")
     heldout = packed_rows(setting, text, seq_len=size.seq_len, mode="best_fit", split="heldout")

@@ -226,7 +226,7 @@ class Observer:
 
 
 def sum_of_squares(values: Tensor) -> float:
-    return float(torch.linalg.vector_norm(values, dtype=torch.float32).double().square())
+    return float(torch.linalg.vector_norm(values.float()).double().square())
 
 
 @dataclass(frozen=True)
