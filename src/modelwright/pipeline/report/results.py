@@ -6,7 +6,7 @@ from typing import Any
 
 from modelwright.pipeline.report.blocks import Block, Chart, Excerpt, Fold, Note, Sample, Samples, Section, Table
 from modelwright.pipeline.report.charts import bar_chart
-from modelwright.pipeline.report.format import count, number, percent, seconds, size
+from modelwright.pipeline.report.format import count, number, percent, plural, seconds, size
 from modelwright.pipeline.report.run_data import RunData
 
 MODEL_TITLES = {"pretrain": "pretrained", "sft": "fine-tuned", "init": "initial model"}
@@ -69,18 +69,11 @@ def int8_section(data: RunData) -> Section | None:
     results = stage.json("results.json")
     comparison = results["comparison"]
     agreement = comparison["agreement"]
-    ratio = comparison["reference_bytes"] / comparison["int8_bytes"]
-    rows = [["weights", size(comparison["reference_bytes"]), size(comparison["int8_bytes"]), f"{ratio:.2f}x smaller"]]
-    for pair in comparison["speed"]:
-        fast, slow = pair["int8_tokens_per_s"], pair["reference_tokens_per_s"]
-        tokens = f"{pair['num_tokens']} token{'s' if pair['num_tokens'] > 1 else ''} at once"
-        rows.append([f"tokens/s, {tokens}", count(slow), count(fast), f"{fast / slow:.2f}x"])
-    rows += _int8_accuracy_rows(results)
-    loss = agreement["int8_loss"] - agreement["reference_loss"]
-    rows.append(
-        ["loss on the same rows", number(agreement["reference_loss"]), number(agreement["int8_loss"]), f"{loss:+.4f}"]
-    )
-    table = Table(["", "FP32", "INT8", "change"], rows, numeric=(1, 2, 3))
+    rows = [*_int8_size_and_speed_rows(comparison), *_int8_accuracy_rows(results)]
+    before, after = agreement["reference_loss"], agreement["int8_loss"]
+    rows.append(["loss, nats per token", number(before), number(after), f"{after - before:+.4f}", ""])
+    header = ["measure", "FP32", "INT8", "change", "95% interval"]
+    table = Table(header, rows, "FP32 and INT8 in numbers", numeric=range(1, 5))
     words = (
         f"Same likeliest next token at {percent(agreement['same_first'])} of {count(agreement['num_tokens'])} "
         f"positions; mean divergence {number(agreement['divergence'], 3)} nats; largest logit difference "
@@ -212,6 +205,23 @@ def _method_note(choice: Mapping[str, Any]) -> Note:
     )
 
 
+def _int8_size_and_speed_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
+    before, after = comparison["reference_bytes"], comparison["int8_bytes"]
+    rows = [["weights", size(before), size(after), f"{before / after:.2f}x smaller", ""]]
+    for pair in comparison["speed"]:
+        fast, slow = pair["int8_tokens_per_s"], pair["reference_tokens_per_s"]
+        rows.append([f"tokens/s, {_pass_words(pair)}", count(slow), count(fast), f"{fast / slow:.2f}x", ""])
+    return rows
+
+
+def _pass_words(pair: Mapping[str, Any]) -> str:
+    """The shape of a timed forward pass: one token of each sequence is decoding, several are prefill."""
+    sequences = plural(pair["num_streams"], "sequence")
+    if pair["num_tokens"] == 1:
+        return f"decode, {sequences}"
+    return f"prefill, {sequences} of {count(pair['num_tokens'])} tokens"
+
+
 def _int8_accuracy_rows(results: Mapping[str, Any]) -> list[list[str]]:
     rows = []
     for kind, table in results["fp32"]["bits_per_byte"].items():
@@ -222,14 +232,15 @@ def _int8_accuracy_rows(results: Mapping[str, Any]) -> list[list[str]]:
                 f"bits per byte, {kind}",
                 f"{table['bits_per_byte']:.4f}",
                 f"{after:.4f}",
-                f"{change['difference']:+.4f} ({change['low']:+.4f} to {change['high']:+.4f})",
+                f"{change['difference']:+.4f}",
+                f"{change['low']:+.4f} to {change['high']:+.4f}",
             ]
         )
     before, after = results["fp32"]["multiple_choice"], results["int8"]["multiple_choice"]
     if before["questions"]:
         test = results["change"]["multiple_choice"]
         words = f"{test['won']} won, {test['lost']} lost"
-        rows.append(["multiple choice", percent(before["accuracy"]), percent(after["accuracy"]), words])
+        rows.append(["multiple choice", percent(before["accuracy"]), percent(after["accuracy"]), words, ""])
     return rows
 
 
