@@ -1,11 +1,14 @@
 """The page: everything inside one file, nothing fetched, readable on a phone, no text taken for HTML."""
 
+import io
 import math
 import random
 import re
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from PIL import Image
 
 from modelwright.pipeline.report.blocks import Chart, Excerpt, Fact, Fold, Note, Page, Sample, Samples, Section, Table
 from modelwright.pipeline.report.charts import Line, bar_chart, line_chart, smooth
@@ -41,6 +44,8 @@ def sample_page() -> Page:
     blocks = [
         *charts,
         table,
+        Table(["row", *(f"column {i}" for i in range(8)), "last"], [["first row", *["123,456"] * 9]], "Wide table"),
+        Table(["row", "value"], [["only row", "1"]], "Narrow table"),
         Note("Watch <out>", "warning"),
         Samples([Sample("What does `len` do?", "Return the number of items.", "12 tokens")], "Answers"),
         Fold("Examples", [Excerpt("dropped: too short", "<script>alert(1)</script>")]),
@@ -85,23 +90,94 @@ def test_numbers_read_well() -> None:
     assert [seconds(value) for value in (0.42, 12, 200, 7500)] == ["0.4 s", "12 s", "3 min 20 s", "2 h 05 min"]
 
 
-@pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Chromium")
-@pytest.mark.parametrize("width", [1280, 390])
-def test_opens_in_chromium_without_network_or_sideways_scrolling(tmp_path: Path, width: int) -> None:
+@pytest.fixture
+def open_tab():
+    """Opens a tab in a Chromium without a network: `open_tab(width, scheme)`."""
+    if not CHROMIUM.exists():
+        pytest.skip("needs Chromium")
     playwright = pytest.importorskip("playwright.sync_api")
-    path = tmp_path / "report.html"
-    path.write_text(render(sample_page()), encoding="utf-8")
     with playwright.sync_playwright() as tool:
         arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
         browser = tool.chromium.launch(executable_path=str(CHROMIUM), args=arguments)
-        tab = browser.new_page(viewport={"width": width, "height": 900})
-        requests: list[str] = []
-        messages: list[str] = []
-        tab.on("request", lambda request: requests.append(request.url))
-        tab.on("console", lambda message: messages.append(message.text))
-        tab.goto(path.as_uri())
-        assert tab.locator("svg").count() == 3
-        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+
+        def open_tab(width: int, scheme: Literal["light", "dark"] = "light"):
+            tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+            tab.set_default_timeout(5_000)
+            return tab
+
+        yield open_tab
         browser.close()
-    assert requests == [path.as_uri()]
+
+
+@pytest.fixture
+def page_file(tmp_path: Path) -> Path:
+    path = tmp_path / "report.html"
+    path.write_text(render(sample_page()), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_opens_in_chromium_without_network_or_sideways_scrolling(open_tab, page_file: Path, width: int) -> None:
+    tab = open_tab(width)
+    requests: list[str] = []
+    messages: list[str] = []
+    tab.on("request", lambda request: requests.append(request.url))
+    tab.on("console", lambda message: messages.append(message.text))
+    tab.goto(page_file.as_uri())
+    assert tab.locator("svg").count() == 3
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert requests == [page_file.as_uri()]
     assert messages == []
+
+
+def edge_contrast(region, side: str) -> int:
+    """How much the background at a scroll region's edge differs from that in its middle, 0 to 255.
+
+    Text and lines are hidden first; they would differ too.
+    """
+    region.evaluate("element => element.style.color = 'transparent'")
+    image = Image.open(io.BytesIO(region.screenshot())).convert("L")
+    row = image.height - 8
+    edge = image.width - 2 if side == "right" else 1
+    return abs(image.getpixel((edge, row)) - image.getpixel((image.width // 2, row)))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_clipped_table_shows_that_it_scrolls(open_tab, page_file: Path, scheme: Literal["light", "dark"]) -> None:
+    """A shadow marks the side on which columns are hidden, and no other side."""
+    tab = open_tab(390, scheme)
+    tab.goto(page_file.as_uri())
+    wide = tab.get_by_role("region", name="Wide table")
+    assert wide.evaluate("element => element.scrollWidth > element.clientWidth")
+    assert edge_contrast(wide, "right") > 15
+    wide.evaluate("element => element.scrollLeft = element.scrollWidth")
+    assert edge_contrast(wide, "right") < 3
+    narrow = tab.get_by_role("region", name="Narrow table")
+    assert narrow.evaluate("element => element.scrollWidth == element.clientWidth")
+    assert edge_contrast(narrow, "right") < 3
+
+
+def test_the_last_column_is_reached_with_the_keyboard(open_tab, page_file: Path) -> None:
+    tab = open_tab(390)
+    tab.goto(page_file.as_uri())
+    wide = tab.get_by_role("region", name="Wide table")
+    last = wide.get_by_role("columnheader", name="last")
+    assert right_edge(last) > 390
+    for _ in range(30):
+        tab.keyboard.press("Tab")
+        if wide.evaluate("element => element === document.activeElement"):
+            break
+    else:
+        pytest.fail("Tab never reaches the table")
+    for _ in range(20):
+        tab.keyboard.press("ArrowRight")
+    tab.wait_for_function("element => element.scrollLeft + element.clientWidth >= element.scrollWidth - 1",
+                          arg=wide.element_handle())  # fmt: skip
+    assert right_edge(last) <= 390
+    row = wide.get_by_role("rowheader", name="first row")
+    assert row.bounding_box()["x"] >= 0, "the row's name stays in view"
+
+
+def right_edge(element) -> float:
+    box = element.bounding_box()
+    return box["x"] + box["width"]

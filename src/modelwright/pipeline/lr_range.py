@@ -217,7 +217,7 @@ def write_sweep(found: Sweep, config: RunConfig, test: RangeConfig, folder: Path
     ]
     end = "stopped when the loss ran away" if found.diverged else "the loss did not run away: try a higher --last"
     blocks = [Chart("Loss over the learning rate", chart, f"{len(found.points)} steps; {end}."),
-              Table(["", "rate", ""], rows, numeric=(1,))]  # fmt: skip
+              Table(["result", "rate", "explanation"], rows, "Results in numbers", numeric=(1,))]  # fmt: skip
     page = Page(
         title=f"{config.name}: learning-rate range test",
         subtitle=f"{number(test.first, 3)} to {number(test.last, 3)}",

@@ -26,11 +26,15 @@ class Chart:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a header. Columns named in `numeric` are set flush right; `strong` marks rows by number."""
+    """Rows of text under a header; the first cell of each row is the row's header.
+
+    `title` also names the region that scrolls where the table is wider than the page. Columns in `numeric` are set
+    flush right; `strong` marks rows by number.
+    """
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    title: str = ""
+    title: str
     caption: str = ""
     numeric: Sequence[int] = ()
     strong: Sequence[int] = ()

@@ -86,7 +86,7 @@ def _table(stages: list[StageData], total: float) -> Table:
         rows.append([stage.name, seconds(use["wall_s"]), share, cores, size(use["peak_bytes"]), attempts])
     rows.append(["total", seconds(total), "", "", "", ""])
     header = ["stage", "time", "share", "cores busy", "peak memory", "attempts"]
-    return Table(header, rows, numeric=range(1, 6), strong=(len(rows) - 1,))
+    return Table(header, rows, "Stages in numbers", numeric=range(1, 6), strong=(len(rows) - 1,))
 
 
 def _machine_table(entry: Mapping[str, Any]) -> Table:
@@ -100,4 +100,4 @@ def _machine_table(entry: Mapping[str, Any]) -> Table:
     ]
     if entry.get("commit"):
         rows.append(["commit", entry["commit"]])
-    return Table(["", ""], rows)
+    return Table(["", ""], rows, "Machine and versions")
