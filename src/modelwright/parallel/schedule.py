@@ -1,28 +1,11 @@
-"""Pipeline schedules as arithmetic: how long ranks wait, and how many microbatches' activations a rank holds.
+"""How many microbatches' activations a pipeline rank holds, by schedule. How long it waits is in `parallel.bubble`.
 
 Sources: Huang et al. 2019 (GPipe); Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
-Clusters", section 2.2 (1F1B, interleaved); Qi et al. 2023, "Zero Bubble Pipeline Parallelism", table 2 and section 6.
+Clusters", section 2.2 (1F1B, interleaved); Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 6.
 The order of work is PyTorch's (`torch.distributed.pipelining.schedules`).
 """
 
 from modelwright.parallel.config import Schedule
-
-
-def bubble_s(
-    schedule: Schedule, *, pipeline: int, stages_per_rank: int, forward_s: float, input_s: float, weight_s: float
-) -> float:
-    """How long a rank waits in one step.
-
-    forward_s, input_s, weight_s: one microbatch through all of a rank's layers: forward; backward to the input, with
-    what is computed again; gradients of weights. GPipe and 1F1B wait (p - 1) times all three, an interleaved schedule
-    the v-th part of that. The zero-bubble schedules compute gradients of weights while they would wait: as ZB-H1 with
-    one stage on a rank; with two (ZB-V) as much as ZB-H2.
-    """
-    hops = pipeline - 1
-    if schedule == "zero_bubble":
-        return hops * max(0.0, forward_s + input_s - stages_per_rank * weight_s)
-    rounds = stages_per_rank if schedule == "interleaved" else 1
-    return hops * (forward_s + input_s + weight_s) / rounds
 
 
 def microbatches_in_flight(

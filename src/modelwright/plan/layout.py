@@ -13,9 +13,10 @@ from modelwright.memory.activations import BlockShape, Compute, Segment, block_s
 from modelwright.memory.checkpointing import segments_for
 from modelwright.memory.config import ActivationConfig
 from modelwright.model.config import ModelConfig
+from modelwright.parallel.bubble import StageTime, bubble_s
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.placement import Traffic
-from modelwright.parallel.schedule import bubble_s, bubble_share, microbatches_in_flight
+from modelwright.parallel.schedule import bubble_share, microbatches_in_flight
 from modelwright.parallel.split import flop_costs, split_layers
 from modelwright.parallel.stages import rank_of_stage
 from modelwright.plan.memory import MemoryEstimate, RankPart, head_workspace, rank_memory
@@ -96,20 +97,15 @@ def assess(job: Job, layout: Layout, cluster: Cluster) -> Assessment:
     parts = {rank: _part(job, layout, shape, layers, rank, num_microbatches) for rank in ranks}
     fullest = max((rank_memory(job.model, part) for part in parts.values()), key=lambda memory: memory.total)
     tokens = layout.microbatch_rows * job.seq_len // axes["context"]
-    rate = cluster.flops_per_s * KERNEL_EFFICIENCY
-    flops = {rank: _forward_flops(job.model, part) for rank, part in parts.items()}
-    slowest = max(ranks, key=lambda rank: flops[rank])
-    forward_s = tokens * flops[slowest] / rate
-    again_s = tokens * total_recomputed_flops(shape, parts[slowest].segments) / rate
+    token_s = tokens / (cluster.flops_per_s * KERNEL_EFFICIENCY)
+    forward = {rank: _forward_flops(job.model, part) for rank, part in parts.items()}
+    again = {rank: total_recomputed_flops(shape, part.segments) for rank, part in parts.items()}
+    slowest = max(ranks, key=lambda rank: 3 * forward[rank] + again[rank])
+    forward_s, again_s = forward[slowest] * token_s, again[slowest] * token_s
     seconds = axis_seconds(job.model, parts[slowest], axes, cluster, compute_s=num_microbatches * 3 * forward_s)
-    waiting = bubble_s(
-        parallel.schedule,
-        pipeline=parallel.pipeline,
-        stages_per_rank=parallel.stages_per_rank,
-        forward_s=forward_s,
-        input_s=forward_s + again_s,
-        weight_s=forward_s,
-    )
+    layer_again = again[slowest] / max(1, parts[slowest].num_layers)
+    times = _stage_times(job.model, parts[slowest], layers, layer_again=layer_again, flop_s=token_s)
+    waiting = bubble_s(parallel, times, num_microbatches)
     return Assessment(
         layout=layout,
         memory=fullest.on_device(cluster.device),
@@ -202,5 +198,28 @@ def _ranks_that_decide(layers: tuple[int, ...], parallel: ParallelConfig) -> lis
 
 def _forward_flops(model: ModelConfig, part: RankPart) -> float:
     """FLOPs of one token's forward pass on one rank."""
-    head = 2.0 * model.vocab_size * model.model_dim / part.tensor
-    return part.num_layers * part.shape.forward_flops + head * part.has_head
+    return part.num_layers * part.shape.forward_flops + _head_flops(model, part) * part.has_head
+
+
+def _head_flops(model: ModelConfig, part: RankPart) -> float:
+    return 2.0 * model.vocab_size * model.model_dim / part.tensor
+
+
+def _stage_times(
+    model: ModelConfig, part: RankPart, layers: tuple[int, ...], *, layer_again: float, flop_s: float
+) -> list[StageTime]:
+    """Of every stage. layer_again: FLOPs of a token that one layer computes again; flop_s: seconds of one FLOP of every
+    token of a microbatch. Attention has no weights: its backward pass, twice its forward, is all to its inputs."""
+    attend = part.shape.flops("attend")
+    products = part.shape.forward_flops - attend
+    times = []
+    for stage, num_layers in enumerate(layers):
+        head = _head_flops(model, part) if stage == len(layers) - 1 else 0.0
+        times.append(
+            StageTime(
+                forward_s=flop_s * (num_layers * (products + attend) + head),
+                input_s=flop_s * (num_layers * (products + 2 * attend + layer_again) + head),
+                weight_s=flop_s * (num_layers * products + head),
+            )
+        )
+    return times
