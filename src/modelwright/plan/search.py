@@ -116,8 +116,8 @@ def meshes(job: Job, cluster: Cluster) -> Iterator[ParallelConfig]:
 
 
 def _rank(found: Assessment) -> tuple[float, int]:
-    """Faster first; where the difference is less than the estimate is worth, smaller first."""
-    return float(f"{found.step_s:.2g}"), found.memory.total
+    """Faster first, of equally fast ones the smaller."""
+    return found.step_s, found.memory.total
 
 
 def _mesh(layout: Layout) -> tuple:
