@@ -1,5 +1,5 @@
 # make demo   install into .venv and go from raw text to a served model
-# make test   install with the test tools and run the tests
+# make test   install with the test tools and run the tests, one process per core (TEST_PROCESSES=N for another number)
 # make lint   formatting, types, import floors
 # make bench  the same training on two other trainers, side by side
 # make parity every parallel layout against one process
@@ -15,6 +15,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 RECIPE ?= quickstart
 ARGS ?=
 TORCH_INDEX ?=
+TEST_PROCESSES ?= auto
 
 .PHONY: demo test lint bench prove parity gpu-check clean
 
@@ -22,7 +23,8 @@ demo: $(VENV)/.installed
 	$(BIN)/modelwright run $(RECIPE) $(ARGS)
 
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest \
+		--numprocesses $(TEST_PROCESSES) --maxprocesses 8 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
