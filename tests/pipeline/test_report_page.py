@@ -24,7 +24,7 @@ def sample_page() -> Page:
     loss = [
         Line("every step", raw, faint=True),
         Line("training", smooth(raw)),
-        Line("held out", [(x, y + 0.1) for x, y in smooth(raw)[::100]], marks=True, colour=1),
+        Line("held out", [(x, y + 0.1) for x, y in smooth(raw)[::100]], marks=True, color=1),
     ]
     norms = [Line("norm", [(x, y / 5) for x, y in raw])]
     bars = bar_chart(
@@ -69,7 +69,7 @@ def test_everything_is_inside_and_text_is_escaped() -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_charts_have_no_colour_of_their_own() -> None:
+def test_charts_have_no_color_of_their_own() -> None:
     html = render(sample_page())
     svg = html[html.index("<svg") : html.rindex("</svg>")]
     assert not re.findall(r"#[0-9a-f]{6}", svg)

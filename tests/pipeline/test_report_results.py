@@ -1,13 +1,15 @@
 """What the report's sections on results say about the files that the stages leave behind."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from modelwright.core.rundir import RunDir
-from modelwright.pipeline.report.blocks import Section, Table
-from modelwright.pipeline.report.results import int8_section
+from modelwright.pipeline.report.blocks import Chart, Samples, Section, Table
+from modelwright.pipeline.report.format import percent
+from modelwright.pipeline.report.results import evaluation_section, int8_section, serving_section
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.recipes.load import RECIPES
 
@@ -27,7 +29,7 @@ QUANTIZED = {
             "same_first": 0.96, "max_logit_gap": 0.1,
         },
     },
-    "fp32": {"bits_per_byte": {"prose": {"bits_per_byte": 4.1481}}, "multiple_choice": CHOICE},
+    "fp32": {"bits_per_byte": {"prose": {"bits_per_byte": 4.1481, "documents": 5}}, "multiple_choice": CHOICE},
     "int8": {"bits_per_byte": {"prose": {"bits_per_byte": 4.1479}}, "multiple_choice": CHOICE},
     "change": {
         "bits_per_byte": {"prose": {"difference": -0.0002, "low": -0.0007, "high": 0.0003}},
@@ -76,3 +78,85 @@ def test_intervals_of_the_int8_table_have_a_column_of_their_own(int8: Section) -
     (prose,) = (row for row in table.rows if row[0] == "bits per byte, prose")
     assert list(prose[1:]) == ["4.1481", "4.1479", "-0.0002", "-0.0007 to +0.0003"]
     assert {len(row) for row in table.rows} == {5}
+
+
+def answer(question: str, reference: str) -> dict[str, object]:
+    return {
+        "question": question, "reference": reference, "answer": " 7 apples ", "finish_reason": "stop",
+        "num_tokens": 4, "latency_s": 0.25,
+    }  # fmt: skip
+
+
+def served(tmp_path: Path, streamed: str) -> Section:
+    answers = {
+        "answers": [answer("Hello!", ""), answer("Anna has 3 apples and buys 4. How many?", "3 + 4 = 7")],
+        "streamed": {"answer": streamed, "first_text_s": 0.084 if streamed else 0.0},
+        "start_s": 5.2,
+    }
+    section = serving_section(run_data(tmp_path, "serve", {"answers.json": answers}))
+    assert section is not None
+    return section
+
+
+def test_reference_answers_are_called_so_whatever_the_data(tmp_path: Path) -> None:
+    samples = served(tmp_path, "7").blocks[0]
+    assert isinstance(samples, Samples)
+    plain, with_reference = (item.detail for item in samples.items)
+    assert plain == "4 tokens in 0.25 s (stop)"
+    assert with_reference == "4 tokens in 0.25 s (stop). Reference answer: 3 + 4 = 7"
+
+
+@pytest.mark.parametrize(
+    ("streamed", "words"),
+    [
+        (" 7 apples ", "the same answer; its first text arrived after 84 ms."),
+        ("8 apples", "a different answer; its first text arrived after 84 ms."),
+        ("", "a different answer, which was empty."),
+    ],
+)
+def test_the_streamed_answer_is_compared_with_the_plain_one(tmp_path: Path, streamed: str, words: str) -> None:
+    assert served(tmp_path, streamed).lead.endswith(f"As a stream, the first question got {words}")
+
+
+def scores(documents: int) -> dict[str, object]:
+    return {
+        "bits_per_byte": 2.0, "bits_per_byte_low": 1.9, "bits_per_byte_high": 2.1, "nats_per_token": 3.0,
+        "documents": documents, "bytes": 1000,
+    }  # fmt: skip
+
+
+def evaluated(tmp_path: Path, documents: int) -> Section:
+    choice = {
+        **CHOICE, "correct": 3, "accuracy_low": 0.1, "accuracy_high": 0.4, "log10_p_value": -0.1, "chance": 0.25,
+        "cues": {"longest": 0.2, "shortest": 0.3, "shared_words": 1.0}, "score": "byte",
+    }  # fmt: skip
+    model = {"bits_per_byte": {"prose": scores(documents)}, "multiple_choice": choice, "lossless": True}
+    results = {"models": {"pretrain": model}, "final": "pretrain", "baselines": {}}
+    section = evaluation_section(run_data(tmp_path, "evaluate", {"results.json": results}))
+    assert section is not None
+    return section
+
+
+def test_words_on_the_benchmarks_fit_any_data(tmp_path: Path) -> None:
+    section = evaluated(tmp_path, documents=5)
+    charts = [block for block in section.blocks if isinstance(block, Chart)]
+    words = " ".join([section.lead, *(chart.title + chart.caption for chart in charts)])
+    assert not re.findall("module|description|documentation|library", words)
+    assert "which answer belongs to the question" in words
+
+
+def test_one_document_has_no_interval(tmp_path: Path) -> None:
+    table = next(block for block in evaluated(tmp_path / "five", 5).blocks if isinstance(block, Table))
+    assert table.rows[0][3] == "1.900 to 2.100"
+    table = next(block for block in evaluated(tmp_path / "one", 1).blocks if isinstance(block, Table))
+    assert table.rows[0][3] == "needs 2 documents"
+
+
+def test_the_accuracy_axis_ends_at_100_percent(tmp_path: Path) -> None:
+    chart = next(block for block in evaluated(tmp_path, 5).blocks if isinstance(block, Chart) and "choice" in block.svg)
+    ticks = [float(text) for text in re.findall(r">([\d.]+)</text>", chart.svg)]
+    assert max(ticks) == 100
+
+
+def test_percentages_are_written_as_in_american_english() -> None:
+    assert [percent(0.261), percent(0.25, 0)] == ["26.1%", "25%"]

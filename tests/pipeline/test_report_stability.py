@@ -1,4 +1,4 @@
-"""What the report tells of loss scales, spikes and ways back."""
+"""What the report says about loss scales, spikes and rollbacks."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def test_overflows_changes_and_skipped_steps_of_the_loss_scale():
     chart, changes = scale_blocks(stage(loss_scale=SCALE), RECORDS)
     assert isinstance(chart, Chart)
     assert chart.caption.startswith("Loss scale: 1,024 at the end, 2 overflows, 2 changes; ")
-    assert "1 made no update" in chart.caption
+    assert "1 of the recorded steps made no update" in chart.caption
     assert isinstance(changes, Fold)
     assert changes.items[0].text.splitlines() == ["step      0  2^12", "step      7  2^11", "step      9  2^10"]
 
@@ -53,8 +53,8 @@ def test_every_layer_has_its_scale_and_its_changes():
 def test_batches_that_were_left_out_and_taken_back():
     note, events = spike_blocks(stage(left_out=EVENTS))
     assert isinstance(note, Note)
-    assert note.text == "2 updates left out as spikes; the run went back 1 time, which undid 3 updates."
+    assert note.text == "2 updates skipped as spikes; 1 rollback undid 3 updates."
     assert isinstance(events, Fold)
-    assert "batches 6 to 8 taken back" in events.items[0].text
+    assert "batches 6 to 8 undone" in events.items[0].text
     assert "2^" in page(scale_blocks(stage(loss_scale={**SCALE, "layers": LAYERS}), RECORDS))
-    assert "batch 7 left out" in page([note, events])
+    assert "batch 7 skipped" in page([note, events])

@@ -4,9 +4,15 @@ from modelwright import __version__
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Fact, Page
-from modelwright.pipeline.report.circumstances import cost_section, machine_words, settings_section, used
+from modelwright.pipeline.report.circumstances import (
+    cost_section,
+    finished_stages,
+    machine_words,
+    settings_section,
+    used,
+)
 from modelwright.pipeline.report.corpus import corpus_section, tokens_section
-from modelwright.pipeline.report.format import compact, count, flop_rate, number, percent, seconds
+from modelwright.pipeline.report.format import compact, count, flop_rate, number, percent, plural, seconds
 from modelwright.pipeline.report.learning import training_section
 from modelwright.pipeline.report.results import (
     MODEL_TITLES,
@@ -21,7 +27,7 @@ from modelwright.pipeline.report.run_data import RunData, read_run
 
 
 def build_page(config: RunConfig, run: RunDir) -> Page:
-    """The report of whatever has finished so far."""
+    """The report of the stages that have finished so far."""
     data = read_run(config, run)
     sections = [
         corpus_section(data),
@@ -66,9 +72,9 @@ def _facts(data: RunData) -> list[Fact]:
         ratio = comparison["reference_bytes"] / comparison["int8_bytes"]
         speeds = [pair["int8_tokens_per_s"] / pair["reference_tokens_per_s"] for pair in comparison["speed"]]
         facts.append(Fact("INT8", f"{ratio:.1f}x smaller", f"{min(speeds):.1f} to {max(speeds):.1f}x as fast"))
-    finished = [stage for stage in data.stages.values() if stage.is_done and stage.attempts]
+    finished = finished_stages(data)
     total = sum(used(stage)["wall_s"] for stage in finished)
-    facts.append(Fact("Whole run", seconds(total), f"{len(finished)} stages"))
+    facts.append(Fact("Whole run", seconds(total), plural(len(finished), "stage")))
     return facts
 
 
@@ -87,8 +93,8 @@ def _training_facts(data: RunData) -> list[Fact]:
     result = [Fact("Pretraining", f"{compact(facts['num_tokens'])} tokens", f"{count(speed)} tokens per second")]
     if facts.get("peak_flops"):
         used_share = facts["model_flops"] / facts["train_time_s"] / facts["world_size"] / facts["peak_flops"]
-        hint = f"of {flop_rate(facts['peak_flops'])} measured in matrix products"
-        result.append(Fact("FLOPs utilisation", percent(used_share), hint))
+        hint = f"of the {flop_rate(facts['peak_flops'])} measured for matrix products"
+        result.append(Fact("Model FLOPs utilization", percent(used_share), hint))
     return result
 
 
@@ -108,11 +114,11 @@ def _bits_facts(data: RunData) -> list[Fact]:
 
 
 def _warnings(data: RunData) -> list[str]:
-    """What a reader must not miss."""
+    """Warnings at the top of the page."""
     warnings = []
     missing = [name for name, stage in data.stages.items() if not stage.is_done and name != "report"]
     if missing:
-        warnings.append(f"Not finished: {', '.join(missing)}. This report shows what there is.")
+        warnings.append(f"Not finished: {', '.join(missing)}. This report shows the finished stages.")
     for name in ("pretrain", "sft"):
         stage = data.done(name)
         if stage and stage.facts.get("num_skipped"):

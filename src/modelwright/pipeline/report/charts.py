@@ -1,4 +1,4 @@
-"""Charts as inline SVG whose colours are CSS variables, so that one picture serves light and dark.
+"""Charts as inline SVG whose colors are CSS variables, so that one picture serves light and dark.
 
 Drawn with matplotlib's `Figure` objects alone (no pyplot, no global state). Text stays text: it can be selected, and
 the page's font is used. Knows nothing about what the numbers mean.
@@ -22,7 +22,7 @@ LEAST_LOG_SPAN = 20.0
 _INK, _MUTED, _GRID = "#010101", "#020202", "#030303"
 _SERIES = ("#040404", "#050505", "#060606", "#070707")
 _VARIABLES = {_INK: "--ink", _MUTED: "--muted", _GRID: "--grid"} | {
-    colour: f"--series-{i + 1}" for i, colour in enumerate(_SERIES)
+    color: f"--series-{i + 1}" for i, color in enumerate(_SERIES)
 }
 
 
@@ -34,7 +34,7 @@ class Line:
     points: Sequence[tuple[float, float]]
     faint: bool = False
     marks: bool = False
-    colour: int = 0
+    color: int = 0
 
 
 def line_chart(
@@ -64,7 +64,7 @@ def line_chart(
             axes.plot(
                 [x for x, _ in points],
                 [y for _, y in points],
-                color=_SERIES[line.colour],
+                color=_SERIES[line.color],
                 linewidth=0.8 if line.faint else 1.6,
                 alpha=0.35 if line.faint else 1.0,
                 marker="o" if line.marks else "",
@@ -96,10 +96,12 @@ def bar_chart(
     name: str,
     x_label: str,
     values: Sequence[Sequence[str]] = (),
+    largest: float = math.inf,
 ) -> str:
     """Horizontal bars: one group per entry of `groups`, one bar per series, its value written at its end.
 
-    `values`: the words at the bars' ends by series, when a plain number is not enough.
+    `values`: the words at the bars' ends by series, when a plain number is not enough; `largest`: the largest possible
+    value, above which the axis has no ticks (the room that it has there is for the words).
     """
     rows = len(groups) * (len(series) + (0.6 if len(series) > 1 else 0.35))
     figure, axes = _figure(height_in=0.55 + 0.2 * rows)
@@ -114,6 +116,7 @@ def bar_chart(
     axes.set_yticks(range(len(groups)), groups)
     axes.invert_yaxis()
     axes.set_xlim(0, top * 1.2)
+    axes.set_xticks([tick for tick in axes.get_xticks() if tick <= min(largest, top * 1.2)])
     axes.set_xlabel(x_label)
     axes.xaxis.set_major_formatter(lambda value, _: compact(value))
     axes.grid(visible=False, axis="y")
@@ -199,8 +202,8 @@ def _svg(figure, name: str) -> str:
     svg = re.sub(r'<svg ([^>]*?)height="[^"]*" ?', r"<svg \1", svg, count=1)
     svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 var(--font)", svg)
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
-    for colour, variable in _VARIABLES.items():
-        svg = svg.replace(colour, f"var({variable})")
+    for color, variable in _VARIABLES.items():
+        svg = svg.replace(color, f"var({variable})")
     return _own_ids(svg, name)
 
 

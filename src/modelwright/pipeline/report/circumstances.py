@@ -15,7 +15,7 @@ from modelwright.pipeline.report.run_data import RunData, StageData
 
 def cost_section(data: RunData) -> Section:
     """Time and peak memory of every finished stage."""
-    stages = [stage for stage in data.stages.values() if stage.is_done and stage.attempts and stage.name != "report"]
+    stages = finished_stages(data)
     wall = [used(stage)["wall_s"] for stage in stages]
     peak = [used(stage)["peak_bytes"] / 1e6 for stage in stages]
     names = [stage.name for stage in stages]
@@ -34,9 +34,14 @@ def cost_section(data: RunData) -> Section:
         ]
     cut = sum(entry["state"] in ("killed", "stopped", "failed") for stage in stages for entry in stage.attempts)
     if cut:
-        ending = "s were" if cut > 1 else " was"
-        blocks.append(Note(f"{cut} attempt{ending} cut off before a stage finished; the stage went on from there."))
+        verb = "was" if cut == 1 else "were"
+        blocks.append(Note(f"{plural(cut, 'attempt')} {verb} interrupted before the stage finished and then resumed."))
     return Section("cost", "Time and memory", blocks)
+
+
+def finished_stages(data: RunData) -> list[StageData]:
+    """The finished stages, without the report itself, which is unfinished when it is written for the first time."""
+    return [stage for stage in data.stages.values() if stage.is_done and stage.attempts and stage.name != "report"]
 
 
 def used(stage: StageData) -> dict[str, float]:
@@ -57,7 +62,7 @@ def settings_section(data: RunData) -> Section:
         commands = "\n".join(f"{entry['started']}  {' '.join(entry['command'])}" for entry in invocations)
         blocks.append(Fold("Command lines", [Excerpt("", commands)]))
     text = yaml.safe_dump(redact_plain(dump(data.config)), sort_keys=False, allow_unicode=True)
-    blocks.append(Fold("Configuration, as it can be run again", [Excerpt("config.yaml", text)]))
+    blocks.append(Fold("Resolved configuration, which can be run again", [Excerpt("config.yaml", text)]))
     return Section("settings", "Machine and settings", blocks)
 
 

@@ -11,6 +11,8 @@ from modelwright.pipeline.report.run_data import RunData, StageData
 
 _EXCERPT_CHARS = 600
 _EXAMPLES_AT_MOST = 40
+_KINDS = {"qa": "question-answer pairs"}
+"""Kinds of documents whose name in the records needs words."""
 _ROWS = {
     "pretrain/train": "pretraining, training",
     "pretrain/heldout": "pretraining, held out",
@@ -32,7 +34,7 @@ def corpus_section(data: RunData) -> Section | None:
     kept = sum(entry["documents"] for splits in clean["kept"].values() for entry in splits.values())
     lead = (
         f"From {places}: {count(clean['num_documents'])} documents, {size(clean['num_bytes'])}; "
-        f"{count(kept)} were kept. What is held out was never trained on."
+        f"{count(kept)} were kept. Held-out documents are never trained on."
     )
     return Section("data", "Data", blocks, lead)
 
@@ -49,16 +51,16 @@ def tokens_section(data: RunData) -> Section | None:
             skipped = ", ".join(f"{reason}: {times}" for reason, times in facts["skipped"].items()) or "none"
             cells = [count(facts[key]) for key in ("num_sequences", "num_cut", "num_rows", "num_tokens", "num_targets")]
             rows.append([words, *cells, percent(facts["fill"], 2), skipped])
-    header = ["rows for", "documents", "cut", "rows", "tokens", "predicted", "filled", "left out"]
+    header = ["rows for", "documents", "cut", "rows", "tokens", "predicted", "filled", "skipped"]
     caption = (
-        "Rows are filled by best fit. Attention and loss stay within a document; a cut document's pieces overlap by "
-        "one token, so no prediction is lost. In fine-tuning only the answers are predicted."
+        "Rows are packed by best fit. Attention and loss stay within a document; the pieces of a cut document overlap "
+        "by one token, so no prediction is lost. Fine-tuning predicts the answers only."
     )
     blocks: list[Block] = [Table(header, rows, "Packed rows", caption, numeric=range(1, 7))]
     lead = f"Rows of {data.config.pack.seq_len} tokens."
     if tokenizer is not None:
         per_token = tokenizer.facts["bytes_per_token"]
-        shown = ", ".join(f"{number(value, 3)} for {kind}" for kind, value in per_token.items())
+        shown = ", ".join(f"{number(value, 3)} for {_KINDS.get(kind, kind)}" for kind, value in per_token.items())
         lead = f"Byte-level BPE with {count(tokenizer.facts['vocab_size'])} tokens; bytes per token: {shown}. " + lead
     return Section("tokens", "Tokens", blocks, lead)
 
@@ -72,8 +74,8 @@ def _kinds_table(sources: Mapping[str, Any], clean: Mapping[str, Any]) -> Table:
             entry = kept.get(split, {"documents": 0, "bytes": 0})
             cells.append(f"{count(entry['documents'])} ({size(entry['bytes'])})")
         left = sources["documents"][kind] - sum(entry["documents"] for entry in kept.values())
-        rows.append([kind, *cells, count(left)])
-    header = ["kind", "came in", "training", "held out", "dropped"]
+        rows.append([_KINDS.get(kind, kind), *cells, count(left)])
+    header = ["kind", "read", "training", "held out", "dropped"]
     return Table(header, rows, "Documents by kind", numeric=range(1, 5))
 
 
@@ -88,7 +90,7 @@ def _dropped_blocks(stage: StageData, num_examples: int) -> list[Block]:
         for reason, entry in sorted(reasons.items(), key=lambda item: -item[1]["documents"])
     ]
     header = ["step", "reason", "documents", "share", "bytes"]
-    blocks: list[Block] = [Table(header, rows, "Dropped, and why", numeric=(2, 3, 4))]
+    blocks: list[Block] = [Table(header, rows, "Dropped documents by reason", numeric=(2, 3, 4))]
     examples = _examples(stage, num_examples, sum(map(len, dropped.values())))
     return [*blocks, Fold("Examples of dropped text", examples)] if examples else blocks
 
@@ -114,4 +116,4 @@ def _skipped_blocks(sources: Mapping[str, Any]) -> list[Block]:
         [reason, count(times), ", ".join(redact_text(where) for where in sources["examples"].get(reason, [])[:3])]
         for reason, times in sources["skipped"].items()
     ]
-    return [Table(["not read", "records or files", "for example"], rows, "Left out before cleaning", numeric=(1,))]
+    return [Table(["reason", "records or files", "examples"], rows, "Not read", numeric=(1,))]

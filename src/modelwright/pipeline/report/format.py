@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them: grouped, rounded, with a unit."""
+"""Numbers formatted for reading: grouped, rounded, with a unit."""
 
 import math
 
@@ -62,5 +62,5 @@ def seconds(value: float) -> str:
 
 
 def percent(value: float, digits: int = 1) -> str:
-    """A fraction as per cent."""
-    return f"{100 * value:.{digits}f} %"
+    """A fraction as a percentage: `26.1%`."""
+    return f"{100 * value:.{digits}f}%"

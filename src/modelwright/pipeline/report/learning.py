@@ -8,7 +8,7 @@ from typing import Any
 from modelwright.core.records import column, summarize
 from modelwright.pipeline.report.blocks import Block, Chart, Excerpt, Fold, Note, Section, Table
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
-from modelwright.pipeline.report.format import count, number, percent, seconds
+from modelwright.pipeline.report.format import count, number, percent, plural, seconds
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.report.stability import scale_blocks, spike_blocks
 from modelwright.precision.policy import PrecisionConfig
@@ -20,15 +20,15 @@ _SUMMARIES = {
     "step_time_s": "time per step, s",
     "data_wait_s": "waiting for data, s",
     "exchange_s": "exchanging gradients, s",
-    "mfu": "model FLOPs utilisation",
+    "mfu": "model FLOPs utilization",
 }
 _KINDS = {
     "loss_spike": "loss spikes",
     "gradient_outlier": "gradient-norm outliers",
     "nonfinite_step": "steps that were not finite",
-    "quarantined_batch": "batches left out as outliers",
-    "skipped_spike": "spikes left out",
-    "rollback": "ways back to earlier weights",
+    "quarantined_batch": "batches skipped as outliers",
+    "skipped_spike": "spikes skipped",
+    "rollback": "rollbacks to earlier weights",
     "straggler": "slow ranks",
     "data_stall": "data stalls",
 }
@@ -45,13 +45,14 @@ def training_section(data: RunData, name: str, title: str) -> Section | None:
     records = _with_final_peak(stage)
     config = getattr(data.config, name)
     blocks: list[Block] = [*_charts(records, name, config.clip_norm, bool(stage.facts.get("peak_flops")))]
-    blocks += [*scale_blocks(stage, records), *_format_blocks(stage, records), _summary_table(records)]
+    blocks += [*scale_blocks(stage, records), *_format_blocks(stage, records)]
+    blocks.append(_summary_table(records, stage.facts["world_size"]))
     blocks += [*_watch_blocks(stage), *spike_blocks(stage)]
     return Section(name, title, blocks, _lead(stage, config))
 
 
 def _with_final_peak(stage: StageData) -> list[dict[str, Any]]:
-    """The records with their utilisation against the peak that the stage ended with, not the one it began with."""
+    """The records with their utilization against the peak that the stage ended with, not the one it began with."""
     facts = stage.facts
     if not facts.get("peak_flops"):
         return stage.records()
@@ -71,16 +72,18 @@ def _lead(stage: StageData, config: Any) -> str:
     facts = stage.facts
     words = [
         f"{count(facts['num_steps'])} steps of {count(config.batch_tokens)} tokens, "
-        f"{count(facts['num_tokens'])} tokens in all ({number(facts['num_epochs'], 3)} passes over the data), "
-        f"in {seconds(facts['train_time_s'])} of steps. "
-        f"Computed by the policy {config.precision.policy} ({_formats(config.precision)}) with FP32 master weights"
+        f"{count(facts['num_tokens'])} tokens in all ({number(facts['num_epochs'], 3)} epochs), "
+        f"trained in {seconds(facts['train_time_s'])}. "
+        f"The precision policy was {config.precision.policy} ({_formats(config.precision)}) with FP32 master weights"
     ]
     if config.num_microbatches > 1:
-        words.append(f", accumulated over {config.num_microbatches} microbatches")
+        words.append(f"; gradients were accumulated over {config.num_microbatches} microbatches")
     rule = f" (by the {config.rate_rule.kind} rule)" if config.rate_rule.kind != "none" else ""
-    words.append(f"; peak learning rate {number(config.learning_rate, 3)}{rule}.")
+    words.append(f"; the peak learning rate was {number(config.learning_rate, 3)}{rule}.")
     if facts.get("taken_step") not in (None, facts["num_steps"]):
-        words.append(f" The weights of step {facts['taken_step']} were taken: their held-out loss is the lowest.")
+        words.append(
+            f" The result is the checkpoint of step {facts['taken_step']}, whose held-out loss was the lowest."
+        )
     return "".join(words)
 
 
@@ -89,16 +92,16 @@ def _charts(records: Sequence[dict[str, Any]], name: str, clip_norm: float, has_
     lines = [
         Line("every step", losses, faint=True),
         Line("training", smooth(losses)),
-        Line("held out", heldout, marks=True, colour=1),
+        Line("held out", heldout, marks=True, color=1),
     ]
     loss = line_chart(lines, name=f"{name}-loss", x_label="step", y_label="nats per token", top=_ceiling(losses))
     clip = {"level": clip_norm, "level_label": f"clipped at {clip_norm:g}"} if clip_norm else {}
     norm = line_chart(
-        [Line("gradient norm", column(records, "grad_norm"), colour=2)],
+        [Line("gradient norm", column(records, "grad_norm"), color=2)],
         name=f"{name}-norm", x_label="step", y_label="norm before clipping", log=True, **clip,
     )  # fmt: skip
     rate = line_chart(
-        [Line("learning rate", column(records, "learning_rate"), colour=3)],
+        [Line("learning rate", column(records, "learning_rate"), color=3)],
         name=f"{name}-rate", x_label="step", y_label="learning rate",
     )  # fmt: skip
     return [
@@ -111,7 +114,7 @@ def _charts(records: Sequence[dict[str, Any]], name: str, clip_norm: float, has_
 
 def _speed_chart(records: Sequence[dict[str, Any]], name: str, has_peak: bool) -> Chart:
     rates = column(records, "tokens_per_s")
-    caption = f"Median {count(summarize([y for _, y in rates]).get('p50', 0))} tokens per second"
+    caption = f"The median is {count(summarize([y for _, y in rates]).get('p50', 0))} tokens per second"
     if not has_peak:
         lines = [Line("every step", rates, faint=True), Line("smoothed", smooth(rates))]
         svg = line_chart(lines, name=f"{name}-speed", x_label="step", y_label="tokens per second", from_zero=True)
@@ -120,8 +123,10 @@ def _speed_chart(records: Sequence[dict[str, Any]], name: str, has_peak: bool) -
     lines = [Line("every step", mfu, faint=True), Line("smoothed", smooth(mfu))]
     svg = line_chart(lines, name=f"{name}-speed", x_label="step", y_label="MFU", percent=True)
     middle = summarize([y for _, y in mfu]).get("p50", 0.0)
-    caption += f"; median utilisation {percent(middle)} of the matrix-product rate measured at the model's own shapes."
-    return Chart("Throughput: model FLOPs utilisation", svg, caption)
+    caption += (
+        f"; the median utilization is {percent(middle)} of the matrix-product rate measured at the model's shapes."
+    )
+    return Chart("Throughput: model FLOPs utilization", svg, caption)
 
 
 def _ceiling(points: Sequence[tuple[int, float]]) -> float:
@@ -133,17 +138,19 @@ def _ceiling(points: Sequence[tuple[int, float]]) -> float:
 
 
 def _loss_words(losses: Sequence[tuple[int, float]], heldout: Sequence[tuple[int, float]]) -> str:
-    words = f"Last training loss {number(smooth(losses)[-1][1])} (smoothed)" if losses else ""
-    return words + (f", last held-out loss {number(heldout[-1][1])}." if heldout else ".")
+    words = f"The last training loss is {number(smooth(losses)[-1][1])} (smoothed)" if losses else ""
+    return words + (f", the last held-out loss {number(heldout[-1][1])}." if heldout else ".")
 
 
-def _summary_table(records: Sequence[dict[str, Any]]) -> Table:
+def _summary_table(records: Sequence[dict[str, Any]], world_size: int) -> Table:
+    """Without the utilization where no peak rate is known, and without the exchange where there is one process."""
     rows = []
     for key, label in _SUMMARIES.items():
         summary = summarize([value for _, value in column(records, key)])
-        if "mean" in summary and (key != "mfu" or summary["max"] > 0):
-            names = ("mean", "std", "min", "p05", "p50", "p95", "p99", "max")
-            rows.append([label, *[number(summary[part], 3) for part in names]])
+        if "mean" not in summary or (key == "mfu" and summary["max"] == 0) or (key == "exchange_s" and world_size == 1):
+            continue
+        names = ("mean", "std", "min", "p05", "p50", "p95", "p99", "max")
+        rows.append([label, *[percent(summary[part]) if key == "mfu" else number(summary[part], 3) for part in names]])
     header = ["metric", "mean", "std", "min", "p5", "median", "p95", "p99", "max"]
     return Table(header, rows, "Metrics over all steps", numeric=range(1, 9))
 
@@ -154,9 +161,13 @@ def _format_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[
     if not shares:
         return []
     svg = line_chart(
-        [Line("parts below FP32", shares)], name=f"{stage.name}-formats", x_label="step", y_label="share", percent=True
+        [Line("modules below FP32", shares)],
+        name=f"{stage.name}-formats",
+        x_label="step",
+        y_label="share",
+        percent=True,
     )
-    chart = Chart("Number formats", svg, f"{len(changes)} changes of a part's format.")
+    chart = Chart("Number formats", svg, f"{plural(len(changes), 'format change')}.")
     lines = [
         f"step {one['step']:>6}  {one['part']:24} {one['from']} -> {one['to']}: {one['reason']}"
         for one in changes[:_EVENTS_SHOWN]

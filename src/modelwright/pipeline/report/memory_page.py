@@ -19,7 +19,7 @@ _OF_STEP: tuple[Kind, ...] = ("activations", "gradients", "temporary")
 
 def memory_page(plan: StepPlan, configured: TrainConfig, *, title: str, known: Known) -> str:
     """HTML with the curves, and the same in words (`plan_text`)."""
-    both = [Line("as configured", _points(plan.before)), Line("planned", _points(plan.after), colour=1)]
+    both = [Line("as configured", _points(plan.before)), Line("planned", _points(plan.after), color=1)]
     charts = [
         ("All that is alive", _chart(both, "all")),
         ("As configured, by kind", _chart(_lines(plan.before), "before")),
@@ -42,7 +42,7 @@ def _chart(lines: list[Line], name: str) -> str:
 
 
 def _lines(timeline: Timeline) -> list[Line]:
-    return [Line(kind, _points(timeline, kind), colour=number) for number, kind in enumerate(_OF_STEP)]
+    return [Line(kind, _points(timeline, kind), color=number) for number, kind in enumerate(_OF_STEP)]
 
 
 def _points(timeline: Timeline, kind: Kind | None = None) -> list[tuple[float, float]]:

@@ -23,16 +23,21 @@ def evaluation_section(data: RunData) -> Section | None:
     if any(model["bits_per_byte"] for model in models.values()):
         blocks += [_bits_chart(results), _choice_chart(models), _bits_table(results)]
     else:
-        blocks.append(Note("No prose or code was held out, so there are no bits per byte."))
+        blocks.append(Note("No prose or code was held out, so bits per byte were not measured."))
         if any(model["multiple_choice"]["questions"] for model in models.values()):
             blocks.append(_choice_chart(models))
     if not all(model["lossless"] for model in models.values()):
-        blocks.append(Note("Some scored text does not survive the tokenizer: its bits flatter the model.", "warning"))
+        blocks.append(
+            Note(
+                "The tokenizer does not reproduce some of the scored text exactly: its bits per byte are too low.",
+                "warning",
+            )
+        )
     choice = models[results["final"]]["multiple_choice"]
     if choice["questions"]:
         blocks += [_choice_table(results), _choice_examples(data, results["final"])]
     blocks.append(_method_note(choice))
-    lead = "On held-out modules and files, none of which was seen in training. Lower bits per byte are better."
+    lead = "Measured on held-out documents, which were never trained on. Lower bits per byte are better."
     return Section("evaluation", "Benchmarks", blocks, lead)
 
 
@@ -75,11 +80,14 @@ def int8_section(data: RunData) -> Section | None:
     header = ["measure", "FP32", "INT8", "change", "95% interval"]
     table = Table(header, rows, "FP32 and INT8 in numbers", numeric=range(1, 5))
     words = (
-        f"Same likeliest next token at {percent(agreement['same_first'])} of {count(agreement['num_tokens'])} "
-        f"positions; mean divergence {number(agreement['divergence'], 3)} nats; largest logit difference "
+        f"Both models predict the same next token at {percent(agreement['same_first'])} of "
+        f"{count(agreement['num_tokens'])} positions. The mean KL divergence is "
+        f"{number(agreement['divergence'], 3)} nats, the largest difference of a logit "
         f"{number(agreement['max_logit_gap'], 3)}."
     )
-    lead = f"Weights per output channel, activations per token at run time, computed by {results['backend']}."
+    lead = (
+        f"Weights are quantized per output channel, activations per token at run time. Backend: {results['backend']}."
+    )
     return Section("int8", "INT8 beside FP32", [table, Note(words)], lead)
 
 
@@ -99,19 +107,29 @@ def serving_section(data: RunData) -> Section | None:
     ]
     total = sum(entry["num_tokens"] for entry in result["answers"])
     spent = sum(entry["latency_s"] for entry in result["answers"])
+    asked = f"{plural(len(items), 'question')} {'was' if len(items) == 1 else 'were'} asked"
     lead = (
-        f"The server answered {seconds(result['start_s'])} after its start; {len(items)} questions through the "
-        f"official openai client, one after the other, {number(total / max(spent, 1e-9), 3)} tokens per second. "
-        f"Asked again as a stream, the first answer was the same, with its first text after "
-        f"{1000 * result['streamed']['first_text_s']:.0f} ms."
+        f"The server was ready {seconds(result['start_s'])} after its start. {asked} through the official openai "
+        f"client, one after the other; the server generated {number(total / max(spent, 1e-9), 3)} tokens per second. "
+        f"{_stream_words(result)}"
     )
-    blocks: list[Block] = [Samples(items), Note("The server left with exit code 0 after SIGTERM.", "good")]
+    blocks: list[Block] = [Samples(items), Note("The server exited with code 0 after SIGTERM.", "good")]
     return Section("serving", "Served answers", blocks, lead)
 
 
 def _answer_detail(entry: Mapping[str, Any]) -> str:
     words = f"{entry['num_tokens']} tokens in {entry['latency_s']:.2f} s ({entry['finish_reason']})"
-    return f"{words}. The documentation says: {_short(entry['reference'])}" if entry["reference"] else words
+    return f"{words}. Reference answer: {_short(entry['reference'])}" if entry["reference"] else words
+
+
+def _stream_words(result: Mapping[str, Any]) -> str:
+    """How the streamed answer to the first question compares with the plain one."""
+    streamed = result["streamed"]
+    same = "the same" if streamed["answer"] == result["answers"][0]["answer"] else "a different"
+    words = f"As a stream, the first question got {same} answer"
+    if not streamed["answer"]:
+        return f"{words}, which was empty."
+    return f"{words}; its first text arrived after {1000 * streamed['first_text_s']:.0f} ms."
 
 
 def _bits_chart(results: Mapping[str, Any]) -> Chart:
@@ -134,13 +152,13 @@ def _choice_chart(models: dict[str, Any]) -> Chart:
     words = [[percent(value) for value in values.values()]]
     svg = bar_chart(
         list(values), [("accuracy", [100 * value for value in values.values()])],
-        name="choice", x_label="accuracy, %", values=words,
+        name="choice", x_label="accuracy, %", values=words, largest=100,
     )  # fmt: skip
     caption = (
-        f"{last['questions']} questions, four descriptions each. A cue picks without reading: the longest, the "
-        "shortest, or the description that shares most words with the question."
+        f"{plural(last['questions'], 'question')} with four candidate answers each. A cue chooses without a model: the "
+        "longest answer, the shortest, or the one that shares most words with the question."
     )
-    return Chart("Multiple choice: which description belongs to the name?", svg, caption)
+    return Chart("Multiple choice: which answer belongs to the question?", svg, caption)
 
 
 def _bits_table(results: Mapping[str, Any]) -> Table:
@@ -150,15 +168,23 @@ def _bits_table(results: Mapping[str, Any]) -> Table:
             rows.append([MODEL_TITLES.get(name, name), kind, *_bits_cells(table)])
     for kind, table in (results.get("baselines") or {}).get("bigram", {}).get("kinds", {}).items():
         rows.append(["token bigram", kind, *_bits_cells(table)])
-    header = ["model", "text", "bits per byte", "95 % interval", "nats per token", "documents", "bytes"]
-    caption = "Intervals: bootstrap over documents. The bigram saw every training token, the model those of its steps."
+    header = ["model", "text", "bits per byte", "95% interval", "nats per token", "documents", "bytes"]
+    caption = (
+        "Intervals are bootstrapped over documents. The bigram is counted over all training tokens; the model was "
+        "trained on those of its steps."
+    )
     return Table(header, rows, "Bits per byte in numbers", caption, numeric=range(2, 7))
 
 
 def _bits_cells(table: Mapping[str, Any]) -> list[str]:
-    interval = f"{table['bits_per_byte_low']:.3f} to {table['bits_per_byte_high']:.3f}"
+    interval = _interval(table, f"{table['bits_per_byte_low']:.3f} to {table['bits_per_byte_high']:.3f}")
     tokens, documents = f"{table['nats_per_token']:.3f}", count(table["documents"])
     return [f"{table['bits_per_byte']:.3f}", interval, tokens, documents, size(table["bytes"])]
+
+
+def _interval(table: Mapping[str, Any], words: str) -> str:
+    """An interval that is bootstrapped over documents says nothing of a single one."""
+    return words if table["documents"] > 1 else "needs 2 documents"
 
 
 def _choice_table(results: Mapping[str, Any]) -> Table:
@@ -170,7 +196,7 @@ def _choice_table(results: Mapping[str, Any]) -> Table:
         rows.append(
             [MODEL_TITLES.get(name, name), right, percent(table["accuracy"]), interval, power(table["log10_p_value"])]
         )
-    header = ["model", "right", "accuracy", "95 % interval (Wilson)", "p against chance"]
+    header = ["model", "right", "accuracy", "95% interval (Wilson)", "p against chance"]
     return Table(header, rows, "Multiple choice in numbers", numeric=range(1, 5))
 
 
@@ -193,15 +219,15 @@ def _choice_examples(data: RunData, model: str) -> Fold:
             sign = sign or ("chosen" if number_ == record["choice"] else "")
             marks.append(f"{'[' + sign + '] ' if sign else ''}{_short(text)}")
         items.append(Excerpt(record["question"], "\n".join(f"- {mark}" for mark in marks)))
-    return Fold("Some of the questions, with what was chosen", items)
+    return Fold("Examples of questions, with the chosen answers", items)
 
 
 def _method_note(choice: Mapping[str, Any]) -> Note:
-    rule = {"byte": "byte", "token": "token", "gain": "byte, less that without the question"}.get(choice["score"], "")
+    rule = {"byte": "byte", "token": "token", "gain": "byte, minus that without the question"}.get(choice["score"], "")
     return Note(
-        "Every token of a held-out document is predicted once, with up to the model's whole context before it; bytes "
-        "are the text's own, so tokenizers and compressors are comparable. Multiple choice ranks the candidates by "
-        f"log-likelihood per {rule}, a rule that is fixed before the run."
+        "Every token of a held-out document is predicted once, with at most the model's context length before it. "
+        "Bytes are those of the UTF-8 text, so models with different tokenizers and compressors can be compared. "
+        f"Multiple choice ranks the candidates by log-likelihood per {rule}; the rule is set before the run."
     )
 
 
@@ -233,7 +259,7 @@ def _int8_accuracy_rows(results: Mapping[str, Any]) -> list[list[str]]:
                 f"{table['bits_per_byte']:.4f}",
                 f"{after:.4f}",
                 f"{change['difference']:+.4f}",
-                f"{change['low']:+.4f} to {change['high']:+.4f}",
+                _interval(table, f"{change['low']:+.4f} to {change['high']:+.4f}"),
             ]
         )
     before, after = results["fp32"]["multiple_choice"], results["int8"]["multiple_choice"]

@@ -1,4 +1,4 @@
-"""The report's blocks on what kept a training stable: the loss scale's history, spikes left out, ways back."""
+"""The report's blocks on training stability: the history of the loss scale, skipped spikes, rollbacks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,10 +25,10 @@ def scale_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[Bl
     layers = state.get("layers")
     skipped = sum(bool(record.get("skipped")) for record in records)
     words = f"Loss scale: {number(state['value'])} at the end, {plural(state['num_overflows'], 'overflow')}, "
-    words += f"{plural(len(state['history']) - 1, 'change')}; of the steps on record {count(skipped)} made no update."
+    words += f"{plural(len(state['history']) - 1, 'change')}; {count(skipped)} of the recorded steps made no update."
     lines = [
-        Line(label, column(records, metric), colour=colour)
-        for colour, (metric, label) in enumerate(_LAYERS.items())
+        Line(label, column(records, metric), color=color)
+        for color, (metric, label) in enumerate(_LAYERS.items())
         if column(records, metric)
     ]
     chart = line_chart(lines, name=f"{stage.name}-scale", x_label="step", y_label="loss scale", log=True)
@@ -43,20 +43,20 @@ def scale_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[Bl
 
 
 def spike_blocks(stage: StageData) -> list[Block]:
-    """Batches that spikes left out; nothing when there were none."""
+    """Batches skipped as spikes and rollbacks; nothing when there were none."""
     events = stage.facts.get("left_out") or []
     if not events:
         return []
     spikes = [event for event in events if event["kind"] == "spike"]
-    ways_back = [event for event in events if event["kind"] == "rollback"]
-    words = f"{plural(len(spikes), 'update')} left out as spikes"
-    if ways_back:
-        lost = sum(event["batches"][1] - event["batches"][0] + 1 for event in ways_back)
-        words += f"; the run went back {plural(len(ways_back), 'time')}, which undid {plural(lost, 'update')}"
+    rollbacks = [event for event in events if event["kind"] == "rollback"]
+    words = f"{plural(len(spikes), 'update')} skipped as spikes"
+    if rollbacks:
+        lost = sum(event["batches"][1] - event["batches"][0] + 1 for event in rollbacks)
+        words += f"; {plural(len(rollbacks), 'rollback')} undid {plural(lost, 'update')}"
     text = "\n".join(map(_event_words, events[:_CHANGES_SHOWN]))
     if len(events) > _CHANGES_SHOWN:
         text += f"\n... and {len(events) - _CHANGES_SHOWN} more in spikes.jsonl"
-    return [Note(words + ".", "warning"), Fold("Batches that were left out", [Excerpt("", text)])]
+    return [Note(words + ".", "warning"), Fold("Skipped batches", [Excerpt("", text)])]
 
 
 def _layer_table(layers: Mapping[str, Any]) -> Table:
@@ -70,9 +70,9 @@ def _layer_table(layers: Mapping[str, Any]) -> Table:
 def _event_words(event: Mapping[str, Any]) -> str:
     first, last = event["batches"]
     if event["kind"] == "rollback":
-        return f"after step {event['step']:>6}  back to step {first}; batches {first} to {last} taken back"
+        return f"step {event['step']:>6}  rolled back to step {first}: batches {first} to {last} undone"
     loss, norm = (value if isinstance(value, str) else number(value) for value in (event["loss"], event["norm"]))
-    return f"step {event['step']:>6}  batch {first} left out: loss {loss}, gradient norm {norm}"
+    return f"step {event['step']:>6}  batch {first} skipped: loss {loss}, gradient norm {norm}"
 
 
 def _power(value: float) -> str:
