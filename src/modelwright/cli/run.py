@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("target", metavar="RECIPE|CONFIG.yaml|RUN_DIR", help="what to run")
     parser.add_argument("--run-dir", metavar="DIR", default="", help="where the run lies (default: runs/<name>)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan with its estimates and do nothing")
-    parser.add_argument("--stages", metavar="A,B", default="", help="work on these stages only")
+    parser.add_argument("--stages", metavar="A,B", help="work on these stages only")
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine (default: 1)")
     parser.add_argument("--init-from", metavar="PATH", help="start training from a Hugging Face folder")
     return parser
@@ -111,8 +111,8 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
     from modelwright.pipeline.plan import describe_plan
     from modelwright.recipes.load import load
 
-    only = tuple(name.strip() for name in options.stages.split(",") if name.strip())
-    request = load(options.target, overrides(), options.run_dir)
+    only = _stages(options.stages)
+    request = load(options.target, overrides(), options.run_dir, only)
     if options.dry_run or not is_started():
         start = hosts or _local(options.nproc)
         num_processes = start.processes * start.min_hosts
@@ -141,6 +141,14 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
     if done.is_first:
         print(_summary(done, request, time.monotonic() - started))
     return 0
+
+
+def _stages(text: str | None) -> tuple[str, ...]:
+    """The names in `--stages A,B`; none where the option was not given."""
+    names = tuple(name.strip() for name in (text or "").split(",") if name.strip())
+    if text is not None and not names:
+        raise ConfigError("--stages: names no stage; write --stages clean,tokenize, or leave it out for all of them")
+    return names
 
 
 def _local(num_processes: int) -> Any:

@@ -1,7 +1,8 @@
 """The chain: which stages a configuration means, in order, each with its parents."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from modelwright.core.artifacts import is_complete
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.runner import check_order
@@ -17,12 +18,14 @@ from modelwright.pipeline.stages.tokenize import tokenize_stage
 from modelwright.pipeline.stages.training import pretrain_stage, sft_stage
 
 
-def build_stages(config: RunConfig, run: RunDir) -> list[Stage]:
+def build_stages(config: RunConfig, run: RunDir, only: Sequence[str] = ()) -> list[Stage]:
     """All stages of a resolved configuration, parents first.
 
-    With `init_from` the stage `init` takes the model and its tokenizer over and `tokenize` falls away. Reads the
+    only: the stages to work on (empty: all). The report and the comparison with INT8 can do without any other stage, so
+    they take those of `only` and those that are finished; all other parents are needed in any case. With `init_from` the stage `init` takes the model and its tokenizer over and `tokenize` falls away. Reads the
     names and sizes of the sources and nothing else; raises `DataError` or `ModelError` when they are not there.
     """
+    present = [name for name in config.stages if not only or name in only or is_complete(run.stage(name).artifact)]
     builders: dict[str, Callable[[], Stage]] = {
         "clean": lambda: clean_stage(config),
         "tokenize": lambda: tokenize_stage(config),
@@ -30,9 +33,9 @@ def build_stages(config: RunConfig, run: RunDir) -> list[Stage]:
         "pretrain": lambda: pretrain_stage(config),
         "sft": lambda: sft_stage(config),
         "evaluate": lambda: evaluate_stage(config),
-        "quantize": lambda: quantize_stage(config),
+        "quantize": lambda: quantize_stage(config, evaluated="evaluate" in present),
         "serve": lambda: serve_stage(config),
-        "report": lambda: report_stage(config, run),
+        "report": lambda: report_stage(config, run, present),
     }
     stages = [init_stage(config)] if config.init_from else []
     stages += [builders[name]() for name in config.stages if not (config.init_from and name == "tokenize")]

@@ -136,24 +136,30 @@ class RunConfig:
         return " or start from a model folder with init_from" if needed in ("pretrain", "tokenize") else ""
 
     def _check_lengths(self) -> None:
-        if self.pack.seq_len > self.model.max_seq_len:
+        """What the sections of the stages that the run has must agree on; those of other stages do not matter."""
+        if "pack" in self.stages and self.pack.seq_len > self.model.max_seq_len:
             raise ConfigError(
                 f"pack.seq_len: {self.pack.seq_len} is more than the model's context "
                 f"(model.max_seq_len {self.model.max_seq_len}); make one equal to the other"
             )
-        if not self.init_from and self.tokenizer.vocab_size > self.model.vocab_size:
+        if "tokenize" in self.stages and not self.init_from and self.tokenizer.vocab_size > self.model.vocab_size:
             raise ConfigError(
                 f"model.vocab_size: {self.model.vocab_size} has no room for the tokenizer's "
                 f"{self.tokenizer.vocab_size} (tokenizer.vocab_size); make it at least as large"
             )
-        for name in ("pretrain", "sft"):
+        for name in self.trainings:
             try:
                 getattr(self, name).batch_rows(self.pack.seq_len)
             except ConfigError as error:
                 raise ConfigError(f"{name}.{error}") from None
 
     @property
+    def trainings(self) -> tuple[Literal["pretrain", "sft"], ...]:
+        """The stages of the run that train, in order."""
+        return tuple(name for name in ("pretrain", "sft") if name in self.stages)
+
+    @property
     def trained_stages(self) -> tuple[str, ...]:
         """The stages that hold a model, in order: the last one is the run's result."""
         first = ("init",) if self.init_from else ()
-        return (*first, *(stage for stage in self.stages if stage in ("pretrain", "sft")))
+        return (*first, *self.trainings)

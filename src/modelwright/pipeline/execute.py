@@ -24,7 +24,7 @@ from modelwright.parallel.elastic import fit, num_restarts, num_used
 from modelwright.parallel.placement import Placement
 from modelwright.pipeline.chain import build_stages
 from modelwright.pipeline.check import check_training, within
-from modelwright.pipeline.config import STAGES, RunConfig, StageName
+from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.journal import now
 from modelwright.pipeline.ranks import PatientRanks, join_ranks, shared_rows, use_threads
 from modelwright.pipeline.redact import redact_words
@@ -57,12 +57,12 @@ def execute(
 ) -> Done:
     """Bring the run in `run` to its end and return what was done.
 
-    `only`: stages to work on (empty: all of the configuration's); `words`: the command line, for run.json; `elastic`:
+    `only`: the stages to work on (empty: all), which the configuration has among others; `words`: the command line, for run.json; `elastic`:
     the layout is made to fit the processes that are there. Called by every process that was started. Raises
     `ModelwrightError` for whatever a person can do something about, `Stopped` after SIGTERM or Ctrl-C.
     """
     run.create()
-    num_rows = shared_rows(config, only) if elastic else 0
+    num_rows = shared_rows(config) if elastic else 0
     joined = join_ranks(config, links=run.path / "links.json", num_rows=num_rows)
     with joined as ranks, _stop_on_signals(), ExitStack() as held:
         if ranks is None:
@@ -70,18 +70,16 @@ def execute(
         shown = progress if ranks.rank == 0 else SilentProgress()
         if ranks.rank == 0:
             _hold(run, held, LOCK_PATIENCE_S if elastic else 0.0)
-            config, only = settle(config, run, only, shown)
-            stages = _stages(config, run, ranks)
+            config = settle(config, run, shown)
+            stages = _stages(config, run, only, ranks)
             to_do = _to_do(run, stages, only)
             check_training(config, ranks.layout, num_processes=ranks.size, stages=to_do)
             save_yaml(run.config, config)
             _tell_places(ranks.placement, shown)
         ranks.barrier()
         if ranks.rank != 0:
-            before = config
             config = parse(RunConfig, load_yaml(run.config))
-            only = select_stages(before, config, only)[1]
-            stages = _stages(config, run, ranks)
+            stages = _stages(config, run, only, ranks)
         use_threads(config.hardware.num_threads)
         return _run(config, run, stages, only, origin, words, ranks, shown)
 
@@ -91,18 +89,16 @@ def check_request(
 ) -> None:
     """Raise `ConfigError` for what `execute` would refuse before its first stage, without starting or writing
     anything."""
-    previous = previous_config(run)
-    if previous is None:
-        config, only = select_stages(config, None, only)
+    if previous_config(run) is None:
         config = settle_model(config)
         to_do: Sequence[str] = config.stages
     else:
-        config, only = settle(config, run, only, SilentProgress())
-        to_do = _to_do(run, build_stages(config, run), only)
+        config = settle(config, run, SilentProgress())
+        to_do = _to_do(run, build_stages(config, run, only), only)
     layout = config.parallel
     if elastic:
         with within("parallel"):
-            layout = fit(layout, num_processes=num_processes, num_rows=shared_rows(config, only))
+            layout = fit(layout, num_processes=num_processes, num_rows=shared_rows(config))
         num_processes = num_used(layout)
     check_training(config, layout, num_processes=num_processes, stages=to_do)
 
@@ -111,22 +107,17 @@ def is_finished(config: RunConfig, run: RunDir, only: Sequence[str]) -> bool:
     """Whether nothing of the request is left to do."""
     if previous_config(run) is None:
         return False
-    config, only = settle(config, run, only, SilentProgress())
-    return not _to_do(run, build_stages(config, run), only)
+    return not _to_do(run, build_stages(settle(config, run, SilentProgress()), run, only), only)
 
 
-def settle(
-    config: RunConfig, run: RunDir, only: Sequence[str], progress: Progress
-) -> tuple[RunConfig, tuple[str, ...]]:
-    """The resolved configuration, as this machine and what is in the folder have it, and the stages to work on."""
-    previous = previous_config(run)
-    config, chosen = select_stages(config, previous, only)
-    return resolve(config, previous, progress), chosen
+def settle(config: RunConfig, run: RunDir, progress: Progress) -> RunConfig:
+    """The resolved configuration, as this machine and what is in the folder have it."""
+    return resolve(config, previous_config(run), progress)
 
 
-def _stages(config: RunConfig, run: RunDir, ranks: PatientRanks) -> list[Stage]:
+def _stages(config: RunConfig, run: RunDir, only: Sequence[str], ranks: PatientRanks) -> list[Stage]:
     """The layout is that of the processes that are there now; config.yaml keeps the one that was asked for."""
-    return build_stages(replace(config, parallel=ranks.layout), run)
+    return build_stages(replace(config, parallel=ranks.layout), run, only)
 
 
 def _to_do(run: RunDir, stages: Sequence[Stage], only: Sequence[str]) -> list[str]:
@@ -168,23 +159,6 @@ def previous_config(run: RunDir) -> RunConfig | None:
         return parse(RunConfig, load_yaml(run.config))
     except ConfigError as error:
         raise ArtifactError(f"{run.config}: {error}; mend or remove it, or choose another --run-dir") from None
-
-
-def select_stages(
-    config: RunConfig, previous: RunConfig | None, only: Sequence[str]
-) -> tuple[RunConfig, tuple[str, ...]]:
-    """What `--stages` means: a new run consists of those stages; an existing one works on those only.
-
-    Returns the configuration with its stages, and the stages to work on (empty: all).
-    """
-    for name in only:
-        if name not in STAGES:
-            raise ConfigError(f"stages: {name!r} is not one of {', '.join(STAGES)}")
-    if not only:
-        return config, ()
-    wanted: set[str] = set(only) if previous is None else {*config.stages, *only}
-    stages: tuple[StageName, ...] = tuple(name for name in STAGES if name in wanted)
-    return replace(config, stages=stages), (() if previous is None else tuple(only))
 
 
 def _run(

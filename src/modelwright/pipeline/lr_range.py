@@ -113,7 +113,7 @@ def range_test(
     """
     if "pretrain" not in config.stages:
         raise ConfigError("stages: the range test is one of pretraining; add pretrain")
-    config = settle(config, run, (), progress)[0]
+    config = settle(config, run, progress)
     rows = _rows(config, run, folder, words, progress)
     use_threads(config.hardware.num_threads)
     found = sweep(config, rows, test, progress)

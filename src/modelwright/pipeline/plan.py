@@ -17,7 +17,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.pipeline.chain import build_stages
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.execute import previous_config, select_stages
+from modelwright.pipeline.execute import previous_config
 from modelwright.pipeline.layouts import planned
 from modelwright.pipeline.resolve import measured_rates, resolve
 from modelwright.pipeline.runner import survey
@@ -60,9 +60,8 @@ def describe_plan(
     num_processes: of all hosts, which are taken to be like this one.
     """
     load_before, previous = load(), previous_config(run)
-    config, only = select_stages(config, previous, only)
     config = resolve(config, previous, SilentProgress())
-    stages = build_stages(config, run)
+    stages = build_stages(config, run, only)
     states = survey(run, stages).states
     torch.set_num_threads(config.hardware.num_threads)
     rates = measured_rates(config)

@@ -7,7 +7,7 @@ what layout, is settled here, before any group is built.
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -114,10 +114,10 @@ def _join(
     return join_as_fits(parallel, num_rows=num_rows, device=device) if num_rows else _join_all(parallel, device)
 
 
-def shared_rows(config: RunConfig, only: Sequence[str]) -> int:
+def shared_rows(config: RunConfig) -> int:
     """What the number of copies of the model must divide: rows of a microbatch of all copies, in every training that
-    the run has or `only` adds. The same on all processes, whatever has been written meanwhile."""
-    trainings = [getattr(config, name) for name in ("pretrain", "sft") if name in (*config.stages, *only)]
+    the run has."""
+    trainings = [getattr(config, name) for name in config.trainings]
     return math.gcd(*(one.batch_rows(config.pack.seq_len) // one.num_microbatches for one in trainings)) or 1
 
 

@@ -94,7 +94,7 @@ def _settle_hardware(wish: HardwareConfig, previous: RunConfig | None) -> Hardwa
 def _settle_rates(config: RunConfig, progress: Progress) -> RunConfig:
     """Peak learning rates by the rule that asks for them."""
     changes: dict[str, Any] = {}
-    for name in ("pretrain", "sft"):
+    for name in config.trainings:
         training: TrainConfig = getattr(config, name)
         rows = training.batch_rows(config.pack.seq_len)
         rate = training.rate_rule.peak(rows, training.learning_rate)

@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 from modelwright.core.config import dump, load_yaml, merge, parse
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
-from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.config import STAGES, RunConfig
+from modelwright.pipeline.execute import previous_config
 from modelwright.recipes.environment import environment_overrides, given_names
 from modelwright.recipes.quickstart import quickstart
 from modelwright.recipes.tiny import tiny
@@ -28,19 +29,33 @@ class Request:
     origin: str
 
 
-def load(target: str, overrides: Mapping[str, Any], run_dir: str = "") -> Request:
+def load(target: str, overrides: Mapping[str, Any], run_dir: str = "", only: Sequence[str] = ()) -> Request:
     """The configuration that `target` names, with `overrides` laid over it.
 
     `target`: a recipe's name, a YAML file (which may say `recipe: NAME` and give only what differs), or a run
     directory, whose own configuration is taken; variables of the environment (`environment.py`) go before it.
-    `run_dir`: "" for the run's own folder, or `runs/<name>`. Raises `ConfigError` when there is no such thing or a
-    setting is wrong.
+    `run_dir`: "" for the run's own folder, or `runs/<name>`; `only`: the stages named by `--stages`, see
+    `select_stages`. Raises `ConfigError` when there is no such thing or a setting is wrong.
     """
     base, folder, origin = _base(target)
     base = merge(base, environment_overrides(os.environ, base))
-    config = parse(RunConfig, merge(base, overrides))
+    data = merge(base, overrides)
+    run = RunDir(Path(run_dir) if run_dir else folder or RUNS / str(data.get("name", "")))
+    if only:
+        previous = previous_config(run)
+        data["stages"] = select_stages(only, previous.stages if previous else ())
     origin = ", ".join([origin, *given_names(os.environ)])
-    return Request(config, RunDir(Path(run_dir) if run_dir else folder or RUNS / config.name), origin)
+    return Request(parse(RunConfig, data), run, origin)
+
+
+def select_stages(only: Sequence[str], previous: Sequence[str]) -> list[str]:
+    """The stages that a run consists of when `--stages` names `only`, in the pipeline's order: these and the ones that
+    the run in the same folder (`previous`) has already. So the same command means the same when it is repeated.
+    """
+    for name in only:
+        if name not in STAGES:
+            raise ConfigError(f"stages: {name!r} is not one of {', '.join(STAGES)}")
+    return [name for name in STAGES if name in only or name in previous]
 
 
 def find_run(word: str) -> RunDir:

@@ -28,14 +28,16 @@ from modelwright.pipeline.stages.lineage import final_model
 AGREEMENT_ROWS = 16
 
 
-def quantize_stage(config: RunConfig) -> Stage:
-    """Size, speed and accuracy of the INT8 model beside FP32, on the evaluation's own documents and questions."""
-    evaluated = ("evaluate",) if "evaluate" in config.stages else ()
+def quantize_stage(config: RunConfig, *, evaluated: bool) -> Stage:
+    """Size, speed and accuracy of the INT8 model beside FP32, on the evaluation's own documents and questions.
+
+    evaluated: whether the stage evaluate provides the FP32 model's figures.
+    """
     return Stage(
         name="quantize",
         title="Quantising to INT8",
         settings={"quantize": dump(config.quantize), "evaluate": dump(config.evaluate)},
-        parents=("clean", "pack", final_model(config), *evaluated),
+        parents=("clean", "pack", final_model(config), *(("evaluate",) if evaluated else ())),
         run=lambda context: _run(context, config),
     )
 

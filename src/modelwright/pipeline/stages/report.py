@@ -1,5 +1,7 @@
 """report: everything that the run left behind, as one page. Artifact: `report.html`, also in the run's own folder."""
 
+from collections.abc import Sequence
+
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump
 from modelwright.core.rundir import RunDir
@@ -9,12 +11,10 @@ from modelwright.pipeline.report.render import render
 from modelwright.pipeline.stage import Stage, StageContext
 
 
-def report_stage(config: RunConfig, run: RunDir) -> Stage:
-    """Reads all other stages' artifacts, metrics and journals."""
+def report_stage(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
+    """Reads artifacts, metrics and journals of the other stages; waits for those in `present`."""
     before = ("init",) if config.init_from else ()
-    parents = tuple(
-        name for name in config.stages if name != "report" and not (config.init_from and name == "tokenize")
-    )
+    parents = tuple(name for name in present if name != "report" and not (config.init_from and name == "tokenize"))
     return Stage(
         name="report",
         title="Writing the report",
