@@ -243,8 +243,14 @@ def test_foreign_chatml(tmp_path: Path) -> None:
     )
     foreign = Tokenizer.load(save_foreign(tmp_path, library, chat_template=template))
     assert foreign.is_fast
-    ids, mask = foreign.encode_chat(CHAT[:3])
-    assert foreign.decode(ids[mask == 1], skip_special=False) == "It counts.<|im_end|>\n"
+    ids, mask = foreign.encode_chat(CHAT)
+    assert foreign.decode(ids, skip_special=False) == foreign.render_chat(CHAT, add_generation_prompt=False)
+    parts = np.split(ids, np.flatnonzero(np.diff(mask)) + 1)
+    learned = [foreign.decode(part, skip_special=False) for part in parts]
+    assert learned[1::2] == ["It counts.<|im_end|>", "It adds.<|im_end|>"], "every answer with its end token, no more"
+    assert learned[2] == "\n<|im_start|>user\nAnd\n `sum`?<|im_end|>\n<|im_start|>assistant\n"
+    assert foreign.end_id == foreign.id_of("<|im_end|>")
+    assert foreign.stop_ids == (foreign.end_id, foreign.eos_id)
     for text in odd_texts(300):
         assert foreign.encode(text) == library.encode(text).ids
 

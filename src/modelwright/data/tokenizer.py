@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ PATTERN = (
 
 LONG_SPACE = 5_000
 """From this many blanks in a row on, tiktoken's pattern matching runs out of stack and panics (seen at 10^6)."""
+
+_PROBE = "probe"
+"""Content of a turn that is rendered to see what the chat template puts after it."""
 
 _LONG_SPACE = re.compile(rf"(?<!\s)\s{{{LONG_SPACE}}}")
 _FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -154,10 +158,17 @@ class Tokenizer:
         write_atomic(folder / "tokenizer_config.json", json.dumps(settings, indent=1, ensure_ascii=False))
         write_atomic(folder / "special_tokens_map.json", json.dumps(self.special_tokens, indent=1))
 
-    @property
+    @cached_property
     def end_id(self) -> int:
-        """The token that ends a turn of a chat; the end-of-text token in tokenizers that have no other."""
-        return self._added.get(END, self.eos_id)
+        """The first special token that the chat template puts after an assistant's content (`<|im_end|>` of ChatML);
+        the end-of-text token where it puts none."""
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
+        try:
+            spoken = "".join(span.text for span in self.chat_template.spans(turns) if span.spoken)
+        except DataError:  # a template for other conversations than this one
+            return self.eos_id
+        match = self._cut.search(spoken, spoken.find(_PROBE) + len(_PROBE))
+        return self._added[match.group()] if match else self.eos_id
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -211,14 +222,17 @@ class Tokenizer:
         return self._encode_rendered(self.chat_template.render(messages, add_generation_prompt=True))
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids [T] int64 of a conversation and its loss mask [T] uint8: 1 for what the assistant says, its end token
-        included. The ids up to an answer are those of `encode_prompt` for the turns before it."""
+        """Ids [T] int64 of a conversation and its loss mask [T] uint8: 1 for every answer of the assistant up to the
+        token at which generation stops. What the template renders after that token (the line end of ChatML) is never
+        generated, so it is not learned. The ids up to an answer are those of `encode_prompt` for the turns before it.
+        """
         ids: list[int] = []
         mask: list[int] = []
         for span in self.chat_template.spans(messages):
             part = self._encode_rendered(span.text)
+            num_learned = self._answer_len(part) if span.spoken else 0
             ids += part
-            mask += [int(span.spoken)] * len(part)
+            mask += [1] * num_learned + [0] * (len(part) - num_learned)
         return np.array(ids, dtype=np.int64), np.array(mask, dtype=np.uint8)
 
     def token_text(self, token_id: int) -> str:
@@ -228,6 +242,11 @@ class Tokenizer:
     def id_of(self, token: str) -> int | None:
         """The id of a special token, or None."""
         return self._added.get(token)
+
+    def _answer_len(self, ids: Sequence[int]) -> int:
+        """Tokens of an answer up to and with the first one that stops generation; all where none does."""
+        stops = self.stop_ids
+        return next((place + 1 for place, token in enumerate(ids) if token in stops), len(ids))
 
     def _encode_rendered(self, text: str) -> list[int]:
         """Ids of a rendered template: special tokens are read, shielded ones are plain text."""
