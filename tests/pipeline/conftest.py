@@ -13,6 +13,7 @@ import pytest
 from modelwright.cli.main import main
 
 SMALL = (
+    "--pack.seq_len=128", "--model.max_seq_len=128", "--pretrain.batch_tokens=512", "--sft.batch_tokens=512",
     "--pretrain.num_steps=12", "--pretrain.eval_every_steps=6", "--pretrain.checkpoint_every_steps=4",
     "--sft.num_steps=8", "--sft.eval_every_steps=4", "--sft.checkpoint_every_steps=3",
     "--evaluate.max_bytes_per_kind=2000", "--evaluate.bootstrap_resamples=20",

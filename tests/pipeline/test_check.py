@@ -61,22 +61,22 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
         (
             {
                 "parallel": {"pipeline": 1, "schedule": "zero_bubble", "stages_per_rank": 1},
-                "pretrain": {"batch_tokens": 384},
+                "pretrain": {"batch_tokens": 1536},
             },
             2,
-            r"^pretrain\.batch_tokens: 384 must be a multiple of 256",
+            r"^pretrain\.batch_tokens: 1536 must be a multiple of 1024",
         ),
         (
             {"parallel": {"tensor": 2}, "pretrain": {"asynchronous": {"mode": "hogwild"}}},
             2,
             r"^pretrain\.asynchronous\.mode: in hogwild all processes share one whole model",
         ),
-        ({}, 4, r"^sft\.batch_tokens: 512 must be a multiple of 1024"),
+        ({}, 4, r"^sft\.batch_tokens: 2048 must be a multiple of 4096"),
         (
             {
                 "parallel": {"pipeline": 2, "schedule": "interleaved", "stages_per_rank": 2},
                 "model": {"num_layers": 4},
-                "pretrain": {"num_microbatches": 5, "batch_tokens": 640},
+                "pretrain": {"num_microbatches": 5, "batch_tokens": 2560},
             },
             2,
             r"^pretrain\.num_microbatches: 5 cannot be shared",
@@ -97,7 +97,7 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
         (
             {"parallel": {"context": 3}, "sft": {"num_microbatches": 1}},
             3,
-            r"^parallel\.context: rows of 128 tokens do not divide",
+            r"^parallel\.context: rows of 512 tokens do not divide",
         ),
         (
             {"parallel": {"tensor": 2}, "pack": {"seq_len": 127}, "pretrain": {"batch_tokens": 127},
