@@ -87,8 +87,8 @@ def test_every_target_is_predicted_once_from_its_own_document(tmp_path: Path, mo
 
     expected: Counter[tuple[int, int]] = Counter()
     for ids, mask in sequences:
-        whole = [*ids.tolist(), EOS]
-        counted = [1] * len(whole) if mask is None else [*mask.tolist(), 1]
+        whole = ids.tolist() if masked else [*ids.tolist(), EOS]
+        counted = [1] * len(whole) if mask is None else mask.tolist()
         expected.update((a, b) for a, b, c in zip(whole, whole[1:], counted[1:], strict=False) if c)
 
     found: Counter[tuple[int, int]] = Counter()

@@ -36,8 +36,9 @@ class PackConfig:
     """How sequences become rows.
 
     `seq_len`: tokens in a row. `mode`: "best_fit" fills rows with several sequences, "pad" gives each piece a row of
-    its own. `overlong`: what becomes of a sequence that is longer than a row, "cut" into pieces or "skip" and counted
-    (for chats, where an answer without its question teaches nothing). `shard_bytes`: size at which a file is closed.
+    its own. `overlong`: what becomes of a document that is longer than a row: "cut" makes several pieces of it, and
+    cuts a conversation off at the end of the row (`data.fit`); "skip" leaves it out and counts it. `shard_bytes`: size
+    at which a file is closed.
     """
 
     seq_len: int = 512
@@ -81,8 +82,8 @@ def pack(
     """Pack sequences into the shard folder `folder` (made if absent).
 
     Each sequence comes with None (every token is a target) or a loss mask of the same length (1: the token is a
-    target). Every sequence ends with `eos_id` (of a text or of a turn): it is appended, as a target, where it is
-    missing. The same sequences give the same bytes. Raises `DataError` when there is nothing to pack or an id lies
+    target). A sequence without a mask ends with `eos_id`: it is appended where it is missing. One with a mask is taken
+    as it is. The same sequences give the same bytes. Raises `DataError` when there is nothing to pack or an id lies
     outside the vocabulary, and `StorageError` when the disk is full.
     """
     report = PackReport()
@@ -184,9 +185,8 @@ def _add(
     if len(tokens) and int(tokens.view(np.uint64).max()) >= vocab_size:  # a negative id is a huge one
         text = f"sequence {report.num_sequences}: a token id lies outside the vocabulary of {vocab_size}"
         raise DataError(f"{text}; tokenize again with the tokenizer that the model was built for")
-    if not len(tokens) or tokens[-1] != eos_id:
+    if targets is None and (not len(tokens) or tokens[-1] != eos_id):
         tokens = np.append(tokens, eos_id)
-        targets = None if targets is None else np.append(targets, np.uint8(1))
     report.num_sequences += 1
     if len(tokens) < 2:
         return report.skip("empty")

@@ -39,7 +39,8 @@ class MultipleChoiceConfig:
 class EvaluateConfig:
     """How a model and its baselines are scored.
 
-    `kinds`: kinds of held-out documents that get bits per byte. `max_bytes_per_kind`: a deterministic sample of
+    `kinds`: kinds of held-out documents that get bits per byte; where none of them is held out, the text of the
+    question/answer pairs gets them. `max_bytes_per_kind`: a deterministic sample of
     whole documents up to this size, 0 takes all. `context_overlap`: how much of the model's context a window shares
     with the one before it: a token far into a document sees at least this fraction of the context, at
     1 / (1 - overlap) times the compute. `max_context`: cap on that context for models with a very long one, whose

@@ -54,7 +54,8 @@ def tokens_section(data: RunData) -> Section | None:
     header = ["rows for", "documents", "cut", "rows", "tokens", "predicted", "filled", "skipped"]
     caption = (
         "Rows are packed by best fit. Attention and loss stay within a document; the pieces of a cut document overlap "
-        "by one token, so no prediction is lost. Fine-tuning predicts the answers only."
+        "by one token, so no prediction is lost. Fine-tuning predicts the answers only; a conversation that is longer "
+        "than a row is truncated at its end."
     )
     blocks: list[Block] = [Table(header, rows, "Packed rows", caption, numeric=range(1, 7))]
     lead = f"Rows of {data.config.pack.seq_len} tokens."

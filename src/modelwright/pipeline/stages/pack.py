@@ -1,32 +1,37 @@
 """pack: kept documents to rows of tokens: pretraining and question/answer rows, training and held-out.
 
-artifact/pretrain/train, pretrain/heldout: documents of kind prose and code; artifact/sft/train, sft/heldout:
-conversations with a mask that leaves only the answers to be learned. A set without documents has no folder.
+artifact/pretrain/train, pretrain/heldout: documents of kind prose and code, or the text of the question/answer pairs
+where there is nothing else; artifact/sft/train, sft/heldout: conversations with a mask that leaves only the answers to
+be learned. A set without documents has no folder.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from modelwright.core.config import dump
-from modelwright.core.errors import DataError
+from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.clean import read_kept
-from modelwright.data.document import SPLITS, Split
-from modelwright.data.pack import LossMask, PackConfig, TokenIds, pack
+from modelwright.data.document import SPLITS, Kind, Split
+from modelwright.data.fit import ConversationFit
+from modelwright.data.pack import LossMask, TokenIds, pack
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import Stage, StageContext
 from modelwright.pipeline.stages.lineage import tokenizer_stage
 
-Sequence = tuple[TokenIds, LossMask | None]
-Sequences = Iterator[Sequence]
+Sequences = Iterator[tuple[TokenIds, LossMask | None]]
 SHOWN_EVERY = 256
-PRETRAIN_KINDS = ("prose", "code")
+TEXT_KINDS: tuple[Kind, ...] = ("prose", "code")
+ROW_LEN_STEP = 64
+"""Suggested row lengths are multiples of this."""
 
 
 def pack_stage(config: RunConfig) -> Stage:
-    """Artifact: shard folders (see the module). Facts: one packing report per folder."""
+    """Artifact: shard folders (see the module). Facts: one packing report per folder, `pairs/<split>` on how the
+    conversations fitted into the rows, and `pretrain_kinds`."""
     tokenizer_from = tokenizer_stage(config)
 
     def run(context: StageContext) -> None:
@@ -38,51 +43,113 @@ def pack_stage(config: RunConfig) -> Stage:
         settings=dump(config.pack),
         parents=("clean", tokenizer_from),
         run=run,
+        version=2,
     )
 
 
 def _run(context: StageContext, config: RunConfig, tokenizer: Tokenizer) -> None:
-    clean, out, threads = context.parents["clean"], context.output.path, config.hardware.num_threads
+    clean, facts = context.parents["clean"], context.output.facts
+    kinds = pretraining_kinds(clean)
+    facts["pretrain_kinds"] = list(kinds)
+    if "qa" in kinds and "pretrain" in config.stages:
+        context.progress.note(
+            "pack: the sources hold question/answer pairs and no other text; pretraining learns from the pairs as text"
+        )
     for split in SPLITS:
-        for purpose in ("pretrain", "sft"):
-            name = f"{purpose}/{split}"
-            if purpose == "pretrain":
-                sequences, settings = _documents(clean, split, tokenizer, threads), config.pack
-                last = tokenizer.eos_id
-            else:
-                sequences, settings = _conversations(clean, split, tokenizer), replace(config.pack, overlong="skip")
-                last = tokenizer.end_id
-            counted = _counted(sequences, context, f"pack {name}")
-            too_long, first = _until_one_fits(counted, settings)
-            if first is not None:
-                report = pack(
-                    chain(too_long, [first], counted), out / name, settings,
-                    vocab_size=tokenizer.vocab_size, eos_id=last,
-                )  # fmt: skip
-                context.output.facts[name] = asdict(report)
-    if "pretrain/train" not in context.output.facts and "sft/train" not in context.output.facts:
+        texts = _documents(clean, split, kinds, tokenizer, config.hardware.num_threads)
+        _pack(context, config, f"pretrain/{split}", texts, tokenizer)
+        fit = ConversationFit(seq_len=config.pack.seq_len, overlong=config.pack.overlong)
+        report = _pack(context, config, f"sft/{split}", _conversations(clean, split, tokenizer, fit), tokenizer)
+        if not fit.num_conversations:
+            continue
+        facts[f"pairs/{split}"] = fit.facts()
+        if report:
+            reasons = {"no room for an answer": fit.num_left_out} if fit.num_left_out else {}
+            report |= {"num_sequences": fit.num_conversations, "num_cut": fit.num_cut}
+            report["skipped"] = {**report["skipped"], **reasons}
+        if split == "train":
+            _tell_overlong(context, config, fit)
+    if "pretrain/train" not in facts and "sft/train" not in facts:
         raise DataError("pack: no training document is left after cleaning; see dropped text in the clean stage")
 
 
-def _documents(clean: Path, split: Split, tokenizer: Tokenizer, threads: int) -> Sequences:
+def pretraining_kinds(clean: Path) -> tuple[Kind, ...]:
+    """The kinds of documents that pretraining learns from: prose and code, or pairs where there is neither."""
+    has_text = any(document.kind in TEXT_KINDS for document in read_kept(clean, split="train"))
+    return TEXT_KINDS if has_text else ("qa",)
+
+
+def _pack(
+    context: StageContext, config: RunConfig, name: str, sequences: Sequences, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Pack one set, note its report in the artifact's facts and return it; empty when there is nothing to pack."""
+    sequences = _counted(sequences, context, f"pack {name}")
+    first = next(sequences, None)
+    if first is None:
+        return {}
+    report = pack(
+        chain([first], sequences), context.output.path / name, config.pack,
+        vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id,
+    )  # fmt: skip
+    context.output.facts[name] = asdict(report)
+    return context.output.facts[name]
+
+
+def _documents(clean: Path, split: Split, kinds: tuple[Kind, ...], tokenizer: Tokenizer, num_threads: int) -> Sequences:
     """Begin token, text, end token."""
-    texts = (document.text for document in read_kept(clean, split=split) if document.kind in PRETRAIN_KINDS)
-    return ((ids, None) for ids in tokenizer.encode_documents(texts, num_threads=threads))
+    texts = (document.text for document in read_kept(clean, split=split) if document.kind in kinds)
+    return ((ids, None) for ids in tokenizer.encode_documents(texts, num_threads=num_threads))
 
 
-def _conversations(clean: Path, split: Split, tokenizer: Tokenizer) -> Sequences:
+def _conversations(clean: Path, split: Split, tokenizer: Tokenizer, fit: ConversationFit) -> Sequences:
     """Rendered chats; what the assistant says, with the token that ends it, is the target."""
-    return (tokenizer.encode_chat(document.messages) for document in read_kept(clean, split=split, kind="qa"))
+    for document in read_kept(clean, split=split, kind="qa"):
+        try:
+            ids, mask = tokenizer.encode_chat(document.messages)
+        except DataError as error:
+            raise DataError(f"{document.id}: {error}") from None
+        fitted = fit.fit(ids, mask, stop_ids=tokenizer.stop_ids)
+        if fitted is not None:
+            yield fitted
 
 
-def _until_one_fits(sequences: Sequences, settings: PackConfig) -> tuple[list[Sequence], Sequence | None]:
-    """The sequences that `pack` would leave out before the first that it takes, and that one; `None` when all are."""
-    left_out = []
-    for sequence in sequences:
-        if settings.overlong == "cut" or len(sequence[0]) <= settings.seq_len:
-            return left_out, sequence
-        left_out.append(sequence)
-    return left_out, None
+def _tell_overlong(context: StageContext, config: RunConfig, fit: ConversationFit) -> None:
+    """Say how many training conversations are longer than a row; an error when fine-tuning has none left."""
+    if not fit.num_overlong:
+        return
+    text = (
+        f"pack: {fit.num_overlong:,} of {fit.num_conversations:,} question/answer pairs are longer than a row "
+        f"(pack.seq_len {fit.seq_len}): "
+    )
+    suggestion = suggest_row_len(config, fit)
+    if fit.num_left_out == fit.num_conversations and "sft" in config.stages:
+        raise DataError(f"{text}none of them fits, so there is nothing to fine-tune on; {suggestion}")
+    parts = [
+        f"{fit.num_cut:,} are cut off at the end of the row" if fit.num_cut else "",
+        f"{fit.num_left_out:,} are left out{' because no answer fits' if fit.overlong == 'cut' else ''}"
+        if fit.num_left_out
+        else "",
+    ]
+    context.progress.note(f"{text}{', '.join(filter(None, parts))}; {suggestion}")
+
+
+def suggest_row_len(config: RunConfig, fit: ConversationFit) -> str:
+    """Which row length keeps 99% of the conversations whole, with the settings that it takes."""
+    wanted = -(-fit.row_len() // ROW_LEN_STEP) * ROW_LEN_STEP
+    if wanted <= fit.seq_len:
+        return "more than 99% of them fit"
+    if config.init_from and wanted > config.model.max_seq_len:
+        return f"99% of them fit into {wanted} tokens, the model's context is {config.model.max_seq_len}"
+    words = [f"--pack.seq_len {wanted}"]
+    if wanted > config.model.max_seq_len:
+        words.append(f"--model.max_seq_len {wanted}")
+    for name in ("pretrain", "sft"):
+        training = getattr(config, name)
+        try:
+            training.batch_rows(wanted)
+        except ConfigError:
+            words.append(f"--{name}.batch_tokens {training.batch_rows(fit.seq_len) * wanted}")
+    return f"99% of them fit with {' '.join(words)}"
 
 
 def _counted(sequences: Sequences, context: StageContext, name: str) -> Sequences:

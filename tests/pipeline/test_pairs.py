@@ -1,0 +1,130 @@
+"""Question/answer pairs alone: they train, and what does not fit into a row is said."""
+
+import json
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from modelwright.core.artifacts import read_manifest
+from modelwright.core.records import column, read_records
+from modelwright.data.loader import PackedRows
+from modelwright.data.tokenizer import Tokenizer
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+PREPARED = "clean,tokenize,pack"
+
+
+def write_pairs(folder: Path, *, num_pairs: int = 60, words: int = 12, layout: str = "question") -> Path:
+    """Sums with worked answers, each of `words` words or a few more, as one JSON Lines file."""
+    names = {"question": ("question", "answer"), "instruction": ("instruction", "output")}[layout]
+    lines = []
+    for number in range(num_pairs):
+        worked = " ".join(f"{number} plus {other} is {number + other}." for other in range(words // 4 + 1))
+        lines.append(json.dumps({names[0]: f"What is {number} plus {words // 4}?", names[1]: worked}))
+    folder.mkdir(exist_ok=True)
+    (folder / "pairs.jsonl").write_text("\n".join(lines))
+    return folder / "pairs.jsonl"
+
+
+def on(source: Path, small_words: tuple[str, ...]) -> list[str]:
+    """The small run's words with other sources."""
+    place = small_words.index("--data.sources") + 1
+    return [*small_words[:place], str(source), *small_words[place + 1 :]]
+
+
+def noise(seed: int, num_chars: int) -> str:
+    """Text of which a tokenizer makes about one token for each two characters."""
+    dice = random.Random(seed)
+    return "".join(dice.choice("abcdefghijklmnop qrstuvwxyz ") for _ in range(num_chars))
+
+
+@pytest.mark.parametrize("layout", ["question", "instruction"])
+def test_pairs_alone_train_from_text_to_report(
+    inside: Command, tmp_path: Path, small_words: tuple[str, ...], layout: str
+) -> None:
+    write_pairs(tmp_path / "pairs", layout=layout)
+    words = on(tmp_path / "pairs", small_words)
+    stages = "clean,tokenize,pack,pretrain,sft,evaluate,report"
+    done = inside(*words, "--run-dir", str(tmp_path / "run"), "--stages", stages)
+    assert done.returncode == 0, done.stderr
+    assert "pretraining learns from the pairs as text" in done.stderr
+    assert "sft: 8 steps" in done.stderr
+    assert "bits per byte qa" in done.stderr
+    assert (tmp_path / "run" / "report.html").stat().st_size > 20_000
+    for stage in ("pretrain", "sft"):
+        losses = [value for _, value in column(read_records(tmp_path / "run" / stage / "metrics.jsonl"), "loss")]
+        assert losses[-1] < losses[0]
+
+
+def test_pairs_longer_than_a_row_are_reported(inside: Command, tmp_path: Path, small_words: tuple[str, ...]) -> None:
+    source = write_pairs(tmp_path, num_pairs=40, words=12)
+    with open(source, "a") as file:
+        for number in range(10):
+            file.write("\n" + json.dumps({"question": f"Why {number}?", "answer": noise(number, 900)}))
+        file.write("\n" + json.dumps({"question": noise(99, 900), "answer": "No answer of it fits."}))
+    words = on(source, small_words)
+    target = tmp_path / "run"
+    done = inside(*words, "--run-dir", str(target), "--stages", PREPARED, "--data.heldout_fraction=0")
+    assert done.returncode == 0, done.stderr
+    (note,) = [line for line in done.stderr.splitlines() if "longer than a row" in line]
+    assert "11 of 51 question/answer pairs are longer than a row (pack.seq_len 128)" in note
+    assert "10 are cut off at the end of the row, 1 are left out because no answer fits" in note
+    facts = read_manifest(target / "pack" / "artifact").facts
+    pairs = facts["pairs/train"]
+    assert (pairs["num_conversations"], pairs["num_cut"], pairs["num_left_out"]) == (51, 10, 1)
+    assert facts["sft/train"]["skipped"] == {"no room for an answer": 1}
+    assert facts["sft/train"]["num_cut"] == 10
+
+    suggested = note.split("99% of them fit with ")[1].split()
+    assert suggested[::2] == ["--pack.seq_len", "--model.max_seq_len", "--pretrain.batch_tokens", "--sft.batch_tokens"]
+    done = inside(
+        *words, "--run-dir", str(tmp_path / "wide"), "--stages", PREPARED, "--data.heldout_fraction=0", *suggested
+    )
+    assert done.returncode == 0, done.stderr
+    assert "longer than a row" not in done.stderr
+
+
+def test_pairs_of_which_none_fits_are_an_error_that_names_the_row_length(
+    inside: Command, tmp_path: Path, small_words: tuple[str, ...]
+) -> None:
+    source = tmp_path / "long.jsonl"
+    source.write_text("\n".join(json.dumps({"question": noise(n, 900), "answer": f"So {n}."}) for n in range(5)))
+    words = on(source, small_words)
+    done = inside(
+        *words,
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--stages",
+        "clean,tokenize,pack,pretrain,sft",
+        "--data.heldout_fraction=0",
+    )
+    assert done.returncode == 2
+    message = done.stderr.strip().splitlines()[-1]
+    assert "5 of 5 question/answer pairs are longer than a row (pack.seq_len 128): none of them fits" in message
+    assert "--pack.seq_len" in message
+    assert "no question/answer pairs" not in done.stderr
+
+
+def test_packed_pairs_end_with_the_last_answer(inside: Command, tmp_path: Path, small_words: tuple[str, ...]) -> None:
+    source = write_pairs(tmp_path, num_pairs=20)
+    with open(source, "a") as file:
+        turns = [("user", "Hi."), ("assistant", "Hello."), ("user", "Bye."), ("assistant", "So long."), ("user", "?")]
+        file.write("\n" + json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
+    words = on(source, small_words)
+    target = tmp_path / "run"
+    done = inside(*words, "--run-dir", str(target), "--stages", PREPARED, "--data.heldout_fraction=0")
+    assert done.returncode == 0, done.stderr
+    tokenizer = Tokenizer.load(target / "tokenize" / "artifact")
+    learned = []
+    for batch in PackedRows(target / "pack" / "artifact" / "sft" / "train").batches(1):
+        for segment in range(int(batch.segments_BT.max()) + 1):
+            inside_it = batch.segments_BT == segment
+            labels = batch.labels_BT[inside_it]
+            ids = batch.input_ids_BT[inside_it]
+            assert int(ids[-1]) == tokenizer.end_id
+            learned.append(tokenizer.decode(labels[labels >= 0].tolist(), skip_special=False))
+    assert "Hello.<|end|>So long.<|end|>" in learned
+    assert len(learned) == 21
