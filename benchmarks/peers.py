@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from modelwright.claims.results import circumstances, machine_slug
 from modelwright.claims.workbench import read_text
@@ -38,7 +37,7 @@ from modelwright.parallel.mesh import lay_out, single
 from modelwright.recipes.load import RECIPES
 from modelwright.train.evaluation import heldout_losses
 from modelwright.train.runner import WholeModel
-from trainers.own import loader
+from trainers.own import loader, write_batches
 from trainers.task import Task
 
 TRAINERS = {"Modelwright": "own", "Hugging Face Trainer": "hf_trainer", "Lightning": "lightning_trainer"}
@@ -111,13 +110,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> Task:
         device=options.device,
     )
     task.save()
-    batches = [loader(task).batch(step) for step in range(task.num_steps)]
-    tensors = {
-        "input_ids": torch.stack([batch.input_ids_BT for batch in batches]),
-        "shift_labels": torch.stack([batch.labels_BT for batch in batches]),
-        "position_ids": torch.stack([batch.positions_BT for batch in batches]),
-    }
-    save_file(tensors, folder / "batches.safetensors")
+    write_batches(task)
     return task
 
 

@@ -23,6 +23,16 @@ class Job(lightning.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(decay_groups(self.model), lr=LEARNING_RATE, betas=BETAS, fused=True)
 
+    def configure_gradient_clipping(
+        self, optimizer: torch.optim.Optimizer, gradient_clip_val: float, gradient_clip_algorithm: str | None
+    ) -> None:
+        """Clip by the norm of all gradients, as Lightning itself does in FP32.
+
+        In mixed precision Lightning refuses to clip for a fused optimizer, since that removes an FP16 loss scale only
+        after clipping. BF16 has no loss scale, so all trainers can have a fused optimizer and the same clipping.
+        """
+        torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+
     def on_train_batch_end(self, *_) -> None:
         self.clock.tick()
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import StageDir
@@ -41,6 +42,17 @@ class Ticker:
 def loader(task: Task) -> PackedLoader:
     """The job's rows in our loader's order, which is the order that all trainers take them in."""
     return PackedLoader(PackedRows(task.folder / "shards"), batch_rows=task.batch_rows, seed=SEED)
+
+
+def write_batches(task: Task) -> None:
+    """Write the job's batches, in our loader's order, for the trainers that do not read our shards."""
+    batches = [loader(task).batch(step) for step in range(task.num_steps)]
+    tensors = {
+        "input_ids": torch.stack([batch.input_ids_BT for batch in batches]),
+        "shift_labels": torch.stack([batch.labels_BT for batch in batches]),
+        "position_ids": torch.stack([batch.positions_BT for batch in batches]),
+    }
+    save_file(tensors, task.folder / "batches.safetensors")
 
 
 def run(task: Task, out: Path) -> Trained:
