@@ -1,5 +1,6 @@
 """Schedules, splits, traffic and the search over layouts."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,16 +8,18 @@ import pytest
 
 from modelwright.cli.main import main
 from modelwright.cli.plan import number
+from modelwright.core.config import save_yaml
 from modelwright.core.errors import ConfigError
 from modelwright.memory.config import ActivationConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.schedule import microbatches_in_flight
 from modelwright.plan.catalog import DEVICES, MODELS
-from modelwright.plan.layout import KERNEL_EFFICIENCY, Job, Layout, assess, expected_traffic
+from modelwright.plan.layout import Job, Layout, assess, expected_traffic
 from modelwright.plan.proposal_text import known_error, proposal_data, proposal_text
 from modelwright.plan.search import MARGIN, layouts, propose
 from modelwright.plan.traffic import Cluster
+from modelwright.recipes.load import load
 
 MODEL = ModelConfig(
     vocab_size=32_000, num_layers=16, model_dim=2048, num_heads=16, num_kv_heads=8, head_dim=128, ffn_dim=5632,
@@ -32,7 +35,7 @@ def cluster(num_hosts: int = 2, devices_per_host: int = 4, memory: float = 80e9,
         num_hosts=num_hosts,
         devices_per_host=devices_per_host,
         memory_bytes=memory,
-        flops_per_s=card.flops_per_s,
+        compute=card.rate("bf16", name="h100"),
         **rates,
     )
 
@@ -40,7 +43,9 @@ def cluster(num_hosts: int = 2, devices_per_host: int = 4, memory: float = 80e9,
 @pytest.mark.parametrize("parallel", [ParallelConfig(tensor=2), ParallelConfig(shard="full", context=2)])
 def test_placement_is_told_the_traffic_that_the_assessment_charges(parallel):
     host = cluster(num_hosts=1, devices_per_host=8)
-    slow = replace(host, flops_per_s=1.0, device="cpu")  # nothing hides under compute
+    slow = replace(
+        host, compute=replace(host.compute, peak_flops_per_s=1.0), device="cpu"
+    )  # nothing hides under compute
     layout = Layout(parallel=parallel, num_devices=8, microbatch_rows=2, activations=ActivationConfig())
     found = expected_traffic(JOB, layout)
     charged = assess(JOB, layout, slow).communication_s
@@ -134,7 +139,7 @@ def test_the_slowest_and_the_fullest_rank_may_be_in_the_middle():
     assert uneven.compute_s > 1.1 * plain.compute_s, "six layers against four and the head"
     assert uneven.memory.total > plain.memory.total
     for found in propose(JOB, cluster(num_hosts=1)).fitting:
-        assert found.utilisation(cluster(num_hosts=1)) < KERNEL_EFFICIENCY * (1 + 1e-9)
+        assert found.utilisation(cluster(num_hosts=1)) < cluster().compute.efficiency * (1 + 1e-9)
 
 
 def assessed(devices: int = 8, rows: int = 1, activations: ActivationConfig | None = None, **parallel):
@@ -207,6 +212,71 @@ def test_gpt3_needs_terabytes_and_the_command_says_so(capsys, tmp_path):
     assert "2.79 TB in all" in printed
     assert "no layout fits" in printed
     assert "its states alone" in printed
+
+
+def planned(capsys, words: str) -> dict:
+    assert main(["plan", *words.split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_published_tokens_per_second_of_llama_8b_are_predicted(capsys):
+    """torchtitan, Llama 3.1 8B with FSDP on 8 H100: 5,762 tokens/s on each, and 6,667 with torch.compile."""
+    plan = planned(capsys, "llama3.1-8b --gpus-per-host 8 --device h100 --batch-tokens 131072")
+    assert plan["job"]["model"]["num_layers"] == 32
+    tokens_per_s = [131072 / 8 / found["step_s"] for found in plan["fitting"] if found["parallel"]["shard"] == "full"]
+    assert 0.8 * 6667 <= max(tokens_per_s) <= 1.2 * 5762
+
+
+def test_every_format_has_the_rate_of_the_device(capsys):
+    words = "llama2-7b --batch-tokens 8192 --device "
+    peaks = {}
+    for given in ("h100 --compute bf16", "h100 --compute fp32", "h100 --compute tf32", "a100", "v100", "h100"):
+        plan = planned(capsys, words + given)
+        peaks[given] = plan["cluster"]["compute"]["peak_flops_per_s"] / 1e12, plan["job"]["compute"]
+    assert peaks == {
+        "h100 --compute bf16": (989, "bf16"),
+        "h100 --compute fp32": (67, "fp32"),
+        "h100 --compute tf32": (495, "tf32"),
+        "a100": (312, "bf16"),
+        "v100": (125, "fp16"),
+        "h100": (989, "bf16"),
+    }
+
+
+def test_a_device_without_bf16_is_planned_in_fp16_and_the_note_says_so(capsys, tmp_path):
+    words = ["plan", "llama2-7b", "--device", "v100", "--results", str(tmp_path), "--batch-tokens", "8192"]
+    assert main(words) == 0
+    assert "v100 has no products in BF16: planned in FP16" in capsys.readouterr().out
+    assert main([*words, "--compute", "bf16"]) == 2
+    assert "--compute: v100 has no products in BF16; it computes in fp32, fp16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("policy", "device", "expected"),
+    [
+        ("fastest", "h100", "bf16"),
+        ("fastest", "v100", "fp32"),
+        ("int8", "h100", "fp32"),
+        ("fp8", "h100", "fp8"),
+        ("fp32", "a100", "fp32"),
+    ],
+)
+def test_a_recipe_is_planned_in_its_own_format(capsys, tmp_path, policy, device, expected):
+    file = tmp_path / "recipe.yaml"
+    save_yaml(file, load("quickstart", {"pretrain": {"precision": {"policy": policy}}}).config)
+    assert planned(capsys, f"{file} --device {device}")["job"]["compute"] == expected
+
+
+def test_the_assumed_share_of_the_peak_is_shown_with_its_source_and_can_be_set(capsys, tmp_path):
+    words = ["plan", "llama2-7b", "--device", "h100", "--batch-tokens", "8192"]
+    assert main([*words, "--results", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "BF16, 989 TFLOP/s at the peak of a device; 32% of it assumed: torchtitan" in printed
+    assert main([*words, "--results", str(tmp_path), "--efficiency", "0.16"]) == 0
+    slower = capsys.readouterr().out
+    assert "16% of it assumed: given with --efficiency" in slower
+    assert main([*words, "--efficiency", "40"]) == 2
+    assert "--efficiency: must be above 0 and at most 1, got 40.0" in capsys.readouterr().err
 
 
 def test_a_recipe_is_planned_on_links_that_are_given(capsys, tmp_path):

@@ -94,7 +94,7 @@ def large_model(*, quick: bool) -> dict[str, float]:
             num_hosts=num_hosts,
             devices_per_host=8,
             memory_bytes=card.memory_bytes,
-            flops_per_s=card.flops_per_s,
+            compute=card.rate("bf16", name="h100"),
             host_bytes_per_s=card.host_bytes_per_s,
             network_bytes_per_s=card.network_bytes_per_s,
         )

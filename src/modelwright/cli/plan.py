@@ -5,9 +5,16 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from modelwright.cli import plan_memory
 from modelwright.core.errors import ConfigError
+
+if TYPE_CHECKING:  # PyTorch takes seconds to load
+    from modelwright.plan.catalog import ComputeFormat, ComputeRate
+    from modelwright.plan.layout import Job
+    from modelwright.plan.traffic import Cluster
+    from modelwright.precision.policy import PrecisionConfig
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _NUMBER = re.compile(r"(\d+\.?\d*(?:e[+-]?\d+)?) ?([kmgt]i?|)(?:b|flop)?(?:/s)?", re.IGNORECASE)
@@ -17,7 +24,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="modelwright plan",
         description="Propose layouts for training a model on some hosts, the fastest first, and say why others do not "
-        "fit. TARGET: a recipe, a YAML file, a run directory, or a well-known size (gpt3-175b, llama2-7b).",
+        "fit. TARGET: a recipe, a YAML file, a run directory, or a well-known size (gpt3-175b, llama2-7b, "
+        "llama3.1-8b).",
         epilog="Sizes and rates take units: 80GB, 64GiB, 900M. Without --device the rates of this machine's own "
         "products are measured, and the links' rates must be given where there is more than one device.",
     )
@@ -33,7 +41,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--network-bandwidth", metavar="BYTES_PER_S", help="of one device to other hosts")
     parser.add_argument("--batch-tokens", type=int, help="tokens of an update (default: the recipe's, else 4M)")
     parser.add_argument("--seq-len", type=int, help="tokens of a row (default: the recipe's, else the model's context)")
-    parser.add_argument("--compute", choices=("fp32", "bf16"), help="(default: the recipe's, else bf16)")
+    parser.add_argument(
+        "--compute",
+        choices=("fp32", "tf32", "bf16", "fp16", "fp8"),
+        help="format of products (default: the recipe's, else bf16, fp16 on a device without it)",
+    )
+    parser.add_argument(
+        "--efficiency", type=float, metavar="SHARE", help="of the peak rate that training reaches (default: published)"
+    )
     parser.add_argument("--top", type=int, default=8, help="layouts to show")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
@@ -55,14 +70,14 @@ def plan(words: Sequence[str]) -> int:
     from modelwright.plan.proposal_text import known_error, proposal_data, proposal_text
     from modelwright.plan.search import propose
 
-    job = _job(options)
+    job, notes = _job(options)
     cluster = _cluster(options, job)
     proposal = propose(job, cluster)
     if options.json:
         print(json.dumps(proposal_data(job, cluster, proposal), indent=1))
         return 0
     error = known_error(read_results(options.results)) if options.results.is_dir() else ""
-    print(proposal_text(job, cluster, proposal, top=options.top, known_error=error))
+    print(proposal_text(job, cluster, proposal, top=options.top, known_error=error, notes=notes))
     return 0
 
 
@@ -75,35 +90,53 @@ def number(text: str, name: str) -> float:
 
 
 def _job(options: argparse.Namespace):
+    """The job, and notes on what was chosen for it."""
     from modelwright.plan.catalog import MODELS
     from modelwright.plan.layout import Job
 
     if options.target in MODELS:
-        model, seq_len, batch_tokens, compute = MODELS[options.target], 0, 2**22, "bf16"
+        model, seq_len, batch_tokens, wanted = MODELS[options.target], 0, 2**22, "bf16"
     else:
         from modelwright.pipeline.resolve import settle_model
         from modelwright.recipes.load import load
 
         config = settle_model(load(options.target, {}).config)
         model, seq_len, batch_tokens = config.model, config.pack.seq_len, config.pretrain.batch_tokens
-        compute = "fp32" if config.pretrain.precision.policy in ("fp32", "int8", "fastest") else "bf16"
+        wanted = _format_of(config.pretrain.precision, options.device)
     seq_len = plan_memory.row_len(options.seq_len, seq_len or model.max_seq_len, longest=model.max_seq_len)
     batch_tokens = batch_tokens if options.batch_tokens is None else options.batch_tokens
     if batch_tokens < 1 or batch_tokens % seq_len:
         given = f", got {batch_tokens}" if options.batch_tokens is not None else f"; {batch_tokens} is none"
         raise ConfigError(f"--batch-tokens: must be a multiple of a row's {seq_len} tokens{given}")
-    return Job(
-        model=model,
-        seq_len=seq_len,
-        batch_tokens=batch_tokens,
-        compute=options.compute or compute,
-    )
+    compute, notes = (options.compute, []) if options.compute else _on_device(wanted, options.device)
+    return Job(model=model, seq_len=seq_len, batch_tokens=batch_tokens, compute=compute), notes
 
 
-def _cluster(options: argparse.Namespace, job):
+def _format_of(precision: "PrecisionConfig", device: str | None) -> "ComputeFormat":
+    """What most products of a recipe are computed in on such a device, or on this machine."""
+    from modelwright.plan.catalog import DEVICES
+
+    if precision.policy == "fastest" and device and "bf16" in DEVICES[device].rates:
+        return "bf16"  # what measured rates would choose there; FP16 is not chosen unasked
+    compute = "fp32" if precision.policy == "fastest" else precision.compute
+    if compute in ("fp32", "int8"):
+        return "tf32" if precision.tf32 and device else "fp32"
+    return compute
+
+
+def _on_device(wanted: "ComputeFormat", device: str | None) -> tuple["ComputeFormat", list[str]]:
+    """The format that takes the place of one that the device does not have, and a note that says so."""
+    from modelwright.plan.catalog import DEVICES
+
+    rates = DEVICES[device].rates if device else {}
+    if device and wanted == "bf16" and "bf16" not in rates and "fp16" in rates:
+        return "fp16", [f"{device} has no products in BF16: planned in FP16 (precision.policy: fp16_mixed)"]
+    return wanted, []
+
+
+def _cluster(options: argparse.Namespace, job: "Job") -> "Cluster":
     from modelwright.core.resources import hardware
     from modelwright.plan.catalog import DEVICES
-    from modelwright.plan.doctor import measure_rates
     from modelwright.plan.traffic import Cluster
 
     sheet = DEVICES.get(options.device)
@@ -115,9 +148,6 @@ def _cluster(options: argparse.Namespace, job):
     alone = options.hosts * options.gpus_per_host == 1
     if sheet is None and not alone and not {"host-bandwidth", "network-bandwidth"} <= given.keys():
         raise ConfigError("--host-bandwidth: give it and --network-bandwidth, or --device with a data sheet")
-    if sheet is None and "flops" not in given:
-        rates = measure_rates(job.model, num_tokens=min(job.seq_len, 2048), budget_s=2.0)["effective"]
-        given["flops"] = rates[job.compute]
     memory = given.get("memory") or (
         sheet.memory_bytes if sheet else hardware()["memory_bytes"] / options.gpus_per_host
     )
@@ -125,8 +155,39 @@ def _cluster(options: argparse.Namespace, job):
         num_hosts=options.hosts,
         devices_per_host=options.gpus_per_host,
         memory_bytes=memory,
-        flops_per_s=given.get("flops") or (sheet.flops_per_s if sheet else 0.0),
+        compute=_compute_rate(options, job, given.get("flops", 0.0)),
         host_bytes_per_s=given.get("host-bandwidth") or (sheet.host_bytes_per_s if sheet else 1.0),
         network_bytes_per_s=given.get("network-bandwidth") or (sheet.network_bytes_per_s if sheet else 1.0),
         device="cuda" if sheet else "cpu",
     )
+
+
+def _compute_rate(options: argparse.Namespace, job: "Job", peak: float) -> "ComputeRate":
+    """Of the device's data sheet, or of the peak that was given (0: none), or measured on this machine."""
+    from dataclasses import replace
+
+    from modelwright.plan.catalog import DEVICES, ComputeRate
+    from modelwright.plan.doctor import measure_rates
+    from modelwright.plan.estimate import ASSUMED_TRAIN_MFU
+
+    if options.efficiency is not None and not 0.0 < options.efficiency <= 1.0:
+        raise ConfigError(f"--efficiency: must be above 0 and at most 1, got {options.efficiency}; 0.4 is 40%")
+    if options.device:
+        rate = DEVICES[options.device].rate(job.compute, name=options.device)
+        rate = replace(rate, peak_flops_per_s=peak or rate.peak_flops_per_s)
+    elif peak:
+        rate = ComputeRate(
+            peak_flops_per_s=peak, efficiency=0.4, source="no run on this device is known; give --efficiency"
+        )
+    elif job.compute in ("fp32", "bf16"):
+        measured = measure_rates(job.model, num_tokens=min(job.seq_len, 2048), budget_s=2.0)["effective"]
+        rate = ComputeRate(
+            peak_flops_per_s=measured[job.compute],
+            efficiency=ASSUMED_TRAIN_MFU,
+            source="the peak is that of the model's products as measured here",
+        )
+    else:
+        raise ConfigError(f"--compute: {job.compute} is not measured on this machine; give --device or --flops")
+    if options.efficiency is None:
+        return rate
+    return replace(rate, efficiency=options.efficiency, source="given with --efficiency")

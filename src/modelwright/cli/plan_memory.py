@@ -159,7 +159,7 @@ def _training(options: argparse.Namespace):
         train = replace(train, batch_tokens=options.batch_tokens)
     policy = "fp32" if train.precision.policy == "fastest" else train.precision.policy
     if options.compute:
-        policy = "fp32" if options.compute == "fp32" else "bf16_mixed"
+        policy = {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16_mixed", "fp8": "fp8"}.get(options.compute, "bf16_mixed")
     train = replace(train, precision=replace(train.precision, policy=policy))
     if train.batch_tokens % seq_len:
         raise ConfigError(f"--seq-len: {seq_len} does not divide a batch of {train.batch_tokens} tokens")

@@ -21,6 +21,7 @@ from modelwright.pipeline.execute import previous_config
 from modelwright.pipeline.layouts import planned
 from modelwright.pipeline.resolve import measured_rates, resolve
 from modelwright.pipeline.runner import survey
+from modelwright.plan.catalog import ComputeRate
 from modelwright.plan.estimate import (
     MemoryEstimate,
     StageEstimate,
@@ -43,9 +44,14 @@ CHOICE_TOKENS = 80
 """Tokens of one candidate with its question."""
 OTHER_S = {"init": 2.0, "serve": 20.0, "report": 5.0}
 ANY_CLUSTER = Cluster(
-    num_hosts=1, devices_per_host=1, memory_bytes=1.0, flops_per_s=1.0, host_bytes_per_s=1.0, network_bytes_per_s=1.0,
+    num_hosts=1,
+    devices_per_host=1,
+    memory_bytes=1.0,
+    compute=ComputeRate(peak_flops_per_s=1.0, efficiency=1.0, source=""),
+    host_bytes_per_s=1.0,
+    network_bytes_per_s=1.0,
     device="cpu",
-)  # fmt: skip
+)
 """For memory, which no speed changes."""
 BUSY = 0.5
 """Load for each core from which measured rates are those of a machine that does something else as well."""

@@ -1,30 +1,133 @@
-"""Well-known model sizes and accelerators by name, for plans without a recipe or a machine."""
+"""Well-known model sizes and accelerators by name, for plans without a recipe or a machine.
 
+What training reaches of an accelerator's peak rate is taken from published runs. Utilisations count as
+`ModelConfig.flops_per_token` does: attention to earlier positions only, nothing that is computed again; publications
+that count attention to all positions state higher ones.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
+from modelwright.core.errors import ConfigError
+from modelwright.memory.activations import Compute
 from modelwright.model.config import ModelConfig
+
+ComputeFormat = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+COMPUTE_FORMATS: tuple[ComputeFormat, ...] = get_args(ComputeFormat)
+"""What products are computed in."""
+PLANNED_AS: dict[ComputeFormat, Compute] = {
+    "fp32": "fp32",
+    "tf32": "fp32",
+    "bf16": "bf16",
+    "fp16": "bf16",
+    "fp8": "bf16",
+}
+"""The format whose bytes the results of products take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeRate:
+    """How fast a device computes in one format.
+
+    peak_flops_per_s: of dense products, by the data sheet or measured; efficiency: the share of it that a training step
+    reaches where no rank waits for another; source: where that share comes from.
+    """
+
+    peak_flops_per_s: float
+    efficiency: float
+    source: str
+
+    def __post_init__(self) -> None:
+        if self.peak_flops_per_s <= 0:
+            raise ConfigError(f"flops: must be above 0, got {self.peak_flops_per_s}")
+        if not 0.0 < self.efficiency <= 1.0:
+            raise ConfigError(
+                f"efficiency: must be above 0 and at most 1, got {self.efficiency}; 0.4 is 40% of the peak"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """An accelerator as its maker describes it, per device and direction.
 
-    flops_per_s: dense BF16 products; host_bytes_per_s: to the others in the host; network_bytes_per_s: to other hosts.
+    rates: by the format of products; host_bytes_per_s: to the others in the host; network_bytes_per_s: to other hosts.
     """
 
     memory_bytes: float
-    flops_per_s: float
+    rates: Mapping[ComputeFormat, ComputeRate]
     host_bytes_per_s: float
     network_bytes_per_s: float
 
+    def rate(self, wanted: ComputeFormat, *, name: str) -> ComputeRate:
+        """Raises `ConfigError` for a format that the device, called `name`, has no products in."""
+        if wanted not in self.rates:
+            others = ", ".join(self.rates)
+            raise ConfigError(f"--compute: {name} has no products in {wanted.upper()}; it computes in {others}")
+        return self.rates[wanted]
+
+
+_ASSUMED = "assumed, as no published training run in this format is known"
 
 DEVICES: dict[str, Device] = {
-    # NVIDIA H100 SXM data sheet: 80 GB, 989 TFLOP/s dense BF16, NVLink 900 GB/s both ways; 400 Gbit/s InfiniBand.
-    "h100": Device(memory_bytes=80e9, flops_per_s=989e12, host_bytes_per_s=450e9, network_bytes_per_s=50e9),
-    # NVIDIA A100 SXM data sheet: 80 GB, 312 TFLOP/s dense BF16, NVLink 600 GB/s both ways; 200 Gbit/s InfiniBand.
-    "a100": Device(memory_bytes=80e9, flops_per_s=312e12, host_bytes_per_s=300e9, network_bytes_per_s=25e9),
-    # NVIDIA V100 SXM3 data sheet: 32 GB, 125 TFLOP/s FP16 (it has no BF16), NVLink 300 GB/s both ways; 100 Gbit/s.
-    "v100": Device(memory_bytes=32e9, flops_per_s=125e12, host_bytes_per_s=150e9, network_bytes_per_s=12.5e9),
+    # NVIDIA H100 SXM data sheet: 80 GB; dense 67 TFLOP/s FP32, 495 TF32, 989 BF16 and FP16, 1,979 FP8; NVLink 900 GB/s
+    # both ways; 400 Gbit/s InfiniBand.
+    "h100": Device(
+        memory_bytes=80e9,
+        rates={
+            "fp32": ComputeRate(peak_flops_per_s=67e12, efficiency=0.6, source=_ASSUMED),
+            "tf32": ComputeRate(peak_flops_per_s=495e12, efficiency=0.4, source=_ASSUMED),
+            # Higher ones are published too: about 50% for nanochat on 8 H100, 41 to 48% for Megatron-LM on many.
+            "bf16": ComputeRate(
+                peak_flops_per_s=989e12,
+                efficiency=0.32,
+                source="torchtitan (Liang et al. 2024): Llama 3.1 8B with FSDP on 8 H100, 5,762 tokens/s each (30%), "
+                "6,667 with torch.compile (35%)",
+            ),
+            "fp16": ComputeRate(peak_flops_per_s=989e12, efficiency=0.32, source="as BF16, which is as fast"),
+            # DeepSeek-V3 reaches 17%: 37 billion active parameters, 1,543 tokens/s on each H800.
+            "fp8": ComputeRate(
+                peak_flops_per_s=1979e12,
+                efficiency=0.22,
+                source="torchtitan (Liang et al. 2024): Llama 3.1 8B with FSDP, torch.compile and FP8 on 8 H100, 8,532 "
+                "tokens/s on each",
+            ),
+        },
+        host_bytes_per_s=450e9,
+        network_bytes_per_s=50e9,
+    ),
+    # NVIDIA A100 SXM data sheet: 80 GB; dense 19.5 TFLOP/s FP32, 156 TF32, 312 BF16 and FP16; NVLink 600 GB/s both
+    # ways; 200 Gbit/s InfiniBand.
+    "a100": Device(
+        memory_bytes=80e9,
+        rates={
+            "fp32": ComputeRate(peak_flops_per_s=19.5e12, efficiency=0.6, source=_ASSUMED),
+            "tf32": ComputeRate(peak_flops_per_s=156e12, efficiency=0.5, source=_ASSUMED),
+            "bf16": ComputeRate(
+                peak_flops_per_s=312e12,
+                efficiency=0.47,
+                source="LLaMA (Touvron et al. 2023): 3,370 tokens/s (7B, 45%) and 380 (65B, 48%) on each of 2,048 A100",
+            ),
+            "fp16": ComputeRate(peak_flops_per_s=312e12, efficiency=0.47, source="as BF16, which is as fast"),
+        },
+        host_bytes_per_s=300e9,
+        network_bytes_per_s=25e9,
+    ),
+    # NVIDIA V100 SXM3 data sheet: 32 GB; 15.7 TFLOP/s FP32, 125 FP16 (it has no BF16); NVLink 300 GB/s both ways;
+    # 100 Gbit/s.
+    "v100": Device(
+        memory_bytes=32e9,
+        rates={
+            "fp32": ComputeRate(peak_flops_per_s=15.7e12, efficiency=0.6, source=_ASSUMED),
+            "fp16": ComputeRate(
+                peak_flops_per_s=125e12,
+                efficiency=0.31,
+                source="Megatron-LM (Shoeybi et al. 2019): 1.2 billion parameters on one V100, 39 TFLOP/s",
+            ),
+        },
+        host_bytes_per_s=150e9,
+        network_bytes_per_s=12.5e9,
+    ),
 }
 
 MODELS: dict[str, ModelConfig] = {
@@ -51,6 +154,21 @@ MODELS: dict[str, ModelConfig] = {
         head_dim=128,
         ffn_dim=11_008,
         max_seq_len=4_096,
+        qk_norm=False,
+        tie_embeddings=False,
+    ),
+    # Grattafiori et al. 2024, table 3: 32 layers of width 4,096, 8 key/value heads, feed-forward 14,336, vocabulary
+    # 128,256; trained on rows of 8,192 tokens before the context was made longer.
+    "llama3.1-8b": ModelConfig(
+        vocab_size=128_256,
+        num_layers=32,
+        model_dim=4_096,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_dim=14_336,
+        max_seq_len=8_192,
+        rope_theta=500_000.0,
         qk_norm=False,
         tie_embeddings=False,
     ),

@@ -1,7 +1,8 @@
 """One layout of a training job over a cluster: memory of its fullest rank, and how long a step takes.
 
-Time is compute over an assumed share of the peak rate, plus the pipeline's bubble, plus what communication its
-overlap does not hide. Estimates rank layouts; they do not replace a measurement. Knows no search and no terminal.
+Time is compute over the share of the peak rate that published runs reach, plus the pipeline's bubble, plus what
+communication its overlap does not hide. Estimates rank layouts; they do not replace a measurement. Knows no search and
+no terminal.
 """
 
 import math
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from modelwright.memory.activations import BlockShape, Compute, Segment, block_shape, total_recomputed_flops
+from modelwright.memory.activations import BlockShape, Segment, block_shape, total_recomputed_flops
 from modelwright.memory.checkpointing import segments_for
 from modelwright.memory.config import ActivationConfig
 from modelwright.model.config import ModelConfig
@@ -19,12 +20,9 @@ from modelwright.parallel.placement import Traffic
 from modelwright.parallel.schedule import bubble_share, microbatches_in_flight
 from modelwright.parallel.split import flop_costs, split_layers
 from modelwright.parallel.stages import rank_of_stage
+from modelwright.plan.catalog import PLANNED_AS, ComputeFormat
 from modelwright.plan.memory import MemoryEstimate, RankPart, head_workspace, rank_memory
 from modelwright.plan.traffic import Cluster, axis_seconds, axis_traffic
-
-KERNEL_EFFICIENCY = 0.55
-"""Share of the peak rate that a block's products, norms and attention reach together where nothing waits: assumed,
-from whole-job utilisations of 0.41-0.48 in Megatron-LM's published runs, bubble and communication taken out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +32,7 @@ class Job:
     model: ModelConfig
     seq_len: int
     batch_tokens: int
-    compute: Compute = "bf16"
+    compute: ComputeFormat = "bf16"
 
     @property
     def num_rows(self) -> int:
@@ -83,7 +81,8 @@ class Assessment:
         return bubble_share(bubble=self.bubble_s, work=self.compute_s + self.recompute_s)
 
     def utilisation(self, cluster: Cluster) -> float:
-        return self.model_flops / (self.step_s * self.layout.num_devices * cluster.flops_per_s)
+        """Model FLOPs as a share of what the devices' peak rate would compute."""
+        return self.model_flops / (self.step_s * self.layout.num_devices * cluster.compute.peak_flops_per_s)
 
 
 def assess(job: Job, layout: Layout, cluster: Cluster) -> Assessment:
@@ -97,7 +96,7 @@ def assess(job: Job, layout: Layout, cluster: Cluster) -> Assessment:
     parts = {rank: _part(job, layout, shape, layers, rank, num_microbatches) for rank in ranks}
     fullest = max((rank_memory(job.model, part) for part in parts.values()), key=lambda memory: memory.total)
     tokens = layout.microbatch_rows * job.seq_len // axes["context"]
-    token_s = tokens / (cluster.flops_per_s * KERNEL_EFFICIENCY)
+    token_s = tokens / cluster.flops_per_s
     forward = {rank: _forward_flops(job.model, part) for rank, part in parts.items()}
     again = {rank: total_recomputed_flops(shape, part.segments) for rank, part in parts.items()}
     slowest = max(ranks, key=lambda rank: 3 * forward[rank] + again[rank])
@@ -139,7 +138,7 @@ def _shape(job: Job, layout: Layout) -> BlockShape:
     parallel = layout.parallel
     return block_shape(
         job.model,
-        compute=job.compute,
+        compute=PLANNED_AS[job.compute],
         mean_context=job.seq_len / 2,
         tensor=parallel.tensor,
         sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,

@@ -7,7 +7,7 @@ from typing import Any
 from modelwright.core.config import dump
 from modelwright.memory.config import ActivationConfig
 from modelwright.plan.estimate import size
-from modelwright.plan.layout import KERNEL_EFFICIENCY, Assessment, Job
+from modelwright.plan.layout import Assessment, Job
 from modelwright.plan.memory import MemoryEstimate
 from modelwright.plan.search import Proposal
 from modelwright.plan.traffic import Cluster
@@ -15,12 +15,15 @@ from modelwright.plan.traffic import Cluster
 _NO_ERROR = "the model's error has not been measured here (modelwright prove zero_memory activation_checkpointing)"
 
 
-def proposal_text(job: Job, cluster: Cluster, proposal: Proposal, *, top: int, known_error: str) -> str:
+def proposal_text(
+    job: Job, cluster: Cluster, proposal: Proposal, *, top: int, known_error: str, notes: Sequence[str] = ()
+) -> str:
     """The best layouts as a table, the first one in full, and the smallest of those that do not fit with reasons.
 
-    known_error: how far the memory model was off where it was measured, "" when it was not.
+    notes: what the reader should know of the job. known_error: how far the memory model was off where it was
+    measured, "" when it was not.
     """
-    lines = [*_job_lines(job, cluster), ""]
+    lines = [*_job_lines(job, cluster), *(f"note        {note}" for note in notes), ""]
     if proposal.fitting:
         shown = proposal.fitting[:top]
         lines += [f"{len(proposal.fitting)} meshes fit; the fastest {len(shown)}:", *_table(shown, cluster), ""]
@@ -32,7 +35,10 @@ def proposal_text(job: Job, cluster: Cluster, proposal: Proposal, *, top: int, k
         lines += [f"  {_short(found)}: {_reason(found, cluster)}" for found in proposal.too_large[:top]]
     lines += [f"  not possible: {reason}" for reason in proposal.refused[:3]]
     lines += ["", f"memory: {known_error or _NO_ERROR}"]
-    lines.append(f"time: an estimate for ranking; blocks are assumed to reach {KERNEL_EFFICIENCY:.0%} of the peak rate")
+    lines.append(
+        f"time: an estimate for ranking; computing is assumed to reach {cluster.compute.efficiency:.0%} of the peak "
+        "(--efficiency sets another share)"
+    )
     return "\n".join(lines)
 
 
@@ -78,13 +84,15 @@ def known_error(records: Sequence[Mapping[str, Any]]) -> str:
 def _job_lines(job: Job, cluster: Cluster) -> list[str]:
     model, states = job.model, 16 * job.model.num_parameters
     memory, total = cluster.memory_bytes, cluster.num_devices * cluster.memory_bytes
-    inside, between = cluster.host_bytes_per_s / 1e9, cluster.network_bytes_per_s / 1e9
+    inside, between, rate = cluster.host_bytes_per_s / 1e9, cluster.network_bytes_per_s / 1e9, cluster.compute
     return [
         f"model       {model.num_parameters / 1e9:.1f} billion parameters, {model.num_layers} layers of width "
-        f"{model.model_dim}; rows of {job.seq_len}, {job.batch_tokens:,} tokens an update, {job.compute}",
+        f"{model.model_dim}; rows of {job.seq_len}, {job.batch_tokens:,} tokens an update",
         f"states      {_decimal(states)} in all: weights, gradients and two optimizer states in FP32",
         f"cluster     {cluster.num_hosts} hosts x {cluster.devices_per_host} devices of {_decimal(memory)}, "
         f"{_decimal(total)} in all; {inside:.3g} GB/s in a host, {between:.3g} GB/s between",
+        f"compute     {job.compute.upper()}, {rate.peak_flops_per_s / 1e12:.3g} TFLOP/s at the peak of a device; "
+        f"{rate.efficiency:.0%} of it assumed: {rate.source}",
     ]
 
 

@@ -13,6 +13,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.memory.activations import FP32_BYTES
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.placement import Traffic
+from modelwright.plan.catalog import ComputeRate
 from modelwright.plan.memory import RankPart, block_parameters, root_parameters
 
 OVERLAP = {"cuda": 0.8, "cpu": 0.0}
@@ -21,13 +22,13 @@ OVERLAP = {"cuda": 0.8, "cpu": 0.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Devices and links: memory of one device, its peak rate, bytes/s of one device's link in each direction, and the
-    time until a message's first byte arrives."""
+    """Devices and links: memory of one device, how fast it computes, bytes/s of one device's link in each direction,
+    and the time until a message's first byte arrives."""
 
     num_hosts: int
     devices_per_host: int
     memory_bytes: float
-    flops_per_s: float
+    compute: ComputeRate
     host_bytes_per_s: float
     network_bytes_per_s: float
     host_latency_s: float = 5e-6
@@ -35,7 +36,7 @@ class Cluster:
     device: str = "cuda"
 
     def __post_init__(self) -> None:
-        for name in ("num_hosts", "devices_per_host", "memory_bytes", "flops_per_s", "host_bytes_per_s"):
+        for name in ("num_hosts", "devices_per_host", "memory_bytes", "host_bytes_per_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0, got {getattr(self, name)}")
         if self.network_bytes_per_s <= 0 and self.num_hosts > 1:
@@ -44,6 +45,11 @@ class Cluster:
     @property
     def num_devices(self) -> int:
         return self.num_hosts * self.devices_per_host
+
+    @property
+    def flops_per_s(self) -> float:
+        """That a device reaches in training where no rank waits for another."""
+        return self.compute.peak_flops_per_s * self.compute.efficiency
 
     def seconds(self, num_bytes: float, num_messages: float, *, reach: int) -> float:
         """`reach`: how many neighbouring ranks the axis spans from its first to its last rank."""
