@@ -42,6 +42,8 @@ def lr_range(words: Sequence[str]) -> int:
     folder = Path(options.out) if options.out else request.run.path.with_name(f"{request.run.path.name}-lr-range")
     if folder.resolve() == request.run.path.resolve():
         raise ConfigError(f"--out: {folder} is the run's own folder, which the test leaves alone; choose another one")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--out: {folder} is a file; choose a folder")
     display = choose_display(sys.stderr)
     try:
         found = range_test(request.config, request.run, folder, test, words=["lr-range", *words], progress=display)

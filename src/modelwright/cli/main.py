@@ -16,6 +16,10 @@ from modelwright.cli import commands, lr_range, plan, run
 from modelwright.cli.launch import LAST_WORDS, leave_words
 from modelwright.core.errors import ModelwrightError
 
+_ABOUT_PATHS = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP
+)  # fmt: skip
+
 Command = Callable[[Sequence[str]], int]
 
 COMMANDS: dict[str, tuple[Command, str]] = {
@@ -67,12 +71,22 @@ def _guarded(command: Command, words: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            place = error.filename or "writing"
-            return complain(f"{place}: the disk is full; free some space and run the same command again")
+        if refusal := _refusal(error):
+            return complain(refusal)
         if not folder:
             raise
         return leave_words(folder, traceback.format_exc(), 1)
+
+
+def _refusal(error: Exception) -> str:
+    """What the operating system has refused, where a user can do something about it; "" for everything else."""
+    if not isinstance(error, OSError):
+        return ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error.filename or 'writing'}: the disk is full; free some space and run the same command again"
+    if error.errno in _ABOUT_PATHS and error.filename:
+        return f"{error.filename}: {error.strerror}; check the path and its permissions"
+    return ""
 
 
 def _show(text: str, exit_code: int) -> int:

@@ -63,7 +63,7 @@ def plan(words: Sequence[str]) -> int:
     options = parser().parse_args(plan_memory.spelled(words, lambda word: _NUMBER.fullmatch(word) is not None))
     if options.timeline:
         return plan_memory.show(options, number)
-    for name in ("hosts", "gpus-per-host"):
+    for name in ("hosts", "gpus-per-host", "top"):
         if (given := getattr(options, name.replace("-", "_"))) < 1:
             raise ConfigError(f"--{name}: must be at least 1, got {given}")
     from modelwright.claims.results import read_results
@@ -134,6 +134,18 @@ def _on_device(wanted: "ComputeFormat", device: str | None) -> tuple["ComputeFor
     return wanted, []
 
 
+def _check_measurable(model) -> None:
+    from modelwright.core.resources import hardware
+    from modelwright.pipeline.resolve import matrix_shapes
+
+    largest = max(outputs * inputs for outputs, inputs in matrix_shapes(model))
+    if 8 * largest > hardware()["memory_bytes"]:
+        raise ConfigError(
+            f"--flops: the model's largest matrix ({largest:.3g} weights) is too large to be measured in this machine's "
+            "memory; give --flops PER_S, or --device with a data sheet"
+        )
+
+
 def _cluster(options: argparse.Namespace, job: "Job") -> "Cluster":
     from modelwright.core.resources import hardware
     from modelwright.plan.catalog import DEVICES
@@ -148,6 +160,8 @@ def _cluster(options: argparse.Namespace, job: "Job") -> "Cluster":
     alone = options.hosts * options.gpus_per_host == 1
     if sheet is None and not alone and not {"host-bandwidth", "network-bandwidth"} <= given.keys():
         raise ConfigError("--host-bandwidth: give it and --network-bandwidth, or --device with a data sheet")
+    if sheet is None and "flops" not in given:
+        _check_measurable(job.model)
     memory = given.get("memory") or (
         sheet.memory_bytes if sheet else hardware()["memory_bytes"] / options.gpus_per_host
     )

@@ -90,17 +90,18 @@ def read_manifest(folder: Path, *, kind: str = "", verify: bool = False) -> Mani
     path = folder / MANIFEST
     try:
         manifest = Manifest(**json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+        listed = [(name, int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest.files.items()]
+    except (FileNotFoundError, NotADirectoryError):
         raise ArtifactError(f"{folder}: has no {MANIFEST}, so it was never finished; run its stage again") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ArtifactError(f"{path}: is damaged ({error}); remove {folder} and run its stage again") from None
     if kind and manifest.kind != kind:
         raise ArtifactError(f"{folder}: holds {manifest.kind!r}, not {kind!r}")
-    for name, entry in manifest.files.items():
+    for name, num_bytes, checksum in listed:
         file = folder / name
-        if not file.is_file() or file.stat().st_size != entry["bytes"]:
+        if not file.is_file() or file.stat().st_size != num_bytes:
             raise ArtifactError(f"{file}: is missing or cut off; remove {folder} and run its stage again")
-        if verify and describe_file(file)["sha256"] != entry["sha256"]:
+        if verify and describe_file(file)["sha256"] != checksum:
             raise ArtifactError(f"{file}: its content does not match the manifest; remove {folder} and run again")
     return manifest
 

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from modelwright.core.errors import ConfigError, writing
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.errors import ConfigError
 
 C = TypeVar("C")
 
@@ -94,17 +95,22 @@ def parse_scalar(text: str) -> Any:
     """A command-line word as YAML reads it: `3e-4` a float, `true` a bool, `[1, 2]` a list, `a/b` a string."""
     try:
         return yaml.load(text, _Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         return text
 
 
 def load_yaml(path: Path | str) -> dict[str, Any]:
-    """Read a YAML mapping. Raises `ConfigError` with file and line when it is missing, malformed or no mapping."""
+    """Read a YAML mapping. Raises `ConfigError` with file and line when it cannot be read, is malformed or no mapping.
+    """
     try:
         data = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply for a configuration") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no UTF-8, dates that do not exist
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         raise ConfigError(f"{where}: is not valid YAML ({getattr(error, 'problem', error)})") from None
@@ -114,9 +120,8 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
 
 
 def save_yaml(path: Path | str, config: Any) -> None:
-    """Write a config's plain form, keys in the order of definition."""
-    with writing(path):
-        Path(path).write_text(yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    """Write a config's plain form, keys in the order of definition; a reader sees the old file or the new one."""
+    write_atomic(Path(path), yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True))
 
 
 def digest(value: Any) -> str:

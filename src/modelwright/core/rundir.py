@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ArtifactError, ModelwrightError, writing
+from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, StorageError, writing
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,39 @@ class RunDir:
     def stage(self, name: str) -> StageDir:
         return StageDir(self.path / name)
 
+    def check(self) -> None:
+        """Raise `ConfigError` when there can be no folder of this path; makes nothing."""
+        try:
+            exists = self.path.exists()
+            above = next((path for path in (self.path, *self.path.parents) if path.exists()), Path())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--run-dir: {self.path} is no usable path ({error}); choose another one") from None
+        if not above.is_dir():
+            what = "is" if exists else f"lies below {above}, which is"
+            raise ConfigError(f"--run-dir: {self.path} {what} a file, not a folder; choose another one")
+
     def create(self) -> "RunDir":
-        """Make the folder. Raises `StorageError` when that is refused."""
-        with writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+        """Make the folder. Raises `ConfigError` or `StorageError` when that is refused."""
+        self.check()
+        try:
+            with writing(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot be made ({error.strerror}); choose another --run-dir") from None
         return self
 
     def read_info(self) -> dict[str, Any]:
-        """The content of `run.json`. Raises `ArtifactError` when this is no run directory."""
+        """The content of `run.json`. Raises `ArtifactError` when there is none or it is damaged."""
         try:
-            return json.loads(self.info.read_text(encoding="utf-8"))
+            info = json.loads(self.info.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             raise ArtifactError(f"{self.path}: is no run directory (it has no readable run.json)") from None
+        kinds = {"invocations": list, "stages": dict}
+        if not isinstance(info, dict) or not all(isinstance(info.get(name), kind) for name, kind in kinds.items()):
+            raise ArtifactError(f"{self.info}: is damaged; remove it and run again, which writes a new one")
+        return info
 
     def write_info(self, info: Mapping[str, Any]) -> None:
         write_atomic(self.info, json.dumps(info, indent=1, default=str))

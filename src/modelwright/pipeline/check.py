@@ -14,7 +14,7 @@ from modelwright.parallel.context import own_spans
 from modelwright.parallel.stages import check_microbatches, check_ties, layers_of_stages
 from modelwright.parallel.tensor import check_shape, stage_tokens
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.resolve import settled_device
+from modelwright.pipeline.resolve import check_size, settled_device
 from modelwright.train.config import TrainConfig
 from modelwright.train.exchange import check_exchange
 
@@ -36,6 +36,7 @@ def check_training(config: RunConfig, layout: ParallelConfig, *, num_processes: 
     stages = [name for name in stages if name in ("pretrain", "sft")]
     if not stages:
         return
+    check_size(config.model)
     with within("parallel"):
         axes = layout.axes(num_processes)
     _check_model(config, layout)

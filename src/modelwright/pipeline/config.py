@@ -21,6 +21,8 @@ from modelwright.train.config import TrainConfig
 
 StageName = Literal["clean", "tokenize", "pack", "pretrain", "sft", "evaluate", "quantize", "serve", "report"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
+MAX_THREADS = 1024
+"""OpenMP ends the process when it cannot start as many threads as it was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +34,8 @@ class HardwareConfig:
     num_threads: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_threads < 0:
-            raise ConfigError(f"num_threads: must be 0 (every core) or more, got {self.num_threads}")
+        if not 0 <= self.num_threads <= MAX_THREADS:
+            raise ConfigError(f"num_threads: must be from 0 (every core) to {MAX_THREADS}, got {self.num_threads}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +99,7 @@ class RunConfig:
     report: ReportConfig = field(default_factory=ReportConfig)
 
     def __post_init__(self) -> None:
-        if not self.name or "/" in self.name or self.name.startswith("."):
+        if not self.name or "/" in self.name or self.name.startswith(".") or not self.name.isprintable():
             raise ConfigError(f"name: {self.name!r} must be usable as a folder's name, without a slash or a first dot")
         if self.heldout_tokens < 0:
             raise ConfigError(f"heldout_tokens: must be 0 (all) or more, got {self.heldout_tokens}")

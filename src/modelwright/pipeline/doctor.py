@@ -6,20 +6,23 @@ from pathlib import Path
 import torch
 
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.resolve import settle_model, settled_device
+from modelwright.pipeline.resolve import check_device, check_size, settle_model, settled_device
 from modelwright.plan.doctor import survey, survey_text
 
 
 def examine(config: RunConfig, *, as_json: bool, budget_s: float) -> str:
     """The survey as text or as JSON."""
     config = settle_model(config)
+    check_size(config.model)
+    device = settled_device(config.hardware.device)
+    check_device(device)
     if config.hardware.num_threads:
         torch.set_num_threads(config.hardware.num_threads)
     facts = survey(
         config.model,
         num_tokens=config.pretrain.batch_tokens // config.pretrain.num_microbatches,
         folder=Path("runs"),
-        device=settled_device(config.hardware.device),
+        device=device,
         budget_s=budget_s,
     )
     return json.dumps(facts, indent=1) if as_json else survey_text(facts)

@@ -28,7 +28,7 @@ from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.journal import now
 from modelwright.pipeline.ranks import PatientRanks, join_ranks, shared_rows, use_threads
 from modelwright.pipeline.redact import redact_words
-from modelwright.pipeline.resolve import resolve, settle_model
+from modelwright.pipeline.resolve import check_device, resolve, settle_model, settled_device
 from modelwright.pipeline.runner import Outcome, run_stages, survey
 from modelwright.pipeline.stage import Stage
 
@@ -91,6 +91,7 @@ def check_request(
     anything."""
     if previous_config(run) is None:
         config = settle_model(config)
+        check_device(settled_device(config.hardware.device))
         to_do: Sequence[str] = config.stages
     else:
         config = settle(config, run, SilentProgress())
@@ -155,10 +156,15 @@ def previous_config(run: RunDir) -> RunConfig | None:
     """The configuration that the run was last worked on with, `None` for a new run."""
     if not run.config.exists():
         return None
+    remedy = "mend or remove it, or choose another --run-dir"
     try:
-        return parse(RunConfig, load_yaml(run.config))
+        data = load_yaml(run.config)
     except ConfigError as error:
-        raise ArtifactError(f"{run.config}: {error}; mend or remove it, or choose another --run-dir") from None
+        raise ArtifactError(f"{error}; {remedy}") from None
+    try:
+        return parse(RunConfig, data)
+    except ConfigError as error:
+        raise ArtifactError(f"{run.config}: {error}; {remedy}") from None
 
 
 def _run(

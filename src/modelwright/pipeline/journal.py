@@ -137,10 +137,14 @@ def _short(value: float | str) -> str:
 
 
 def _read(folder: StageDir) -> dict[str, Any]:
+    """The content of `stage.json`; empty, so that the stage starts anew, where there is none or it is damaged."""
     try:
-        return json.loads((folder.path / "stage.json").read_text(encoding="utf-8"))
+        found = json.loads((folder.path / "stage.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    attempts = found.get("attempts") if isinstance(found, dict) else None
+    is_list = isinstance(attempts, list) and all(isinstance(one, dict) and "state" in one for one in attempts)
+    return found if is_list else {}
 
 
 def _write(folder: StageDir, digest: str, attempts: list[dict[str, Any]]) -> None:

@@ -27,7 +27,7 @@ from modelwright.parallel.placement import DEFAULT_TRAFFIC, Placement, Traffic, 
 from modelwright.pipeline.check import within
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.layouts import planned
-from modelwright.pipeline.resolve import settle_model, settled_device
+from modelwright.pipeline.resolve import check_device, settle_model, settled_device
 from modelwright.plan.layout import expected_traffic
 
 PATIENCE = timedelta(days=7)
@@ -124,9 +124,8 @@ def shared_rows(config: RunConfig) -> int:
 def _own_device(device: str) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")
+    check_device(device)
     num_cards, num_here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if not num_cards:
-        raise ConfigError("hardware.device: is cuda, and this machine has no CUDA card; choose cpu or best")
     if num_here > num_cards:
         raise ConfigError(
             f"--nproc: {num_here} processes need a card each, and this machine has {num_cards}; start fewer, or choose "

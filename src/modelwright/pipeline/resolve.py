@@ -14,12 +14,14 @@ import torch
 
 from modelwright.compress.int8 import BACKENDS, backend_seconds
 from modelwright.compress.int8_linear import Backend, quantize_rows
+from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
-from modelwright.core.resources import num_usable_cores
+from modelwright.core.resources import hardware, num_usable_cores
 from modelwright.model.config import ModelConfig
 from modelwright.ops.narrow import is_widened
 from modelwright.pipeline.config import HardwareConfig, RunConfig
 from modelwright.plan.doctor import measure_rates
+from modelwright.plan.estimate import size
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.precision.policy import resolve as resolve_precision
 from modelwright.train.config import TrainConfig
@@ -48,6 +50,23 @@ def settled_device(device: str) -> Literal["cpu", "cuda"]:
     return "cuda" if device == "cuda" else "cpu"
 
 
+def check_device(device: str) -> None:
+    """Raise `ConfigError` when the machine lacks the device."""
+    if device == "cuda" and not torch.cuda.device_count():
+        raise ConfigError("hardware.device: is cuda, and this machine has no CUDA card; choose cpu or best")
+
+
+def check_size(model: ModelConfig) -> None:
+    """Raise `ConfigError` for a model whose weights alone need more memory than the machine has."""
+    needed, memory = 4 * model.num_parameters, hardware()["memory_bytes"]
+    if needed > memory:
+        raise ConfigError(
+            f"model: its {model.num_parameters:.3g} parameters take {size(needed)} in FP32, and this machine has "
+            f"{size(memory)} of memory; lower model.model_dim ({model.model_dim}), model.num_layers "
+            f"({model.num_layers}), model.ffn_dim ({model.ffn_dim}) or model.vocab_size ({model.vocab_size})"
+        )
+
+
 def settle_model(config: RunConfig) -> RunConfig:
     """With `init_from` the shape is the folder's."""
     if not config.init_from:
@@ -73,7 +92,8 @@ def matrix_shapes(model: ModelConfig) -> list[tuple[int, int]]:
 
 def measured_rates(config: RunConfig) -> dict[str, float]:
     """FLOP/s of this process's matrix products in training, at the model's own shapes, by compute format."""
-    tokens = min(config.pretrain.batch_tokens // config.pretrain.num_microbatches, PROBE_TOKENS)
+    check_size(config.model)
+    tokens = max(1, min(config.pretrain.batch_tokens // config.pretrain.num_microbatches, PROBE_TOKENS))
     device = settled_device(config.hardware.device)
     return measure_rates(config.model, num_tokens=tokens, device=device, budget_s=BUDGET_S)["effective"]
 
@@ -88,6 +108,7 @@ def _settle_hardware(wish: HardwareConfig, previous: RunConfig | None) -> Hardwa
     kept = previous.hardware if previous else None
     threads = wish.num_threads or (kept.num_threads if kept else 0) or num_usable_cores()
     device = kept.device if kept and wish.device == "best" else settled_device(wish.device)
+    check_device(device)
     return HardwareConfig(device=device, num_threads=threads)
 
 

@@ -34,14 +34,14 @@ def given_names(environment: Mapping[str, str]) -> list[str]:
 def environment_overrides(environment: Mapping[str, str], base: Mapping[str, Any]) -> dict[str, Any]:
     """What the variables say, to lay over the configuration `base`. Raises `ConfigError` that names the variable."""
     given = {name: environment[name].strip() for name in given_names(environment)}
-    found = {stage: _precision(given, base.get(stage) or {}) for stage in STAGES}
+    found = {stage: _precision(given, _section(base, stage)) for stage in STAGES}
     return {stage: {"precision": precision} for stage, precision in found.items() if precision}
 
 
 def _precision(given: Mapping[str, str], training: Mapping[str, Any]) -> dict[str, Any]:
     """Of one stage, whose settings `training` are."""
     precision: dict[str, Any] = {}
-    policy = _policy(given, (training.get("precision") or {}).get("policy", "fastest"))
+    policy = _policy(given, str(_section(training, "precision").get("policy", "fastest")))
     if policy:
         precision["policy"] = policy
     if _is_off(given):
@@ -51,6 +51,12 @@ def _precision(given: Mapping[str, str], training: Mapping[str, Any]) -> dict[st
     if OPS in given:
         precision["fp32_ops"] = _operators(given[OPS])
     return precision
+
+
+def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A group of settings; empty where there is none or something else stands there, which parsing refuses."""
+    section = settings.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 def _policy(given: Mapping[str, str], before: str) -> str:

@@ -41,6 +41,7 @@ def load(target: str, overrides: Mapping[str, Any], run_dir: str = "", only: Seq
     base = merge(base, environment_overrides(os.environ, base))
     data = merge(base, overrides)
     run = RunDir(Path(run_dir) if run_dir else folder or RUNS / str(data.get("name", "")))
+    run.check()
     if only:
         previous = previous_config(run)
         data["stages"] = select_stages(only, previous.stages if previous else ())
@@ -61,7 +62,7 @@ def select_stages(only: Sequence[str], previous: Sequence[str]) -> list[str]:
 def find_run(word: str) -> RunDir:
     """The run directory that a person means: its path, or its name under `runs/`. Raises `ConfigError` if none."""
     for path in (Path(word), RUNS / word):
-        if (path / "run.json").is_file():
+        if os.path.isfile(path / "run.json"):
             return RunDir(path)
     raise ConfigError(f"{word}: is no run directory (no run.json in it or in {RUNS / word})")
 
@@ -70,8 +71,8 @@ def _base(target: str) -> tuple[dict[str, Any], Path | None, str]:
     path = Path(target)
     if target in RECIPES:
         return dump(RECIPES[target]()), None, f"recipe {target}"
-    if path.is_dir():
-        if not (path / "config.yaml").is_file():
+    if os.path.isdir(path):
+        if not os.path.isfile(path / "config.yaml"):
             raise ConfigError(f"{target}: is a folder without config.yaml, so it is no run directory")
         return load_yaml(path / "config.yaml"), path, str(path)
     if path.suffix in (".yaml", ".yml"):
@@ -87,6 +88,6 @@ def _from_file(path: Path) -> dict[str, Any]:
     recipe = data.pop("recipe", "")
     if not recipe:
         return {"name": path.stem} | data
-    if recipe not in RECIPES:
+    if not isinstance(recipe, str) or recipe not in RECIPES:
         raise ConfigError(f"{path}: recipe: {recipe!r} is none of {', '.join(RECIPES)}")
     return merge(dump(RECIPES[recipe]()), {"name": path.stem} | data)
