@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modelwright.core.errors import ArtifactError, StorageError
+from modelwright.core.errors import ArtifactError, Stopped, StorageError
+from modelwright.core.progress import SilentProgress
 from modelwright.train import checkpoint
 from modelwright.train.checkpoint import (
     Best,
@@ -180,13 +181,32 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(checkpoints, nam
     assert "step-00000002" in notes[0]
     save(checkpoints, 2, 3)
     assert latest(checkpoints, fail).step == 3
-    assert not list(checkpoints.folder.glob("*.damaged"))
+    assert [path.name for path in checkpoints.folder.glob("*.damaged*")] == ["step-00000002.damaged"]
 
 
-def test_only_damaged_checkpoints_means_none(checkpoints):
-    save(checkpoints, 1)
-    flip_a_bit(checkpoints.folder / "step-00000001" / "model.safetensors")
-    assert latest(checkpoints, lambda text: None) is None
+def test_all_checkpoints_damaged_is_an_error_and_restart_keeps_them(checkpoints):
+    save(checkpoints, 1, 2)
+    for step in (1, 2):
+        flip_a_bit(checkpoints.folder / f"step-0000000{step}" / "model.safetensors")
+    for _ in range(2):
+        with pytest.raises(ArtifactError, match=r"all checkpoints in .* are damaged: .*0002.*0001.*--restart"):
+            checkpoints.latest_step(fail)
+        assert steps(checkpoints.folder) == [1, 2]
+    notes = []
+    assert checkpoints.latest_step(notes.append, restart=True) == 0
+    assert [note.rpartition(" ")[2] for note in notes] == ["step-00000002.damaged", "step-00000001.damaged"]
+    save(checkpoints, 1, 2, 3, 4)
+    assert steps(checkpoints.folder) == [3, 4]
+    assert len(list(checkpoints.folder.glob("*.damaged"))) == 2
+
+
+def test_damaged_twice_at_one_step_both_are_kept(checkpoints):
+    for _ in range(3):
+        save(checkpoints, 1, 2)
+        flip_a_bit(checkpoints.folder / "step-00000002" / "model.safetensors")
+        assert latest(checkpoints, lambda text: None).step == 1
+    names = {path.name for path in checkpoints.folder.glob("*.damaged*")}
+    assert names == {f"step-00000002.damaged{number}" for number in ("", "-2", "-3")}
 
 
 def test_another_runs_checkpoint_is_refused(checkpoints):
@@ -237,3 +257,24 @@ def test_a_full_disk_is_one_clear_error(tmp_path):
         assert latest(full, fail).step == 1
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_damaged_best_checkpoint_is_forgotten_when_a_run_goes_on(tiny, tmp_path):
+    """It would end the run with an error after all training, at every attempt."""
+    notes = []
+
+    class Progress(SilentProgress):
+        def note(self, text):
+            notes.append(text)
+
+    with pytest.raises(Stopped):
+        tiny.run(tmp_path, controllers={"stop": tiny.StopAfter(8)})
+    folder = tmp_path / "checkpoints"
+    best = read_best(folder)
+    assert 0 < best.step < 8
+    flip_a_bit(folder / f"step-{best.step:08d}" / "model.safetensors")
+    result = tiny.run(tmp_path, progress=Progress())
+    assert result.best.step > 8
+    assert read_best(folder) == result.best
+    assert (folder / f"step-{best.step:08d}.damaged").is_dir()
+    assert notes[0].startswith(f"the checkpoint of the best step, {best.step}, is damaged; it is kept as step-")

@@ -13,15 +13,15 @@ from modelwright.cli.launch import is_started, supervise
 from modelwright.cli.overrides import read_overrides, split_words
 from modelwright.core.errors import ConfigError
 
-_FLAGS = ("run-dir", "dry-run", "stages", "nproc", "help")
+_FLAGS = ("run-dir", "dry-run", "restart", "stages", "nproc", "help")
 
 
 def parser() -> argparse.ArgumentParser:
     """Describes the options; settings of the run itself are read by `cli.overrides`."""
     parser = argparse.ArgumentParser(
         prog="modelwright run",
-        usage="modelwright run RECIPE|CONFIG.yaml|RUN_DIR [--run-dir DIR] [--dry-run] [--stages A,B] [--nproc N] "
-        "[--a.b VALUE ...]",
+        usage="modelwright run RECIPE|CONFIG.yaml|RUN_DIR [--run-dir DIR] [--dry-run] [--restart] [--stages A,B] "
+        "[--nproc N] [--a.b VALUE ...]",
         description="Bring a run to its end: finished stages are skipped, a stage that was cut off goes on.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=(
@@ -39,6 +39,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("target", metavar="RECIPE|CONFIG.yaml|RUN_DIR", help="what to run")
     parser.add_argument("--run-dir", metavar="DIR", default="", help="where the run lies (default: runs/<name>)")
     parser.add_argument("--dry-run", action="store_true", help="print the plan with its estimates and do nothing")
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="begin a training again whose checkpoints are all damaged; they are kept as *.damaged",
+    )
     parser.add_argument("--stages", metavar="A,B", help="work on these stages only")
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine (default: 1)")
     parser.add_argument("--init-from", metavar="PATH", help="start training from a Hugging Face folder")
@@ -135,6 +140,7 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
             words=line,
             progress=display,
             elastic=hosts is not None,
+            restart=options.restart,
         )
     finally:
         display.end()

@@ -54,11 +54,13 @@ def execute(
     words: Sequence[str],
     progress: Progress,
     elastic: bool = False,
+    restart: bool = False,
 ) -> Done:
     """Bring the run in `run` to its end and return what was done.
 
     `only`: the stages to work on (empty: all), which the configuration has among others; `words`: the command line, for run.json; `elastic`:
-    the layout is made to fit the processes that are there. Called by every process that was started. Raises
+    the layout is made to fit the processes that are there; `restart`: training whose checkpoints are all damaged begins
+    again. Called by every process that was started. Raises
     `ModelwrightError` for whatever a person can do something about, `Stopped` after SIGTERM or Ctrl-C.
     """
     run.create()
@@ -81,7 +83,7 @@ def execute(
             config = parse(RunConfig, load_yaml(run.config))
             stages = _stages(config, run, only, ranks)
         use_threads(config.hardware.num_threads)
-        return _run(config, run, stages, only, origin, words, ranks, shown)
+        return _run(config, run, stages, only, origin, words, ranks, shown, restart=restart)
 
 
 def check_request(
@@ -176,6 +178,8 @@ def _run(
     words: Sequence[str],
     ranks: PatientRanks,
     progress: Progress,
+    *,
+    restart: bool,
 ) -> Done:
     journal = _RunJournal(run, config, origin, words, ranks) if ranks.rank == 0 else None
     try:
@@ -185,6 +189,7 @@ def _run(
             ranks=ranks,
             progress=progress,
             only=("init", *only) if only else (),
+            restart=restart,
             after_stage=journal.stage_done if journal else lambda stage, manifest: None,
         )
     except BaseException as error:

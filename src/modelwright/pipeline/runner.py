@@ -54,12 +54,13 @@ def run_stages(
     ranks: Ranks,
     progress: Progress,
     only: Sequence[str] = (),
+    restart: bool = False,
     after_stage: Callable[[Stage, Manifest], None] = lambda stage, manifest: None,
 ) -> list[Outcome]:
     """Bring `stages` (in order, parents first) to their end.
 
     `only`: names of the stages that may be worked on now (empty: all); the others must be finished as the settings
-    have them, else `ConfigError`. `after_stage` is told of every finished stage, skipped ones too, on rank 0. Errors
+    have them, else `ConfigError`. `restart`: as in `StageContext`. `after_stage` is told of every finished stage, skipped ones too, on rank 0. Errors
     of a stage pass through; what it finished before stays.
     """
     contents: dict[str, str] = {}
@@ -74,7 +75,7 @@ def run_stages(
                 raise ConfigError(_not_allowed(stage, state))
             continue
         if state != "done":
-            _work(run, stage, stage.digest(contents), contents, ranks, progress)
+            _work(run, stage, stage.digest(contents), contents, ranks, progress, restart=restart)
             ranks.barrier()
         manifest = read_manifest(run.stage(stage.name).artifact, kind=stage.name)
         contents[stage.name] = manifest.content_digest
@@ -105,7 +106,14 @@ def _not_allowed(stage: Stage, state: State) -> str:
 
 
 def _work(
-    run: RunDir, stage: Stage, digest: str, contents: Mapping[str, str], ranks: Ranks, progress: Progress
+    run: RunDir,
+    stage: Stage,
+    digest: str,
+    contents: Mapping[str, str],
+    ranks: Ranks,
+    progress: Progress,
+    *,
+    restart: bool,
 ) -> None:
     folder = run.stage(stage.name)
     first = ranks.rank == 0
@@ -122,7 +130,15 @@ def _work(
     parents = {name: run.stage(name).artifact for name in stage.parents}
 
     def context(output: ArtifactDraft, told: Progress) -> StageContext:
-        return StageContext(folder=folder, output=output, parents=parents, digest=digest, ranks=ranks, progress=told)
+        return StageContext(
+            folder=folder,
+            output=output,
+            parents=parents,
+            digest=digest,
+            ranks=ranks,
+            progress=told,
+            restart=restart,
+        )
 
     if not first:
         stage.run(context(ArtifactDraft(folder.artifact), progress))

@@ -45,7 +45,8 @@ class StageContext:
 
     `folder`: where checkpoints, metrics and the log go while it works; `output`: the draft of its artifact, which only
     rank 0 may write to; `parents`: the finished artifacts by stage name; `digest`: of everything that determines the
-    result, so that a checkpoint of another configuration is never taken up.
+    result, so that a checkpoint of another configuration is never taken up; `restart`: training whose checkpoints are
+    all damaged begins again at step 0.
     """
 
     folder: StageDir
@@ -54,6 +55,7 @@ class StageContext:
     digest: str
     ranks: Any
     progress: Progress
+    restart: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

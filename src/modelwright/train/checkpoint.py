@@ -7,6 +7,7 @@
                                               non-finite floats as {"$float": text}
                        manifest.json          sizes and SHA-256, written last
 <folder>/best.json                            the checkpoint with the lowest held-out loss
+<folder>/step-00000123.damaged                one that was found damaged; nothing reads or deletes it any more
 
 Several processes write one pair of tensor files each, `model-00000-of-00004.safetensors` and so on; a tensor may then
 lie in several files. A checkpoint is whole or absent. It loads under any number of processes, any layout and any number
@@ -26,6 +27,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -167,20 +169,27 @@ class Checkpoints:
         token = self._channel.exchange(token, what=f"{self.folder}")[0]
         self._copies = MemoryCopies(self.memory, f"{self.digest}:{token}", self._channel)
 
-    def latest_step(self, note: Callable[[str], None]) -> int:
+    def latest_step(self, note: Callable[[str], None], *, restart: bool = False) -> int:
         """The step of the newest checkpoint that is whole, the same on all ranks; 0 when there is none.
 
-        A copy in memory counts when it is newer than what is on disk. The ranks share the checking. A damaged one is
-        set aside as `*.damaged` and told to `note`; the one before is taken. Raises `ArtifactError` when a checkpoint
-        was made by another configuration.
+        A copy in memory counts when it is newer than what is on disk. The ranks share the checking. Damaged checkpoints
+        are told to `note`, renamed to `*.damaged` and never deleted; the newest one before them is taken. Raises
+        `ArtifactError` when all of them are damaged, unless `restart` asks to begin again, and when a checkpoint was
+        made by another configuration.
         """
-        step = self._latest_on_disk(note)
+        step, damages = self._latest_on_disk()
         copy = self._copies.newest(after=step) if self._copies else None
-        if copy is None or not self._goes_with_disk(copy):
-            return step
-        step = int(copy.name.removeprefix("step-"))
-        self._sources[step] = copy
-        note(f"step {step} is in the memory of the hosts")
+        if copy is not None and self._goes_with_disk(copy):
+            step = int(copy.name.removeprefix("step-"))
+            self._sources[step] = copy
+            note(f"step {step} is in the memory of the hosts")
+        if damages and not step and not restart:
+            raise ArtifactError(
+                f"all checkpoints in {self.folder} are damaged: {'; '.join(damages.values())}; put back a copy of one "
+                "of them, or add --restart to begin again at step 0 (the damaged ones are kept as *.damaged)"
+            )
+        for damaged, text in damages.items():
+            note(f"{text}; it is kept as {self.set_aside(damaged)}")
         return step
 
     def is_whole(self, step: int) -> bool:
@@ -265,16 +274,26 @@ class Checkpoints:
                 write_atomic(self.folder / TOKEN, secrets.token_hex(8))
             return (self.folder / TOKEN).read_text(encoding="utf-8")
 
-    def _latest_on_disk(self, note: Callable[[str], None]) -> int:
+    def set_aside(self, step: int) -> str:
+        """Rename the checkpoint of this step, which is damaged, so that nothing reads or deletes it any more; returns
+        its new name, "" when there is none."""
+        path = self.folder / step_name(step)
+        return self._channel.exchange(
+            self._channel.attempt(partial(self._set_aside, path), what=f"setting {path} aside"), what=f"{path}"
+        )[0]
+
+    def _latest_on_disk(self) -> tuple[int, dict[int, str]]:
+        """The step of the newest whole checkpoint (0: none), and what is wrong with those after it, by step."""
+        damages: dict[int, str] = {}
         for name in reversed(self._channel.exchange([path.name for path in list_checkpoints(self.folder)])[0]):
             path = self.folder / name
             mine = self._channel.attempt(partial(self._damage, path), what=f"checking {path}")
             damage = next(filter(None, self._channel.exchange(mine, what=f"checking {path}")), "")
+            step = int(name.removeprefix("step-"))
             if not damage:
-                return int(name.removeprefix("step-"))
-            note(f"{damage}; going back to the checkpoint before it")
-            self._channel.attempt(partial(self._set_aside, path), what=f"setting {path} aside")
-        return 0
+                return step, damages
+            damages[step] = damage
+        return 0, damages
 
     def _goes_with_disk(self, copy: Path) -> bool:
         """Whether the best checkpoint that a copy refers to is on disk: its writing may have been cut off."""
@@ -289,11 +308,14 @@ class Checkpoints:
             return str(error)
         return ""
 
-    def _set_aside(self, path: Path) -> None:
-        if self.world.is_first:
-            aside = path.with_name(path.name + ".damaged")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(path, aside)
+    def _set_aside(self, path: Path) -> str:
+        if not self.world.is_first or not path.exists():
+            return ""
+        names = chain([f"{path.name}.damaged"], (f"{path.name}.damaged-{number}" for number in count(2)))
+        name = next(name for name in names if not path.with_name(name).exists())
+        with writing(self.folder):
+            os.rename(path, path.with_name(name))
+        return name
 
     def _load(
         self,
@@ -424,9 +446,9 @@ class Checkpoints:
         last = paths[-self.keep_last :]
         wanted = {path.name for path in last}
         wanted |= {step_name(step) for path in last for step in (best_step_of(path), *other_steps_of(path))}
-        old = [path for path in paths if path.name not in wanted]
-        for path in [*old, *self.folder.glob("step-*.damaged")]:
-            shutil.rmtree(path, ignore_errors=True)
+        for path in paths:
+            if path.name not in wanted:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _combine(job: _Job, described: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[dict, dict]:

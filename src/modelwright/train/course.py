@@ -2,6 +2,7 @@
 checkpoints, ways back. Read `Course.run`.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,10 @@ from modelwright.train.watchdog import Watchdog
 
 @dataclass(kw_only=True)
 class Course:
-    """The parts of one run, and its steps in the order in which they happen."""
+    """The parts of one run, and its steps in the order in which they happen.
+
+    restart: begin at step 0 when all checkpoints are damaged.
+    """
 
     one_step: TrainStep
     config: TrainConfig
@@ -47,6 +51,7 @@ class Course:
     given_controllers: dict[str, Controller]
     checkpoints: Checkpoints
     watchdog: Watchdog
+    restart: bool = False
     controllers: dict[str, Controller] = field(init=False)
     recorder: Recorder | None = None
     at: Position = field(default_factory=Position)
@@ -213,6 +218,7 @@ class Course:
         self.checkpoints.wait()
         while (step := spikes.step_to_go_back_to()) and not self.checkpoints.is_whole(step):
             self.progress.note(f"the checkpoint of step {step}, to which spikes send the run back, is damaged")
+            self.checkpoints.set_aside(step)
             spikes.forget(step)
         if not step:
             return
@@ -277,10 +283,11 @@ class Course:
         the first one's weights.
         """
         self.checkpoints.prepare()
-        step = self.checkpoints.latest_step(self.progress.note)
+        step = self.checkpoints.latest_step(self.progress.note, restart=self.restart)
         if step:
             names = list(self.one_step.names.values())
             self.restore(self.checkpoints.load(step, self.model.state_dict(), gradients=names, note=self.progress.note))
+            self.forget_damaged_best()
             self.progress.note(f"going on after step {step} of {self.num_steps}")
         elif self.everyone.is_only_data_parallel:
             for weight in self.model.state_dict().values():
@@ -288,6 +295,16 @@ class Course:
         self.checkpoints.write_best(self.best())
         if self.world.is_first:
             self.recorder = Recorder(self.stage.metrics, tensorboard=self.stage.tensorboard, first_step=step + 1)
+
+    def forget_damaged_best(self) -> None:
+        """Without its checkpoint the lowest held-out loss is of no use: the next evaluation begins afresh."""
+        best_step = self.at.best_step
+        if not self.config.keep_best or not best_step or self.checkpoints.is_whole(best_step):
+            return
+        aside = self.checkpoints.set_aside(best_step)
+        kept = f"is damaged; it is kept as {aside}" if aside else "is gone"
+        self.progress.note(f"the checkpoint of the best step, {best_step}, {kept}; the best of what follows is taken")
+        self.at.best_step, self.at.best_loss = 0, math.inf
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over a checkpoint's state; the weights are in place already."""

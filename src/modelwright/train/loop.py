@@ -55,13 +55,15 @@ def train(
     controllers: Mapping[str, Controller] | None = None,
     transport: GradientTransport | None = None,
     parallel: ParallelConfig = DATA_PARALLEL,
+    restart: bool = False,
 ) -> TrainResult:
     """Train `model` in place until `num_steps` updates are done, going on from the newest whole checkpoint in `stage`.
 
     num_steps: from `config.resolve_num_steps`; name: what the progress display calls it; input_digest: of whatever
     decides the result (config, data, initial weights): a checkpoint with another one is refused; heldout: batches for
     evaluation, shared among the ranks; peak_flops: matrix-product rate of one rank in FLOP/s, 0 when unknown;
-    transport: the one that `config.transport` describes unless given; parallel: how the world is laid out. Every rank
+    transport: the one that `config.transport` describes unless given; parallel: how the world is laid out; restart:
+    begin at step 0 when all checkpoints are damaged, which is an error otherwise. Every rank
     comes with the same whole model and leaves with it, trained; in between, and after an error, a model that is laid
     out over several ranks has no values of its own. Writes `stage.checkpoints`, `stage.metrics`, `stage.tensorboard`
     and, in `stage.path`, the watch list and what guards leave, mostly on the first rank only.
@@ -109,6 +111,7 @@ def train(
                     watchdog=watchdog,
                     arena=arena,
                     note_once=note_once,
+                    restart=restart,
                 )
                 if isinstance(ended, TrainResult):
                     return ended

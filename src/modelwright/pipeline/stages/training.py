@@ -107,6 +107,7 @@ def _learn(
         heldout=heldout_sample(rows.parent / "heldout", config, batch_rows=microbatch_rows),
         peak_flops=peak_flops(context, config, training),
         parallel=config.parallel,
+        restart=context.restart,
     )
     peaks = _peaks_after(context, config, training)
     used_share = _utilisation(result, peaks, context.ranks.size)
