@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.config import load_yaml
+from modelwright.core.artifacts import write_artifact
+from modelwright.core.config import load_yaml, save_yaml
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.journal import read_attempts
+from modelwright.recipes.tiny import tiny
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -42,6 +44,9 @@ def assert_one_line(done: subprocess.CompletedProcess[str], *parts: str) -> None
         (b'recipe: tiny\nname: "a\\0b"\n', "must be usable as a folder's name"),
         (b"[" * 5000, "is nested too deeply"),
         (b"recipe: tiny\nmodel: {model_dim: -64}\n", "model.model_dim: must be at least 1"),
+        (b"recipe: tiny\nreport: {num_questions: -1}\n", "report.num_questions: must be 0 (none) or more"),
+        (b"recipe: tiny\nserve: {start_timeout_s: -1}\n", "serve.start_timeout_s: must be above 0"),
+        (b"recipe: tiny\nserve: {num_heldout_questions: -1, questions: [a]}\n", "serve.num_heldout_questions: must be"),
         (b"recipe: tiny\nhardware: {num_threads: 100000000}\n", "hardware.num_threads: must be from 0"),
         (b"recipe: tiny\nmodel: {num_layers: 100000000}\n", "lower model.model_dim (64), model.num_layers (100000000)"),
         (b"recipe: tiny\nmodel: {model_dim: 100000000}\n", "lower model.model_dim (100000000)"),
@@ -114,7 +119,33 @@ def test_a_run_folder_that_cannot_be_one(
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc here")
 def test_a_folder_that_cannot_be_made(inside: Command) -> None:
-    assert_one_line(inside("run", "tiny", "--run-dir", "/proc/no-such"), "/proc/no-such: cannot be made", "--run-dir")
+    assert_one_line(inside("run", "tiny", "--run-dir", "/proc/no-such"), "/proc/no-such: cannot be made", "choose another folder")
+
+
+def test_an_export_never_replaces_a_file(inside: Command, tmp_path: Path) -> None:
+    run, file = RunDir(tmp_path / "run").create(), tmp_path / "file"
+    file.write_text("text")
+    run.write_info({"invocations": [], "stages": {}})
+    save_yaml(run.config, tiny())
+    with write_artifact(run.stage("sft").artifact, kind="sft", digest="") as draft:
+        (draft.path / "config.json").write_text("{}")
+    for more in ([], ["--overwrite"]):
+        assert_one_line(inside("export", str(run.path), "--to", "hf", str(file), *more), "file: is a file")
+    assert file.read_text() == "text"
+    done = inside("export", str(run.path), "--to", "hf", "/dev/null/below")
+    assert_one_line(done, "/dev/null/below.partial: cannot be made (Not a directory)")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("lr-range", "tiny", "--last", "inf"), "first: must be above 0 and below last, a finite rate"),
+        (("doctor", "tiny", "--budget", "nan"), "--budget: must be a number of seconds above 0"),
+        (("doctor", "tiny", "--budget", "-1"), "--budget: must be a number of seconds above 0"),
+    ],
+)
+def test_numbers_that_measure_nothing(inside: Command, words: tuple[str, ...], message: str) -> None:
+    assert_one_line(inside(*words), message)
 
 
 def test_the_range_test_needs_a_folder(inside: Command, tmp_path: Path) -> None:

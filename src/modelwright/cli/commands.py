@@ -1,6 +1,7 @@
 """The other commands: each reads its words, calls one function of the floors below, prints what comes back."""
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -51,6 +52,8 @@ def doctor(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--budget", type=float, default=6.0, metavar="SECONDS", help="time for each measurement")
     options = parser.parse_args(words)
+    if not 0 < options.budget < math.inf:
+        raise ConfigError(f"--budget: must be a number of seconds above 0, got {options.budget}")
     from modelwright.pipeline.doctor import examine
     from modelwright.recipes.load import load
 

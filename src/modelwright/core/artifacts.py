@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.errors import ArtifactError, writing
+from modelwright.core.errors import ArtifactError, StorageError, writing
 
 MANIFEST = "manifest.json"
 
@@ -62,7 +62,7 @@ def write_artifact(
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     with writing(folder):
-        partial.mkdir(parents=True)
+        make_folder(partial)
         draft = ArtifactDraft(partial)
         try:
             yield draft
@@ -104,6 +104,17 @@ def read_manifest(folder: Path, *, kind: str = "", verify: bool = False) -> Mani
         if verify and describe_file(file)["sha256"] != checksum:
             raise ArtifactError(f"{file}: its content does not match the manifest; remove {folder} and run again")
     return manifest
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it. Raises `StorageError` when that is refused, for whatever reason."""
+    try:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be made ({error.strerror}); choose another folder") from None
 
 
 def is_complete(folder: Path) -> bool:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, StorageError, writing
+from modelwright.core.artifacts import make_folder, write_atomic
+from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, writing
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,7 @@ class RunDir:
     def create(self) -> "RunDir":
         """Make the folder. Raises `ConfigError` or `StorageError` when that is refused."""
         self.check()
-        try:
-            with writing(self.path):
-                self.path.mkdir(parents=True, exist_ok=True)
-        except StorageError:
-            raise
-        except OSError as error:
-            raise StorageError(f"{self.path}: cannot be made ({error.strerror}); choose another --run-dir") from None
+        make_folder(self.path)
         return self
 
     def read_info(self) -> dict[str, Any]:

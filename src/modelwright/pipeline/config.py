@@ -58,6 +58,10 @@ class ServeCheckConfig:
             raise ConfigError("questions: is empty and num_heldout_questions is 0; ask at least one question")
         if self.max_tokens < 1 or self.temperature < 0:
             raise ConfigError("max_tokens: must be at least 1, and temperature at least 0")
+        if self.num_heldout_questions < 0:
+            raise ConfigError(f"num_heldout_questions: must be 0 (none) or more, got {self.num_heldout_questions}")
+        if self.start_timeout_s <= 0:
+            raise ConfigError(f"start_timeout_s: must be above 0, got {self.start_timeout_s}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,11 @@ class ReportConfig:
 
     num_dropped_examples: int = 3
     num_questions: int = 6
+
+    def __post_init__(self) -> None:
+        for name in ("num_dropped_examples", "num_questions"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: must be 0 (none) or more, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)

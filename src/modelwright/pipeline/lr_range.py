@@ -56,8 +56,8 @@ class RangeConfig:
     num_steps: int = 150
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.first < self.last:
-            raise ConfigError(f"first: must be above 0 and below last ({self.last:g}), got {self.first:g}")
+        if not 0.0 < self.first < self.last < math.inf:
+            raise ConfigError(f"first: must be above 0 and below last, a finite rate, got {self.first:g}, {self.last:g}")
         if self.num_steps < 20:
             raise ConfigError(f"steps: must be at least 20, got {self.num_steps}; 100 to 300 are usual")
 

@@ -42,6 +42,8 @@ def export_hf(run: RunDir, target: Path, *, stage: str, overwrite: bool) -> Path
     source = _artifact(run, (stage,) if stage else tuple(reversed(config.trained_stages)))
     if overwrite and target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
         raise ConfigError(f"{target}: holds something else than a model, so it is not replaced; choose another folder")
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{target}: is a file, so it is not replaced by a folder; choose another one")
     if target.exists() and not overwrite:
         raise ConfigError(f"{target}: exists; choose another folder or add --overwrite")
     with write_artifact(target, kind="export", digest="") as draft:
