@@ -71,6 +71,8 @@ CASES = (
     Case(name="tensor 2, no sequence parallelism", num_processes=2, layout={"tensor": 2, "sequence_parallel": False}),
     Case(name="context 2", num_processes=2, layout={"context": 2}, settings=TWO),
     Case(name="context 4", num_processes=4, layout={"context": 4}),
+    Case(name="context 2, ring", num_processes=2, layout={"context": 2, "context_attention": "ring"}, settings=TWO),
+    Case(name="context 4, ring", num_processes=4, layout={"context": 4, "context_attention": "ring"}),
     Case(name="ZeRO-1, 2", num_processes=2, layout={"shard": "optimizer"}, settings=TWO),
     Case(name="ZeRO-2, 2", num_processes=2, layout={"shard": "gradients"}, settings=TWO),
     Case(name="ZeRO-3, 4", num_processes=4, layout={"shard": "full"}, settings=TWO),

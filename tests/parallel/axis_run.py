@@ -8,6 +8,7 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
-from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.config import ContextAttention, ParallelConfig
 from modelwright.parallel.context import attention_of
 from modelwright.parallel.gradients import like_parameter
 from modelwright.parallel.mesh import Mesh, World, join_world, lay_out
@@ -137,15 +138,18 @@ def tensor_checks(mesh: Mesh) -> Results:
 
 def context_checks(context: World) -> Results:
     """One layer's attention on the ranks' own tokens, with gradients."""
-    attend, part = attention_of(rows(), context)
+    _, part = attention_of(rows(), context)
     results = {"tokens": part.input_ids_BT, "labels": part.labels_BT, "positions": part.positions_BT}
     _, places = attention_of(numbered(), context)
     own = places.input_ids_BT[0]
-    inputs = [x[:, own].requires_grad_() for x in queries_keys_values()]
-    out = attend(0, *inputs)
-    gradients = torch.autograd.grad((out * output_weights()[:, own]).sum(), inputs)
-    results |= {"places": own, "out": out.detach()}
-    results |= dict(zip("qkv", gradients, strict=True))
+    results["places"] = own
+    for kind in get_args(ContextAttention):
+        attend, _ = attention_of(rows(), context, kind)
+        inputs = [x[:, own].requires_grad_() for x in queries_keys_values()]
+        out = attend(0, *inputs)
+        gradients = torch.autograd.grad((out * output_weights()[:, own]).sum(), inputs)
+        results[f"{kind}/out"] = out.detach()
+        results |= {f"{kind}/{name}": gradient for name, gradient in zip("qkv", gradients, strict=True)}
     return {f"context/{key}": value.contiguous() for key, value in results.items()}
 
 

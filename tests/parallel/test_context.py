@@ -1,10 +1,13 @@
 """Rows cut over three ranks against whole rows: tokens, attention and its gradients."""
 
+from typing import get_args
+
 import pytest
 import torch
 
 from modelwright.core.errors import ConfigError
 from modelwright.ops.attention import document_mask, masked_attention_naive
+from modelwright.parallel.config import ContextAttention
 from modelwright.parallel.context import attention_of, own_spans
 from modelwright.parallel.mesh import single
 from parallel import axis_run
@@ -25,15 +28,16 @@ def test_every_token_is_on_one_rank_with_its_label_and_position(ranks):
         assert torch.equal(torch.cat([rank[name] for rank in ranks], 1), whole[:, places])
 
 
-def test_attention_and_gradients_are_those_of_whole_rows(ranks):
+@pytest.mark.parametrize("kind", get_args(ContextAttention))
+def test_attention_and_gradients_are_those_of_whole_rows(ranks, kind):
     inputs = [x.requires_grad_() for x in axis_run.queries_keys_values()]
     out = masked_attention_naive(*inputs, document_mask(axis_run.rows().segments_BT))
     gradients = torch.autograd.grad((out * axis_run.output_weights()).sum(), inputs)
     for rank in ranks:
         own = rank["places"]
-        torch.testing.assert_close(rank["out"], out[:, own], **EXACT)
+        torch.testing.assert_close(rank[f"{kind}/out"], out[:, own], **EXACT)
         for name, gradient in zip("qkv", gradients, strict=True):
-            torch.testing.assert_close(rank[name], gradient[:, own], **EXACT)
+            torch.testing.assert_close(rank[f"{kind}/{name}"], gradient[:, own], **EXACT)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])

@@ -45,15 +45,18 @@ TWO = [
     exact("tensor2-whole-residual", {"tensor": 2, "sequence_parallel": False}),
     exact("tensor2-untied", {"tensor": 2}, shape=UNTIED),
     exact("context2", {"context": 2}),
+    exact("context2-ring", {"context": 2, "context_attention": "ring"}),
     *(exact(f"shard2-{what}", {"shard": what}) for what in ("optimizer", "gradients", "full")),
     practical("fp32-tensor2-odd", {"tensor": 2}, shape=ODD),
     practical("fp32-context2", {"context": 2}),
     practical("bf16-tensor2", {"tensor": 2}, compute="bf16"),
     practical("bf16-context2", {"context": 2}, compute="bf16"),
+    practical("bf16-context2-ring", {"context": 2, "context_attention": "ring"}, compute="bf16"),
 ]
 FOUR = [
     exact("tensor4-of-two-kv-heads", {"tensor": 4}),
     exact("context4", {"context": 4}),
+    exact("context4-ring", {"context": 4, "context_attention": "ring"}),
     exact("context2-tensor2", {"context": 2, "tensor": 2}),
     exact("data2-tensor2", {"tensor": 2}),
     exact("data2-tensor2-full-odd", {"tensor": 2, "shard": "full"}, shape=ODD | UNTIED),

@@ -7,6 +7,7 @@ from modelwright.core.errors import ConfigError
 
 Shard = Literal["none", "optimizer", "gradients", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+ContextAttention = Literal["all_gather", "ring"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +21,10 @@ class ParallelConfig:
     shard: what is divided among copies instead of kept by each: nothing (ZeRO-0), optimizer states (1), gradients too
     (2), parameters too (3). shard_group: copies that share one whole model, 0 for all of them; fewer is hybrid
     sharding: sharded within groups of neighbouring ranks, replicated across groups.
-    context: processes that share the tokens of each row. tensor: processes that share each layer's heads, FFN columns
-    and the vocabulary; with sequence_parallel the norms and the residual stream between them are shared too.
+    context: processes that share the tokens of each row. context_attention: how they attend to each other's tokens:
+    `all_gather` collects the keys and values of whole rows in every layer; `ring` passes them from rank to rank, in
+    less memory. tensor: processes that share each layer's heads, FFN columns and the vocabulary; with
+    sequence_parallel the norms and the residual stream between them are shared too.
     share_memory: processes of one host that share out rows and nothing else keep one copy of weights and optimizer
     states in its memory, and each makes its part of every update (on the CPU). Where the
     host's shared memory has no room they keep copies; a run repeats to the last bit where that is the same each time.
@@ -34,6 +37,7 @@ class ParallelConfig:
     pipeline: int = 1
     data: int = 0
     context: int = 1
+    context_attention: ContextAttention = "all_gather"
     tensor: int = 1
     shard: Shard = "none"
     shard_group: int = 0

@@ -1,10 +1,10 @@
 """Context parallelism: the ranks of one axis share the tokens of each row.
 
 A row of T tokens is cut into twice as many chunks as there are ranks, and rank r takes chunk r from the front and
-chunk r from the back: the causal work of a long document is then the same on every rank. Keys and values of all tokens
-are gathered in every layer, queries stay (as in Llama 3, section 3.3.2); the gradients of keys and values are summed
-and scattered. A document sees itself only, wherever the cuts fall. Knows nothing about layers and losses: sums over the
-tokens of all ranks are what whole rows would give.
+chunk r from the back: the causal work of a long document is then the same on every rank. Queries stay. Keys and values
+of all tokens are gathered in every layer (as in Llama 3, section 3.3.2), and their gradients summed and scattered; or
+they are passed from rank to rank (`ring_attention.py`). A document sees itself only, wherever the cuts fall. Sums over
+the tokens of all ranks are what whole rows would give.
 
 Legend: B rows, T tokens of a whole row, S those on this rank, H query heads, K key/value heads, d head width, R ranks.
 """
@@ -19,20 +19,25 @@ from modelwright.data.batch import TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Attend
 from modelwright.ops.attention import masked_attention, packed_attention, packed_tiles
+from modelwright.ops.partial_attention import visible_blocks, visible_mask
+from modelwright.parallel.config import ContextAttention
 from modelwright.parallel.conjugates import gathered, moved, summed_slice
 from modelwright.parallel.mesh import World
+from modelwright.parallel.ring_attention import ring_attention
 
 
-def attention_of(part: TokenBatch, context: World) -> tuple[Attend, TokenBatch]:
+def attention_of(part: TokenBatch, context: World, kind: ContextAttention = "all_gather") -> tuple[Attend, TokenBatch]:
     """The `Attend` of packed rows, and the tokens of theirs that are this rank's.
 
-    All ranks of the axis come with the same rows. Raises `ConfigError` when the tokens of a row do not divide.
+    kind: how ranks attend to each other's tokens. All ranks of the axis come with the same rows. Raises `ConfigError`
+    when the tokens of a row do not divide.
     """
     if context.size == 1:
         return packed_attend(part.segments_BT), part
     row_len = part.segments_BT.shape[1]
     own_S = _places(row_len, context.size, context.rank).to(part.segments_BT.device)
     attend = _attend_on_cpu if part.segments_BT.device.type == "cpu" else _attend_elsewhere
+    attend = _attend_in_ring if kind == "ring" else attend
     mine = TokenBatch(
         input_ids_BT=part.input_ids_BT[:, own_S],
         labels_BT=part.labels_BT[:, own_S],
@@ -74,6 +79,19 @@ def _attend_elsewhere(segments_BT: Tensor, context: World, own_S: Tensor) -> Att
     def attend(layer: int, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
         k_BTKd, v_BTKd = _whole_rows(k_BSKd, v_BSKd, context)
         return masked_attention(q_BSHd.to(v_BTKd.dtype), k_BTKd, v_BTKd, mask_B1ST)
+
+    return attend
+
+
+def _attend_in_ring(segments_BT: Tensor, context: World, own_S: Tensor) -> Attend:
+    spans = [own_spans(segments_BT.shape[1], context.size, rank) for rank in range(context.size)]
+    own, on_cpu = spans[context.rank], segments_BT.device.type == "cpu"
+    visible = [
+        visible_blocks(segments_BT, own, keys) if on_cpu else visible_mask(segments_BT, own, keys) for keys in spans
+    ]
+
+    def attend(layer: int, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
+        return ring_attention(q_BSHd, k_BSKd, v_BSKd, context, visible)  # pyright: ignore
 
     return attend
 

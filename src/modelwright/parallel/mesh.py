@@ -63,6 +63,30 @@ class World:
         dist.all_gather(list(gathered.unbind(0)), tensor.contiguous(), group=self.group)
         return gathered
 
+    def start_ring_shift(self, tensor: Tensor, *, tag: int = 0) -> Callable[[], Tensor]:
+        """Begin to send a tensor to the next rank and to receive the previous rank's; the first follows the last.
+
+        The returned function waits for both and returns what was received; it must be called, and until then `tensor`
+        must not change. tag: tells messages apart that are on their way at once.
+        """
+        if self.size == 1:
+            return lambda: tensor
+        tensor, received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, tensor, group=self.group, tag=tag, group_peer=after),
+                dist.P2POp(dist.irecv, received, group=self.group, tag=tag, group_peer=before),
+            ]
+        )
+
+        def wait() -> Tensor:
+            for work in works:
+                work.wait()
+            return received
+
+        return wait
+
     def sums(self, values: Sequence[float]) -> list[float]:
         """The sum of each value over the ranks, in one message."""
         if self.size == 1:

@@ -158,7 +158,7 @@ class Pipeline:
                 module.reshard()
 
     def _begin(self, parts: Sequence[TokenBatch], loss_of: Callable[[Tensor, TokenBatch], Tensor]) -> None:
-        self._microbatches = [attention_of(part, self.mesh.context) for part in parts]
+        self._microbatches = [attention_of(part, self.mesh.context, self.config.context_attention) for part in parts]
         self._loss_of = loss_of
         for stage in self.stages:
             stage.feed = iter(self._microbatches)

@@ -59,7 +59,9 @@ def spread(
     if mesh.pipeline.size > 1:
         return Pipeline(model, parallel, mesh, passes=passes)
     scatters_each |= parallel.shard in ("gradients", "full")
-    return WholeModel(passes(model), mesh.context, scatters_each=scatters_each)
+    return WholeModel(
+        passes(model), mesh.context, scatters_each=scatters_each, context_attention=parallel.context_attention
+    )
 
 
 def apply_passes(

@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from modelwright.model.decoder import Decoder
+from modelwright.parallel.config import ContextAttention
 from modelwright.parallel.context import attention_of
 from modelwright.parallel.mesh import World
 from modelwright.parallel.shard import scatter_gradients
@@ -45,12 +46,21 @@ class Runner(Protocol):
 class WholeModel:
     """The ranks of `context` share the tokens of each row; all layers are here.
 
-    scatters_each: gradients that FSDP divides are scattered after each microbatch (ZeRO-2 and 3), not once a step.
+    context_attention: how they attend to each other's tokens. scatters_each: gradients that FSDP divides are scattered
+    after each microbatch (ZeRO-2 and 3), not once a step.
     """
 
-    def __init__(self, model: Decoder, context: World, *, scatters_each: bool) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        context: World,
+        *,
+        scatters_each: bool,
+        context_attention: ContextAttention = "all_gather",
+    ) -> None:
         self.model = model
         self.context = context
+        self.context_attention: ContextAttention = context_attention
         self.scatters_each = scatters_each
 
     def num_stages_with(self, name: str) -> int:
@@ -68,5 +78,5 @@ class WholeModel:
             self._loss(part, loss_of)
 
     def _loss(self, part: Batch, loss_of: LossOf) -> Tensor:
-        attend, part = attention_of(part, self.context)
+        attend, part = attention_of(part, self.context, self.context_attention)
         return loss_of(self.model(part.input_ids_BT, part.positions_BT, attend), part)

@@ -1,0 +1,83 @@
+"""Attention to keys block by block against attention to all of them at once, with gradients, without any other rank."""
+
+import pytest
+import torch
+
+from modelwright.ops.attention import document_mask, masked_attention_naive
+from modelwright.ops.partial_attention import (
+    Block,
+    add_keys,
+    empty_output,
+    gradients_of_keys,
+    visible_blocks,
+    visible_mask,
+)
+
+ROW_LEN = 30
+QUERY_SPANS = [(5, 10), (20, 25)]
+KEY_SPANS = [QUERY_SPANS, [(0, 5), (25, 30)], [(10, 15), (15, 20)]]
+"""The queries' own tokens first, then the rest of the row; some of it lies after all queries."""
+
+
+def segments() -> torch.Tensor:
+    """One document over the whole row, and several of odd lengths with padding at the end."""
+    segments_BT = torch.zeros(2, ROW_LEN, dtype=torch.int32)
+    segments_BT[1, 7:], segments_BT[1, 8:], segments_BT[1, 23:] = 1, 2, -1
+    return segments_BT
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        torch.randn(2, ROW_LEN, heads, 8, dtype=torch.float64, generator=generator).to(dtype) for heads in (6, 2, 2)
+    ]
+
+
+def positions(spans: list[tuple[int, int]]) -> torch.Tensor:
+    return torch.cat([torch.arange(start, end) for start, end in spans])
+
+
+@pytest.mark.parametrize("make", [visible_blocks, visible_mask])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 0.05)]
+)
+def test_keys_added_one_block_after_another_are_attention_to_all(make, dtype, tolerance):
+    own = positions(QUERY_SPANS)
+    whole = [x.double().requires_grad_() for x in inputs(dtype)]
+    expected = masked_attention_naive(*whole, document_mask(segments()))[:, own]
+    weights = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    expected_grads = torch.autograd.grad((expected * weights).sum(), whole)
+
+    q, k, v = inputs(dtype)
+    q = q[:, own]
+    visible = [make(segments(), QUERY_SPANS, spans) for spans in KEY_SPANS]
+    out, lse = empty_output(q)
+    for spans, seen in zip(KEY_SPANS, visible, strict=True):
+        add_keys(out, lse, q, k[:, positions(spans)], v[:, positions(spans)], seen)
+    out = out.to(dtype)
+    torch.testing.assert_close(out.double(), expected.detach(), rtol=tolerance, atol=tolerance)
+
+    grad_q = torch.zeros(q.shape, dtype=lse.dtype)
+    for spans, seen in zip(KEY_SPANS, visible, strict=True):
+        keys = positions(spans)
+        parts = gradients_of_keys(weights.to(dtype), out, lse, q, k[:, keys], v[:, keys], seen)
+        grad_q += parts[0]
+        for part, whole_grad in zip(parts[1:], expected_grads[1:], strict=True):
+            torch.testing.assert_close(part.double(), whole_grad[:, keys], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(grad_q.double(), expected_grads[0][:, own], rtol=tolerance, atol=tolerance)
+
+
+def test_blocks_are_those_of_the_mask():
+    for spans in KEY_SPANS:
+        drawn = torch.zeros(2, 10, 10, dtype=torch.bool)
+        for row, query_start, query_end, key_start, key_end, is_diagonal in visible_blocks(
+            segments(), QUERY_SPANS, spans
+        ).blocks:
+            square = torch.ones(query_end - query_start, key_end - key_start, dtype=torch.bool)
+            drawn[row, query_start:query_end, key_start:key_end] |= square.tril() if is_diagonal else square
+        assert torch.equal(drawn, visible_mask(segments(), QUERY_SPANS, spans).visible_BSN)
+
+
+def test_whole_spans_before_the_queries_are_one_block():
+    row = torch.zeros(1, ROW_LEN, dtype=torch.int32)
+    assert visible_blocks(row, [(10, 20)], [(0, 10), (20, 30)]).blocks == [Block(0, 0, 10, 0, 10, False)]
