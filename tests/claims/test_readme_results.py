@@ -1,0 +1,159 @@
+"""The figures that the README quotes are those of the result files, with their verdicts and conditions."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MACHINE = "amd-epyc-2c-avx512"
+OLDER_MACHINE = "amd-epyc-2c-avx2"
+CONDITIONS_WITH_UNITS = {"50%"}
+"""Numbers of the table that are a condition and not a figure of a record: the garbage in the stream."""
+
+
+def section(title: str) -> str:
+    """The text below a heading of the README, up to the next heading, as one line for each paragraph or row."""
+    match = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#+ |\Z)", README, flags=re.MULTILINE | re.DOTALL)
+    assert match, title
+    return re.sub(r"(?<=[^\n|])\n(?=[^\n|])", " ", match[1])
+
+
+def record(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def figures(claim: str, machine: str = MACHINE) -> dict[str, float]:
+    return {name: figure["value"] for name, figure in record(f"{claim}-{machine}")["figures"].items()}
+
+
+def technique_rows() -> dict[str, tuple[str, str, str]]:
+    """The table of techniques by claim: measured figures, verdict, conditions."""
+    row = r"^\| [^|]+ \| ([^|]+) \| \[(\w+)\]\(docs/claims\.md#(\w+)\)[^|]* \| ([^|]+) \|$"
+    rows = re.findall(row, section("Results"), flags=re.MULTILINE)
+    return {claim: (measured, verdict, conditions) for measured, verdict, claim, conditions in rows}
+
+
+def bf16_figures() -> list[str]:
+    values = figures("bf16_mixed")
+    return [f"{values['speed-up']:.1f} times", f"{100 * (1 - values['memory ratio']):.0f}% less memory"]
+
+
+def adaptive_figures() -> list[str]:
+    values = figures("adaptive_precision")
+    rules = values["speed over FP32, rules"]
+    return [
+        f"{rules:.1f} times the speed of FP32",
+        f"{rules / values['speed over FP32, fp32 by oneDNN']:.1f} times that of FP32 with oneDNN",
+        f"{values['memory saved, rules']:.0f}% less memory",
+        f"{values['speed over FP32, all INT8, BF16 stream']:.1f} times",
+        f"{values['memory saved, all INT8, BF16 stream']:.0f}% less memory",
+        f"{values['held-out loss above FP32, rules']:+.1f}%",
+    ]
+
+
+def sparse_figures() -> list[str]:
+    values = figures("sparse_updates")
+    clean, dense = (values[f"held-out loss, {arm}, clean continual update"] for arm in ("rows by change", "dense"))
+    return [
+        f"{values['executed FLOPs, method to dense']:.2f} of the FLOPs",
+        f"{values['time of a step, method to dense']:.2f} of the time of a step",
+        f"{-values['held-out loss above dense']:.1f}% below dense",
+        f"{100 * (clean / dense - 1):.1f}% above dense",
+    ]
+
+
+def stack_figures() -> list[str]:
+    values = figures("efficiency_20x")
+    one, two, one_wide, two_wide = (
+        values[f"{hosts}: faster, everything"]
+        for hosts in ("one host", "two hosts", "one host, wide", "two hosts, wide")
+    )
+    return [f"{one:.1f} times on one host", f"{two:.1f} times on two hosts", f"{one_wide:.1f} and {two_wide:.1f} times"]
+
+
+QUOTED = {
+    "bf16_mixed": bf16_figures,
+    "adaptive_precision": adaptive_figures,
+    "sparse_updates": sparse_figures,
+    "efficiency_20x": stack_figures,
+}
+
+
+@pytest.mark.parametrize("claim", QUOTED)
+def test_the_table_quotes_the_figures_of_the_record(claim: str) -> None:
+    """It quotes each of them, rounded as here, and no other figure; the verdict is the record's."""
+    measured, verdict, conditions = technique_rows()[claim]
+    assert verdict == record(f"{claim}-{MACHINE}")["kind"]
+    quoted, expected = f"{measured} {conditions}", QUOTED[claim]()
+    assert [figure for figure in expected if figure not in quoted] == []
+    numbers = set(re.findall(r"[-+]?\d[\d.]*(?:%| times| of the)", quoted)) - CONDITIONS_WITH_UNITS
+    assert [number for number in numbers if not any(number in figure for figure in expected)] == []
+
+
+def test_every_row_of_the_table_is_checked() -> None:
+    rows = [line for line in section("Results").splitlines() if line.startswith("| ")]
+    assert len(rows) - 2 == len(technique_rows())
+    assert set(technique_rows()) == set(QUOTED)
+
+
+def test_conditions_of_the_table_are_those_of_the_records() -> None:
+    rows = technique_rows()
+    adaptive, sparse, stack = (
+        record(f"{claim}-{MACHINE}")["conditions"]
+        for claim in ("adaptive_precision", "sparse_updates", "efficiency_20x")
+    )
+    assert adaptive["pace"].startswith("39331968 parameters")
+    assert "39 million parameters" in rows["adaptive_precision"][2]
+    assert f"{adaptive['parameters'] / 1e6:.1f} million parameters" in rows["adaptive_precision"][2]
+    assert f"{sparse['parameters'] / 1e6:.1f} million parameters" in rows["sparse_updates"][2]
+    assert "50% garbage" in sparse["regimes"]
+    assert "50% of the stream is garbage" in rows["sparse_updates"][2]
+    assert f"({stack['parameters'] / 1e6:.1f} million parameters)" in rows["efficiency_20x"][0]
+    assert f"({stack['parameters, two hosts, wide'] / 1e6:.1f} million)" in rows["efficiency_20x"][0]
+
+
+def test_what_memory_means_is_said_beside_the_figures() -> None:
+    for claim in ("bf16_mixed", "adaptive_precision"):
+        assert "16 rows" in record(f"{claim}-{MACHINE}")["conditions"]["memory"]
+        assert "without gaps of the heap" in record(f"{claim}-{MACHINE}")["conditions"]["memory"]
+    (words,) = (line for line in section("Results").splitlines() if line.startswith("- *Memory*"))
+    assert "16 rows of 512 tokens" in words
+    assert "without fragmentation of the heap" in words
+    assert "resident memory of the whole process falls by a smaller share" in words
+
+
+def test_the_table_of_other_trainers_is_that_of_the_benchmark() -> None:
+    results = record(f"peers-fp32-{OLDER_MACHINE}")
+    summaries, task = results["summary"], results["task"]
+    text = section("Other trainers")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    assert rows[2:] == [
+        [
+            name.replace("Trainer", "`Trainer`"),
+            f"{summary['tokens_per_s']:,.0f}",
+            "" if own is summary else f"{own['tokens_per_s'] / summary['tokens_per_s']:.2f} times as fast",
+            f"{summary['peak_bytes'] / 2**20:,.0f} MiB",
+            f"{summary['heldout_loss']:.4f}",
+        ]
+        for own in [summaries["Modelwright"]]
+        for name, summary in summaries.items()
+    ]
+    assert f"{task['num_steps']} steps of {task['batch_rows'] * task['seq_len']:,} tokens" in text
+    assert f"the first {task['warmup_steps']} are not timed" in text
+    assert f"up to {max(summary['spread'] for summary in summaries.values()):.0%}" in text
+    assert f"commit {results['commit'][:7]}" in text
+
+
+def test_speeds_of_number_formats_are_those_of_the_records() -> None:
+    """Two records have the bare products of the older machine; the README gives the range over both."""
+    text = section("Number formats")
+    records = [figures(claim, OLDER_MACHINE) for claim in ("precision_policies", "adaptive_precision")]
+    for formats in (("bf16", "fp16"), ("fp8", "int8")):
+        speeds = [values[f"bare products over FP32, {name}"] for values in records for name in formats]
+        assert f"{min(speeds):.2f} to {max(speeds):.2f} times" in text
+    onednn = figures("adaptive_precision")["speed over FP32, fp32 by oneDNN"]
+    assert f"{onednn:.1f} times as fast with `--pretrain.precision.onednn`" in text
