@@ -42,6 +42,11 @@ def test_overflows_changes_and_skipped_steps_of_the_loss_scale():
     assert changes.items[0].text.splitlines() == ["step      0  2^12", "step      7  2^11", "step      9  2^10"]
 
 
+def test_a_loss_scale_that_never_changed_has_no_list_of_changes():
+    blocks = scale_blocks(stage(loss_scale={**SCALE, "num_overflows": 0, "history": [[0, 1024.0]]}), RECORDS)
+    assert [type(block) for block in blocks] == [Chart]
+
+
 def test_every_layer_has_its_scale_and_its_changes():
     _, changes, table = scale_blocks(stage(loss_scale={**SCALE, "layers": LAYERS}), RECORDS)
     assert isinstance(changes, Fold)

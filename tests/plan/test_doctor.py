@@ -69,5 +69,5 @@ def test_survey_of_this_machine(tmp_path: Path) -> None:
     assert 0 < facts["machine"]["memory_available_bytes"] <= facts["machine"]["memory_bytes"]
     assert all(value > 0 for value in facts["training"]["effective"].values())
     text = survey_text(facts)
-    for word in ("processor", "gate_proj grad_weight", "effective", "recommended compute", "1 threads"):
+    for word in ("processor", "gate_proj grad_weight", "effective", "recommended compute", "1 thread,", "(1 thread;"):
         assert word in text

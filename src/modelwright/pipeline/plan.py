@@ -19,6 +19,7 @@ from modelwright.pipeline.chain import build_stages
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.execute import previous_config
 from modelwright.pipeline.layouts import planned
+from modelwright.pipeline.report.format import plural
 from modelwright.pipeline.resolve import measured_rates, resolve
 from modelwright.pipeline.runner import survey
 from modelwright.plan.catalog import ComputeRate
@@ -81,7 +82,7 @@ def describe_plan(
     lines += [f"  {stage.name:<12}{_words(states[stage.name], stage.name, only)}" for stage in stages]
     left = sum(estimate.seconds for estimate in to_do)
     threads = config.hardware.num_threads
-    lines += ["", f"left to do: about {duration(left)} on {config.hardware.device} with {threads} threads"]
+    lines += ["", f"left to do: about {duration(left)} on {config.hardware.device} with {plural(threads, 'thread')}"]
     return "\n".join([*lines, *about_times(load_before, num_usable_cores())])
 
 

@@ -148,19 +148,23 @@ def recommend(training: dict[str, Any], int8: dict[str, Any]) -> dict[str, Any]:
     return advice
 
 
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def survey_text(facts: dict[str, Any]) -> str:
     """The survey as a plain-text table."""
     box, library, training = facts["machine"], facts["torch"], facts["training"]
     limit = f", limited to {size(box['memory_limit_bytes'])}" if box["memory_limit_bytes"] else ""
     gpus = ", ".join(f"{gpu['name']} ({size(gpu['memory_bytes'])})" for gpu in library["gpus"]) or "none"
     lines = [
-        f"processor   {box['processor']}, {box['cores']} usable cores, load {box['load']:.1f}",
+        f"processor   {box['processor']}, {_plural(box['cores'], 'usable core')}, load {box['load']:.1f}",
         f"memory      {size(box['memory_bytes'])}, {size(box['memory_available_bytes'])} available{limit}",
         f"disk        {size(box['disk_free_bytes'])} free",
-        f"torch       {library['version']}, {library['threads']} threads, {library['cpu_capability']}",
+        f"torch       {library['version']}, {_plural(library['threads'], 'thread')}, {library['cpu_capability']}",
         f"GPU         {gpus}",
         "",
-        f"GFLOP/s of the model's products in training ({training['threads']} threads; "
+        f"GFLOP/s of the model's products in training ({_plural(training['threads'], 'thread')}; "
         + ", ".join(f"{name} at {tokens} tokens" for name, tokens in training["tokens"].items())
         + ")",
         *_product_lines(training),

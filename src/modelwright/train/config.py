@@ -215,7 +215,9 @@ class TrainConfig:
         }
         for name, is_set in excludes.items():
             if is_set:
-                raise ConfigError(f"{name}: does not go with sparse updates as they are set; leave one of them out")
+                raise ConfigError(
+                    f"{name}: cannot be combined with the configured sparse updates; unset it or `sparse`"
+                )
 
     @property
     def _uses_fp16(self) -> bool:

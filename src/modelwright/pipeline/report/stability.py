@@ -38,7 +38,9 @@ def scale_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[Bl
     text = "\n".join(line for _, line in sorted(changes)[:_CHANGES_SHOWN])
     if len(changes) > _CHANGES_SHOWN:
         text += f"\n... and {len(changes) - _CHANGES_SHOWN} more"
-    blocks: list[Block] = [Chart("Loss scale", chart, words), Fold("Changes of the loss scale", [Excerpt("", text)])]
+    blocks: list[Block] = [Chart("Loss scale", chart, words)]
+    if len(changes) > 1:  # the first entry is the initial scale
+        blocks.append(Fold("Changes of the loss scale", [Excerpt("", text)]))
     return [*blocks, _layer_table(layers)] if layers else blocks
 
 
