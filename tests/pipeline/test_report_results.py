@@ -125,12 +125,12 @@ def scores(documents: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-def evaluated(tmp_path: Path, documents: int) -> Section:
+def evaluated(tmp_path: Path, documents: int, kind: str = "prose") -> Section:
     choice = {
         **CHOICE, "correct": 3, "accuracy_low": 0.1, "accuracy_high": 0.4, "log10_p_value": -0.1, "chance": 0.25,
         "cues": {"longest": 0.2, "shortest": 0.3, "shared_words": 1.0}, "score": "byte",
     }  # fmt: skip
-    model = {"bits_per_byte": {"prose": scores(documents)}, "multiple_choice": choice, "lossless": True}
+    model = {"bits_per_byte": {kind: scores(documents)}, "multiple_choice": choice, "lossless": True}
     results = {"models": {"pretrain": model}, "final": "pretrain", "baselines": {}}
     section = evaluation_section(run_data(tmp_path, "evaluate", {"results.json": results}))
     assert section is not None
@@ -150,6 +150,11 @@ def test_one_document_has_no_interval(tmp_path: Path) -> None:
     assert table.rows[0][3] == "1.900 to 2.100"
     table = next(block for block in evaluated(tmp_path / "one", 1).blocks if isinstance(block, Table))
     assert table.rows[0][3] == "needs 2 documents"
+
+
+def test_pairs_are_called_so_in_chart_and_table(tmp_path: Path) -> None:
+    table = next(block for block in evaluated(tmp_path, 5, kind="qa").blocks if isinstance(block, Table))
+    assert table.rows[0][1] == "question-answer pairs"
 
 
 def test_the_accuracy_axis_ends_at_100_percent(tmp_path: Path) -> None:

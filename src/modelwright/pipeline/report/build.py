@@ -12,7 +12,7 @@ from modelwright.pipeline.report.circumstances import (
     used,
 )
 from modelwright.pipeline.report.corpus import corpus_section, tokens_section
-from modelwright.pipeline.report.format import compact, count, flop_rate, number, percent, plural, seconds
+from modelwright.pipeline.report.format import compact, count, flop_rate, kind_title, number, percent, plural, seconds
 from modelwright.pipeline.report.learning import training_section
 from modelwright.pipeline.report.results import (
     MODEL_TITLES,
@@ -109,7 +109,7 @@ def _bits_facts(data: RunData) -> list[Fact]:
         best = min(models, key=lambda name: rows[name][kind])
         baseline = best_baseline(rows, kind)
         hint = f"{best}" + (f"; best baseline {baseline[1]:.2f} ({baseline[0]})" if baseline else "")
-        facts.append(Fact(f"Bits per byte, {kind}", number(rows[best][kind], 3), hint))
+        facts.append(Fact(f"Bits per byte, {kind_title(kind)}", number(rows[best][kind], 3), hint))
     return facts
 
 

@@ -6,13 +6,11 @@ from typing import Any
 from modelwright.data.clean import read_dropped
 from modelwright.pipeline.redact import redact_text
 from modelwright.pipeline.report.blocks import Block, Excerpt, Fold, Note, Section, Table
-from modelwright.pipeline.report.format import count, number, percent, size
+from modelwright.pipeline.report.format import count, kind_title, number, percent, size
 from modelwright.pipeline.report.run_data import RunData, StageData
 
 _EXCERPT_CHARS = 600
 _EXAMPLES_AT_MOST = 40
-_KINDS = {"qa": "question-answer pairs"}
-"""Kinds of documents whose name in the records needs words."""
 _ROWS = {
     "pretrain/train": "pretraining, training",
     "pretrain/heldout": "pretraining, held out",
@@ -61,7 +59,7 @@ def tokens_section(data: RunData) -> Section | None:
     lead = f"Rows of {data.config.pack.seq_len} tokens."
     if tokenizer is not None:
         per_token = tokenizer.facts["bytes_per_token"]
-        shown = ", ".join(f"{number(value, 3)} for {_KINDS.get(kind, kind)}" for kind, value in per_token.items())
+        shown = ", ".join(f"{number(value, 3)} for {kind_title(kind)}" for kind, value in per_token.items())
         lead = f"Byte-level BPE with {count(tokenizer.facts['vocab_size'])} tokens; bytes per token: {shown}. " + lead
     return Section("tokens", "Tokens", blocks, lead)
 
@@ -75,7 +73,7 @@ def _kinds_table(sources: Mapping[str, Any], clean: Mapping[str, Any]) -> Table:
             entry = kept.get(split, {"documents": 0, "bytes": 0})
             cells.append(f"{count(entry['documents'])} ({size(entry['bytes'])})")
         left = sources["documents"][kind] - sum(entry["documents"] for entry in kept.values())
-        rows.append([_KINDS.get(kind, kind), *cells, count(left)])
+        rows.append([kind_title(kind), *cells, count(left)])
     header = ["kind", "read", "training", "held out", "dropped"]
     return Table(header, rows, "Documents by kind", numeric=range(1, 5))
 

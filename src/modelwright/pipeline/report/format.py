@@ -25,6 +25,11 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
+def kind_title(kind: str) -> str:
+    """The words for a kind of documents."""
+    return {"qa": "question-answer pairs"}.get(kind, kind)
+
+
 def count(value: float) -> str:
     """A whole number with its thousands grouped."""
     return f"{value:,.0f}"

@@ -6,7 +6,7 @@ from typing import Any
 
 from modelwright.pipeline.report.blocks import Block, Chart, Excerpt, Fold, Note, Sample, Samples, Section, Table
 from modelwright.pipeline.report.charts import bar_chart
-from modelwright.pipeline.report.format import count, number, percent, plural, seconds, size
+from modelwright.pipeline.report.format import count, kind_title, number, percent, plural, seconds, size
 from modelwright.pipeline.report.run_data import RunData
 
 MODEL_TITLES = {"pretrain": "pretrained", "sft": "fine-tuned", "init": "initial model"}
@@ -23,7 +23,7 @@ def evaluation_section(data: RunData) -> Section | None:
     if any(model["bits_per_byte"] for model in models.values()):
         blocks += [_bits_chart(results), _choice_chart(models), _bits_table(results)]
     else:
-        blocks.append(Note("No prose or code was held out, so bits per byte were not measured."))
+        blocks.append(Note("No text was held out, so bits per byte were not measured."))
         if any(model["multiple_choice"]["questions"] for model in models.values()):
             blocks.append(_choice_chart(models))
     if not all(model["lossless"] for model in models.values()):
@@ -135,7 +135,7 @@ def _stream_words(result: Mapping[str, Any]) -> str:
 def _bits_chart(results: Mapping[str, Any]) -> Chart:
     rows = bits_rows(results)
     kinds = list(next(iter(rows.values())))
-    series = [(kind, [row.get(kind, math.nan) for row in rows.values()]) for kind in kinds]
+    series = [(kind_title(kind), [row.get(kind, math.nan) for row in rows.values()]) for kind in kinds]
     values = [[f"{value:.2f}" for value in column] for _, column in series]
     svg = bar_chart(list(rows), series, name="bits", x_label="bits per byte (lower is better)", values=values)
     return Chart("Bits per byte on held-out text", svg)
@@ -165,9 +165,9 @@ def _bits_table(results: Mapping[str, Any]) -> Table:
     rows = []
     for name, model in reversed(results["models"].items()):
         for kind, table in model["bits_per_byte"].items():
-            rows.append([MODEL_TITLES.get(name, name), kind, *_bits_cells(table)])
+            rows.append([MODEL_TITLES.get(name, name), kind_title(kind), *_bits_cells(table)])
     for kind, table in (results.get("baselines") or {}).get("bigram", {}).get("kinds", {}).items():
-        rows.append(["token bigram", kind, *_bits_cells(table)])
+        rows.append(["token bigram", kind_title(kind), *_bits_cells(table)])
     header = ["model", "text", "bits per byte", "95% interval", "nats per token", "documents", "bytes"]
     caption = (
         "Intervals are bootstrapped over documents. The bigram is counted over all training tokens; the model was "
@@ -255,7 +255,7 @@ def _int8_accuracy_rows(results: Mapping[str, Any]) -> list[list[str]]:
         change = results["change"]["bits_per_byte"][kind]
         rows.append(
             [
-                f"bits per byte, {kind}",
+                f"bits per byte, {kind_title(kind)}",
                 f"{table['bits_per_byte']:.4f}",
                 f"{after:.4f}",
                 f"{change['difference']:+.4f}",
