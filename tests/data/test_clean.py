@@ -94,6 +94,14 @@ def test_same_answer_to_two_questions_is_a_duplicate_but_prose_may_say_it_too(tm
     assert [entry.id for entry in read_kept(tmp_path)] == ["d0", "d2"]
 
 
+def test_short_answers_are_duplicates_with_their_questions_only(tmp_path: Path) -> None:
+    labels = [pair(f"Is {n} even?", "no, odd" if n % 2 else "yes", n) for n in range(6)]
+    heldout = pair("Is 8 even?", "yes", 6, split="heldout")
+    clean(tmp_path, *labels, heldout, pair("Is 2 even?", "yes", 7), pair("Is 8 even?", "yes", 8))
+    assert [entry.id for entry in read_kept(tmp_path)] == [f"d{n}" for n in range(7)]
+    assert reasons(tmp_path) == {"d7": ("duplicates", "duplicate"), "d8": ("duplicates", "in the held-out set")}
+
+
 def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
     documents = [document(f"Sentence number {i % 40}, long enough.", i) for i in range(60)]
     for name in ("a", "b"):

@@ -1,9 +1,10 @@
 """Exact duplicates, and training text that gives a held-out document away.
 
-Texts are compared without their titles and without regard to spacing. A training document is dropped when its text,
-its answer or its summary is that of a held-out document of any kind. Among documents of one kind and side the first
-stays. A held-out document that stands word for word inside a longer training text is dropped itself, because the
-longer one has more to teach. Memory: about 200 bytes a document; the documents themselves wait on disk.
+Texts are compared without their titles and without regard to spacing, pairs by their answers; an answer of one or two
+words ("yes", a label) belongs to many questions and is compared together with its own. A training document is dropped
+when its text, its answer or its summary is that of a held-out document of any kind. Among documents of one kind and
+side the first stays. A held-out document that stands word for word inside a longer training text is dropped itself,
+because the longer one has more to teach. Memory: about 200 bytes a document; the documents themselves wait on disk.
 """
 
 import hashlib
@@ -17,6 +18,9 @@ from modelwright.data.steps.step import Drop, Spool
 
 HEAD_WORDS = 4
 """Words by which a place where a held-out text may begin is found; shorter texts are phrases that anyone may use."""
+
+MIN_ANSWER_WORDS = 3
+"""Shorter answers say nothing without their question."""
 
 _WORD = re.compile(r"\w+")
 _Head = tuple[str, ...]
@@ -59,7 +63,7 @@ def _first_ones(
 ) -> Iterator[Document]:
     seen: set[bytes] = set()
     for document in documents:
-        own = _digest(f"{document.kind} {document.split} {document.body}".split())
+        own = _digest(f"{document.kind} {document.split} {_identity(document)}".split())
         if document.split == "train" and not heldout.isdisjoint(_keys(document)):
             drop(document, "in the held-out set")
         elif document.split == "heldout" and _digest(_words(document.body)) in contained:
@@ -95,8 +99,14 @@ class _Bodies:
         return found
 
 
+def _identity(document: Document) -> str:
+    """The text by which a document is the same as another."""
+    is_short = document.kind == "qa" and len(document.body.split()) < MIN_ANSWER_WORDS
+    return document.text if is_short else document.body
+
+
 def _keys(document: Document) -> list[bytes]:
-    return [_digest(text.split()) for text in (document.body, document.meta.get("summary", "")) if text]
+    return [_digest(text.split()) for text in (_identity(document), document.meta.get("summary", "")) if text]
 
 
 def _words(text: str) -> list[str]:
