@@ -1,7 +1,9 @@
 """Sources: every format gives documents; every bad input gives one clear error or a counted skip."""
 
+import errno
 import gzip
 import json
+import os
 from pathlib import Path
 
 import fsspec
@@ -50,7 +52,8 @@ def test_text_and_code_files(tmp_path: Path) -> None:
     kinds = {Path(document.source).name: document.kind for document in documents}
     assert kinds == {"a.txt": "prose", "b.md": "prose", "c.py": "code", "d.rs": "code"}
     assert next(d.text for d in documents if d.source.endswith("a.txt")) == "A plain text.\r\n"
-    assert report.skipped == {"unsupported extension .png": 1}
+    assert report.passed_over == {"unsupported .png": 1}
+    assert not report.skipped
     assert report.documents == {"prose": 2, "code": 2}
     assert report.num_files == 4
 
@@ -214,10 +217,15 @@ def test_missing_text_field_names_those_that_are_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("record", "problem"), [
     ({"messages": []}, "not a list of turns"),
-    ({"messages": [{"role": "user"}]}, "has no text"),
-    ({"messages": [{"role": "robot", "content": "x"}]}, "the role 'robot'"),
+    ({"messages": [{"role": "user"}]}, "turn 1 of messages has no text"),
+    ({"messages": ["Hi"]}, "turn 1 of messages is no object"),
+    ({"messages": [{"role": "user", "content": "x"}, {"role": "robot", "content": "x"}]}, "turn 2 .* role 'robot'"),
+    ({"conversations": [{"from": "robot", "value": "x"}]}, "turn 1 of conversations has the role 'robot'"),
     ({"messages": [{"role": "user", "content": "x"}]}, "has no answer"),
-    ({"question": "x", "answer": None}, "question or answer is no text"),
+    ({"question": "x", "answer": None}, "the field 'answer' is empty or holds no text"),
+    ({"instruction": "x", "output": ""}, "the field 'output' is empty"),
+    ({"prompt": [{"role": "user", "content": "x"}], "completion": " "}, "the field 'completion' is empty"),
+    ({"prompt": {"a": 1}, "completion": "x"}, "the field 'prompt' .* holds no text"),
 ])  # fmt: skip
 def test_bad_conversations(tmp_path: Path, record: dict, problem: str) -> None:
     path = tmp_path / "q.jsonl"
@@ -226,6 +234,207 @@ def test_bad_conversations(tmp_path: Path, record: dict, problem: str) -> None:
     documents, report = read(path, on_bad_record="skip")
     assert len(documents) == 1
     assert report.skipped == {"bad conversation": 1}
+
+
+def turns_of(record: dict, tmp_path: Path) -> list[tuple[str, str]]:
+    """The turns that a record is read as."""
+    path = tmp_path / "pair.jsonl"
+    path.write_text(json.dumps(record))
+    (document,) = read(path, heldout_fraction=0.0)[0]
+    assert document.kind == "qa"
+    assert document.text == "\n\n".join(turn["content"] for turn in document.messages)
+    return [(turn["role"], turn["content"]) for turn in document.messages]
+
+
+PAIR = [("user", "Q"), ("assistant", "A")]
+TALK = [("system", "S"), *PAIR, ("user", "Q2"), ("assistant", "A2")]
+
+
+def as_turns(turns: list[tuple[str, str]], role: str = "role", content: str = "content", **names: str) -> list[dict]:
+    return [{role: names.get(who, who), content: text} for who, text in turns]
+
+
+@pytest.mark.parametrize(("record", "expected"), [
+    ({"question": "Q", "answer": "A", "id": 5}, PAIR),
+    ({"instruction": "Q", "output": "A", "text": "### Q ### A"}, PAIR),
+    ({"instruction": "Q", "input": "", "output": "A"}, PAIR),
+    ({"instruction": "Q", "input": "about this", "output": "A"}, [("user", "Q\n\nabout this"), ("assistant", "A")]),
+    ({"prompt": "Q", "completion": "A"}, PAIR),
+    ({"prompt": as_turns(TALK[:4]), "completion": as_turns(TALK[4:])}, TALK),
+    ({"messages": as_turns(TALK)}, TALK),
+    ({"conversations": as_turns(TALK, "from", "value", user="human", assistant="gpt")}, TALK),
+    ({"conversations": as_turns(TALK)}, TALK),
+    ({"system": "S", "question": "Q", "answer": "A"}, TALK[:3]),
+    ({"system": "S", "conversations": as_turns(PAIR, "from", "value", user="human", assistant="gpt")}, TALK[:3]),
+])  # fmt: skip
+def test_forms_of_pairs(tmp_path: Path, record: dict, expected: list[tuple[str, str]]) -> None:
+    assert turns_of(record, tmp_path) == expected
+
+
+def test_pairs_from_tables(tmp_path: Path) -> None:
+    columns = {"instruction": ["Q", None], "output": ["A", None], "text": ["whole", "prose"], "number": [1, 2]}
+    pyarrow.parquet.write_table(pa.table(columns), tmp_path / "t.parquet")
+    (tmp_path / "t.csv").write_text("number,instruction,output,text\n1,Q,A,whole\n\n2,,,prose\n")
+    (tmp_path / "t.tsv").write_text("number\tinstruction\toutput\ttext\n1\tQ\tA\twhole\n2\t\t\tprose\n")
+    for name in ("t.parquet", "t.csv", "t.tsv"):
+        documents, report = read(tmp_path / name, heldout_fraction=0.0)
+        assert [(d.kind, d.text) for d in documents] == [("qa", "Q\n\nA"), ("prose", "prose")], name
+        assert not report.skipped
+
+
+@pytest.mark.parametrize("record", [
+    {"question": "Q", "response": "A"}, {"query": "Q", "id": 1}, {"prompt": "Q", "chosen": "A", "rejected": "B"},
+])  # fmt: skip
+def test_unknown_pairs_get_no_advice_that_would_train_on_questions_alone(tmp_path: Path, record: dict) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"text": "prose"}\n' + json.dumps(record))
+    with pytest.raises(DataError) as failure:
+        read(path)
+    message = str(failure.value)
+    assert message.startswith(f"{path}:2: has no field 'text'")
+    assert "instruction (+ input) + output, prompt + completion, messages [" in message
+    assert "text_field" not in message
+
+
+def test_a_text_field_that_was_asked_for_wins_over_pairs(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "Q", "completion": "A", "body": "plain"}\n')
+    (document,), _ = read(path, text_field="body")
+    assert (document.kind, document.text) == ("prose", "plain")
+
+
+@pytest.mark.parametrize(("content", "lines"), [
+    ('[\n {"text": "one"},\n\n {"text":\n  "two"}, {"text": "three"}\n]\n', [2, 4, 5]),
+    ('[{"text": "one"}, {"text": "two"}, {"text": "three"}]', [1, 1, 1]),
+    ('{"text": "one"}\n{"text": "two"}\n\n{"text": "three"}\n', [1, 2, 4]),
+])  # fmt: skip
+def test_json_lists_and_lines(tmp_path: Path, content: str, lines: list[int]) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(content)
+    documents, _ = read(path, heldout_fraction=0.0)
+    assert [d.text for d in documents] == ["one", "two", "three"]
+    assert [d.id for d in documents] == [f"{path}:{line}" for line in lines]
+    path.with_suffix(".json.gz").write_bytes(gzip.compress(content.encode()))
+    assert texts(path.with_suffix(".json.gz")) == ["one", "three", "two"]
+
+
+def test_json_of_one_record_and_damaged_json(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text('{\n "question": "Q",\n "answer": "A"\n}')
+    assert texts(path) == ["Q\n\nA"]
+    for content, line in (
+        ('[{"text": "one"},\n{"text": "cut', 2),
+        ('[{"text": "one"}\n {"text": "two"}]', 2),
+        ('[{"text": "one"}', 1),
+        ('{\n"text": "one"\n} x', 3),
+    ):
+        path.write_text(content)
+        fails(rf"r\.json:{line}: is not valid JSON", path)
+    path.write_text('[{"text": "one"},\n{"text": "cut')
+    documents, report = read(path, on_bad_record="skip")
+    assert [d.text for d in documents] == ["one"]
+    assert report.skipped == {"not JSON": 1}
+    path.write_text('["one", {"text": "two"}]')
+    fails(r"r\.json:1: holds a JSON str where an object is expected", path)
+
+
+def test_csv_cells_with_separators_quotes_and_lines(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text('\ufeffid,text\n1,"one, ""quoted""\nover lines"\n2,two\n3,\n')
+    documents, report = read(path, heldout_fraction=0.0)
+    assert [(d.id, d.text) for d in documents] == [
+        (f"{path}:2", 'one, "quoted"\nover lines'), (f"{path}:4", "two"),
+    ]  # fmt: skip
+    assert report.skipped == {"empty text": 1}
+    path.write_text("question;answer\nQ, really;A\n")
+    assert texts(path) == ["Q, really\n\nA"]
+    path.write_text("text\n" + "x" * 200_000 + "\n")
+    assert len(texts(path)[0]) == 200_000
+    path.write_text("id,text\n1,good\n2,too, many\n")
+    fails(r"t\.csv:3: has 3 cells under 2 columns; quote cells", path)
+    documents, report = read(path, on_bad_record="skip")
+    assert ([d.text for d in documents], report.skipped) == (["good"], {"not CSV": 1})
+    path.write_text('id,text\n1,"never closed\n')
+    fails(r"t\.csv:2: is no row of a table", path)
+    path.write_text("id,body\n1,x\n")
+    fails(r"t\.csv:2: has no field 'text' \(its fields: id, body\)", path)
+
+
+def test_web_pages(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(
+        "<html><head><title>T</title><style>p {color: red}</style><script>if (a < b) { x() }</script></head><body>"
+        "<nav><a href='/'>Home</a></nav><h1>Fish &amp; chips</h1><p>First\nparagraph with <b>bold</b>."
+        "<p>Second &eacute;.<ul><li>one<li>two</ul><pre>a\n  b</pre><footer>Imprint</footer></body></html>",
+        encoding="utf-8",
+    )
+    (text,) = texts(path)
+    assert text.split("\n\n")[:3] == ["Fish & chips", "First paragraph with bold.", "Second é."]
+    assert "one\n" in text
+    assert "a\n  b" in text
+    for unwanted in ("color", "x()", "Home", "Imprint", "<"):
+        assert unwanted not in text
+    path.write_text("<p>" + "</p><p>".join(f"Paragraph {i} " + "word " * 50 for i in range(40)) + "</p>")
+    assert len(texts(path, section_chars=1000)) > 5
+    path.write_bytes("<p>schön</p>".encode("latin1"))
+    fails(r"page\.html:1: is not UTF-8", path)
+
+
+def test_what_a_directory_holds_besides_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("A text.")
+    (tmp_path / "pairs.json").write_text('[{"instruction": "Q", "output": "A"}]')
+    (tmp_path / "package.json").write_text('{"name": "x", "version": 1}')
+    (tmp_path / "tsconfig.json").write_text('{ // a comment\n"a": 1}')
+    (tmp_path / "figures.csv").write_text("a,b\n1,2\n3\n")
+    for name in ("a.pdf", "b.pdf", "c.docx", "Makefile"):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "nowhere.txt")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    documents, report = read(tmp_path)
+    assert sorted(d.text for d in documents) == ["A text.", "Q\n\nA"]
+    assert report.passed_over == {
+        "unsupported .pdf": 2, "unsupported .docx": 1, "unsupported file without an extension": 1, "dangling link": 1,
+        "link to a directory (not followed)": 1, ".json without text": 2, ".csv without text": 1,
+    }  # fmt: skip
+    (line,) = report.summary()
+    assert line.startswith("not read: ")
+    assert f"2 unsupported .pdf ({tmp_path}/a.pdf, ...)" in line
+    assert f"1 dangling link ({tmp_path}/link.txt)" in line
+    assert not report.skipped
+    for path, problem in (
+        ("package.json", "has no field 'text'"),
+        ("figures.csv", r"figures\.csv:2: has no field 'text'"),
+    ):
+        fails(problem, tmp_path / path)
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "a.pdf").write_bytes(b"x")
+    fails(r"the directory holds no file of a supported format .*; passed over: 1 unsupported \.pdf", tmp_path / "only")
+
+
+def test_unknown_pairs_in_a_found_json_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "pairs.json").write_text('[\n{"query": "Q", "response": "A"}]')
+    fails(r"pairs\.json:2: has no field 'text' .*accepted forms", tmp_path)
+
+
+def test_a_directory_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("open", "closed"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.txt").write_text(folder)
+    (tmp_path / ".hidden").mkdir()
+    list_folder = os.scandir
+
+    def refuse(path):
+        if str(path).endswith(("closed", ".hidden")):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    documents, report = read(tmp_path)
+    assert [d.text for d in documents] == ["open"]
+    reason = "directory that cannot be read (Permission denied)"
+    assert report.passed_over == {reason: 1}
+    assert report.summary() == [f"not read: 1 {reason} ({tmp_path}/closed)"]
+    fails(r"closed: the directory holds no file .*cannot be read \(Permission denied\)", tmp_path / "closed")
 
 
 def test_truncated_compression(tmp_path: Path) -> None:

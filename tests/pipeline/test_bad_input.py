@@ -4,6 +4,8 @@ half-written artifact."""
 import json
 import os
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -82,6 +84,62 @@ def test_what_was_dropped_stays_when_nothing_is_left(inside: Command, tmp_path: 
     source.write_text("x\n")
     assert_one_line(inside(*run_words(source, tmp_path / "run")), "no training document is left")
     assert (tmp_path / "run" / "clean" / "dropped.jsonl.zst").exists()
+
+
+def test_text_that_is_too_long_names_the_setting_and_where_it_is_kept(inside: Command, tmp_path: Path) -> None:
+    source = tmp_path / "line.txt"
+    source.write_text("one line without an end " * 5000)
+    limit = ("--clean.length.max_chars", "100000", "--data.heldout_fraction", "0")
+    dropped = tmp_path / "run" / "clean" / "dropped.jsonl.zst"
+    assert_one_line(
+        inside(*run_words(source, tmp_path / "run"), *limit),
+        "1 too long (--clean.length.max_chars 100000)",
+        f"dropped text is in {dropped}",
+    )
+    assert dropped.exists()
+    (tmp_path / "good.txt").write_text("A short text that is kept, and one more sentence.")
+    done = inside(*run_words(tmp_path / "*.txt", tmp_path / "two"), *limit)
+    assert done.returncode == 0, done.stderr
+    dropped = tmp_path / "two" / "clean" / "artifact" / "dropped.jsonl.zst"
+    assert dropped.exists()
+    note = "clean: 1 documents kept, 1 dropped: 1 too long (--clean.length.max_chars 100000)"
+    assert f"{note}; the dropped text is in {dropped}" in done.stderr
+
+
+def test_files_that_are_not_read_are_named(inside: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "good.txt").write_text("A short text that is kept, and one more sentence.")
+    (folder / "scan.pdf").write_bytes(b"x")
+    (folder / "gone.txt").symlink_to(folder / "nowhere")
+    done = inside(*run_words(folder, tmp_path / "run"), "--data.heldout_fraction", "0")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "not read" in line]
+    assert f"1 unsupported .pdf ({folder}/scan.pdf)" in line
+    assert f"1 dangling link ({folder}/gone.txt)" in line
+    assert "records" not in line
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
+def test_a_directory_of_somebody_else_is_named(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\n"
+        "from modelwright.data.sources import *\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        "report = SourceReport()\n"
+        "texts = [d.text for d in read_documents(SourceConfig(sources=(sys.argv[1],)), report=report)]\n"
+        "print(texts, report.summary())"
+    )
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        for inner in ("open", "closed"):
+            (folder / inner).mkdir()
+            (folder / inner / "a.txt").write_text(inner)
+        (folder / "closed").chmod(0o700)
+        done = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, cwd="/")
+    reason = "directory that cannot be read (Permission denied)"
+    assert done.stdout.strip() == f"['open'] ['not read: 1 {reason} ({name}/closed)']", done.stderr
 
 
 def test_user_mistakes_on_the_command_line(inside: Command, tmp_path: Path) -> None:

@@ -2,19 +2,23 @@
 
 import json
 import random
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from modelwright.cli.main import main
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.records import column, read_records
+from modelwright.data.conversations import form_of, read_conversation
 from modelwright.data.loader import PackedRows
 from modelwright.data.tokenizer import Tokenizer
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 PREPARED = "clean,tokenize,pack"
+FORMS = ("question + answer", "instruction (+ input) + output", "prompt + completion", "messages [", "conversations [")
 
 
 def write_pairs(folder: Path, *, num_pairs: int = 60, words: int = 12, layout: str = "question") -> Path:
@@ -128,3 +132,19 @@ def test_packed_pairs_end_with_the_last_answer(inside: Command, tmp_path: Path, 
             learned.append(tokenizer.decode(labels[labels >= 0].tolist(), skip_special=False))
     assert "Hello.<|end|>So long.<|end|>" in learned
     assert len(learned) == 21
+
+
+def test_the_help_and_the_documentation_name_the_forms_that_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["run", "--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    for form in FORMS:
+        assert form in shown
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    records = [json.loads(text) for text in re.findall(r"`(\{.*?\})`", page)]
+    assert {form_of(record)[0] for record in records} == {
+        "messages", "conversations", "question", "instruction", "prompt",
+    }  # fmt: skip
+    for record in records:
+        assert read_conversation(record)[-1] == {"role": "assistant", "content": "4"}

@@ -30,6 +30,13 @@ def parser() -> argparse.ArgumentParser:
             "    modelwright run quickstart --data.sources notes/ more/*.jsonl.zst --pretrain.num_steps 500\n"
             "    modelwright run quickstart --init-from path/to/hf-model --stages clean,pack,sft,evaluate,report\n"
             "\n"
+            "sources:\n"
+            "  Text: .txt .md .rst .html; code: .py .c ...; records: .jsonl .json .csv .tsv .parquet .arrow; each but\n"
+            "  the last two also .gz or .zst. A record is a text (--data.text_field, default: text) or a question\n"
+            "  with its answer, on which the stage sft trains. Such a pair has one of these forms (docs/data.md):\n"
+            "    question + answer               instruction (+ input) + output      prompt + completion\n"
+            '    messages [{"role", "content"}]  conversations [{"from", "value"}]\n'
+            "\n"
             "several processes:\n"
             "    modelwright run quickstart --nproc 2                              each takes half of every batch\n"
             "    modelwright run quickstart --nproc 4 --parallel.tensor 2          as the section `parallel` says\n"

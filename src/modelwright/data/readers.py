@@ -4,11 +4,12 @@ What is wrong with a file goes to a `Complaint`, which raises or counts; the rea
 Local paths and fsspec URLs are the same here. Knows nothing about splits, kinds or cleaning.
 """
 
+import csv
 import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet
 import zstandard
+from resiliparse.extract.html2text import extract_plain_text  # pyright: ignore[reportMissingModuleSource]
 
 from modelwright.core.errors import DataError
 
@@ -30,29 +32,23 @@ Complaint = Callable[[str, str, str, str], None]
 """Told `(reason, where, what is wrong, the way out)`; raises `DataError` or counts the reason."""
 
 
+ChooseColumns = Callable[[Sequence[str]], list[str]]
+"""Given the columns of a table, those to read."""
+
+
 @dataclass(frozen=True)
 class File:
-    """A file to read: its path for `filesystem`, the name to show, and the format and compression its name says."""
+    """A file to read: its path for `filesystem`, the name to show, and the format and compression its name says.
+
+    `is_named`: the user named this very file, not a directory or a pattern.
+    """
 
     filesystem: fsspec.AbstractFileSystem
     path: str
     name: str
     extension: str
     compression: str = ""
-
-
-@dataclass(frozen=True)
-class Fields:
-    """The columns to read of a table: those of `main` and `other` that it has; all when it has none of `main`, so
-    that the complaint about the missing text can name what is there."""
-
-    main: tuple[str, ...]
-    other: tuple[str, ...]
-
-    def choose(self, names: list[str]) -> list[str]:
-        if not any(name in self.main for name in names):
-            return names
-        return [name for name in names if name in self.main + self.other]
+    is_named: bool = False
 
 
 def read_lines(file: File, complain: Complaint) -> Iterator[tuple[int, bytes]]:
@@ -77,15 +73,34 @@ def read_sections(file: File, complain: Complaint, section_chars: int) -> Iterat
 
     A paragraph longer than `section_chars` is cut at a line end.
     """
+    for first, section in _sections(read_lines(file, complain), section_chars):
+        yield from _decoded(file, first, section, complain)
+
+
+def read_html(file: File, complain: Complaint, section_chars: int) -> Iterator[tuple[str, str]]:
+    """`(where, text)` of a web page: what a browser shows of it, without scripts, styles, menus and page footers.
+
+    Cut as `read_sections` cuts; `where` counts the lines of the text, not those of the page.
+    """
+    page = b"".join(line for _, line in read_lines(file, complain))
+    for _, markup in _decoded(file, 1, page, complain):
+        text = extract_plain_text(markup, alt_texts=False, skip_elements=["nav", "footer"])
+        lines = enumerate(text.encode("utf-8", "replace").splitlines(keepends=True), start=1)
+        for first, section in _sections(lines, section_chars):
+            yield f"{file.name}: text line {first}", section.decode("utf-8")
+
+
+def _sections(lines: Iterable[tuple[int, bytes]], section_chars: int) -> Iterator[tuple[int, bytes]]:
+    """`(number of the first line, lines)` of each section."""
     first, held, size = 1, [], 0
-    for number, line in read_lines(file, complain):
+    for number, line in lines:
         held.append(line)
         size += len(line)
         if section_chars and size >= section_chars and (not line.strip() or size >= 2 * section_chars):
-            yield from _decoded(file, first, b"".join(held), complain)
+            yield first, b"".join(held)
             first, held, size = number + 1, [], 0
     if held:
-        yield from _decoded(file, first, b"".join(held), complain)
+        yield first, b"".join(held)
 
 
 def read_jsonl(file: File, complain: Complaint) -> Iterator[tuple[str, Record]]:
@@ -100,31 +115,130 @@ def read_jsonl(file: File, complain: Complaint) -> Iterator[tuple[str, Record]]:
                 problem = f"is not valid JSON ({getattr(error, 'msg', error)}, column {getattr(error, 'colno', 1)})"
                 complain("not JSON", where, problem, "mend the line")
                 continue
-            if isinstance(record, dict):
-                yield where, record
-            else:
-                problem = f"holds a JSON {type(record).__name__} where an object is expected"
-                complain("not a JSON object", where, problem, 'write {"text": ...} on each line')
+            yield from _objects(where, record, complain)
 
 
-def read_parquet(file: File, complain: Complaint, fields: Fields) -> Iterator[tuple[str, Record]]:
-    """`(where, record)` of a Parquet file, with the columns that `fields` asks for."""
+def read_json(file: File, complain: Complaint) -> Iterator[tuple[str, Record]]:
+    """`(where, record)` of a JSON file: a list of records, one record, or JSON Lines under the name `.json`.
+
+    The whole file stands in memory; JSON Lines do not need that.
+    """
+    content = b"".join(line for _, line in read_lines(file, complain))
+    for _, text in _decoded(file, 1, content, complain):
+        start = text.lstrip()
+        if start.startswith("{") and _is_json(start.partition("\n")[0]):
+            yield from read_jsonl(file, complain)
+        elif start:
+            yield from _json_items(file, text, complain)
+
+
+def _json_items(file: File, text: str, complain: Complaint) -> Iterator[tuple[str, Record]]:
+    """The items of a list, or the one value that there is. What stands before damage comes first."""
+    at, line, counted = _next(text, 0), 1, 0
+    is_list = text[at] == "["
+    at = _next(text, at + is_list)
+    while at < len(text) and not (is_list and text[at] == "]"):
+        line, counted = line + text.count("\n", counted, at), at
+        where = f"{file.name}:{line}"
+        try:
+            record, at = _json_item(text, at, is_list)
+        except (ValueError, RecursionError) as error:
+            where = f"{file.name}:{getattr(error, 'lineno', line)}"
+            problem = f"is not valid JSON ({getattr(error, 'msg', error)}, column {getattr(error, 'colno', 1)})"
+            return complain("not JSON", where, problem, "mend the file")
+        yield from _objects(where, record, complain)
+    return None
+
+
+def _json_item(text: str, at: int, is_list: bool) -> tuple[Any, int]:
+    """The value that begins at `at`, and the place of the next one. Raises `JSONDecodeError`."""
+    value, at = json.JSONDecoder().raw_decode(text, at)
+    at = _next(text, at)
+    if is_list and text[at : at + 1] not in (",", "]"):
+        raise json.JSONDecodeError("a comma or the end of the list is missing", text, at)
+    if not is_list and at < len(text):
+        raise json.JSONDecodeError("Extra data", text, at)
+    return value, _next(text, at + (text[at : at + 1] == ","))
+
+
+def _next(text: str, at: int) -> int:
+    """The place of the next character that is no white space."""
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _objects(where: str, record: Any, complain: Complaint) -> Iterator[tuple[str, Record]]:
+    if isinstance(record, dict):
+        yield where, record
+        return
+    problem = f"holds a JSON {type(record).__name__} where an object is expected"
+    complain("not a JSON object", where, problem, 'write {"text": ...} for each record')
+
+
+def read_csv(file: File, complain: Complaint) -> Iterator[tuple[str, Record]]:
+    """`(where, record)` of a table in text: the first row names the columns; an empty cell is None.
+
+    Columns of `.tsv` are separated by tabs, those of `.csv` by what stands most often in the first line: commas,
+    semicolons or tabs. Cells with separators, quotes or line ends are quoted as RFC 4180 says.
+    """
+    last = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal last
+        for number, line in read_lines(file, complain):
+            for _, text in _decoded(file, number, line, complain):
+                last = number
+                yield text
+
+    csv.field_size_limit(2**31 - 1)  # of the module: 131,072 characters unless told otherwise
+    rows = lines()
+    header = next((line for line in rows if line.strip()), "")
+    separator = "\t" if file.extension == ".tsv" else max(",;\t", key=header.count)
+    names = next(csv.reader([header], delimiter=separator), [])
+    table, first = csv.reader(rows, delimiter=separator, strict=True), last + 1
+    while True:
+        try:
+            row = next(table, None)
+        except csv.Error as error:
+            complain("not CSV", f"{file.name}:{last}", f"is no row of a table ({error})", "mend the quotes in the file")
+            return
+        if row is None:
+            return
+        where, first = f"{file.name}:{first}", last + 1
+        if row and len(row) != len(names):
+            problem = f"has {len(row)} cells under {len(names)} columns"
+            complain("not CSV", where, problem, 'quote cells that hold the separator: "like, this"')
+        elif any(row):
+            yield where, {name: cell or None for name, cell in zip(names, row, strict=True)}
+
+
+def read_parquet(file: File, complain: Complaint, choose: ChooseColumns) -> Iterator[tuple[str, Record]]:
+    """`(where, record)` of a Parquet file, with the columns that `choose` takes."""
     row = 0
     with _opened(file) as raw, _damaged_table(file, complain, lambda: row):
         table = pyarrow.parquet.ParquetFile(raw)
-        columns = fields.choose(table.schema_arrow.names)
+        columns = choose(table.schema_arrow.names)
         for batch in table.iter_batches(batch_size=256, columns=columns, use_threads=False):
             for record in batch.to_pylist():
                 row += 1
                 yield f"{file.name}: row {row}", record
 
 
-def read_arrow(file: File, complain: Complaint, fields: Fields) -> Iterator[tuple[str, Record]]:
+def read_arrow(file: File, complain: Complaint, choose: ChooseColumns) -> Iterator[tuple[str, Record]]:
     """As `read_parquet`, for the Arrow stream files of a Hugging Face `datasets` folder."""
     row = 0
     with _opened(file) as raw, _damaged_table(file, complain, lambda: row):
         for batch in pyarrow.ipc.open_stream(raw):
-            for record in batch.select(fields.choose(batch.schema.names)).to_pylist():
+            for record in batch.select(choose(batch.schema.names)).to_pylist():
                 row += 1
                 yield f"{file.name}: row {row}", record
 

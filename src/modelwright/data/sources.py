@@ -1,12 +1,12 @@
 """What a user names as sources, read as documents with a kind and a split.
 
-Prose comes from text files and records with a text field, code from source files by their extension, questions and
-answers from records with `question` and `answer` or with `messages`. The word "python" stands for the machine's own
+Prose comes from text files, web pages and records with a text field, code from source files by their extension,
+questions and answers from records in the forms of `data.conversations`. The word "python" stands for the machine's own
 libraries. What cannot be read raises one `DataError` with file and line, or is left out and counted. Streams: memory
-holds one document at a time. Knows nothing about cleaning.
+holds one document at a time, and the whole file of `.json` and `.html`. Cleaning is `data.clean`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import PurePosixPath
 from typing import Any, Literal
@@ -15,29 +15,47 @@ from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.seeds import derive_seed
 from modelwright.data import readers
 from modelwright.data.builtin import machine_corpus
-from modelwright.data.document import KINDS, SPLITS, Document, Kind, Split, join_turns
-from modelwright.data.locate import CODE_EXTENSIONS, PROSE_EXTENSIONS, locate
+from modelwright.data.conversations import (
+    FIELDS,
+    FORMS,
+    conversation_meta,
+    form_of,
+    is_conversation,
+    num_hints,
+    read_conversation,
+)
+from modelwright.data.document import KINDS, SPLITS, Document, Kind, Split
+from modelwright.data.locate import (
+    CODE_EXTENSIONS,
+    LOOSE_EXTENSIONS,
+    MARKUP_EXTENSIONS,
+    PROSE_EXTENSIONS,
+    locate,
+)
 
 BUILTIN = "python"
-ROLES = ("system", "user", "assistant")
+DEFAULT_TEXT_FIELD = "text"
 MAX_EXAMPLES = 5
+ENOUGH_HINTS = 2
+"""Fields that sound like a question or an answer in a file that is then read as such, wherever it was found."""
 _HELDOUT_NAMES = ("test", "validation", "valid", "dev", "heldout")
 _DOCUMENT_FIELDS = tuple(entry.name for entry in fields(Document))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """Where the text comes from.
+    """Where the text comes from; docs/data.md lists formats and forms of records.
 
     `sources`: paths, directories, globs, fsspec URLs, or "python" for the interpreter's own libraries. `text_field`:
-    the field of a record that holds its text. `heldout_fraction`: share of a user's documents that is held out, by
+    the field of a record that holds its text; one other than "text" is taken even where the record is a question with
+    its answer. `heldout_fraction`: share of a user's documents that is held out, by
     hash of the text (the built-in corpus brings its own split, by module). `on_bad_record`: "error" stops at the first
     record that cannot be read, "skip" leaves it out and counts it. `section_chars`: longer text files become several
     documents, cut at blank lines. `builtin_fraction`: share of the modules of the built-in corpus, for small runs.
     """
 
     sources: tuple[str, ...] = (BUILTIN,)
-    text_field: str = "text"
+    text_field: str = DEFAULT_TEXT_FIELD
     heldout_fraction: float = 0.05
     on_bad_record: Literal["error", "skip"] = "error"
     section_chars: int = 10_000
@@ -56,12 +74,14 @@ class SourceConfig:
 
 @dataclass(kw_only=True)
 class SourceReport:
-    """What came in. `documents` and `bytes` (UTF-8) by kind; `skipped` by reason, with the first few `examples`."""
+    """What came in. `documents` and `bytes` (UTF-8) by kind; records that were left out (`skipped`) and files and
+    directories that were passed over (`passed_over`) by reason, with the first few `examples` of each reason."""
 
     num_files: int = 0
     documents: dict[str, int] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
+    passed_over: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -74,10 +94,36 @@ class SourceReport:
         self.bytes[document.kind] = self.bytes.get(document.kind, 0) + size
 
     def skip(self, reason: str, where: str) -> None:
-        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+        """A record is left out."""
+        self._count(self.skipped, reason, where)
+
+    def pass_over(self, reason: str, name: str) -> None:
+        """A file or directory is not read."""
+        self._count(self.passed_over, reason, name)
+
+    def summary(self) -> list[str]:
+        """What was not read, in one line for files and one for records; empty when all was."""
+        lines = []
+        if self.passed_over:
+            lines.append(f"not read: {self._reasons(self.passed_over)}")
+        if self.skipped:
+            num_records = sum(self.skipped.values())
+            what = f"{num_records:,} record{'s' * (num_records > 1)} could not be read and were left out"
+            lines.append(f"{what}: {self._reasons(self.skipped)}")
+        return lines
+
+    def _count(self, counters: dict[str, int], reason: str, where: str) -> None:
+        counters[reason] = counters.get(reason, 0) + 1
         examples = self.examples.setdefault(reason, [])
         if len(examples) < MAX_EXAMPLES:
             examples.append(where)
+
+    def _reasons(self, counters: Mapping[str, int]) -> str:
+        return ", ".join(f"{count:,} {reason} ({self._shown(reason, count)})" for reason, count in counters.items())
+
+    def _shown(self, reason: str, count: int) -> str:
+        first = self.examples[reason][0]
+        return first if count == 1 else f"{first}, ..."
 
 
 def read_documents(config: SourceConfig, *, report: SourceReport) -> Iterator[Document]:
@@ -90,7 +136,8 @@ def read_documents(config: SourceConfig, *, report: SourceReport) -> Iterator[Do
         report.add(document)
         yield document
     if not report.num_documents:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(report.skipped.items()))
+        left_out = {**report.skipped, **report.passed_over}
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
         text = f"{', '.join(config.sources)}: the corpus is empty ({reasons or 'no records'})"
         raise DataError(f"{text}; name files that hold text with --data.sources")
 
@@ -104,10 +151,10 @@ class _Unsplit:
 
 def _read(config: SourceConfig, report: SourceReport) -> Iterator[Document | _Unsplit]:
     if BUILTIN in config.sources:
-        yield from machine_corpus(fraction=config.builtin_fraction, skip=report.skip)
+        yield from machine_corpus(fraction=config.builtin_fraction, skip=report.pass_over)
     named = tuple(source for source in config.sources if source != BUILTIN)
     complain = _complaint(config, report)
-    for file in locate(named, report.skip):
+    for file in locate(named, report.pass_over):
         report.num_files += 1
         yield from _read_file(file, config, report, complain)
 
@@ -125,31 +172,75 @@ def _complaint(config: SourceConfig, report: SourceReport) -> readers.Complaint:
 def _read_file(
     file: readers.File, config: SourceConfig, report: SourceReport, complain: readers.Complaint
 ) -> Iterator[Document | _Unsplit]:
-    if file.extension in PROSE_EXTENSIONS + CODE_EXTENSIONS:
-        is_code = file.extension in CODE_EXTENSIONS
-        section_chars = 0 if is_code else config.section_chars
-        for where, text in readers.read_sections(file, complain, section_chars):
-            if text.strip():
-                document = Document(
-                    id=where, text=text, kind="code" if is_code else "prose", split="train", source=file.name
-                )
-                yield _Unsplit(document)
-            else:
-                report.skip("empty text", where)
+    if file.extension in PROSE_EXTENSIONS + MARKUP_EXTENSIONS + CODE_EXTENSIONS:
+        yield from _texts(file, config, report, complain)
         return
-    wanted = readers.Fields((config.text_field, "question", "messages"), ("answer", *_DOCUMENT_FIELDS))
-    records = {
-        ".jsonl": lambda: readers.read_jsonl(file, complain),
-        ".parquet": lambda: readers.read_parquet(file, complain, wanted),
-        ".arrow": lambda: readers.read_arrow(file, complain, wanted),
-    }[file.extension]()
     given = _given_split(file)
-    for where, record in records:
+    for where, record in _records(file, config, report, complain):
         found = _document(where, record, file.name, config, report, complain)
         if isinstance(found, _Unsplit) and given:
             found = replace(found.document, split=given)
         if found is not None:
             yield found
+
+
+def _texts(
+    file: readers.File, config: SourceConfig, report: SourceReport, complain: readers.Complaint
+) -> Iterator[_Unsplit]:
+    is_code = file.extension in CODE_EXTENSIONS
+    read = readers.read_html if file.extension in MARKUP_EXTENSIONS else readers.read_sections
+    for where, text in read(file, complain, 0 if is_code else config.section_chars):
+        if text.strip():
+            kind: Kind = "code" if is_code else "prose"
+            yield _Unsplit(Document(id=where, text=text, kind=kind, split="train", source=file.name))
+        else:
+            report.skip("empty text", where)
+
+
+def _records(
+    file: readers.File, config: SourceConfig, report: SourceReport, complain: readers.Complaint
+) -> Iterator[tuple[str, readers.Record]]:
+    def choose(names: Sequence[str]) -> list[str]:
+        known = {config.text_field, *FIELDS, *_DOCUMENT_FIELDS}
+        is_known = config.text_field in names or form_of(names)
+        return [name for name in names if name in known] if is_known else list(names)
+
+    match file.extension:
+        case ".jsonl":
+            return readers.read_jsonl(file, complain)
+        case ".parquet":
+            return readers.read_parquet(file, complain, choose)
+        case ".arrow":
+            return readers.read_arrow(file, complain, choose)
+    assert file.extension in LOOSE_EXTENSIONS
+    return _loose_records(file, config, report, complain)
+
+
+class _NoRecords(Exception):
+    """A file that was found in a directory holds something else than text."""
+
+
+def _loose_records(
+    file: readers.File, config: SourceConfig, report: SourceReport, complain: readers.Complaint
+) -> Iterator[tuple[str, readers.Record]]:
+    """Records of a format that settings and figures are kept in too: unless the file was named outright, it is passed
+    over when its first record holds neither text nor anything like a question."""
+    is_text = file.is_named
+
+    def complain_of_text(reason: str, where: str, problem: str, way_out: str) -> None:
+        if not is_text:
+            raise _NoRecords
+        complain(reason, where, problem, way_out)
+
+    read = readers.read_json if file.extension == ".json" else readers.read_csv
+    try:
+        for where, record in read(file, complain_of_text):
+            is_text = is_text or config.text_field in record or num_hints(record) >= ENOUGH_HINTS
+            if not is_text:
+                raise _NoRecords
+            yield where, record
+    except _NoRecords:
+        report.pass_over(f"{file.extension} without text", file.name)
 
 
 def _document(
@@ -161,15 +252,18 @@ def _document(
         return Document(**{name: record[name] for name in _DOCUMENT_FIELDS})
     kind: Kind = "prose"
     meta: dict[str, Any] = {}
-    if record.get("messages") is not None or (record.get("question") is not None and "answer" in record):
-        kind, meta = "qa", _conversation(where, record, complain)
-        text = join_turns(meta["messages"]) if "messages" in meta else "\n\n".join(meta.values())
-        if not meta:
+    wants_text = config.text_field != DEFAULT_TEXT_FIELD and config.text_field in record
+    if is_conversation(record) and not wants_text:
+        try:
+            text, meta = conversation_meta(read_conversation(record))
+        except ValueError as error:
+            complain("bad conversation", where, str(error), f"accepted are {FORMS}")
             return None
+        kind = "qa"
     elif config.text_field not in record:
         names = ", ".join(map(str, record)) or "none"
         problem = f"has no field {config.text_field!r} (its fields: {names})"
-        complain("no text field", where, problem, "name the right one with --data.text_field")
+        complain("no text field", where, problem, _way_to_text(record))
         return None
     else:
         text = record[config.text_field]
@@ -185,41 +279,16 @@ def _document(
     return _Unsplit(document.map_text(_encodable))
 
 
+def _way_to_text(record: Mapping[str, Any]) -> str:
+    """What to do about a record without text; a text field alone would leave the answers of a pair out."""
+    if num_hints(record):
+        return f"rename them to one of the accepted forms of questions and answers: {FORMS}"
+    return f"name the right one with --data.text_field; pairs are accepted as {FORMS}"
+
+
 def _encodable(text: str) -> str:
     """Half surrogate pairs, which JSON can spell (`\\ud800`) and UTF-8 cannot, become question marks."""
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _conversation(where: str, record: Mapping[str, Any], complain: readers.Complaint) -> dict[str, Any]:
-    """The `meta` of a question/answer document; empty when it was complained about."""
-    if record.get("messages") is None:
-        pair = {"question": record["question"], "answer": record["answer"]}
-        if all(isinstance(value, str) and value.strip() for value in pair.values()):
-            return pair
-        complain("bad conversation", where, "question or answer is no text or is empty", "fill in both")
-        return {}
-    turns = record["messages"]
-    problem = _problem_of(turns)
-    if problem:
-        complain("bad conversation", where, problem, 'write [{"role": "user", "content": ...}, ...]')
-        return {}
-    turns = [{"role": turn["role"], "content": turn["content"]} for turn in turns]
-    if [turn["role"] for turn in turns] == ["user", "assistant"]:
-        return {"question": turns[0]["content"], "answer": turns[1]["content"]}
-    return {"messages": turns}
-
-
-def _problem_of(turns: Any) -> str:
-    if not isinstance(turns, list) or not turns:
-        return "messages is not a list of turns"
-    for turn in turns:
-        if not isinstance(turn, Mapping) or not isinstance(turn.get("content"), str):
-            return "a turn of messages has no text in its content"
-        if turn.get("role") not in ROLES:
-            return f"a turn of messages has the role {turn.get('role')!r}, not one of {', '.join(ROLES)}"
-    if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
-        return "messages has no answer (a turn of the role 'assistant')"
-    return ""
 
 
 def _given_split(file: readers.File) -> Split | None:

@@ -108,11 +108,12 @@ def _examples(stage: StageData, most: int, num_reasons: int) -> list[Excerpt]:
 
 
 def _skipped_blocks(sources: Mapping[str, Any]) -> list[Block]:
-    """Records and files that could not be read."""
-    if not sources["skipped"]:
+    """Records and files that were not read."""
+    reasons = {**sources["skipped"], **sources.get("passed_over", {})}
+    if not reasons:
         return []
     rows = [
         [reason, count(times), ", ".join(redact_text(where) for where in sources["examples"].get(reason, [])[:3])]
-        for reason, times in sources["skipped"].items()
+        for reason, times in reasons.items()
     ]
     return [Table(["reason", "records or files", "examples"], rows, "Not read", numeric=(1,))]
