@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from io import TextIOWrapper
+from operator import attrgetter
 from pathlib import Path
 
 import zstandard
@@ -62,6 +63,28 @@ class CleanReport:
         return sum(entry["documents"] for reasons in self.dropped.values() for entry in reasons.values())
 
 
+_SETTINGS = {
+    "binary data": "normalise.max_control_share",
+    "too short": "length.min_chars",
+    "too long": "length.max_chars",
+    "repeated lines": "repetition.max_duplicate_share",
+    "table of data": "repetition.max_data_share",
+    "inside a training text": "duplicates.check_contained",
+}
+"""The setting that decides, by the reason that the steps give."""
+
+
+def describe_drops(report: CleanReport, config: CleanConfig) -> str:
+    """`71 dropped: 66 duplicate, 5 too long (--clean.length.max_chars 2000000)`."""
+    reasons = []
+    for step in report.dropped.values():
+        for reason, entry in step.items():
+            setting = _SETTINGS.get(reason, "")
+            value = attrgetter(setting)(config) if setting else None
+            reasons.append(f"{entry['documents']:,} {reason}" + (f" (--clean.{setting} {value})" if setting else ""))
+    return f"{report.num_dropped:,} dropped" + (f": {', '.join(reasons)}" if reasons else "")
+
+
 def build_steps(config: CleanConfig, scratch: Path) -> list[Step]:
     """The steps in their order; `scratch` is a folder for what waits on disk."""
     return [
@@ -92,9 +115,9 @@ def clean_documents(
     assert report.num_kept + report.num_dropped == report.num_documents, "a step lost or added documents"
     write_atomic(folder / REPORT, json.dumps(asdict(report), indent=1))
     if not any("train" in splits for splits in report.kept.values()):
-        reasons = ", ".join(f"{n['documents']} {reason}" for by in report.dropped.values() for reason, n in by.items())
-        text = f"no training document is left of {report.num_documents} ({reasons or 'nothing came in'})"
-        raise DataError(f"{text}; look at {DROPPED}, relax the clean settings or give more text")
+        reasons = f"{describe_drops(report, config)}; {report.num_kept:,} held out by --data.heldout_fraction"
+        text = f"no training document is left of {report.num_documents} ({reasons})"
+        raise DataError(f"{text}; relax the settings of cleaning or give more text")
     return report
 
 

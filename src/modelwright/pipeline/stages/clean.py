@@ -12,10 +12,11 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump
 from modelwright.core.errors import DataError
 from modelwright.core.resources import versions
-from modelwright.data.clean import DROPPED, clean_documents
+from modelwright.data.clean import DROPPED, clean_documents, describe_drops
 from modelwright.data.locate import locate
 from modelwright.data.sources import BUILTIN, SourceConfig, SourceReport, read_documents
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.redact import redact_text
 from modelwright.pipeline.stage import Stage, StageContext
 
 
@@ -50,15 +51,16 @@ def _run(context: StageContext, config: RunConfig) -> None:
     context.progress.begin("clean", 0, "documents")
     try:
         cleaned = clean_documents(documents, config.clean, out, context.progress)
-    except DataError:
-        if (out / DROPPED).exists():  # the artifact goes; what was dropped and why must stay to be looked at
-            shutil.copyfile(out / DROPPED, context.folder.path / DROPPED)
-        raise
+    except DataError as error:
+        if not (out / DROPPED).exists():
+            raise
+        kept = context.folder.path / DROPPED  # the artifact goes; what was dropped and why must stay to be looked at
+        shutil.copyfile(out / DROPPED, kept)
+        raise DataError(f"{error}; the dropped text is in {kept}") from None
     context.progress.end()
     write_atomic(out / "sources.json", json.dumps(asdict(report), indent=1, ensure_ascii=False))
     context.output.facts |= {"sources": asdict(report), "clean": asdict(cleaned)}
-    skipped = sum(report.skipped.values())
-    context.progress.note(
-        f"clean: {cleaned.num_kept:,} documents kept, {cleaned.num_dropped:,} dropped"
-        + (f"; {skipped:,} records could not be read and were left out" if skipped else "")
-    )
+    for line in report.summary():
+        context.progress.note(redact_text(f"clean: {line}"))
+    where = f"; the dropped text is in {context.folder.artifact / DROPPED}" if cleaned.num_dropped else ""
+    context.progress.note(f"clean: {cleaned.num_kept:,} documents kept, {describe_drops(cleaned, config.clean)}{where}")
