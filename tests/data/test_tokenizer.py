@@ -254,6 +254,20 @@ def test_foreign_chatml(tmp_path: Path) -> None:
     for text in odd_texts(300):
         assert foreign.encode(text) == library.encode(text).ids
 
+    # As Qwen3's template does, this one writes something before the last answer that it leaves out of earlier ones.
+    thinking = template.replace("{{ '<|im_start|>' + m.role + '\n' + m", "{{ '<|im_start|>' + m.role + '\n' + ('hm, ' "
+                                "if loop.last and m.role == 'assistant' else '') + m")  # fmt: skip
+    assert thinking != template
+    foreign = Tokenizer.load(save_foreign(tmp_path, library, chat_template=thinking))
+    with pytest.raises(DataError, match="renders earlier turns differently"):
+        foreign.encode_chat(CHAT)
+    first, second = foreign.encode_lessons(CHAT)
+    for (ids, mask), num_turns, answer in ((first, 2, "hm, It counts."), (second, 4, "hm, It adds.")):
+        num_learned = int(mask.sum())
+        assert mask.tolist() == [0] * (len(ids) - num_learned - 1) + [1] * num_learned + [0]
+        assert foreign.decode(ids[mask == 1], skip_special=False) == f"{answer}<|im_end|>"
+        assert ids[: len(ids) - num_learned - 1].tolist() == foreign.encode_prompt(CHAT[:num_turns])
+
 
 def test_bad_folders(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(ArtifactError, match=r"tokenizer\.json: is missing"):

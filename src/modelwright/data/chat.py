@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import jinja2
@@ -77,27 +78,50 @@ class ChatTemplate:
 
         Raises `DataError` when an earlier turn's rendering depends on a later one, so that there is no such cut.
         """
-        spans: list[Span] = []
-        done = ""
-        for number, turn in enumerate(messages):
-            if turn["role"] != "assistant":
-                continue
-            prompt = self.render(messages[:number], add_generation_prompt=True)
-            answered = self.render(messages[: number + 1], add_generation_prompt=False)
-            if not (prompt.startswith(done) and answered.startswith(prompt)):
-                raise DataError(
-                    "the chat template renders earlier turns differently once later ones follow; split them"
-                )
-            spans += [Span(prompt[len(done) :], False), Span(answered[len(prompt) :], True)]
-            done = answered
+        answers = self._answers(messages)
+        if not _is_chain(answers):
+            raise DataError("the chat template renders earlier turns differently once later ones follow; split them")
+        done, spans = _joined(answers)
         whole = self.render(messages, add_generation_prompt=False)
         return [*spans, Span(whole[len(done) :], False)] if len(whole) > len(done) else spans
+
+    def lessons(self, messages: Sequence[Message]) -> list[list[Span]]:
+        """The texts to learn a conversation from, up to its last answer: one with all answers, or one for each answer
+        where the template renders earlier turns differently once later ones follow (Qwen3's leaves reasoning out)."""
+        answers = self._answers(messages)
+        return [_joined(answers)[1]] if _is_chain(answers) else [_joined([answer])[1] for answer in answers]
+
+    def _answers(self, messages: Sequence[Message]) -> list[tuple[str, str]]:
+        """For each turn of the assistant the rendering up to where it is to speak, and up to the end of its answer."""
+        answers = []
+        for number, turn in enumerate(messages):
+            if turn["role"] == "assistant":
+                prompt = self.render(messages[:number], add_generation_prompt=True)
+                answered = self.render(messages[: number + 1], add_generation_prompt=False)
+                if not answered.startswith(prompt):
+                    raise DataError("the chat template's prompt for an answer is not how it begins the answer")
+                answers.append((prompt, answered))
+        return answers
 
     def _shield(self, text: str) -> str:
         for token in self._shielded:
             if token in text:
                 text = text.replace(token, token[0] + SHIELD + token[1:])
         return text
+
+
+def _is_chain(answers: Sequence[tuple[str, str]]) -> bool:
+    """Whether each prompt goes on from the answer before."""
+    return all(prompt.startswith(answered) for (_, answered), (prompt, _) in pairwise(answers))
+
+
+def _joined(answers: Sequence[tuple[str, str]]) -> tuple[str, list[Span]]:
+    """The rendering up to the last answer, whole and in spans."""
+    done, spans = "", []
+    for prompt, answered in answers:
+        spans += [Span(prompt[len(done) :], False), Span(answered[len(prompt) :], True)]
+        done = answered
+    return done, spans
 
 
 def unshield(text: str) -> str:

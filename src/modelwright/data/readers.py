@@ -53,19 +53,25 @@ class File:
 
 def read_lines(file: File, complain: Complaint) -> Iterator[tuple[int, bytes]]:
     """`(line number from 1, line)` with its line end; a byte order mark at the start is taken off."""
-    number, pending = 1, b""
+    number, parts = 1, [b""]
 
     def current_line() -> int:
         return number
 
     with _opened(file) as raw:
         for chunk in _chunks(raw, file, complain, current_line):
-            *lines, pending = (pending + chunk).split(b"\n")
-            for line in lines:
-                yield number, (line.removeprefix(UTF8_BOM) if number == 1 else line) + b"\n"
-                number += 1
-        if pending:
-            yield number, pending.removeprefix(UTF8_BOM) if number == 1 else pending
+            rest, *begun = chunk.split(b"\n")
+            parts.append(rest)
+            for rest in begun:
+                yield number, _line(parts, number) + b"\n"
+                number, parts = number + 1, [rest]
+        if last := _line(parts, number):
+            yield number, last
+
+
+def _line(parts: Sequence[bytes], number: int) -> bytes:
+    line = b"".join(parts)
+    return line.removeprefix(UTF8_BOM) if number == 1 else line
 
 
 def read_sections(file: File, complain: Complaint, section_chars: int) -> Iterator[tuple[str, str]]:

@@ -24,7 +24,7 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.resources import num_usable_cores
 from modelwright.core.seeds import derive_seed
-from modelwright.data.chat import DEFAULT_TEMPLATE, ChatTemplate, unshield
+from modelwright.data.chat import DEFAULT_TEMPLATE, ChatTemplate, Span, unshield
 from modelwright.data.document import Message
 from modelwright.data.fast_bpe import fast_encoding, is_byte_level, token_bytes
 from modelwright.data.streaming import ByteStream, LibraryStream, TextStream
@@ -226,9 +226,17 @@ class Tokenizer:
         token at which generation stops. What the template renders after that token (the line end of ChatML) is never
         generated, so it is not learned. The ids up to an answer are those of `encode_prompt` for the turns before it.
         """
+        return self._encode_spans(self.chat_template.spans(messages))
+
+    def encode_lessons(self, messages: Sequence[Message]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ids and loss masks, as `encode_chat` gives them, of the texts by which a conversation is learned: one, or
+        one for each answer, whichever the chat template allows (`ChatTemplate.lessons`)."""
+        return [self._encode_spans(spans) for spans in self.chat_template.lessons(messages)]
+
+    def _encode_spans(self, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
         ids: list[int] = []
         mask: list[int] = []
-        for span in self.chat_template.spans(messages):
+        for span in spans:
             part = self._encode_rendered(span.text)
             num_learned = self._answer_len(part) if span.spoken else 0
             ids += part

@@ -105,12 +105,11 @@ def _conversations(clean: Path, split: Split, tokenizer: Tokenizer, fit: Convers
     """Rendered chats; what the assistant says, with the token that ends it, is the target."""
     for document in read_kept(clean, split=split, kind="qa"):
         try:
-            ids, mask = tokenizer.encode_chat(document.messages)
+            lessons = tokenizer.encode_lessons(document.messages)
         except DataError as error:
             raise DataError(f"{document.id}: {error}") from None
-        fitted = fit.fit(ids, mask, stop_ids=tokenizer.stop_ids)
-        if fitted is not None:
-            yield fitted
+        fitted = (fit.fit(ids, mask, stop_ids=tokenizer.stop_ids) for ids, mask in lessons)
+        yield from filter(None, fitted)
 
 
 def _tell_overlong(context: StageContext, config: RunConfig, fit: ConversationFit) -> None:
