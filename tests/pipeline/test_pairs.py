@@ -14,7 +14,9 @@ from modelwright.core.artifacts import read_manifest
 from modelwright.core.records import column, read_records
 from modelwright.data.conversations import form_of, read_conversation
 from modelwright.data.loader import PackedRows
-from modelwright.data.tokenizer import Tokenizer
+from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.pipeline.stages.folder import save_model_folder
+from tiny_decoder import make_decoder
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 PREPARED = "clean,tokenize,pack"
@@ -132,6 +134,27 @@ def test_packed_pairs_end_with_the_last_answer(inside: Command, tmp_path: Path, 
             learned.append(tokenizer.decode(labels[labels >= 0].tolist(), skip_special=False))
     assert "Hello.<|end|>So long.<|end|>" in learned
     assert len(learned) == 21
+
+
+def test_a_turn_that_the_chat_template_refuses_is_named(inside: Command, tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["some words to learn from"], TokenizerConfig(vocab_size=300))
+    save_model_folder(make_decoder(vocab_size=300), tokenizer, tmp_path / "model")
+    settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+    settings["chat_template"] = refusal + settings["chat_template"]
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+    source = tmp_path / "pairs.jsonl"
+    source.write_text(
+        '{"question": "Q", "answer": "An answer."}\n{"system": "S", "question": "Q2", "answer": "Another."}'
+    )
+    rows = ("--pack.seq_len=64", "--pretrain.batch_tokens=128", "--sft.batch_tokens=128", "--data.heldout_fraction=0")
+    done = inside(
+        "run", "tiny", "--init-from", str(tmp_path / "model"), "--data.sources", str(source), *rows,
+        "--stages", "clean,pack,sft", "--run-dir", str(tmp_path / "run"),
+    )  # fmt: skip
+    assert done.returncode == 2
+    message = done.stderr.strip().splitlines()[-1]
+    assert f"{source}:2: the chat template refuses these messages: no system turns" in message
 
 
 def test_the_help_and_the_documentation_name_the_forms_that_are_read(capsys: pytest.CaptureFixture[str]) -> None:
