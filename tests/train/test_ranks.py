@@ -70,11 +70,15 @@ def test_weights_are_exact_in_float64(tiny, two_ranks, tmp_path, case):
 
 
 def test_bytes_sent_are_those_of_the_gradients(tiny, two_ranks):
-    """Where the processes keep copies: on one copy there is nothing to send."""
-    assert {sent for _, sent in column(read_records(two_ranks / "fp32-1" / "metrics.jsonl"), "bytes_sent")} == {0}
-    sent = column(read_records(two_ranks / "fp32-copies" / "metrics.jsonl"), "bytes_sent")
-    assert sent[0][1] == 4 * tiny.SHAPE.num_parameters
-    assert sent[-1][1] == 6 * sent[0][1]
+    """Where the processes keep copies, beside sums of a few values: on one copy there is nothing else to send."""
+    gradient_bytes, small = 4 * tiny.SHAPE.num_parameters, 16 * 1024
+    shared, copied = (
+        column(read_records(two_ranks / f"fp32-{case}" / "metrics.jsonl"), "bytes_sent") for case in ("1", "copies")
+    )
+    assert 0 < shared[0][1] < small
+    assert gradient_bytes < copied[0][1] < 1.05 * gradient_bytes + small
+    assert shared[1][1] - shared[0][1] < small
+    assert gradient_bytes < copied[1][1] - copied[0][1] < 1.05 * gradient_bytes + small
 
 
 def test_checkpoint_of_one_process_goes_on_with_two_ranks_and_four_microbatches(tiny, two_ranks, tmp_path):

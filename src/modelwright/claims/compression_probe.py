@@ -1,9 +1,8 @@
 """Training runs with compressed gradients, by real processes joined by gloo: held-out loss, and bytes sent.
 
 Every run goes through THE loop with the transports that training uses. Runs of a seed share initial weights and data
-order. Bytes are those that the transports count (see their docstrings for the formulas), warm-up and the last, exact
-meeting of local steps included; small messages of the loop itself (losses, normalisers) are not among them. Knows no
-claim.
+order. Bytes are those of the metric `bytes_sent` (`parallel/traffic.py`): all that the first process sent over TCP,
+headers, the loop's small messages, warm-up and the last, exact meeting of local steps included. Knows no claim.
 """
 
 import json
@@ -89,7 +88,7 @@ def one_run(
     keep: Path | None = None,
     controllers: Mapping[str, Controller] | None = None,
 ) -> dict[str, float]:
-    """Train once, in `folder`; the held-out loss at the end and the bytes that this rank's transport sent.
+    """Train once, in `folder`; the held-out loss at the end and the bytes that this rank sent.
 
     begin: a file of weights to start from; keep: where to put the last ones.
     """
@@ -122,6 +121,8 @@ def one_run(
     )
     if keep is not None and world.is_first:
         save_model(model, str(keep))
+    if result.bytes_sent is None:
+        raise ModelwrightError("compression_probe: bytes sent over TCP can be counted on Linux 4.19 or newer only")
     return {"heldout_loss": result.heldout_loss, "bytes_sent": result.bytes_sent}
 
 

@@ -64,7 +64,7 @@ def judge(runs: Sequence[Mapping[str, Any]], size: Size) -> Result:
         conditions=size.describe()
         | {
             "ranks": NUM_RANKS,
-            "bytes": "as the transports count them, against an FP32 ring all-reduce at every step",
+            "bytes": "all that the first process sent over TCP, with headers, as the kernel counts it",
             "rates": f"{RATE:g} from drawn weights for all; clip of exact out of four and rate out of three in one run "
             "each, the method's at clip 0.5 out of two rates, on other seeds; the others at clip 1, not tuned",
             "continued": "as many steps again on the same text in another order, warmup and cosine at "

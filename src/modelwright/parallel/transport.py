@@ -1,4 +1,4 @@
-"""The gradient-transport seam: how gradients cross the network, and how many bytes that took.
+"""The gradient-transport seam: how gradients cross the network, and how many bytes their messages have.
 
 Gradients come in as each rank's share of one sum (already divided by the global normaliser) and leave as the sum.
 Knows nothing about losses or optimizers. `transports/` holds those that send fewer bytes.
@@ -30,7 +30,8 @@ class GradientTransport(Protocol):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has put on the network so far."""
+        """Payload bytes of this transport's own messages from this rank so far. The metric `bytes_sent` counts all that
+        the process sends (`parallel/traffic.py`)."""
         ...
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:

@@ -3,6 +3,7 @@
 Every message begins with the full path of the field to change. Reads nothing and writes nothing.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -66,7 +67,13 @@ def _check_model(config: RunConfig, layout: ParallelConfig) -> None:
 
 
 def _check_stage(training: TrainConfig, layout: ParallelConfig, config: RunConfig, axes: Mapping[str, int]) -> None:
-    check_exchange(training.transport, training.asynchronous, layout, in_backward=training.updates_in_backward)
+    check_exchange(
+        training.transport,
+        training.asynchronous,
+        layout,
+        num_processes=math.prod(axes.values()),
+        in_backward=training.updates_in_backward,
+    )
     if training.optimizer == "muon" and (layout.tensor > 1 or axes["shard"] > 1):
         raise ConfigError(
             "optimizer: muon needs whole matrices, which parallel.tensor and parallel.shard divide; take adamw"

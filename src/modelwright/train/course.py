@@ -18,6 +18,7 @@ from modelwright.core.rundir import StageDir
 from modelwright.model.decoder import Decoder
 from modelwright.optim.update import FiniteCheck
 from modelwright.parallel.mesh import Mesh, World
+from modelwright.parallel.traffic import Traffic
 from modelwright.parallel.transports.local_steps import LocalSteps
 from modelwright.parallel.turns import Together
 from modelwright.train.checkpoint import Best, Checkpoints, Snapshot
@@ -53,6 +54,7 @@ class Course:
     watchdog: Watchdog
     restart: bool = False
     controllers: dict[str, Controller] = field(init=False)
+    traffic: Traffic = field(init=False)
     recorder: Recorder | None = None
     at: Position = field(default_factory=Position)
     saved: tuple[int, int] = (0, 0)
@@ -94,6 +96,7 @@ class Course:
         self.resume()
         self.one_step.begin(self.at.step)
         give_back_memory(self.world.device)  # what it took to load and to lay out
+        self.traffic = Traffic(self.world)
         while True:
             wishes = stop.requested, self.minutes_due(), self.checkpoints.failed
             stopping, minutes_due, failed = map(bool, self.world.maxima(*wishes))
@@ -128,7 +131,8 @@ class Course:
         arena = self.one_step.arena
         with arena.step():
             info, flops = self.one_step(number)
-        return replace(info, scalars={**info.scalars, **arena.figures()}), flops
+        scalars = {**info.scalars, **arena.figures()}
+        return replace(info, bytes_sent=self.traffic.bytes_sent(), scalars=scalars), flops
 
     def interrupted(self, stop: StopRequest) -> bool:
         """Whether this process wants all of them to meet before `next_stop`."""
@@ -335,7 +339,7 @@ class Course:
             num_events=dict(watch.num_events) if isinstance(watch, Watch) else {},
             loss_scale=self.one_step.loss_scale_history(),
             left_out=tuple(self.one_step.spikes.events),
-            bytes_sent=self.one_step.transport.bytes_sent,
+            bytes_sent=self.traffic.bytes_sent(),
         )
 
     def close(self) -> None:

@@ -62,9 +62,13 @@ def check_exchange(
     asynchronous: AsynchronousConfig,
     parallel: ParallelConfig,
     *,
+    num_processes: int = 1,
     in_backward: bool = False,
 ) -> None:
-    """Raise `ConfigError` when these do not go together; in_backward: weights change there."""
+    """Raise `ConfigError` when these do not go together.
+
+    num_processes: that `parallel` lays out; in_backward: weights change there.
+    """
     if in_backward and parallel.pipeline > 1:
         raise ConfigError(
             "update_in_backward: the stages of a pipeline are amid several microbatches at a time, each of which still "
@@ -89,6 +93,25 @@ def check_exchange(
         raise ConfigError(
             "asynchronous.mode: in hogwild all processes share one whole model; leave the axes of `parallel` as they "
             "are by default"
+        )
+    _check_transport_is_used(transport, parallel, num_processes)
+
+
+def _check_transport_is_used(transport: TransportConfig, parallel: ParallelConfig, num_processes: int) -> None:
+    """Refuse a transport in a layout in which FSDP sums all gradients itself."""
+    names = [f"transport.kind {transport.kind}"] if transport.kind != "exact" else []
+    if transport.local_steps.every:
+        names.append(f"transport.local_steps.every {transport.local_steps.every}")
+    if not names or parallel.shard == "none":
+        return
+    axes = parallel.axes(num_processes)
+    num_sharing = axes["shard"] * axes["context"]
+    if axes["replicate"] == 1 and num_sharing > 1:
+        raise ConfigError(
+            f"{names[0].split()[0]}: {' and '.join(names)} would have no effect: parallel.shard {parallel.shard} "
+            f"divides one model among {num_sharing} processes, and FSDP sums their gradients exactly. Set "
+            "parallel.shard_group to a part of the copies (hybrid sharding: the transport then carries gradients "
+            "between the groups) or parallel.shard to none; or take transport.kind exact without local steps"
         )
 
 

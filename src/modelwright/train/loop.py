@@ -73,7 +73,7 @@ def train(
     replicas differ, `ConfigError` when the settings do not go together.
     """
     in_backward = config.updates_in_backward
-    check_exchange(config.transport, config.asynchronous, parallel, in_backward=in_backward)
+    check_exchange(config.transport, config.asynchronous, parallel, num_processes=world.size, in_backward=in_backward)
     progress = progress if world.is_first else SilentProgress()
     progress.begin(name, num_steps, "steps")
     hang_after_s = config.guards.hang_after_s if world.size > 1 else 0.0

@@ -55,7 +55,8 @@ class StepInfo:
     before clipping; num_tokens: of all ranks, padding left out; mfu: model FLOPs utilisation in [0, 1], 0 when no peak
     rate is known; data_wait_s: time spent waiting for the batch, and exchange_s: in the transport and at meetings, with
     compression and waiting for other ranks; both are parts of step_time_s; skipped: the update was left
-    out, because something was not finite or out of proportion; scalars: what updates add.
+    out, because something was not finite or out of proportion; bytes_sent: by this rank since the start, over all of
+    its connections and with their headers, None where the kernel does not count them; scalars: what updates add.
     """
 
     step: int
@@ -70,13 +71,14 @@ class StepInfo:
     exchange_s: float
     step_time_s: float
     skipped: bool
-    bytes_sent: int
+    bytes_sent: int | None
     scalars: Mapping[str, float] = field(default_factory=dict)
 
     def as_record(self) -> dict[str, float | int | bool]:
-        """The step's metrics, flat: loss terms as `loss/<name>` where there are several."""
+        """The step's metrics, flat: loss terms as `loss/<name>` where there are several; nothing for what is None."""
         terms = {f"loss/{name}": value for name, value in self.losses.items()} if len(self.losses) > 1 else {}
         plain = {key: value for key, value in vars(self).items() if key not in ("step", "losses", "scalars")}
+        plain = {key: value for key, value in plain.items() if value is not None}
         return {**plain, **terms, **self.scalars}
 
 

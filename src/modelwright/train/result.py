@@ -17,9 +17,9 @@ class TrainResult:
     loss: of the last step; heldout_loss: at the last evaluation, nan without held-out batches; best: lowest held-out
     loss and its step (0: none); num_tokens: trained on, padding left out; train_time_s: spent in steps, over all
     starts; model_flops: of forward and backward passes; mfu: in [0, 1], 0 without a peak rate; num_skipped: updates
-    left out for values that were not finite; num_events: entries of the watch list by kind; bytes_sent: by this rank's
-    transport since this start; loss_scale: what became of it, empty where losses were not scaled; left_out: batches
-    whose updates spikes left out or took back, as `spikes.jsonl` has them.
+    left out for values that were not finite; num_events: entries of the watch list by kind; bytes_sent: by this rank
+    since this start, as in `StepInfo`; loss_scale: what became of it, empty where losses were not scaled; left_out:
+    batches whose updates spikes left out or took back, as `spikes.jsonl` has them.
     """
 
     num_steps: int
@@ -32,7 +32,7 @@ class TrainResult:
     mfu: float
     num_skipped: int
     num_events: Mapping[str, int]
-    bytes_sent: int
+    bytes_sent: int | None
     loss_scale: Mapping[str, Any] = field(default_factory=dict)
     left_out: Sequence[Mapping[str, Any]] = ()
 

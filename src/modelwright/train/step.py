@@ -479,7 +479,7 @@ class TrainStep:
             mfu=self.utilisation(flops, times["step_time_s"]),
             **times,
             skipped=context.skip,
-            bytes_sent=self.transport.bytes_sent,
+            bytes_sent=None,  # the course counts them: not all are a step's
             scalars={**context.scalars, **self.turns.figures()},
         )
 

@@ -17,7 +17,13 @@ from modelwright.parallel.transports.three_level import ThreeLevelConfig, ThreeL
 
 @dataclass(frozen=True, kw_only=True)
 class TransportConfig:
-    """How gradients, or with local steps the pseudo-gradients, cross between the ranks that sum them.
+    """How gradients, or with local steps the pseudo-gradients, cross between copies of the model.
+
+    Copies are the replicate axis of the layout, joined with `parallel.context` where nothing is sharded: all data
+    parallel ranks without `parallel.shard`; under hybrid sharding (`parallel.shard_group`) the groups, each rank with
+    those that hold the same shard in other groups. Only these bytes are compressed, or sent less often. What FSDP
+    gathers and scatters within a shard group, and what tensor, context and pipeline parallelism send, is not; where one
+    shard group holds all copies a transport other than `exact` is refused.
 
     kind: `exact`, by the backend; `planned`, exact by the algorithms of `collectives` for the measured links; `bf16`;
     `int8`; `powersgd` of rank `powersgd_rank`; `three_level`.

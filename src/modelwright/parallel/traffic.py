@@ -1,0 +1,66 @@
+"""Bytes that this process sends to the others, as the kernel counts them for its TCP connections.
+
+So everything is counted, whoever sent it: gradients, FSDP's gathered parameters, a pipeline's activations, sums of a
+few values, checkpoint and guard messages. Only gloo sends all of it over TCP; for other backends nothing is reported.
+"""
+
+import os
+import socket
+import stat
+import struct
+import sys
+
+from modelwright.parallel.mesh import World
+
+SEGMENTS_OUT, BYTES_SENT = 136, 200
+"""Offsets in `struct tcp_info` of <linux/tcp.h>: u32 `tcpi_segs_out`, u64 `tcpi_bytes_sent` (Linux 4.19)."""
+TCP_INFO_BYTES = BYTES_SENT + 8
+HEADER_BYTES = 14 + 20 + 20 + 12
+"""Of one segment: Ethernet, IPv4, TCP and its timestamps."""
+
+
+class Traffic:
+    """Counts from when it is made. Knows neither who sends nor why."""
+
+    def __init__(self, world: World) -> None:
+        self._sends = world.size > 1
+        self._counts = sys.platform == "linux" and world.device.type == "cpu"
+        self._num_bytes = 0
+        self._of_connection: dict[int, int] = {}
+        self.bytes_sent()
+        self._num_bytes = 0
+
+    def bytes_sent(self) -> int | None:
+        """Payload and headers of all segments so far; None where the kernel does not tell, 0 for a process alone."""
+        if not self._sends:
+            return 0
+        if not self._counts:
+            return None
+        now = connections_sent()
+        self._counts = bool(now)
+        before, self._of_connection = self._of_connection, now
+        self._num_bytes += sum(sent - before.get(connection, 0) for connection, sent in now.items())
+        return self._num_bytes if self._counts else None
+
+
+def connections_sent() -> dict[int, int]:
+    """Bytes that each TCP connection of this process has sent, by inode; empty where Linux is too old to count."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[status.st_ino] = _sent(int(name))
+        except (OSError, struct.error):  # closed meanwhile, no TCP, or a kernel that tells less
+            continue
+    return found
+
+
+def _sent(descriptor: int) -> int:
+    borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=descriptor)
+    try:
+        info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+    finally:
+        borrowed.detach()  # it stays its owner's
+    (segments,), (payload,) = struct.unpack_from("=I", info, SEGMENTS_OUT), struct.unpack_from("=Q", info, BYTES_SENT)
+    return payload + HEADER_BYTES * segments
