@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 
 import tiny_run as tiny
 
+from modelwright.data.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
@@ -24,7 +25,8 @@ STEPS = 3
 class Case:
     """schedule, stages_per_rank, num_microbatches, tied, dtype, pipeline, data, shard, precision,
     tensor, context, whether activations are computed again,
-    layers per stage after step 2, as 3+1: the run goes on from the same case's checkpoint with an even split."""
+    layers per stage after step 2, as 3+1: the run goes on from the same case's checkpoint with an even split,
+    rows of the batches, as 8+3, in turn."""
 
     schedule: str = "1f1b"
     stages_per_rank: int = 1
@@ -39,6 +41,7 @@ class Case:
     context: int = 1
     recompute: bool = False
     layers: str = ""
+    rows: str = "8"
 
     @property
     def name(self) -> str:
@@ -56,13 +59,27 @@ class Case:
     @property
     def single(self) -> str:
         """The folder of the run of one process that this one has to equal."""
-        return f"one-{self.tied}-{self.exact}-{self.num_layers}"
+        return f"one-{self.tied}-{self.exact}-{self.num_layers}-{self.rows}"
 
     @classmethod
     def parse(cls, name: str) -> "Case":
         kinds = {"int": int, "bool": lambda text: text == "True", "str": str}
         values = zip(cls.__dataclass_fields__.items(), name.split("-"), strict=True)
         return cls(**{key: kinds[getattr(field.type, "__name__", field.type)](text) for (key, field), text in values})
+
+
+@dataclass(frozen=True)
+class RaggedRows:
+    """Batches of so many rows, in turn; the last copy gets fewer where they do not divide."""
+
+    sizes: tuple[int, ...]
+    num_batches_per_epoch: int = 5
+
+    def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
+        num_rows = self.sizes[index % len(self.sizes)]
+        share = -(-num_rows // world_size)
+        mine = torch.arange(rank * share, min(num_rows, (rank + 1) * share))
+        return tiny.Rows(num_rows=num_rows).batch(index).take(mine)
 
 
 def tiny_model(*, tied: bool, num_layers: int) -> Decoder:
@@ -77,9 +94,10 @@ def tiny_model(*, tied: bool, num_layers: int) -> Decoder:
 def run_case(case: Case, folder: Path, world=None) -> None:
     """Train and leave metrics.jsonl and, of every rank, the whole final weights."""
     model = tiny_model(tied=case.tied, num_layers=case.num_layers)
-    objective = Pretrain(tiny.Rows())
+    rows = RaggedRows(tuple(map(int, case.rows.split("+"))))
+    objective = Pretrain(rows)
     if case.exact:
-        model, objective = model.double(), tiny.Float64Objective(tiny.Rows())
+        model, objective = model.double(), tiny.Float64Objective(rows)
     config = tiny.settings(
         num_steps=STEPS,
         num_microbatches=case.num_microbatches if world else 1,

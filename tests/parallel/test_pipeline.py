@@ -43,6 +43,16 @@ MIXED = [
     Case(recompute=True, tied=True),
     Case(schedule="interleaved", stages_per_rank=2, num_microbatches=2, recompute=True),
 ]
+RAGGED = [
+    Case(num_microbatches=3),
+    Case(num_microbatches=3, schedule="zero_bubble", stages_per_rank=2, tied=True),
+    Case(num_microbatches=4, rows="8+3+5"),
+]
+RAGGED_COPIES = [
+    Case(data=2, num_microbatches=2, rows="8+5+3"),
+    Case(data=2, num_microbatches=2, rows="5", shard="full", schedule="interleaved", stages_per_rank=2),
+]
+"""Microbatches of unequal numbers of rows, batches with fewer rows than microbatches, copies with unequal shares."""
 MOVED = [replace(MIXED[0], layers="3+1"), replace(Case(), layers="1+3")]
 FP32 = [Case(exact=False, tied=True), Case(schedule="zero_bubble", stages_per_rank=2, exact=False, tied=True)]
 FOUR = [
@@ -67,7 +77,7 @@ def folder(tmp_path_factory):
     """All cases, on two and on four processes at the same time, and beside them what one process makes of each."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("pipeline")
-    two, four = TWO + MIXED + FP32 + MOVED, FOUR
+    two, four = TWO + MIXED + FP32 + RAGGED + MOVED, FOUR + RAGGED_COPIES
     ranks = [
         rank
         for size, cases in ((2, two), (4, four))
@@ -81,6 +91,15 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("case", TWO + FOUR + MIXED + FP32, ids=lambda case: case.name)
 def test_losses_and_weights_equal_those_of_one_process(folder, case):
+    check_against_one_process(folder, case)
+
+
+@pytest.mark.parametrize("case", RAGGED + RAGGED_COPIES, ids=lambda case: case.name)
+def test_ragged_microbatches_train_like_one_process(folder, case):
+    check_against_one_process(folder, case)
+
+
+def check_against_one_process(folder, case):
     single, ranks = folder / case.single, folder / case.name
     for metric in ("loss", "heldout_loss", "grad_norm", "num_tokens"):
         of_one, of_ranks = (

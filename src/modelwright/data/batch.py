@@ -51,6 +51,20 @@ class TokenBatch:
         ends = list(itertools.accumulate(part_sizes(self.num_rows, num_parts), initial=0))
         return [self._map(lambda x, rows=slice(*pair): x[rows]) for pair in itertools.pairwise(ends)]
 
+    def padded(self, num_rows: int) -> "TokenBatch":
+        """With rows of padding at the end, which predict nothing, if there are fewer rows than `num_rows`."""
+        missing = num_rows - self.num_rows
+        if missing <= 0:
+            return self
+        row_len = self.input_ids_BT.shape[1]
+        padding = TokenBatch(
+            input_ids_BT=self.input_ids_BT.new_zeros(missing, row_len),
+            labels_BT=self.labels_BT.new_full((missing, row_len), IGNORED),
+            positions_BT=self.positions_BT.new_zeros(missing, row_len),
+            segments_BT=self.segments_BT.new_full((missing, row_len), -1),
+        )
+        return TokenBatch(**{name: torch.cat([rows, getattr(padding, name)]) for name, rows in vars(self).items()})
+
     def take(self, rows: Tensor) -> "TokenBatch":
         """The rows with these numbers, in this order."""
         return self._map(lambda x: x[rows])

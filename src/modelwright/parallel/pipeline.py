@@ -119,8 +119,12 @@ class Pipeline:
         return 2 if name == TIED and self._ends_share_a_weight else 1
 
     def train(self, parts: Sequence[TokenBatch], loss_of: Callable[[Tensor, TokenBatch], Tensor]) -> None:
-        """One step of the schedule. Raises `ConfigError` when it cannot run that many microbatches."""
-        self._begin(parts, loss_of)
+        """One step of the schedule. Raises `ConfigError` when it cannot run that many microbatches.
+
+        Buffers for what travels between stages have one shape, so smaller microbatches get rows of padding.
+        """
+        num_rows = max(part.num_rows for part in parts)
+        self._begin([part.padded(num_rows) for part in parts], loss_of)
         schedule = self._schedule(len(parts), self._microbatches[0][1].input_ids_BT.shape)
         self.timeline.begin()
         schedule.step(target=torch.arange(len(parts)), return_outputs=False)
