@@ -1,7 +1,41 @@
+"""The plan of a run against the run itself."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from modelwright.cli.main import main
 from modelwright.pipeline.plan import about_times
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to reset the peak of a process")
 
 
 def test_a_busy_machine_is_told_beside_its_estimates() -> None:
     assert len(about_times(0.9, 2)) == 1
     _, busy = about_times(1.4, 2)
     assert "(load 1.4 on 2 cores)" in busy
+
+
+@linux
+def test_peak_memory_of_a_run_is_predicted(capsys, tmp_path: Path) -> None:
+    """Resident memory of a process that trains on large microbatches, most of which is activations."""
+    lines = (f"{n} is followed by {n + 1}, and twice {n} is {2 * n}: a line of text." for n in range(6000))
+    (tmp_path / "text.txt").write_text("\n".join(lines))
+    words = ["run", "tiny", "--run-dir", str(tmp_path / "run"), "--data.sources", str(tmp_path / "text.txt")]
+    words += ["--stages", "clean,tokenize,pack,pretrain", "--pretrain.batch_tokens", "16384"]
+    words += ["--pretrain.num_steps", "8", "--pretrain.eval_every_steps", "4"]
+    assert main([*words, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "the gaps that the heap leaves between them" in printed
+    predicted = re.search(r"^memory of pretrain: (\d+) MiB = process", printed, re.MULTILINE)
+    assert predicted is not None, printed
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "modelwright.cli.main", *words]
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300)
+    journal = json.loads((tmp_path / "run" / "pretrain" / "stage.json").read_text())
+    assert int(predicted[1]) == pytest.approx(journal["attempts"][-1]["peak_bytes"] / 2**20, rel=0.15)

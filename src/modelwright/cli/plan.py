@@ -141,8 +141,8 @@ def _check_measurable(model) -> None:
     largest = max(outputs * inputs for outputs, inputs in matrix_shapes(model))
     if 8 * largest > hardware()["memory_bytes"]:
         raise ConfigError(
-            f"--flops: the model's largest matrix ({largest:.3g} weights) is too large to be measured in this machine's "
-            "memory; give --flops PER_S, or --device with a data sheet"
+            f"--flops: the model's largest matrix ({largest:.3g} weights) is too large to be measured in this "
+            "machine's memory; give --flops PER_S, or --device with a data sheet"
         )
 
 

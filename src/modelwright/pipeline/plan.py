@@ -56,6 +56,13 @@ ANY_CLUSTER = Cluster(
 """For memory, which no speed changes."""
 BUSY = 0.5
 """Load for each core from which measured rates are those of a machine that does something else as well."""
+_MEMORY_NOTES = {
+    "cpu": "Peak memory is the resident memory of one process: tensors, the gaps that the heap leaves between them "
+    "(heap_gaps), and\nPython with its libraries (process). The system's cache of files comes on top.",
+    "cuda": "Peak memory of training is what tensors take on the accelerator, without the gaps of its allocator.",
+}
+LIBRARY_BYTES = {"evaluate": 30 * 2**20, "quantize": 35 * 2**20, "serve": 70 * 2**20, "report": 95 * 2**20}
+"""What later stages load and leave in the process, as measured in a run of all stages."""
 _WORDS = {"done": "finished, kept", "begun": "begun, goes on", "changed": "to be made again", "new": "to be made"}
 
 
@@ -72,13 +79,15 @@ def describe_plan(
     states = survey(run, stages).states
     torch.set_num_threads(config.hardware.num_threads)
     rates = measured_rates(config)
+    memories = _memories(config, num_processes)
     estimates = [_estimate(config, run, stage.name, rates, num_hosts) for stage in stages]
+    estimates = [replace(e, peak_bytes=memories[e.name].total) if e.name in memories else e for e in estimates]
     to_do = [e for e in estimates if states[e.name] != "done" and (not only or e.name in only)]
     lines = [f"run         {config.name} in {run.path}", f"sources     {', '.join(config.data.sources)}"]
     if num_processes > 1:
         axes = ", ".join(f"{axis} {size}" for axis, size in config.parallel.axes(num_processes).items() if size > 1)
         lines.append(f"processes   {num_processes} on {num_hosts} host{'s' * (num_hosts > 1)}: {axes}")
-    lines += [plan_text(config.model, estimates, _memories(config, num_processes)), "", "state"]
+    lines += [plan_text(config.model, estimates, memories), "", _MEMORY_NOTES[config.hardware.device], "", "state"]
     lines += [f"  {stage.name:<12}{_words(states[stage.name], stage.name, only)}" for stage in stages]
     left = sum(estimate.seconds for estimate in to_do)
     threads = config.hardware.num_threads
@@ -119,7 +128,7 @@ def _estimate(config: RunConfig, run: RunDir, name: str, rates: dict[str, float]
         )
     if name in ("evaluate", "quantize"):
         models = min(2, len(config.trained_stages)) if name == "evaluate" else 1
-        return scoring_stage(
+        scoring = scoring_stage(
             name,
             config.model,
             num_tokens=models * _scored_tokens(config),
@@ -127,19 +136,21 @@ def _estimate(config: RunConfig, run: RunDir, name: str, rates: dict[str, float]
             batch_tokens=config.evaluate.batch_tokens,
             flops_per_s=rates["fp32"],
         )
-    return replace(data_stage(name, num_bytes=0, bytes_per_s=1.0), seconds=OTHER_S[name])
+        return replace(scoring, peak_bytes=scoring.peak_bytes + LIBRARY_BYTES[name])
+    other = data_stage(name, num_bytes=0, bytes_per_s=1.0)
+    return replace(other, seconds=OTHER_S[name], peak_bytes=other.peak_bytes + LIBRARY_BYTES.get(name, 0))
 
 
 def _memories(config: RunConfig, num_processes: int) -> dict[str, MemoryEstimate]:
     """Of one process, the fullest one; of copies in shared memory each counts the whole."""
-    result = {}
+    result, device = {}, config.hardware.device
     for name in ("pretrain", "sft"):
         training = getattr(config, name)
         if name in config.stages and num_processes > 1:
             job, layout = planned(config, training, config.parallel, num_processes)
-            result[name] = assess(job, layout, ANY_CLUSTER).memory
+            result[name] = assess(job, layout, replace(ANY_CLUSTER, device=device)).memory
         elif name in config.stages:
-            result[name] = training_memory(
+            memory = training_memory(
                 config.model,
                 tokens_per_microbatch=training.batch_tokens // training.num_microbatches,
                 compute=training.precision.planned_as,
@@ -147,6 +158,7 @@ def _memories(config: RunConfig, num_processes: int) -> dict[str, MemoryEstimate
                 activations=training.activations,
                 fused=cpu_kernels.are_used_on(config.hardware.device),
             )
+            result[name] = memory.on_device(device, arena=training.memory_arena)
     return result
 
 
