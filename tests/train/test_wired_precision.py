@@ -78,11 +78,16 @@ CASES = [
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("precision")
+    write_speeds(folder)
+    return run_cases(folder, CASES)
+
+
+def write_speeds(folder: Path) -> None:
+    """Give runs of adaptive precision their speeds, so that what they choose does not depend on the machine."""
     speeds = {f"{kind}/{name}": value for kind in ("attention", "ffn") for name, value in SECONDS.items()}
     for name in ADAPTIVE_FOLDERS:
         (folder / name).mkdir()
         (folder / name / "formats.json").write_text(json.dumps({**speeds, "memory": 0.1}))
-    return run_cases(folder, CASES)
 
 
 def changes(runs: Path, folder: str) -> list[dict[str, Any]]:
