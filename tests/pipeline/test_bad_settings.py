@@ -119,7 +119,8 @@ def test_a_run_folder_that_cannot_be_one(
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc here")
 def test_a_folder_that_cannot_be_made(inside: Command) -> None:
-    assert_one_line(inside("run", "tiny", "--run-dir", "/proc/no-such"), "/proc/no-such: cannot be made", "choose another folder")
+    done = inside("run", "tiny", "--run-dir", "/proc/no-such")
+    assert_one_line(done, "/proc/no-such: cannot be made", "choose another folder")
 
 
 def test_an_export_never_replaces_a_file(inside: Command, tmp_path: Path) -> None:

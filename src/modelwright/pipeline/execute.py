@@ -58,10 +58,9 @@ def execute(
 ) -> Done:
     """Bring the run in `run` to its end and return what was done.
 
-    `only`: the stages to work on (empty: all), which the configuration has among others; `words`: the command line, for run.json; `elastic`:
-    the layout is made to fit the processes that are there; `restart`: training whose checkpoints are all damaged begins
-    again. Called by every process that was started. Raises
-    `ModelwrightError` for whatever a person can do something about, `Stopped` after SIGTERM or Ctrl-C.
+    `only`: the stages to work on (empty: all), which the configuration has among others; `words`: the command line, for
+    run.json; `elastic`: the layout is made to fit the processes that are there; `restart`: training whose checkpoints
+    are all damaged begins again. Called by every process that was started. Raises `ModelwrightError` for whatever a person can do something about, `Stopped` after SIGTERM or Ctrl-C.
     """
     run.create()
     num_rows = shared_rows(config) if elastic else 0

@@ -57,7 +57,7 @@ class RangeConfig:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.first < self.last < math.inf:
-            raise ConfigError(f"first: must be above 0 and below last, a finite rate, got {self.first:g}, {self.last:g}")
+            raise ConfigError(f"first: must be above 0 and below last, both finite, got {self.first:g}, {self.last:g}")
         if self.num_steps < 20:
             raise ConfigError(f"steps: must be at least 20, got {self.num_steps}; 100 to 300 are usual")
 

@@ -288,6 +288,7 @@ class TrainStep:
         data_wait_s = time.perf_counter() - started
         if self.sparse:
             batch = self.sparse.begin_step(batch, number)
+        batch = batch.padded(self.config.num_microbatches)  # with rows of padding where there are fewer rows
         totals, num_tokens, flops, executed = self.count(batch)
         self.present = batch, totals
         if self.in_backward:
@@ -322,12 +323,12 @@ class TrainStep:
         return self.loss_scale.state_dict() | layers
 
     def batch(self, number: int) -> Batch:
-        """This rank's rows of a global batch, with padding where there are fewer than microbatches."""
+        """This rank's rows of a global batch; one iterator serves as long as the numbers follow one another."""
         if number != self.next_batch:
             rank, size = self.mesh.data.rank, self.mesh.data.size
             self.batches = self.objective.batches(self.model, first=number, rank=rank, world_size=size)
         self.next_batch = number + 1
-        return next(self.batches).padded(self.config.num_microbatches)
+        return next(self.batches)
 
     def count(self, batch: Batch) -> tuple[dict[str, float], int, float, float]:
         """What the whole batch amounts to, before any of it is computed: the normaliser of each loss term, tokens
