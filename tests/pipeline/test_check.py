@@ -159,6 +159,23 @@ def test_the_shape_is_that_of_the_folder(inside: Command, tmp_path: Path) -> Non
     assert "parallel.tensor: 2 does not suit the model (model.num_heads: 3" in done.stderr
 
 
+def test_the_context_is_that_of_the_folder(inside: Command, tmp_path: Path) -> None:
+    """Of the model that is loaded, not of the recipe's: rows may be longer than that one's, and not than its own."""
+    from modelwright.model.decoder import Decoder
+    from modelwright.model.hf import save_model
+
+    shape = parse(RunConfig, merge(dump(tiny()), {"model": {"max_seq_len": 256}})).model
+    model = Decoder(shape)
+    model.init_weights(0)
+    save_model(model, tmp_path / "given")
+    words = ("run", "tiny", "--init-from", str(tmp_path / "given"), "--dry-run", "--run-dir", str(tmp_path / "run"))
+    assert inside(*words, "--pack.seq_len", "256").returncode == 0
+    done = inside(*words, "--pack.seq_len", "512", "--pretrain.batch_tokens", "1Ki", "--sft.batch_tokens", "1Ki")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "pack.seq_len: 512 is more than the model's context of " in done.stderr
+    assert "given (256); lower pack.seq_len" in done.stderr
+
+
 def test_a_finished_training_needs_no_processes(inside: Command, tmp_path: Path, small_words) -> None:
     """A run that was trained in two processes can be worked on with one."""
     run = tmp_path / "run"

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -306,3 +307,18 @@ def test_the_known_error_is_that_of_the_results():
     assert known_error([record, {"name": "other", "samples": {}}]) == (
         "zero_memory: at most 6.0% off over 2 measurements (P, d)"
     )
+
+
+def test_tokens_of_a_batch_take_prefixes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["plan", "llama2-7b", "--device", "h100", "--gpus-per-host", "8", "--top", "1", "--results", str(tmp_path)]
+    assert main([*words, "--batch-tokens", "2M", "--seq-len", "4Ki"]) == 0
+    assert "rows of 4096, 1,998,848 tokens an update" in capsys.readouterr().out  # 488 rows
+    assert main([*words, "--batch-tokens", "2Mi"]) == 0
+    assert f"{2**21:,} tokens an update" in capsys.readouterr().out
+    for given, message in (
+        ("2000000", "must be a multiple of a row's 4096 tokens, got 2000000"),
+        ("2MB", "'2MB' is no whole number; write 4096, 4Ki or 2M"),
+        ("-4096", "must be a multiple of a row's 4096 tokens, got -4096"),
+    ):
+        assert main([*words, "--batch-tokens", given]) == 2
+        assert f"--batch-tokens: {message}" in capsys.readouterr().err

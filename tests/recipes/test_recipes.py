@@ -79,3 +79,43 @@ def test_init_from_needs_neither_tokenizer_nor_pretraining() -> None:
     stages = ["clean", "pack", "sft", "evaluate"]
     config = load("tiny", {"init_from": "some/model", "stages": stages}).config
     assert config.trained_stages == ("init", "sft")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lengths"),
+    [
+        ({"sft": {"num_steps": 10}}, (10, 0, 0.0)),
+        ({"sft": {"num_tokens": "2M"}}, (0, 2_000_000, 0.0)),
+        ({"sft": {"num_epochs": 3}}, (0, 0, 3.0)),
+        ({"sft": {"learning_rate": 1e-3}}, (0, 0, 0.25)),
+        ({"sft": {"num_steps": 0}}, (0, 0, 0.25)),
+        ({"sft": {"num_steps": 10, "num_epochs": 0}}, (10, 0, 0.0)),
+    ],
+)
+def test_the_length_that_is_given_last_wins(overrides: dict, lengths: tuple, tmp_path: Path) -> None:
+    """Over the recipe, from a file and from the command line."""
+    sft = load("quickstart", overrides).config.sft
+    assert (sft.num_steps, sft.num_tokens, sft.num_epochs) == lengths
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({"recipe": "quickstart", **overrides}))
+    sft = load(str(path), {}).config.sft
+    assert (sft.num_steps, sft.num_tokens, sft.num_epochs) == lengths
+    assert load(str(path), {"sft": {"num_tokens": 512}}).config.sft.num_tokens == 512
+
+
+@pytest.mark.parametrize("overrides", [{"num_steps": 10, "num_epochs": 2}, {"num_steps": 10, "num_tokens": "1K"}])
+def test_two_lengths_at_one_level_are_refused(overrides: dict, tmp_path: Path) -> None:
+    message = r"sft\.num_steps: exactly one of the three lengths must be above 0, got num_steps=10"
+    with pytest.raises(ConfigError, match=message):
+        load("quickstart", {"sft": overrides})
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({"recipe": "quickstart", "sft": overrides}))
+    with pytest.raises(ConfigError, match=message):
+        load(str(path), {})
+
+
+def test_counts_take_prefixes() -> None:
+    config = load("tiny", {"pretrain": {"batch_tokens": "2Ki"}, "pack": {"shard_bytes": "180MiB"}}).config
+    assert (config.pretrain.batch_tokens, config.pack.shard_bytes) == (2048, 180 * 2**20)
+    with pytest.raises(ConfigError, match=r"pretrain\.batch_tokens: 2000100 must be .* nearest: 2000000 and 2000128"):
+        load("tiny", {"pretrain": {"batch_tokens": "2.0001M"}})

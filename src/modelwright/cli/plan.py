@@ -2,22 +2,19 @@
 
 import argparse
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelwright.cli import plan_memory
 from modelwright.core.errors import ConfigError
+from modelwright.core.quantities import parse_quantity
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load
     from modelwright.plan.catalog import ComputeFormat, ComputeRate
     from modelwright.plan.layout import Job
     from modelwright.plan.traffic import Cluster
     from modelwright.precision.policy import PrecisionConfig
-
-_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_NUMBER = re.compile(r"(\d+\.?\d*(?:e[+-]?\d+)?) ?([kmgt]i?|)(?:b|flop)?(?:/s)?", re.IGNORECASE)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,8 +23,9 @@ def parser() -> argparse.ArgumentParser:
         description="Propose layouts for training a model on some hosts, the fastest first, and say why others do not "
         "fit. TARGET: a recipe, a YAML file, a run directory, or a well-known size (gpt3-175b, llama2-7b, "
         "llama3.1-8b).",
-        epilog="Sizes and rates take units: 80GB, 64GiB, 900M. Without --device the rates of this machine's own "
-        "products are measured, and the links' rates must be given where there is more than one device.",
+        epilog="Sizes, rates and counts take prefixes and units: 80GB, 64GiB, 900M; M is 1,000,000 and Mi 1,048,576. "
+        "Without --device the rates of this machine's own products are measured, and the links' rates must be given "
+        "where there is more than one device.",
     )
     parser.add_argument("target", metavar="TARGET")
     parser.add_argument("--hosts", type=int, default=1)
@@ -39,8 +37,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--flops", metavar="PER_S", help="peak FLOP/s of one device")
     parser.add_argument("--host-bandwidth", metavar="BYTES_PER_S", help="of one device to the others in its host")
     parser.add_argument("--network-bandwidth", metavar="BYTES_PER_S", help="of one device to other hosts")
-    parser.add_argument("--batch-tokens", type=int, help="tokens of an update (default: the recipe's, else 4M)")
-    parser.add_argument("--seq-len", type=int, help="tokens of a row (default: the recipe's, else the model's context)")
+    parser.add_argument(
+        "--batch-tokens",
+        metavar="N",
+        help="tokens of an update (default: the recipe's, else 4Mi); with a prefix (2M) the nearest number of whole rows",
+    )
+    parser.add_argument(
+        "--seq-len", metavar="N", help="tokens of a row (default: the recipe's, else the model's context)"
+    )
     parser.add_argument(
         "--compute",
         choices=("fp32", "tf32", "bf16", "fp16", "fp8"),
@@ -60,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
 
 def plan(words: Sequence[str]) -> int:
     """`modelwright plan`"""
-    options = parser().parse_args(plan_memory.spelled(words, lambda word: _NUMBER.fullmatch(word) is not None))
+    options = parser().parse_args(plan_memory.spelled(words, lambda word: parse_quantity(word) is not None))
+    if options.seq_len is not None:
+        options.seq_len = plan_memory.count(options.seq_len, "--seq-len")
     if options.timeline:
         return plan_memory.show(options, number)
     for name in ("hosts", "gpus-per-host", "top"):
@@ -83,10 +89,10 @@ def plan(words: Sequence[str]) -> int:
 
 def number(text: str, name: str) -> float:
     """`80GB`, `64GiB`, `9e14`, `900M` as a number. Raises `ConfigError` for anything else."""
-    matched = _NUMBER.fullmatch(text.strip())
-    if matched is None or float(matched[1]) <= 0:
+    quantity = parse_quantity(text)
+    if quantity is None or quantity.value <= 0:
         raise ConfigError(f"{name}: {text!r} is no size above 0; write 80GB, 64GiB or 8e10")
-    return float(matched[1]) * _UNITS[matched[2].lower()]
+    return float(quantity.value)
 
 
 def _job(options: argparse.Namespace):
@@ -104,10 +110,10 @@ def _job(options: argparse.Namespace):
         model, seq_len, batch_tokens = config.model, config.pack.seq_len, config.pretrain.batch_tokens
         wanted = _format_of(config.pretrain.precision, options.device)
     seq_len = plan_memory.row_len(options.seq_len, seq_len or model.max_seq_len, longest=model.max_seq_len)
-    batch_tokens = batch_tokens if options.batch_tokens is None else options.batch_tokens
-    if batch_tokens < 1 or batch_tokens % seq_len:
-        given = f", got {batch_tokens}" if options.batch_tokens is not None else f"; {batch_tokens} is none"
-        raise ConfigError(f"--batch-tokens: must be a multiple of a row's {seq_len} tokens{given}")
+    if options.batch_tokens is not None:
+        batch_tokens = plan_memory.batch_tokens(options.batch_tokens, seq_len)
+    elif batch_tokens % seq_len:
+        raise ConfigError(f"--batch-tokens: must be a multiple of a row's {seq_len} tokens; {batch_tokens} is none")
     compute, notes = (options.compute, []) if options.compute else _on_device(wanted, options.device)
     return Job(model=model, seq_len=seq_len, batch_tokens=batch_tokens, compute=compute), notes
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelwright.core.errors import ConfigError, writing
+from modelwright.core.quantities import parse_count
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load
     from modelwright.model.config import ModelConfig
@@ -41,6 +42,27 @@ def row_len(given: int | None, usual: int, *, longest: int) -> int:
     if not 1 <= seq_len <= longest:
         raise ConfigError(f"--seq-len: must be from 1 to the model's context of {longest} tokens, got {seq_len}")
     return seq_len
+
+
+def count(text: str, name: str) -> int:
+    """`4096`, `4Ki` or `2M` as a whole number. Raises `ConfigError` for anything else."""
+    number = -int(text[1:]) if text[:1] == "-" and text[1:].isdecimal() else parse_count(text)
+    if number is None:
+        raise ConfigError(f"{name}: {text!r} is no whole number; write 4096, 4Ki or 2M")
+    return number
+
+
+def batch_tokens(text: str, seq_len: int) -> int:
+    """Tokens of a batch of rows: what is given, or for a rounded figure such as 2M the nearest number of whole rows.
+
+    Raises `ConfigError` for a plain number that is no multiple of a row.
+    """
+    number = count(text, "--batch-tokens")
+    if not text.lstrip("-").isdecimal():
+        number = max(1, round(number / seq_len)) * seq_len
+    if number < 1 or number % seq_len:
+        raise ConfigError(f"--batch-tokens: must be a multiple of a row's {seq_len} tokens, got {number}")
+    return number
 
 
 def spelled(words: Sequence[str], is_size: Callable[[str], bool]) -> list[str]:
@@ -156,7 +178,7 @@ def _training(options: argparse.Namespace):
         model, train = config.model, config.pretrain
         seq_len = row_len(options.seq_len, config.pack.seq_len, longest=model.max_seq_len)
     if options.batch_tokens is not None:
-        train = replace(train, batch_tokens=options.batch_tokens)
+        train = replace(train, batch_tokens=batch_tokens(options.batch_tokens, seq_len))
     policy = "fp32" if train.precision.policy == "fastest" else train.precision.policy
     if options.compute:
         policy = {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16_mixed", "fp8": "fp8"}.get(options.compute, "bf16_mixed")

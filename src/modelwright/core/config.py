@@ -20,6 +20,7 @@ import yaml
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError
+from modelwright.core.quantities import parse_quantity
 
 C = TypeVar("C")
 
@@ -177,6 +178,19 @@ def _convert_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
     raise ConfigError(errors[-1])
 
 
+def _whole_number(text: str, path: str) -> Any:
+    """`2M` as 2,000,000; in fields that count bytes `180MiB`, too. Text that is no such number is left as it is."""
+    quantity = parse_quantity(text)
+    if quantity is None or quantity.is_bare:
+        return text
+    counts_bytes = "bytes" in path.rpartition(".")[2]
+    if quantity.unit and not (quantity.unit == "b" and counts_bytes):
+        raise ConfigError(f"{path}: {text!r} has a unit that does not belong here; write 2000000, 2M or 2Mi")
+    if quantity.value.denominator != 1:
+        raise ConfigError(f"{path}: {text!r} is no whole number")
+    return int(quantity.value)
+
+
 def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
     if hint is Any:
         return value
@@ -184,6 +198,8 @@ def _convert_scalar(hint: Any, value: Any, path: str) -> Any:
         return float(value)
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
+    if hint is int and isinstance(value, str):
+        value = _whole_number(value, path)
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if hint is Path and isinstance(value, str):

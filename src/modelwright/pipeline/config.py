@@ -21,6 +21,8 @@ from modelwright.train.config import TrainConfig
 
 StageName = Literal["clean", "tokenize", "pack", "pretrain", "sft", "evaluate", "quantize", "serve", "report"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
+Training = Literal["pretrain", "sft"]
+TRAININGS: tuple[Training, ...] = get_args(Training)
 MAX_THREADS = 1024
 """OpenMP ends the process when it cannot start as many threads as it was asked for."""
 
@@ -146,13 +148,21 @@ class RunConfig:
     def _way_out(self, needed: str) -> str:
         return " or start from a model folder with init_from" if needed in ("pretrain", "tokenize") else ""
 
+    def check_context(self) -> None:
+        """Raise `ConfigError` when a row is longer than the model's context. With `init_from` the context is known, and
+        this to be called, when `model` is that of the folder."""
+        if "pack" not in self.stages or self.pack.seq_len <= self.model.max_seq_len:
+            return
+        if self.init_from:
+            context, remedy = f"of {self.init_from} ({self.model.max_seq_len})", "lower pack.seq_len"
+        else:
+            context, remedy = f"(model.max_seq_len {self.model.max_seq_len})", "make one equal to the other"
+        raise ConfigError(f"pack.seq_len: {self.pack.seq_len} is more than the model's context {context}; {remedy}")
+
     def _check_lengths(self) -> None:
         """What the sections of the stages that the run has must agree on; those of other stages do not matter."""
-        if "pack" in self.stages and self.pack.seq_len > self.model.max_seq_len:
-            raise ConfigError(
-                f"pack.seq_len: {self.pack.seq_len} is more than the model's context "
-                f"(model.max_seq_len {self.model.max_seq_len}); make one equal to the other"
-            )
+        if not self.init_from:
+            self.check_context()
         if "tokenize" in self.stages and not self.init_from and self.tokenizer.vocab_size > self.model.vocab_size:
             raise ConfigError(
                 f"model.vocab_size: {self.model.vocab_size} has no room for the tokenizer's "
@@ -165,9 +175,9 @@ class RunConfig:
                 raise ConfigError(f"{name}.{error}") from None
 
     @property
-    def trainings(self) -> tuple[Literal["pretrain", "sft"], ...]:
+    def trainings(self) -> tuple[Training, ...]:
         """The stages of the run that train, in order."""
-        return tuple(name for name in ("pretrain", "sft") if name in self.stages)
+        return tuple(name for name in TRAININGS if name in self.stages)
 
     @property
     def trained_stages(self) -> tuple[str, ...]:

@@ -68,13 +68,15 @@ def check_size(model: ModelConfig) -> None:
 
 
 def settle_model(config: RunConfig) -> RunConfig:
-    """With `init_from` the shape is the folder's."""
+    """With `init_from` the shape is the folder's. Raises `ConfigError` when rows do not fit into its context."""
     if not config.init_from:
         return config
     from modelwright.model.hf import load_config
 
     folder = Path(config.init_from).expanduser().resolve()
-    return replace(config, model=load_config(folder), init_from=str(folder))
+    config = replace(config, model=load_config(folder), init_from=str(folder))
+    config.check_context()
+    return config
 
 
 def settle_paths(config: RunConfig) -> RunConfig:

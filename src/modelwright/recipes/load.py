@@ -10,11 +10,12 @@ from typing import Any
 from modelwright.core.config import dump, load_yaml, merge, parse
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
-from modelwright.pipeline.config import STAGES, RunConfig
+from modelwright.pipeline.config import STAGES, TRAININGS, RunConfig
 from modelwright.pipeline.execute import previous_config
 from modelwright.recipes.environment import environment_overrides, given_names
 from modelwright.recipes.quickstart import quickstart
 from modelwright.recipes.tiny import tiny
+from modelwright.train.config import LENGTHS
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {"quickstart": quickstart, "tiny": tiny}
 RUNS = Path("runs")
@@ -39,7 +40,7 @@ def load(target: str, overrides: Mapping[str, Any], run_dir: str = "", only: Seq
     """
     base, folder, origin = _base(target)
     base = merge(base, environment_overrides(os.environ, base))
-    data = merge(base, overrides)
+    data = _lay_over(base, overrides)
     run = RunDir(Path(run_dir) if run_dir else folder or RUNS / str(data.get("name", "")))
     run.check()
     if only:
@@ -90,4 +91,14 @@ def _from_file(path: Path) -> dict[str, Any]:
         return {"name": path.stem} | data
     if not isinstance(recipe, str) or recipe not in RECIPES:
         raise ConfigError(f"{path}: recipe: {recipe!r} is none of {', '.join(RECIPES)}")
-    return merge(dump(RECIPES[recipe]()), {"name": path.stem} | data)
+    return _lay_over(dump(RECIPES[recipe]()), {"name": path.stem} | data)
+
+
+def _lay_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` merged into `base`; a length of training in `over` replaces the one that `base` has in another unit."""
+    cleared = dict(base)
+    for stage in TRAININGS:
+        before, after = base.get(stage), over.get(stage)
+        if isinstance(before, Mapping) and isinstance(after, Mapping) and any(after.get(name) for name in LENGTHS):
+            cleared[stage] = {name: value for name, value in before.items() if name not in LENGTHS}
+    return merge(cleared, over)

@@ -24,6 +24,9 @@ from modelwright.train.spikes import SpikeConfig
 from modelwright.train.standing import GuardConfig
 from modelwright.train.watch import WatchConfig
 
+LENGTHS = ("num_steps", "num_tokens", "num_epochs")
+"""The fields of which exactly one says how long a training is."""
+
 _WITHOUT_EFFECT_ON_WEIGHTS = (
     "num_microbatches",
     "activations",
@@ -100,7 +103,7 @@ class TrainConfig:
     guards: GuardConfig = field(default_factory=GuardConfig)
 
     def __post_init__(self) -> None:
-        lengths = {"num_steps": self.num_steps, "num_tokens": self.num_tokens, "num_epochs": self.num_epochs}
+        lengths = {name: getattr(self, name) for name in LENGTHS}
         if any(value < 0 for value in lengths.values()) or sum(value > 0 for value in lengths.values()) != 1:
             given = ", ".join(f"{name}={value}" for name, value in lengths.items())
             raise ConfigError(f"num_steps: exactly one of the three lengths must be above 0, got {given}")
@@ -260,9 +263,12 @@ class TrainConfig:
         """
         parts = num_copies * self.num_microbatches
         if self.batch_tokens % (seq_len * parts):
+            below = self.batch_tokens // (seq_len * parts) * seq_len * parts
+            nearest = " and ".join(str(near) for near in (below, below + seq_len * parts) if near)
             raise ConfigError(
                 f"batch_tokens: {self.batch_tokens} must be a multiple of {seq_len * parts} "
-                f"({seq_len} tokens a row x {num_copies} copies of the model x {self.num_microbatches} microbatches)"
+                f"({seq_len} tokens a row x {num_copies} copies of the model x {self.num_microbatches} microbatches); "
+                f"nearest: {nearest}"
             )
         return self.batch_tokens // seq_len
 
