@@ -103,7 +103,7 @@ def test_asked_to_stop_in_training(tmp_path: Path, undisturbed: tuple[Path, floa
             start([*words, "--pretrain.checkpoint_every_steps=1000"], run),
             number,
         )
-        assert code == 143, errors
+        assert code == 128 + number, errors
         assert errors.strip().splitlines()[-1].startswith("modelwright: stopped after step"), errors
         assert "Traceback" not in errors
     attempts = read_attempts(RunDir(run).stage("pretrain"))

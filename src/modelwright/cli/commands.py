@@ -82,8 +82,8 @@ def serve(words: Sequence[str]) -> int:
     if parsed.with_parent:
         leave_with_parent()
     settings = parse(ServeConfig, merge(dump(found.server), read_overrides(ServeConfig, rest)))
-    run_server(found.folder, settings, model_name=parsed.name or found.name, announce=_say)
-    return 0
+    number = run_server(found.folder, settings, model_name=parsed.name or found.name, announce=_say)
+    return 128 + number if number else 0
 
 
 def chat(words: Sequence[str]) -> int:

@@ -25,6 +25,7 @@ LAST_WORDS = "MODELWRIGHT_LAST_WORDS"
 """Environment variable: the folder for last words; whoever finds it was started by `supervise`."""
 BUG, USER, LOST, INTERRUPTED, STOPPED = 1, ModelwrightError.exit_code, 3, 130, Stopped.exit_code
 """Exit codes; LOST is `pipeline.ranks.PeerLost`'s."""
+GOES_ON = "what was finished stays, the same command goes on from there"
 _TELLING = (USER, BUG, STOPPED, INTERRUPTED, LOST)
 """Exit codes in the order in which they tell the cause of an ending."""
 
@@ -120,16 +121,20 @@ def _before_restart(folder: Path) -> None:
 def _tell(folder: Path, killed: Mapping[int, int], asked: int) -> int:
     """Show how it ended and return the exit code."""
     words = read_words(folder)
-    if killed and not (words and words[0].exit_code == USER):
+    cause = words[0] if words else None
+    if cause and cause.exit_code == USER:
+        return _say(cause.text, USER)
+    if killed:
         rank, number = next(iter(killed.items()))
         reason = f"process {rank} was ended by {signal.Signals(number).name}"
         hint = " (was there too little memory?)" if number == signal.SIGKILL else ""
-        return _say(f"{reason}{hint}; what was finished stays, the same command goes on from there", 128 + number)
-    if words:
-        return _say(words[0].text, words[0].exit_code)
-    return _say(
-        "stopped; what was finished stays, the same command goes on from there", 128 + (asked or signal.SIGTERM)
-    )
+        return _say(f"{reason}{hint}; {GOES_ON}", 128 + number)
+    is_stop = cause is None or cause.exit_code in (STOPPED, INTERRUPTED)
+    if cause and cause.exit_code != BUG and asked:
+        return _say(cause.text if is_stop else f"stopped; {GOES_ON}", 128 + asked)
+    if cause:
+        return _say(cause.text, cause.exit_code)
+    return _say(f"stopped; {GOES_ON}", 128 + (asked or signal.SIGTERM))
 
 
 def _say(text: str, exit_code: int) -> int:

@@ -1,24 +1,30 @@
 """`modelwright COMMAND ...`: finds the command, runs it, and turns its errors into one line and an exit code.
 
 Exit codes: 0 done, 1 a bug (with traceback), 2 a user's or the machine's error, 3 another process of the run was lost,
-130 Ctrl-C, 143 stopped and saved.
+130 Ctrl-C, 143 SIGTERM.
 """
 
 import difflib
 import errno
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 from modelwright import __version__
 from modelwright.cli import commands, lr_range, plan, run
-from modelwright.cli.launch import LAST_WORDS, leave_words
+from modelwright.cli.launch import GOES_ON, LAST_WORDS, leave_words
 from modelwright.core.errors import ModelwrightError
 
 _ABOUT_PATHS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP
 )  # fmt: skip
+
+_RESUMABLE = ("run", "launch")
 
 Command = Callable[[Sequence[str]], int]
 
@@ -48,10 +54,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         near = difflib.get_close_matches(words[0], COMMANDS, n=1, cutoff=0.0)
         return _complain(f"{words[0]}: unknown command; did you mean {near[0]!r}? (modelwright --help lists them)")
-    return _guarded(COMMANDS[words[0]][0], words[1:])
+    remedy = f"; {GOES_ON}" if words[0] in _RESUMABLE else ""
+    with _signals(is_last=argv is None) as received:
+        return _guarded(COMMANDS[words[0]][0], words[1:], received, remedy)
 
 
-def _guarded(command: Command, words: Sequence[str]) -> int:
+@contextmanager
+def _signals(*, is_last: bool) -> Iterator[list[int]]:
+    """Ctrl-C raises `KeyboardInterrupt` and SIGTERM `SystemExit` wherever the command is, unless it asks more politely;
+    yields the signals that have come.
+
+    is_last: the process ends after the command, and a signal then ends it at once.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)
+
+    # What is ignored from the start (nohup, a shell's background job) stays so.
+    handled = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in handled}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if is_last else handler)
+
+
+def _guarded(command: Command, words: Sequence[str], received: Sequence[int] = (), remedy: str = "") -> int:
+    """Run the command; `received`: the signals that have come so far; `remedy`: what to add when it was stopped."""
     folder = os.environ.pop(LAST_WORDS, "")  # not for what this process starts
     if folder:
         commands.leave_with_parent()
@@ -66,11 +103,17 @@ def _guarded(command: Command, words: Sequence[str]) -> int:
     except ModelwrightError as error:
         return complain(str(error), error.exit_code)
     except KeyboardInterrupt:
-        return complain("interrupted; what was finished stays, the same command goes on from there", 130)
+        return complain(f"interrupted{remedy}", 130)
+    except SystemExit:
+        if not received:
+            raise
+        return complain(f"stopped{remedy}", 128 + received[-1])
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
+        if received:  # it came amid something that cannot be cut short, which failed
+            return complain(f"stopped{remedy}", 128 + received[-1])
         if refusal := _refusal(error):
             return complain(refusal)
         if not folder:

@@ -5,6 +5,7 @@ keeps its traceback.
 """
 
 import errno
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,9 +38,17 @@ class StorageError(ModelwrightError, OSError):
 
 
 class Stopped(ModelwrightError):
-    """The process was asked to stop (SIGTERM, Ctrl-C); the state is saved and the run can go on."""
+    """The process was asked to stop by a signal (SIGTERM unless told otherwise); what was finished stays."""
 
-    exit_code = 143
+    exit_code = 128 + signal.SIGTERM
+
+    def __init__(self, text: str, number: int = signal.SIGTERM) -> None:
+        super().__init__(text)
+        self.exit_code = 128 + number
+
+
+STOPPING = (Stopped, KeyboardInterrupt, SystemExit)
+"""What ends work on request: in training, by Ctrl-C elsewhere, and by SIGTERM elsewhere."""
 
 
 @contextmanager

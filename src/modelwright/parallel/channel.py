@@ -24,6 +24,8 @@ TIMEOUT_S = 600.0
 class LostRankError(ModelwrightError):
     """Another process of the run has ended or did not answer in time."""
 
+    exit_code = 3
+
 
 class Channel:
     """All ranks of a world; every rank makes one and calls the same methods in the same order, from one thread at a

@@ -165,26 +165,28 @@ def launch(
     rendezvous_handler_registry.register(backend, gate)
     options = _torchrun_options(config, backend)
     arguments = parse_args([*options, f"--log-dir={logs}", "--module", "--", module, *words])
-    # What is ignored from the start (nohup) stays so.
-    handled = [number for number in _STOPPING if signal.getsignal(number) != signal.SIG_IGN]
-    arguments.signals_to_handle = ",".join(number.name for number in handled)
-    with _signals_raise(handled):
-        try:
+    arguments.signals_to_handle = "none"  # torch's own handlers would take the place of these
+    asked: list[int] = []
+    try:
+        with _signals_raise(asked):
             _run_until_found(lambda: run_agent(arguments), gates, config.join_timeout_s)
-        except ChildFailedError as error:
-            first = min(failure.timestamp for failure in error.failures.values())
-            killed = {
-                rank: -failure.exitcode
-                for rank, failure in error.failures.items()
-                # Those that ended later were ended because of the first.
-                if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and failure.timestamp <= first + 2
-            }
-            return Ending(failed=True, killed=killed)
-        except SignalException as error:
-            return Ending(asked=error.sigval)
-        except RendezvousClosedError:
-            return Ending(closed=True)
+    except ChildFailedError as error:
+        return Ending(failed=True, killed=_killed(error), asked=asked[0] if asked else 0)
+    except SignalException:
+        return Ending(asked=asked[0])
+    except RendezvousClosedError:
+        return Ending(closed=True)
     return Ending()
+
+
+def _killed(error: ChildFailedError) -> dict[int, int]:
+    """The signals that ended processes, by rank, without those that were ended because of the first."""
+    first = min(failure.timestamp for failure in error.failures.values())
+    return {
+        rank: -failure.exitcode
+        for rank, failure in error.failures.items()
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and failure.timestamp <= first + 2
+    }
 
 
 def _run_until_found(run: Callable[[], object], gates: Sequence["_Gate"], patience_s: float) -> None:
@@ -254,12 +256,19 @@ class _Gate:
 
 
 @contextmanager
-def _signals_raise(handled: Sequence[signal.Signals]) -> Iterator[None]:
-    """SIGTERM and Ctrl-C mean the same while hosts are waited for as later, when torch's own handlers stand."""
+def _signals_raise(asked: list[int]) -> Iterator[None]:
+    """A signal that asks this process to stop is added to `asked` and becomes torch's exception.
+
+    torch passes the signal of its exception on to the processes that it started: always SIGTERM, for a Ctrl-C would
+    show the traceback of a process that has only begun to start.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
-        raise SignalException(f"got signal {number}", signal.Signals(number))
+        asked.append(number)
+        raise SignalException(f"got signal {number}", signal.SIGTERM)
 
+    # What is ignored from the start (nohup) stays so.
+    handled = [number for number in _STOPPING if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, leave) for number in handled}
     try:
         yield

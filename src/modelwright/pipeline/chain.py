@@ -22,8 +22,8 @@ def build_stages(config: RunConfig, run: RunDir, only: Sequence[str] = ()) -> li
     """All stages of a resolved configuration, parents first.
 
     only: the stages to work on (empty: all). The report and the comparison with INT8 can do without any other stage, so
-    they take those of `only` and those that are finished; all other parents are needed in any case. With `init_from` the
-    stage `init` takes the model and its tokenizer over and `tokenize` falls away. Reads the names and sizes of the
+    they take those of `only` and those that are finished; all other parents are needed in any case. With `init_from`
+    the stage `init` takes the model and its tokenizer over and `tokenize` falls away. Reads the names and sizes of the
     sources and nothing else; raises `DataError` or `ModelError` when they are not there.
     """
     present = [name for name in config.stages if not only or name in only or is_complete(run.stage(name).artifact)]

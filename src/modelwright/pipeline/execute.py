@@ -3,20 +3,17 @@
 The only place that knows all of them; what a stage does and what the terminal shows lie elsewhere.
 """
 
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from modelwright import __version__
 from modelwright.core.artifacts import Manifest
 from modelwright.core.config import load_yaml, parse, save_yaml
-from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, Stopped, StorageError
+from modelwright.core.errors import STOPPING, ArtifactError, ConfigError, ModelwrightError, StorageError
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.resources import git_commit, hardware, versions
 from modelwright.core.rundir import RunDir
@@ -26,7 +23,7 @@ from modelwright.pipeline.chain import build_stages
 from modelwright.pipeline.check import check_training, within
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.journal import now
-from modelwright.pipeline.ranks import PatientRanks, join_ranks, shared_rows, use_threads
+from modelwright.pipeline.ranks import PatientRanks, as_lost_peer, join_ranks, shared_rows, use_threads
 from modelwright.pipeline.redact import redact_words
 from modelwright.pipeline.resolve import check_device, resolve, settle_model, settled_device
 from modelwright.pipeline.runner import Outcome, run_stages, survey
@@ -60,12 +57,13 @@ def execute(
 
     `only`: the stages to work on (empty: all), which the configuration has among others; `words`: the command line, for
     run.json; `elastic`: the layout is made to fit the processes that are there; `restart`: training whose checkpoints
-    are all damaged begins again. Called by every process that was started. Raises `ModelwrightError` for whatever a person can do something about, `Stopped` after SIGTERM or Ctrl-C.
+    are all damaged begins again. Called by every process that was started. Raises `ModelwrightError` for whatever a
+    person can do something about, `Stopped` when training was asked to stop.
     """
     run.create()
     num_rows = shared_rows(config) if elastic else 0
     joined = join_ranks(config, links=run.path / "links.json", num_rows=num_rows)
-    with joined as ranks, _stop_on_signals(), ExitStack() as held:
+    with joined as ranks, ExitStack() as held:
         if ranks is None:
             return Done([], False, False)
         shown = progress if ranks.rank == 0 else SilentProgress()
@@ -193,7 +191,9 @@ def _run(
         )
     except BaseException as error:
         if journal:
-            journal.end("stopped" if isinstance(error, (Stopped, KeyboardInterrupt)) else "failed", str(error))
+            journal.end("stopped" if isinstance(error, STOPPING) else "failed", str(error))
+        if isinstance(error, RuntimeError) and ranks.size > 1:
+            raise as_lost_peer(error) from error
         raise
     if journal:
         journal.end("done", "")
@@ -247,20 +247,3 @@ def own_commit() -> str:
     """The commit of this package's own checkout, "" when it is installed from a wheel."""
     folder = Path(__file__).resolve().parents[1]
     return "" if "site-packages" in folder.parts else git_commit(folder)
-
-
-@contextmanager
-def _stop_on_signals() -> Iterator[None]:
-    """SIGTERM raises `Stopped` and Ctrl-C `KeyboardInterrupt` wherever the run is; training asks more politely."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Stopped("stopped; what was finished stays, the same command goes on from there")
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ModelwrightError, Stopped, writing
+from modelwright.core.errors import STOPPING, ModelwrightError, writing
 from modelwright.core.progress import Progress
 from modelwright.core.resources import ResourceUse
 from modelwright.core.rundir import StageDir
@@ -64,7 +64,7 @@ def begin_attempt(folder: StageDir, digest: str, ranks: int) -> Iterator[Attempt
         with use:
             yield attempt
         attempt.state = "done"
-    except (Stopped, KeyboardInterrupt):
+    except STOPPING:
         attempt.state = "stopped"
         raise
     except BaseException as error:
@@ -96,7 +96,7 @@ class StageLog:
         assert self._file is not None
         if error is None:
             self._line(f"{self._title}: done")
-        elif isinstance(error, (ModelwrightError, KeyboardInterrupt)):
+        elif isinstance(error, (ModelwrightError, *STOPPING)):
             self._line(f"{self._title}: {type(error).__name__}: {error}", must=False)
         else:
             self._line("".join(traceback.format_exception(error)), must=False)

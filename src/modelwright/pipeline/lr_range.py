@@ -16,7 +16,7 @@ from typing import Any
 
 from modelwright import __version__
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir, StageDir
 from modelwright.core.seeds import derive_seed
@@ -146,6 +146,8 @@ def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) 
             )
         except RanAwayError:
             diverged = True
+        except Stopped as error:
+            raise Stopped("stopped; the test begins anew the next time", error.exit_code - 128) from None
     return judge(follow.points, diverged=diverged)
 
 

@@ -31,6 +31,11 @@ from modelwright.pipeline.resolve import check_device, settle_model, settled_dev
 from modelwright.plan.layout import expected_traffic
 
 PATIENCE = timedelta(days=7)
+_LEFT = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Socket is not connected",
+    "Connection refused",
+)  # fmt: skip
+"""What gloo, NCCL and the store say in a process whose peer has gone."""
 
 
 class PeerLost(ModelwrightError):
@@ -65,6 +70,15 @@ class PatientRanks:
             dist.barrier(group=self.waiting_group)
         except RuntimeError as error:
             raise PeerLost("another process of this run has ended; its own message says why") from error
+
+
+def as_lost_peer(error: RuntimeError) -> RuntimeError | PeerLost:
+    """`PeerLost` for a collective that failed because another process has left, any other error as it is."""
+    text = str(error)
+    if isinstance(error, dist.DistNetworkError) or any(words in text for words in _LEFT):
+        reason = text.strip().splitlines()[0][:200]
+        return PeerLost(f"another process of this run has ended or cannot be reached ({reason}); its message says why")
+    return error
 
 
 @contextmanager

@@ -60,8 +60,8 @@ def run_stages(
     """Bring `stages` (in order, parents first) to their end.
 
     `only`: names of the stages that may be worked on now (empty: all); the others must be finished as the settings
-    have them, else `ConfigError`. `restart`: as in `StageContext`. `after_stage` is told of every finished stage, skipped
-    ones too, on rank 0. Errors of a stage pass through; what it finished before stays.
+    have them, else `ConfigError`. `restart`: as in `StageContext`. `after_stage` is told of every finished stage,
+    skipped ones too, on rank 0. Errors of a stage pass through; what it finished before stays.
     """
     contents: dict[str, str] = {}
     outcomes = []

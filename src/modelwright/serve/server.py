@@ -124,34 +124,35 @@ class ServerThread:
         self.service.worker.abort_all(overloaded("The server is shutting down.", RETRY_AFTER_S))
 
 
-def run_server(folder: Path, config: ServeConfig, *, model_name: str, announce: Callable[[str], None] = print) -> None:
-    """Serve the model in `folder` until SIGTERM or Ctrl-C; then drain and return. A second signal cuts answers off.
+def run_server(folder: Path, config: ServeConfig, *, model_name: str, announce: Callable[[str], None] = print) -> int:
+    """Serve the model in `folder` until SIGTERM or Ctrl-C; then drain and return the signal's number (0 when the server
+    ended by itself). A second signal cuts answers off.
 
     Call from the main thread. `announce` gets one line with the address when requests are answered. Raises
     `ConfigError` when the port is taken, `ModelError` when the folder cannot be loaded.
     """
     model, codec = load_folder(folder, config.int8)
     server = ServerThread(model, codec, config, model_name=model_name)
-    with _signals(server):
+    with _signals(server) as received:
         server.start()
         announce(f"Serving {model_name} at {server.url} (chat page: {server.url}/, API: {server.url}/v1)")
         while not server.join(0.5):
             pass
+    return received[0] if received else 0
 
 
 @contextlib.contextmanager
-def _signals(server: ServerThread) -> Iterator[None]:
-    """SIGTERM and SIGINT drain; the second one is impatient."""
-    num_received = 0
+def _signals(server: ServerThread) -> Iterator[list[int]]:
+    """SIGTERM and SIGINT drain; the second one is impatient. Yields those that have come."""
+    received: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal num_received
-        num_received += 1
-        server.stop_soon(at_once=num_received > 1)
+        received.append(number)
+        server.stop_soon(at_once=len(received) > 1)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

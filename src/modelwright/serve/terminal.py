@@ -13,7 +13,7 @@ from modelwright.serve.codec import Codec
 from modelwright.serve.models import load_folder
 from modelwright.serve.text import AnswerText
 
-HELP = "Type a question and press Enter. /new starts over, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer."
+HELP = "Type a question and press Enter. /new starts over, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer, or leaves."
 
 ANSWER_ROOM = 4
 """At least one part in this many of the context is kept free for the answer; older turns are forgotten for it."""
@@ -73,7 +73,8 @@ def chat(
     read: Callable[[str], str] = input,
     write: Callable[[str], object] = _write,
 ) -> None:
-    """Read questions and write answers until the end of input. Raises `ModelError` when the folder cannot be loaded."""
+    """Read questions and write answers until the end of input. Ctrl-C ends an answer, and raises `KeyboardInterrupt`
+    elsewhere. Raises `ModelError` when the folder cannot be loaded."""
     model, codec = load_folder(folder, Int8Config())
     engine = Engine(model, EngineConfig(max_running=1, cache_tokens=-(-model.config.max_seq_len // 16) * 16))
     params = SamplingParams(temperature=temperature, top_p=top_p)
@@ -82,9 +83,12 @@ def chat(
     while True:
         try:
             question = read("\n> ").strip()
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             write("\n")
             return
+        except KeyboardInterrupt:
+            write("\n")
+            raise
         if question == "/exit":
             return
         if question == "/new":

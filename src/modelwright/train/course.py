@@ -99,7 +99,7 @@ class Course:
         self.traffic = Traffic(self.world)
         while True:
             wishes = stop.requested, self.minutes_due(), self.checkpoints.failed
-            stopping, minutes_due, failed = map(bool, self.world.maxima(*wishes))
+            stopping, minutes_due, failed = map(int, self.world.maxima(*wishes))
             if failed:
                 self.checkpoints.wait()  # raises on every rank what the writer met
             if self.evaluation_due() and not stopping:
@@ -116,7 +116,8 @@ class Course:
                 break
             if stopping:
                 self.finish()
-                raise Stopped(f"stopped after step {self.at.step} of {self.num_steps}; run again to go on from there")
+                text = f"stopped after step {self.at.step} of {self.num_steps}; run again to go on from there"
+                raise Stopped(text, stopping)
             interrupted = partial(self.interrupted, stop)
             turns = self.one_step.turns
             for info, flops in turns.updates(self.one_update, self.at.step, self.next_stop(), interrupted):
@@ -136,7 +137,7 @@ class Course:
 
     def interrupted(self, stop: StopRequest) -> bool:
         """Whether this process wants all of them to meet before `next_stop`."""
-        return stop.requested or self.minutes_due() or self.checkpoints.failed
+        return bool(stop.requested) or self.minutes_due() or self.checkpoints.failed
 
     def next_stop(self) -> int:
         """The step at which there is something to do for all: evaluation, checkpoint or the end."""

@@ -9,14 +9,14 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """`requested` turns true when the process is asked to stop within the `with` block.
+    """`requested` turns from 0 to the signal's number when the process is asked to stop within the `with` block.
 
     A second signal acts as it did before the block (usually: ends the process at once). Outside the main thread,
-    where Python gives no signals, it stays false.
+    where Python gives no signals, it stays 0.
     """
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested = 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -28,7 +28,7 @@ class StopRequest:
         self._restore()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
+        self.requested = number
         self._restore()
 
     def _restore(self) -> None:

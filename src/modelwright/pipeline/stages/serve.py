@@ -1,6 +1,6 @@
 """serve: the real server in a process of its own, asked by the official client, and stopped with SIGTERM.
 
-Artifact: `answers.json`. Fails when the server does not start, answers wrongly, or does not leave with exit code 0.
+Artifact: `answers.json`. Fails when the server does not start, answers wrongly, or does not leave with exit code 143.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.errors import ModelwrightError, Stopped
 from modelwright.data.clean import read_kept
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import Stage, StageContext
@@ -69,7 +69,7 @@ def _run(context: StageContext, config: RunConfig, folder: Path) -> None:
         metrics = _get(f"{server.url}/metrics")
         health = json.loads(_get(f"{server.url}/health"))
     context.progress.end()
-    if server.exit_code != 0:
+    if server.exit_code != Stopped.exit_code:
         raise ModelwrightError(f"the server left with exit code {server.exit_code} after SIGTERM; see {server.log}")
     if config.serve.temperature == 0 and streamed["answer"] != answers[0]["answer"]:
         raise ModelwrightError("the streamed answer differs from the plain one, both at temperature 0: a bug")

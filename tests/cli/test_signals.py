@@ -1,0 +1,158 @@
+"""Ctrl-C ends every command with exit code 130 and SIGTERM with 143, wherever it is: one line, no traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.pipeline.stages.folder import save_model_folder
+from rank_processes import Started, start_process
+
+CODES = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "stopped")}
+GOES_ON = "; what was finished stays, the same command goes on from there"
+BOTH = pytest.mark.parametrize("number", list(CODES), ids=lambda number: number.name)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = Decoder(
+        ModelConfig(
+            vocab_size=330, num_layers=1, model_dim=32, num_heads=2, num_kv_heads=2, head_dim=16, ffn_dim=32,
+            max_seq_len=4096,
+        )
+    )  # fmt: skip
+    model.init_weights(0)
+    folder = tmp_path_factory.mktemp("model")
+    save_model_folder(model, train_tokenizer(["what does this do? it copies"] * 9, TokenizerConfig(vocab_size=330)), folder)
+    return folder
+
+
+def start(*words: object, cwd: Path | None = None) -> Started:
+    return start_process("modelwright.cli.main", *words, cwd=cwd)
+
+
+def handles_signals(pid: int) -> bool:
+    """Whether the process has reached the command: the handlers of both signals are there."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    caught = int(next(line for line in lines if line.startswith("SigCgt:")).split()[1], 16)
+    return all(caught >> number - 1 & 1 for number in CODES)
+
+
+def wait_until(is_alive: Callable[[], bool], is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while is_alive() and not is_so():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def end_by(started: Started, number: int, is_so: Callable[[], bool]) -> str:
+    """Send the signal at that moment; what the process said, which ended with the signal's exit code."""
+    wait_until(lambda: started.is_alive, is_so)
+    started.send_signal(number)
+    code, _, errors = started.end()
+    assert code == CODES[signal.Signals(number)][0], errors
+    assert "Traceback" not in errors
+    return errors.strip().splitlines()[-1]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("command", "goes_on"), [("run", GOES_ON), ("plan", ""), ("lr-range", ""), ("config", ""), ("doctor", "")]
+)
+def test_while_a_file_is_read(tmp_path: Path, number: signal.Signals, command: str, goes_on: str) -> None:
+    """A file that never ends: nothing is written to the pipe."""
+    os.mkfifo(tmp_path / "settings.yaml")
+    started = start(command, tmp_path / "settings.yaml")
+    last = end_by(started, number, lambda: handles_signals(started.pid))
+    assert last == f"modelwright: {CODES[number][1]}{goes_on}"
+
+
+@BOTH
+@pytest.mark.parametrize("words", [("export", "--to", "hf"), ("report",), ("chat",), ("serve",)])
+def test_while_a_run_is_read(tmp_path: Path, number: signal.Signals, words: Sequence[str]) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    os.mkfifo(tmp_path / "config.yaml")
+    started = start(words[0], tmp_path, *words[1:])
+    assert end_by(started, number, lambda: handles_signals(started.pid)) == f"modelwright: {CODES[number][1]}"
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "words", [("prove", "gradient_accumulation", "--quick", "--results", "r", "--page", "p.md"), ("doctor", "tiny")]
+)
+def test_while_something_is_measured(tmp_path: Path, number: signal.Signals, words: Sequence[str]) -> None:
+    started = start(*words, cwd=tmp_path)
+    wait_until(lambda: started.is_alive, lambda: handles_signals(started.pid))
+    time.sleep(0.3)
+    assert end_by(started, number, lambda: True) == f"modelwright: {CODES[number][1]}"
+
+
+@BOTH
+def test_serving(model_folder: Path, number: signal.Signals) -> None:
+    """It drains first, so there is nothing to say."""
+    started = start("serve", model_folder, "--port", "0")
+    wait_until(lambda: started.is_alive, lambda: "Serving" in started.output)
+    started.send_signal(number)
+    code, _, errors = started.end()
+    assert (code, errors) == (CODES[number][0], "")
+
+
+@BOTH
+@pytest.mark.parametrize("is_answering", [False, True])
+def test_chatting(model_folder: Path, number: signal.Signals, is_answering: bool) -> None:
+    """At the prompt; Ctrl-C amid an answer ends the answer only."""
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "modelwright.cli.main", "chat", str(model_folder)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            shown = b""
+            while b"> " not in shown:
+                shown += process.stdout.read(1)
+            if is_answering:
+                process.stdin.write(b"what does this do?\n")
+                process.stdin.flush()
+                process.stdout.read(1)
+                process.send_signal(number)
+                if number == signal.SIGINT:
+                    while b"[stopped]\n\n> " not in shown:
+                        shown += process.stdout.read(1)
+            if not is_answering or number == signal.SIGINT:
+                process.send_signal(number)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    code, word = CODES[number]
+    assert (process.returncode, errors.decode()) == (code, f"modelwright: {word}\n")
+
+
+@BOTH
+@pytest.mark.parametrize("stage", ["clean", "pretrain"])
+def test_running_in_one_process(tmp_path: Path, number: signal.Signals, stage: str) -> None:
+    sign = tmp_path / "run" / stage / ("stage.json" if stage == "clean" else "metrics.jsonl")
+    words = ("run", "tiny", "--run-dir", tmp_path / "run", "--pretrain.num_steps", "100K")
+    last = end_by(start(*words), number, lambda: sign.exists() and sign.stat().st_size > 0)
+    if stage == "clean":
+        assert last == f"modelwright: {CODES[number][1]}{GOES_ON}"
+    else:
+        assert last.startswith("modelwright: stopped after step")
+
+
+@BOTH
+def test_a_test_of_rates(tmp_path: Path, number: signal.Signals) -> None:
+    packed = tmp_path / "out" / "data" / "pack" / "artifact"
+    words = ("lr-range", "tiny", "--out", tmp_path / "out", "--run-dir", tmp_path / "run", "--steps", "100000")
+    last = end_by(start(*words), number, packed.exists)
+    assert last in (
+        "modelwright: stopped; the test begins anew the next time", f"modelwright: {CODES[number][1]}"
+    )  # fmt: skip
