@@ -14,9 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from modelwright.cli.launch import tell
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.journal import read_attempts
+from modelwright.pipeline.ranks import PeerLost, as_lost_peer
 from tolerances import TOLERANCES
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -95,14 +97,15 @@ def test_two_processes_end_as_one_does(run: Path, inside: Command, command: Comm
     assert json.loads((run / "links.json").read_text())
 
 
-def test_asked_to_stop_they_save_and_one_goes_on(run: Path, inside: Command) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop_they_save_and_one_goes_on(run: Path, inside: Command, number: signal.Signals) -> None:
     words = training(run, "--pretrain.num_steps=80", "--pretrain.checkpoint_every_steps=0")
     process = start(*words, "--nproc", "2")
     metrics = run / "pretrain" / "metrics.jsonl"
     wait_until(process, lambda: metrics.exists() and metrics.stat().st_size > 0)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     errors = finish(process)
-    assert process.returncode == 143, errors
+    assert process.returncode == 128 + number, errors
     assert errors.count("modelwright: stopped after step") == 1
     assert "Traceback" not in errors
     assert read_attempts(RunDir(run).stage("pretrain"))[-1]["state"] == "stopped"
@@ -110,6 +113,59 @@ def test_asked_to_stop_they_save_and_one_goes_on(run: Path, inside: Command) -> 
     assert done.returncode == 0, done.stderr
     assert "going on after step" in done.stderr
     assert [record["step"] for record in read_records(metrics) if "loss" in record] == list(range(1, 81))
+
+
+@pytest.mark.parametrize("how", [("run", "--nproc", "2"), ("launch", "--nproc", "2", "run")])
+@pytest.mark.parametrize("moment", ["starting", "preparing"])
+def test_interrupted_outside_of_training(
+    tmp_path: Path, small_words: Sequence[str], how: tuple[str, ...], moment: str
+) -> None:
+    """While the processes start, and while one of them prepares data and the other waits for it."""
+    flags = how[1:] if how[0] == "run" else ()
+    command = how if how[0] == "launch" else ("run",)
+    process = start(*command, *small_words[1:], "--run-dir", str(tmp_path / "run"), *flags)
+    is_there = {"starting": lambda: bool(workers(process)), "preparing": (tmp_path / "run/clean/stage.json").exists}
+    wait_until(process, is_there[moment])
+    process.send_signal(signal.SIGINT)
+    errors = finish(process)
+    assert process.returncode == 130, errors
+    assert errors.strip().splitlines()[-1].endswith("; what was finished stays, the same command goes on from there")
+    assert "Traceback" not in errors
+    assert "gloo" not in errors
+
+
+def leave(folder: Path, rank: int, exit_code: int, text: str) -> None:
+    words = {"rank": rank, "time_s": float(rank), "exit_code": exit_code, "text": text}
+    (folder / f"{rank}.json").write_text(json.dumps(words))
+
+
+@pytest.mark.parametrize(
+    ("left", "asked", "code", "message"),
+    [
+        ([(143, "stopped after step 3"), (3, "another process has ended")], signal.SIGINT, 130, "stopped after step 3"),
+        ([(3, "another process has ended")], signal.SIGINT, 130, "stopped; what was finished stays"),
+        ([], signal.SIGTERM, 143, "stopped; what was finished stays"),
+        ([(143, "stopped after step 3"), (2, "the disk is full")], signal.SIGINT, 2, "the disk is full"),
+        ([(3, "another process has ended"), (1, "Traceback of a bug")], 0, 1, "Traceback of a bug"),
+        ([(3, "another process has ended")], 0, 3, "another process has ended"),
+    ],
+)
+def test_what_is_said_of_several_endings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], left: list, asked: int, code: int, message: str
+) -> None:
+    for rank, (exit_code, text) in enumerate(left):
+        leave(tmp_path, rank, exit_code, text)
+    assert tell(tmp_path, {}, asked) == code
+    assert message in capsys.readouterr().err
+
+
+def test_a_peer_that_left_is_no_bug() -> None:
+    text = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"
+    lost = as_lost_peer(RuntimeError(text))
+    assert isinstance(lost, PeerLost)
+    assert text in str(lost)
+    bug = RuntimeError("shapes do not fit")
+    assert as_lost_peer(bug) is bug
 
 
 def test_a_users_error_is_told_once(run: Path, command: Command, inside: Command) -> None:

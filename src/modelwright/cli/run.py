@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
             "  Every setting that `modelwright config RECIPE` prints can be given by its dotted name:\n"
             "    modelwright run quickstart --data.sources notes/ more/*.jsonl.zst --pretrain.num_steps 500\n"
             "    modelwright run quickstart --init-from path/to/hf-model --stages clean,pack,sft,evaluate,report\n"
+            "  Whole numbers take prefixes: 2M is 2,000,000, 2Mi is 2,097,152; sizes in bytes also 180MiB.\n"
             "\n"
             "sources:\n"
             "  Text: .txt .md .rst .html; code: .py .c ...; records: .jsonl .json .csv .tsv .parquet .arrow; each but\n"
