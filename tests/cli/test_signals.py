@@ -31,7 +31,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     model.init_weights(0)
     folder = tmp_path_factory.mktemp("model")
-    save_model_folder(model, train_tokenizer(["what does this do? it copies"] * 9, TokenizerConfig(vocab_size=330)), folder)
+    save_model_folder(
+        model, train_tokenizer(["what does this do? it copies"] * 9, TokenizerConfig(vocab_size=330)), folder
+    )
     return folder
 
 
@@ -109,10 +111,9 @@ def test_serving(model_folder: Path, number: signal.Signals) -> None:
 @pytest.mark.parametrize("is_answering", [False, True])
 def test_chatting(model_folder: Path, number: signal.Signals, is_answering: bool) -> None:
     """At the prompt; Ctrl-C amid an answer ends the answer only."""
-    with subprocess.Popen(
-        [sys.executable, "-u", "-m", "modelwright.cli.main", "chat", str(model_folder)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:  # fmt: skip
+    command = [sys.executable, "-u", "-m", "modelwright.cli.main", "chat", str(model_folder)]
+    environment, pipe = {**os.environ, "OMP_NUM_THREADS": "1"}, subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:

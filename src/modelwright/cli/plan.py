@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--batch-tokens",
         metavar="N",
-        help="tokens of an update (default: the recipe's, else 4Mi); with a prefix (2M) the nearest number of whole rows",
+        help="tokens of an update (default: the recipe's, else 4Mi); 2M is the nearest number of whole rows",
     )
     parser.add_argument(
         "--seq-len", metavar="N", help="tokens of a row (default: the recipe's, else the model's context)"

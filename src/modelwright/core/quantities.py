@@ -1,7 +1,7 @@
 """Numbers as people write them: `2M`, `1.5K`, `64Ki`, `180MiB`, `9e14`, `10TFLOP/s`.
 
-The prefixes K, M, G and T are powers of 1,000, as in the SI, and Ki, Mi, Gi and Ti powers of 1,024; upper and lower case
-mean the same.
+The prefixes K, M, G and T are powers of 1,000, as in the SI, and Ki, Mi, Gi and Ti powers of 1,024. Case does not
+matter.
 """
 
 import re
