@@ -45,7 +45,7 @@ def test_pairs_longer_than_a_row_are_counted(overlong) -> None:
     assert others == [None, None], "no token of the answer fits"
     facts = fit.facts()
     assert facts["num_conversations"] == 4
-    assert (facts["num_cut"], facts["num_left_out"]) == ((1, 2) if overlong == "cut" else (0, 3))
+    assert (facts["num_truncated"], facts["num_dropped"]) == ((1, 2) if overlong == "cut" else (0, 3))
 
 
 def test_the_row_that_holds_nearly_all() -> None:

@@ -261,7 +261,7 @@ def test_foreign_chatml(tmp_path: Path) -> None:
     foreign = Tokenizer.load(save_foreign(tmp_path, library, chat_template=thinking))
     with pytest.raises(DataError, match="renders earlier turns differently"):
         foreign.encode_chat(CHAT)
-    first, second = foreign.encode_lessons(CHAT)
+    first, second = foreign.encode_training_chats(CHAT)
     for (ids, mask), num_turns, answer in ((first, 2, "hm, It counts."), (second, 4, "hm, It adds.")):
         num_learned = int(mask.sum())
         assert mask.tolist() == [0] * (len(ids) - num_learned - 1) + [1] * num_learned + [0]

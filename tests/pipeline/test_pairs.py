@@ -77,10 +77,10 @@ def test_pairs_longer_than_a_row_are_reported(inside: Command, tmp_path: Path, s
     assert done.returncode == 0, done.stderr
     (note,) = [line for line in done.stderr.splitlines() if "longer than a row" in line]
     assert "11 of 51 question/answer pairs are longer than a row (pack.seq_len 128)" in note
-    assert "10 are cut off at the end of the row, 1 are left out because no answer fits" in note
+    assert "10 are truncated, 1 are dropped because no answer fits" in note
     facts = read_manifest(target / "pack" / "artifact").facts
     pairs = facts["pairs/train"]
-    assert (pairs["num_conversations"], pairs["num_cut"], pairs["num_left_out"]) == (51, 10, 1)
+    assert (pairs["num_conversations"], pairs["num_truncated"], pairs["num_dropped"]) == (51, 10, 1)
     assert facts["sft/train"]["skipped"] == {"no room for an answer": 1}
     assert facts["sft/train"]["num_cut"] == 10
 

@@ -85,7 +85,7 @@ class ChatTemplate:
         whole = self.render(messages, add_generation_prompt=False)
         return [*spans, Span(whole[len(done) :], False)] if len(whole) > len(done) else spans
 
-    def lessons(self, messages: Sequence[Message]) -> list[list[Span]]:
+    def training_spans(self, messages: Sequence[Message]) -> list[list[Span]]:
         """The texts to learn a conversation from, up to its last answer: one with all answers, or one for each answer
         where the template renders earlier turns differently once later ones follow (Qwen3's leaves reasoning out)."""
         answers = self._answers(messages)

@@ -1,7 +1,7 @@
-"""Conversations made to fit into rows of tokens, and what did not fit, counted.
+"""Truncates conversations to the length of a row and counts those that do not fit.
 
-An answer that does not fit is cut off at the end of the row, as TRL and torchtune do: the tokens that are left are
-still what the answer says, and no end token follows them, so nothing wrong is learned.
+A conversation is truncated at its end, as in TRL and torchtune. The tokens that remain are still correct targets, and
+no end token follows them, so a truncated answer does not teach the model to stop early.
 """
 
 from collections import Counter
@@ -12,30 +12,31 @@ from typing import Any, Literal
 import numpy as np
 
 WHOLE_SHARE = 0.99
-"""Share of the conversations that a suggested row length keeps whole."""
+"""Share of the conversations that fit into a row of the suggested length."""
 
 
 @dataclass(kw_only=True)
 class ConversationFit:
-    """Fits conversations into rows of `seq_len` tokens and counts what became of them.
+    """Truncates conversations to `seq_len` tokens.
 
-    `overlong`: "cut" cuts a conversation off at the end of the row, "skip" leaves it out. `num_left_out` counts those
-    that were left out, with "cut" because no token of an answer fits. `lengths`: how many have how many tokens.
+    `overlong`: "cut" truncates a longer conversation, "skip" drops it. `num_dropped` includes conversations whose
+    truncation would leave no token of an answer. `lengths`: number of conversations by length in tokens.
     """
 
     seq_len: int
     overlong: Literal["cut", "skip"]
     num_conversations: int = 0
-    num_cut: int = 0
-    num_left_out: int = 0
+    num_truncated: int = 0
+    num_dropped: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
 
     def fit(
         self, ids: np.ndarray, mask: np.ndarray, *, stop_ids: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """The tokens [T] and loss mask [T] to pack, up to the last answer; None when they are left out.
+        """Return the token ids [T] and the loss mask [T] to pack, or None if the conversation is dropped.
 
-        An answer that the chat template leaves without an end token gets `stop_ids[0]`.
+        Tokens after the last answer are removed. If the chat template puts no end token after an answer,
+        `stop_ids[0]` is appended to the last one.
         """
         self.num_conversations += 1
         answered = np.flatnonzero(mask)
@@ -47,17 +48,17 @@ class ConversationFit:
         if end and len(ids) <= self.seq_len:
             return ids, mask
         if self.overlong == "skip" or not mask[1 : self.seq_len].any():
-            self.num_left_out += 1
+            self.num_dropped += 1
             return None
-        self.num_cut += 1
+        self.num_truncated += 1
         return ids[: self.seq_len], mask[: self.seq_len]
 
     @property
     def num_overlong(self) -> int:
-        return self.num_cut + self.num_left_out
+        return self.num_truncated + self.num_dropped
 
     def row_len(self, share: float = WHOLE_SHARE) -> int:
-        """The shortest row that holds at least `share` of the conversations whole."""
+        """The shortest row length, in tokens, that at least `share` of the conversations fit into."""
         num_whole = 0
         for length, times in sorted(self.lengths.items()):
             num_whole += times
@@ -66,11 +67,11 @@ class ConversationFit:
         return 0
 
     def facts(self) -> dict[str, Any]:
-        """The counts as plain data, for the artifact's manifest."""
+        """The counts as plain data for the artifact's manifest."""
         return {
             "seq_len": self.seq_len,
             "num_conversations": self.num_conversations,
-            "num_cut": self.num_cut,
-            "num_left_out": self.num_left_out,
+            "num_truncated": self.num_truncated,
+            "num_dropped": self.num_dropped,
             "row_len_for_99_percent": self.row_len(),
         }

@@ -228,10 +228,10 @@ class Tokenizer:
         """
         return self._encode_spans(self.chat_template.spans(messages))
 
-    def encode_lessons(self, messages: Sequence[Message]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_training_chats(self, messages: Sequence[Message]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Ids and loss masks, as `encode_chat` gives them, of the texts by which a conversation is learned: one, or
-        one for each answer, whichever the chat template allows (`ChatTemplate.lessons`)."""
-        return [self._encode_spans(spans) for spans in self.chat_template.lessons(messages)]
+        one for each answer, whichever the chat template allows (`ChatTemplate.training_spans`)."""
+        return [self._encode_spans(spans) for spans in self.chat_template.training_spans(messages)]
 
     def _encode_spans(self, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
         ids: list[int] = []

@@ -64,8 +64,8 @@ def _run(context: StageContext, config: RunConfig, tokenizer: Tokenizer) -> None
             continue
         facts[f"pairs/{split}"] = fit.facts()
         if report:
-            reasons = {"no room for an answer": fit.num_left_out} if fit.num_left_out else {}
-            report |= {"num_sequences": fit.num_conversations, "num_cut": fit.num_cut}
+            reasons = {"no room for an answer": fit.num_dropped} if fit.num_dropped else {}
+            report |= {"num_sequences": fit.num_conversations, "num_cut": fit.num_truncated}
             report["skipped"] = {**report["skipped"], **reasons}
         if split == "train":
             _tell_overlong(context, config, fit)
@@ -105,10 +105,10 @@ def _conversations(clean: Path, split: Split, tokenizer: Tokenizer, fit: Convers
     """Rendered chats; what the assistant says, with the token that ends it, is the target."""
     for document in read_kept(clean, split=split, kind="qa"):
         try:
-            lessons = tokenizer.encode_lessons(document.messages)
+            sequences = tokenizer.encode_training_chats(document.messages)
         except DataError as error:
             raise DataError(f"{document.id}: {error}") from None
-        fitted = (fit.fit(ids, mask, stop_ids=tokenizer.stop_ids) for ids, mask in lessons)
+        fitted = (fit.fit(ids, mask, stop_ids=tokenizer.stop_ids) for ids, mask in sequences)
         yield from filter(None, fitted)
 
 
@@ -121,12 +121,12 @@ def _tell_overlong(context: StageContext, config: RunConfig, fit: ConversationFi
         f"(pack.seq_len {fit.seq_len}): "
     )
     suggestion = suggest_row_len(config, fit)
-    if fit.num_left_out == fit.num_conversations and "sft" in config.stages:
+    if fit.num_dropped == fit.num_conversations and "sft" in config.stages:
         raise DataError(f"{text}none of them fits, so there is nothing to fine-tune on; {suggestion}")
     parts = [
-        f"{fit.num_cut:,} are cut off at the end of the row" if fit.num_cut else "",
-        f"{fit.num_left_out:,} are left out{' because no answer fits' if fit.overlong == 'cut' else ''}"
-        if fit.num_left_out
+        f"{fit.num_truncated:,} are truncated" if fit.num_truncated else "",
+        f"{fit.num_dropped:,} are dropped{' because no answer fits' if fit.overlong == 'cut' else ''}"
+        if fit.num_dropped
         else "",
     ]
     context.progress.note(f"{text}{', '.join(filter(None, parts))}; {suggestion}")
