@@ -88,7 +88,11 @@ def test_while_a_run_is_read(tmp_path: Path, number: signal.Signals, words: Sequ
 
 @BOTH
 @pytest.mark.parametrize(
-    "words", [("prove", "gradient_accumulation", "--quick", "--results", "r", "--page", "p.md"), ("doctor", "tiny")]
+    "words",
+    [
+        ("prove", "gradient_accumulation", "--quick", "--results", "r", "--page", "p.md"),
+        ("doctor", "tiny", "--budget", "60"),
+    ],
 )
 def test_while_something_is_measured(tmp_path: Path, number: signal.Signals, words: Sequence[str]) -> None:
     started = start(*words, cwd=tmp_path)
