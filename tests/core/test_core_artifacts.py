@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.core.artifacts import is_complete, read_manifest, write_artifact, write_atomic
+from modelwright.core.artifacts import is_finished, read_manifest, verify_if_artifact, write_artifact, write_atomic
 from modelwright.core.errors import ArtifactError, StorageError, writing
 
 
@@ -61,17 +61,24 @@ def test_damage_is_noticed(tmp_path: Path, damage: str) -> None:
         with pytest.raises(ArtifactError, match="holds 'thing', not 'model'"):
             read_manifest(tmp_path / "a", kind="model")
     else:
-        with pytest.raises(ArtifactError):
+        named = "manifest.json" if damage == "manifest" else "file.txt"
+        with pytest.raises(ArtifactError, match=rf"{named}: .*; remove {tmp_path / 'a'} and run its stage again"):
             read_manifest(tmp_path / "a")
-        assert not is_complete(tmp_path / "a")
 
 
 def test_changed_content_of_equal_size_is_noticed_on_request(tmp_path: Path) -> None:
     make(tmp_path / "a")
     (tmp_path / "a" / "sub" / "file.txt").write_text("CONTENT")
-    assert is_complete(tmp_path / "a")
-    with pytest.raises(ArtifactError, match="does not match"):
+    read_manifest(tmp_path / "a")
+    with pytest.raises(ArtifactError, match=r"file\.txt: is damaged: its SHA-256"):
         read_manifest(tmp_path / "a", verify=True)
+    with pytest.raises(ArtifactError, match=r"file\.txt: is damaged: its SHA-256"):
+        verify_if_artifact(tmp_path / "a")
+
+
+def test_only_a_folder_with_a_manifest_is_verified(tmp_path: Path) -> None:
+    assert not is_finished(tmp_path)
+    assert verify_if_artifact(tmp_path) is None
 
 
 def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:

@@ -200,6 +200,6 @@ def test_int8_model_can_be_served(run: Path, tmp_path: Path) -> None:
     from modelwright.pipeline.stages.serve import start_server
 
     found = find_model(run, int8=True)
-    with start_server(found.folder, replace(found.server, port=0), tmp_path, 120) as server:
+    with start_server(found.source.folder, replace(found.server, port=0), tmp_path, 120) as server:
         assert server.url.startswith("http://127.0.0.1:")
     assert server.exit_code == 143

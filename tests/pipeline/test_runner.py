@@ -1,12 +1,14 @@
 """The runner: what is skipped, what runs again, what a cut-off or a failure leaves behind."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
+from modelwright.core import artifacts
+from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, Stopped
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.journal import read_attempts
@@ -73,11 +75,41 @@ def test_a_stage_made_again_with_the_same_content_spares_its_children(run: RunDi
     assert Chain().go(run) == ["first"]
 
 
-def test_a_damaged_artifact_is_made_again(run: RunDir) -> None:
+@pytest.mark.parametrize("content", [None, "cut", "1X"], ids=["missing", "another size", "another byte"])
+def test_a_damaged_artifact_is_refused_until_it_is_removed(run: RunDir, content: str | None) -> None:
     Chain().go(run)
-    (run.stage("second").artifact / "second.txt").write_text("cut")
-    (run.stage("second").artifact / "second.txt").unlink()
+    artifact = run.stage("second").artifact
+    file = artifact / "second.txt"
+    if content is None:
+        file.unlink()
+    else:
+        file.write_text(content)
+    for chain in (Chain(), Chain(third="x")):
+        with pytest.raises(ArtifactError, match=rf"second\.txt: .*; remove {artifact} and run its stage again"):
+            chain.go(run)
+        assert chain.ran == []
+    shutil.rmtree(artifact)
     assert Chain().go(run) == ["second"]
+
+
+def test_a_damaged_artifact_of_other_settings_is_made_again(run: RunDir) -> None:
+    Chain().go(run)
+    (run.stage("second").artifact / "second.txt").unlink()
+    assert Chain(second="x").go(run) == ["second", "third"]
+
+
+def test_artifacts_of_this_invocation_are_not_read_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def damage(file: Path, entry: object, *, verify: bool) -> str:
+        read.extend([file.name] if verify else [])
+        return ""
+
+    monkeypatch.setattr(artifacts, "_damage", damage)
+    Chain().go(run)
+    assert read == []
+    Chain(third="x").go(run)
+    assert read == ["first.txt", "second.txt"]
 
 
 def test_a_cut_off_stage_keeps_its_folder_and_a_changed_one_starts_empty(run: RunDir) -> None:

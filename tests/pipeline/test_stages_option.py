@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from modelwright.core.artifacts import is_complete
+from modelwright.core.artifacts import is_finished
 from modelwright.recipes.load import load
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -58,7 +58,7 @@ def test_a_report_takes_what_is_finished(inside: Command, run: Path, small_words
     )  # fmt: skip
     done = inside(*small_words, "--run-dir", str(run), "--stages", "report")
     assert done.returncode == 0, done.stderr
-    assert is_complete(run / "report" / "artifact")
+    assert is_finished(run / "report" / "artifact")
     assert len(stages_of(run)) == 9
 
 

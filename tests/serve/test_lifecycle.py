@@ -114,9 +114,11 @@ def test_sigterm_drains_and_exits_with_zero(model_folder):
     program = (
         "import logging, pathlib, sys\n"
         "from modelwright.serve.config import ServeConfig\n"
+        "from modelwright.serve.models import ModelSource\n"
         "from modelwright.serve.server import run_server\n"
         "logging.basicConfig(level='INFO', stream=sys.stderr)\n"
-        "run_server(pathlib.Path(sys.argv[1]), ServeConfig(port=0, api_key_env='KEY'), model_name='tiny',\n"
+        "source = ModelSource(name='tiny', folder=pathlib.Path(sys.argv[1]))\n"
+        "run_server(source, ServeConfig(port=0, api_key_env='KEY'), model_name='tiny',\n"
         "           announce=lambda line: print(line, flush=True))\n"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1", "KEY": "hush-hush"}

@@ -15,6 +15,8 @@ from modelwright.cli.display import choose_display
 from modelwright.cli.overrides import read_overrides, split_words
 from modelwright.core.errors import ConfigError
 
+STAGE_HELP = "the model of this stage of the run: pretrain or sft (default: the last that has finished)"
+
 
 def recipes(words: Sequence[str]) -> int:
     """`modelwright recipes`"""
@@ -64,25 +66,29 @@ def doctor(words: Sequence[str]) -> int:
 def serve(words: Sequence[str]) -> int:
     """`modelwright serve`"""
     parser = _parser("serve", "Serve a model over HTTP as the OpenAI API does; SIGTERM or Ctrl-C drains and stops.")
-    parser.usage = "modelwright serve RUN|MODEL_FOLDER [--int8] [--port N] [--host H] [--engine.max_running N ...]"
+    parser.usage = (
+        "modelwright serve RUN|MODEL_FOLDER [--stage NAME] [--int8] [--port N] [--host H] [--engine.max_running N ...]"
+    )
     parser.add_argument("target", metavar="RUN|MODEL_FOLDER", help="a run directory, its name, or a model folder")
+    parser.add_argument("--stage", default="", help=STAGE_HELP)
     parser.add_argument("--int8", action="store_true", help="serve the run's INT8 model")
     parser.add_argument("--name", default="", help="what clients call the model (default: the run's name)")
     parser.add_argument("--with-parent", action="store_true", help="stop when the process that started it has gone")
     parser.epilog = "Every other setting of the server can be given by its name, --port 0 takes a free port."
     leading, options = split_words(words)
-    own, rest = _split_own(leading, options, ("int8", "name", "with-parent", "help"), words)
+    own, rest = _split_own(leading, options, ("stage", "int8", "name", "with-parent", "help"), words)
     parsed = parser.parse_args(own)
     from modelwright.core.config import dump, merge, parse
     from modelwright.pipeline.models import find_model
     from modelwright.serve.config import ServeConfig
     from modelwright.serve.server import run_server
 
-    found = find_model(_run_or_folder(parsed.target), int8=parsed.int8)
+    found = find_model(_run_or_folder(parsed.target), stage=parsed.stage, int8=parsed.int8)
     if parsed.with_parent:
         leave_with_parent()
     settings = parse(ServeConfig, merge(dump(found.server), read_overrides(ServeConfig, rest)))
-    number = run_server(found.folder, settings, model_name=parsed.name or found.name, announce=_say)
+    _remark(found.remark)
+    number = run_server(found.source, settings, model_name=parsed.name or found.source.name, announce=_say)
     return 128 + number if number else 0
 
 
@@ -90,6 +96,7 @@ def chat(words: Sequence[str]) -> int:
     """`modelwright chat`"""
     parser = _parser("chat", "Talk to a model in the terminal.")
     parser.add_argument("target", metavar="RUN|MODEL_FOLDER", help="a run directory, its name, or a model folder")
+    parser.add_argument("--stage", default="", help=STAGE_HELP)
     parser.add_argument("--int8", action="store_true", help="take the run's INT8 model")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 always takes the likeliest token")
     parser.add_argument("--top-p", type=float, default=0.95, help="sample from the likeliest tokens of this weight")
@@ -97,8 +104,10 @@ def chat(words: Sequence[str]) -> int:
     from modelwright.pipeline.models import find_model
     from modelwright.serve.terminal import chat as talk
 
-    found = find_model(_run_or_folder(options.target), int8=options.int8)
-    talk(found.folder, temperature=options.temperature, top_p=options.top_p)
+    found = find_model(_run_or_folder(options.target), stage=options.stage, int8=options.int8)
+    _remark(found.remark)
+    _say(f"Model: {found.source.describe()}")
+    talk(found.source.folder, temperature=options.temperature, top_p=options.top_p)
     return 0
 
 
@@ -108,17 +117,20 @@ def export(words: Sequence[str]) -> int:
     parser.usage = "modelwright export RUN --to hf [DEST] [--stage NAME] [--overwrite]"
     parser.add_argument("target", metavar="RUN", help="a run directory or its name")
     parser.add_argument("--to", nargs="+", required=True, metavar=("hf", "DEST"), help="format, and where to")
-    parser.add_argument("--stage", default="", help="which model: pretrain or sft (default: the run's last)")
+    parser.add_argument("--stage", default="", help=STAGE_HELP)
     parser.add_argument("--overwrite", action="store_true", help="replace DEST when it exists")
     options = parser.parse_args(words)
     if options.to[0] != "hf" or len(options.to) > 2:
         raise ConfigError(f"--to: {' '.join(options.to)!r} is not understood; write --to hf, or --to hf DEST")
-    from modelwright.pipeline.models import export_hf
+    from modelwright.pipeline.models import export_hf, find_model
     from modelwright.recipes.load import find_run
 
     run = find_run(options.target)
     target = Path(options.to[1]) if len(options.to) == 2 else run.path / "hf"
-    print(export_hf(run, target, stage=options.stage, overwrite=options.overwrite))
+    found = find_model(run.path, stage=options.stage)
+    _remark(found.remark)
+    print(f"Model: {found.source.describe()}", file=sys.stderr)
+    print(export_hf(found, target, overwrite=options.overwrite))
     return 0
 
 
@@ -212,6 +224,11 @@ def leave_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _remark(text: str) -> None:
+    if text:
+        print(f"modelwright: {text}", file=sys.stderr, flush=True)
 
 
 def _say(line: str) -> None:

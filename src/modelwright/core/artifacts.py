@@ -84,8 +84,9 @@ def write_artifact(
 def read_manifest(folder: Path, *, kind: str = "", verify: bool = False) -> Manifest:
     """Read and check an artifact's manifest.
 
-    Checks that every listed file exists with its size, and with `verify` also its SHA-256. Raises `ArtifactError`
-    when the manifest is missing (the artifact was never finished), damaged, or of another kind.
+    Checks that every listed file exists with its size, and with `verify` also its SHA-256, which reads every file
+    once. Whoever loads a finished artifact verifies it first. Raises `ArtifactError` when the manifest is missing (the
+    artifact was never finished), damaged, or of another kind.
     """
     path = folder / MANIFEST
     try:
@@ -99,10 +100,9 @@ def read_manifest(folder: Path, *, kind: str = "", verify: bool = False) -> Mani
         raise ArtifactError(f"{folder}: holds {manifest.kind!r}, not {kind!r}")
     for name, num_bytes, checksum in listed:
         file = folder / name
-        if not file.is_file() or file.stat().st_size != num_bytes:
-            raise ArtifactError(f"{file}: is missing or cut off; remove {folder} and run its stage again")
-        if verify and describe_file(file)["sha256"] != checksum:
-            raise ArtifactError(f"{file}: its content does not match the manifest; remove {folder} and run again")
+        problem = _damage(file, num_bytes, checksum, verify=verify)
+        if problem:
+            raise ArtifactError(f"{file}: {problem}; remove {folder} and run its stage again")
     return manifest
 
 
@@ -117,13 +117,17 @@ def make_folder(folder: Path) -> None:
         raise StorageError(f"{folder}: cannot be made ({error.strerror}); choose another folder") from None
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether `folder` holds a finished, undamaged artifact."""
-    try:
-        read_manifest(folder)
-    except ArtifactError:
-        return False
-    return True
+def verify_if_artifact(folder: Path) -> Manifest | None:
+    """Verify a model folder if a stage wrote it; None for one without a manifest (downloaded, exported).
+
+    Raises `ArtifactError` that names the damaged file.
+    """
+    return read_manifest(folder, verify=True) if is_finished(folder) else None
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether `folder` holds a finished artifact; says nothing about later damage to its files."""
+    return (folder / MANIFEST).is_file()
 
 
 def describe_file(path: Path) -> dict[str, Any]:
@@ -154,6 +158,23 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _damage(file: Path, num_bytes: int, checksum: str, *, verify: bool) -> str:
+    """What is wrong with a file of an artifact, "" when nothing is."""
+    if not file.is_file():
+        return "is missing"
+    size = file.stat().st_size
+    if size != num_bytes:
+        return f"has {size:,} bytes instead of {num_bytes:,}"
+    if verify and _sha256(file) != checksum:
+        return "is damaged: its SHA-256 is not the one in the manifest"
+    return ""
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _files(folder: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from modelwright.core.artifacts import is_complete
+from modelwright.core.artifacts import is_finished
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.runner import check_order
@@ -26,7 +26,7 @@ def build_stages(config: RunConfig, run: RunDir, only: Sequence[str] = ()) -> li
     the stage `init` takes the model and its tokenizer over and `tokenize` falls away. Reads the names and sizes of the
     sources and nothing else; raises `DataError` or `ModelError` when they are not there.
     """
-    present = [name for name in config.stages if not only or name in only or is_complete(run.stage(name).artifact)]
+    present = [name for name in config.stages if not only or name in only or is_finished(run.stage(name).artifact)]
     builders: dict[str, Callable[[], Stage]] = {
         "clean": lambda: clean_stage(config),
         "tokenize": lambda: tokenize_stage(config),

@@ -1,45 +1,66 @@
 """Which model of a run is meant, and a run's model written out for others."""
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from modelwright.core.artifacts import MANIFEST, is_complete, write_artifact
+from modelwright.core.artifacts import (
+    MANIFEST,
+    Manifest,
+    is_finished,
+    read_manifest,
+    verify_if_artifact,
+    write_artifact,
+)
 from modelwright.core.config import load_yaml, parse
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.journal import read_attempts
 from modelwright.serve.config import ServeConfig
+from modelwright.serve.models import ModelSource
 
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A model folder, what to call it, and the server settings that its run was configured with."""
+    """A verified model, the server settings that its run was configured with, and a remark for the person who asked.
 
-    folder: Path
-    name: str
+    `remark`: why this is not the model that the run ends with; "" when it is.
+    """
+
+    source: ModelSource
     server: ServeConfig = field(default_factory=ServeConfig)
+    remark: str = ""
 
 
-def find_model(path: Path, *, int8: bool) -> FoundModel:
-    """The model in a model folder, or the last finished one of a run directory; with `int8` the quantised one.
+def find_model(path: Path, *, stage: str = "", int8: bool = False) -> FoundModel:
+    """The model in a model folder, or one of a run directory: of `stage`, else of the last trained stage that was
+    finished; with `int8` the quantized one.
 
-    Raises `ArtifactError` when the run has none yet.
+    Every file is compared with its SHA-256. A stage that was finished and whose artifact is damaged or gone is an
+    `ArtifactError`: the model before it is another model, and is taken only when `stage` asks for it. Raises
+    `ConfigError` for a stage that holds no model.
     """
     if not (path / "run.json").is_file():
-        return FoundModel(path, path.resolve().name)
+        return _in_folder(path, stage)
     run = RunDir(path)
     config = parse(RunConfig, load_yaml(run.config))
-    wanted = ("quantize",) if int8 else tuple(reversed(config.trained_stages))
-    return FoundModel(_artifact(run, wanted), config.name, config.serve.server)
-
-
-def export_hf(run: RunDir, target: Path, *, stage: str, overwrite: bool) -> Path:
-    """Copy a run's model (`stage`, "" for the last) to `target`, whole or not at all. Returns `target`."""
-    config = parse(RunConfig, load_yaml(run.config))
+    if stage and int8:
+        raise ConfigError("--stage: --int8 takes the model of the stage quantize; leave one of the two out")
     if stage and stage not in config.trained_stages:
         raise ConfigError(f"--stage: {stage!r} holds no model; choose from {', '.join(config.trained_stages)}")
-    source = _artifact(run, (stage,) if stage else tuple(reversed(config.trained_stages)))
+    trained = ("quantize",) if int8 else config.trained_stages
+    name, unfinished = _last_finished(run, (stage,) if stage else trained, trained)
+    manifest = _verified(run, name, trained)
+    source = ModelSource(name=config.name, folder=run.stage(name).artifact, stage=name, digest=manifest.content_digest)
+    remark = f"{' and '.join(unfinished)} has not finished yet, so this is the model of {name}" if unfinished else ""
+    return FoundModel(source, config.serve.server, remark)
+
+
+def export_hf(found: FoundModel, target: Path, *, overwrite: bool) -> Path:
+    """Copy a model to `target`, whole or not at all. Returns `target`."""
+    source = found.source.folder
     if overwrite and target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
         raise ConfigError(f"{target}: holds something else than a model, so it is not replaced; choose another folder")
     if target.exists() and not target.is_dir():
@@ -50,15 +71,51 @@ def export_hf(run: RunDir, target: Path, *, stage: str, overwrite: bool) -> Path
         for path in sorted(source.iterdir()):
             if path.is_file() and path.name != MANIFEST:
                 shutil.copyfile(path, draft.path / path.name)
-        draft.facts["from"] = str(source)
     (target / MANIFEST).unlink()
     return target
 
 
-def _artifact(run: RunDir, stages: tuple[str, ...]) -> Path:
-    for name in stages:
-        folder = run.stage(name).artifact
-        if is_complete(folder):
-            return folder
-    needed = " or ".join(stages) or "training"
+def _in_folder(folder: Path, stage: str) -> FoundModel:
+    if stage:
+        raise ConfigError(f"--stage: {folder} is a model folder and has no stages; leave it out or name a run")
+    manifest = verify_if_artifact(folder)
+    if manifest is None:
+        return FoundModel(ModelSource(name=folder.resolve().name, folder=folder))
+    source = ModelSource(name=folder.resolve().name, folder=folder, stage=manifest.kind, digest=manifest.content_digest)
+    return FoundModel(source)
+
+
+def _last_finished(run: RunDir, wanted: Sequence[str], trained: Sequence[str]) -> tuple[str, list[str]]:
+    """The last of the `wanted` stages that has an artifact, and those after it, which have not finished yet."""
+    unfinished: list[str] = []
+    for name in reversed(wanted):
+        artifact = run.stage(name).artifact
+        if is_finished(artifact):
+            return name, unfinished
+        if _was_finished(run, name):
+            text = f"{artifact}: is missing or has no {MANIFEST}, although {name} was finished; run its stage again"
+            raise ArtifactError(text + _ways_out(run, name, trained))
+        unfinished.insert(0, name)
+    needed = " or ".join(wanted) or "training"
     raise ArtifactError(f"{run.path}: has no finished model yet ({needed}); go on with: modelwright run {run.path}")
+
+
+def _verified(run: RunDir, name: str, trained: Sequence[str]) -> Manifest:
+    try:
+        return read_manifest(run.stage(name).artifact, kind=name, verify=True)
+    except ArtifactError as error:
+        raise ArtifactError(f"{error}{_ways_out(run, name, trained)}") from None
+
+
+def _was_finished(run: RunDir, name: str) -> bool:
+    """Whether a stage's last attempt came to its end: by its own journal, or by the run's when its folder is gone."""
+    attempts = read_attempts(run.stage(name))
+    if attempts:
+        return attempts[-1]["state"] == "done"
+    return name in run.read_info().get("stages", {})
+
+
+def _ways_out(run: RunDir, name: str, trained: Sequence[str]) -> str:
+    earlier = [stage for stage in trained[: trained.index(name)] if is_finished(run.stage(stage).artifact)]
+    ask = f", or ask for an earlier model: --stage {earlier[-1]}" if earlier else ""
+    return f" (modelwright run {run.path}){ask}"

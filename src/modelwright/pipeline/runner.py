@@ -1,8 +1,8 @@
 """The runner: brings every stage of a run to its end, doing only what is not done yet.
 
 A finished stage whose digest (settings, parents' contents, versions) is unchanged is skipped. A stage that was cut off
-keeps its folder and goes on from its checkpoints; a stage whose digest changed starts from an empty folder. Knows
-nothing about what any stage does.
+keeps its folder and goes on from its checkpoints; a stage whose digest changed starts from an empty folder. What an
+earlier invocation finished is verified against its manifest before it is used. Knows nothing about what any stage does.
 """
 
 import shutil
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from modelwright.core.artifacts import ArtifactDraft, Manifest, read_manifest, write_artifact
+from modelwright.core.artifacts import ArtifactDraft, Manifest, is_finished, read_manifest, write_artifact
 from modelwright.core.errors import ArtifactError, ConfigError, writing
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir
@@ -38,7 +38,10 @@ class Survey:
 
 
 def survey(run: RunDir, stages: Sequence[Stage]) -> Survey:
-    """The state of every stage, without changing anything. A stage below an unfinished one is never `done`."""
+    """The state of every stage, without changing anything. A stage below an unfinished one is never `done`.
+
+    Raises `ArtifactError` when a file of a finished stage is missing or has another size; contents are not read.
+    """
     found = Survey()
     for stage in stages:
         found.states[stage.name] = _state(run, stage, found.contents)
@@ -61,13 +64,14 @@ def run_stages(
 
     `only`: names of the stages that may be worked on now (empty: all); the others must be finished as the settings
     have them, else `ConfigError`. `restart`: as in `StageContext`. `after_stage` is told of every finished stage,
-    skipped ones too, on rank 0. Errors of a stage pass through; what it finished before stays.
+    skipped ones too, on rank 0. Errors of a stage pass through; what it finished before stays. Raises `ArtifactError`
+    for a damaged file of a finished stage: making it again may take days, so a person decides by removing it.
     """
     contents: dict[str, str] = {}
     outcomes = []
     for stage in stages:
         ranks.barrier()
-        state = _state(run, stage, contents)
+        state = _state(run, stage, contents, verify=ranks.rank == 0)
         ranks.barrier()  # nobody writes before everybody has looked
         allowed = not only or stage.name in only
         if not allowed and state != "done":
@@ -85,19 +89,24 @@ def run_stages(
     return outcomes
 
 
-def _state(run: RunDir, stage: Stage, contents: Mapping[str, str]) -> State:
+def _state(run: RunDir, stage: Stage, contents: Mapping[str, str], *, verify: bool = False) -> State:
+    """Where a stage stands; `verify`: read the files of a finished one and compare their SHA-256."""
     folder = run.stage(stage.name)
     if not folder.path.exists():
         return "new"
     if any(parent not in contents for parent in stage.parents):
         return "changed"
     digest = stage.digest(contents)
-    try:
-        if read_manifest(folder.artifact, kind=stage.name).digest == digest:
-            return "done"
-    except ArtifactError:
-        pass
-    return "begun" if read_stage_digest(folder) == digest else "changed"
+    begun = read_stage_digest(folder) == digest
+    if is_finished(folder.artifact):
+        try:
+            if read_manifest(folder.artifact, kind=stage.name).digest == digest:
+                read_manifest(folder.artifact, verify=verify)
+                return "done"
+        except ArtifactError:
+            if begun:
+                raise
+    return "begun" if begun else "changed"
 
 
 def _not_allowed(stage: Stage, state: State) -> str:

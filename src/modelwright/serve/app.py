@@ -23,6 +23,7 @@ from modelwright.serve.codec import Codec
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.errors import ApiError, error_body, overloaded
 from modelwright.serve.metrics import Metrics
+from modelwright.serve.models import ModelSource
 from modelwright.serve.protocol import ChatRequest, CompletionRequest, parse_request
 from modelwright.serve.worker import RETRY_AFTER_S, EngineWorker
 
@@ -38,7 +39,7 @@ PAGE_POLICY = (
 
 @dataclass
 class Service:
-    """What the routes share."""
+    """What the routes share. `source`: where the model comes from, None for one that lives in memory only."""
 
     config: ServeConfig
     model_name: str
@@ -46,6 +47,7 @@ class Service:
     codec: Codec
     metrics: Metrics
     api_key: str = field(default="", repr=False)
+    source: ModelSource | None = None
     is_draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -128,7 +130,10 @@ async def _model(request: Request) -> Response:
 
 
 def _describe(service: Service) -> dict[str, Any]:
-    return {
+    """An entry of /v1/models; `root` (as vLLM has it), `stage` and `digest` say which model it is."""
+    source = service.source
+    origin = {"root": str(source.folder), "stage": source.stage, "digest": source.digest} if source else {}
+    return origin | {
         "id": service.model_name,
         "object": "model",
         "created": service.created,

@@ -8,7 +8,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -21,7 +20,7 @@ from modelwright.serve.codec import Codec
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.errors import overloaded
 from modelwright.serve.metrics import Metrics
-from modelwright.serve.models import load_folder
+from modelwright.serve.models import ModelSource, load_folder
 from modelwright.serve.worker import RETRY_AFTER_S, EngineWorker
 
 log = logging.getLogger("modelwright.serve")
@@ -35,7 +34,15 @@ class ServerThread:
     `url` is known at once: the port is bound in the constructor, and connections wait until the server is up.
     """
 
-    def __init__(self, model: Decoder, codec: Codec, config: ServeConfig, *, model_name: str) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        codec: Codec,
+        config: ServeConfig,
+        *,
+        model_name: str,
+        source: ModelSource | None = None,
+    ) -> None:
         api_key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
         if config.api_key_env and not api_key:
             raise ConfigError(
@@ -44,7 +51,7 @@ class ServerThread:
         metrics = Metrics()
         engine = Engine(model, config.engine)
         worker = EngineWorker(engine, metrics, max_queue=config.max_queue)
-        self.service = Service(config, model_name, worker, codec, metrics, api_key)
+        self.service = Service(config, model_name, worker, codec, metrics, api_key, source)
         self._socket = _bind(config)
         host, port = self._socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
@@ -124,18 +131,23 @@ class ServerThread:
         self.service.worker.abort_all(overloaded("The server is shutting down.", RETRY_AFTER_S))
 
 
-def run_server(folder: Path, config: ServeConfig, *, model_name: str, announce: Callable[[str], None] = print) -> int:
-    """Serve the model in `folder` until SIGTERM or Ctrl-C; then drain and return the signal's number (0 when the server
-    ended by itself). A second signal cuts answers off.
+def run_server(
+    source: ModelSource, config: ServeConfig, *, model_name: str, announce: Callable[[str], None] = print
+) -> int:
+    """Serve the model in `source.folder` until SIGTERM or Ctrl-C; then drain and return the signal's number (0 when the
+    server ended by itself). A second signal cuts answers off.
 
-    Call from the main thread. `announce` gets one line with the address when requests are answered. Raises
-    `ConfigError` when the port is taken, `ModelError` when the folder cannot be loaded.
+    Call from the main thread. `announce` gets one line with the address when requests are answered, and one that says
+    where the model comes from. Raises `ConfigError` when the port is taken, `ModelError` when the folder cannot be
+    loaded.
     """
-    model, codec = load_folder(folder, config.int8)
-    server = ServerThread(model, codec, config, model_name=model_name)
+    model, codec = load_folder(source.folder, config.int8)
+    server = ServerThread(model, codec, config, model_name=model_name, source=source)
     with _signals(server) as received:
         server.start()
+        log.info("serving %s", source.describe())
         announce(f"Serving {model_name} at {server.url} (chat page: {server.url}/, API: {server.url}/v1)")
+        announce(f"Model: {source.describe()}")
         while not server.join(0.5):
             pass
     return received[0] if received else 0

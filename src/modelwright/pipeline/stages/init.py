@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from modelwright.core.artifacts import verify_if_artifact
 from modelwright.core.errors import ConfigError, ModelError
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.model.hf import load_model
@@ -24,6 +25,7 @@ def init_stage(config: RunConfig) -> Stage:
 
 def _run(context: StageContext, folder: Path) -> None:
     context.progress.begin("init", 0, "tensors")
+    verify_if_artifact(folder)
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ModelError(
