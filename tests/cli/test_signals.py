@@ -91,7 +91,7 @@ def test_while_a_run_is_read(tmp_path: Path, number: signal.Signals, words: Sequ
     "words",
     [
         ("prove", "gradient_accumulation", "--quick", "--results", "r", "--page", "p.md"),
-        ("doctor", "tiny", "--budget", "60"),
+        ("doctor", "quickstart"),
     ],
 )
 def test_while_something_is_measured(tmp_path: Path, number: signal.Signals, words: Sequence[str]) -> None:

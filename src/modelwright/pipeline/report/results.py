@@ -113,7 +113,9 @@ def serving_section(data: RunData) -> Section | None:
         f"client, one after the other; the server generated {number(total / max(spent, 1e-9), 3)} tokens per second. "
         f"{_stream_words(result)}"
     )
-    blocks: list[Block] = [Samples(items), Note("The server exited with code 0 after SIGTERM.", "good")]
+    blocks: list[Block] = [Samples(items), Note("The server drained and exited with code 143 after SIGTERM.", "good")]
+    if result.get("left_out"):
+        blocks.insert(0, Note(f"{result['left_out']}.", "warning"))
     return Section("serving", "Served answers", blocks, lead)
 
 
@@ -123,8 +125,10 @@ def _answer_detail(entry: Mapping[str, Any]) -> str:
 
 
 def _stream_words(result: Mapping[str, Any]) -> str:
-    """How the streamed answer to the first question compares with the plain one."""
+    """How the streamed answer to the first question compares with the plain one; "" when no question was asked."""
     streamed = result["streamed"]
+    if not streamed:
+        return ""
     same = "the same" if streamed["answer"] == result["answers"][0]["answer"] else "a different"
     words = f"As a stream, the first question got {same} answer"
     if not streamed["answer"]:

@@ -1,6 +1,7 @@
 """serve: the real server in a process of its own, asked by the official client, and stopped with SIGTERM.
 
-Artifact: `answers.json`. Fails when the server does not start, answers wrongly, or does not leave with exit code 143.
+Artifact: `answers.json`. Questions that leave no room for an answer in the model's context are left out and counted.
+Fails when the server does not start, answers wrongly, or does not leave with exit code 143.
 """
 
 import json
@@ -22,12 +23,18 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump
 from modelwright.core.errors import ModelwrightError, Stopped
 from modelwright.data.clean import read_kept
-from modelwright.pipeline.config import RunConfig
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.model.hf import load_config
+from modelwright.pipeline.config import RunConfig, ServeCheckConfig
 from modelwright.pipeline.stage import Stage, StageContext
 from modelwright.pipeline.stages.lineage import final_model
 from modelwright.serve.config import ServeConfig
 
 ANSWERS = "answers.json"
+GREETING = "Hello! What can you do?"
+"""Asked when there is no held-out question, or none that fits."""
+
+_MAX_READ = 20_000
 _URL = re.compile(r" at (https?://\S+)")
 
 
@@ -55,29 +62,93 @@ class Server:
     log: Path = field(default_factory=Path)
 
 
+@dataclass(frozen=True)
+class Questions:
+    """What is asked, each question with its reference answer ("" for none), and how many were left out as too long.
+
+    `room`: tokens of the context that the prompt may take; `num_heldout`: held-out questions that were looked at.
+    """
+
+    asked: list[tuple[str, str]]
+    room: int
+    num_heldout: int
+    num_heldout_too_long: int
+    num_configured_too_long: int
+
+    @property
+    def left_out(self) -> str:
+        """What was left out and why, "" when nothing was."""
+        parts = []
+        if self.num_heldout_too_long:
+            parts.append(f"{self.num_heldout_too_long:,} of {self.num_heldout:,} held-out questions")
+        if self.num_configured_too_long:
+            parts.append(f"{self.num_configured_too_long} of serve.questions")
+        if not parts and self.asked:
+            return ""
+        why = f"longer than the {max(0, self.room):,} tokens that serve.max_tokens leaves of the model's context"
+        return f"{' and '.join(parts or ['every question'])} left out: {why}"
+
+
 def _run(context: StageContext, config: RunConfig, folder: Path) -> None:
-    check = config.serve
-    asked = [(question, "") for question in check.questions]
-    asked += _heldout_questions(context.parents["clean"], check.num_heldout_questions)
-    context.progress.begin("serve", len(asked), "answers")
-    with start_server(folder, replace(check.server, port=0), context.folder.path, check.start_timeout_s) as server:
+    questions = choose_questions(folder, context.parents["clean"], config.serve)
+    if questions.left_out:
+        context.progress.note(f"server: {questions.left_out}")
+    context.progress.begin("serve", len(questions.asked), "answers")
+    server_config = replace(config.serve.server, port=0)
+    with start_server(folder, server_config, context.folder.path, config.serve.start_timeout_s) as server:
         answers = []
-        for number, (question, reference) in enumerate(asked, start=1):
-            answers.append(_ask(server.url, config, question, reference, stream=False))
+        for number, (question, reference) in enumerate(questions.asked, start=1):
+            answers.append(_ask(server, config, question, reference, stream=False))
             context.progress.advance(number)
-        streamed = _ask(server.url, config, asked[0][0], asked[0][1], stream=True)
+        streamed = [_ask(server, config, *first, stream=True) for first in questions.asked[:1]]
         metrics = _get(f"{server.url}/metrics")
         health = json.loads(_get(f"{server.url}/health"))
+        model = json.loads(_get(f"{server.url}/v1/models"))["data"][0]
     context.progress.end()
     if server.exit_code != Stopped.exit_code:
         raise ModelwrightError(f"the server left with exit code {server.exit_code} after SIGTERM; see {server.log}")
-    if config.serve.temperature == 0 and streamed["answer"] != answers[0]["answer"]:
+    if config.serve.temperature == 0 and any(
+        s["answer"] != a["answer"] for s, a in zip(streamed, answers, strict=False)
+    ):
         raise ModelwrightError("the streamed answer differs from the plain one, both at temperature 0: a bug")
     facts = {"start_s": server.start_s, "server_peak_bytes": server.peak_bytes, "health": health.get("status", "")}
-    result = {"answers": answers, "streamed": streamed, "num_metrics": len(metrics.splitlines()), **facts}
+    result = {
+        "model": {name: model[name] for name in ("stage", "root", "digest")},
+        "answers": answers,
+        "streamed": streamed[0] if streamed else None,
+        "left_out": questions.left_out,
+        "num_metrics": len(metrics.splitlines()),
+        **facts,
+    }
     write_atomic(context.output.path / ANSWERS, json.dumps(result, indent=1, ensure_ascii=False))
     context.output.facts |= {"child_peak_bytes": server.peak_bytes, "num_answers": len(answers)}
-    context.progress.note(f"server: {len(answers)} questions answered, one more as a stream; stopped cleanly")
+    asked = f"{len(answers)} questions answered, one more as a stream" if answers else "nothing could be asked"
+    context.progress.note(f"server: {asked} ({model['stage']}, sha256 {model['digest'][:12]}); stopped cleanly")
+
+
+def choose_questions(folder: Path, clean: Path, check: ServeCheckConfig) -> Questions:
+    """The configured questions and held-out ones, evenly spread over those that fit the context of the model in
+    `folder` together with `max_tokens` of answer; a plain greeting where no held-out question is there or fits."""
+    tokenizer = Tokenizer.load(folder)
+    room = load_config(folder).max_seq_len - check.max_tokens
+
+    def fits(question: str) -> bool:
+        return len(tokenizer.encode_prompt([{"role": "user", "content": question}])) <= room
+
+    configured = [(question, "") for question in check.questions if fits(question)]
+    pairs = _heldout_pairs(clean) if check.num_heldout_questions else []
+    fitting = [pair for pair in pairs if fits(pair[0])]
+    stride = max(1, len(fitting) // max(1, check.num_heldout_questions))
+    chosen = fitting[::stride][: check.num_heldout_questions]
+    if not chosen and fits(GREETING):
+        chosen = [(GREETING, "")]
+    return Questions(
+        asked=configured + chosen,
+        room=room,
+        num_heldout=len(pairs),
+        num_heldout_too_long=len(pairs) - len(fitting),
+        num_configured_too_long=len(check.questions) - len(configured),
+    )
 
 
 @contextmanager
@@ -129,8 +200,18 @@ def _await_url(process: subprocess.Popen, timeout_s: float, log: Path) -> str:
     return found[0]
 
 
-def _ask(url: str, config: RunConfig, question: str, reference: str, *, stream: bool) -> dict[str, Any]:
-    """One question through the official client, plain or as a stream."""
+def _ask(server: Server, config: RunConfig, question: str, reference: str, *, stream: bool) -> dict[str, Any]:
+    """One question through the official client, plain or as a stream. Raises `ModelwrightError` when it is refused."""
+    from openai import OpenAIError
+
+    try:
+        return _answer(server.url, config, question, reference, stream=stream)
+    except OpenAIError as error:
+        shown = question if len(question) <= 80 else f"{question[:80]}..."
+        raise ModelwrightError(f"the server did not answer {shown!r}: {error}; see {server.log}") from error
+
+
+def _answer(url: str, config: RunConfig, question: str, reference: str, *, stream: bool) -> dict[str, Any]:
     from openai import OpenAI
 
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
@@ -162,12 +243,10 @@ def _ask(url: str, config: RunConfig, question: str, reference: str, *, stream: 
         return result | {"latency_s": time.monotonic() - started}
 
 
-def _heldout_questions(clean: Path, number: int) -> list[tuple[str, str]]:
-    """Held-out questions with their reference answers, evenly spread over what there is; a plain greeting if none."""
-    every = [d for d in islice(read_kept(clean, split="heldout", kind="qa"), 20_000) if "question" in d.meta]
-    stride = max(1, len(every) // max(1, number))
-    chosen = every[::stride][:number] if number else []
-    return [(str(d.meta["question"]), str(d.meta["answer"])) for d in chosen] or [("Hello! What can you do?", "")]
+def _heldout_pairs(clean: Path) -> list[tuple[str, str]]:
+    """Held-out questions with their reference answers, in order."""
+    documents = islice(read_kept(clean, split="heldout", kind="qa"), _MAX_READ)
+    return [(str(d.meta["question"]), str(d.meta["answer"])) for d in documents if "question" in d.meta]
 
 
 def _flat(data: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
