@@ -29,9 +29,9 @@ def post(url: str, **options) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=LONG | options, timeout=120)
 
 
-def test_full_queue_is_503_with_retry_after(slow_server):
+def test_full_queue_is_429_with_retry_after(slow_server):
     server = slow_server(max_queue=1)
-    refusals = 'modelwright_http_requests_total{method="POST",route="/v1/completions",status="503"} '
+    refusals = 'modelwright_http_requests_total{method="POST",route="/v1/completions",status="429"} '
 
     def retried() -> bool:
         with OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=8) as client:
@@ -42,9 +42,11 @@ def test_full_queue_is_503_with_retry_after(slow_server):
             running = [pool.submit(post, server.url, max_tokens=5) for _ in range(2)]
             wait_until(lambda: server.service.worker.num_open == 2)
             refused = post(server.url, max_tokens=1)
-            assert refused.status_code == 503
+            assert refused.status_code == 429
             assert int(refused.headers["retry-after"]) > 0
-            assert "queue is full" in refused.json()["error"]["message"]
+            error = refused.json()["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+            assert "queue is full" in error["message"]
             later = pool.submit(retried)
             wait_until(lambda: refusals + "2.0" in httpx.get(f"{server.url}/metrics").text)
         assert later.result()

@@ -184,7 +184,8 @@ class Tokenizer:
         """Ids of a plain text: no special token is added, and none is read out of the text."""
         if self._fast is not None and not (len(text) > LONG_SPACE and _LONG_SPACE.search(text)):
             return self._fast.encode_ordinary(text)
-        return self._plain.encode(text, add_special_tokens=False).ids
+        # a batch of one: unlike `encode`, it lets other threads work meanwhile
+        return self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_document(self, text: str) -> np.ndarray:
         """Ids of a whole document [T] int64: begin token (where there is one), text, end token."""

@@ -11,6 +11,7 @@ from modelwright.core.seeds import derive_seed
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.codec import Codec
 from modelwright.serve.errors import ApiError
+from modelwright.serve.limits import too_many_answers
 from modelwright.serve.protocol import GenerationRequest
 from modelwright.serve.text import AnswerText, Piece, TokenInfo
 from modelwright.serve.worker import EngineWorker, Job, Stream
@@ -91,7 +92,7 @@ def start(
     """Check the lengths, give the engine its jobs. Raises `ApiError` when it cannot be done."""
     num_choices = request.n or 1
     if num_choices * len(prompts) > max_choices:
-        raise ApiError(400, f"Too many answers: n times prompts may be at most {max_choices}.", param="n")
+        raise too_many_answers(max_choices)
     seed = secrets.randbits(62) if request.seed is None else request.seed
     jobs = []
     for prompt in prompts:

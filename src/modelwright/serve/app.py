@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,7 +21,8 @@ from modelwright.serve import chat, completions
 from modelwright.serve.answers import Generation, start
 from modelwright.serve.codec import Codec
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.errors import ApiError, error_body, overloaded
+from modelwright.serve.errors import ApiError, error_body, shutting_down
+from modelwright.serve.limits import Limits
 from modelwright.serve.metrics import Metrics
 from modelwright.serve.models import ModelSource
 from modelwright.serve.protocol import ChatRequest, CompletionRequest, parse_request
@@ -29,8 +30,16 @@ from modelwright.serve.worker import RETRY_AFTER_S, EngineWorker
 
 log = logging.getLogger("modelwright.serve")
 
+T = TypeVar("T")
+
 COMPLETION_DEFAULT_TOKENS = 16
 """What OpenAI's completions generate when `max_tokens` is left out; chat fills the context instead."""
+
+INLINE_BODY_BYTES = 16_384
+"""Smaller bodies are read in less time than it takes to hand them to another thread and back."""
+
+DISCARD_PAUSE_S = 0.01
+"""Between two reads (of up to 256 KiB each) of a body that is too large."""
 
 PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
@@ -46,6 +55,7 @@ class Service:
     worker: EngineWorker
     codec: Codec
     metrics: Metrics
+    limits: Limits
     api_key: str = field(default="", repr=False)
     source: ModelSource | None = None
     is_draining: bool = False
@@ -144,12 +154,8 @@ def _describe(service: Service) -> dict[str, Any]:
 
 async def _completions(request: Request) -> Response:
     service = _service(request)
-    body = await _admit(request, service)
-    wanted = parse_request(CompletionRequest, body)
-    _require_model(service, wanted.model)
-    prompts = [service.codec.encode(p) if isinstance(p, str) else _known_ids(p, service) for p in wanted.prompts]
-    if not prompts or not all(prompts):
-        raise ApiError(400, "The prompt is empty; give at least one token.", param="prompt", code="invalid_value")
+    body = await _admit(request, service, num_prompts=service.config.max_choices)
+    wanted, prompts = await _read(_read_completion, body, service)
     generation = start(
         wanted,
         prompts,
@@ -167,12 +173,8 @@ async def _completions(request: Request) -> Response:
 
 async def _chat_completions(request: Request) -> Response:
     service = _service(request)
-    body = await _admit(request, service)
-    wanted = parse_request(ChatRequest, body)
-    _require_model(service, wanted.model)
-    if wanted.top_logprobs and not wanted.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
-    prompt = service.codec.encode_chat([message.plain() for message in wanted.messages])
+    body = await _admit(request, service, num_prompts=1)
+    wanted, prompt = await _read(_read_chat, body, service)
     generation = start(
         wanted,
         [prompt],
@@ -188,13 +190,45 @@ async def _chat_completions(request: Request) -> Response:
     return await _respond(request, generation, chat)
 
 
-async def _admit(request: Request, service: Service) -> bytes:
+def _read_completion(body: bytes, service: Service) -> tuple[CompletionRequest, list[list[int]]]:
+    """A request and the token ids of its prompts."""
+    wanted = parse_request(CompletionRequest, body, service.limits)
+    _require_model(service, wanted.model)
+    prompts = [service.codec.encode(p) if isinstance(p, str) else _known_ids(p, service) for p in wanted.prompts]
+    if not prompts or not all(prompts):
+        raise ApiError(400, "The prompt is empty; give at least one token.", param="prompt", code="invalid_value")
+    return wanted, prompts
+
+
+def _read_chat(body: bytes, service: Service) -> tuple[ChatRequest, list[int]]:
+    """A request and the token ids of its conversation."""
+    wanted = parse_request(ChatRequest, body, service.limits)
+    _require_model(service, wanted.model)
+    if wanted.top_logprobs and not wanted.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
+    return wanted, service.codec.encode_chat([message.plain() for message in wanted.messages])
+
+
+async def _read(read: Callable[[bytes, Service], T], body: bytes, service: Service) -> T:
+    """`read`, in another thread when the body is large, so that the streams go on meanwhile."""
+    if len(body) <= INLINE_BODY_BYTES:
+        return read(body, service)
+    result = await asyncio.to_thread(read, body, service)
+    _require_open(service)
+    return result
+
+
+async def _admit(request: Request, service: Service, *, num_prompts: int) -> bytes:
     """What all generating requests pass first: key, room, body. Raises `ApiError`."""
     _authorise(request, service)
-    if service.is_draining:
-        raise overloaded("The server is shutting down; try another one or try again later.", RETRY_AFTER_S)
+    _require_open(service)
     service.worker.require_room(1)
-    return await _read_body(request, service.config)
+    return await _read_body(request, service, num_prompts)
+
+
+def _require_open(service: Service) -> None:
+    if service.is_draining:
+        raise shutting_down("The server is shutting down; try another one or try again later.", RETRY_AFTER_S)
 
 
 def _authorise(request: Request, service: Service) -> None:
@@ -206,23 +240,35 @@ def _authorise(request: Request, service: Service) -> None:
         raise ApiError(401, "Missing or wrong API key.", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-async def _read_body(request: Request, config: ServeConfig) -> bytes:
-    too_large = ApiError(413, f"The body is larger than {config.max_body_bytes} bytes.", code="body_too_large")
+async def _read_body(request: Request, service: Service, num_prompts: int) -> bytes:
+    """The body, as far as it is small enough."""
+    config, most = service.config, service.limits.body_bytes(num_prompts)
     length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length) > config.max_body_bytes:
-        raise too_large
+    is_too_large = length.isdigit() and int(length) > most
     body = bytearray()
     try:
         async with asyncio.timeout(config.body_timeout_s):
-            async for part in request.stream():
+            parts = request.stream()
+            while not is_too_large and (part := await anext(parts, None)) is not None:
                 body += part
-                if len(body) > config.max_body_bytes:
-                    raise too_large
+                is_too_large = len(body) > most
+            if is_too_large:
+                await _discard(parts)
+                raise service.limits.body_too_large(num_prompts)
     except TimeoutError:
+        if is_too_large:
+            raise service.limits.body_too_large(num_prompts) from None
         raise ApiError(408, f"The body did not arrive within {config.body_timeout_s:g} s.", code="timeout") from None
     except ClientDisconnect:
         raise ApiError(400, "The client left before the body had arrived.") from None
     return bytes(body)
+
+
+async def _discard(parts: AsyncIterator[bytes]) -> None:
+    """Read the rest of a refused body, so that the client sees the answer and no broken connection; slowly, since every
+    read takes time from the streams."""
+    async for _ in parts:
+        await asyncio.sleep(DISCARD_PAUSE_S)
 
 
 def _require_model(service: Service, name: str) -> None:

@@ -18,12 +18,15 @@ from modelwright.serve.errors import ApiError
 class Codec:
     """A tokenizer for serving. `bytes_of`: the bytes of each token of a byte-level vocabulary, else empty.
 
-    `stop_ids`: tokens that end an answer and are never shown.
+    `stop_ids`: tokens that end an answer and are never shown. `max_token_bytes`: how much text one token stands for at
+    most, 0 where there is no bound (the tokenizer changes the text first, or has a token for any unknown word). Safe
+    to use from several threads.
     """
 
-    def __init__(self, tokenizer: Tokenizer, bytes_of: Mapping[int, bytes]) -> None:
+    def __init__(self, tokenizer: Tokenizer, bytes_of: Mapping[int, bytes], *, normalizes: bool = False) -> None:
         self._tokenizer = tokenizer
         self._bytes_of = bytes_of
+        self.max_token_bytes = 0 if normalizes else max(map(len, bytes_of.values()), default=0)
         control = [tokenizer.id_of(token) for token in SPECIAL_TOKENS]
         self.stop_ids = tuple(sorted({*tokenizer.stop_ids, *(token for token in control if token is not None)}))
 
@@ -32,7 +35,8 @@ class Codec:
         """Read a tokenizer folder. Raises `ArtifactError` when it cannot be read."""
         tokenizer = Tokenizer.load(folder)
         definition = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        return cls(tokenizer, token_bytes(definition) if is_byte_level(definition) else {})
+        bytes_of = token_bytes(definition) if is_byte_level(definition) else {}
+        return cls(tokenizer, bytes_of, normalizes=bool(definition.get("normalizer")))
 
     @property
     def vocab_size(self) -> int:

@@ -12,8 +12,9 @@ class ServeConfig:
     """Settings of the server.
 
     `port`: 0 takes a free one. `max_queue`: answers that may wait beyond the `engine.max_running` being computed; more
-    are refused with 503. `max_choices`: answers one request may ask for (`n` times the number of prompts).
-    `max_body_bytes`: larger request bodies are refused with 413. `drain_timeout_s`: on SIGTERM, how long running
+    are refused with 429. `max_choices`: answers one request may ask for (`n` times the number of prompts).
+    `max_body_bytes`: larger request bodies are refused with 413, and so are those that are too large for the model's
+    context (`limits.py`). `drain_timeout_s`: on SIGTERM, how long running
     answers may go on. `api_key_env`: name of an environment variable with the key that clients must send; the key
     itself stands in no config file. Empty: no key is asked for.
     """

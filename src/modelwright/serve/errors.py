@@ -32,6 +32,12 @@ def error_body(status: int, message: str, *, param: str = "", code: str = "") ->
     return {"error": {"message": message, "type": kind, "param": param or None, "code": code or None}}
 
 
-def overloaded(message: str, retry_after_s: int) -> ApiError:
+def queue_full(retry_after_s: int) -> ApiError:
+    """429 with the time after which to try again, as OpenAI clients expect it of a busy server."""
+    headers = {"Retry-After": str(retry_after_s)}
+    return ApiError(429, "The queue is full; try again later.", code="rate_limit_exceeded", headers=headers)
+
+
+def shutting_down(message: str, retry_after_s: int) -> ApiError:
     """503 with the time after which to try again."""
     return ApiError(503, message, code="overloaded", headers={"Retry-After": str(retry_after_s)})

@@ -4,14 +4,15 @@ refused with the field's name, and so are features that this server does not hav
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from modelwright.serve.errors import ApiError
+from modelwright.serve.limits import Limits
 
 R = TypeVar("R", bound="GenerationRequest")
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Ids = list[int]
+Ids = Annotated[list[int], Field(fail_fast=True)]
 
 
 class Strict(BaseModel):
@@ -29,10 +30,10 @@ class TextPart(Strict):
 
 
 class Message(Strict):
-    """One turn. Content in parts must be text; it is joined by line breaks."""
+    """One turn. Content in parts must be text; it is joined by line breaks. An assistant's turn may have none."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     refusal: None = None
     audio: None = None
@@ -40,9 +41,16 @@ class Message(Strict):
     function_call: None = None
     tool_calls: None = None
 
+    @model_validator(mode="after")
+    def _has_content(self) -> "Message":
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"content is missing; only an assistant's turn may leave it out, not a {self.role}'s")
+        return self
+
     def plain(self) -> dict[str, str]:
         """Role and content as the chat template takes them."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        content = self.content or ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
@@ -83,6 +91,11 @@ class GenerationRequest(Strict):
         if bias:
             raise ValueError("is not supported by this server; leave it out")
 
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        """Raise `ApiError` 400 when there is more in `data` than the server can use; counts, and looks at no item."""
+        raise NotImplementedError
+
     @property
     def stop_texts(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -95,12 +108,16 @@ class GenerationRequest(Strict):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: str | Ids | list[str] | list[Ids]
+    prompt: str | Ids | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Ids], Field(fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: None = None
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        limits.check_completion(data)
 
     @property
     def prompts(self) -> list[str] | list[Ids]:
@@ -115,7 +132,7 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -125,6 +142,10 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none", "auto"] | None = None
     modalities: list[Literal["text"]] | None = None
     parallel_tool_calls: bool | None = None
+
+    @classmethod
+    def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
+        limits.check_chat(data)
 
     @field_validator("tools")
     @classmethod
@@ -139,29 +160,48 @@ class ChatRequest(GenerationRequest):
             raise ValueError('only {"type": "text"} is supported by this server')
 
 
-def parse_request(kind: type[R], body: bytes) -> R:
+def parse_request(kind: type[R], body: bytes, limits: Limits) -> R:
     """A request from a body. Raises `ApiError` 400 that names the field and what would be right."""
-    try:
-        data = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, json.JSONDecodeError) else "it is not UTF-8 text or nested too deep"
-        raise ApiError(400, f"The body is not valid JSON: {reason}.", code="invalid_json") from None
+    data = _load(body)
     if not isinstance(data, dict):
         raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
+    unknown = next((name for name in data if name not in kind.model_fields), None)
+    if unknown is not None:
+        raise _unknown_field(kind, unknown)
+    kind.check_size(data, limits)
     try:
         return kind.model_validate(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise _refusal(kind, first) from None
+        raise _refusal(first) from None
 
 
-def _refusal(kind: type[BaseModel], problem: Any) -> ApiError:
+def _load(body: bytes) -> Any:
+    try:
+        text = body.decode("utf-8")
+        data = json.loads(text)
+        if "\\u" in text:  # half of a surrogate pair can be escaped, and is no character that a tokenizer could read
+            json.dumps(data, ensure_ascii=False).encode("utf-8")
+        return data
+    except json.JSONDecodeError as error:
+        reason = str(error)
+    except UnicodeEncodeError as error:
+        reason = f"it has one half of a surrogate pair alone, {error.object[error.start]!r}"
+    except (ValueError, RecursionError):
+        reason = "it is not UTF-8 text or nested too deep"
+    raise ApiError(400, f"The body is not valid JSON: {reason}.", code="invalid_json")
+
+
+def _unknown_field(kind: type[BaseModel], name: str) -> ApiError:
+    known = ", ".join(sorted(kind.model_fields))
+    shown = name if len(name) <= 80 else f"{name[:80]}..."
+    return ApiError(400, f"Unknown field {shown!r}. Known fields: {known}.", param=shown, code="unknown_parameter")
+
+
+def _refusal(problem: Any) -> ApiError:
     path = [str(part) for part in problem["loc"]]
     name = path[0] if path else ""
     where = ".".join(part for part in path if part.isdigit() or part.isidentifier())
-    if problem["type"] == "extra_forbidden" and len(path) == 1:
-        known = ", ".join(sorted(kind.model_fields))
-        return ApiError(400, f"Unknown field {name!r}. Known fields: {known}.", param=name, code="unknown_parameter")
     if problem["type"] == "missing":
         return ApiError(400, f"Missing required field {where!r}.", param=name, code="missing_required_parameter")
     message = problem["msg"].removeprefix("Value error, ")

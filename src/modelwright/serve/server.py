@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -18,7 +20,8 @@ from modelwright.model.decoder import Decoder
 from modelwright.serve.app import Service, build_app
 from modelwright.serve.codec import Codec
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.errors import overloaded
+from modelwright.serve.errors import shutting_down
+from modelwright.serve.limits import Limits
 from modelwright.serve.metrics import Metrics
 from modelwright.serve.models import ModelSource, load_folder
 from modelwright.serve.worker import RETRY_AFTER_S, EngineWorker
@@ -26,6 +29,10 @@ from modelwright.serve.worker import RETRY_AFTER_S, EngineWorker
 log = logging.getLogger("modelwright.serve")
 
 _CLOSE_TIMEOUT_S = 2
+
+SWITCH_INTERVAL_S = float(__import__("os").environ.get("SWI", "0.0005"))
+"""How long the engine's thread waits at most for a thread that runs Python code; Python's own 5 ms are as long as
+several steps of a small model."""
 
 
 class ServerThread:
@@ -51,7 +58,13 @@ class ServerThread:
         metrics = Metrics()
         engine = Engine(model, config.engine)
         worker = EngineWorker(engine, metrics, max_queue=config.max_queue)
-        self.service = Service(config, model_name, worker, codec, metrics, api_key, source)
+        limits = Limits(
+            context=engine.max_seq_len,
+            max_choices=config.max_choices,
+            max_token_bytes=codec.max_token_bytes,
+            max_body_bytes=config.max_body_bytes,
+        )
+        self.service = Service(config, model_name, worker, codec, metrics, limits, api_key, source)
         self._socket = _bind(config)
         host, port = self._socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
@@ -128,7 +141,7 @@ class ServerThread:
 
     def _cut_off(self) -> None:
         self._begin_drain()
-        self.service.worker.abort_all(overloaded("The server is shutting down.", RETRY_AFTER_S))
+        self.service.worker.abort_all(shutting_down("The server is shutting down.", RETRY_AFTER_S))
 
 
 def run_server(
@@ -142,6 +155,9 @@ def run_server(
     loaded.
     """
     model, codec = load_folder(source.folder, config.int8)
+    gc.collect()
+    gc.freeze()  # collections while requests are parsed hold up the engine, and what is loaded now stays anyway
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     server = ServerThread(model, codec, config, model_name=model_name, source=source)
     with _signals(server) as received:
         server.start()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from modelwright.infer.engine import Engine, EngineStats, StepOutput
 from modelwright.infer.sequence import SamplingParams
-from modelwright.serve.errors import ApiError, overloaded
+from modelwright.serve.errors import ApiError, queue_full
 from modelwright.serve.metrics import AnswerClock, Metrics
 
 log = logging.getLogger("modelwright.serve")
@@ -124,11 +124,11 @@ class EngineWorker:
         return len(self._streams)
 
     def require_room(self, count: int) -> None:
-        """Raises `ApiError` 503 when `count` more answers do not fit in the queue, 500 when the engine has failed."""
+        """Raises `ApiError` 429 when `count` more answers do not fit in the queue, 500 when the engine has failed."""
         if self.failed:
             raise ApiError(500, "The engine has failed; restart the server and see its log.", code="engine_failed")
         if self.num_open + count > self._capacity:
-            raise overloaded("The queue is full; try again later.", RETRY_AFTER_S)
+            raise queue_full(RETRY_AFTER_S)
 
     def submit(self, jobs: Sequence[Job]) -> Stream:
         """Start the answers of one request, all or none. Raises like `require_room`."""

@@ -1,0 +1,198 @@
+"""Whether one client's large request bodies hold up another client's stream.
+
+    python benchmarks/noisy_neighbor.py [--context 512] [--tokens 400] [--tries 5] [--quick]
+
+The real server runs in a process of its own on the loopback interface, with a small random model. This process reads a
+stream and times its tokens; a third process sends one body after the other, each as soon as the last was answered.
+Ratio: 99th percentile of the time between two tokens with the neighbor, over that of the stream before it without.
+Median over the tries. Target: below 2 for every body. Exits with 1 when one misses it.
+
+Bodies come in two sizes: 4 MB, and the largest that the server reads for a model of this context.
+"""
+
+import argparse
+import http.client
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.pipeline.stages.folder import save_model_folder
+from modelwright.pipeline.stages.serve import start_server
+from modelwright.serve.config import ServeConfig
+from modelwright.serve.limits import Limits
+
+BOUND = 2.0
+LARGE = 4_000_000
+ROUTE = "/v1/completions"
+
+
+def filled(size: int, before: str, unit: str, after: str) -> bytes:
+    """`before`, then `unit` as often as it fits into `size` bytes, then `after`."""
+    count = (size - len(before) - len(after)) // len(unit)
+    return (before + unit * count + after).encode()
+
+
+def unknown_fields(size: int, model: str) -> bytes:
+    fields = (f'"f{number:06d}":1,' for number in range((size - 100) // 13))
+    return (f'{{"model":"{model}",' + "".join(fields) + '"prompt":"a"}').encode()
+
+
+BODIES: dict[str, Callable[[int, str], bytes]] = {
+    "blanks": lambda size, model: filled(size, f'{{"model":"{model}","prompt":"', " ", '"}'),
+    "prompts": lambda size, model: filled(size, f'{{"model":"{model}","prompt":["a"', ',"a"', "]}"),
+    "newlines": lambda size, model: filled(size, f'{{"model":"{model}","prompt":"', "\\n", '"}'),
+    "unknown fields": unknown_fields,
+    "token ids": lambda size, model: filled(size, f'{{"model":"{model}","prompt":[1', ",1", "]}"),
+}
+
+
+def write_model(folder: Path, context: int) -> None:
+    """A small random model that generates printable ASCII until its limit."""
+    texts = [path.read_text(encoding="utf-8") for path in Path(json.__file__).parent.glob("*.py")]
+    tokenizer = train_tokenizer(texts, TokenizerConfig(vocab_size=2048))
+    model = Decoder(
+        ModelConfig(
+            vocab_size=2048, num_layers=4, model_dim=128, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=384,
+            max_seq_len=context, init_std=0.1, tie_embeddings=False,
+        )
+    )  # fmt: skip
+    model.init_weights(1)
+    assert model.head is not None
+    hidden = [i for i in range(2048) if not is_plain(tokenizer, i)]
+    model.head.weight.data[hidden] = 0
+    save_model_folder(model, tokenizer, folder)
+
+
+def is_plain(tokenizer: Tokenizer, token: int) -> bool:
+    if token >= tokenizer.vocab_size:
+        return False
+    text = tokenizer.token_text(token)
+    return text.isascii() and text.isprintable() and not text.startswith("<|")
+
+
+def connect(url: str) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
+
+
+def stream_gaps(url: str, model: str, num_tokens: int) -> list[float]:
+    """Seconds between the tokens of one stream, as its client sees them."""
+    body = {"model": model, "prompt": "def dumps(", "max_tokens": num_tokens, "temperature": 0, "stream": True}
+    connection = connect(url)
+    connection.request("POST", ROUTE, json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    times = []
+    while line := response.readline():
+        if line.startswith(b"data: {"):
+            times.append(time.perf_counter())
+    connection.close()
+    if response.status != 200 or len(times) < num_tokens // 2:
+        raise RuntimeError(f"the stream ended with status {response.status} after {len(times)} events")
+    return [after - before for before, after in zip(times, times[1:], strict=False)]
+
+
+def send_bodies(url: str, body: bytes, begun: Event, stop: Event, answers: Any) -> None:
+    """The noisy client: the same body again and again until told to stop; puts the number of answers by status."""
+    statuses: Counter[int] = Counter()
+    connection = connect(url)
+    while not stop.is_set():
+        try:
+            connection.request("POST", ROUTE, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            response.read()
+            statuses[response.status] += 1
+        except (OSError, http.client.HTTPException):
+            statuses[0] += 1
+            connection.close()
+            connection = connect(url)
+        begun.set()
+    answers.put(statuses)
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One stream alone and one with the neighbor: 99th percentiles and the longest gap in seconds, and answers."""
+
+    quiet_s: float
+    noisy_s: float
+    longest_s: float
+    statuses: Counter[int]
+
+    @property
+    def ratio(self) -> float:
+        return self.noisy_s / self.quiet_s
+
+
+def trial(url: str, model: str, body: bytes, num_tokens: int) -> Trial:
+    quiet = stream_gaps(url, model, num_tokens)
+    spawn = multiprocessing.get_context("spawn")
+    begun, stop, answers = spawn.Event(), spawn.Event(), spawn.Queue()
+    neighbor = spawn.Process(target=send_bodies, args=(url, body, begun, stop, answers), daemon=True)
+    neighbor.start()
+    begun.wait(120)
+    noisy = stream_gaps(url, model, num_tokens)
+    stop.set()
+    statuses = answers.get(timeout=120)
+    neighbor.join()
+    return Trial(percentile(quiet, 0.99), percentile(noisy, 0.99), max(noisy), statuses)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--context", type=int, default=512, help="of the model, in tokens")
+    parser.add_argument("--tokens", type=int, default=400, help="per stream; less than the context")
+    parser.add_argument("--tries", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one try with 4 MB bodies only")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    missed = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder) / "small", options.context)
+        config = ServeConfig(port=0)
+        config = ServeConfig(port=0, engine=type(config.engine)(cache_tokens=max(16_384, options.context)))
+        limits = Limits(context=options.context, max_choices=16, max_token_bytes=0, max_body_bytes=LARGE)
+        sizes = [LARGE] if options.quick else [LARGE, limits.body_bytes(16)]
+        with start_server(Path(folder) / "small", config, Path(folder), 120) as server:
+            stream_gaps(server.url, "small", options.tokens)
+            print(f"{'body':<16} {'bytes':>9} {'quiet p99':>10} {'noisy p99':>10} {'longest':>9} {'ratio':>6}  answers")
+            for size in dict.fromkeys(sizes):
+                for name, make in BODIES.items():
+                    body = make(size, "small")
+                    tries = 1 if options.quick else options.tries
+                    trials = [trial(server.url, "small", body, options.tokens) for _ in range(tries)]
+                    ratio = statistics.median(t.ratio for t in trials)
+                    show(name, body, trials, ratio)
+                    missed += [f"{name} ({len(body)} bytes)"] if ratio >= BOUND else []
+    print(f"missed the bound of {BOUND:g}: {', '.join(missed)}" if missed else f"every ratio is below {BOUND:g}")
+    return 1 if missed else 0
+
+
+def show(name: str, body: bytes, trials: list[Trial], ratio: float) -> None:
+    quiet, noisy = (1e3 * statistics.median(getattr(t, field) for t in trials) for field in ("quiet_s", "noisy_s"))
+    longest = 1e3 * max(t.longest_s for t in trials)
+    statuses: Counter[int] = sum((t.statuses for t in trials), Counter())
+    shown = ", ".join(f"{count} x {status}" for status, count in sorted(statuses.items()))
+    print(f"{name:<16} {len(body):>9,} {quiet:>7.2f} ms {noisy:>7.2f} ms {longest:>6.0f} ms {ratio:>6.2f}  {shown}")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""What one request may bring, bounded before anything is built per item.
+
+`json`, `pydantic` and most tokenizers hold the interpreter's lock (GIL) while they work, and the engine's thread takes
+that lock between any two operators of the model. A large body therefore stalls every running answer, whichever thread
+works on it; the defence is to refuse what cannot fit the model's context before it is read.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from modelwright.serve.errors import ApiError
+
+BODY_BYTES = 65_536
+"""Room in every body for everything but the prompts."""
+
+BYTES_PER_TOKEN = 16
+"""Room in a body for each token of a prompt: text has about 4 bytes per token, escaped JSON three times as many."""
+
+BATCH_BYTES_PER_TOKEN = 4
+"""The same for each further prompt of a completion request."""
+
+MAX_ENTRIES = 1024
+"""Entries of any list or object that is not the prompt."""
+
+MAX_FIELDS = 16
+"""Fields of a message or of a part of one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """`context`: tokens of prompt and answer; `max_choices`: answers per request, hence prompts; `max_token_bytes`: of
+    the longest token, 0 where a token may stand for any number of bytes; `max_body_bytes`: as configured."""
+
+    context: int
+    max_choices: int
+    max_token_bytes: int
+    max_body_bytes: int
+
+    def body_bytes(self, num_prompts: int) -> int:
+        """The largest body of a request with up to `num_prompts` prompts."""
+        per_token = BYTES_PER_TOKEN + BATCH_BYTES_PER_TOKEN * (num_prompts - 1)
+        return min(self.max_body_bytes, BODY_BYTES + self.context * per_token)
+
+    def body_too_large(self, num_prompts: int) -> ApiError:
+        """413 that names the limit."""
+        text = f"The body is larger than {self.body_bytes(num_prompts)} bytes, the most that this server reads"
+        return ApiError(413, f"{text} for a context of {self.context} tokens.", code="body_too_large")
+
+    def check_chat(self, data: dict[str, Any]) -> None:
+        """Raise `ApiError` 400 for more messages, fields or characters than the context can hold."""
+        messages = data.get("messages")
+        self._check_entries(data, "messages")
+        if not isinstance(messages, list):
+            return
+        self._check_tokens(len(messages), "messages", "messages")
+        num_characters = num_parts = 0
+        for message in messages:
+            content = message.get("content") if isinstance(message, dict) else None
+            parts = content if isinstance(content, list) else []
+            num_parts += len(parts)
+            for entry in (message, *parts[: self.context]):
+                _check_fields(entry)
+            texts = [content, *(part.get("text") for part in parts[: self.context] if isinstance(part, dict))]
+            num_characters += sum(len(text) for text in texts if isinstance(text, str))
+        self._check_tokens(num_parts, "messages", "parts")
+        self._check_characters(num_characters, "messages")
+
+    def check_completion(self, data: dict[str, Any]) -> None:
+        """Raise `ApiError` 400 for more prompts, tokens or characters than the server can use."""
+        prompt = data.get("prompt")
+        self._check_entries(data, "prompt")
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            if len(prompt) > self.max_choices:
+                raise too_many_answers(self.max_choices)
+            prompts: Iterable[Any] = prompt
+        else:
+            prompts = [prompt]
+        for one in prompts:
+            if isinstance(one, str):
+                self._check_characters(len(one), "prompt")
+            elif isinstance(one, list):
+                self._check_tokens(len(one), "prompt", "token ids")
+
+    def _check_entries(self, data: dict[str, Any], prompt: str) -> None:
+        for name, value in data.items():
+            if name != prompt and isinstance(value, (list, dict)) and len(value) > MAX_ENTRIES:
+                text = f"Invalid value for {name!r}: it has {len(value)} entries; at most {MAX_ENTRIES} are read."
+                raise ApiError(400, text, param=name, code="invalid_value")
+
+    def _check_tokens(self, count: int, param: str, what: str) -> None:
+        if count >= self.context:
+            text = f"This model's context is {self.context} tokens. The request has {count} {what} in {param!r}."
+            raise ApiError(400, f"{text} Shorten the prompt.", param=param, code="context_length_exceeded")
+
+    def _check_characters(self, count: int, param: str) -> None:
+        if self.max_token_bytes and count > self.context * self.max_token_bytes:
+            text = f"This model's context is {self.context} tokens of at most {self.max_token_bytes} bytes."
+            text = f"{text} The request has {count} characters in {param!r}. Shorten the prompt."
+            raise ApiError(400, text, param=param, code="context_length_exceeded")
+
+
+def too_many_answers(most: int) -> ApiError:
+    """400: `n` times the number of prompts is too large."""
+    return ApiError(400, f"Too many answers: n times prompts may be at most {most}.", param="n")
+
+
+def _check_fields(entry: Any) -> None:
+    """Raise `ApiError` 400 for a message, or a part of one, of more fields than any has or with long lists in them."""
+    if not isinstance(entry, dict):
+        return
+    if len(entry) > MAX_FIELDS:
+        text = f"Invalid value for 'messages': a message has {len(entry)} fields; at most {MAX_FIELDS} are read."
+        raise ApiError(400, text, param="messages", code="invalid_value")
+    for name, value in entry.items():
+        if name != "content" and isinstance(value, (list, dict)) and len(value) > MAX_ENTRIES:
+            text = f"Invalid value for 'messages': {name!r} has {len(value)} entries; at most {MAX_ENTRIES} are read."
+            raise ApiError(400, text, param="messages", code="invalid_value")
