@@ -140,7 +140,7 @@ def test_an_export_never_replaces_a_file(inside: Command, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("lr-range", "tiny", "--last", "inf"), "first: must be above 0 and below last, a finite rate"),
+        (("lr-range", "tiny", "--last", "inf"), "first: must be above 0 and below last, both finite"),
         (("doctor", "tiny", "--budget", "nan"), "--budget: must be a number of seconds above 0"),
         (("doctor", "tiny", "--budget", "-1"), "--budget: must be a number of seconds above 0"),
     ],

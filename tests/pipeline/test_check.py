@@ -164,16 +164,17 @@ def test_the_context_is_that_of_the_folder(inside: Command, tmp_path: Path) -> N
     from modelwright.model.decoder import Decoder
     from modelwright.model.hf import save_model
 
-    shape = parse(RunConfig, merge(dump(tiny()), {"model": {"max_seq_len": 256}})).model
+    shape = parse(RunConfig, merge(dump(tiny()), {"model": {"max_seq_len": 1024}})).model
     model = Decoder(shape)
     model.init_weights(0)
     save_model(model, tmp_path / "given")
     words = ("run", "tiny", "--init-from", str(tmp_path / "given"), "--dry-run", "--run-dir", str(tmp_path / "run"))
-    assert inside(*words, "--pack.seq_len", "256").returncode == 0
-    done = inside(*words, "--pack.seq_len", "512", "--pretrain.batch_tokens", "1Ki", "--sft.batch_tokens", "1Ki")
+    words = (*words, "--pretrain.batch_tokens", "4Ki", "--sft.batch_tokens", "4Ki")
+    assert inside(*words, "--pack.seq_len", "1024").returncode == 0
+    done = inside(*words, "--pack.seq_len", "2048")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "pack.seq_len: 512 is more than the model's context of " in done.stderr
-    assert "given (256); lower pack.seq_len" in done.stderr
+    assert "pack.seq_len: 2048 is more than the model's context of " in done.stderr
+    assert "given (1024); lower pack.seq_len" in done.stderr
 
 
 def test_a_finished_training_needs_no_processes(inside: Command, tmp_path: Path, small_words) -> None:

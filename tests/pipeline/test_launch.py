@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from modelwright.cli.launch import tell
 from modelwright.core.records import column, read_records
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.journal import read_attempts
@@ -132,31 +131,6 @@ def test_interrupted_outside_of_training(
     assert errors.strip().splitlines()[-1].endswith("; what was finished stays, the same command goes on from there")
     assert "Traceback" not in errors
     assert "gloo" not in errors
-
-
-def leave(folder: Path, rank: int, exit_code: int, text: str) -> None:
-    words = {"rank": rank, "time_s": float(rank), "exit_code": exit_code, "text": text}
-    (folder / f"{rank}.json").write_text(json.dumps(words))
-
-
-@pytest.mark.parametrize(
-    ("left", "asked", "code", "message"),
-    [
-        ([(143, "stopped after step 3"), (3, "another process has ended")], signal.SIGINT, 130, "stopped after step 3"),
-        ([(3, "another process has ended")], signal.SIGINT, 130, "stopped; what was finished stays"),
-        ([], signal.SIGTERM, 143, "stopped; what was finished stays"),
-        ([(143, "stopped after step 3"), (2, "the disk is full")], signal.SIGINT, 2, "the disk is full"),
-        ([(3, "another process has ended"), (1, "Traceback of a bug")], 0, 1, "Traceback of a bug"),
-        ([(3, "another process has ended")], 0, 3, "another process has ended"),
-    ],
-)
-def test_what_is_said_of_several_endings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], left: list, asked: int, code: int, message: str
-) -> None:
-    for rank, (exit_code, text) in enumerate(left):
-        leave(tmp_path, rank, exit_code, text)
-    assert tell(tmp_path, {}, asked) == code
-    assert message in capsys.readouterr().err
 
 
 def test_a_peer_that_left_is_no_bug() -> None:

@@ -104,7 +104,7 @@ def supervise(config: Any, line: Sequence[str], *, threads: int, is_done: Callab
             return 0 if is_done() else _say(f"the run {config.name!r} {closed}", USER)
         if not ending.failed and not ending.asked:
             return 0
-        return tell(folder, ending.killed, ending.asked)
+        return _tell(folder, ending.killed, ending.asked)
 
 
 def _before_restart(folder: Path) -> None:
@@ -118,7 +118,7 @@ def _before_restart(folder: Path) -> None:
     _say(f"a process was lost, or the hosts have changed{f' ({reason})' if reason else ''}; starting again", 0)
 
 
-def tell(folder: Path, killed: Mapping[int, int], asked: int) -> int:
+def _tell(folder: Path, killed: Mapping[int, int], asked: int) -> int:
     """Show how it ended and return the exit code."""
     words = read_words(folder)
     cause = words[0] if words else None

@@ -101,7 +101,7 @@ def parse_scalar(text: str) -> Any:
 
 
 def load_yaml(path: Path | str) -> dict[str, Any]:
-    """Read a YAML mapping. Raises `ConfigError` with file and line if it cannot be read, is malformed or no mapping."""
+    """Read a YAML mapping. Raises `ConfigError` with file and line when it is unreadable, malformed or no mapping."""
     try:
         data = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:

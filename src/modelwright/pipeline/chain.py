@@ -21,10 +21,10 @@ from modelwright.pipeline.stages.training import pretrain_stage, sft_stage
 def build_stages(config: RunConfig, run: RunDir, only: Sequence[str] = ()) -> list[Stage]:
     """All stages of a resolved configuration, parents first.
 
-    only: the stages to work on (empty: all). The report and the comparison with INT8 can do without any other stage, so
-    they take those of `only` and those that are finished; all other parents are needed in any case. With `init_from`
-    the stage `init` takes the model and its tokenizer over and `tokenize` falls away. Reads the names and sizes of the
-    sources and nothing else; raises `DataError` or `ModelError` when they are not there.
+    only: the stages to work on (empty: all). The report reads the stages in `only` and those that are finished, and
+    `quantize` reads `evaluate` under the same condition; all other parents are required. With `init_from` the stage
+    `init` copies the model and its tokenizer, and there is no `tokenize`. Reads the names and sizes of the sources and
+    nothing else; raises `DataError` or `ModelError` when they are missing.
     """
     present = [name for name in config.stages if not only or name in only or is_finished(run.stage(name).artifact)]
     builders: dict[str, Callable[[], Stage]] = {
