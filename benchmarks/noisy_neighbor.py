@@ -12,6 +12,7 @@ Bodies come in two sizes: 4 MB, and the largest that the server reads for a mode
 
 import argparse
 import http.client
+import itertools
 import json
 import math
 import multiprocessing
@@ -102,7 +103,7 @@ def stream_gaps(url: str, model: str, num_tokens: int) -> list[float]:
     connection.close()
     if response.status != 200 or len(times) < num_tokens // 2:
         raise RuntimeError(f"the stream ended with status {response.status} after {len(times)} events")
-    return [after - before for before, after in zip(times, times[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(times)]
 
 
 def send_bodies(url: str, body: bytes, begun: Event, stop: Event, answers: Any) -> None:

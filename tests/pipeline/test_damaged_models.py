@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> RunDir:
     """A run of the tiny recipe that has finished pretraining."""
     run = RunDir(tmp_path / "run").create()
     save_yaml(run.config, tiny())
-    run.write_info({"name": "tiny", "stages": {}})
+    run.write_info({"name": "tiny", "invocations": [], "stages": {}})
     add_model(run, "pretrain", 1)
     return run
 

@@ -101,7 +101,7 @@ def test_a_damaged_artifact_of_other_settings_is_made_again(run: RunDir) -> None
 def test_artifacts_of_this_invocation_are_not_read_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
 
-    def damage(file: Path, entry: object, *, verify: bool) -> str:
+    def damage(file: Path, num_bytes: int, checksum: str, *, verify: bool) -> str:
         read.extend([file.name] if verify else [])
         return ""
 
