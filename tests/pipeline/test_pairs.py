@@ -85,7 +85,7 @@ def test_pairs_longer_than_a_row_are_reported(inside: Command, tmp_path: Path, s
     assert facts["sft/train"]["num_cut"] == 10
 
     suggested = note.split("99% of them fit with ")[1].split()
-    assert suggested[::2] == ["--pack.seq_len", "--model.max_seq_len", "--pretrain.batch_tokens", "--sft.batch_tokens"]
+    assert suggested[::2] == ["--pack.seq_len", "--model.max_seq_len"]
     done = inside(
         *words, "--run-dir", str(tmp_path / "wide"), "--stages", PREPARED, "--data.heldout_fraction=0", *suggested
     )
@@ -110,8 +110,25 @@ def test_pairs_of_which_none_fits_are_an_error_that_names_the_row_length(
     assert done.returncode == 2
     message = done.stderr.strip().splitlines()[-1]
     assert "5 of 5 question/answer pairs are longer than a row (pack.seq_len 128): none of them fits" in message
-    assert "--pack.seq_len" in message
+    suggested = message.split("99% of them fit with ")[1].split()
+    assert suggested[::2] == ["--pack.seq_len", "--model.max_seq_len", "--pretrain.batch_tokens", "--sft.batch_tokens"]
+    row_len = int(suggested[1])
+    assert suggested[1::2] == [str(row_len), str(row_len), str(4 * row_len), str(4 * row_len)]
     assert "no question/answer pairs" not in done.stderr
+
+
+def test_overlong_documents_that_are_skipped_leave_no_rows(
+    inside: Command, tmp_path: Path, small_words: tuple[str, ...]
+) -> None:
+    (tmp_path / "long.txt").write_text(noise(1, 4000))
+    write_pairs(tmp_path, num_pairs=20)
+    words = [*on(tmp_path / "*.*", small_words), "--data.heldout_fraction=0", "--pack.overlong=skip"]
+    done = inside(*words, "--run-dir", str(tmp_path / "run"), "--stages", PREPARED)
+    assert done.returncode == 0, done.stderr
+    facts = read_manifest(tmp_path / "run" / "pack" / "artifact").facts
+    assert "pretrain/train" not in facts
+    assert facts["pairs/train"]["num_dropped"] == 0
+    assert facts["sft/train"]["num_sequences"] == 20
 
 
 def test_packed_pairs_end_with_the_last_answer(inside: Command, tmp_path: Path, small_words: tuple[str, ...]) -> None:

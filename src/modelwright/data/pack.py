@@ -36,9 +36,8 @@ class PackConfig:
     """How sequences become rows.
 
     `seq_len`: tokens in a row. `mode`: "best_fit" fills rows with several sequences, "pad" gives each piece a row of
-    its own. `overlong`: what becomes of a document that is longer than a row: "cut" splits
-    it into pieces and truncates a conversation (`data.fit`); "skip" drops it and counts it. `shard_bytes`: size
-    at which a file is closed.
+    its own. `overlong`: "cut" splits a document that is longer than a row into pieces and truncates a conversation
+    (`data.fit`), "skip" drops and counts both. `shard_bytes`: size at which a file is closed.
     """
 
     seq_len: int = 512

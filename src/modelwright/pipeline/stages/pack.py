@@ -82,13 +82,17 @@ def pretraining_kinds(clean: Path) -> tuple[Kind, ...]:
 def _pack(
     context: StageContext, config: RunConfig, name: str, sequences: Sequences, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Pack one set, note its report in the artifact's facts and return it; empty when there is nothing to pack."""
+    """Pack one set, put its report into the artifact's facts and return it; {} when no sequence is left to pack."""
     sequences = _counted(sequences, context, f"pack {name}")
-    first = next(sequences, None)
-    if first is None:
+    first: list[tuple[TokenIds, LossMask | None]] = []
+    for sequence in sequences:
+        first.append(sequence)
+        if config.pack.overlong == "cut" or len(sequence[0]) <= config.pack.seq_len:
+            break
+    else:
         return {}
     report = pack(
-        chain([first], sequences), context.output.path / name, config.pack,
+        chain(first, sequences), context.output.path / name, config.pack,
         vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id,
     )  # fmt: skip
     context.output.facts[name] = asdict(report)
@@ -113,7 +117,7 @@ def _conversations(clean: Path, split: Split, tokenizer: Tokenizer, fit: Convers
 
 
 def _tell_overlong(context: StageContext, config: RunConfig, fit: ConversationFit) -> None:
-    """Say how many training conversations are longer than a row; an error when fine-tuning has none left."""
+    """Report the training conversations that are longer than a row. Raises `DataError` if fine-tuning has none left."""
     if not fit.num_overlong:
         return
     text = (
@@ -133,7 +137,7 @@ def _tell_overlong(context: StageContext, config: RunConfig, fit: ConversationFi
 
 
 def suggest_row_len(config: RunConfig, fit: ConversationFit) -> str:
-    """Which row length keeps 99% of the conversations whole, with the settings that it takes."""
+    """The settings with which 99% of the conversations fit into a row."""
     wanted = -(-fit.row_len() // ROW_LEN_STEP) * ROW_LEN_STEP
     if wanted <= fit.seq_len:
         return "more than 99% of them fit"
@@ -142,7 +146,7 @@ def suggest_row_len(config: RunConfig, fit: ConversationFit) -> str:
     words = [f"--pack.seq_len {wanted}"]
     if wanted > config.model.max_seq_len:
         words.append(f"--model.max_seq_len {wanted}")
-    for name in ("pretrain", "sft"):
+    for name in config.trainings:
         training = getattr(config, name)
         try:
             training.batch_rows(wanted)
