@@ -12,7 +12,6 @@ Bodies come in two sizes: 4 MB, and the largest that the server reads for a mode
 
 import argparse
 import http.client
-import itertools
 import json
 import math
 import multiprocessing
@@ -24,12 +23,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
+from modelwright.infer.engine import EngineConfig
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.pipeline.stages.folder import save_model_folder
@@ -103,7 +104,7 @@ def stream_gaps(url: str, model: str, num_tokens: int) -> list[float]:
     connection.close()
     if response.status != 200 or len(times) < num_tokens // 2:
         raise RuntimeError(f"the stream ended with status {response.status} after {len(times)} events")
-    return [after - before for before, after in itertools.pairwise(times)]
+    return [after - before for before, after in pairwise(times)]
 
 
 def send_bodies(url: str, body: bytes, begun: Event, stop: Event, answers: Any) -> None:
@@ -167,10 +168,11 @@ def main() -> int:
     missed = []
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder) / "small", options.context)
-        config = ServeConfig(port=0)
-        config = ServeConfig(port=0, engine=type(config.engine)(cache_tokens=max(16_384, options.context)))
-        limits = Limits(context=options.context, max_choices=16, max_token_bytes=0, max_body_bytes=LARGE)
-        sizes = [LARGE] if options.quick else [LARGE, limits.body_bytes(16)]
+        config = ServeConfig(port=0, engine=EngineConfig(cache_tokens=max(16_384, options.context)))
+        limits = Limits(
+            context=options.context, max_choices=config.max_choices, max_token_bytes=0, max_body_bytes=LARGE
+        )
+        sizes = [LARGE] if options.quick else [LARGE, limits.body_bytes(config.max_choices)]
         with start_server(Path(folder) / "small", config, Path(folder), 120) as server:
             stream_gaps(server.url, "small", options.tokens)
             print(f"{'body':<16} {'bytes':>9} {'quiet p99':>10} {'noisy p99':>10} {'longest':>9} {'ratio':>6}  answers")

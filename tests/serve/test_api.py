@@ -188,6 +188,30 @@ def test_bad_bodies(server: ServerThread, body, reason):
         assert reason in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+@pytest.mark.parametrize("half", [b"\\ud83d", b"\xed\xa0\xbd"], ids=["escaped", "raw"])
+def test_half_of_a_surrogate_pair_is_refused(server: ServerThread, route: str, half: bytes):
+    text = json.dumps(" " * 5000).encode()[:-1] + half + b'"'
+    field = (
+        b'"prompt": ' + text if route == "completions" else b'"messages": [{"role": "user", "content": ' + text + b"}]"
+    )
+    response = httpx.post(f"{server.url}/v1/{route}", content=b'{"model": "tiny", ' + field + b"}")
+    assert response.status_code == 400, response.text
+    assert "not valid JSON" in response.json()["error"]["message"]
+    whole = b'{"model": "tiny", "prompt": "\\ud83d\\ude42", "max_tokens": 1}'
+    assert httpx.post(f"{server.url}/v1/completions", content=whole).status_code == 200
+
+
+def test_an_assistant_turn_may_have_no_content(client: OpenAI, server: ServerThread):
+    turns = [*QUESTION, {"role": "assistant", "content": None}, *QUESTION]
+    answer = ask(client, messages=turns)
+    assert answer.usage is not None
+    empty = [*QUESTION, {"role": "assistant", "content": ""}, *QUESTION]
+    assert answer.usage.prompt_tokens == len(server.service.codec.encode_chat(empty))
+    with pytest.raises(openai.BadRequestError, match="only an assistant's turn may leave it out"):
+        ask(client, messages=[{"role": "user", "content": None}])
+
+
 def test_routes_methods_and_sizes(server: ServerThread):
     assert httpx.get(f"{server.url}/v1/nothing").status_code == 404
     assert "error" in httpx.get(f"{server.url}/nothing").json()
@@ -195,7 +219,9 @@ def test_routes_methods_and_sizes(server: ServerThread):
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert "GET" in wrong.json()["error"]["message"]
     url = f"{server.url}/v1/completions"
-    assert httpx.post(url, content=b"x" * 30_000).status_code == 413
+    refused = httpx.post(url, content=b"x" * 30_000)
+    assert refused.status_code == 413
+    assert "larger than 20000 bytes" in refused.json()["error"]["message"]
     assert httpx.post(url, content=(b"x" * 1000 for _ in range(30))).status_code == 413
 
 

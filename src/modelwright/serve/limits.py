@@ -11,7 +11,7 @@ from typing import Any
 
 from modelwright.serve.errors import ApiError
 
-BODY_BYTES = 65_536
+BODY_BYTES = 16_384
 """Room in every body for everything but the prompts."""
 
 BYTES_PER_TOKEN = 16

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -29,10 +28,6 @@ from modelwright.serve.worker import RETRY_AFTER_S, EngineWorker
 log = logging.getLogger("modelwright.serve")
 
 _CLOSE_TIMEOUT_S = 2
-
-SWITCH_INTERVAL_S = float(__import__("os").environ.get("SWI", "0.0005"))
-"""How long the engine's thread waits at most for a thread that runs Python code; Python's own 5 ms are as long as
-several steps of a small model."""
 
 
 class ServerThread:
@@ -157,7 +152,6 @@ def run_server(
     model, codec = load_folder(source.folder, config.int8)
     gc.collect()
     gc.freeze()  # collections while requests are parsed hold up the engine, and what is loaded now stays anyway
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     server = ServerThread(model, codec, config, model_name=model_name, source=source)
     with _signals(server) as received:
         server.start()
