@@ -8,13 +8,14 @@ from modelwright.core.progress import SilentProgress
 from modelwright.ops import narrow
 from modelwright.optim.schedule import RateRuleConfig
 from modelwright.pipeline import resolve
+from modelwright.recipes.load import load
 from modelwright.recipes.quickstart import quickstart
 from modelwright.recipes.tiny import tiny
 
 
 @pytest.mark.parametrize(("has_bf16", "expected"), [(False, "fp32"), (True, "bf16")])
 def test_bf16_without_instructions_is_never_the_fastest(monkeypatch, has_bf16, expected):
-    monkeypatch.setattr(resolve, "measured_rates", lambda config: {"fp32": 1e9, "bf16": 2e9})
+    monkeypatch.setattr(resolve, "measured_rates", lambda config, precision: {"fp32": 1e9, "bf16": 2e9})
     monkeypatch.setattr(narrow, "CPU_MULTIPLIES", narrow.NARROW if has_bf16 else frozenset())
     monkeypatch.setattr(resolve, "settled_device", lambda device: "cpu")
     found = resolve.resolve(quickstart(), None, SilentProgress())
@@ -30,3 +31,41 @@ def test_a_rule_settles_the_peak_rate_once_and_for_all():
     assert found.pretrain.learning_rate == pytest.approx(2e-3)
     assert found.sft.learning_rate == plain.sft.learning_rate
     assert resolve.resolve(found, found, SilentProgress()) == found
+
+
+def settled(monkeypatch, speed_up, config=None, previous=None):
+    """Who multiplies in FP32 after a measurement that shows this speed-up."""
+    monkeypatch.setattr(resolve, "onednn_speed_up", lambda shapes, num_rows: speed_up)
+    config = config or load("quickstart", {"pretrain": FP32, "sft": FP32}).config
+    return resolve.resolve(config, previous, SilentProgress())
+
+
+FP32 = {"precision": {"policy": "fp32"}}
+
+
+@pytest.mark.parametrize(("speed_up", "expected"), [(0.0, False), (1.1, False), (1.9, True)])
+def test_onednn_multiplies_where_it_is_clearly_faster(monkeypatch, speed_up, expected):
+    found = settled(monkeypatch, speed_up)
+    assert found.pretrain.precision.onednn is expected
+    assert found.sft.precision.onednn is expected
+
+
+def test_who_multiplies_stays_as_it_was_when_the_run_was_created(monkeypatch):
+    """Another measurement changes nothing; a run from before there was a choice keeps PyTorch's own products."""
+    before = settled(monkeypatch, 1.9)
+    assert settled(monkeypatch, 0.0, previous=before) == before
+    older = replace(before, **{name: with_onednn(getattr(before, name), False) for name in ("pretrain", "sft")})
+    assert settled(monkeypatch, 1.9, previous=older) == older
+    oldest = replace(before, **{name: with_onednn(getattr(before, name), "fastest") for name in ("pretrain", "sft")})
+    assert settled(monkeypatch, 1.9, previous=oldest) == older
+
+
+def test_who_multiplies_can_be_said(monkeypatch):
+    config = load("quickstart", {"pretrain": {"precision": {"policy": "fp32", "onednn": False}}, "sft": FP32}).config
+    found = settled(monkeypatch, 1.9, config)
+    assert found.pretrain.precision.onednn is False
+    assert found.sft.precision.onednn is True
+
+
+def with_onednn(training, onednn):
+    return replace(training, precision=replace(training.precision, onednn=onednn))

@@ -60,3 +60,9 @@ def test_a_loss_scale_is_needed_where_gradients_pass_through_fp16():
 def test_what_cannot_be_is_named(given, said):
     with pytest.raises(ConfigError, match=said):
         parse(PrecisionConfig, given)
+
+
+@pytest.mark.parametrize("value", [1, "fast", 1.0])
+def test_who_multiplies_is_true_false_or_fastest(value):
+    with pytest.raises(ConfigError, match=r"^onednn: .* is not one of True, False, fastest"):
+        parse(PrecisionConfig, {"onednn": value})

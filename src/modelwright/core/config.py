@@ -144,7 +144,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _convert_union(args, value, path)
     if origin is typing.Literal:
-        if value not in args:
+        if not any(value == one and type(value) is type(one) for one in args):  # 1 is no true
             known = ", ".join(str(one) if one != "" else "'' (nothing)" for one in args)
             raise ConfigError(f"{path}: {value!r} is not one of {known}")
         return value

@@ -86,7 +86,7 @@ def _check_stage(training: TrainConfig, layout: ParallelConfig, config: RunConfi
         training.sparse.batch.num_chosen(num_rows, training.num_microbatches)
     check_microbatches(layout, training.num_microbatches)
     kept, on_cpu = training.activations, settled_device(config.hardware.device) == "cpu"
-    if training.precision.onednn and not on_cpu:
+    if training.precision.onednn is True and not on_cpu:
         raise ConfigError("precision.onednn: is about products on a CPU, and this run has a GPU; leave it out")
     if training.offload_optimizer and on_cpu:
         raise ConfigError("offload_optimizer: on the CPU its states lie in the host's memory already; switch it off")

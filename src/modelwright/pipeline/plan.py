@@ -78,7 +78,7 @@ def describe_plan(
     stages = build_stages(config, run, only)
     states = survey(run, stages).states
     torch.set_num_threads(config.hardware.num_threads)
-    rates = measured_rates(config)
+    rates = measured_rates(config, config.pretrain.precision)
     memories = _memories(config, num_processes)
     estimates = [_estimate(config, run, stage.name, rates, num_hosts) for stage in stages]
     estimates = [replace(e, peak_bytes=memories[e.name].total) if e.name in memories else e for e in estimates]

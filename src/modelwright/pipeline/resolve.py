@@ -6,6 +6,7 @@ machine cannot flip it.
 
 import glob
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,8 @@ from modelwright.ops.narrow import is_widened
 from modelwright.pipeline.config import HardwareConfig, RunConfig
 from modelwright.plan.doctor import measure_rates
 from modelwright.plan.estimate import size
+from modelwright.precision.hardware import onednn_speed_up
+from modelwright.precision.model import fp32_products
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.precision.policy import resolve as resolve_precision
 from modelwright.train.config import TrainConfig
@@ -29,6 +32,9 @@ from modelwright.train.config import TrainConfig
 PROBE_TOKENS = 2048
 BUDGET_S = 2.0
 """Tokens that rates are measured with at most, and seconds for each format."""
+CLEARLY_FASTER = 1.2
+"""Speed-up from which oneDNN makes FP32 products: 1.9 to 2.2 on AMD EPYC with AVX-512 (`docs/claims.md`,
+adaptive_precision), and no measurement of equally fast ones is off by so much."""
 
 
 def resolve(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
@@ -39,6 +45,7 @@ def resolve(config: RunConfig, previous: RunConfig | None, progress: Progress) -
     config = _settle_rates(settle_paths(settle_model(config)), progress)
     config = replace(config, hardware=_settle_hardware(config.hardware, previous))
     same_model = previous is not None and previous.model == config.model
+    config = _settle_onednn(config, previous if same_model else None, progress)
     config = _settle_precision(config, previous if same_model else None, progress)
     return _settle_int8(config, previous if same_model else None, progress)
 
@@ -92,18 +99,25 @@ def matrix_shapes(model: ModelConfig) -> list[tuple[int, int]]:
     return list(dict.fromkeys(shapes))
 
 
-def measured_rates(config: RunConfig) -> dict[str, float]:
-    """FLOP/s of this process's matrix products in training, at the model's own shapes, by compute format."""
+def measured_rates(config: RunConfig, precision: PrecisionConfig) -> dict[str, float]:
+    """FLOP/s of this process's matrix products in training, at the model's own shapes, by compute format; FP32's by
+    whom `precision` has multiply."""
     check_size(config.model)
-    tokens = max(1, min(config.pretrain.batch_tokens // config.pretrain.num_microbatches, PROBE_TOKENS))
     device = settled_device(config.hardware.device)
-    return measure_rates(config.model, num_tokens=tokens, device=device, budget_s=BUDGET_S)["effective"]
+    with fp32_products(onednn=precision.onednn is True):
+        found = measure_rates(config.model, num_tokens=_probe_tokens(config), device=device, budget_s=BUDGET_S)
+    return found["effective"]
 
 
-def product_rate(config: RunConfig, compute: str) -> float:
-    """FLOP/s of `measured_rates` in one format; FP16 and FP8 count as BF16 and INT8 as FP32, which is what the rest of
-    such a model is computed in."""
-    return measured_rates(config)[{"fp16": "bf16", "fp8": "bf16", "int8": "fp32"}.get(compute, compute)]
+def _probe_tokens(config: RunConfig) -> int:
+    return max(1, min(config.pretrain.batch_tokens // config.pretrain.num_microbatches, PROBE_TOKENS))
+
+
+def product_rate(config: RunConfig, precision: PrecisionConfig) -> float:
+    """FLOP/s of `measured_rates` in the format of most products; FP16 and FP8 count as BF16 and INT8 as FP32, which is
+    what the rest of such a model is computed in."""
+    known_as = {"fp16": "bf16", "fp8": "bf16", "int8": "fp32"}.get(precision.compute, precision.compute)
+    return measured_rates(config, precision)[known_as]
 
 
 def _settle_hardware(wish: HardwareConfig, previous: RunConfig | None) -> HardwareConfig:
@@ -128,6 +142,32 @@ def _settle_rates(config: RunConfig, progress: Progress) -> RunConfig:
     return replace(config, **changes) if changes else config
 
 
+def _settle_onednn(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
+    """Who makes FP32 products on the CPU. A run that was created before this was a choice keeps PyTorch's own."""
+    open_stages = [name for name in ("pretrain", "sft") if getattr(config, name).precision.onednn == "fastest"]
+    if not open_stages:
+        return config
+    if config.hardware.device != "cpu":
+        chosen = dict.fromkeys(open_stages, False)
+    elif previous:
+        chosen = {name: getattr(previous, name).precision.onednn is True for name in open_stages}
+    else:
+        check_size(config.model)
+        torch.set_num_threads(config.hardware.num_threads)
+        speed_up = onednn_speed_up(matrix_shapes(config.model), num_rows=_probe_tokens(config))
+        chosen = dict.fromkeys(open_stages, speed_up >= CLEARLY_FASTER)
+        if speed_up >= CLEARLY_FASTER:
+            progress.note(f"FP32 products: oneDNN's, as exact as PyTorch's own and {speed_up:.1f}x as fast here")
+    return _with_precision(config, {name: {"onednn": onednn} for name, onednn in chosen.items()})
+
+
+def _with_precision(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """changes: fields of `precision`, by stage."""
+    stages = {name: getattr(config, name) for name in changes}
+    precisions = {name: replace(stage.precision, **changes[name]) for name, stage in stages.items()}
+    return replace(config, **{name: replace(stages[name], precision=precisions[name]) for name in stages})
+
+
 def _settle_precision(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
     open_stages = [name for name in ("pretrain", "sft") if getattr(config, name).precision.policy == "fastest"]
     if not open_stages:
@@ -136,7 +176,7 @@ def _settle_precision(config: RunConfig, previous: RunConfig | None, progress: P
         chosen = {name: getattr(previous, name).precision.policy for name in open_stages}
     else:
         torch.set_num_threads(config.hardware.num_threads)
-        rates = measured_rates(config)
+        rates = measured_rates(config, config.pretrain.precision)
         if is_widened(torch.bfloat16, torch.device(config.hardware.device)):
             # FP32's products and casts beside them: never the faster, whatever other work makes of a measurement
             rates = {name: rate for name, rate in rates.items() if name != "bf16"}
@@ -144,11 +184,7 @@ def _settle_precision(config: RunConfig, previous: RunConfig | None, progress: P
         chosen = dict.fromkeys(open_stages, best.policy)
         shown = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items())
         progress.note(f"precision policy: {best.policy} (measured at the model's shapes: {shown})")
-    changes: dict[str, Any] = {}
-    for name, policy in chosen.items():
-        training = getattr(config, name)
-        changes[name] = replace(training, precision=replace(training.precision, policy=policy))
-    return replace(config, **changes)
+    return _with_precision(config, {name: {"policy": policy} for name, policy in chosen.items()})
 
 
 def _settle_int8(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:

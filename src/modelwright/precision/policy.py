@@ -103,8 +103,10 @@ class PrecisionConfig:
     results: format of what eight-bit products give ("": BF16 for FP8, FP32 for INT8). evaluation: held-out losses in
     FP32, or as the policy has it. tf32: FP32 products on CUDA keep 10 bits of mantissa. onednn: on a CPU they are
     oneDNN's, as BF16's are, in place of those that PyTorch takes by itself (MKL's, which leave AVX-512 unused on AMD's
-    processors): as exact, other last bits; refused where it would round (processors with AMX). adaptive: formats of the
-    blocks' parts change while the model trains. loss_scale: of FP16, whose gradients would underflow.
+    processors): as exact, other last bits; refused where it would round (processors with AMX). `fastest` settles it
+    once, before a run: where these products are exact and clearly faster at the model's shapes. Training that is handed
+    `fastest` leaves products as PyTorch has them. adaptive: formats of the blocks' parts change while the model trains.
+    loss_scale: of FP16, whose gradients would underflow.
     """
 
     policy: Policy = "fastest"
@@ -113,7 +115,7 @@ class PrecisionConfig:
     results: Literal["", "fp32", "bf16", "fp16"] = ""
     evaluation: Literal["policy", "fp32"] = "policy"
     tf32: bool = False
-    onednn: bool = False
+    onednn: Literal[True, False, "fastest"] = "fastest"
     fp8: Fp8Config = field(default_factory=Fp8Config)
     int8: Int8Config = field(default_factory=Int8Config)
     adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)

@@ -21,7 +21,7 @@ def tiny() -> RunConfig:
 
     Everything is fixed (one thread, FP32, CPU), so that two runs on one machine end with the same bits.
     """
-    fp32 = PrecisionConfig(policy="fp32")
+    fp32 = PrecisionConfig(policy="fp32", onednn=False)
     return RunConfig(
         name="tiny",
         hardware=HardwareConfig(device="cpu", num_threads=1),

@@ -85,7 +85,7 @@ def train(
             freed_memory_kept(),
             fp32_products(
                 tf32=config.precision.tf32,
-                onednn=config.precision.onednn,
+                onednn=config.precision.onednn is True,
                 on_cpu=world.device.type == "cpu",
             ),
             Watchdog(stage.path / f"hang-{world.rank}.txt", limit_s=hang_after_s) as watchdog,

@@ -168,7 +168,7 @@ def peak_flops(context: StageContext, config: RunConfig, training: TrainConfig) 
         return 0.0
     known = _read_peak(context)
     if not known:
-        rate = product_rate(config, training.precision.compute)
+        rate = product_rate(config, training.precision)
         known = {"compute": training.precision.compute, "flops": rate}
         write_atomic(context.folder.path / "peak.json", json.dumps(known))
     return float(known["flops"])
@@ -181,7 +181,7 @@ def _peaks_after(context: StageContext, config: RunConfig, training: TrainConfig
     live = float(_read_peak(context).get("flops", 0.0))
     if not live:
         return {"live_peak_flops": 0.0, "peak_flops": 0.0}
-    return {"live_peak_flops": live, "peak_flops": max(live, product_rate(config, training.precision.compute))}
+    return {"live_peak_flops": live, "peak_flops": max(live, product_rate(config, training.precision))}
 
 
 def _utilisation(result: TrainResult, peaks: dict[str, float], num_ranks: int) -> float:
