@@ -7,6 +7,7 @@ from modelwright.memory.activations import Segment
 from modelwright.memory.checkpointing import checkpoint_segments
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import lay_out, single
+from modelwright.precision.policy import PrecisionConfig
 from modelwright.train import passes
 from modelwright.train.objective import forward
 
@@ -20,6 +21,7 @@ def test_compile_comes_after_activation_checkpointing(tiny, monkeypatch):
         parallel=ParallelConfig(),
         activations=lambda model: order.append("checkpoint") or model,
         compile_blocks=True,
+        precision=PrecisionConfig(policy="fp32"),
     )
     assert order == ["checkpoint", "compile"]
 

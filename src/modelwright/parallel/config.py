@@ -19,8 +19,9 @@ class ParallelConfig:
     how many layers each stage holds, in order, empty for a balanced split.
     data: copies that take rows of their own, 0 for all processes that the other axes leave.
     shard: what is divided among copies instead of kept by each: nothing (ZeRO-0), optimizer states (1), gradients too
-    (2), parameters too (3). shard_group: copies that share one whole model, 0 for all of them; fewer is hybrid
-    sharding: sharded within groups of neighbouring ranks, replicated across groups.
+    (2), parameters too (3). Weights are FP32; those of projections that compute in BF16 or FP16 are gathered in that
+    format, all others in FP32, and gradients are summed in FP32. shard_group: copies that share one whole model, 0 for
+    all of them; fewer is hybrid sharding: sharded within groups of neighbouring ranks, replicated across groups.
     context: processes that share the tokens of each row. context_attention: how they attend to each other's tokens:
     `all_gather` collects the keys and values of whole rows in every layer; `ring` passes them from rank to rank, in
     less memory. tensor: processes that share each layer's heads, FFN columns and the vocabulary; with

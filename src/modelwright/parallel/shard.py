@@ -2,35 +2,64 @@
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Stage 1 adds gradients
 up over the microbatches of a step and scatters them once; stage 2 scatters them after each microbatch; stage 3 gathers
-each block when it is needed and lets it go. Gradients leave as sums, never means: the loop has divided already. Knows
-nothing about rows or losses.
+each block when it is needed and lets it go. Gradients leave as sums, never means: the loop has divided already. Weights
+are divided in FP32 and gathered in the format in which their products read them. Knows nothing about rows or losses.
 """
 
-from typing import cast
+from collections.abc import Mapping
+from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from modelwright.model.decoder import Decoder
+from modelwright.model.decoder import Block, Decoder, Linear
 from modelwright.parallel.config import Shard
 
 
-def shard_states(model: Decoder, sharing: DeviceMesh, shard: Shard) -> Decoder:
+def shard_states(model: Decoder, sharing: DeviceMesh, shard: Shard, formats: Mapping[str, torch.dtype]) -> Decoder:
     """Divide parameters, gradients and optimizer states over the mesh `sharing`, in place; names stay.
 
-    Each block is gathered as one message; embedding, norm and head go with the root.
+    formats: in which projections are gathered, by the part of a block (attention, ffn); all else is gathered as it is.
+    Each block is gathered as one message, or each of its parts where their formats differ. Embedding, last norm and
+    head go with the root, and so do the blocks' norms where projections are narrowed: FSDP has one format a message.
     """
-    reshard = shard == "full"
-    for block in model.blocks.values():
-        fully_shard(block, mesh=sharing, reshard_after_forward=reshard)
-    fully_shard(model, mesh=sharing, reshard_after_forward=reshard)
+    options: dict[str, Any] = {"mesh": sharing, "reshard_after_forward": shard == "full"}
+    if set(formats.values()) <= {torch.float32}:
+        for block in model.blocks.values():
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+    else:
+        # The root first, as it takes parameters from within the blocks.
+        fully_shard(model, **options, ignored_params=_projection_weights(model))
+        for block in model.blocks.values():
+            assert isinstance(block, Block)
+            _shard_projections(block, options, formats)
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
     for method in ("cross_entropy", "logits"):
         register_fsdp_forward_method(model, method)
     return model
+
+
+def _shard_projections(block: Block, options: Mapping[str, Any], formats: Mapping[str, torch.dtype]) -> None:
+    parts = {"attention": block.attention, "ffn": block.ffn}
+    if len({formats[name] for name in parts}) == 1:
+        parts = {"attention": block}
+    for name, part in parts.items():
+        policy = MixedPrecisionPolicy(  # products cast what they read themselves
+            param_dtype=formats[name], reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        others = set(part.parameters()) - _projection_weights(part)
+        fully_shard(part, **options, mp_policy=policy, ignored_params=others)
+
+
+def _projection_weights(module: nn.Module) -> set[nn.Parameter]:
+    """Of a model's blocks, or of a part of one."""
+    blocks = module.blocks if isinstance(module, Decoder) else module
+    return {cast(nn.Parameter, one.weight) for one in blocks.modules() if isinstance(one, Linear)}
 
 
 def scatter_gradients(model: nn.Module, now: bool) -> None:

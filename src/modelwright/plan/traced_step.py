@@ -92,6 +92,7 @@ def _step(decoder: Decoder, train: TrainConfig, objective: Objective, batch_toke
             store=_traced_store(train.activations.offload),
         ),
         compile_blocks=False,
+        precision=train.precision,
     )
     return TrainStep(
         runner=runner,

@@ -153,6 +153,12 @@ class PrecisionConfig:
         eight = {"fp8": torch.bfloat16, "int8": torch.float32}
         return FLOATS | (dict.fromkeys(eight, FLOATS[self.results]) if self.results else eight)
 
+    def gathered_as(self, kind: Kind) -> torch.dtype:
+        """The format in which all that reads a weight of this kind reads it, so that no more need be sent: 16 bits of a
+        floating-point format, unless formats change or evaluation has its own."""
+        stays = self.adaptive.kind == "none" and self.evaluation == "policy"
+        return FLOATS.get(self.format_of(kind), torch.float32) if stays else torch.float32
+
     @property
     def planned_as(self) -> Literal["fp32", "bf16"]:
         """The format whose bytes the feed-forward layers' results take; FP16 has as many as BF16."""

@@ -173,6 +173,7 @@ def _train_laid_out(
                 pipeline_rank=mesh.pipeline.rank,
             ),
             compile_blocks=config.compile,
+            precision=config.precision,
             layer_scales=layer_scales,
             scatters_each=in_backward,
         )

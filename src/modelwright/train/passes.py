@@ -37,6 +37,7 @@ def spread(
     parallel: ParallelConfig,
     activations: Callable[[Decoder], Decoder],
     compile_blocks: bool,
+    precision: PrecisionConfig,
     layer_scales: LayerScales | None = None,
     scatters_each: bool = False,
 ) -> Runner:
@@ -53,6 +54,7 @@ def spread(
             parallel=parallel,
             activations=activations,
             compile_blocks=compile_blocks,
+            precision=precision,
             layer_scales=layer_scales,
         )
 
@@ -71,6 +73,7 @@ def apply_passes(
     parallel: ParallelConfig,
     activations: Callable[[Decoder], Decoder],
     compile_blocks: bool,
+    precision: PrecisionConfig,
     layer_scales: LayerScales | None = None,
 ) -> Decoder:
     """Apply the passes that are switched on, in place; parameter names stay as they are. Returns the model."""
@@ -82,7 +85,8 @@ def apply_passes(
     if compile_blocks:
         model = compile_each_block(model)
     if mesh.sharing_devices is not None and parallel.shard != "none":
-        model = shard_states(model, mesh.sharing_devices, parallel.shard)
+        formats = {"attention": precision.gathered_as("attention"), "ffn": precision.gathered_as("ffn")}
+        model = shard_states(model, mesh.sharing_devices, parallel.shard, formats)
     return model
 
 
