@@ -78,7 +78,7 @@ def slow_server() -> Iterator[Callable[..., ServerThread]]:
 
     def make(**settings) -> ServerThread:
         engine = EngineConfig(max_running=settings.pop("max_running", 1))
-        config = ServeConfig(port=0, engine=engine, **settings)
+        config = ServeConfig(port=settings.pop("port", 0), engine=engine, **settings)
         started.append(ServerThread(make_model(2048), make_codec(), config, model_name="tiny").start())
         return started[-1]
 

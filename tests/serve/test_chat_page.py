@@ -1,5 +1,6 @@
 """The chat page in a real browser: ask, watch the answer come in, stop it, at desktop and phone width."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,4 +83,48 @@ def test_an_answer_can_be_stopped_and_the_chat_go_on(slow_server, browser):
     sync_api.expect(page.locator(".note.bad")).to_contain_text("context is 2048 tokens")
     page.click("#new")
     sync_api.expect(page.locator("#empty")).to_be_visible()
+    page.close()
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["idle", "asking"])
+def test_a_server_that_is_down_is_shown(slow_server, browser, asks: bool):
+    server = slow_server()
+    page = new_page(browser, viewport={"width": 390, "height": 844})
+    page.goto(server.url)
+    sync_api.expect(page.locator("#state")).to_have_class("up")
+    sync_api.expect(page.locator("#down")).to_be_hidden()
+    up = page.locator("#state").evaluate("dot => getComputedStyle(dot).backgroundColor")
+    server.stop()
+    if asks:
+        page.fill("#question", "is anybody there?")
+        page.keyboard.press("Enter")
+        sync_api.expect(page.locator(".note.bad")).to_contain_text("connection to the server was lost")
+    sync_api.expect(page.locator("#down")).to_contain_text("The server does not answer")
+    sync_api.expect(page.locator("#down")).to_be_visible()
+    sync_api.expect(page.locator("#state")).to_have_class("down")
+    red, green, blue = (
+        int(part)
+        for part in re.findall(r"\d+", page.locator("#state").evaluate("dot => getComputedStyle(dot).backgroundColor"))
+    )
+    assert red > 1.5 * max(green, blue), f"{(red, green, blue)} is not red (up: {up})"
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    slow_server(port=int(server.url.rsplit(":", 1)[1]))
+    sync_api.expect(page.locator("#state")).to_have_class("up")
+    sync_api.expect(page.locator("#down")).to_be_hidden()
+    page.close()
+
+
+def test_a_server_that_shuts_down_is_shown(slow_server, browser):
+    server = slow_server(drain_timeout_s=200)
+    page = new_page(browser)
+    page.goto(server.url)
+    sync_api.expect(page.locator("#state")).to_have_class("up")
+    page.fill("#question", "the quick")
+    with held(server, after=20):
+        page.keyboard.press("Enter")
+        page.wait_for_function("document.querySelector('.turn.assistant')?.textContent.length > 5")
+        server.stop_soon()
+        sync_api.expect(page.locator("#down")).to_contain_text("shutting down")
+        sync_api.expect(page.locator("#state")).to_have_class("down")
+        server.stop_soon(at_once=True)
     page.close()
