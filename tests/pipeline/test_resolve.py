@@ -1,5 +1,6 @@
 """Wishes are settled by what the machine can do, not by what a busy moment showed."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -15,12 +16,26 @@ from modelwright.recipes.tiny import tiny
 
 @pytest.mark.parametrize(("has_bf16", "expected"), [(False, "fp32"), (True, "bf16")])
 def test_bf16_without_instructions_is_never_the_fastest(monkeypatch, has_bf16, expected):
-    monkeypatch.setattr(resolve, "measured_rates", lambda config, precision: {"fp32": 1e9, "bf16": 2e9})
+    monkeypatch.setattr(resolve, "measured_rates", lambda config, precision, note: {"fp32": 1e9, "bf16": 2e9})
     monkeypatch.setattr(narrow, "CPU_MULTIPLIES", narrow.NARROW if has_bf16 else frozenset())
     monkeypatch.setattr(resolve, "settled_device", lambda device: "cpu")
     found = resolve.resolve(quickstart(), None, SilentProgress())
     assert found.pretrain.precision.compute == expected
     assert found.sft.precision.compute == expected
+
+
+def test_a_busy_machine_is_told_beside_the_choice_of_precision(monkeypatch):
+    notes: list[str] = []
+    progress = SilentProgress()
+    monkeypatch.setattr(progress, "note", notes.append)
+    measured = {"effective": {"fp32": 1e9, "bf16": 2e9}, "busy_cores": 1.9}
+    monkeypatch.setattr(resolve, "measure_rates", lambda model, **settings: measured)
+    resolve.resolve(quickstart(), None, progress)
+    assert any(re.match(r"other processes use 1\.9 of \d+ cores: .* set precision\.policy", one) for one in notes)
+    notes.clear()
+    monkeypatch.setattr(resolve, "measure_rates", lambda model, **settings: measured | {"busy_cores": 0.0})
+    resolve.resolve(quickstart(), None, progress)
+    assert not any("other processes" in one for one in notes)
 
 
 def test_a_rule_settles_the_peak_rate_once_and_for_all():

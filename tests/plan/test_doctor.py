@@ -59,6 +59,30 @@ def test_a_slow_format_is_measured_with_fewer_tokens_and_not_recommended() -> No
     assert resolve(PrecisionConfig(), training["effective"]).compute == "fp32"
 
 
+def test_several_threads_on_a_busy_machine_are_taken_for_as_many_times_one() -> None:
+    class Busy:
+        def begin(self) -> None: ...
+
+        def seconds(self) -> float:
+            return 1.0
+
+        def other_cores(self) -> float:
+            return 1e3
+
+    def rate(m: int, k: int, n: int, dtype: torch.dtype) -> float:
+        """Threads without a core each wait for each other."""
+        alone = 2e9 if dtype == torch.bfloat16 else 1e9
+        return alone if torch.get_num_threads() == 1 else 1e6
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    training = measure_rates(MODEL, num_tokens=64, budget_s=1.0, rate=rate, others=Busy())
+    torch.set_num_threads(before)
+    assert training["effective"] == pytest.approx({"fp32": 2e9, "bf16": 4e9})
+    assert training["busy_cores"] > 0
+    assert (training["threads"], training["measured_threads"]) == (2, 1)
+
+
 def test_survey_of_this_machine(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -68,6 +92,10 @@ def test_survey_of_this_machine(tmp_path: Path) -> None:
     assert facts["machine"]["disk_free_bytes"] > 0
     assert 0 < facts["machine"]["memory_available_bytes"] <= facts["machine"]["memory_bytes"]
     assert all(value > 0 for value in facts["training"]["effective"].values())
+    facts["training"]["busy_cores"] = 1.75
+    assert "note: other processes use 1.8 of" in survey_text(facts)
+    facts["training"]["busy_cores"] = 0.0
     text = survey_text(facts)
+    assert "other processes" not in text
     for word in ("processor", "gate_proj grad_weight", "effective", "recommended compute", "1 thread,", "(1 thread;"):
         assert word in text

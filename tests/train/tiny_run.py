@@ -173,7 +173,7 @@ def run(
 ) -> TrainResult:
     config = config or settings()
     world = world or single()
-    arguments = {"seed": 1, "name": "tiny", "input_digest": "d", "progress": SilentProgress(), "peak_flops": 1e9}
+    arguments = {"seed": 1, "name": "tiny", "input_digest": "d", "progress": SilentProgress(), "peak_flops": 1e12}
     arguments |= {"heldout": [Rows().batch(900), Rows(num_rows=3).batch(901), Rows().batch(902)]} | more
     return train(
         tiny_model() if model is None else model,

@@ -187,7 +187,7 @@ def _compute_rate(options: argparse.Namespace, job: "Job", peak: float) -> "Comp
     from dataclasses import replace
 
     from modelwright.plan.catalog import DEVICES, ComputeRate
-    from modelwright.plan.doctor import measure_rates
+    from modelwright.plan.doctor import busy_note, measure_rates
     from modelwright.plan.estimate import ASSUMED_TRAIN_MFU
 
     if options.efficiency is not None and not 0.0 < options.efficiency <= 1.0:
@@ -200,11 +200,12 @@ def _compute_rate(options: argparse.Namespace, job: "Job", peak: float) -> "Comp
             peak_flops_per_s=peak, efficiency=0.4, source="no run on this device is known; give --efficiency"
         )
     elif job.compute in ("fp32", "bf16"):
-        measured = measure_rates(job.model, num_tokens=min(job.seq_len, 2048), budget_s=2.0)["effective"]
+        measured = measure_rates(job.model, num_tokens=min(job.seq_len, 2048), budget_s=2.0)
+        busy = busy_note(measured["busy_cores"], remedy="run this again when the machine is quiet, or give --flops")
         rate = ComputeRate(
-            peak_flops_per_s=measured[job.compute],
+            peak_flops_per_s=measured["effective"][job.compute],
             efficiency=ASSUMED_TRAIN_MFU,
-            source="the peak is that of the model's products as measured here",
+            source="the peak is that of the model's products as measured here" + (f"; {busy}" if busy else ""),
         )
     else:
         raise ConfigError(f"--compute: {job.compute} is not measured on this machine; give --device or --flops")

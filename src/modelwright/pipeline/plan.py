@@ -8,7 +8,6 @@ import torch
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.errors import ArtifactError
 from modelwright.core.progress import SilentProgress
-from modelwright.core.resources import load, num_usable_cores
 from modelwright.core.rundir import RunDir
 from modelwright.data.loader import PackedRows
 from modelwright.data.locate import locate
@@ -54,8 +53,6 @@ ANY_CLUSTER = Cluster(
     device="cpu",
 )
 """For memory, which no speed changes."""
-BUSY = 0.5
-"""Load for each core from which measured rates are those of a machine that does something else as well."""
 _MEMORY_NOTES = {
     "cpu": "Peak memory is the resident memory of one process: tensors, the gaps that the heap leaves between them "
     "(heap_gaps), and\nPython with its libraries (process). The system's cache of files comes on top.",
@@ -73,12 +70,12 @@ def describe_plan(
 
     num_processes: of all hosts, which are taken to be like this one.
     """
-    load_before, previous = load(), previous_config(run)
+    previous, busy = previous_config(run), []
     config = resolve(config, previous, SilentProgress())
     stages = build_stages(config, run, only)
     states = survey(run, stages).states
     torch.set_num_threads(config.hardware.num_threads)
-    rates = measured_rates(config, config.pretrain.precision)
+    rates = measured_rates(config, config.pretrain.precision, busy.append)
     memories = _memories(config, num_processes)
     estimates = [_estimate(config, run, stage.name, rates, num_hosts) for stage in stages]
     estimates = [replace(e, peak_bytes=memories[e.name].total) if e.name in memories else e for e in estimates]
@@ -92,16 +89,8 @@ def describe_plan(
     left = sum(estimate.seconds for estimate in to_do)
     threads = config.hardware.num_threads
     lines += ["", f"left to do: about {duration(left)} on {config.hardware.device} with {plural(threads, 'thread')}"]
-    return "\n".join([*lines, *about_times(load_before, num_usable_cores())])
-
-
-def about_times(load_before: float, num_cores: int) -> list[str]:
-    """What to think of the estimated times, by the machine's load before rates were measured."""
-    lines = ["Times are estimates from rates measured just now; a dry run writes nothing."]
-    if load_before > BUSY * num_cores:
-        busy = f"load {load_before:.1f} on {num_cores} core{'s' * (num_cores > 1)}"
-        lines.append(f"Something else keeps this machine busy ({busy}): when it is quiet the run may take far less.")
-    return lines
+    lines.append("Times are estimates from rates measured just now; a dry run writes nothing.")
+    return "\n".join(lines + [f"Busy machine: {note}" for note in busy])
 
 
 def _words(state: str, name: str, only: Sequence[str]) -> str:

@@ -5,8 +5,9 @@ machine cannot flip it.
 """
 
 import glob
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from modelwright.core.resources import hardware, num_usable_cores
 from modelwright.model.config import ModelConfig
 from modelwright.ops.narrow import is_widened
 from modelwright.pipeline.config import HardwareConfig, RunConfig
-from modelwright.plan.doctor import measure_rates
+from modelwright.plan.doctor import busy_note, measure_rates
 from modelwright.plan.estimate import size
 from modelwright.precision.hardware import onednn_speed_up
 from modelwright.precision.model import fp32_products
@@ -35,6 +36,8 @@ BUDGET_S = 2.0
 CLEARLY_FASTER = 1.2
 """Speed-up from which oneDNN makes FP32 products: 1.9 to 2.2 on AMD EPYC with AVX-512 (`docs/claims.md`,
 adaptive_precision), and no measurement of equally fast ones is off by so much."""
+INT8_ROUNDS = 3
+_REMEDY = "run again when the machine is quiet, or set precision.policy yourself"
 
 
 def resolve(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
@@ -99,13 +102,18 @@ def matrix_shapes(model: ModelConfig) -> list[tuple[int, int]]:
     return list(dict.fromkeys(shapes))
 
 
-def measured_rates(config: RunConfig, precision: PrecisionConfig) -> dict[str, float]:
+def measured_rates(config: RunConfig, precision: PrecisionConfig, note: Callable[[str], None]) -> dict[str, float]:
     """FLOP/s of this process's matrix products in training, at the model's own shapes, by compute format; FP32's by
-    whom `precision` has multiply."""
+    whom `precision` has multiply.
+
+    note: is told when other processes kept the machine busy all the while.
+    """
     check_size(config.model)
     device = settled_device(config.hardware.device)
     with fp32_products(onednn=precision.onednn is True):
         found = measure_rates(config.model, num_tokens=_probe_tokens(config), device=device, budget_s=BUDGET_S)
+    if busy := busy_note(found["busy_cores"], remedy=_REMEDY):
+        note(busy)
     return found["effective"]
 
 
@@ -113,11 +121,11 @@ def _probe_tokens(config: RunConfig) -> int:
     return max(1, min(config.pretrain.batch_tokens // config.pretrain.num_microbatches, PROBE_TOKENS))
 
 
-def product_rate(config: RunConfig, precision: PrecisionConfig) -> float:
+def product_rate(config: RunConfig, precision: PrecisionConfig, note: Callable[[str], None]) -> float:
     """FLOP/s of `measured_rates` in the format of most products; FP16 and FP8 count as BF16 and INT8 as FP32, which is
     what the rest of such a model is computed in."""
     known_as = {"fp16": "bf16", "fp8": "bf16", "int8": "fp32"}.get(precision.compute, precision.compute)
-    return measured_rates(config, precision)[known_as]
+    return measured_rates(config, precision, note)[known_as]
 
 
 def _settle_hardware(wish: HardwareConfig, previous: RunConfig | None) -> HardwareConfig:
@@ -176,7 +184,7 @@ def _settle_precision(config: RunConfig, previous: RunConfig | None, progress: P
         chosen = {name: getattr(previous, name).precision.policy for name in open_stages}
     else:
         torch.set_num_threads(config.hardware.num_threads)
-        rates = measured_rates(config, config.pretrain.precision)
+        rates = measured_rates(config, config.pretrain.precision, progress.note)
         if is_widened(torch.bfloat16, torch.device(config.hardware.device)):
             # FP32's products and casts beside them: never the faster, whatever other work makes of a measurement
             rates = {name: rate for name, rate in rates.items() if name != "bf16"}
@@ -197,7 +205,9 @@ def _settle_int8(config: RunConfig, previous: RunConfig | None, progress: Progre
     usable: list[Backend] = [
         name for name in BACKENDS if name != "fbgemm" or name in torch.backends.quantized.supported_engines
     ]
-    times = {name: backend_seconds(name, matrices) for name in usable}
+    times: dict[Backend, float] = dict.fromkeys(usable, math.inf)
+    for _ in range(INT8_ROUNDS):  # in turn, so that other work on the machine meets all of them
+        times = {name: min(times[name], backend_seconds(name, matrices)) for name in usable}
     best = min(times, key=lambda name: times[name])
     progress.note("INT8 backend: " + best + _shown({name: f"{1e3 * value:.2f} ms" for name, value in times.items()}))
     return replace(config, quantize=replace(config.quantize, backend=best))

@@ -7,27 +7,38 @@ denominator of model FLOPs utilisation is. Changes nothing on the machine.
 import math
 import os
 import shutil
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from modelwright.core.busy import LoadMeter, OtherProcesses
 from modelwright.core.errors import ConfigError
 from modelwright.core.resources import hardware, load, num_usable_cores
 from modelwright.model.config import ModelConfig
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
-from modelwright.ops.rates import int8_linear_rate, matmul_rate
+from modelwright.ops.rates import NUM_ROUNDS, Undisturbed, best_of_rounds, int8_linear_rate, matmul_rate, undisturbed
 from modelwright.plan.estimate import size
-from modelwright.plan.products import Product, effective_rate, forward_products, training_products
+from modelwright.plan.products import Product, Rate, effective_rate, forward_products, training_products
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INT8_BACKENDS = ("fbgemm", "int_mm")
 INT8_TOKENS = {"decode": 8, "prefill": 256}
 """Rows of the products that INT8 is measured at: a few streams decoding, a prompt."""
 _PROBE_TOKENS = 64
-_REPEATS = 3
+_REPEATS = 2
+"""In each round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Formats:
+    """products: of a step, as each format was measured; best: FLOP/s by format and shape."""
+
+    products: Mapping[str, list[Product]]
+    best: Mapping[Any, float]
 
 
 class DtypeRate(Protocol):
@@ -87,26 +98,57 @@ def measure_rates(
     budget_s: float = 6.0,
     head_chunk_tokens: int = CHUNK_TOKENS,
     rate: DtypeRate | None = None,
+    others: LoadMeter | None = None,
 ) -> dict[str, Any]:
     """Rates of the model's products in a training step, forward and both backward products of every linear.
 
     Returns `{"threads", "products": [{name, during, m, k, n, flops, "fp32": FLOP/s, "bf16": FLOP/s}],
-    "effective": {"fp32": FLOP/s, "bf16": FLOP/s}, "tokens": {"fp32": n, ...}}`. `effective` weighs the products by
-    the time they take; it is what `precision.policy.resolve` and the loop's `peak_flops` want. A format that is too
-    slow for the budget is measured with fewer tokens, which `tokens` tells. `rate` replaces the measurement in tests.
+    "effective": {"fp32": FLOP/s, "bf16": FLOP/s}, "tokens": {"fp32": n, ...}, "busy_cores", "measured_threads"}`.
+    `effective` weighs the products by the time they take; it is what `precision.policy.resolve` and the loop's
+    `peak_flops` want. A format that is too slow for the budget is measured with fewer tokens, which `tokens` tells.
+    busy_cores: see `Undisturbed`; measured_threads: one on a busy machine, and rates are its rate times `threads`.
+    `rate` and `others` replace the measurements in tests.
     """
     measure = rate or partial(_float_rate, device=device)
     whole = training_products(model, num_tokens=num_tokens, head_chunk_tokens=head_chunk_tokens)
+    threads = torch.get_num_threads()
+
+    def measure_formats() -> _Formats:
+        products = {}
+        for name, dtype in COMPUTE_DTYPES.items():
+            tokens = _affordable_tokens(whole, num_tokens, partial(measure, dtype=dtype), budget_s)
+            products[name] = training_products(model, num_tokens=tokens, head_chunk_tokens=head_chunk_tokens)
+        return _Formats(products=products, best=_best_rates(products, measure))
+
+    if device == "cpu":
+        found = undisturbed(measure_formats, others or OtherProcesses())
+    else:
+        found = Undisturbed(value=measure_formats(), num_threads=threads, busy_cores=0.0)
     rows = [{"name": p.name, "during": p.during, "m": p.m, "k": p.k, "n": p.n, "flops": p.flops} for p in whole]
-    effective, tokens = {}, {}
-    for name, dtype in COMPUTE_DTYPES.items():
-        once = cache(partial(measure, dtype=dtype))
-        tokens[name] = _affordable_tokens(whole, num_tokens, once, budget_s)
-        products = training_products(model, num_tokens=tokens[name], head_chunk_tokens=head_chunk_tokens)
-        effective[name] = effective_rate(products, once)
+    effective = {}
+    for name, products in found.value.products.items():
+        rate_of = partial(_known_rate, found.value.best, name, threads / found.num_threads)
+        effective[name] = effective_rate(products, rate_of)
         for row, product in zip(rows, products, strict=True):
-            row[name] = once(*product.shape)
-    return {"threads": torch.get_num_threads(), "products": rows, "effective": effective, "tokens": tokens}
+            row[name] = rate_of(*product.shape)
+    return {
+        "threads": threads,
+        "products": rows,
+        "effective": effective,
+        "tokens": {name: products[0].m for name, products in found.value.products.items()},
+        "busy_cores": found.busy_cores,
+        "measured_threads": found.num_threads,
+    }
+
+
+def busy_note(busy_cores: float, *, remedy: str) -> str:
+    """What to think of rates that were measured on a busy machine, "" where it was quiet."""
+    if not busy_cores:
+        return ""
+    return (
+        f"other processes use {busy_cores:.1f} of {num_usable_cores()} cores: the measured rates, and what follows "
+        f"from them, may be wrong; {remedy}"
+    )
 
 
 def measure_int8(model: ModelConfig, *, budget_s: float = 6.0) -> dict[str, Any]:
@@ -120,13 +162,19 @@ def measure_int8(model: ModelConfig, *, budget_s: float = 6.0) -> dict[str, Any]
         products = [
             p for p in forward_products(model, num_tokens=num_tokens, head_chunk_tokens=num_tokens) if p.name != "head"
         ]
-        rates = {"fp32": effective_rate(products, partial(_float_rate, dtype=torch.float32, device="cpu"))}
+        kinds: dict[str, Rate] = {"fp32": partial(_float_rate, dtype=torch.float32, device="cpu")}
         for backend in INT8_BACKENDS:
             try:
-                rates[backend] = effective_rate(products, partial(int8_linear_rate, backend=backend, repeats=_REPEATS))
+                int8_linear_rate(*products[0].shape, backend=backend, repeats=1)
             except (ConfigError, RuntimeError, AttributeError):
                 continue
-        table[name] = rates
+            kinds[backend] = partial(int8_linear_rate, backend=backend, repeats=_REPEATS)
+        measures = {
+            (kind, product.shape): partial(rate, *product.shape) for product in products for kind, rate in kinds.items()
+        }
+        found = undisturbed(partial(best_of_rounds, measures), OtherProcesses())
+        times = torch.get_num_threads() / found.num_threads
+        table[name] = {kind: effective_rate(products, partial(_known_rate, found.value, kind, times)) for kind in kinds}
     return table
 
 
@@ -169,8 +217,8 @@ def survey_text(facts: dict[str, Any]) -> str:
         + ")",
         *_product_lines(training),
     ]
-    if box["load"] > 0.5 * box["cores"]:
-        lines.append(f"note: the machine was busy (load {box['load']:.1f}); on a quiet one the rates are higher")
+    if busy := busy_note(training["busy_cores"], remedy="run this again when the machine is quiet"):
+        lines.append(f"note: {busy}")
     if facts["int8"]:
         lines += ["", "GFLOP/s of the blocks' linears in serving", *_int8_lines(facts["int8"])]
     advice = facts["recommended"]
@@ -205,6 +253,20 @@ def _float_rate(m: int, k: int, n: int, dtype: torch.dtype, device: str) -> floa
     return matmul_rate(m, k, n, dtype=dtype, device=device, repeats=_REPEATS)
 
 
+def _best_rates(products: Mapping[str, list[Product]], rate: DtypeRate) -> dict[Any, float]:
+    """By format and shape; the formats take turns at every product."""
+    measures = {
+        (name, product.shape): partial(rate, *product.shape, dtype=COMPUTE_DTYPES[name])
+        for same_product in zip(*products.values(), strict=True)
+        for name, product in zip(products, same_product, strict=True)
+    }
+    return best_of_rounds(measures)
+
+
+def _known_rate(best: Mapping[Any, float], kind: str, times: float, m: int, k: int, n: int) -> float:
+    return times * best[kind, (m, k, n)]
+
+
 def _affordable_tokens(
     products: list[Product], num_tokens: int, rate: Callable[[int, int, int], float], budget_s: float
 ) -> int:
@@ -212,7 +274,7 @@ def _affordable_tokens(
     largest = max(products, key=lambda p: p.k * p.n)
     probed = rate(min(_PROBE_TOKENS, num_tokens), largest.k, largest.n)
     unique = {p.shape: 2.0 * p.m * p.k * p.n for p in products}
-    seconds = (_REPEATS + 2) * sum(unique.values()) / probed
+    seconds = NUM_ROUNDS * (_REPEATS + 2) * sum(unique.values()) / probed
     if seconds <= budget_s:
         return num_tokens
     share = num_tokens * budget_s / seconds

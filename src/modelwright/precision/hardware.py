@@ -1,14 +1,15 @@
 """How fast each format is here: seconds of a layer's three products at the shapes of the run, casts included; and who
 multiplies in FP32 the fastest."""
 
-import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from modelwright.core.errors import ConfigError
 from modelwright.ops.formats import Format
+from modelwright.ops.rates import seconds_of
 from modelwright.precision.model import ModelFormats, fp32_products
 from modelwright.precision.policy import Kind
 
@@ -43,11 +44,7 @@ def _seconds(formats: ModelFormats, chosen: Format, shape: Shape, num_rows: int,
     x = torch.randn(num_rows, shape[1], device=device, dtype=formats.config.result_of[chosen]).requires_grad_()
     product = formats.product("", chosen) if chosen != "fp32" else F.linear
     gradient = torch.randn(num_rows, shape[0], device=device, dtype=x.dtype)
-    _synchronise(device)
-    started = time.perf_counter()
-    product(x, weight).backward(gradient)
-    _synchronise(device)
-    return time.perf_counter() - started
+    return seconds_of(lambda: product(x, weight).backward(gradient), device)
 
 
 def onednn_speed_up(shapes: Sequence[Shape], *, num_rows: int) -> float:
@@ -68,20 +65,13 @@ def onednn_speed_up(shapes: Sequence[Shape], *, num_rows: int) -> float:
         for _ in range(REPEATS):
             for onednn, took in found.items():
                 with fp32_products(onednn=onednn):
-                    took.append(_product_seconds(x_NI, weight_OI))
+                    took.append(seconds_of(partial(_three_products, x_NI, weight_OI), "cpu"))
         for onednn, took in found.items():
             seconds[onednn] += min(took)
     return seconds[False] / seconds[True]
 
 
-def _product_seconds(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> float:
-    started = time.perf_counter()
+def _three_products(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> None:
     y_NO = F.linear(x_NI, weight_OI)
     torch.mm(y_NO, weight_OI)
     torch.mm(y_NO.T, x_NI)
-    return time.perf_counter() - started
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()

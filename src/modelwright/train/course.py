@@ -341,6 +341,7 @@ class Course:
             loss_scale=self.one_step.loss_scale_history(),
             left_out=tuple(self.one_step.spikes.events),
             bytes_sent=self.traffic.bytes_sent(),
+            peak_flops=self.one_step.peak_flops,
         )
 
     def close(self) -> None:

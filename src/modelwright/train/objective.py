@@ -53,10 +53,11 @@ class StepInfo:
 
     step: updates finished, from 1; losses: each term, normalised over the whole batch; loss: their sum; grad_norm:
     before clipping; num_tokens: of all ranks, padding left out; mfu: model FLOPs utilisation in [0, 1], 0 when no peak
-    rate is known; data_wait_s: time spent waiting for the batch, and exchange_s: in the transport and at meetings, with
-    compression and waiting for other ranks; both are parts of step_time_s; skipped: the update was left
-    out, because something was not finite or out of proportion; bytes_sent: by this rank since the start, over all of
-    its connections and with their headers, None where the kernel does not count them; scalars: what updates add.
+    rate is known; peak_flops: the rate of one rank that it refers to, raised when a step is faster; data_wait_s: time
+    spent waiting for the batch, and exchange_s: in the transport and at meetings, with compression and waiting for
+    other ranks; both are parts of step_time_s; skipped: the update was left out, because something was not finite or
+    out of proportion; bytes_sent: by this rank since the start, over all of its connections and with their headers,
+    None where the kernel does not count them; scalars: what updates add.
     """
 
     step: int
@@ -72,6 +73,7 @@ class StepInfo:
     step_time_s: float
     skipped: bool
     bytes_sent: int | None
+    peak_flops: float = 0.0
     scalars: Mapping[str, float] = field(default_factory=dict)
 
     def as_record(self) -> dict[str, float | int | bool]:

@@ -16,10 +16,11 @@ class TrainResult:
 
     loss: of the last step; heldout_loss: at the last evaluation, nan without held-out batches; best: lowest held-out
     loss and its step (0: none); num_tokens: trained on, padding left out; train_time_s: spent in steps, over all
-    starts; model_flops: of forward and backward passes; mfu: in [0, 1], 0 without a peak rate; num_skipped: updates
-    left out for values that were not finite; num_events: entries of the watch list by kind; bytes_sent: by this rank
-    since this start, as in `StepInfo`; loss_scale: what became of it, empty where losses were not scaled; left_out:
-    batches whose updates spikes left out or took back, as `spikes.jsonl` has them.
+    starts; model_flops: of forward and backward passes; mfu: in [0, 1], 0 without a peak rate; peak_flops: of one rank,
+    the given one or that of the fastest step; num_skipped: updates left out for values that were not finite;
+    num_events: entries of the watch list by kind; bytes_sent: by this rank since this start, as in `StepInfo`;
+    loss_scale: what became of it, empty where losses were not scaled; left_out: batches whose updates spikes left out
+    or took back, as `spikes.jsonl` has them.
     """
 
     num_steps: int
@@ -33,6 +34,7 @@ class TrainResult:
     num_skipped: int
     num_events: Mapping[str, int]
     bytes_sent: int | None
+    peak_flops: float = 0.0
     loss_scale: Mapping[str, Any] = field(default_factory=dict)
     left_out: Sequence[Mapping[str, Any]] = ()
 

@@ -478,6 +478,7 @@ class TrainStep:
             num_tokens=num_tokens,
             tokens_per_s=num_tokens / times["step_time_s"],
             mfu=self.utilisation(flops, times["step_time_s"]),
+            peak_flops=self.peak_flops,
             **times,
             skipped=context.skip,
             bytes_sent=None,  # the course counts them: not all are a step's
@@ -485,7 +486,16 @@ class TrainStep:
         )
 
     def utilisation(self, flops: float, time_s: float) -> float:
-        return flops / time_s / (self.peak_flops * self.world.size) if self.peak_flops and time_s else 0.0
+        """Model FLOPs as a share of what the peak rate allows, 0 where no peak rate is known.
+
+        Nothing is faster than the peak: what seems so shows that the peak was measured on a busy machine, and becomes
+        the peak.
+        """
+        if not (self.peak_flops and time_s):
+            return 0.0
+        reached = flops / time_s / self.world.size
+        self.peak_flops = max(self.peak_flops, reached)
+        return reached / self.peak_flops
 
 
 def _seconds(work: Callable[[], None]) -> float:

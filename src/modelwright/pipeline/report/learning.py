@@ -52,12 +52,15 @@ def training_section(data: RunData, name: str, title: str) -> Section | None:
 
 
 def _with_final_peak(stage: StageData) -> list[dict[str, Any]]:
-    """The records with their utilization against the peak that the stage ended with, not the one it began with."""
+    """The records with their utilization against the peak that the stage ended with, not those that the steps had."""
     facts = stage.facts
     if not facts.get("peak_flops"):
         return stage.records()
-    scale = facts["live_peak_flops"] / facts["peak_flops"]
-    return [record | {"mfu": record["mfu"] * scale} if "mfu" in record else record for record in stage.records()]
+    live, peak = facts["live_peak_flops"], facts["peak_flops"]
+    return [
+        record | {"mfu": record["mfu"] * record.get("peak_flops", live) / peak} if "mfu" in record else record
+        for record in stage.records()
+    ]
 
 
 def _formats(precision: PrecisionConfig) -> str:

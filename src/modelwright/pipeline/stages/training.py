@@ -9,6 +9,7 @@ from typing import Any
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump
 from modelwright.core.errors import DataError
+from modelwright.core.progress import SilentProgress
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import TokenBatch
 from modelwright.data.loader import PackedLoader, PackedRows
@@ -29,6 +30,8 @@ from modelwright.train.objective import Objective
 from modelwright.train.result import TrainResult, load_best
 
 Learn = Callable[[PackedLoader], Objective]
+TOO_LOW = 1.02
+"""Steps faster than the peak by more than this share of measurement error show that the peak is wrong."""
 
 
 def pretrain_stage(config: RunConfig) -> Stage:
@@ -109,7 +112,7 @@ def _learn(
         parallel=config.parallel,
         restart=context.restart,
     )
-    peaks = _peaks_after(context, config, training)
+    peaks = _peaks_after(context, config, training, result)
     used_share = _utilisation(result, peaks, context.ranks.size)
     context.progress.note(_summary(name, num_steps, result, used_share))
     taken = _take_best(model, context, training, result)
@@ -168,20 +171,29 @@ def peak_flops(context: StageContext, config: RunConfig, training: TrainConfig) 
         return 0.0
     known = _read_peak(context)
     if not known:
-        rate = product_rate(config, training.precision)
+        rate = product_rate(config, training.precision, context.progress.note)
         known = {"compute": training.precision.compute, "flops": rate}
         write_atomic(context.folder.path / "peak.json", json.dumps(known))
     return float(known["flops"])
 
 
-def _peaks_after(context: StageContext, config: RunConfig, training: TrainConfig) -> dict[str, float]:
-    """`live_peak_flops`, which the recorded utilisation refers to, and `peak_flops`, the higher of that and the rate
-    after training: one measurement may fall into a busy moment of the machine, and no step is faster than the peak.
+def _peaks_after(
+    context: StageContext, config: RunConfig, training: TrainConfig, result: TrainResult
+) -> dict[str, float]:
+    """`live_peak_flops`, as it was before training, and `peak_flops`, the highest of that, of the rate after training
+    and of the fastest step: one measurement may fall into a busy moment of the machine, and no step is faster than the
+    peak.
     """
     live = float(_read_peak(context).get("flops", 0.0))
     if not live:
         return {"live_peak_flops": 0.0, "peak_flops": 0.0}
-    return {"live_peak_flops": live, "peak_flops": max(live, product_rate(config, training.precision))}
+    if result.peak_flops > TOO_LOW * live:
+        context.progress.note(
+            f"the peak was measured as {live / 1e9:.0f} GFLOP/s, which steps exceeded ({result.peak_flops / 1e9:.0f}), "
+            "probably while other processes kept the machine busy; utilization refers to the higher rate"
+        )
+    after = product_rate(config, training.precision, SilentProgress().note)
+    return {"live_peak_flops": live, "peak_flops": max(live, result.peak_flops, after)}
 
 
 def _utilisation(result: TrainResult, peaks: dict[str, float], num_ranks: int) -> float:

@@ -1,0 +1,70 @@
+"""How many cores other processes use while this one measures something."""
+
+import os
+import time
+from pathlib import Path
+from typing import Protocol
+
+from modelwright.core.resources import load, num_usable_cores
+
+_STAT = Path("/proc/stat")
+_IDLE = (3, 4)
+"""Columns of a processor's line in /proc/stat that count idle time and time of waiting for a disk, see proc(5)."""
+_GUEST = 8
+"""From this column on times are counted twice."""
+
+
+class LoadMeter(Protocol):
+    """What measurements ask about other processes. Tests bring their own."""
+
+    def begin(self) -> None:
+        """A new period starts."""
+        ...
+
+    def seconds(self) -> float:
+        """Since the period began."""
+        ...
+
+    def other_cores(self) -> float:
+        """Cores that other processes used on average in the period, of those that this process may run on."""
+        ...
+
+
+class OtherProcesses:
+    """`LoadMeter` of this machine, from /proc/stat; where there is none, from the load of the last minute."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self._began, self._own, self._all = time.monotonic(), time.process_time(), _busy_seconds()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def other_cores(self) -> float:
+        own = (time.process_time() - self._own) / max(self.seconds(), 1e-3)
+        if self._all is None:
+            return max(0.0, load() - own)
+        busy = (_busy_seconds() or 0.0) - self._all
+        return max(0.0, busy / max(self.seconds(), 1e-3) - own)
+
+
+def missing_cores(other_cores: float, num_threads: int) -> float:
+    """How many of its threads this process had no core for."""
+    return max(0.0, min(num_threads, other_cores + num_threads - num_usable_cores()))
+
+
+def _busy_seconds() -> float | None:
+    """Time that the usable processors have not been idle since the machine started."""
+    try:
+        lines = _STAT.read_text().splitlines()
+    except OSError:
+        return None
+    usable = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    ticks = 0
+    for line in lines:
+        name, *columns = line.split()
+        if name in usable:
+            ticks += sum(int(n) for place, n in enumerate(columns[:_GUEST]) if place not in _IDLE)
+    return ticks / os.sysconf("SC_CLK_TCK")
