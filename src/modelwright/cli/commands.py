@@ -129,8 +129,9 @@ def export(words: Sequence[str]) -> int:
     target = Path(options.to[1]) if len(options.to) == 2 else run.path / "hf"
     found = find_model(run.path, stage=options.stage)
     _remark(found.remark)
+    folder = export_hf(found, target, overwrite=options.overwrite)
     print(f"Model: {found.source.describe()}", file=sys.stderr)
-    print(export_hf(found, target, overwrite=options.overwrite))
+    print(folder)
     return 0
 
 
