@@ -161,3 +161,36 @@ def test_a_test_of_rates(tmp_path: Path, number: signal.Signals) -> None:
     assert last in (
         "modelwright: stopped; the test begins anew the next time", f"modelwright: {CODES[number][1]}"
     )  # fmt: skip
+
+
+STUCK = """
+import ctypes, sys, time
+from modelwright.cli import main, stopping
+stopping.GRACE_S = 0.5
+def swallow(words):
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            time.sleep(60)
+        except (KeyboardInterrupt, SystemExit):
+            pass
+def block(words):
+    mutex = ctypes.create_string_buffer(128)
+    for _ in range(2):  # the second time waits for ever, and no signal ends it
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+print("begun", flush=True)
+main.COMMANDS["run"] = ({"swallow": swallow, "block": block}[sys.argv[1]], "")
+sys.argv[1:] = ["run"]
+sys.exit(main.main())
+"""
+
+
+@BOTH
+@pytest.mark.parametrize("how", ["swallow", "block"])
+def test_a_command_that_does_not_hear_ends_all_the_same(tmp_path: Path, number: signal.Signals, how: str) -> None:
+    """A library swallows the exception, or a call does not return."""
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    started = start_process(script, how)
+    wait_until(lambda: started.is_alive, lambda: "begun" in started.output and handles_signals(started.pid))
+    assert end_by(started, number, lambda: True) == f"modelwright: {CODES[number][1]}{GOES_ON}"

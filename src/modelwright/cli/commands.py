@@ -13,7 +13,10 @@ from typing import Any
 
 from modelwright.cli.display import choose_display
 from modelwright.cli.overrides import read_overrides, split_words
-from modelwright.core.errors import ConfigError
+from modelwright.core.errors import ConfigError, Stopped
+
+LEAVING_S = 120
+"""How long a process whose parent has gone may take to save or to finish answers."""
 
 STAGE_HELP = "the model of this stage of the run: pretrain or sft (default: the last that has finished)"
 
@@ -223,6 +226,8 @@ def leave_with_parent() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(LEAVING_S)
+        os._exit(Stopped.exit_code)  # it waits for other processes in a call that no signal interrupts
 
     threading.Thread(target=watch, daemon=True).start()
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +50,12 @@ def is_started() -> bool:
 
 
 def leave_words(folder: str, text: str, exit_code: int) -> int:
-    """Write down how this process ends; returns the exit code."""
+    """Write down how this process ends, unless those who would read it have gone; returns the exit code."""
     words = Words(rank=int(os.environ.get("RANK", "0")), time_s=time.time(), exit_code=exit_code, text=text)
     temporary = Path(folder) / f"{os.getpid()}.tmp"
-    temporary.write_text(json.dumps(asdict(words)), encoding="utf-8")
-    temporary.rename(temporary.with_suffix(".json"))
+    with suppress(FileNotFoundError):
+        temporary.write_text(json.dumps(asdict(words)), encoding="utf-8")
+        temporary.rename(temporary.with_suffix(".json"))
     return exit_code
 
 

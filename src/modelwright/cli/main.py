@@ -9,15 +9,13 @@ import errno
 import os
 import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
 
 from modelwright import __version__
 from modelwright.cli import commands, lr_range, plan, run
 from modelwright.cli.launch import GOES_ON, LAST_WORDS, leave_words
+from modelwright.cli.stopping import StopSignals
 from modelwright.core.errors import ModelwrightError
 
 _ABOUT_PATHS = (
@@ -25,6 +23,8 @@ _ABOUT_PATHS = (
 )  # fmt: skip
 
 _RESUMABLE = ("run", "launch")
+_SPARED: Mapping[str, tuple[int, ...]] = {"chat": (signal.SIGINT,)}
+"""Signals that a command may outlive: Ctrl-C ends an answer."""
 
 Command = Callable[[Sequence[str]], int]
 
@@ -48,47 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (without the program's name) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        return _guarded(lambda _: _show(_help(), 0 if words else 2), [])
+        return _guarded("help", lambda _: _show(_help(), 0 if words else 2), [], is_last=argv is None)
     if words[0] == "--version":
         return _show(f"modelwright {__version__}", 0)
     if words[0] not in COMMANDS:
         near = difflib.get_close_matches(words[0], COMMANDS, n=1, cutoff=0.0)
         return _complain(f"{words[0]}: unknown command; did you mean {near[0]!r}? (modelwright --help lists them)")
-    remedy = f"; {GOES_ON}" if words[0] in _RESUMABLE else ""
-    with _signals(is_last=argv is None) as received:
-        return _guarded(COMMANDS[words[0]][0], words[1:], received, remedy)
+    return _guarded(words[0], COMMANDS[words[0]][0], words[1:], is_last=argv is None)
 
 
-@contextmanager
-def _signals(*, is_last: bool) -> Iterator[list[int]]:
-    """Ctrl-C raises `KeyboardInterrupt` and SIGTERM `SystemExit` wherever the command is, unless it asks more politely;
-    yields the signals that have come.
-
-    is_last: the process ends after the command, and a signal then ends it at once.
-    """
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(128 + number)
-
-    # What is ignored from the start (nohup, a shell's background job) stays so.
-    handled = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in handled}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if is_last else handler)
-
-
-def _guarded(command: Command, words: Sequence[str], received: Sequence[int] = (), remedy: str = "") -> int:
-    """Run the command; `received`: the signals that have come so far; `remedy`: what to add when it was stopped."""
+def _guarded(name: str, command: Command, words: Sequence[str], *, is_last: bool) -> int:
+    """Run the command and turn what ends it into an exit code. is_last: the process ends with it."""
     folder = os.environ.pop(LAST_WORDS, "")  # not for what this process starts
     if folder:
         commands.leave_with_parent()
@@ -96,29 +66,35 @@ def _guarded(command: Command, words: Sequence[str], received: Sequence[int] = (
     def complain(text: str, exit_code: int = ModelwrightError.exit_code) -> int:
         return leave_words(folder, text, exit_code) if folder else _complain(text, exit_code)
 
-    try:
-        code = command(words)
-        sys.stdout.flush()
-        return code
-    except ModelwrightError as error:
-        return complain(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        return complain(f"interrupted{remedy}", 130)
-    except SystemExit:
-        if not received:
-            raise
-        return complain(f"stopped{remedy}", 128 + received[-1])
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception as error:
-        if received:  # it came amid something that cannot be cut short, which failed
-            return complain(f"stopped{remedy}", 128 + received[-1])
-        if refusal := _refusal(error):
-            return complain(refusal)
-        if not folder:
-            raise
-        return leave_words(folder, traceback.format_exc(), 1)
+    def stopped(number: int) -> int:
+        how = "interrupted" if number == signal.SIGINT else "stopped"
+        return complain(f"{how}; {GOES_ON}" if name in _RESUMABLE else how, 128 + number)
+
+    with StopSignals(stopped, is_last=is_last, spared=_SPARED.get(name, ())) as signals:
+        try:
+            signals.listen()
+            code = command(words)
+            sys.stdout.flush()
+            return code
+        except ModelwrightError as error:
+            return complain(str(error), error.exit_code)
+        except KeyboardInterrupt:
+            return stopped(signal.SIGINT)
+        except SystemExit:
+            if not signals.received:
+                raise
+            return stopped(signals.received[-1])
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except Exception as error:
+            if signals.received:  # it came amid something that cannot be cut short, which failed
+                return stopped(signals.received[-1])
+            if refusal := _refusal(error):
+                return complain(refusal)
+            if not folder:
+                raise
+            return leave_words(folder, traceback.format_exc(), 1)
 
 
 def _refusal(error: Exception) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -156,24 +156,23 @@ def launch(
     comes back by itself when it reaches them again within `join_timeout_s`. Raises `RendezvousError` when the hosts do
     not find each other.
     """
-    backend, gates = f"modelwright-{uuid.uuid4().hex}", list[_Gate]()
+    backend, gates, stop = f"modelwright-{uuid.uuid4().hex}", list[_Gate](), _StopSignals()
 
     def gate(wanted: RendezvousParameters) -> RendezvousHandler:
-        gates.append(_Gate(wanted, before_restart))
+        gates.append(_Gate(wanted, before_restart, stop))
         return gates[-1]  # pyright: ignore[reportReturnType]
 
     rendezvous_handler_registry.register(backend, gate)
     options = _torchrun_options(config, backend)
     arguments = parse_args([*options, f"--log-dir={logs}", "--module", "--", module, *words])
     arguments.signals_to_handle = "none"  # torch's own handlers would take the place of these
-    asked: list[int] = []
     try:
-        with _signals_raise(asked):
+        with stop:
             _run_until_found(lambda: run_agent(arguments), gates, config.join_timeout_s)
     except ChildFailedError as error:
-        return Ending(failed=True, killed=_killed(error), asked=asked[0] if asked else 0)
+        return Ending(failed=True, killed=_killed(error), asked=stop.asked[0] if stop.asked else 0)
     except SignalException:
-        return Ending(asked=asked[0])
+        return Ending(asked=stop.asked[0])
     except RendezvousClosedError:
         return Ending(closed=True)
     return Ending()
@@ -212,7 +211,7 @@ class _Gate:
     message may get through when the cable is back, and nobody could come in again.
     """
 
-    def __init__(self, wanted: RendezvousParameters, before_return: Callable[[], None]) -> None:
+    def __init__(self, wanted: RendezvousParameters, before_return: Callable[[], None], stop: "_StopSignals") -> None:
         parameters = RendezvousParameters(
             "c10d",
             wanted.endpoint,
@@ -225,6 +224,7 @@ class _Gate:
         self._handler: RendezvousHandler = rendezvous_handler_registry.create_handler(parameters)
         self._backend = wanted.backend
         self._before_return = before_return
+        self._stop = stop
         self.has_been_in = False
         self._is_cut_off = False
 
@@ -232,13 +232,17 @@ class _Gate:
         return self._backend
 
     def next_rendezvous(self) -> RendezvousInfo:
+        self._stop.release()
         if self.has_been_in:
             self._before_return()
         found = self._asked(self._handler.next_rendezvous)
         self.has_been_in = True
+        self._stop.hold()  # torch's agent starts its workers next
         return found
 
     def num_nodes_waiting(self) -> int:
+        """The agent asks again and again while its workers run."""
+        self._stop.release()
         return self._asked(self._handler.num_nodes_waiting)
 
     def shutdown(self) -> bool:
@@ -255,26 +259,43 @@ class _Gate:
         return getattr(self._handler, name)
 
 
-@contextmanager
-def _signals_raise(asked: list[int]) -> Iterator[None]:
-    """A signal that asks this process to stop is added to `asked` and becomes torch's exception.
+class _StopSignals:
+    """Within the block, a signal that asks this process to stop is added to `asked` and becomes torch's exception.
 
-    torch passes the signal of its exception on to the processes that it started: always SIGTERM, for a Ctrl-C would
-    show the traceback of a process that has only begun to start.
+    torch passes the signal of its exception on to the workers: always SIGTERM, because a Ctrl-C would show the
+    traceback of a worker that is still importing. While workers are being started the exception waits: torch would
+    forget those that it has started, which would then wait for the others for ever.
     """
 
-    def leave(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-        raise SignalException(f"got signal {number}", signal.SIGTERM)
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self._is_starting = False
+        self._before: dict[signal.Signals, Any] = {}
 
-    # What is ignored from the start (nohup) stays so.
-    handled = [number for number in _STOPPING if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, leave) for number in handled}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+    def __enter__(self) -> Self:
+        # What is ignored from the start (nohup) stays so.
+        handled = [number for number in _STOPPING if signal.getsignal(number) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._on_signal) for number in handled}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def hold(self) -> None:
+        """From here on workers are being started."""
+        self._is_starting = True
+
+    def release(self) -> None:
+        """No worker is being started; raises `SignalException` when a signal has come meanwhile."""
+        self._is_starting = False
+        if self.asked:
+            raise SignalException(f"got signal {self.asked[0]}", signal.SIGTERM)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.asked.append(number)
+        if not self._is_starting:
+            self.release()
 
 
 def serve_rendezvous(port: int) -> None:

@@ -1,5 +1,6 @@
 """SIGTERM and Ctrl-C become a request that the loop answers between two steps."""
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -11,7 +12,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class StopRequest:
     """`requested` turns from 0 to the signal's number when the process is asked to stop within the `with` block.
 
-    A second signal acts as it did before the block (usually: ends the process at once). Outside the main thread,
+    A second signal acts as it would before the block (usually: ends the process at once). Outside the main thread,
     where Python gives no signals, it stays 0.
     """
 
@@ -28,8 +29,10 @@ class StopRequest:
         self._restore()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            self._restore()
+            os.kill(os.getpid(), number)
         self.requested = number
-        self._restore()
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

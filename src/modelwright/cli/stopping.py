@@ -1,0 +1,76 @@
+"""Ctrl-C and SIGTERM mean the same in every command: an exception in the main thread, and where that does not end the
+command, the end of the process. Training and the server have handlers of their own, which stop politely."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, Self
+
+GRACE_S = 5.0
+"""A call into a library may take so long before it returns to Python, which alone can raise an exception."""
+
+
+class StopSignals:
+    """Within the block, from `listen` on, Ctrl-C raises `KeyboardInterrupt` and SIGTERM `SystemExit`; `received`: the
+    signals that have come.
+
+    Where the block does not end within `GRACE_S` of a signal, because a call does not return or a library has swallowed
+    the exception, `give_up` is called with the signal and the process ends at once. is_last: the process ends after the
+    block, where a signal ends it without a word; spared: signals that the command may outlive. Does nothing outside the
+    main thread, where Python handles no signals.
+    """
+
+    def __init__(self, give_up: Callable[[int], object], *, is_last: bool, spared: Sequence[int] = ()) -> None:
+        self.received: list[int] = []
+        self._give_up, self._is_last, self._spared = give_up, is_last, spared
+        self._before: dict[signal.Signals, Any] = {}
+        self._has_ended = threading.Event()
+        self._pipe = self._pipe_before = -1
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            reading, self._pipe = os.pipe()
+            os.set_blocking(self._pipe, False)
+            self._pipe_before = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
+            threading.Thread(target=self._watch, args=(reading,), name="stop", daemon=True).start()
+        return self
+
+    def listen(self) -> None:
+        """Take the signals over. Called where what they raise is caught, for one may be waiting already."""
+        if self._pipe == -1:
+            return
+        for number in (signal.SIGTERM, signal.SIGINT):
+            before = signal.getsignal(number)
+            if before != signal.SIG_IGN:  # nohup, or a shell's background job: that stays so
+                self._before[number] = before
+                signal.signal(number, self._on_signal)
+
+    def __exit__(self, *error: object) -> None:
+        if self._pipe == -1:
+            return
+        self._has_ended.set()
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if self._is_last else handler)
+        signal.set_wakeup_fd(self._pipe_before)
+        os.close(self._pipe)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)
+
+    def _watch(self, reading: int) -> None:
+        """In a thread of its own: Python writes the number of each signal to the pipe before any handler runs."""
+        while came := os.read(reading, 1):
+            number = came[0]
+            if number not in self._spared and signal.getsignal(number) == self._on_signal:
+                break
+        os.close(reading)
+        if came and not self._has_ended.wait(GRACE_S):
+            try:
+                self._give_up(came[0])
+            finally:
+                os._exit(128 + came[0])
