@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from modelwright.core.errors import ConfigError
@@ -147,10 +148,28 @@ class Handler:
         return True
 
 
-def gate_on(handler: Handler) -> elastic._Gate:
+def gate_on(handler: Handler, stop: elastic._StopSignals | None = None) -> elastic._Gate:
     gate = elastic._Gate.__new__(elastic._Gate)
     vars(gate).update(_handler=handler, _before_return=lambda: None, has_been_in=False, _is_cut_off=False)
+    vars(gate).update(_stop=stop or elastic._StopSignals())
     return gate
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_while_workers_are_being_started(number):
+    """From the end of the rendezvous to the agent's first question afterwards; at other times it is heard at once."""
+    before = signal.getsignal(number)
+    with elastic._StopSignals() as stop:
+        gate = gate_on(Handler(), stop)
+        gate.next_rendezvous()
+        os.kill(os.getpid(), number)
+        assert stop.asked == [number]
+        with pytest.raises(SignalException) as caught:
+            gate.num_nodes_waiting()
+        assert caught.value.sigval == signal.SIGTERM, "what workers are stopped by, whatever came"
+        with pytest.raises(SignalException):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) == before
 
 
 def test_a_host_that_lost_the_others_does_not_close_the_door_behind_itself():
