@@ -25,7 +25,7 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 NUM_ROUNDS = 2
-PATIENCE_S = 4.0
+PATIENCE_S = 2.0
 """How long several threads wait for a moment in which each of them has a core."""
 _PERIOD_S = 0.2
 """The shortest time over which the use of cores is known well enough; the system counts in hundredths of a second."""

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +17,13 @@ import torch
 
 from modelwright.compress.int8 import BACKENDS, backend_seconds
 from modelwright.compress.int8_linear import Backend, quantize_rows
+from modelwright.core.busy import OtherProcesses
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.core.resources import hardware, num_usable_cores
 from modelwright.model.config import ModelConfig
 from modelwright.ops.narrow import is_widened
+from modelwright.ops.rates import undisturbed
 from modelwright.pipeline.config import HardwareConfig, RunConfig
 from modelwright.plan.doctor import busy_note, measure_rates
 from modelwright.plan.estimate import size
@@ -162,7 +165,8 @@ def _settle_onednn(config: RunConfig, previous: RunConfig | None, progress: Prog
     else:
         check_size(config.model)
         torch.set_num_threads(config.hardware.num_threads)
-        speed_up = onednn_speed_up(matrix_shapes(config.model), num_rows=_probe_tokens(config))
+        measure = partial(onednn_speed_up, matrix_shapes(config.model), num_rows=_probe_tokens(config))
+        speed_up = undisturbed(measure, OtherProcesses()).value
         chosen = dict.fromkeys(open_stages, speed_up >= CLEARLY_FASTER)
         if speed_up >= CLEARLY_FASTER:
             progress.note(f"FP32 products: oneDNN's, as exact as PyTorch's own and {speed_up:.1f}x as fast here")
@@ -205,9 +209,15 @@ def _settle_int8(config: RunConfig, previous: RunConfig | None, progress: Progre
     usable: list[Backend] = [
         name for name in BACKENDS if name != "fbgemm" or name in torch.backends.quantized.supported_engines
     ]
-    times: dict[Backend, float] = dict.fromkeys(usable, math.inf)
-    for _ in range(INT8_ROUNDS):  # in turn, so that other work on the machine meets all of them
-        times = {name: min(times[name], backend_seconds(name, matrices)) for name in usable}
+
+    def measure() -> dict[Backend, float]:
+        """The best of a few, in turn, so that other work on the machine meets all backends."""
+        times: dict[Backend, float] = dict.fromkeys(usable, math.inf)
+        for _ in range(INT8_ROUNDS):
+            times = {name: min(times[name], backend_seconds(name, matrices)) for name in usable}
+        return times
+
+    times = undisturbed(measure, OtherProcesses()).value
     best = min(times, key=lambda name: times[name])
     progress.note("INT8 backend: " + best + _shown({name: f"{1e3 * value:.2f} ms" for name, value in times.items()}))
     return replace(config, quantize=replace(config.quantize, backend=best))

@@ -2,7 +2,6 @@
 multiplies in FP32 the fastest."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +43,8 @@ def _seconds(formats: ModelFormats, chosen: Format, shape: Shape, num_rows: int,
     x = torch.randn(num_rows, shape[1], device=device, dtype=formats.config.result_of[chosen]).requires_grad_()
     product = formats.product("", chosen) if chosen != "fp32" else F.linear
     gradient = torch.randn(num_rows, shape[0], device=device, dtype=x.dtype)
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
     return seconds_of(lambda: product(x, weight).backward(gradient), device)
 
 
@@ -65,13 +66,16 @@ def onednn_speed_up(shapes: Sequence[Shape], *, num_rows: int) -> float:
         for _ in range(REPEATS):
             for onednn, took in found.items():
                 with fp32_products(onednn=onednn):
-                    took.append(seconds_of(partial(_three_products, x_NI, weight_OI), "cpu"))
+                    took.append(_product_seconds(x_NI, weight_OI))
         for onednn, took in found.items():
             seconds[onednn] += min(took)
     return seconds[False] / seconds[True]
 
 
-def _three_products(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> None:
-    y_NO = F.linear(x_NI, weight_OI)
-    torch.mm(y_NO, weight_OI)
-    torch.mm(y_NO.T, x_NI)
+def _product_seconds(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> float:
+    def products() -> None:
+        y_NO = F.linear(x_NI, weight_OI)
+        torch.mm(y_NO, weight_OI)
+        torch.mm(y_NO.T, x_NI)
+
+    return seconds_of(products, "cpu")

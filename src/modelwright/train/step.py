@@ -486,11 +486,7 @@ class TrainStep:
         )
 
     def utilisation(self, flops: float, time_s: float) -> float:
-        """Model FLOPs as a share of what the peak rate allows, 0 where no peak rate is known.
-
-        Nothing is faster than the peak: what seems so shows that the peak was measured on a busy machine, and becomes
-        the peak.
-        """
+        """0 without a peak rate. What is faster than the peak shows that it was measured too low, and becomes it."""
         if not (self.peak_flops and time_s):
             return 0.0
         reached = flops / time_s / self.world.size
