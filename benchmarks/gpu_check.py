@@ -176,7 +176,7 @@ def measure(options: argparse.Namespace, rates: dict[str, float]) -> Iterator[tu
     )
     bf16 = replace(fp32, precision=PrecisionConfig(policy="bf16_mixed"))
     ways = {"fp32": fp32, "bf16": bf16, "bf16 compiled": replace(bf16, compile=True)}
-    ways["int8"] = replace(fp32, precision=PrecisionConfig(policy="int8", results="bf16"))
+    ways["int8"] = replace(fp32, precision=PrecisionConfig(policy="int8"))
     for recipe in RECIPES:
         fp8 = replace(fp32, precision=PrecisionConfig(policy="fp8", fp8=Fp8Config(recipe=recipe)))
         ways |= {f"fp8 {recipe}": fp8, f"fp8 {recipe} compiled": replace(fp8, compile=True)}

@@ -184,6 +184,29 @@ def test_operators_leave_fp32_only_when_told_so():
         assert norms_in_half == (name == "norm")
 
 
+def kept_bytes(**precision) -> int:
+    """What forward keeps for backward beside the weights, each tensor's memory once."""
+    model = make_decoder()
+    ModelFormats(model, config(**precision))
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run(model, backward=False)
+    return sum(storage.nbytes() for place, storage in kept.items() if place not in weights)
+
+
+def test_int8_keeps_less_for_backward_than_fp32():
+    """Its residual stream and what products give are BF16, unless the stream is set to FP32."""
+    fp32 = kept_bytes(policy="fp32")
+    assert kept_bytes(policy="int8") < 0.75 * fp32
+    assert kept_bytes(policy="int8", layers={"embedding": "fp32"}) > 0.95 * fp32
+
+
 def test_evaluation_in_fp32_is_that_of_a_plain_model():
     plain, model = make_decoder(), make_decoder()
     formats = ModelFormats(model, config("int8", evaluation="fp32"))

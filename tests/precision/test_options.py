@@ -54,16 +54,17 @@ CASES = {
         Case(options={"results": "fp32"}, made=fp8(result=FP32), changes={*ALL, "bytes"}),
     ],
     "int8": [
-        Case(options={"int8": {"stochastic": False}}, made=Int8(result=FP32, stochastic=False), changes=BACKWARD),
+        Case(options={"int8": {"stochastic": False}}, made=Int8(result=BF16, stochastic=False), changes=BACKWARD),
         Case(
             options={"int8": {"weight_gradient": "wide"}},
-            made=Int8(result=FP32, wide_weight_gradient=True),
+            made=Int8(result=BF16, wide_weight_gradient=True),
             changes={"dw"},
         ),
-        Case(options={"results": "bf16"}, made=Int8(result=BF16), changes={*ALL, "bytes"}),
+        Case(options={"results": "fp32"}, made=Int8(result=FP32), changes={*ALL, "bytes"}),
+        Case(options={"layers": {"embedding": "fp32"}}, made=Int8(result=FP32), changes={*ALL, "bytes"}),
     ],
 }
-DEFAULTS = {"fp8": fp8(), "int8": Int8(result=FP32)}
+DEFAULTS = {"fp8": fp8(), "int8": Int8(result=BF16)}
 
 
 def outcome(product) -> dict[str, torch.Tensor]:

@@ -34,7 +34,7 @@ ARMS: dict[str, dict[str, Any]] = {
     FP32: {"policy": "fp32"},
     BY_ONEDNN: {"policy": "fp32", "onednn": True},
     "all BF16": {"policy": "bf16_mixed"},
-    "all INT8": {"policy": "int8"},
+    "all INT8": {"policy": "int8", "layers": {"embedding": "fp32"}},
     "all BF16, BF16 stream": IN_BF16,
     "all INT8, BF16 stream": IN_INT8,
     "rules": {**IN_BF16, "adaptive": {"kind": "rules", **CHANGING}},

@@ -28,9 +28,12 @@ POLICIES: dict[str, tuple[Format, Format, Format, Format]] = {
     "pure_fp16": ("fp16", "fp16", "fp16", "fp16"),
     "hybrid": ("fp32", "fp32", "bf16", "fp32"),
     "fp8": ("fp32", "fp8", "fp8", "bf16"),
-    "int8": ("fp32", "int8", "int8", "fp32"),
+    "int8": ("bf16", "int8", "int8", "fp32"),
 }
-"""Formats by kind: embedding (and with it the residual stream), attention, feed-forward, head."""
+"""Formats by kind: embedding (and with it the residual stream), attention, feed-forward, head.
+
+INT8 keeps its codes beside what forward keeps, so that in an FP32 stream it takes more memory than FP32 does.
+"""
 
 ALWAYS_FP32 = {
     "softmax": "attention kernels keep it in FP32 themselves",
@@ -100,13 +103,14 @@ class PrecisionConfig:
 
     policy: formats of all kinds of layers; layers: of single kinds. fp32_ops: what stays in FP32 inside narrower
     layers: softmax, reduction and rope always do; norm and loss unless they are left out; activation if it is named.
-    results: format of what eight-bit products give ("": BF16 for FP8, FP32 for INT8). evaluation: held-out losses in
-    FP32, or as the policy has it. tf32: FP32 products on CUDA keep 10 bits of mantissa. onednn: on a CPU they are
-    oneDNN's, as BF16's are, in place of those that PyTorch takes by itself (MKL's, which leave AVX-512 unused on AMD's
-    processors): as exact, other last bits; refused where it would round (processors with AMX). `fastest` settles it
-    once, before a run: where these products are exact and clearly faster at the model's shapes. Training that is handed
-    `fastest` leaves products as PyTorch has them. adaptive: formats of the blocks' parts change while the model trains.
-    loss_scale: of FP16, whose gradients would underflow.
+    results: format of what eight-bit products give ("": BF16 for FP8; for INT8 BF16 where the residual stream is, as
+    policy `int8` has it, else FP32; with layers.embedding fp32 it takes more memory than policy fp32). evaluation:
+    held-out losses in FP32, or as the policy has it. tf32: FP32 products on CUDA keep 10 bits of mantissa. onednn: on a
+    CPU they are oneDNN's, as BF16's are, in place of those that PyTorch takes by itself (MKL's, which leave AVX-512
+    unused on AMD's processors): as exact, other last bits; refused where it would round (processors with AMX).
+    `fastest` settles it once, before a run: where these products are exact and clearly faster at the model's shapes.
+    Training that is handed `fastest` leaves products as PyTorch has them. adaptive: formats of the blocks' parts change
+    while the model trains. loss_scale: of FP16, whose gradients would underflow.
     """
 
     policy: Policy = "fastest"
@@ -150,7 +154,8 @@ class PrecisionConfig:
     @property
     def result_of(self) -> dict[str, torch.dtype]:
         """What products give, by their format."""
-        eight = {"fp8": torch.bfloat16, "int8": torch.float32}
+        stream_is_bf16 = self.format_of("embedding") == "bf16"
+        eight = {"fp8": torch.bfloat16, "int8": torch.bfloat16 if stream_is_bf16 else torch.float32}
         return FLOATS | (dict.fromkeys(eight, FLOATS[self.results]) if self.results else eight)
 
     def gathered_as(self, kind: Kind) -> torch.dtype:
