@@ -18,7 +18,7 @@ from tiny_decoder import make_decoder
 ROOT = Path(__file__).parents[2]
 SEQ_LEN, NUM_STEPS = 16, 3
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-3}
-"""Of a weight after `NUM_STEPS` updates of at most the learning rate, 1e-3, each."""
+"""Largest change of a weight after `NUM_STEPS` updates of at most the learning rate, 1e-3, each."""
 NO_GRADIENT = 1e-12
 """A clipping norm so far below AdamW's epsilon that an update is nothing but weight decay."""
 

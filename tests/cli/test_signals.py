@@ -114,7 +114,7 @@ def test_serving(model_folder: Path, number: signal.Signals) -> None:
 @BOTH
 @pytest.mark.parametrize("is_answering", [False, True])
 def test_chatting(model_folder: Path, number: signal.Signals, is_answering: bool) -> None:
-    """At the prompt; Ctrl-C amid an answer ends the answer only."""
+    """Ctrl-C at the prompt ends the chat; during an answer it ends the answer only."""
     command = [sys.executable, "-u", "-m", "modelwright.cli.main", "chat", str(model_folder)]
     environment, pipe = {**os.environ, "OMP_NUM_THREADS": "1"}, subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process:

@@ -50,7 +50,7 @@ class Seen:
 
 
 def formats_when_gathered(model: Decoder) -> dict[str, str]:
-    """Of every parameter, by name, as `unshard` makes it."""
+    """Return the dtype of every parameter after `unshard`, by name."""
     modules = shard.sharded_modules(model)
     for module in modules:
         module.unshard()

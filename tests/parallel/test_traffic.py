@@ -17,7 +17,7 @@ from rank_processes import all_well, run_ranks, start_process, wait_for
 SCRIPT = Path(traffic_run.__file__)
 GRADIENT_BYTES = 4 * traffic_run.SHAPE.num_parameters
 HIDDEN_BYTES = 4 * 8 * 32 * traffic_run.SHAPE.model_dim
-"""Of a batch: 8 rows of 32 tokens."""
+"""Tokens in a batch: 8 rows of 32."""
 EMBEDDING_BYTES = 4 * traffic_run.SHAPE.vocab_size * traffic_run.SHAPE.model_dim
 """Its gradients, which the first and the last stage of a pipeline exchange."""
 

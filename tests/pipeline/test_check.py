@@ -160,7 +160,7 @@ def test_the_shape_is_that_of_the_folder(inside: Command, tmp_path: Path) -> Non
 
 
 def test_the_context_is_that_of_the_folder(inside: Command, tmp_path: Path) -> None:
-    """Of the model that is loaded, not of the recipe's: rows may be longer than that one's, and not than its own."""
+    """Rows may be longer than the context of the recipe's model, but not than that of the loaded model."""
     from modelwright.model.decoder import Decoder
     from modelwright.model.hf import save_model
 

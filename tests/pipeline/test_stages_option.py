@@ -47,7 +47,7 @@ def test_a_report_without_all_stages_can_be_repeated(inside: Command, run: Path,
 
 
 def test_a_report_takes_what_is_finished(inside: Command, run: Path, small_words: tuple[str, ...]) -> None:
-    """Of a run with all stages of the recipe that was ended after pretraining."""
+    """A run with all stages of the recipe that was stopped after pretraining."""
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["stages"] = ["clean", "tokenize", "pack", "pretrain", "sft", "evaluate", "quantize", "serve", "report"]
     (run / "config.yaml").write_text(yaml.safe_dump(config))

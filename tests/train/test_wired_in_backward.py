@@ -100,7 +100,7 @@ def test_a_run_leaves_no_hooks_on_the_model(runs, name, way):
 
 
 def test_bytes_sent_are_counted(runs):
-    """Of copies; on one copy of the weights only sums of a few values are sent."""
+    """Copies of the weights send gradients; one shared copy sends only sums of a few values."""
     sent = [ended(runs, f"copies-{way}")["bytes_sent"] for way in ("within", "after")]
     assert sent[0] == pytest.approx(sent[1], rel=0.05)
     assert ended(runs, "one-copy-within")["bytes_sent"] < 0.5 * sent[0]

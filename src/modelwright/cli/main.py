@@ -88,7 +88,7 @@ def _guarded(name: str, command: Command, words: Sequence[str], *, is_last: bool
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except Exception as error:
-            if signals.received:  # it came amid something that cannot be cut short, which failed
+            if signals.received:  # the signal interrupted a call that then failed
                 return stopped(signals.received[-1])
             if refusal := _refusal(error):
                 return complain(refusal)

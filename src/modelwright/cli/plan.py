@@ -183,7 +183,7 @@ def _cluster(options: argparse.Namespace, job: "Job") -> "Cluster":
 
 
 def _compute_rate(options: argparse.Namespace, job: "Job", peak: float) -> "ComputeRate":
-    """Of the device's data sheet, or of the peak that was given (0: none), or measured on this machine."""
+    """Take the rate from the device's data sheet or from `peak` (0: not given), or measure it on this machine."""
     from dataclasses import replace
 
     from modelwright.plan.catalog import DEVICES, ComputeRate

@@ -57,7 +57,7 @@ def _shard_projections(block: Block, options: Mapping[str, Any], formats: Mappin
 
 
 def _projection_weights(module: nn.Module) -> set[nn.Parameter]:
-    """Of a model's blocks, or of a part of one."""
+    """Return the weights of all projections in a model's blocks, or in a part of one block."""
     blocks = module.blocks if isinstance(module, Decoder) else module
     return {cast(nn.Parameter, one.weight) for one in blocks.modules() if isinstance(one, Linear)}
 

@@ -16,7 +16,7 @@ SEGMENTS_OUT, BYTES_SENT = 136, 200
 """Offsets in `struct tcp_info` of <linux/tcp.h>: u32 `tcpi_segs_out`, u64 `tcpi_bytes_sent` (Linux 4.19)."""
 TCP_INFO_BYTES = BYTES_SENT + 8
 HEADER_BYTES = 14 + 20 + 20 + 12
-"""Of one segment: Ethernet, IPv4, TCP and its timestamps."""
+"""Header bytes of one segment: Ethernet, IPv4, and TCP with its timestamps."""
 
 
 class Traffic:

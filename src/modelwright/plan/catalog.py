@@ -1,6 +1,6 @@
 """Well-known model sizes and accelerators by name, for plans without a recipe or a machine.
 
-What training reaches of an accelerator's peak rate is taken from published runs. Utilisations count as
+What training reaches of an accelerator's peak rate is taken from published runs. Utilization figures count as
 `ModelConfig.flops_per_token` does: attention to earlier positions only, nothing that is computed again; publications
 that count attention to all positions state higher ones.
 """

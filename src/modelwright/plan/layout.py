@@ -207,8 +207,11 @@ def _head_flops(model: ModelConfig, part: RankPart) -> float:
 def _stage_times(
     model: ModelConfig, part: RankPart, layers: tuple[int, ...], *, layer_again: float, flop_s: float
 ) -> list[StageTime]:
-    """Of every stage. layer_again: FLOPs of a token that one layer computes again; flop_s: seconds of one FLOP of every
-    token of a microbatch. Attention has no weights: its backward pass, twice its forward, is all to its inputs."""
+    """Return the times of every stage.
+
+    layer_again: FLOPs that one layer recomputes per token; flop_s: seconds for one FLOP on every token of a microbatch.
+    Attention has no weights: its backward pass costs twice its forward pass, all of it for its inputs.
+    """
     attend = part.shape.flops("attend")
     products = part.shape.forward_flops - attend
     times = []

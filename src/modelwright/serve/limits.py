@@ -2,7 +2,7 @@
 
 `json`, `pydantic` and most tokenizers hold the interpreter's lock (GIL) while they work, and the engine's thread takes
 that lock between any two operators of the model. A large body therefore stalls every running answer, whichever thread
-works on it; the defence is to refuse what cannot fit the model's context before it is read.
+works on it; the defense is to refuse what cannot fit the model's context before it is read.
 """
 
 from collections.abc import Iterable

@@ -2,6 +2,7 @@
 refused with the field's name, and so are features that this server does not have, instead of being ignored."""
 
 import json
+from abc import abstractmethod
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -92,9 +93,9 @@ class GenerationRequest(Strict):
             raise ValueError("is not supported by this server; leave it out")
 
     @classmethod
+    @abstractmethod
     def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
-        """Raise `ApiError` 400 when there is more in `data` than the server can use; counts, and looks at no item."""
-        raise NotImplementedError
+        """Raise `ApiError` 400 when `data` has more entries or characters than the server can use."""
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
