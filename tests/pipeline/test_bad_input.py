@@ -125,6 +125,8 @@ def test_a_directory_of_somebody_else_is_named(tmp_path: Path) -> None:
     code = (
         "import os, sys\n"
         "from modelwright.data.sources import *\n"
+        "opened = SourceConfig(sources=(sys.argv[1] + '/open',))\n"
+        "list(read_documents(opened, report=SourceReport()))  # imports, while it may read the packages\n"
         "os.setgid(65534); os.setuid(65534)\n"
         "report = SourceReport()\n"
         "texts = [d.text for d in read_documents(SourceConfig(sources=(sys.argv[1],)), report=report)]\n"
