@@ -43,10 +43,10 @@ parity: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parity.py --page docs/parallel.md $(ARGS)
 
 gpu-check:
-	PYTHONPATH=src python3 benchmarks/gpu_check.py $(ARGS)
+	PYTHONPATH=src:claims python3 benchmarks/gpu_check.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist src/*.egg-info claims/build claims/*.egg-info .pytest_cache .ruff_cache .import_linter_cache
 
 # A CPU-only Linux machine wants the CPU build of torch: the default one brings gigabytes of CUDA libraries with it.
 # Where pip knows no "+cpu" build, TORCH_INDEX names the package index that has it; without one the default is taken.
@@ -61,14 +61,14 @@ $(VENV)/.torch: constraints.txt
 	fi
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	$(PIP) -c constraints.txt -e .
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml claims/pyproject.toml
+	$(PIP) -c constraints.txt -e . -e claims
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
-	$(PIP) -c constraints.txt -e '.[dev]'
+$(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml claims/pyproject.toml
+	$(PIP) -c constraints.txt -e '.[dev]' -e claims
 	@touch $@ $(VENV)/.installed
 
-$(VENV)/.installed-peers: $(VENV)/.torch pyproject.toml
-	$(PIP) -c constraints.txt -e '.[peers]'
+$(VENV)/.installed-peers: $(VENV)/.torch pyproject.toml claims/pyproject.toml
+	$(PIP) -c constraints.txt -e '.[peers]' -e claims
 	@touch $@ $(VENV)/.installed

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 
-from modelwright.claims.results import circumstances, machine_slug
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.progress import SilentProgress
 from modelwright.core.resources import ResourceUse, peak_resident_bytes
@@ -43,6 +42,7 @@ from modelwright.precision.policy import PrecisionConfig
 from modelwright.train import loop
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import StepInfo
+from modelwright_claims.results import circumstances, machine_slug
 
 RESULTS = Path(__file__).parent / "results"
 KINDS = ("heap", "mapped", "arena")

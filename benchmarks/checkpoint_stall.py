@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from modelwright.claims.results import circumstances
 from modelwright.train.checkpoint import Best, Checkpoints, Snapshot
+from modelwright_claims.results import circumstances
 
 WIDTH = 1024
 

@@ -3,7 +3,7 @@
     python benchmarks/compression_quality.py --folder runs/quality            all methods, three seeds
     python benchmarks/compression_quality.py --folder runs/quality --methods exact,three-level-local --seeds 0
 
-Starts `--ranks` real processes of one thread each; `modelwright.claims.compression_probe` says what they do. Finished
+Starts `--ranks` real processes of one thread each; `modelwright_claims.compression_probe` says what they do. Finished
 runs are kept in `<folder>/runs.jsonl` and not made again. Times are not measured here; `taskset -c 0` keeps the ranks
 on one core.
 """
@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from modelwright.claims.compression_probe import METHODS, make_runs, plan, plan_continued
-from modelwright.claims.workbench import Size
+from modelwright_claims.compression_probe import METHODS, make_runs, plan, plan_continued
+from modelwright_claims.workbench import Size
 
 
 def table(runs: Sequence[Mapping[str, Any]]) -> str:

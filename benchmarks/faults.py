@@ -29,8 +29,6 @@ from typing import Any
 
 import torch
 
-from modelwright.claims import netns
-from modelwright.claims.results import circumstances
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump, parse
 from modelwright.core.progress import SilentProgress
@@ -52,6 +50,8 @@ from modelwright.parallel.mesh import World, single
 from modelwright.train.config import TrainConfig
 from modelwright.train.loop import train
 from modelwright.train.recovery import read_recoveries
+from modelwright_claims import netns
+from modelwright_claims.results import circumstances
 
 ROWS, LENGTH, VOCABULARY = 8, 64, 128
 MODEL = ModelConfig(

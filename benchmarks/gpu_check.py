@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from modelwright.claims.results import circumstances, machine_slug
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import StageDir
@@ -41,6 +40,7 @@ from modelwright.precision.policy import Fp8Config, Kind, PrecisionConfig
 from modelwright.train.config import TrainConfig
 from modelwright.train.loop import train
 from modelwright.train.objective import StepInfo
+from modelwright_claims.results import circumstances, machine_slug
 
 ROOT = Path(__file__).parents[1]
 TESTS = ("core", "ops", "model", "optim", "precision", "memory", "infer", "claims/test_cuda.py")

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from modelwright.claims.results import circumstances
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import parse
 from modelwright.core.progress import SilentProgress
@@ -38,6 +37,7 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import join_world, single
 from modelwright.train.config import TrainConfig
 from modelwright.train.loop import train
+from modelwright_claims.results import circumstances
 
 ROWS, LENGTH, VOCABULARY = 8, 64, 128
 MODEL = {

@@ -23,8 +23,6 @@ from typing import Any
 
 import torch
 
-from modelwright.claims.results import circumstances, machine_slug
-from modelwright.claims.workbench import read_text
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.resources import ResourceUse, num_usable_cores, peak_resident_bytes
 from modelwright.data.loader import PackedRows
@@ -37,6 +35,8 @@ from modelwright.parallel.mesh import lay_out, single
 from modelwright.recipes.load import RECIPES
 from modelwright.train.evaluation import heldout_losses
 from modelwright.train.runner import WholeModel
+from modelwright_claims.results import circumstances, machine_slug
+from modelwright_claims.workbench import read_text
 from trainers.own import loader, write_batches
 from trainers.task import Task
 

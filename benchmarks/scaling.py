@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from modelwright.claims.results import circumstances, machine_slug
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.records import column
+from modelwright_claims.results import circumstances, machine_slug
 from quickstart_runs import prepare, pretrain
 
 RESULTS = Path(__file__).parent / "results"

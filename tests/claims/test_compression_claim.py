@@ -2,10 +2,10 @@
 
 import pytest
 
-from modelwright.claims import gradient_compression as claim
-from modelwright.claims.claim import Setting
-from modelwright.claims.workbench import Size
 from modelwright.core.progress import SilentProgress
+from modelwright_claims import gradient_compression as claim
+from modelwright_claims.claim import Setting
+from modelwright_claims.workbench import Size
 
 SIZE = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=16, num_steps=10)
 

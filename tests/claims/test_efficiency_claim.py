@@ -6,9 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from modelwright.claims import efficiency_20x
-from modelwright.claims.claim import Setting
-from modelwright.claims.efficiency_20x import (
+from modelwright.core.errors import ArtifactError
+from modelwright.core.progress import SilentProgress
+from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.model.attention import packed_attend
+from modelwright.parallel.mesh import single
+from modelwright.train.config import TrainConfig
+from modelwright.train.objective import StepInfo
+from modelwright_claims import efficiency_20x
+from modelwright_claims.claim import Setting
+from modelwright_claims.efficiency_20x import (
     FULL,
     PLAIN,
     SEEDS,
@@ -22,16 +29,9 @@ from modelwright.claims.efficiency_20x import (
     scenes,
     stacks,
 )
-from modelwright.claims.efficiency_probe import Arm, Stopwatch
-from modelwright.claims.plain_training import PlainDecoder, train_plainly
-from modelwright.claims.workbench import Size
-from modelwright.core.errors import ArtifactError
-from modelwright.core.progress import SilentProgress
-from modelwright.data.batch import IGNORED, TokenBatch
-from modelwright.model.attention import packed_attend
-from modelwright.parallel.mesh import single
-from modelwright.train.config import TrainConfig
-from modelwright.train.objective import StepInfo
+from modelwright_claims.efficiency_probe import Arm, Stopwatch
+from modelwright_claims.plain_training import PlainDecoder, train_plainly
+from modelwright_claims.workbench import Size
 from tiny_decoder import make_decoder
 from tolerances import TOLERANCES
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from modelwright.claims import hogwild, workbench
-from modelwright.claims.claim import Setting
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.progress import SilentProgress
 from modelwright.train.objective import StepInfo
+from modelwright_claims import hogwild, workbench
+from modelwright_claims.claim import Setting
 from rank_processes import fork_context
 
 SIZE = workbench.Size(model_dim=64, num_layers=1, seq_len=32, batch_rows=8, num_steps=14)

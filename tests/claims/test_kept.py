@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.claims import kept
-from modelwright.claims.kept import Kept, setup_digest
 from modelwright.core.errors import ArtifactError
+from modelwright_claims import kept
+from modelwright_claims.kept import Kept, setup_digest
 
 
 def test_values_are_there_for_the_next_call(tmp_path: Path) -> None:

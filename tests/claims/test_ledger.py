@@ -4,11 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.claims.claim import Claim, Figure, Result, Setting
-from modelwright.claims.ledger import CLAIMS, listing, select
-from modelwright.claims.page import number, render, show
-from modelwright.claims.results import circumstances, machine_slug, read_results, write_result
 from modelwright.core.errors import ArtifactError, ConfigError
+from modelwright.plan.measured import measured_errors
+from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
+from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.ledger import CLAIMS, listing, select
+from modelwright_claims.page import number, render, show
+from modelwright_claims.planned_memory import PLANNED_HEAP_GAPS
+from modelwright_claims.planner_errors import planner_errors
+from modelwright_claims.results import circumstances, machine_slug, read_results, write_result
 
 ROOT = Path(__file__).parents[2]
 
@@ -129,3 +133,24 @@ def test_machines_have_file_names():
     machine = {"processor": "AMD EPYC(TM)", "cores": 2, "instruction_set": "AVX2"}
     assert machine_slug(machine) == "amd-epyc-tm-2c-avx2"
     assert machine_slug(machine | {"accelerator": "NVIDIA H100 80GB HBM3"}) == "nvidia-h100-80gb-hbm3"
+
+
+def test_the_planner_ships_the_errors_that_were_measured():
+    errors = planner_errors(read_results(ROOT / "benchmarks/results"))
+    assert len(errors) >= 3
+    assert measured_errors() == errors, "run: python -m modelwright_claims.planner_errors"
+
+
+def test_planner_errors_leave_out_quick_measurements_and_other_claims():
+    record = {
+        "name": "zero_memory",
+        "samples": {MEMORY_ERRORS: [1.0, -6.041]},
+        "figures": {PLANNED_HEAP_GAPS: {"value": 73.54}, "another": {"value": 1.0}},
+        "machine": {"processor": "P"},
+        "date": "d",
+        "quick": False,
+    }
+    (error,) = planner_errors([record, record | {"quick": True}, record | {"samples": {}}])
+    assert (error.claim, error.processor, error.date) == ("zero_memory", "P", "d")
+    assert (error.num_predictions, error.max_error_percent) == (2, 6.04)
+    assert error.heap_gap_percent == {"as planned": 73.5}

@@ -6,13 +6,13 @@ import random
 import pytest
 import torch
 
-from modelwright.claims import bf16_mixed, gradient_accumulation, int8, packing, warmup_cosine, workbench
-from modelwright.claims.claim import Setting
 from modelwright.compress.compare import Agreement, SpeedPair
 from modelwright.core.progress import SilentProgress
 from modelwright.data.loader import PackedLoader
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
+from modelwright_claims import bf16_mixed, gradient_accumulation, int8, packing, warmup_cosine, workbench
+from modelwright_claims.claim import Setting
 
 SIZE = workbench.Size(model_dim=64, num_layers=1, seq_len=32, batch_rows=8, num_steps=6)
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from modelwright.claims import activation_checkpointing, memory_probe, zero_memory
-from modelwright.claims.memory_probe import Measured
 from modelwright.memory.config import ActivationConfig
 from modelwright.model.config import ModelConfig
+from modelwright_claims import activation_checkpointing, memory_probe, zero_memory
+from modelwright_claims.memory_probe import Measured
 
 MODEL = ModelConfig(
     vocab_size=64, num_layers=2, model_dim=64, num_heads=2, num_kv_heads=2, head_dim=32, ffn_dim=160, max_seq_len=64

@@ -2,14 +2,14 @@
 
 import pytest
 
-from modelwright.claims import compressed_links, topology
-from modelwright.claims.claim import Setting
-from modelwright.claims.compression_probe import prepare
-from modelwright.claims.gradient_compression import METHOD
-from modelwright.claims.links_probe import UNLIMITED, measure
-from modelwright.claims.netns import missing
-from modelwright.claims.workbench import Size
 from modelwright.core.progress import SilentProgress
+from modelwright_claims import compressed_links, topology
+from modelwright_claims.claim import Setting
+from modelwright_claims.compression_probe import prepare
+from modelwright_claims.gradient_compression import METHOD
+from modelwright_claims.links_probe import UNLIMITED, measure
+from modelwright_claims.netns import missing
+from modelwright_claims.workbench import Size
 
 SIZE = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=16, num_steps=10)
 OTHER = "int8-local-20"

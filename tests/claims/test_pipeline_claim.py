@@ -2,12 +2,12 @@
 
 import pytest
 
-from modelwright.claims import pipeline_utilisation as claim
-from modelwright.claims.claim import Setting
-from modelwright.claims.pipeline_probe import ProbeSize
 from modelwright.core.progress import SilentProgress
 from modelwright.parallel.replay import equal_durations, measured_durations, replay
 from modelwright.parallel.timeline import Span
+from modelwright_claims import pipeline_utilisation as claim
+from modelwright_claims.claim import Setting
+from modelwright_claims.pipeline_probe import ProbeSize
 
 
 def span(stage: int, kind: str, seconds: float = 1.0) -> Span:

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from modelwright.claims import planned_memory
-from modelwright.claims.memory_probe import Measured
-from modelwright.claims.planned_memory import Case, Pair
 from modelwright.memory.lifetimes import Lifetime, Timeline
+from modelwright_claims import planned_memory
+from modelwright_claims.memory_probe import Measured
+from modelwright_claims.planned_memory import Case, Pair
 
 CASE = Case(model=planned_memory.base(), rows=1, train={})
 

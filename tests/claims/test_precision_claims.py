@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from modelwright.claims import adaptive_precision, large_runs, precision_policies, workbench
-from modelwright.claims.claim import Setting
-from modelwright.claims.workbench import Run, Size
 from modelwright.core.config import parse
 from modelwright.core.progress import SilentProgress
 from modelwright.precision.policy import PrecisionConfig
+from modelwright_claims import adaptive_precision, large_runs, precision_policies, workbench
+from modelwright_claims.claim import Setting
+from modelwright_claims.workbench import Run, Size
 
 SIZE = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=10)
 PRODUCTS = {"fp32": 1.0, "bf16": 2.5, "fp16": 0.1, "fp8": 0.1, "int8": 4.0}

@@ -33,7 +33,7 @@ def is_the_run(words: list[str]) -> bool:
 def run_small(words: list[str], folder: Path, *more: str) -> None:
     """A command with the small recipe in place of the demo's; it has to succeed."""
     small = [word.replace(RECIPE, "tiny") for word in words[1:]]
-    source = {"PYTHONPATH": str(ROOT / "src")}
+    source = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'claims'}"}
     started = start_process("modelwright.cli.main", *small, *more, environment=source, cwd=folder)
     code, output, errors = started.end()
     assert code == 0, output[-2000:] + errors[-2000:]

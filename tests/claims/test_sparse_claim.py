@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from modelwright.claims import sparse_arms as arms
-from modelwright.claims import sparse_updates as claim
-from modelwright.claims.claim import Setting
-from modelwright.claims.sparse_probe import CODE, PROSE, RANDOM, SHUFFLED, Found, Run, execute_all, stream
-from modelwright.claims.workbench import Size
 from modelwright.core.progress import SilentProgress
 from modelwright.data.batch import IGNORED
 from modelwright.data.pack import PackConfig, pack
+from modelwright_claims import sparse_arms as arms
+from modelwright_claims import sparse_updates as claim
+from modelwright_claims.claim import Setting
+from modelwright_claims.sparse_probe import CODE, PROSE, RANDOM, SHUFFLED, Found, Run, execute_all, stream
+from modelwright_claims.workbench import Size
 
 SIZE = Size(model_dim=64, num_layers=2, seq_len=32, batch_rows=4, num_steps=6)
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from modelwright.claims import adaptive_clipping, dynamic_decay, loss_scaling, workbench
-from modelwright.claims import stability_bench as bench
-from modelwright.claims.claim import Setting
 from modelwright.core.progress import SilentProgress
 from modelwright.data.loader import PackedLoader
 from modelwright.objectives.pretrain import Pretrain
+from modelwright_claims import adaptive_clipping, dynamic_decay, loss_scaling, workbench
+from modelwright_claims import stability_bench as bench
+from modelwright_claims.claim import Setting
 
 SIZE = workbench.Size(model_dim=64, num_layers=1, seq_len=32, batch_rows=8, num_steps=20)
 

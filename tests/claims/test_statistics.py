@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 
-from modelwright.claims.statistics import paired_t_test, spread, two_sided_t
+from modelwright_claims.statistics import paired_t_test, spread, two_sided_t
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from modelwright.claims import three_dimensional_parallelism as claim
 from modelwright.model.config import ModelConfig
+from modelwright_claims import three_dimensional_parallelism as claim
 
 MODEL = ModelConfig(
     vocab_size=64, num_layers=2, model_dim=32, num_heads=2, num_kv_heads=2, head_dim=16, ffn_dim=64, max_seq_len=256

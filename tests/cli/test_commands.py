@@ -1,5 +1,6 @@
 """Every command says what it takes, and the small ones do what they say."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -7,8 +8,8 @@ import sys
 import pytest
 import yaml
 
-from modelwright.claims.ledger import listing
 from modelwright.cli.main import COMMANDS, main
+from modelwright_claims.ledger import listing
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
@@ -46,6 +47,14 @@ def test_claims_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prove", "--list"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name, _ in listing())
+
+
+def test_without_the_claims_package_the_error_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **selected: ())
+    assert main(["prove", "--list"]) == 2
+    assert "modelwright-claims, which is not installed; in a checkout: pip install -e claims" in capsys.readouterr().err
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:

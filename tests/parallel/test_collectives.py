@@ -209,7 +209,7 @@ def test_config_names_the_field(field, value):
 def test_a_link_that_degrades_leaves_the_tree(tmp_path, monkeypatch):
     """Four hosts, a cable between every two; one that the tree uses drops from 100 to 5 Mbit/s while it runs."""
     monkeypatch.syspath_prepend(str(JOB.parents[2] / "benchmarks"))
-    from modelwright.claims import netns
+    from modelwright_claims import netns
 
     if reason := netns.missing():
         pytest.skip(reason)

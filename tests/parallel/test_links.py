@@ -108,7 +108,7 @@ def test_config_names_the_field(field):
 
 def test_shaped_and_delayed_links_are_measured_as_they_are(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(JOB.parents[2] / "benchmarks"))
-    from modelwright.claims import netns
+    from modelwright_claims import netns
 
     if reason := netns.missing():
         pytest.skip(reason)

@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def netns():
-    from modelwright.claims import netns
+    from modelwright_claims import netns
 
     if reason := netns.missing():
         pytest.skip(reason)
@@ -20,7 +20,7 @@ def netns():
 
 @pytest.fixture(scope="module")
 def measure(netns):
-    from modelwright.claims import netns_check
+    from modelwright_claims import netns_check
 
     return netns_check
 
@@ -94,7 +94,7 @@ def test_hosts_have_names_and_die_alone(netns):
 def test_a_killed_program_leaves_no_network(netns):
     program = """
 import sys, time
-from modelwright.claims import netns
+from modelwright_claims import netns
 net = netns.Network(netns.star(2)).__enter__()
 print(net.tag, net.popen("h0", ["sleep", "60"]).pid, flush=True)
 time.sleep(60)

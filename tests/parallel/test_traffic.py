@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from modelwright.claims import netns
 from modelwright.parallel.mesh import single
 from modelwright.parallel.traffic import Traffic, connections_sent
+from modelwright_claims import netns
 from parallel import traffic_run
 from rank_processes import all_well, run_ranks, start_process, wait_for
 

@@ -18,13 +18,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
 
 import tiny_run as tiny
 
-from modelwright.claims.links_probe import sent_bytes
 from modelwright.core.config import parse
 from modelwright.core.records import column, read_records
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world
 from modelwright.train.objective import StepInfo
+from modelwright_claims.links_probe import sent_bytes
 
 SHAPE = replace(tiny.SHAPE, num_layers=4, model_dim=128, ffn_dim=256, head_dim=32)
 NUM_STEPS = 7

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,8 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.schedule import microbatches_in_flight
 from modelwright.plan.catalog import DEVICES, MODELS
 from modelwright.plan.layout import Job, Layout, assess, expected_traffic
-from modelwright.plan.proposal_text import known_error, proposal_data, proposal_text
+from modelwright.plan.measured import MeasuredError, error_text, measured_errors
+from modelwright.plan.proposal_text import proposal_data, proposal_text
 from modelwright.plan.search import MARGIN, layouts, propose
 from modelwright.plan.traffic import Cluster
 from modelwright.recipes.load import load
@@ -205,10 +205,10 @@ def test_a_batch_that_nothing_divides_is_refused():
         propose(Job(model=MODEL, seq_len=2048, batch_tokens=2048), cluster(num_hosts=3, devices_per_host=1))
 
 
-def test_gpt3_needs_terabytes_and_the_command_says_so(capsys, tmp_path):
+def test_gpt3_needs_terabytes_and_the_command_says_so(capsys):
     assert MODELS["gpt3-175b"].num_parameters == pytest.approx(175e9, rel=0.005)
-    words = "plan gpt3-175b --hosts 1 --gpus-per-host 8 --device h100 --batch-tokens 131072 --top 1 --results"
-    assert main([*words.split(), str(tmp_path)]) == 0
+    words = "plan gpt3-175b --hosts 1 --gpus-per-host 8 --device h100 --batch-tokens 131072 --top 1"
+    assert main(words.split()) == 0
     printed = capsys.readouterr().out
     assert "2.79 TB in all" in printed
     assert "no layout fits" in printed
@@ -244,8 +244,8 @@ def test_every_format_has_the_rate_of_the_device(capsys):
     }
 
 
-def test_a_device_without_bf16_is_planned_in_fp16_and_the_note_says_so(capsys, tmp_path):
-    words = ["plan", "llama2-7b", "--device", "v100", "--results", str(tmp_path), "--batch-tokens", "8192"]
+def test_a_device_without_bf16_is_planned_in_fp16_and_the_note_says_so(capsys):
+    words = ["plan", "llama2-7b", "--device", "v100", "--batch-tokens", "8192"]
     assert main(words) == 0
     assert "v100 has no products in BF16: planned in FP16" in capsys.readouterr().out
     assert main([*words, "--compute", "bf16"]) == 2
@@ -268,24 +268,24 @@ def test_a_recipe_is_planned_in_its_own_format(capsys, tmp_path, policy, device,
     assert planned(capsys, f"{file} --device {device}")["job"]["compute"] == expected
 
 
-def test_the_assumed_share_of_the_peak_is_shown_with_its_source_and_can_be_set(capsys, tmp_path):
+def test_the_assumed_share_of_the_peak_is_shown_with_its_source_and_can_be_set(capsys):
     words = ["plan", "llama2-7b", "--device", "h100", "--batch-tokens", "8192"]
-    assert main([*words, "--results", str(tmp_path)]) == 0
+    assert main([*words]) == 0
     printed = capsys.readouterr().out
     assert "BF16, 989 TFLOP/s at the peak of a device; 32% of it assumed: torchtitan" in printed
-    assert main([*words, "--results", str(tmp_path), "--efficiency", "0.16"]) == 0
+    assert main([*words, "--efficiency", "0.16"]) == 0
     slower = capsys.readouterr().out
     assert "16% of it assumed: given with --efficiency" in slower
     assert main([*words, "--efficiency", "40"]) == 2
     assert "--efficiency: must be above 0 and at most 1, got 40.0" in capsys.readouterr().err
 
 
-def test_a_recipe_is_planned_on_links_that_are_given(capsys, tmp_path):
+def test_a_recipe_is_planned_on_links_that_are_given(capsys):
     words = ["plan", "quickstart", "--gpus-per-host", "2", "--memory", "8GiB", "--flops", "1e11"]
-    assert main([*words, "--results", str(tmp_path)]) == 2
+    assert main([*words]) == 2
     assert "--host-bandwidth: give it" in capsys.readouterr().err
     links = ["--host-bandwidth", "1GB/s", "--network-bandwidth", "100M"]
-    assert main([*words, *links, "--results", str(tmp_path), "--json"]) == 0
+    assert main([*words, *links, "--json"]) == 0
     assert '"process"' in capsys.readouterr().out, "a CPU's ranks are processes with memory of their own"
 
 
@@ -297,20 +297,21 @@ def test_sizes_with_units():
             number(text, "--memory")
 
 
-def test_the_known_error_is_that_of_the_results():
-    record = {
-        "name": "zero_memory",
-        "samples": {"memory model's error, %": [1.0, -6.04]},
-        "machine": {"processor": "P"},
-        "date": "d",
-    }
-    assert known_error([record, {"name": "other", "samples": {}}]) == (
-        "zero_memory: at most 6.0% off over 2 measurements (P, d)"
-    )
+def test_the_measured_error_comes_with_the_plan(capsys):
+    assert main(["plan", "llama2-7b", "--device", "h100", "--batch-tokens", "8192"]) == 0
+    errors = measured_errors()
+    assert errors
+    assert f"memory: {error_text(errors)}\n" in capsys.readouterr().out
 
 
-def test_tokens_of_a_batch_take_prefixes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ["plan", "llama2-7b", "--device", "h100", "--gpus-per-host", "8", "--top", "1", "--results", str(tmp_path)]
+def test_the_text_of_measured_errors():
+    error = MeasuredError(claim="zero_memory", processor="P", date="d", num_predictions=2, max_error_percent=6.04)
+    assert error_text([error]) == "zero_memory: at most 6.0% off over 2 measurements (P, d)"
+    assert error_text([]) == ""
+
+
+def test_tokens_of_a_batch_take_prefixes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama2-7b", "--device", "h100", "--gpus-per-host", "8", "--top", "1"]
     assert main([*words, "--batch-tokens", "2M", "--seq-len", "4Ki"]) == 0
     assert "rows of 4096, 1,998,848 tokens an update" in capsys.readouterr().out  # 488 rows
     assert main([*words, "--batch-tokens", "2Mi"]) == 0

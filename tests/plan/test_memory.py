@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from modelwright.claims import memory_probe, zero_memory
-from modelwright.claims.activation_checkpointing import estimated_bytes, probe
 from modelwright.memory.activations import Segment, block_shape
 from modelwright.memory.config import ActivationConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.plan.memory import RankPart, block_parameters, rank_memory, root_parameters
+from modelwright_claims import memory_probe, zero_memory
+from modelwright_claims.activation_checkpointing import estimated_bytes, probe
 
 TOLERANCE = 0.10
 SLACK_BYTES = 6 * 2**20

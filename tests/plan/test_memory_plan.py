@@ -7,9 +7,6 @@ from unittest import mock
 
 import pytest
 
-from modelwright.claims import memory_probe, planned_memory
-from modelwright.claims.memory_probe import Probe
-from modelwright.claims.planned_memory import Case
 from modelwright.cli.main import main
 from modelwright.core.compiled import has_compiler
 from modelwright.core.config import parse
@@ -21,10 +18,14 @@ from modelwright.model.config import ModelConfig
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.plan import memory_plan
 from modelwright.plan.catalog import MODELS
+from modelwright.plan.measured import MeasuredError, heap_gap_text
 from modelwright.plan.memory_plan import Elsewhere, plan_step
-from modelwright.plan.memory_text import HEAP_GAPS, PLANNED_HEAP_GAPS, Known, gaps_in, heap_lines, plan_text
+from modelwright.plan.memory_text import Known, heap_lines, plan_text
 from modelwright.plan.traced_step import trace_step
 from modelwright.train.config import TrainConfig
+from modelwright_claims import memory_probe, planned_memory
+from modelwright_claims.memory_probe import Probe
+from modelwright_claims.planned_memory import Case
 
 SHAPE = ModelConfig(
     vocab_size=512, num_layers=3, model_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=176,
@@ -131,16 +132,15 @@ def test_an_arena_goes_with_changes_and_with_budgets():
 
 
 def test_what_is_said_of_gaps(monkeypatch, capsys, tmp_path):
-    machine = {"processor": "some CPU"}
-    figures = {HEAP_GAPS: {"value": 27.8}, PLANNED_HEAP_GAPS: {"value": 73.5}, "another": {"value": 1.0}}
-    records = [{"figures": figures, "machine": machine, "date": "2026-11-21"}, {"figures": {}, "machine": machine}]
-    said = gaps_in(records)
-    assert said == "28% for a step as configured, 74% for a planned one: some CPU, 2026-11-21"
+    without = MeasuredError(claim="c", processor="P", date="d", num_predictions=2, max_error_percent=6.04)
+    gaps = {"as configured": 27.8, "as planned": 73.5}
+    said = heap_gap_text([replace(without, heap_gap_percent=gaps), without])
+    assert said == "28% for a step as configured, 74% for a step as planned: P, d"
     on_top = "the heap's gaps come on top of these peaks"
     assert heap_lines(Known(gaps=said)) == [f"gaps: without memory_arena: true {on_top} ({said})"]
     unknown = "(how much has not been measured here); no arena here: no compiler"
     assert heap_lines(Known(no_arena="no compiler")) == [f"gaps: {on_top} {unknown}"]
-    command = ["plan", "tiny", "--memory", "--batch-tokens", "2048", "--results", str(tmp_path)]
+    command = ["plan", "tiny", "--memory", "--batch-tokens", "2048"]
     page = tmp_path / "memory.html"
     for refused in (None, ConfigError("memory_arena: not here")):
         monkeypatch.setattr(arena_build, "check_machine", mock.Mock(side_effect=refused))
@@ -241,12 +241,12 @@ def test_the_picture(capsys, tmp_path):
     assert "update_in_backward: unclipped" in text
     assert max(map(len, text.splitlines())) <= 130
     page = tmp_path / "memory.html"
-    assert main(["plan", "--memory", "tiny", "--html", str(page), "--results", str(tmp_path)]) == 0
+    assert main(["plan", "--memory", "tiny", "--html", str(page)]) == 0
     shown = capsys.readouterr().out
     assert "activations" in shown
     assert "reused" in shown
     assert page.read_text().count("<svg") == 3
-    moving = ["plan", "tiny", "--memory", "--offload", "disk", "--results", str(tmp_path)]
+    moving = ["plan", "tiny", "--memory", "--offload", "disk"]
     assert main(moving) == 0
     assert "as configured" in capsys.readouterr().out
     assert main(["plan", "tiny", "--memory", "--flops-per-byte", "3"]) == 2

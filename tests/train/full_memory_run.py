@@ -17,7 +17,6 @@ import tiny_run
 import torch
 from safetensors.torch import save_file
 
-from modelwright.claims.memory_probe import RandomRows
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.records import column, read_records
@@ -27,6 +26,7 @@ from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world, single
 from modelwright.train.objective import StepInfo
+from modelwright_claims.memory_probe import RandomRows
 
 BATCH_TOKENS = 4096
 SHAPE = ModelConfig(

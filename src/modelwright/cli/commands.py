@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from modelwright.cli.display import choose_display
 from modelwright.cli.overrides import read_overrides, split_words
 from modelwright.core.errors import ConfigError, Stopped
 
 LEAVING_S = 120
 """How long a process whose parent has gone may take to save or to finish answers."""
+
+COMMANDS_GROUP = "modelwright.commands"
+"""Entry points of other packages: functions that take a command's words and return its exit code."""
 
 STAGE_HELP = "the model of this stage of the run: pretrain or sft (default: the last that has finished)"
 
@@ -157,33 +159,15 @@ def report(words: Sequence[str]) -> int:
 
 
 def prove(words: Sequence[str]) -> int:
-    """`modelwright prove`"""
-    parser = _parser("prove", "Measure published claims on this machine and renew docs/claims.md.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="claims to measure")
-    parser.add_argument("--list", action="store_true", help="list the claims and stop")
-    parser.add_argument("--all", action="store_true", help="measure all of them")
-    parser.add_argument("--quick", action="store_true", help="a smaller measurement, for a smoke test")
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of the result files")
-    parser.add_argument("--page", type=Path, default=Path("docs/claims.md"), help="the page to renew")
-    options = parser.parse_args(words)
-    from modelwright.claims import ledger
+    """`modelwright prove`: a command of the package `modelwright-claims`, found by its entry point."""
+    from importlib.metadata import entry_points
 
-    if options.list:
-        for name, statement in ledger.listing():
-            print(f"{name:<24} {statement}")
-        return 0
-    if bool(options.names) == options.all:
-        raise ConfigError("prove: name the claims to measure, or --all for all of them (--list shows them)")
-    display = choose_display(sys.stderr)
-    try:
-        outcomes = ledger.prove(
-            options.names, quick=options.quick, results=options.results, page=options.page, progress=display
-        )
-    finally:
-        display.end()
-    for claim, result in outcomes:
-        print(f"{claim.name:<24} {result.verdict}")
-    return 0
+    for entry_point in entry_points(group=COMMANDS_GROUP, name="prove"):
+        return entry_point.load()(words)
+    raise ConfigError(
+        "prove: the claims are a package of their own, modelwright-claims, which is not installed; "
+        "in a checkout: pip install -e claims"
+    )
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:

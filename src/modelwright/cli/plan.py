@@ -3,7 +3,6 @@
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelwright.cli import plan_memory
@@ -55,9 +54,6 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--top", type=int, default=8, help="layouts to show")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument(
-        "--results", type=Path, default=Path("benchmarks/results"), help="measured errors are read here"
-    )
     plan_memory.add_options(parser)
     return parser
 
@@ -72,8 +68,8 @@ def plan(words: Sequence[str]) -> int:
     for name in ("hosts", "gpus-per-host", "top"):
         if (given := getattr(options, name.replace("-", "_"))) < 1:
             raise ConfigError(f"--{name}: must be at least 1, got {given}")
-    from modelwright.claims.results import read_results
-    from modelwright.plan.proposal_text import known_error, proposal_data, proposal_text
+    from modelwright.plan.measured import error_text, measured_errors
+    from modelwright.plan.proposal_text import proposal_data, proposal_text
     from modelwright.plan.search import propose
 
     job, notes = _job(options)
@@ -82,8 +78,8 @@ def plan(words: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(proposal_data(job, cluster, proposal), indent=1))
         return 0
-    error = known_error(read_results(options.results)) if options.results.is_dir() else ""
-    print(proposal_text(job, cluster, proposal, top=options.top, known_error=error, notes=notes))
+    known_error = error_text(measured_errors())
+    print(proposal_text(job, cluster, proposal, top=options.top, known_error=known_error, notes=notes))
     return 0
 
 

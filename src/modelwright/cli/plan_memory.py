@@ -76,13 +76,12 @@ def spelled(words: Sequence[str], is_size: Callable[[str], bool]) -> list[str]:
 
 def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> int:
     """Print the timeline and the plan. Raises `ConfigError` for a budget that cannot be held."""
-    from modelwright.claims.results import read_results
     from modelwright.cli.display import choose_display
     from modelwright.objectives.pretrain import Pretrain
     from modelwright.pipeline.report.memory_page import memory_page
+    from modelwright.plan.measured import error_text, heap_gap_text, measured_errors
     from modelwright.plan.memory_plan import plan_step
-    from modelwright.plan.memory_text import Known, gaps_in, plan_data, plan_text
-    from modelwright.plan.proposal_text import known_error
+    from modelwright.plan.memory_text import Known, plan_data, plan_text
 
     if not 0.0 <= options.more_compute < math.inf:
         raise ConfigError(f"--more-compute: must not be negative, got {options.more_compute}; 0.2 allows a fifth more")
@@ -101,9 +100,8 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
         arena=not no_arena,
         progress=choose_display(sys.stderr),
     )
-    records = read_results(options.results) if options.results.is_dir() else []
-    records = [record for record in records if record["name"] == "planned_memory"]
-    known = Known(error=known_error(records), gaps=gaps_in(records), no_arena=no_arena)
+    errors = [error for error in measured_errors() if error.claim == "planned_memory"]
+    known = Known(error=error_text(errors), gaps=heap_gap_text(errors), no_arena=no_arena)
     if options.html:
         page = memory_page(plan, train, title=f"Memory of a step: {options.target}", known=known)
         with writing(options.html):

@@ -15,11 +15,6 @@ WIDTH = 72
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
-HEAP_GAPS = "training's heap above one without gaps"
-PLANNED_HEAP_GAPS = "the planned step's heap above one without gaps"
-"""Figures of a result, in %."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Known:
     """What stands beside a plan. error: how far predicted peaks were off where they were measured, "" when they were
@@ -58,21 +53,6 @@ def heap_lines(known: Known) -> list[str]:
     if known.no_arena:
         return [f"gaps: {gaps}; no arena here: {known.no_arena}"]
     return [f"gaps: without memory_arena: true {gaps}"]
-
-
-def gaps_in(records: Sequence[Mapping[str, Any]]) -> str:
-    """What results say of those gaps, where they were measured; "" without any."""
-    found = []
-    for record in records:
-        names = {HEAP_GAPS: "a step as configured", PLANNED_HEAP_GAPS: "a planned one"}
-        shares = [
-            f"{record['figures'][name]['value']:.0f}% for {what}"
-            for name, what in names.items()
-            if name in record["figures"]
-        ]
-        if shares:
-            found.append(f"{', '.join(shares)}: {record['machine']['processor']}, {record['date']}")
-    return "; ".join(found)
 
 
 def plan_data(plan: StepPlan, configured: TrainConfig, *, top: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A proposal of layouts as plain text, or as plain data for JSON. Knows no search."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -67,18 +67,6 @@ def proposal_data(job: Job, cluster: Cluster, proposal: Proposal) -> dict[str, A
         "too_large": [plain(found) for found in proposal.too_large],
         "refused": list(proposal.refused),
     }
-
-
-def known_error(records: Sequence[Mapping[str, Any]]) -> str:
-    """What the results of `prove` say of the memory model: its largest error over all layouts measured, and where."""
-    found = []
-    for record in records:
-        errors = record.get("samples", {}).get("memory model's error, %", [])
-        if errors:
-            worst = max(map(abs, errors))
-            where = f"{record['machine']['processor']}, {record['date']}"
-            found.append(f"{record['name']}: at most {worst:.1f}% off over {len(errors)} measurements ({where})")
-    return "; ".join(found)
 
 
 def _job_lines(job: Job, cluster: Cluster) -> list[str]:

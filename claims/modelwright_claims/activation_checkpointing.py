@@ -1,0 +1,157 @@
+"""Claim: computing activations again in units of layers saves most of their memory for a fraction more compute."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from modelwright.memory.activations import block_shape
+from modelwright.memory.config import ActivationConfig
+from modelwright.model.config import ModelConfig
+from modelwright.ops import cpu_kernels
+from modelwright.plan.estimate import training_memory
+from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.config import TrainConfig
+from modelwright_claims import memory_probe
+from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.memory_probe import Measured, Probe
+from modelwright_claims.statistics import spread
+
+SAVED_TARGET = 70.0
+COMPUTE_TARGET = 33.0
+PUBLISHED_UNIT = "unit of 8"
+NONE = "none"
+MEMORY_ERRORS = "memory model's error, %"
+
+
+def measure(setting: Setting) -> Result:
+    """A deep and narrow model, every unit size that halves its layers, selection, and a budget of half the memory."""
+    num_layers, width, seq_len, rows = (8, 64, 128, 16) if setting.quick else (32, 128, 256, 8)
+    model = ModelConfig(
+        vocab_size=512,
+        num_layers=num_layers,
+        model_dim=width,
+        num_heads=width // 32,
+        num_kv_heads=width // 32,
+        head_dim=32,
+        ffn_dim=width * 8 // 3 // 16 * 16,
+        max_seq_len=seq_len,
+    )
+    found: dict[str, list[Measured]] = {name: [] for name in configs(model, rows * seq_len)}
+    for repeat in range(1 if setting.quick else 3):
+        for name, config in configs(model, rows * seq_len).items():
+            setting.progress.note(f"activation_checkpointing: {name}, repeat {repeat + 1}")
+            found[name] += memory_probe.measure(probe(model, seq_len, rows, config, count_flops=repeat == 0))
+    estimates = {
+        name: estimated_bytes(model, rows * seq_len, config) for name, config in configs(model, rows * seq_len).items()
+    }
+    return judge(found, estimates, model, seq_len=seq_len, rows=rows)
+
+
+def configs(model: ModelConfig, num_tokens: int) -> dict[str, ActivationConfig]:
+    """What is compared, by name; units from 1 to all layers."""
+    fused = cpu_kernels.are_used_on("cpu")
+    shape = block_shape(model, compute="fp32", mean_context=model.max_seq_len / 2, fused=fused)
+    whole = num_tokens * (model.num_layers * shape.whole_bytes + shape.workspace_bytes)
+    units = [2**k for k in range(model.num_layers.bit_length()) if 2**k <= model.num_layers]
+    return {
+        NONE: ActivationConfig(),
+        **{f"unit of {n}": ActivationConfig(mode="unit", unit_layers=n) for n in units},
+        "selective": ActivationConfig(mode="selective"),
+        "budget of half": ActivationConfig(mode="budget", budget_bytes=whole // 2),
+    }
+
+
+def probe(model: ModelConfig, seq_len: int, rows: int, config: ActivationConfig, *, count_flops: bool) -> Probe:
+    train = TrainConfig(
+        num_steps=memory_probe.NUM_STEPS,
+        batch_tokens=rows * seq_len,
+        precision=PrecisionConfig(policy="fp32"),
+        activations=config,
+        checkpoint_every_minutes=0,
+        keep_best=False,
+    )
+    return Probe(model=model, train=train, seq_len=seq_len, count_flops=count_flops)
+
+
+def estimated_bytes(model: ModelConfig, num_tokens: int, config: ActivationConfig) -> int:
+    """What the planner says of the same run."""
+    memory = training_memory(
+        model,
+        tokens_per_microbatch=num_tokens,
+        compute="fp32",
+        activations=config,
+        async_checkpoints=False,
+        fused=cpu_kernels.are_used_on("cpu"),
+    )
+    return memory.total - memory.process
+
+
+def judge(
+    found: Mapping[str, Sequence[Measured]],
+    estimates: Mapping[str, int],
+    model: ModelConfig,
+    *,
+    seq_len: int,
+    rows: int,
+) -> Result:
+    """Met when a unit saves `SAVED_TARGET` of what a step takes above the states for at most `COMPUTE_TARGET` more."""
+    above = {name: statistics.median(m.peak_bytes - m.states_bytes for m in runs) for name, runs in found.items()}
+    saved = {name: 100 * (1 - value / above[NONE]) for name, value in above.items()}
+    flops = {name: max(m.flops for m in runs) for name, runs in found.items()}
+    more = {name: 100 * (value / flops[NONE] - 1) for name, value in flops.items()}
+    ratios = {
+        name: [a.step_s / b.step_s for a, b in zip(runs, found[NONE], strict=True)] for name, runs in found.items()
+    }
+    units = [name for name in found if name.startswith("unit")]
+    best = max(units, key=lambda name: saved[name])
+    met = any(saved[name] >= SAVED_TARGET and more[name] <= COMPUTE_TARGET for name in units)
+    errors = [100 * (estimates[name] / m.peak_bytes - 1) for name, runs in found.items() for m in runs]
+    published = PUBLISHED_UNIT if PUBLISHED_UNIT in found else units[-1]
+    reason = (
+        f"{best} saves {saved[best]:.0f}% of what a step takes above weights and optimizer states for "
+        f"{more[best]:.0f}% more FLOPs; {published} {saved[published]:.0f}% for {more[published]:.0f}%. "
+        "A unit is whole in memory while it runs backward, so larger ones save less from some size on"
+    )
+    shown = [name for name in found if name != NONE]
+    return Result(
+        kind="met" if met else "short",
+        reason=reason,
+        figures={
+            **{f"memory saved, {name}": Figure(value=saved[name], unit="%") for name in shown},
+            **{f"more FLOPs, {name}": Figure(value=more[name], unit="%") for name in shown},
+            **{
+                f"time of a step, {name}": Figure(
+                    value=statistics.median(ratios[name]), unit="x", spread=spread(ratios[name])
+                )
+                for name in shown
+            },
+            "planner's largest error": Figure(value=max(map(abs, errors)), unit="%"),
+        },
+        conditions={
+            "parameters": model.num_parameters,
+            "layers": model.num_layers,
+            "width": model.model_dim,
+            "batch": f"{rows} rows of {seq_len} tokens, one microbatch",
+            "format": "fp32",
+        },
+        samples={
+            **{f"peak bytes, {name}": [m.peak_bytes for m in runs] for name, runs in found.items()},
+            **{f"bytes of states, {name}": [m.states_bytes for m in runs] for name, runs in found.items()},
+            **{f"step seconds, {name}": [m.step_s for m in runs] for name, runs in found.items()},
+            MEMORY_ERRORS: errors,
+        },
+    )
+
+
+CLAIM = Claim(
+    name="activation_checkpointing",
+    statement="Keeping only the input of each unit of layers and computing the rest again in the backward pass saves "
+    "most of the memory of activations for at most a third more compute.",
+    source="Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv:1604.06174); Korthikanti et al., "
+    "Reducing Activation Recomputation in Large Transformer Models, 2022 (arXiv:2205.05198)",
+    published="70-80% of activation memory for 18-33% more compute, units of 8 layers",
+    compared="steps of the loop without and with checkpointing, each in a process of its own: peak memory above "
+    "weights and optimizer states (gradients and workspaces count), FLOPs counted by PyTorch, time alternated",
+    target=f"a unit size that saves {SAVED_TARGET:.0f}% or more for at most {COMPUTE_TARGET:.0f}% more FLOPs",
+    headline=("memory saved, unit of 1", "more FLOPs, unit of 1", "memory saved, unit of 8", "more FLOPs, unit of 8"),
+    measure=measure,
+)

@@ -1,0 +1,41 @@
+"""`modelwright prove`: measure claims and renew their page."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from modelwright.cli.display import choose_display
+from modelwright.core.errors import ConfigError
+
+
+def prove(words: Sequence[str]) -> int:
+    """Run `modelwright prove WORDS` and return its exit code; the product finds this function by its entry point."""
+    parser = argparse.ArgumentParser(
+        prog="modelwright prove", description="Measure published claims on this machine and renew docs/claims.md."
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="claims to measure")
+    parser.add_argument("--list", action="store_true", help="list the claims and stop")
+    parser.add_argument("--all", action="store_true", help="measure all of them")
+    parser.add_argument("--quick", action="store_true", help="a smaller measurement, for a smoke test")
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of the result files")
+    parser.add_argument("--page", type=Path, default=Path("docs/claims.md"), help="the page to renew")
+    options = parser.parse_args(words)
+    from modelwright_claims import ledger  # PyTorch takes seconds to load
+
+    if options.list:
+        for name, statement in ledger.listing():
+            print(f"{name:<24} {statement}")
+        return 0
+    if bool(options.names) == options.all:
+        raise ConfigError("prove: name the claims to measure, or --all for all of them (--list shows them)")
+    display = choose_display(sys.stderr)
+    try:
+        outcomes = ledger.prove(
+            options.names, quick=options.quick, results=options.results, page=options.page, progress=display
+        )
+    finally:
+        display.end()
+    for claim, result in outcomes:
+        print(f"{claim.name:<24} {result.verdict}")
+    return 0

@@ -1,0 +1,115 @@
+"""The ledger: which claims there are, and measuring them by name.
+
+`prove` measures, writes the result files and the page. Knows no technique; each claim module knows one.
+"""
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.errors import ConfigError
+from modelwright.core.progress import Progress
+from modelwright_claims import (
+    activation_checkpointing,
+    adaptive_clipping,
+    adaptive_precision,
+    bf16_mixed,
+    compressed_links,
+    dynamic_decay,
+    efficiency_20x,
+    gradient_accumulation,
+    gradient_compression,
+    hogwild,
+    int8,
+    loss_scaling,
+    packing,
+    pipeline_utilisation,
+    planned_memory,
+    precision_policies,
+    sparse_updates,
+    three_dimensional_parallelism,
+    topology,
+    warmup_cosine,
+    zero_memory,
+)
+from modelwright_claims.claim import Claim, Result, Setting
+from modelwright_claims.page import render
+from modelwright_claims.results import circumstances, read_results, write_result
+
+CLAIMS: tuple[Claim, ...] = (
+    gradient_accumulation.CLAIM,
+    warmup_cosine.CLAIM,
+    bf16_mixed.CLAIM,
+    precision_policies.CLAIM,
+    adaptive_precision.CLAIM,
+    packing.CLAIM,
+    int8.CLAIM,
+    activation_checkpointing.CLAIM,
+    zero_memory.CLAIM,
+    planned_memory.CLAIM,
+    pipeline_utilisation.CLAIM,
+    three_dimensional_parallelism.CLAIM,
+    gradient_compression.CLAIM,
+    compressed_links.CLAIM,
+    topology.CLAIM,
+    hogwild.CLAIM,
+    efficiency_20x.CLAIM,
+    loss_scaling.CLAIM,
+    adaptive_clipping.CLAIM,
+    dynamic_decay.CLAIM,
+    sparse_updates.CLAIM,
+)
+
+
+def select(names: Sequence[str]) -> list[Claim]:
+    """The claims called `names`, in that order; all of them for no names. Unknown names raise `ConfigError`.
+
+    Hyphens stand for underscores.
+    """
+    names = [name.replace("-", "_") for name in names]
+    known = {claim.name: claim for claim in CLAIMS}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{name}: is no claim; the ledger has {', '.join(known)}")
+    return [known[name] for name in names] if names else list(CLAIMS)
+
+
+def listing() -> list[tuple[str, str]]:
+    """`(name, statement)` of every claim."""
+    return [(claim.name, claim.statement) for claim in CLAIMS]
+
+
+def prove(
+    names: Sequence[str], *, quick: bool, results: Path, page: Path, progress: Progress
+) -> list[tuple[Claim, Result]]:
+    """Measure the claims called `names` (all for none), one after the other.
+
+    Writes one JSON file per claim into `results` and renews `page` (Markdown) from everything in that folder. What a
+    claim has tuned is kept in `results`/tuning: a call that was interrupted goes on from there.
+    """
+    outcomes = []
+    for folder in (results, page.parent):
+        try:  # before hours of measuring
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot be made ({error.strerror}); name another folder") from None
+    with tempfile.TemporaryDirectory(prefix="modelwright-claims-") as scratch:
+        setting = Setting(quick=quick, folder=Path(scratch), progress=progress, kept=results / "tuning")
+        for claim in select(names):
+            around = circumstances()
+            start = time.perf_counter()
+            result = claim.measure(setting)
+            wall_s = time.perf_counter() - start
+            write_result(claim, result, quick=quick, wall_s=wall_s, around=around, folder=results)
+            progress.note(f"{claim.name}: {result.verdict}")
+            write_page(results, page)
+            outcomes.append((claim, result))
+    return outcomes
+
+
+def write_page(results: Path, page: Path) -> None:
+    """Renew the claims page from the result files."""
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(page, render(CLAIMS, read_results(results)))

@@ -1,0 +1,103 @@
+"""One rank of a pipeline whose steps are timed: `python -m modelwright_claims.pipeline_probe FOLDER`, one thread each.
+
+Reads FOLDER/probe.json, writes FOLDER/rank<r>.json: for every case and repeat the step's start and end by the clock
+that the processes of a machine share, and all spans. Gradients are computed and dropped: nothing is trained.
+"""
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelwright.core.config import parse
+from modelwright.data.batch import TokenBatch
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import World, join_world, lay_out
+from modelwright.parallel.pipeline import Pipeline
+from modelwright.parallel.split import agree, measure_layer_times, split_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeSize:
+    """The model and the batch, which every number of microbatches shares out; head width 32."""
+
+    model_dim: int
+    num_layers: int
+    vocab_size: int
+    seq_len: int
+    batch_rows: int
+    num_repeats: int
+
+    def model_config(self) -> ModelConfig:
+        return ModelConfig(
+            vocab_size=self.vocab_size,
+            num_layers=self.num_layers,
+            model_dim=self.model_dim,
+            num_heads=self.model_dim // 32,
+            num_kv_heads=self.model_dim // 64,
+            ffn_dim=self.model_dim * 8 // 3 // 16 * 16,
+            head_dim=32,
+            max_seq_len=self.seq_len,
+        )
+
+    def batch(self) -> TokenBatch:
+        """Full rows of one document each: every microbatch costs the same."""
+        draw = torch.Generator().manual_seed(0)
+        tokens = torch.randint(self.vocab_size, (self.batch_rows, self.seq_len), generator=draw)
+        return TokenBatch(
+            input_ids_BT=tokens,
+            labels_BT=tokens.roll(-1, dims=1),
+            positions_BT=torch.arange(self.seq_len).repeat(self.batch_rows, 1),
+            segments_BT=torch.zeros(self.batch_rows, self.seq_len, dtype=torch.int32),
+        )
+
+
+def measure_case(case: dict[str, Any], size: ProbeSize, model: Decoder, world: World) -> list[dict[str, Any]]:
+    """Every timed step of one schedule and number of microbatches; the first step is not counted."""
+    config = parse(ParallelConfig, case["layout"])
+    mesh = lay_out(world, config)
+    pipeline = Pipeline(model, config, mesh, passes=lambda part: part)
+    batch = size.batch()
+    parts = batch.split(case["num_microbatches"])
+
+    def loss_of(output_BTD: Tensor, part: TokenBatch) -> Tensor:
+        loss = pipeline.model.cross_entropy(output_BTD, part.labels_BT, chunk_tokens=512)
+        return loss / batch.num_tokens
+
+    steps = []
+    for _ in range(1 + size.num_repeats):
+        world.barrier()
+        start = time.perf_counter()
+        pipeline.train(parts, loss_of)
+        steps.append(
+            {"start": start, "end": time.perf_counter(), "spans": list(map(asdict, pipeline.timeline.spans()))}
+        )
+        pipeline.model.zero_grad(set_to_none=True)
+    return steps[1:]
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    plan = json.loads((folder / "probe.json").read_text())
+    size = ProbeSize(**plan["size"])
+    with join_world(torch.device("cpu")) as world:
+        model = Decoder(size.model_config())
+        model.init_weights(0)
+        costs = agree(measure_layer_times(model, size.batch().split(size.batch_rows)[0]), world)
+        steps = {}
+        for case in plan["cases"]:
+            num_stages = case["layout"]["pipeline"] * case["layout"]["stages_per_rank"]
+            case["layout"]["layers_per_stage"] = list(split_layers(costs, num_stages))
+            steps[case["name"]] = measure_case(case, size, model, world)
+        (folder / f"rank{world.rank}.json").write_text(json.dumps({"steps": steps, "costs": asdict(costs)}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

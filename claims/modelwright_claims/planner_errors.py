@@ -1,0 +1,54 @@
+"""The planner's measured errors, taken from the results: `python -m modelwright_claims.planner_errors`.
+
+The product ships them as data, so that `modelwright plan` can state them without the results.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import modelwright.plan
+from modelwright.core.artifacts import write_atomic
+from modelwright.plan.measured import DATA_FILE, MeasuredError
+from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
+from modelwright_claims.planned_memory import HEAP_GAPS, PLANNED_HEAP_GAPS
+from modelwright_claims.results import read_results
+
+RESULTS = Path("benchmarks/results")
+
+
+def planner_errors(records: Sequence[Mapping[str, Any]]) -> list[MeasuredError]:
+    """Return the error of each full measurement in which predicted peaks were compared with real ones."""
+    gap_figures = {"as configured": HEAP_GAPS, "as planned": PLANNED_HEAP_GAPS}
+    return [
+        MeasuredError(
+            claim=record["name"],
+            processor=record["machine"]["processor"],
+            date=record["date"],
+            num_predictions=len(record["samples"][MEMORY_ERRORS]),
+            max_error_percent=round(max(map(abs, record["samples"][MEMORY_ERRORS])), 2),
+            heap_gap_percent={
+                step: round(record["figures"][name]["value"], 1)
+                for step, name in gap_figures.items()
+                if name in record["figures"]
+            },
+        )
+        for record in records
+        if record["samples"].get(MEMORY_ERRORS) and not record["quick"]
+    ]
+
+
+def as_json(errors: Sequence[MeasuredError]) -> str:
+    return json.dumps([asdict(error) for error in errors], indent=1) + "\n"
+
+
+def main() -> None:
+    """Write the errors in `benchmarks/results` into the source of `modelwright.plan`."""
+    (package,) = modelwright.plan.__path__
+    write_atomic(Path(package) / DATA_FILE, as_json(planner_errors(read_results(RESULTS))))
+
+
+if __name__ == "__main__":
+    main()

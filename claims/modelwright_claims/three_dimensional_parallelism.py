@@ -1,0 +1,133 @@
+"""Claim: combining data, pipeline and tensor parallelism trains more tokens per device than one device after the other.
+
+The published figure names no baseline. The one that it can be held against is plain model parallelism, whose devices
+wait for each other: n devices then do the work of one, so that no layout can be more than n times as fast per device.
+"""
+
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from modelwright.model.config import ModelConfig
+from modelwright.parallel.config import ParallelConfig
+from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.config import TrainConfig
+from modelwright_claims import memory_probe
+from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.memory_probe import Probe
+
+TARGET = 4.2
+BASELINE = "layers to devices"
+SEQ_LEN = 256
+NUM_MICROBATCHES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a number of ranks is laid out, and into how many microbatches each copy cuts its rows."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    num_microbatches: int = 1
+
+
+def layouts(num_ranks: int) -> dict[str, Layout]:
+    """The baseline, every axis alone, and their products where there are ranks enough."""
+    found = {
+        BASELINE: Layout(parallel=ParallelConfig(pipeline=num_ranks)),
+        "pipeline": Layout(parallel=ParallelConfig(pipeline=num_ranks), num_microbatches=NUM_MICROBATCHES),
+        "tensor": Layout(parallel=ParallelConfig(tensor=num_ranks)),
+        "data": Layout(parallel=ParallelConfig(data=num_ranks)),
+        "data, sharded": Layout(parallel=ParallelConfig(data=num_ranks, shard="full")),
+    }
+    if num_ranks % 4 == 0:
+        two_by_two = ParallelConfig(pipeline=2, data=num_ranks // 2)
+        found["pipeline x data"] = Layout(parallel=two_by_two, num_microbatches=NUM_MICROBATCHES)
+    if num_ranks % 8 == 0:
+        cube = ParallelConfig(pipeline=2, data=num_ranks // 4, tensor=2)
+        found["pipeline x data x tensor"] = Layout(parallel=cube, num_microbatches=NUM_MICROBATCHES)
+    return found
+
+
+def measure(setting: Setting) -> Result:
+    """As many ranks as there are cores (2, 4 or 8), one thread each, the same global batch under every layout."""
+    cores = os.cpu_count() or 1
+    if cores < 2:
+        reason = "one core: there is no second device to wait for"
+        return Result(kind="cannot be tested here", reason=reason, figures={})
+    num_ranks = max(number for number in (2, 4, 8) if number <= cores)
+    width, num_rows, repeats = (128, 16, 1) if setting.quick else (256, 16 * num_ranks, 3)
+    model = ModelConfig(
+        vocab_size=2048,
+        num_layers=8,
+        model_dim=width,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=width // 8,
+        ffn_dim=width * 8 // 3 // 16 * 16,
+        max_seq_len=SEQ_LEN,
+        tie_embeddings=False,
+    )
+    cases = layouts(num_ranks)
+    probes = [probe(model, layout, num_rows) for layout in cases.values()]
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for repeat in range(repeats):
+        setting.progress.note(f"three_dimensional_parallelism: round {repeat + 1} of {repeats}")
+        for name, ranks in zip(cases, memory_probe.measure_all(probes, num_ranks=num_ranks), strict=True):
+            seconds[name].append(max(measured.step_s for measured in ranks))
+    return judge(seconds, model, num_ranks=num_ranks, num_rows=num_rows)
+
+
+def probe(model: ModelConfig, layout: Layout, num_rows: int) -> Probe:
+    train = TrainConfig(
+        num_steps=memory_probe.NUM_STEPS,
+        batch_tokens=num_rows * SEQ_LEN,
+        num_microbatches=layout.num_microbatches,
+        precision=PrecisionConfig(policy="fp32"),
+        checkpoint_every_minutes=0,
+        keep_best=False,
+    )
+    return Probe(model=model, train=train, parallel=layout.parallel, seq_len=SEQ_LEN)
+
+
+def judge(seconds: Mapping[str, Sequence[float]], model: ModelConfig, *, num_ranks: int, num_rows: int) -> Result:
+    """Met when the fastest layout is the published number of times as fast as the baseline on the same devices."""
+    step_s = {name: statistics.median(samples) for name, samples in seconds.items()}
+    ratios = {name: step_s[BASELINE] / taken for name, taken in step_s.items()}
+    best = max(ratios, key=ratios.__getitem__)
+    tokens = num_rows * SEQ_LEN
+    reason = (
+        f"{ratios[best]:.2f}x tokens per device per second at best ({best}) against {num_ranks} devices that work one "
+        f"after the other, of at most {num_ranks}x that {num_ranks} devices allow"
+    )
+    if num_ranks < TARGET:
+        reason += f"; {TARGET}x needs at least {int(TARGET) + 1}"
+    return Result(
+        kind="met" if ratios[best] >= TARGET else "short",
+        reason=reason,
+        figures={f"against {BASELINE}: {name}": Figure(value=value, unit="x") for name, value in ratios.items()}
+        | {
+            f"tokens per device per second: {name}": Figure(value=tokens / taken / num_ranks, unit="tokens/s")
+            for name, taken in step_s.items()
+        },
+        conditions={
+            "devices": f"{num_ranks} processes of one thread, gloo on this machine",
+            "parameters": model.num_parameters,
+            "batch": f"{num_rows} rows of {SEQ_LEN} tokens, {NUM_MICROBATCHES} microbatches in pipelines",
+        },
+        samples={f"step, s: {name}": list(samples) for name, samples in seconds.items()},
+    )
+
+
+CLAIM = Claim(
+    name="three_dimensional_parallelism",
+    statement="Three-dimensional parallelism trains 4.2 times as many tokens per device.",
+    source="published guides to DeepSeek-style training; the layouts: Narayanan et al. 2021 "
+    "(https://arxiv.org/abs/2104.04473)",
+    published="4.2x per-device throughput, against a baseline that is not told",
+    compared="the same global batch on the same processes: layers handed from device to device without microbatches, "
+    "against every axis alone and their products",
+    target=f"the fastest layout at least {TARGET}x the baseline",
+    headline=(f"against {BASELINE}: data", f"against {BASELINE}: pipeline", f"against {BASELINE}: tensor"),
+    measure=measure,
+)

@@ -1,0 +1,171 @@
+"""Claim: ZeRO divides a model's states by the number of ranks; and the planner's memory model, checked on the way."""
+
+from collections.abc import Mapping, Sequence
+
+from modelwright.core.errors import ConfigError
+from modelwright.memory.activations import Segment, block_shape
+from modelwright.model.config import ModelConfig
+from modelwright.ops import cpu_kernels
+from modelwright.parallel.config import ParallelConfig, Shard
+from modelwright.plan.catalog import DEVICES, MODELS
+from modelwright.plan.layout import Job
+from modelwright.plan.memory import RankPart, rank_memory
+from modelwright.plan.search import propose
+from modelwright.plan.traffic import Cluster
+from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.config import TrainConfig
+from modelwright_claims import memory_probe
+from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
+from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.memory_probe import Measured, Probe
+
+TARGET = 10.0
+LARGE = "gpt3-175b"
+_FP32, _STATES = 4, 12
+Case = tuple[Shard, int]
+
+
+def measure(setting: Setting) -> Result:
+    """States between steps and the peak of a step, on the first rank of 1, 2, 4 and 8, for each ZeRO stage."""
+    width, num_layers, vocab = (512, 4, 2048) if setting.quick else (768, 8, 4096)
+    model = ModelConfig(
+        vocab_size=vocab,
+        num_layers=num_layers,
+        model_dim=width,
+        num_heads=width // 64,
+        num_kv_heads=width // 64,
+        head_dim=64,
+        ffn_dim=width * 8 // 3 // 16 * 16,
+        max_seq_len=128,
+        tie_embeddings=False,
+    )
+    counts = (1, 2) if setting.quick else (1, 2, 4, 8)
+    shards: tuple[Shard, ...] = ("none", "full") if setting.quick else ("none", "optimizer", "gradients", "full")
+    found: dict[Case, Measured] = {}
+    for count in counts:
+        for shard in shards[:1] if count == 1 else shards:
+            setting.progress.note(f"zero_memory: {shard}, {count} ranks")
+            found[shard, count] = memory_probe.measure(probe(model, shard, count), num_ranks=count)[0]
+    estimates = {case: estimated_bytes(model, *case) for case in found}
+    return judge(found, estimates, model, large=large_model(quick=setting.quick))
+
+
+def probe(model: ModelConfig, shard: Shard, num_ranks: int) -> Probe:
+    """One row for each rank."""
+    train = TrainConfig(
+        num_steps=memory_probe.NUM_STEPS,
+        batch_tokens=model.max_seq_len * num_ranks,
+        precision=PrecisionConfig(policy="fp32"),
+        checkpoint_every_minutes=0,
+        keep_best=False,
+    )
+    parallel = ParallelConfig(shard=shard, share_memory=False)
+    return Probe(model=model, train=train, parallel=parallel, seq_len=model.max_seq_len)
+
+
+def theory_bytes(model: ModelConfig, shard: Shard, num_ranks: int) -> float:
+    """Weights and two optimizer states in FP32 between steps; FSDP2 divides both at every stage."""
+    return _STATES * model.num_parameters / (1 if shard == "none" else num_ranks)
+
+
+def estimated_bytes(model: ModelConfig, shard: Shard, num_ranks: int) -> int:
+    """What the planner says of the peak."""
+    part = RankPart(
+        segments=(Segment(num_layers=1, recompute=False),) * model.num_layers,
+        shape=block_shape(
+            model, compute="fp32", mean_context=model.max_seq_len / 2, fused=cpu_kernels.are_used_on("cpu")
+        ),
+        num_tokens=model.max_seq_len,
+        shard=shard,
+        sharing=1 if shard == "none" else num_ranks,
+        copies=num_ranks if shard == "none" else 1,
+        async_checkpoints=False,
+    )
+    memory = rank_memory(model, part)
+    return memory.total - memory.process
+
+
+def large_model(*, quick: bool) -> dict[str, float]:
+    """The planner on a model of 175 billion parameters: states in all, and the fewest hosts of 8 x 80 GB that do."""
+    model, card = MODELS[LARGE], DEVICES["h100"]
+    facts = {"states": 16.0 * model.num_parameters}
+    for num_hosts in () if quick else (4, 8, 16, 32):
+        cluster = Cluster(
+            num_hosts=num_hosts,
+            devices_per_host=8,
+            memory_bytes=card.memory_bytes,
+            compute=card.rate("bf16", name="h100"),
+            host_bytes_per_s=card.host_bytes_per_s,
+            network_bytes_per_s=card.network_bytes_per_s,
+        )
+        job = Job(model=model, seq_len=model.max_seq_len, batch_tokens=model.max_seq_len * 1536)
+        try:
+            fitting = propose(job, cluster).fitting
+        except ConfigError:
+            continue
+        if fitting:
+            least = min(fitting, key=lambda one: one.memory.total)
+            return facts | {"devices": float(cluster.num_devices), "per device": float(least.memory.total)}
+    return facts
+
+
+def judge(
+    found: Mapping[Case, Measured], estimates: Mapping[Case, int], model: ModelConfig, *, large: Mapping[str, float]
+) -> Result:
+    """Met when states are within `TARGET` percent of theory in every case, and so is the planner's peak."""
+    states = {case: m.states_bytes for case, m in found.items()}
+    off = {case: 100 * (value / theory_bytes(model, *case) - 1) for case, value in states.items()}
+    errors = {case: 100 * (estimates[case] / m.peak_bytes - 1) for case, m in found.items()}
+    worst, worst_error = max(map(abs, off.values())), max(map(abs, errors.values()))
+    reason = (
+        f"states at most {worst:.1f}% off theory over {len(off)} cases, the planner's peaks {worst_error:.1f}%; "
+        f"a model of {MODELS[LARGE].num_parameters / 1e9:.0f} billion parameters has "
+        f"{large['states'] / 1e12:.2f} TB of states here (16 bytes a parameter: FP32 weights, gradients and Adam), "
+        "which dividing does not make less in all"
+    )
+    figures = {
+        "largest error of states against theory": Figure(value=worst, unit="%"),
+        "planner's largest error": Figure(value=worst_error, unit="%"),
+        **{
+            f"states on a rank, {shard}, {count} ranks": Figure(value=value / 2**20, unit="MiB")
+            for (shard, count), value in states.items()
+        },
+        "175B, states in all, planned": Figure(value=large["states"] / 1e12, unit="TB"),
+    }
+    if "devices" in large:
+        figures["175B, 80 GB devices needed, planned"] = Figure(value=large["devices"], unit="")
+        figures["175B, on each device, planned"] = Figure(value=large["per device"] / 1e9, unit="GB")
+        figures["175B, in all, planned"] = Figure(value=large["devices"] * large["per device"] / 1e12, unit="TB")
+    return Result(
+        kind="met" if max(worst, worst_error) <= TARGET else "short",
+        reason=reason,
+        figures=figures,
+        conditions={
+            "parameters": model.num_parameters,
+            "rows": f"one of {model.max_seq_len} tokens on each rank",
+            "states in theory": "12 bytes a parameter between steps, divided by the ranks",
+        },
+        samples={
+            **_samples("bytes of states", {case: m.states_bytes for case, m in found.items()}),
+            **_samples("peak bytes", {case: m.peak_bytes for case, m in found.items()}),
+            MEMORY_ERRORS: list(errors.values()),
+        },
+    )
+
+
+def _samples(what: str, values: Mapping[Case, int]) -> dict[str, Sequence[float]]:
+    return {f"{what}, {shard}, {count} ranks": [value] for (shard, count), value in values.items()}
+
+
+CLAIM = Claim(
+    name="zero_memory",
+    statement="Dividing optimizer states, gradients and parameters among n ranks leaves each with an n-th of "
+    "the states.",
+    source="Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020 "
+    "(arXiv:1910.02054)",
+    published="1.2 TB -> 300 to 384 GB for a model of 175 billion parameters; in theory 1/n of the states at stage 3",
+    compared="memory held between steps and peak of a step on one rank of 1, 2, 4 and 8, by ZeRO stage, against "
+    "12 bytes a parameter over n and against the planner; the large model by the planner alone",
+    target=f"states within {TARGET:.0f}% of theory and the planner's peaks within {TARGET:.0f}% of what was measured",
+    measure=measure,
+)
