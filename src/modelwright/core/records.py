@@ -28,7 +28,7 @@ class Recorder:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = [record for record in read_records(path) if record.get("step", -1) < first_step]
-            write_atomic(path, "".join(_line(record) for record in kept))
+            write_atomic(path, "".join(json_line(record) for record in kept))
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the recorder
             self._mirror = FileWriter(str(tensorboard), flush_secs=20)
             self._mirror.add_event(_start(), first_step)
@@ -36,7 +36,7 @@ class Recorder:
     def write(self, step: int, **values: float | int | str | bool) -> None:
         """Record `values` at `step`. Numbers that are not finite are written as the strings `nan`, `inf`, `-inf`."""
         with writing(self.path):
-            self._file.write(_line({"step": step, **values}))
+            self._file.write(json_line({"step": step, **values}))
             self._file.flush()
             # One event for all of them: `SummaryWriter`'s one for each takes ten times as long, milliseconds a step.
             self._mirror.add_summary(_summary(values), step)
@@ -103,6 +103,14 @@ def _percentile(ordered: Sequence[float], fraction: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
-def _line(record: dict[str, Any]) -> str:
-    safe = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-    return json.dumps(safe) + "\n"
+def json_line(record: Mapping[str, Any]) -> str:
+    """A record as one line of JSON; numbers that are not finite become the strings `nan`, `inf`, `-inf`."""
+    return json.dumps(_finite(record), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value

@@ -3,8 +3,6 @@
 Knows no rank: replicas see equal norms, and so have equal histories.
 """
 
-import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 
 from modelwright.core.errors import ConfigError
+from modelwright.core.outliers import percentile_limit, zscore_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +42,8 @@ class AdaptiveClipConfig:
             return floor
         recent = norms[-self.window :]
         if self.kind == "percentile":
-            ordered = sorted(recent)
-            found = ordered[max(0, math.ceil(self.percentile / 100.0 * len(ordered)) - 1)]
-        else:
-            found = statistics.fmean(recent) + self.deviations * statistics.pstdev(recent)
-        return max(floor, found)
+            return max(floor, percentile_limit(recent, self.percentile))
+        return max(floor, zscore_limit(recent, self.deviations))
 
 
 def scale_to_norm(gradients: list[Tensor], norm: float, max_norm: float) -> None:

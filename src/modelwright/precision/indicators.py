@@ -33,6 +33,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from modelwright.core.outliers import ratio_limit
 from modelwright.model.decoder import Product
 from modelwright.ops.formats import E4M3, FLOATS, GRIDS, Format, Role
 from modelwright.ops.scaled import BLOCK, ROWWISE, TENSORWISE, Grid, dequantise, quantise
@@ -378,7 +379,7 @@ def outlier_share(norms: Sequence[float]) -> float:
     finite = [norm for norm in norms if math.isfinite(norm)]
     if not finite:
         return float(bool(norms))
-    limit = OUTLIER * statistics.median(finite)
+    limit = ratio_limit(finite, OUTLIER)
     return sum(norm > limit or not math.isfinite(norm) for norm in norms) / len(norms)
 
 

@@ -1,0 +1,61 @@
+"""A log of rare events of a run, as JSON lines that a checkpoint can take back. Metrics of every step: records.py."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.errors import writing
+from modelwright.core.records import json_line, read_records
+
+MAX_EVENTS = 1000
+
+
+class EventLog:
+    """Keeps events in memory on every rank and writes them to `path` on the first one.
+
+    A reader sees whole lines only, whenever the process is killed. Events past `max_events` are dropped. A file that an
+    earlier process left is emptied, since the run repeats its events after a checkpoint, which holds those before it;
+    with `keep_existing` it is continued instead: for events that are not in checkpoints.
+    """
+
+    def __init__(
+        self, path: Path, *, is_first: bool = True, max_events: int = MAX_EVENTS, keep_existing: bool = False
+    ) -> None:
+        self.path = path
+        self.is_first = is_first
+        self.max_events = max_events
+        self.events: list[dict[str, Any]] = read_records(path)[:max_events] if keep_existing else []
+        if is_first and path.exists():
+            self._rewrite()  # drops a last line that a power failure has cut off
+
+    def append(self, **event: Any) -> bool:
+        """Add an event, a line; False when the log is full. Numbers that are not finite become text."""
+        if len(self.events) >= self.max_events:
+            return False
+        line = json_line(event)
+        self.events.append(json.loads(line))
+        if self.is_first:
+            self._append(line)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"events": list(self.events)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the events of a checkpoint and write the file as it was then."""
+        self.events = list(state["events"])
+        if self.is_first and (self.events or self.path.exists()):
+            self._rewrite()
+
+    def _append(self, line: str) -> None:
+        """One write to the end of the file, which a kill cannot cut in two. Power failures are left to checkpoints."""
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "ab") as file:
+                file.write(line.encode())
+
+    def _rewrite(self) -> None:
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.path, "".join(map(json_line, self.events)))
