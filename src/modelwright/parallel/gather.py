@@ -32,12 +32,13 @@ def whole_weights(model: nn.Module, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
 
 def _owners(mine: Mapping[str, Tensor], mesh: Mesh) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
     """The first stage that holds each name, with shape and type, in the same order on all ranks."""
-    names: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(mesh.pipeline.size)]
-    dist.all_gather_object(names, {name: (w.shape, w.dtype) for name, w in mine.items()}, group=mesh.pipeline.group)
+    mine_as_json = {
+        name: (list(weight.shape), str(weight.dtype).removeprefix("torch.")) for name, weight in mine.items()
+    }
     found: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
-    for stage, held in enumerate(names):
+    for stage, held in enumerate(mesh.pipeline.gather_json(mine_as_json)):
         for name, (shape, dtype) in held.items():
-            found.setdefault(name, (stage, shape, dtype))
+            found.setdefault(name, (stage, torch.Size(shape), getattr(torch, dtype)))
     return found
 
 

@@ -30,7 +30,6 @@ MIN_PAIR_S = 0.02
 NUM_PASSES = 2
 FIRST_PROBE_BYTES = 4096
 LAST_PROBE_BYTES = 64 * 2**20
-NAME_BYTES = 256
 GAP = 2.0
 """Links that differ by less than this factor are of one kind."""
 
@@ -142,7 +141,7 @@ def measure_links(world: World, config: LinksConfig | None = None, *, host: str 
     none. A file that cannot be read is measured anew and replaced.
     """
     config = config or LinksConfig()
-    hosts = _gather_names(world, host or socket.gethostname())
+    hosts = tuple(world.gather_json(host or socket.gethostname()))
     if world.size == 1:
         return Links(hosts=hosts, latency_s=((0.0,),), bytes_per_s=((0.0,),))
     cached = _read_cache(Path(config.cache), hosts, config.max_age_days) if config.cache and world.is_first else None
@@ -152,12 +151,6 @@ def measure_links(world: World, config: LinksConfig | None = None, *, host: str 
         if config.cache and world.is_first:
             _write_cache(Path(config.cache), links)
     return links
-
-
-def _gather_names(world: World, host: str) -> tuple[str, ...]:
-    encoded = host.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
-    mine = torch.tensor(list(encoded), dtype=torch.uint8, device=world.device)
-    return tuple(bytes(row).rstrip(b"\0").decode(errors="replace") for row in world.all_gather(mine).tolist())
 
 
 def _share(world: World, hosts: tuple[str, ...], links: Links | None) -> Links | None:

@@ -5,10 +5,12 @@ along the axes of a mesh; along each axis they are a smaller world. One process 
 collectives do nothing. Knows nothing about models or gradients.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -62,6 +64,27 @@ class World:
         gathered = tensor.new_empty((self.size, *tensor.shape))
         dist.all_gather(list(gathered.unbind(0)), tensor.contiguous(), group=self.group)
         return gathered
+
+    def gather_bytes(self, message: Tensor) -> list[Tensor]:
+        """The messages [bytes, uint8, on the CPU] of all ranks, of any lengths, in rank order.
+
+        Collectives want equal shapes: lengths are gathered first, then every message padded to the longest.
+        """
+        lengths = self.all_gather(torch.tensor(len(message), device=self.device)).tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
+        padded[: len(message)] = message.to(self.device)
+        gathered = self.all_gather(padded).cpu() if max(lengths) else padded.cpu().expand(self.size, 0)
+        return [row[:length] for row, length in zip(gathered, lengths, strict=True)]
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order. They are made of what JSON has; tuples arrive as lists.
+
+        JSON instead of PyTorch's object collectives, which unpickle what arrives: a pickle can run any code.
+        """
+        if self.size == 1:
+            return [json.loads(json.dumps(value))]
+        message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        return [json.loads(other.numpy().tobytes()) for other in self.gather_bytes(message)]
 
     def start_ring_shift(self, tensor: Tensor, *, tag: int = 0) -> Callable[[], Tensor]:
         """Begin to send a tensor to the next rank and to receive the previous rank's; the first follows the last.

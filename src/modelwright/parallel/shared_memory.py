@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from modelwright.core.errors import ConfigError, ModelwrightError, StorageError, writing
@@ -107,10 +106,7 @@ def _make_file(num_bytes: int) -> str:
 
 def _same_on_all(world: World, path: str, problem: str) -> str:
     """The first process's path and problem on all of them."""
-    told = [(path, problem)]
-    if world.size > 1:
-        dist.broadcast_object_list(told, group_src=0, group=world.group)
-    path, problem = told[0]
+    path, problem = world.gather_json((path, problem))[0]
     if problem:
         raise StorageError(problem)
     if any(world.maxima(not os.path.exists(path))):
