@@ -1,9 +1,9 @@
 """An INT8 model beside the model that it was made from: size, speed, agreement."""
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch import Tensor
 from modelwright.compress.int8 import weight_bytes
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Decoder
+from modelwright.ops.microbenchmark import in_turn, seconds_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +82,10 @@ def measure_speed(
 ) -> SpeedPair:
     """Time forward passes up to each stream's next logits: `num_tokens` of 1 is the shape of decoding (without what
     attention reads of a cache), more that of a prompt."""
-    passes = [_one_pass(model, num_streams, num_tokens) for model in (reference, int8)]
-    times: tuple[list[float], list[float]] = ([], [])
-    for repeat in range(repeats + 1):
-        for run, record in zip(passes, times, strict=True):
-            start = time.perf_counter()
-            run()
-            if repeat:
-                record.append(time.perf_counter() - start)
-    slow, fast = (num_streams * num_tokens / statistics.median(record) for record in times)
+    passes = {name: _one_pass(model, num_streams, num_tokens) for name, model in (("fp32", reference), ("int8", int8))}
+    measures = {name: partial(seconds_of, run, "cpu") for name, run in passes.items()}
+    times = in_turn(measures, num_rounds=repeats, num_warmups=1)
+    slow, fast = (num_streams * num_tokens / statistics.median(times[name]) for name in ("fp32", "int8"))
     return SpeedPair(
         num_streams=num_streams, num_tokens=num_tokens, reference_tokens_per_s=slow, int8_tokens_per_s=fast
     )

@@ -8,9 +8,9 @@ is not stored again.
 
 import json
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -32,6 +32,7 @@ from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError, ModelError, writing
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.ops.microbenchmark import repeated, seconds_of
 
 FORMAT = "modelwright-int8"
 EMBEDDING = "embedding"
@@ -167,10 +168,7 @@ def backend_seconds(backend: Backend, matrices: list[tuple[Tensor, Tensor]], *, 
     for weight, scale in matrices:
         linear = Int8Linear(weight, scale, backend)
         x = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(0))
-        times = []
-        for _ in range(4):
-            start = time.perf_counter()
-            linear(x)
-            times.append(time.perf_counter() - start)
-        total += statistics.median(times[1:])
+        product = partial(linear, x)
+        times = repeated(lambda product=product: seconds_of(product, "cpu"), num_rounds=3, num_warmups=1)
+        total += statistics.median(times)
     return total

@@ -5,13 +5,13 @@ it once. Which of the two is faster is measured on the spot; an INT8 head brings
 """
 
 import statistics
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from modelwright.model.decoder import Decoder
+from modelwright.ops.microbenchmark import repeated, seconds_of
 
 Product = Callable[[Tensor], Tensor]
 """Hidden states [rows, D] to logits [rows, V]."""
@@ -51,10 +51,6 @@ def _seconds(product: Product, width: int) -> float:
     total = 0.0
     for rows in _ROWS:
         x = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
-        times = []
-        for _ in range(4):
-            start = time.perf_counter()
-            product(x)
-            times.append(time.perf_counter() - start)
-        total += statistics.median(times[1:])
+        times = repeated(lambda x=x: seconds_of(lambda: product(x), "cpu"), num_rounds=3, num_warmups=1)
+        total += statistics.median(times)
     return total

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modelwright.core.errors import ConfigError
+from modelwright.ops.microbenchmark import repeated, seconds_of
 from modelwright.parallel.links import Links, LinksConfig, measure_links
 from modelwright.parallel.mesh import World
 from modelwright.parallel.placement import Traffic, place
@@ -42,7 +44,7 @@ Algorithm = Literal["auto", "flat", "ring", "doubling", "tree", "hierarchical_ri
 """Those that need groups of near ranks (hierarchical, sharded) are a ring where the links show none."""
 
 FLAT_PROBE_BYTES = (64, 2**18)
-FLAT_REPEATS = 5
+FLAT_REPEATS = 4
 RING_EVALUATIONS = 1000
 """Search for a ring's order: it starts from orders along the fastest links, which are nearly always right."""
 AHEAD_BYTES = 2**20
@@ -345,14 +347,9 @@ def measure_flat(world: World) -> FlatCost:
     taken = []
     for num_bytes in FLAT_PROBE_BYTES:
         message = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
-        repeats = []
-        for _ in range(FLAT_REPEATS):
-            start = time.perf_counter()
-            world.all_reduce_sum(message)
-            message[:1].item()  # on an accelerator the sum is there only now
-            repeats.append(time.perf_counter() - start)
-        least = [-value for value in world.maxima(*[-value for value in repeats])]
-        taken.append(min(least[1:]))
+        once = partial(seconds_of, partial(world.all_reduce_sum, message), world.device)
+        repeats = repeated(once, num_rounds=FLAT_REPEATS, num_warmups=1)
+        taken.append(min(-value for value in world.maxima(*[-value for value in repeats])))
     (small, large), (few, many) = taken, FLAT_PROBE_BYTES
     s_per_byte = max(large - small, 0.0) / (many - few)
     return FlatCost(latency_s=max(small - few * s_per_byte, 0.0), s_per_byte=s_per_byte)

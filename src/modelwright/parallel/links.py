@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError
+from modelwright.ops.microbenchmark import seconds_of
 from modelwright.parallel.mesh import World
 
 Matrix = tuple[tuple[float, ...], ...]
@@ -241,13 +242,14 @@ def _timed(world: World, peer: int, num_bytes: int) -> float:
     """Seconds from sending `num_bytes` (after a header that says so) until the peer's answer is here."""
     header, answer = torch.tensor([num_bytes], device=world.device), torch.zeros(1, device=world.device)
     payload = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
-    start = time.perf_counter()
-    dist.send(header, group=world.group, group_dst=peer)
-    if num_bytes:
-        dist.send(payload, group=world.group, group_dst=peer)
-    dist.recv(answer, group=world.group, group_src=peer)
-    answer.item()  # on an accelerator the value is there only now
-    return time.perf_counter() - start
+
+    def round_trip() -> None:
+        dist.send(header, group=world.group, group_dst=peer)
+        if num_bytes:
+            dist.send(payload, group=world.group, group_dst=peer)
+        dist.recv(answer, group=world.group, group_src=peer)
+
+    return seconds_of(round_trip, world.device)
 
 
 def _answer(world: World, peer: int) -> None:

@@ -19,6 +19,7 @@ from modelwright.data.batch import TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.ops.microbenchmark import repeated, seconds_of
 from modelwright.parallel.mesh import World
 
 
@@ -140,21 +141,15 @@ def _alone(model: Decoder, block: torch.nn.Module) -> Decoder:
 def _median_time(
     part: Callable[[Tensor], Tensor], hidden_BTD: Tensor, repeats: int, clock: Callable[[], float]
 ) -> float:
-    samples = []
-    for _ in range(repeats + 1):
-        leaf = hidden_BTD.clone().requires_grad_()
-        _settle(leaf.device)
-        started = clock()
+    def forward_and_backward(leaf: Tensor) -> None:
         output = part(leaf)
         output.backward(torch.ones_like(output))
-        _settle(leaf.device)
-        samples.append(clock() - started)
-    return statistics.median(samples[1:])
 
+    def seconds() -> float:
+        leaf = hidden_BTD.clone().requires_grad_()
+        return seconds_of(lambda: forward_and_backward(leaf), leaf.device, clock=clock)
 
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return statistics.median(repeated(seconds, num_rounds=repeats, num_warmups=1))
 
 
 def agree(costs: LayerCosts, world: World) -> LayerCosts:

@@ -5,7 +5,6 @@ machine cannot flip it.
 """
 
 import glob
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,8 +21,8 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.core.resources import hardware, num_usable_cores
 from modelwright.model.config import ModelConfig
+from modelwright.ops.microbenchmark import in_turn, undisturbed
 from modelwright.ops.narrow import is_widened
-from modelwright.ops.rates import undisturbed
 from modelwright.pipeline.config import HardwareConfig, RunConfig
 from modelwright.plan.doctor import busy_note, measure_rates
 from modelwright.plan.estimate import size
@@ -211,11 +210,10 @@ def _settle_int8(config: RunConfig, previous: RunConfig | None, progress: Progre
     ]
 
     def measure() -> dict[Backend, float]:
-        """The best of a few, in turn, so that other work on the machine meets all backends."""
-        times: dict[Backend, float] = dict.fromkeys(usable, math.inf)
-        for _ in range(INT8_ROUNDS):
-            times = {name: min(times[name], backend_seconds(name, matrices)) for name in usable}
-        return times
+        measures: dict[Backend, Callable[[], float]] = {
+            name: partial(backend_seconds, name, matrices) for name in usable
+        }
+        return {name: min(times) for name, times in in_turn(measures, num_rounds=INT8_ROUNDS).items()}
 
     times = undisturbed(measure, OtherProcesses()).value
     best = min(times, key=lambda name: times[name])

@@ -20,7 +20,8 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.resources import hardware, load, num_usable_cores
 from modelwright.model.config import ModelConfig
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
-from modelwright.ops.rates import NUM_ROUNDS, Undisturbed, best_of_rounds, int8_linear_rate, matmul_rate, undisturbed
+from modelwright.ops.microbenchmark import Undisturbed, in_turn, undisturbed
+from modelwright.ops.rates import int8_linear_rate, matmul_rate
 from modelwright.plan.estimate import size
 from modelwright.plan.products import Product, Rate, effective_rate, forward_products, training_products
 
@@ -29,6 +30,7 @@ INT8_BACKENDS = ("fbgemm", "int_mm")
 INT8_TOKENS = {"decode": 8, "prefill": 256}
 """Rows of the products that INT8 is measured at: a few streams decoding, a prompt."""
 _PROBE_TOKENS = 64
+NUM_ROUNDS = 2
 _REPEATS = 2
 """In each round."""
 
@@ -172,7 +174,7 @@ def measure_int8(model: ModelConfig, *, budget_s: float = 6.0) -> dict[str, Any]
         measures = {
             (kind, product.shape): partial(rate, *product.shape) for product in products for kind, rate in kinds.items()
         }
-        found = undisturbed(partial(best_of_rounds, measures), OtherProcesses())
+        found = undisturbed(partial(_best_of_rounds, measures), OtherProcesses())
         times = torch.get_num_threads() / found.num_threads
         table[name] = {kind: effective_rate(products, partial(_known_rate, found.value, kind, times)) for kind in kinds}
     return table
@@ -260,7 +262,12 @@ def _best_rates(products: Mapping[str, list[Product]], rate: DtypeRate) -> dict[
         for same_product in zip(*products.values(), strict=True)
         for name, product in zip(products, same_product, strict=True)
     }
-    return best_of_rounds(measures)
+    return _best_of_rounds(measures)
+
+
+def _best_of_rounds(measures: Mapping[Any, Callable[[], float]]) -> dict[Any, float]:
+    """The highest rate of every measure: one busy moment must not lower any for good."""
+    return {key: max(rates) for key, rates in in_turn(measures, num_rounds=NUM_ROUNDS).items()}
 
 
 def _known_rate(best: Mapping[Any, float], kind: str, times: float, m: int, k: int, n: int) -> float:

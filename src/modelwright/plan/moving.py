@@ -1,10 +1,9 @@
 """What it costs to let activations wait elsewhere: FLOPs that could be computed while a byte moves there or back."""
 
-import time
-
 import torch
 
 from modelwright.memory.offload import Store
+from modelwright.ops.microbenchmark import seconds_of
 
 NUM_TENSORS, TENSOR_BYTES = 32, 8 * 2**20
 
@@ -15,16 +14,10 @@ def measure_flops_per_byte(store: Store, device: torch.device, flops_per_s: floa
     Files pass through the system's cache, as they do in training.
     """
     tensors = [torch.ones(TENSOR_BYTES // 4, device=device) for _ in range(NUM_TENSORS)]
-    _synchronise(device)
-    started = time.perf_counter()
-    fetches = [store.put(one) for one in tensors]
-    for fetch in reversed(fetches):
-        fetch()
-    _synchronise(device)
-    took = time.perf_counter() - started
-    return flops_per_s * took / (2 * NUM_TENSORS * TENSOR_BYTES)
 
+    def move_all() -> None:
+        fetches = [store.put(one) for one in tensors]
+        for fetch in reversed(fetches):
+            fetch()
 
-def _synchronise(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
+    return flops_per_s * seconds_of(move_all, device) / (2 * NUM_TENSORS * TENSOR_BYTES)

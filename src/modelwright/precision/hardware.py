@@ -1,14 +1,15 @@
 """How fast each format is here: seconds of a layer's three products at the shapes of the run, casts included; and who
 multiplies in FP32 the fastest."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from modelwright.core.errors import ConfigError
 from modelwright.ops.formats import Format
-from modelwright.ops.rates import seconds_of
+from modelwright.ops.microbenchmark import in_turn, own_clock, seconds_of
 from modelwright.precision.model import ModelFormats, fp32_products
 from modelwright.precision.policy import Kind
 
@@ -29,13 +30,14 @@ def measure_speeds(
 
     num_rows: tokens that a product sees at once.
     """
-    found: dict[tuple[Kind, Format], float] = {}
-    for _ in range(REPEATS):
-        for kind, of_kind in shapes.items():
-            for chosen in candidates:
-                took = sum(_seconds(formats, chosen, shape, num_rows, device) for shape in of_kind)
-                found[kind, chosen] = min(took, found.get((kind, chosen), took))
-    return found
+
+    def seconds(chosen: Format, of_kind: Sequence[Shape]) -> float:
+        return sum(_seconds(formats, chosen, shape, num_rows, device) for shape in of_kind)
+
+    measures: dict[tuple[Kind, Format], Callable[[], float]] = {
+        (kind, chosen): partial(seconds, chosen, of_kind) for kind, of_kind in shapes.items() for chosen in candidates
+    }
+    return {key: min(times) for key, times in in_turn(measures, num_rounds=REPEATS).items()}
 
 
 def _seconds(formats: ModelFormats, chosen: Format, shape: Shape, num_rows: int, device: torch.device) -> float:
@@ -43,9 +45,7 @@ def _seconds(formats: ModelFormats, chosen: Format, shape: Shape, num_rows: int,
     x = torch.randn(num_rows, shape[1], device=device, dtype=formats.config.result_of[chosen]).requires_grad_()
     product = formats.product("", chosen) if chosen != "fp32" else F.linear
     gradient = torch.randn(num_rows, shape[0], device=device, dtype=x.dtype)
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-    return seconds_of(lambda: product(x, weight).backward(gradient), device)
+    return seconds_of(lambda: product(x, weight).backward(gradient), device, clock=own_clock(device))
 
 
 def onednn_speed_up(shapes: Sequence[Shape], *, num_rows: int) -> float:
@@ -59,17 +59,18 @@ def onednn_speed_up(shapes: Sequence[Shape], *, num_rows: int) -> float:
             pass
     except ConfigError:
         return 0.0
-    seconds = {False: 0.0, True: 0.0}
+
+    def seconds(onednn: bool, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> float:
+        with fp32_products(onednn=onednn):
+            return _product_seconds(x_NI, weight_OI)
+
+    totals = {False: 0.0, True: 0.0}
     for shape in shapes:
         weight_OI, x_NI = torch.randn(shape), torch.randn(num_rows, shape[1])
-        found: dict[bool, list[float]] = {False: [], True: []}
-        for _ in range(REPEATS):
-            for onednn, took in found.items():
-                with fp32_products(onednn=onednn):
-                    took.append(_product_seconds(x_NI, weight_OI))
-        for onednn, took in found.items():
-            seconds[onednn] += min(took)
-    return seconds[False] / seconds[True]
+        measures = {onednn: partial(seconds, onednn, x_NI, weight_OI) for onednn in totals}
+        for onednn, times in in_turn(measures, num_rounds=REPEATS).items():
+            totals[onednn] += min(times)
+    return totals[False] / totals[True]
 
 
 def _product_seconds(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> float:
@@ -78,4 +79,4 @@ def _product_seconds(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> float:
         torch.mm(y_NO, weight_OI)
         torch.mm(y_NO.T, x_NI)
 
-    return seconds_of(products, "cpu")
+    return seconds_of(products, "cpu", clock=own_clock("cpu"))

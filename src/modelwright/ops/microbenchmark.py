@@ -1,0 +1,136 @@
+"""The one micro-benchmark timer: seconds of short calls, repeated, in turn, and with other processes out of the way.
+
+What is timed, and whether the minimum or the median of the repeats counts, is up to the caller: the minimum for what a
+machine can do, since other work only slows a repeat down; the median for what it usually does.
+
+`torch.utils.benchmark.Timer` does not serve: it repeats one statement before the next, so that a busy moment meets only
+one of two rivals, and it counts the time for which other processes had the core.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from modelwright.core.busy import LoadMeter, missing_cores
+from modelwright.core.resources import num_usable_cores
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+Clock = Callable[[], float]
+"""Seconds since any moment."""
+
+PATIENCE_S = 2.0
+"""How long several threads wait for a moment in which each of them has a core."""
+_PERIOD_S = 0.2
+"""The shortest time over which the use of cores is known well enough; the system counts in hundredths of a second."""
+_MISSING_CORES = 0.25
+"""As many are always used by something."""
+
+
+def seconds_of(
+    call: Callable[[], object], device: torch.device | str, *, calls: int = 1, clock: Clock = time.perf_counter
+) -> float:
+    """Seconds of all calls together, from the moment when the device is idle to when it is idle again."""
+    on_cpu = torch.device(device).type == "cpu"
+    if not on_cpu:
+        torch.accelerator.synchronize()
+    start = clock()
+    for _ in range(calls):
+        call()
+    if not on_cpu:
+        torch.accelerator.synchronize()
+    return clock() - start
+
+
+def own_clock(device: torch.device | str) -> Clock:
+    """The clock that other processes disturb the least: on a single thread of a CPU it stops while they have the core.
+
+    Several threads wait for each other, and an accelerator for its host, so for them it is the wall clock.
+    """
+    on_one_thread = torch.device(device).type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if on_one_thread else time.perf_counter
+
+
+def in_turn(
+    measures: Mapping[K, Callable[[], float]], *, num_rounds: int, num_warmups: int = 0
+) -> dict[K, list[float]]:
+    """What each measure returns in every round; a round goes through all of them, so that all meet the same moments.
+
+    num_warmups: rounds before those that count.
+    """
+    figures: dict[K, list[float]] = {key: [] for key in measures}
+    for number in range(num_warmups + num_rounds):
+        for key, measure in measures.items():
+            figure = measure()
+            if number >= num_warmups:
+                figures[key].append(figure)
+    return figures
+
+
+def repeated(measure: Callable[[], float], *, num_rounds: int, num_warmups: int = 0) -> list[float]:
+    """`in_turn` for a single measure."""
+    return in_turn({None: measure}, num_rounds=num_rounds, num_warmups=num_warmups)[None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Undisturbed(Generic[T]):
+    """value: what was measured; num_threads: by how many threads; busy_cores: that other processes used at the quietest
+    time, 0 where they left a core for each thread."""
+
+    value: T
+    num_threads: int
+    busy_cores: float
+
+
+def undisturbed(
+    measure: Callable[[], T],
+    others: LoadMeter,
+    *,
+    patience_s: float = PATIENCE_S,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Undisturbed[T]:
+    """Measure on the CPU when other processes leave a core for each of PyTorch's threads, or else on one thread.
+
+    Threads that wait for each other and have no core each reach a hundredth of their rate, of which nothing follows.
+    One thread's own time is known however busy the machine is (`own_clock`).
+    """
+    num_threads, busy_cores = torch.get_num_threads(), 0.0
+    if num_threads > 1:
+        busy_cores = _wait_for_free_cores(others, num_threads, patience_s, sleep)
+    if not busy_cores:
+        others.begin()
+        value = measure()
+        sleep(max(0.0, _PERIOD_S - others.seconds()))
+        busy_cores = _cores_in_the_way(others, num_threads)
+        if num_threads == 1 or not busy_cores:
+            return Undisturbed(value=value, num_threads=num_threads, busy_cores=busy_cores)
+    torch.set_num_threads(1)
+    try:
+        return Undisturbed(value=measure(), num_threads=1, busy_cores=busy_cores)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _wait_for_free_cores(
+    others: LoadMeter, num_threads: int, patience_s: float, sleep: Callable[[float], None]
+) -> float:
+    """0 as soon as there is a core for each thread; after `patience_s` the cores that others used at the quietest
+    time."""
+    quietest = float(num_usable_cores())
+    for _ in range(max(1, round(patience_s / _PERIOD_S))):
+        others.begin()
+        sleep(_PERIOD_S)
+        quietest = min(quietest, _cores_in_the_way(others, num_threads))
+        if not quietest:
+            break
+    return quietest
+
+
+def _cores_in_the_way(others: LoadMeter, num_threads: int) -> float:
+    """Cores that other processes use, 0 where they leave enough."""
+    cores = others.other_cores()
+    return cores if missing_cores(cores, num_threads) >= _MISSING_CORES else 0.0
