@@ -1,18 +1,30 @@
-"""Memory and time of training with its tensors in a planned arena (`memory_arena`) and without.
+"""Memory and time of training with its tensors in a planned arena (`memory_arena`), beside other allocators.
 
-    python benchmarks/arena.py [--sizes small medium] [--rounds 3] [--steps 20]
+    python benchmarks/arena.py [--sizes small medium] [--kinds glibc heap arena ...] [--rounds 3] [--steps 20]
+    python benchmarks/arena.py --sizes small --rounds 1 --steps 8 --results /tmp  # quick: resident memory only
 
 Each run is a process of one thread: steps of THE loop on random tokens in packed rows, whose documents differ from step
-to step, with an evaluation amid them. Three kinds alternate: `heap`, which is what training does without the arena
-(`memory.allocator`: freed memory is kept); `mapped`, glibc's heap with a mapping for every larger tensor, given back at
-once, which has no gaps and pays for it with page faults; and `arena`. Figures, medians over the rounds: resident bytes
-above what the process held before the model, their peak over the whole run and over the timed steps alone (those after
-the sixth); seconds of the clock and of the processor, and minor page faults, a step; the share of bytes that the arena
-served. Losses must be equal to the bit. Writes benchmarks/results/arena-<machine>.json.
+to step, with an evaluation amid them. The kinds alternate:
+
+    heap              what training does without the arena (`memory.allocator`: glibc, freed memory is kept)
+    mapped            glibc with a mapping for every larger tensor, given back at once: no gaps, but page faults
+    arena             `memory_arena`
+    glibc             the C library as it is, without any setting of ours
+    jemalloc          preloaded, as it is (Debian: libjemalloc2)
+    jemalloc_pytorch  preloaded, with the settings of PyTorch's own launcher (torch.backends.xeon.run_cpu)
+    jemalloc_kept     preloaded, freed memory is never given back
+    tcmalloc          preloaded, as it is (Debian: libtcmalloc-minimal4)
+
+Figures, medians over the rounds: `rss_peak_bytes`, the peak of the whole process while it trains, the one to compare
+allocators by; `peak_bytes`, that above what the process held before the model (an allocator that keeps freed memory
+held more), over the whole run, and `timed_peak_bytes` over the timed steps alone (those after the sixth); seconds of the clock and of the processor, and minor page faults, a
+step, and their ratios to those of `heap` in the same round; the share of bytes that the arena served. Losses must be
+equal to the bit. Writes benchmarks/results/arena-<machine>.json.
 """
 
 import argparse
 import contextlib
+import ctypes.util
 import gc
 import itertools
 import json
@@ -23,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +58,27 @@ from modelwright.train.objective import StepInfo
 from modelwright_claims.results import circumstances, machine_slug
 
 RESULTS = Path(__file__).parent / "results"
-KINDS = ("heap", "mapped", "arena")
+ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
+ENVIRONMENT = {
+    "heap": ONE_HEAP,
+    "mapped": {**ONE_HEAP, "MALLOC_MMAP_THRESHOLD_": str(2**16)},
+    "arena": ONE_HEAP,
+    "glibc": {},
+    "jemalloc": {},
+    "jemalloc_pytorch": {"MALLOC_CONF": "oversize_threshold:1,background_thread:true,metadata_thp:auto"},
+    "jemalloc_kept": {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"},
+    "tcmalloc": {},
+}
+"""Of each kind of run."""
+LIBRARIES = {
+    "jemalloc": "jemalloc",
+    "jemalloc_pytorch": "jemalloc",
+    "jemalloc_kept": "jemalloc",
+    "tcmalloc": "tcmalloc_minimal",
+}
+"""What is preloaded."""
+KEEPS_FREED_MEMORY = ("heap", "arena")
+"""The kinds that train as the product does; in the others `freed_memory_kept` is left out."""
 FIRST_TIMED = 7
 EVALUATION_AT = 6
 SEQ_LEN = 256
@@ -151,7 +184,10 @@ def train(size: str, *, arena: bool, num_steps: int) -> Meter:
 def run(size: str, kind: str, num_steps: int) -> dict[str, Any]:
     """In this process; a small model first, so that libraries have made their own buffers."""
     torch.set_num_threads(1)
-    if kind == "mapped":
+    library = LIBRARIES.get(kind, "")
+    if library not in Path("/proc/self/maps").read_text(encoding="utf-8"):
+        raise SystemExit(f"{kind}: lib{library} was not preloaded")
+    if kind not in KEEPS_FREED_MEMORY:
         loop.freed_memory_kept = contextlib.nullcontext
     train("small", arena=kind == "arena", num_steps=4)
     gc.collect()
@@ -160,6 +196,7 @@ def run(size: str, kind: str, num_steps: int) -> dict[str, Any]:
     timed = meter.records[FIRST_TIMED - 1 :]
     each = {name: [b[name] - a[name] for a, b in itertools.pairwise(timed)] for name in ("faults", "cpu_s")}
     return {
+        "rss_peak_bytes": meter.peak_bytes,
         "peak_bytes": meter.peak_bytes - before,
         "timed_peak_bytes": max(one["peak_bytes"] for one in timed) - before,
         "step_s": statistics.median(one["step_s"] for one in timed),
@@ -170,9 +207,19 @@ def run(size: str, kind: str, num_steps: int) -> dict[str, Any]:
     }
 
 
+def shared_library(kind: str) -> str:
+    """The file name of what is preloaded for this kind, "" for nothing."""
+    if kind not in LIBRARIES:
+        return ""
+    found = ctypes.util.find_library(LIBRARIES[kind])
+    if found is None:
+        raise SystemExit(f"{kind}: lib{LIBRARIES[kind]} is not installed; install it or choose other --kinds")
+    return found
+
+
 def started(size: str, kind: str, num_steps: int) -> dict[str, Any]:
-    settings = {"MALLOC_MMAP_THRESHOLD_": str(2**16)} if kind == "mapped" else {}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", **settings}
+    preload = {"LD_PRELOAD": shared_library(kind)} if kind in LIBRARIES else {}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **ENVIRONMENT[kind], **preload}
     command = [sys.executable, __file__, "--one", size, kind, "--steps", str(num_steps)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -180,42 +227,52 @@ def started(size: str, kind: str, num_steps: int) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(size: str, num_rounds: int, num_steps: int) -> dict[str, Any]:
-    runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+def compare(size: str, kinds: Sequence[str], num_rounds: int, num_steps: int) -> dict[str, Any]:
+    runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     for number in range(num_rounds):
-        for kind in KINDS[number % len(KINDS) :] + KINDS[: number % len(KINDS)]:
+        first = number % len(kinds)
+        for kind in [*kinds[first:], *kinds[:first]]:
             runs[kind].append(started(size, kind, num_steps))
             shown = {name: value for name, value in runs[kind][-1].items() if name != "losses"}
             print(size, kind, json.dumps(shown), flush=True)
-    names = ("peak_bytes", "timed_peak_bytes", "step_s", "cpu_s", "faults_a_step")
+    names = ("rss_peak_bytes", "peak_bytes", "timed_peak_bytes", "step_s", "cpu_s", "faults_a_step")
     found: dict[str, Any] = {
-        kind: {name: statistics.median(one[name] for one in runs[kind]) for name in names} for kind in KINDS
+        kind: {name: statistics.median(one[name] for one in runs[kind]) for name in names} for kind in kinds
     }
-    for name in runs["arena"][0]["arena"]:
-        found["arena"][name] = statistics.median(one["arena"][name] for one in runs["arena"])
-    for name in ("step_s", "cpu_s"):
-        pairs = zip(runs["heap"], runs["arena"], strict=True)
-        found[f"{name}_of_arena_over_heap"] = [round(arena[name] / heap[name], 3) for heap, arena in pairs]
-    found["losses_equal"] = len({tuple(one["losses"]) for kind in KINDS for one in runs[kind]}) == 1
+    for kind in kinds:
+        for name in runs[kind][0]["arena"]:
+            found[kind][name] = statistics.median(one["arena"][name] for one in runs[kind])
+        for name in ("rss_peak_bytes", "step_s", "cpu_s") if "heap" in kinds else ():
+            pairs = zip(runs[kind], runs["heap"], strict=True)
+            found[kind][f"{name}_over_heap"] = [round(one[name] / heap[name], 3) for one, heap in pairs]
+    found["losses_equal"] = len({tuple(one["losses"]) for kind in kinds for one in runs[kind]}) == 1
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=list(WIDTHS), choices=list(WIDTHS))
+    parser.add_argument("--kinds", nargs="+", default=list(ENVIRONMENT), choices=list(ENVIRONMENT))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(run(options.one[0], options.one[1], options.steps)))
         return
+    if options.steps < FIRST_TIMED + 1:
+        parser.error(
+            f"--steps: at least {FIRST_TIMED + 1}, for two steps are timed at least, from step {FIRST_TIMED} on"
+        )
+    for kind in options.kinds:
+        shared_library(kind)  # fail before an hour of measuring, not amid it
     torch.set_num_threads(1)
     around = circumstances()
-    found = {size: compare(size, options.rounds, options.steps) for size in options.sizes}
+    found = {size: compare(size, options.kinds, options.rounds, options.steps) for size in options.sizes}
     shape = {"layers": LAYERS, "widths": WIDTHS, "seq_len": SEQ_LEN, "batch_tokens": BATCH_TOKENS}
     record = {"benchmark": "arena", "shape": shape, "rounds": options.rounds, "steps": options.steps, **found, **around}
-    path = RESULTS / f"arena-{machine_slug(around['machine'])}.json"
+    path = options.results / f"arena-{machine_slug(around['machine'])}.json"
     write_atomic(path, json.dumps(record, indent=1) + "\n")
     print(path)
 
