@@ -17,9 +17,10 @@ to step, with an evaluation amid them. The kinds alternate:
 
 Figures, medians over the rounds: `rss_peak_bytes`, the peak of the whole process while it trains, the one to compare
 allocators by; `peak_bytes`, that above what the process held before the model (an allocator that keeps freed memory
-held more), over the whole run, and `timed_peak_bytes` over the timed steps alone (those after the sixth); seconds of the clock and of the processor, and minor page faults, a
-step, and their ratios to those of `heap` in the same round; the share of bytes that the arena served. Losses must be
-equal to the bit. Writes benchmarks/results/arena-<machine>.json.
+held more), over the whole run, and `timed_peak_bytes` over the timed steps alone (those after the sixth); seconds of
+the clock and of the processor, and minor page faults, a step, and their ratios to those of `heap` in the same round;
+the share of bytes that the arena served. Losses must be equal to the bit. Writes
+benchmarks/results/arena-<machine>.json.
 """
 
 import argparse
