@@ -19,7 +19,7 @@ class Ranks:
         self.change = change
 
     def exchange(self, value, *, what):
-        return [self.change(rank, list(value)) for rank in range(self.size)]
+        return [self.change(rank, json.loads(json.dumps(value))) for rank in range(self.size)]
 
 
 def changed(rank_with_error, index):

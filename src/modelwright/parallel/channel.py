@@ -40,14 +40,11 @@ class Channel:
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             assert isinstance(group, dist.ProcessGroup)
             self._group = group
+        self._world = World(rank=world.rank, size=world.size, device=torch.device("cpu"), group=self._group)
 
     def exchange(self, value: Any, *, what: str = "agreement") -> list[Any]:
-        """The values of all ranks, in rank order. Raises `LostRankError`."""
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * self.size
-        self._guard(lambda: dist.all_gather_object(values, value, group=self._group), what)
-        return values
+        """The values of all ranks, in rank order, as `World.gather_json` returns them. Raises `LostRankError`."""
+        return self._guard(lambda: self._world.gather_json(value), what)
 
     def any(self, flag: bool, *, what: str = "agreement") -> bool:
         """Whether the flag is set on any rank: one small message."""
@@ -106,9 +103,9 @@ class Channel:
             self._guard(lambda: dist.broadcast(tensor, group_src=source, group=self._group), what)
         return tensor
 
-    def _guard(self, action: Callable[[], object], what: str) -> None:
+    def _guard(self, action: Callable[[], T], what: str) -> T:
         try:
-            action()
+            return action()
         except RuntimeError as error:  # gloo's connection errors and timeouts, PyTorch's own
             text = str(error).splitlines()[0][:200]
             raise LostRankError(

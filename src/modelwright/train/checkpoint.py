@@ -66,6 +66,7 @@ from modelwright.train.shards import (
     Piece,
     ShardReader,
     describe_pieces,
+    key_from_json,
     merge_indexes,
     piece_of,
     read_index,
@@ -372,7 +373,7 @@ class Checkpoints:
         if self._channel.any(keys != self._keys, what="sharing out a checkpoint"):
             self._keys = keys
             everyone = self._channel.exchange(keys, what="sharing out a checkpoint")
-            self._written = share_out(everyone)[self.world.rank]
+            self._written = share_out([[key_from_json(key) for key in held] for held in everyone])[self.world.rank]
             self._host = {}
         places = list(pieces)
         return {places[position]: pieces[places[position]] for position in self._written}

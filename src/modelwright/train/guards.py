@@ -21,7 +21,7 @@ from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.optim.update import Context
 from modelwright.parallel.channel import Channel
 from modelwright.train.objective import StepInfo
-from modelwright.train.shards import piece_of
+from modelwright.train.shards import key_from_json, piece_of
 
 CHUNK = 1 << 22
 """Elements that are hashed at once: bounds the memory of the check."""
@@ -60,7 +60,7 @@ class ReplicaCheck:
         everyone = self.channel.exchange(list(zip(keys, hashes, strict=True)), what=f"comparing replicas after {step}")
         for rank, entries in enumerate(everyone):
             for key, value in entries:
-                found.setdefault(key, {})[rank] = value
+                found.setdefault(key_from_json(key), {})[rank] = value
         problems = [_differing(key[0], by_rank) for key, by_rank in found.items() if len(set(by_rank.values())) > 1]
         if problems:
             raise ReplicaError(

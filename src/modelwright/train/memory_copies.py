@@ -79,17 +79,17 @@ class MemoryCopies:
         owners: dict[tuple[int, str], dict[str, int]] = {}
         needed: dict[tuple[int, str], list[str]] = {}
         for rank, (_, offer) in enumerate(offers):
-            for key, (whole, held) in offer.items():
-                needed[key] = whole
+            for step, digest, whole, held in offer:
+                needed[step, digest] = whole
                 for name in held:
-                    owners.setdefault(key, {}).setdefault(name, rank)
+                    owners.setdefault((step, digest), {}).setdefault(name, rank)
         complete = [key for key, names in needed.items() if set(names) <= set(owners.get(key, {}))]
         if not complete:
             return None
         key = max(complete)
         step = key[0]
         folder = self.folder / step_name(step)
-        mine = offers[self.channel.rank][1].get(key, ((), ()))[1]
+        mine = next((held for *copy, _, held in offers[self.channel.rank][1] if tuple(copy) == key), [])
         for name in [*needed[key], INDEX, STATE]:
             lacks = name not in mine if name in needed[key] else not mine
             if self.channel.any(lacks, what=f"gathering {name}"):
@@ -102,9 +102,9 @@ class MemoryCopies:
         """Give the memory back."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _offer(self, after: int) -> dict[tuple[int, str], tuple[list[str], list[str]]]:
-        """For each copy here, by step and digest: the files that make it up, and those that are here and undamaged."""
-        found = {}
+    def _offer(self, after: int) -> list[tuple[int, str, list[str], list[str]]]:
+        """For each copy here: step, digest, the files that make it up, and those that are here and undamaged."""
+        found = []
         for folder in self._steps():
             step = int(folder.name.removeprefix("step-"))
             if step > after:
@@ -113,7 +113,7 @@ class MemoryCopies:
                     digest = hashlib.sha256((folder / INDEX).read_bytes() + (folder / STATE).read_bytes()).hexdigest()
                 except (DamagedCheckpointError, OSError):
                     continue
-                found[step, digest] = _files(index), _undamaged(folder, index)
+                found.append((step, digest, _files(index), _undamaged(folder, index)))
         return found
 
     def _pass_round(self, path: Path, owner: int, *, keep: bool) -> None:

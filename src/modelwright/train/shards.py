@@ -74,6 +74,11 @@ class Piece:
         return (name, self.shape, self.box.offset, self.box.shape)
 
 
+def key_from_json(values: Sequence[Any]) -> tuple:
+    """A tuple of names and of shapes, such as `Piece.key`, that has come from another rank as lists."""
+    return tuple(tuple(value) if isinstance(value, list) else value for value in values)
+
+
 def piece_of(tensor: Tensor) -> Piece:
     """What this rank holds of a tensor, sharing its memory."""
     if not isinstance(tensor, DTensor):

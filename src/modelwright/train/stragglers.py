@@ -6,15 +6,15 @@ alone tells who it is. Changes nothing about the training.
 
 import socket
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from modelwright.core.errors import ConfigError
+from modelwright.core.outliers import ratio_limit
+from modelwright.ops.microbenchmark import repeated, seconds_of
 from modelwright.parallel.mesh import Mesh, World
 from modelwright.train.objective import StepInfo
 
@@ -62,7 +62,7 @@ class Stragglers:
         self.config = config
         self.own_time_s = own_time_s
         self.report = report
-        self.hosts = _all_hosts(world, host or socket.gethostname())
+        self.hosts: list[str] = world.gather_json(host or socket.gethostname())
         self._num_looks = [0] * world.size
 
     @property
@@ -76,7 +76,7 @@ class Stragglers:
     def judge(self, step: int, times_s: Sequence[float]) -> None:
         """One look at every rank's own time. The same on all ranks."""
         median_s = statistics.median(times_s)
-        limit_s = self.config.factor * median_s
+        limit_s = ratio_limit(times_s, self.config.factor)
         for rank, time_s in enumerate(times_s):
             before = self._num_looks[rank]
             self._num_looks[rank] = before + 1 if time_s > limit_s else 0
@@ -121,20 +121,12 @@ class SpeedProbe:
         self._num_repeats = num_repeats
 
     def __call__(self) -> float:
-        return min(self._once() for _ in range(self._num_repeats))
+        return min(repeated(lambda: seconds_of(self._multiply, self._factor.device), num_rounds=self._num_repeats))
 
-    def _once(self) -> float:
-        self._settle()
-        started = time.perf_counter()
+    def _multiply(self) -> None:
         product = self._factor
         for _ in range(4):
             product = product @ self._factor
-        self._settle()
-        return time.perf_counter() - started
-
-    def _settle(self) -> None:
-        if self._factor.device.type == "cuda":
-            torch.cuda.synchronize(self._factor.device)
 
 
 def own_times_compare(mesh: Mesh) -> bool:
@@ -143,10 +135,3 @@ def own_times_compare(mesh: Mesh) -> bool:
     Otherwise (layers shared or gathered while they compute, stages of a pipeline) take a `SpeedProbe`.
     """
     return mesh.is_only_data_parallel
-
-
-def _all_hosts(world: World, host: str) -> list[str]:
-    hosts = [host] * world.size
-    if world.size > 1:
-        dist.all_gather_object(hosts, host, group=world.group)
-    return hosts
