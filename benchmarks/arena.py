@@ -39,7 +39,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.mesh import single
 from modelwright.precision.policy import PrecisionConfig
-from modelwright.train import loop
+from modelwright.train import build as loop
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import StepInfo
 from modelwright_claims.results import circumstances, machine_slug

@@ -38,7 +38,7 @@ from modelwright.precision.hardware import measure_speeds
 from modelwright.precision.model import ModelFormats
 from modelwright.precision.policy import Fp8Config, Kind, PrecisionConfig
 from modelwright.train.config import TrainConfig
-from modelwright.train.loop import train
+from modelwright.train.build import train
 from modelwright.train.objective import StepInfo
 from modelwright_claims.results import circumstances, machine_slug
 

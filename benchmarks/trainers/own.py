@@ -15,7 +15,7 @@ from modelwright.optim.schedule import ScheduleConfig
 from modelwright.parallel.mesh import single
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.config import TrainConfig
-from modelwright.train.loop import train
+from modelwright.train.build import train
 from modelwright.train.objective import StepInfo, forward
 from trainers.task import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, StepClock, Task, Trained
 

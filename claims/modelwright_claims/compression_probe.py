@@ -30,7 +30,7 @@ from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world
 from modelwright.train.config import TrainConfig
-from modelwright.train.loop import train
+from modelwright.train.build import train
 from modelwright.train.objective import Controller
 from modelwright_claims.claim import Setting
 from modelwright_claims.workbench import Size, Text, packed_rows, prepare_text

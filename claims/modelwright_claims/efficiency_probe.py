@@ -35,7 +35,7 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world, lay_out, single
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import heldout_losses
-from modelwright.train.loop import train
+from modelwright.train.build import train
 from modelwright.train.objective import StepInfo
 from modelwright.train.runner import WholeModel
 from modelwright_claims.claim import Setting

@@ -23,7 +23,7 @@ from modelwright.data.loader import PackedLoader
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.mesh import single
-from modelwright.train.loop import train
+from modelwright.train.build import train
 from modelwright.train.objective import Objective, forward
 from modelwright_claims import workbench
 from modelwright_claims.accumulation_pace import measure_pace

@@ -29,7 +29,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.mesh import join_world
 from modelwright.train.exchange import AsynchronousConfig
-from modelwright.train.loop import train
+from modelwright.train.build import train
 from modelwright.train.objective import StepInfo
 from modelwright_claims import workbench
 from modelwright_claims.claim import Claim, Figure, Kind, Result, Setting

@@ -35,7 +35,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.optim.sparse import SparseConfig
 from modelwright.parallel.mesh import single
-from modelwright.train.loop import train
+from modelwright.train.build import train
 from modelwright.train.objective import StepInfo, forward
 from modelwright_claims.claim import Setting
 from modelwright_claims.kept import Kept

@@ -29,9 +29,9 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.optim.schedule import ScheduleConfig
 from modelwright.parallel.mesh import single
-from modelwright.parallel.transport import GradientTransport
+from modelwright.parallel.gradient_sync import GradientTransport
 from modelwright.train.config import TrainConfig
-from modelwright.train.loop import train
+from modelwright.train.build import train
 from modelwright.train.objective import Objective
 from modelwright_claims import workbench
 from modelwright_claims.claim import Figure, Result, Setting

@@ -26,9 +26,9 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.mesh import default_device, single
 from modelwright.precision.policy import PrecisionConfig
-from modelwright.train.adaptive import CHANGES, MACHINE
+from modelwright.train.techniques.adaptive_precision import CHANGES, MACHINE
 from modelwright.train.config import TrainConfig
-from modelwright.train.loop import train
+from modelwright.train.build import train
 from modelwright.train.objective import StepInfo
 from modelwright_claims.claim import Setting
 

@@ -16,7 +16,7 @@ from modelwright.ops.cross_entropy import linear_cross_entropy, linear_cross_ent
 from modelwright.parallel.mesh import single
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.config import TrainConfig
-from modelwright.train.loop import train
+from modelwright.train.build import train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

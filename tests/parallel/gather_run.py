@@ -23,7 +23,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.parallel import shard
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world
-from modelwright.train import passes
+from modelwright.train import parallelize as passes
 from modelwright.train.objective import StepInfo
 
 SHAPE = replace(tiny.SHAPE, num_layers=4, model_dim=64, ffn_dim=128, head_dim=16)

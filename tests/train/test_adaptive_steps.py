@@ -24,8 +24,8 @@ from modelwright.precision.adaptive import Bandit
 from modelwright.precision.indicators import Sums
 from modelwright.precision.model import ModelFormats
 from modelwright.precision.policy import Kind, PrecisionConfig
-from modelwright.train import adaptive
-from modelwright.train.adaptive import AdaptivePrecision, Machine, memory_share, momentum_of
+from modelwright.train.techniques import adaptive_precision as adaptive
+from modelwright.train.techniques.adaptive_precision import AdaptivePrecision, Machine, memory_share, momentum_of
 from tiny_decoder import make_decoder
 
 SECONDS: dict[Format, float] = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0}

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from modelwright.core.errors import ArtifactError, Stopped, StorageError
 from modelwright.core.progress import SilentProgress
-from modelwright.train import checkpoint
-from modelwright.train.checkpoint import (
+from modelwright.train.checkpoint.writer import writer as checkpoint
+from modelwright.train.checkpoint.writer import (
     Best,
     Checkpoints,
     Snapshot,

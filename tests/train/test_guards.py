@@ -8,7 +8,7 @@ import torch
 
 from modelwright.core.errors import ConfigError
 from modelwright.optim.update import Context
-from modelwright.train.guards import CHUNK, Quarantine, QuarantineConfig, ReplicaCheck, ReplicaError, bits_hash
+from modelwright.train.monitors.replica_check import CHUNK, Quarantine, QuarantineConfig, ReplicaCheck, ReplicaError, bits_hash
 
 
 class Ranks:

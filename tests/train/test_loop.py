@@ -15,9 +15,9 @@ from modelwright.core.rundir import StageDir
 from modelwright.data.batch import IGNORED
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.precision import model as precision_model
-from modelwright.train.adaptive import AdaptivePrecision
+from modelwright.train.techniques.adaptive_precision import AdaptivePrecision
 from modelwright.train.objective import forward
-from modelwright.train.result import load_best
+from modelwright.train.state import load_best
 from tolerances import TOLERANCES
 
 EXACT = {"rtol": 1e-11, "atol": 1e-13}

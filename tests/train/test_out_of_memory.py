@@ -16,8 +16,8 @@ from modelwright.core.errors import ModelwrightError
 from modelwright.core.records import column, read_records
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.ops import cpu_kernels
-from modelwright.train.out_of_memory import Microbatches, is_out_of_memory
-from modelwright.train.watch import read_watch
+from modelwright.train.techniques.out_of_memory import Microbatches, is_out_of_memory
+from modelwright.train.monitors.anomalies import read_watch
 from rank_processes import run_ranks, start_process, wait_for
 
 SCRIPT = Path(__file__).with_name("full_memory_run.py")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from modelwright.core.records import column, read_records
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import lay_out, single
-from modelwright.parallel.transports.build import TransportConfig
+from modelwright.parallel.strategies.config import TransportConfig
 from modelwright.train.exchange import AsynchronousConfig, transport_for, turns_for
 from tolerances import TOLERANCES
 

@@ -6,7 +6,7 @@ import pytest
 
 from modelwright.core.errors import StorageError
 from modelwright.train.objective import StepInfo
-from modelwright.train.recovery import Recovery, read_recoveries
+from modelwright.train.monitors.recovery_time import Recovery, read_recoveries
 
 
 def info(step):

@@ -20,7 +20,7 @@ from modelwright.ops.executed import Executed
 from modelwright.optim.sparse import RowChoiceConfig
 from modelwright.train.flops import attention_flops, dense_flops, head_flops
 from modelwright.train.objective import forward
-from modelwright.train.row_choice import RowChoice, first_queries_and_keys, first_tokens
+from modelwright.train.techniques.batch_selection import RowChoice, first_queries_and_keys, first_tokens
 
 QUIET = {"eval_every_steps": 0, "checkpoint_every_steps": 0}
 FORMS: dict[str, dict[str, Any]] = {

@@ -14,8 +14,8 @@ from modelwright.core.records import column, read_records
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.optim.update import Context
 from modelwright.train.config import TrainConfig
-from modelwright.train.spikes import SpikeConfig, Spikes
-from modelwright.train.watch import read_watch
+from modelwright.train.techniques.loss_spikes import SpikeConfig, Spikes
+from modelwright.train.monitors.anomalies import read_watch
 
 LEVEL = [1.0, 1.1, 0.9, 1.0, 1.05, 0.95]
 

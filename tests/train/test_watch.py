@@ -4,7 +4,7 @@ import math
 import random
 
 from modelwright.train.objective import StepInfo
-from modelwright.train.watch import Watch, WatchConfig, read_watch
+from modelwright.train.monitors.anomalies import Watch, WatchConfig, read_watch
 
 
 def info(step, loss=3.0, grad_norm=1.0, wait=0.0, skipped=False):

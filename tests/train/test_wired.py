@@ -13,8 +13,8 @@ from modelwright.core.records import column, read_records
 from modelwright.parallel.config import ParallelConfig
 from modelwright.train.config import TrainConfig
 from modelwright.train.exchange import check_exchange
-from modelwright.train.recovery import read_recoveries
-from modelwright.train.watch import read_watch
+from modelwright.train.monitors.recovery_time import read_recoveries
+from modelwright.train.monitors.anomalies import read_watch
 from rank_processes import start_ranks, wait_for
 from wired_cases import COPIES, RARE, SCRIPT, case, ended, losses, run_cases, weights
 

@@ -27,11 +27,11 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import join_world, single
-from modelwright.train import checkpoint
+from modelwright.train.checkpoint.writer import writer as checkpoint
 from modelwright.train.config import TrainConfig
-from modelwright.train.loop import train
+from modelwright.train.build import train
 from modelwright.train.objective import StepInfo
-from modelwright.train.result import TrainResult
+from modelwright.train.state import TrainResult
 
 ROWS, LENGTH, VOCABULARY = 8, 32, 64
 SHAPE = ModelConfig(

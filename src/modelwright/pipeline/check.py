@@ -12,7 +12,7 @@ from modelwright.memory.arena_build import check_machine
 from modelwright.memory.offload import check_tier
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.context import own_spans
-from modelwright.parallel.stages import check_microbatches, check_ties, layers_of_stages
+from modelwright.parallel.pipeline.stages import check_microbatches, check_ties, layers_of_stages
 from modelwright.parallel.tensor import check_shape, stage_tokens
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.resolve import check_size, settled_device

@@ -36,7 +36,7 @@ from modelwright.pipeline.report.format import number
 from modelwright.pipeline.report.render import render
 from modelwright.pipeline.runner import survey
 from modelwright.train.config import TrainConfig
-from modelwright.train.loop import train
+from modelwright.train.build import train
 from modelwright.train.objective import StepInfo
 
 SMOOTHING = 0.9

@@ -24,13 +24,13 @@ from modelwright.model.decoder import Decoder
 from modelwright.optim.update import FiniteCheck
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import lay_out, single
-from modelwright.parallel.transport import ExactTransport
-from modelwright.parallel.turns import Together
+from modelwright.parallel.gradient_sync import ExactTransport
+from modelwright.parallel.strategy import Together
 from modelwright.precision.adaptive_config import AdaptiveConfig
 from modelwright.precision.model import ModelFormats
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import BatchSource, Objective
-from modelwright.train.passes import activation_pass, remove_passes, spread
+from modelwright.train.parallelize import activation_pass, remove_passes, spread
 from modelwright.train.step import TrainStep
 
 ObjectiveOf = Callable[[BatchSource], Objective]

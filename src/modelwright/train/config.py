@@ -11,18 +11,18 @@ from modelwright.memory.config import ActivationConfig
 from modelwright.optim.build import PLAIN_ADAMW, OptimizerKind
 from modelwright.optim.clip import AdaptiveClipConfig
 from modelwright.optim.decay import DynamicDecayConfig
-from modelwright.optim.in_backward import UpdateInBackward
+from modelwright.parallel.strategies.optimizer_in_backward import UpdateInBackward
 from modelwright.optim.schedule import RateRuleConfig, ScheduleConfig
 from modelwright.optim.sparse import SparseConfig
-from modelwright.parallel.balance import BalanceConfig
+from modelwright.parallel.pipeline.rebalance import BalanceConfig
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.transports.build import TransportConfig
+from modelwright.parallel.strategies.config import TransportConfig
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.exchange import AsynchronousConfig, check_exchange
-from modelwright.train.guards import QuarantineConfig
-from modelwright.train.spikes import SpikeConfig
-from modelwright.train.standing import GuardConfig
-from modelwright.train.watch import WatchConfig
+from modelwright.train.monitors.replica_check import QuarantineConfig
+from modelwright.train.techniques.loss_spikes import SpikeConfig
+from modelwright.train.monitors.build import GuardConfig
+from modelwright.train.monitors.anomalies import WatchConfig
 
 LENGTHS = ("num_steps", "num_tokens", "num_epochs")
 """The fields of which exactly one says how long a training is."""

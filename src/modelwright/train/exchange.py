@@ -17,21 +17,21 @@ from torch.optim import Optimizer
 from modelwright.core.errors import ConfigError
 from modelwright.ops.pieces import local
 from modelwright.optim.delay import DelayConfig, compensation
-from modelwright.optim.in_backward import AsTheyCome, Finals, InBackward
+from modelwright.parallel.strategies.optimizer_in_backward import AsTheyCome, Finals, InBackward
 from modelwright.optim.update import Context
-from modelwright.parallel.bounded_staleness import DelayedTransport, StalenessConfig
+from modelwright.parallel.strategies.delayed import DelayedTransport, StalenessConfig
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.gradients import joined_norm
-from modelwright.parallel.hogwild import Hogwild
+from modelwright.parallel.grad_norm import joined_norm
+from modelwright.parallel.strategies.hogwild import Hogwild
 from modelwright.parallel.mesh import Mesh, World, world_apart
-from modelwright.parallel.one_copy import OneCopy, fits
-from modelwright.parallel.one_copy_in_backward import OneCopyInBackward, room
-from modelwright.parallel.sums_in_backward import SumsInBackward
-from modelwright.parallel.transport import ExactTransport, GradientTransport
-from modelwright.parallel.transports.bucketed import BucketedTransport
-from modelwright.parallel.transports.build import TransportConfig, build_transport
-from modelwright.parallel.transports.local_steps import LocalSteps
-from modelwright.parallel.turns import Together, Turns
+from modelwright.parallel.strategies.shared_memory import OneCopy, fits
+from modelwright.parallel.strategies.shared_memory_in_backward import OneCopyInBackward, room
+from modelwright.parallel.strategies.sums_in_backward import SumsInBackward
+from modelwright.parallel.gradient_sync import ExactTransport, GradientTransport
+from modelwright.parallel.codecs.bucketed import BucketedTransport
+from modelwright.parallel.strategies.config import TransportConfig, build_transport
+from modelwright.parallel.strategies.local_sgd import LocalSteps
+from modelwright.parallel.strategy import Together, Turns
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """What AdamW, Lion and Muon keep for a parameter, in its shape."""

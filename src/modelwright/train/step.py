@@ -23,33 +23,33 @@ from modelwright.memory.arena_run import StepArena
 from modelwright.model.decoder import Decoder
 from modelwright.ops.pieces import local
 from modelwright.optim.build import build_optimizer
-from modelwright.optim.in_backward import InBackward
+from modelwright.parallel.strategies.optimizer_in_backward import InBackward
 from modelwright.optim.update import Context, SkipEmpty, Update, load_all, standard_updates
-from modelwright.parallel.balance import StageBalance, balance_tokens
-from modelwright.parallel.gradients import global_norm, holders, like_parameter, parts_norm
+from modelwright.parallel.pipeline.rebalance import StageBalance, balance_tokens
+from modelwright.parallel.grad_norm import global_norm, holders, like_parameter, parts_norm
 from modelwright.parallel.mesh import Mesh, World
-from modelwright.parallel.one_copy import OneCopy
-from modelwright.parallel.pipeline import Pipeline
-from modelwright.parallel.split import flop_costs
-from modelwright.parallel.transport import ExactTransport, GradientTransport, Overlapping
-from modelwright.parallel.transports.local_steps import LocalSteps
-from modelwright.parallel.transports.planned import PlannedTransport
-from modelwright.parallel.turns import Turns
+from modelwright.parallel.strategies.shared_memory import OneCopy
+from modelwright.parallel.pipeline.runner import Pipeline
+from modelwright.parallel.pipeline.partition import flop_costs
+from modelwright.parallel.gradient_sync import ExactTransport, GradientTransport, Overlapping
+from modelwright.parallel.strategies.local_sgd import LocalSteps
+from modelwright.parallel.topology.gradient_sync import PlannedTransport
+from modelwright.parallel.strategy import Turns
 from modelwright.precision.layer_scales import LayerScales
 from modelwright.precision.loss_scale import LossScale, loss_scale_for
 from modelwright.precision.model import FollowMaxima, ModelFormats
-from modelwright.train.adaptive import CHANGES, TRIAL_TOKENS, AdaptivePrecision, machine_for
+from modelwright.train.techniques.adaptive_precision import CHANGES, TRIAL_TOKENS, AdaptivePrecision, machine_for
 from modelwright.train.config import TrainConfig
 from modelwright.train.exchange import Meeting, updates_in_backward
 from modelwright.train.flops import dense_flops
-from modelwright.train.guards import Quarantine
+from modelwright.train.monitors.replica_check import Quarantine
 from modelwright.train.objective import Batch, Objective, StepInfo
-from modelwright.train.out_of_memory import Microbatches, give_back_memory, in_the_way, is_out_of_memory
+from modelwright.train.techniques.out_of_memory import Microbatches, give_back_memory, in_the_way, is_out_of_memory
 from modelwright.train.runner import Runner
-from modelwright.train.scaling import FollowLayers, FollowOverflows, Unscale
-from modelwright.train.sparse import SparseUpdates, trainable
-from modelwright.train.spikes import Spikes
-from modelwright.train.stragglers import OwnTime
+from modelwright.train.techniques.loss_scaling import FollowLayers, FollowOverflows, Unscale
+from modelwright.train.techniques.layer_sparsity import SparseUpdates, trainable
+from modelwright.train.techniques.loss_spikes import Spikes
+from modelwright.train.monitors.stragglers import OwnTime
 
 GO_BACK = ("clip", "decay", "optimizer")
 """Updates whose state belongs to the weights: it goes back with them."""

@@ -25,9 +25,9 @@ from modelwright.pipeline.stages.folder import save_model_folder
 from modelwright.pipeline.stages.lineage import model_before, tokenizer_stage
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import HeldoutBatches
-from modelwright.train.loop import train
+from modelwright.train.build import train
 from modelwright.train.objective import Objective
-from modelwright.train.result import TrainResult, load_best
+from modelwright.train.state import TrainResult, load_best
 
 Learn = Callable[[PackedLoader], Objective]
 TOO_LOW = 1.02
