@@ -10,7 +10,7 @@ follows the parameters into another layout.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,18 +41,6 @@ class GradientTransport(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-@runtime_checkable
-class Overlapping(Protocol):
-    """A transport that can begin while backward still runs."""
-
-    def arm(self, parameters: Sequence[Tensor]) -> None:
-        """Before the last backward of a step: the gradients that it finishes may be summed at once.
-
-        parameters: in the order in which `reduce` will see their gradients. What is left to do `reduce` does.
-        """
-        ...
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -21,16 +21,16 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import Mesh
 from modelwright.parallel.pipeline.runner import Pipeline
 from modelwright.parallel.pipeline.schedule import microbatches_in_flight
-from modelwright.parallel.shard import shard_states
 from modelwright.parallel.pipeline.stages import layers_of_stages, rank_of_stage
+from modelwright.parallel.shard import shard_states
 from modelwright.parallel.tensor import shard_layers
 from modelwright.precision.layer_scales import LayerScales, scale_blocks
 from modelwright.precision.model import remove_formats
 from modelwright.precision.policy import PrecisionConfig
-from modelwright.train.runner import Runner, WholeModel
+from modelwright.train.runner import Executor, WholeModel
 
 
-def spread(
+def parallelize(
     model: Decoder,
     *,
     mesh: Mesh,
@@ -40,11 +40,11 @@ def spread(
     precision: PrecisionConfig,
     layer_scales: LayerScales | None = None,
     scatters_each: bool = False,
-) -> Runner:
+) -> Executor:
     """Lay the model out over the mesh, in place; a pipeline keeps this rank's layers only. scatters_each: gradients
     that are divided are scattered after each microbatch at every stage of ZeRO.
 
-    Every rank begins with the same whole model. The runner's `model` has this rank's parameters under their names.
+    Every rank begins with the same whole model. The executor's `model` has this rank's parameters under their names.
     """
 
     def passes(part: Decoder) -> Decoder:

@@ -1,7 +1,7 @@
 """How far a run is and how it ended, as values."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,8 @@ class TrainResult:
     loss: of the last step; heldout_loss: at the last evaluation, nan without held-out batches; best: lowest held-out
     loss and its step (0: none); num_tokens: trained on, padding left out; train_time_s: spent in steps, over all
     starts; model_flops: of forward and backward passes; mfu: in [0, 1], 0 without a peak rate; peak_flops: of one rank,
-    the given one or that of the fastest step; num_skipped: updates left out for values that were not finite;
-    num_events: entries of the watch list by kind; bytes_sent: by this rank since this start, as in `StepInfo`;
-    loss_scale: what became of it, empty where losses were not scaled; left_out: batches whose updates spikes left out
-    or took back, as `spikes.jsonl` has them.
+    the given one or that of the fastest step; bytes_sent: by this rank since this start, as in `StepInfo`; summaries:
+    what techniques report, by their names.
     """
 
     num_steps: int
@@ -31,16 +29,17 @@ class TrainResult:
     train_time_s: float
     model_flops: float
     mfu: float
-    num_skipped: int
-    num_events: Mapping[str, int]
     bytes_sent: int | None
     peak_flops: float = 0.0
-    loss_scale: Mapping[str, Any] = field(default_factory=dict)
-    left_out: Sequence[Mapping[str, Any]] = ()
+    summaries: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def summary_of(self, technique: str) -> Mapping[str, Any]:
+        """What a technique reported; empty where it was off."""
+        return self.summaries.get(technique, {})
 
 
 @dataclass
-class Position:
+class TrainState:
     """How far the run is: what a checkpoint says besides tensors. `step`: updates done."""
 
     step: int = 0

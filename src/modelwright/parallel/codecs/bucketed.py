@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelwright.parallel.mesh import World
 from modelwright.parallel.gradient_sync import BUCKET_BYTES, Buckets, GradientTransport
+from modelwright.parallel.mesh import World
 
 
 class BucketedTransport:

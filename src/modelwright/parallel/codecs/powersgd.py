@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelwright.parallel.mesh import World
-from modelwright.parallel.gradient_sync import ExactTransport
 from modelwright.parallel.codecs.error_feedback import Residual, flatten, shaped
+from modelwright.parallel.gradient_sync import ExactTransport
+from modelwright.parallel.mesh import World
 
 
 class PowerSgdTransport:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from modelwright.parallel.mesh import World
 from modelwright.parallel.codecs.error_feedback import Residual, flatten, write_back
+from modelwright.parallel.mesh import World
 
 GROUP = 1024
 """INT8 values that share a scale: its four bytes are 0.4% of a message."""

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from modelwright.core.errors import ConfigError
 from modelwright.ops import sparse_code
-from modelwright.parallel.mesh import World
-from modelwright.parallel.codecs.error_feedback import Residual, flatten, write_back
-from modelwright.parallel.codecs.codebook import decode_levels, encode_levels
 from modelwright.parallel.codecs.allgather_bytes import gather_bytes
+from modelwright.parallel.codecs.codebook import decode_levels, encode_levels
+from modelwright.parallel.codecs.error_feedback import Residual, flatten, write_back
+from modelwright.parallel.mesh import World
 
 NUM_SAMPLES = 65_536
 """Magnitudes looked at for a global threshold: the share above it is then within 4% of 1% (one standard deviation)."""

@@ -27,7 +27,6 @@ from modelwright.ops.pieces import local
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.context import attention_of
 from modelwright.parallel.mesh import Mesh
-from modelwright.parallel.shard import sharded_modules
 from modelwright.parallel.pipeline.stages import (
     check_blocks,
     check_microbatches,
@@ -38,8 +37,9 @@ from modelwright.parallel.pipeline.stages import (
     layers_of_stages,
     rank_of_stage,
 )
+from modelwright.parallel.pipeline.trace import Span, Timeline
+from modelwright.parallel.shard import sharded_modules
 from modelwright.parallel.tensor import stage_tokens
-from modelwright.parallel.pipeline.trace import Timeline
 
 Schedule = (
     ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble | ScheduleZBVZeroBubble
@@ -81,7 +81,8 @@ class Stage:
 
 
 class Pipeline:
-    """A `Runner` over the pipeline axis. `model` is what this rank holds, under the whole model's names.
+    """An `Executor` (`train/runner.py`) over the pipeline axis. `model` is what this rank holds, under the names of
+    the whole model.
 
     `timeline` tells what each stage of this rank did in the newest training step.
     """
@@ -114,6 +115,13 @@ class Pipeline:
         self._schedules: dict[tuple[int, torch.Size], Schedule] = {}
         self._microbatches: Sequence[Microbatch] = ()
         self._loss_of: Callable[[Tensor, TokenBatch], Tensor] | None = None
+
+    @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        return tuple(len(layers) for layers in self.layers)
+
+    def stage_spans(self) -> list[Span]:
+        return self.timeline.spans()
 
     def num_stages_with(self, name: str) -> int:
         return 2 if name == TIED and self._ends_share_a_weight else 1

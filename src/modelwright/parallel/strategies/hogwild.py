@@ -14,43 +14,50 @@ The optimizer's states are shared as well. With states of each process's own the
 reaches n times as far back: 4 processes, 300 steps of a small model, held-out loss 5.02, 5.00 and 5.08 with shared
 states, 5.10, 5.22 and 5.13 with own ones (three seeds; 4.40 to 4.65 without staleness). And a checkpoint would need n
 of them.
-
-Knows nothing about what an update does.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.strategies.hogwild_counters import SLOTS, Ledger
-from modelwright.parallel.mesh import Mesh, World, lay_out, single
+from modelwright.parallel.mesh import World
 from modelwright.parallel.optimizer_states import make_states
 from modelwright.parallel.shared_memory import share
-from modelwright.parallel.strategy import Done
+from modelwright.parallel.strategies.hogwild_counters import SLOTS, SharedCounters
+from modelwright.parallel.strategy import Done, Replica, Strategy, Unscale
 
 Compensate = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
 """(gradients, weights now, weights that the gradients belong to) -> gradients changed in place."""
 
 
-class Hogwild:
-    """`Turns` and `GradientTransport` of one process among those that share a model; all of them on one host.
+class Hogwild(Strategy):
+    """One process among those that share a model; all of them on one host.
 
-    Use as a context manager around the run, on every process of `world` alike. Raises `ConfigError` when the processes
-    are not on one host. A run ends with a `ModelwrightError` on the others when one process is lost.
+    replica: on a mesh of this process alone. world: all processes. encode, decode: the result of a step as JSON values
+    and back, for the other processes. Raises `ConfigError` when the processes are not on one host. A run ends with a
+    `ModelwrightError` on the others when one process is lost.
     """
 
-    divides = False
+    is_synchronous: ClassVar[bool] = False
 
-    def __init__(self, world: World, *, compensate: Compensate | None = None) -> None:
-        self.mesh: Mesh = lay_out(single(world.device), ParallelConfig())
+    def __init__(
+        self,
+        replica: Replica,
+        world: World,
+        *,
+        compensate: Compensate | None = None,
+        encode: Callable[[Any], Any] = lambda result: result,
+        decode: Callable[[Any], Any] = lambda values: values,
+    ) -> None:
+        self.replica = replica
+        self.mesh = replica.mesh
         self.world = world
         self.compensate = compensate
-        self.bytes_sent = 0
-        self._ledger = Ledger(world)
+        self.encode = encode
+        self.decode = decode
+        self._counters = SharedCounters(world)
         self._parameters: list[Tensor] = []
         self._copies: list[Tensor] = []
         self._shared: list[Tensor] = []
@@ -58,14 +65,9 @@ class Hogwild:
         self._uncounted = 0
         self._made_when_read = self._staleness = 0
 
-    def __enter__(self) -> "Hogwild":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ledger.close()
-
-    def begin(self, optimizer: Optimizer, step: int) -> Optimizer:
+    def begin(self, step: int, num_steps: int) -> None:
         """Move what the optimizer changes into shared memory; its counts of steps follow the numbers of updates."""
+        optimizer = self.replica.optimizer
         make_states(optimizer)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         places = [(optimizer.state[p], key) for p in self._parameters for key in optimizer.state[p] if key != "step"]
@@ -77,50 +79,50 @@ class Hogwild:
         self._shared = shared[: len(self._copies)]
         for (state, key), tensor in zip(places, shared[len(self._copies) :], strict=True):
             state[key] = tensor
-        self._ledger.begin(step)
-        return optimizer
+        self._counters.begin(step)
 
-    def updates(
+    def steps(
         self, one_step: Callable[[int], Done], first: int, last: int, interrupted: Callable[[], bool]
     ) -> Iterator[Done]:
-        self._ledger.open(first, min(last, first + SLOTS))
-        while (number := self._ledger.draw()) is not None:
+        self._counters.open(first, min(last, first + SLOTS))
+        while (number := self._counters.draw()) is not None:
             self._read_weights(number)
-            self._ledger.publish(number, one_step(number))
+            self._counters.publish(number, self.encode(one_step(number)))
             if interrupted():
-                self._ledger.stop_drawing()
-            yield from self._ledger.news()
-        yield from self._ledger.wait_for_all()
-        self._read_weights(self._ledger.num_heard)
-        self._ledger.meet()
+                self._counters.stop_drawing()
+            yield from map(self.decode, self._counters.news())
+        yield from map(self.decode, self._counters.wait_for_all())
+        self._read_weights(self._counters.num_heard)
+        self._counters.meet()
 
-    def part(self, gradients: list[Tensor]) -> list[Tensor]:
-        return gradients
-
-    def step(self, optimizer: Optimizer) -> None:
-        optimizer.step()
-
-    def figures(self) -> Mapping[str, float]:
-        return {"worker": self.world.rank, "staleness": self._staleness}
-
-    def reduce(self, gradients: Sequence[Tensor]) -> None:
+    def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
         """Compensate the gradients; what is done to the parameters from here on is done to the shared ones."""
-        self._staleness = self._ledger.num_made - self._made_when_read
+        gradients = self.replica.gradients()
+        unscale(gradients)
+        self._staleness = self._counters.num_made - self._made_when_read
         if self.compensate is not None:
             own = [p.grad for p in self._parameters if p.grad is not None]
             self.compensate(own, self._shared, self._copies)
         for parameter, weight in zip(self._parameters, self._shared, strict=True):
             parameter.data = weight
+        return gradients
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
+    def grad_norm(self, gradients: list[Tensor]) -> float:
+        return self.replica.norm(gradients)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def optimizer_step(self) -> None:
+        self.replica.optimizer.step()
+
+    def metrics(self) -> Mapping[str, float]:
+        return {"worker": self.world.rank, "staleness": self._staleness}
+
+    def close(self) -> None:
+        self._counters.close()
 
     @torch.no_grad()
     def _read_weights(self, number: int) -> None:
         """Bring this process's copy up to date, for update `number`."""
-        self._made_when_read = self._ledger.num_made
+        self._made_when_read = self._counters.num_made
         torch._foreach_copy_(self._copies, self._shared)  # pyright: ignore
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
             parameter.data = copy

@@ -6,8 +6,8 @@ none. Knows nothing about what an update or a report is.
 
 import fcntl
 import itertools
+import json
 import os
-import pickle
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ _DRAWN, _MADE, _STOPPED_PERIOD, _STOPPED_AT = range(4)
 """Places of the counters: updates drawn, updates made, the last period in which drawing was stopped, and where."""
 
 
-class Ledger:
+class SharedCounters:
     """One process's view. `num_heard`: updates whose reports it has read, and the number of the next one in order."""
 
     def __init__(self, world: World) -> None:
@@ -60,7 +60,7 @@ class Ledger:
 
     def open(self, first: int, last: int) -> None:
         """Begin a period in which the numbers from `first` to below `last` are drawn; the same on all processes."""
-        assert first == self.num_heard, "the loop and the ledger disagree about how many updates were made"
+        assert first == self.num_heard, "the trainer and the counters disagree about how many updates were made"
         self._period += 1
         self._limit = last
 
@@ -82,7 +82,7 @@ class Ledger:
 
     def publish(self, number: int, report: object) -> None:
         """Count an update as made and let everybody know."""
-        text = pickle.dumps(report)
+        text = json.dumps(report).encode()
         if len(text) > SLOT_BYTES:
             raise ValueError(f"the report of update {number} has {len(text)} bytes; there is room for {SLOT_BYTES}")
         slot = number % SLOTS
@@ -96,7 +96,7 @@ class Ledger:
         """Reports that this process has not heard yet, in the order of their numbers, as far as there is no gap."""
         while (text := self._text(self.num_heard)) is not None:
             self.num_heard += 1
-            yield pickle.loads(text)
+            yield json.loads(text)
 
     def wait_for_all(self) -> Iterator[Any]:
         """`news` until every update drawn in this period is made. Raises `ModelwrightError` when one never will be."""

@@ -5,10 +5,11 @@ by any transport (exact, INT8, three-level as in SparseLoCo), moves the common s
 all ranks go on from there. With rate 1 and momentum 0 that is plain averaging of weights. The last meeting is exact and
 a plain mean.
 
-Knows nothing about losses; of the optimizer only that some tensors belong to this rank alone between meetings, and
-which of them is Adam's second moment (`shared_moment.py` says why the ranks should agree on it).
+Some of the optimizer's tensors belong to this rank alone between meetings; one of them is Adam's second moment, on
+which the ranks should agree (`second_moment_sync.py` says why).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,16 @@ import torch
 from torch import Tensor
 
 from modelwright.core.errors import ConfigError
-from modelwright.parallel.mesh import World
+from modelwright.ops.pieces import local
 from modelwright.parallel.gradient_sync import ExactTransport, GradientTransport
+from modelwright.parallel.mesh import World
 from modelwright.parallel.strategies.second_moment_sync import SharedMoment
+from modelwright.parallel.strategy import Replica, Strategy, Unscale
 
 Private = Mapping[str, Sequence[Tensor]]
 SECOND_MOMENT = "exp_avg_sq"
+MOMENTS = ("exp_avg", SECOND_MOMENT, "momentum_buffer")
+"""What AdamW, Lion and Muon keep for a parameter, in its shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +63,14 @@ class LocalStepsConfig:
 
 
 def _nothing_private(private: Private) -> None:
-    """Whoever says what is private says how it is put back."""
+    """A caller that passes `private` must also pass `restore`."""
     assert not private, "private tensors were saved that nobody restores"
 
 
 class LocalSteps:
-    """A `GradientTransport` that sends nothing for gradients and meets after updates.
+    """Carries out the meetings of one rank's weights with those of the other ranks.
 
-    The loop calls `begin` once, before its first step, and `after_update` after every update, with this rank's
+    The strategy calls `begin` once, before its first step, and `after_update` after every update, with this rank's
     parameters in one order on all ranks. Between meetings the ranks' weights and optimizer states differ, so the state
     holds them; under another number of ranks each begins with the mean of the old ones.
     """
@@ -88,11 +93,6 @@ class LocalSteps:
     @property
     def bytes_sent(self) -> int:
         return self.transport.bytes_sent + self._moment.bytes_sent + self._last.bytes_sent
-
-    def reduce(self, gradients: Sequence[Tensor]) -> None:
-        """Nothing is sent: n times the own share stands for the sum over n ranks, so that clipping keeps its scale."""
-        if self.world.size > 1:
-            torch._foreach_mul_(list(gradients), float(self.world.size))  # pyright: ignore
 
     def begin(
         self,
@@ -193,3 +193,78 @@ class LocalSteps:
 def _copy(tensors: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> None:
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value if scale == 1.0 else value * scale)
+
+
+class LocalSgd(Strategy):
+    """Every rank updates its own weights; `local_steps` makes the ranks meet. close: called at the end."""
+
+    def __init__(self, replica: Replica, local_steps: LocalSteps, *, close: Callable[[], None] = lambda: None) -> None:
+        self.replica = replica
+        self.mesh = replica.mesh
+        self.local_steps = local_steps
+        self.close_transport = close
+
+    def begin(self, step: int, num_steps: int) -> None:
+        self.local_steps.begin(
+            self._weights(), num_steps=num_steps, private=self._moments, restore=self._restore_moments
+        )
+
+    def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
+        """Nothing is sent: n times the own share stands for the sum over n ranks, so that clipping keeps its scale."""
+        gradients = self.replica.gradients()
+        shards = [local(gradient) for gradient in gradients]
+        unscale(shards)
+        if self.local_steps.world.size > 1:
+            torch._foreach_mul_(shards, float(self.local_steps.world.size))  # pyright: ignore
+        return gradients
+
+    def grad_norm(self, gradients: list[Tensor]) -> float:
+        """The root mean square of the ranks' norms, so that all of them clip by one factor."""
+        norm, ranks = self.replica.norm(gradients), self.mesh.reduce
+        return math.sqrt(ranks.sums([norm * norm])[0] / ranks.size)
+
+    def optimizer_step(self) -> None:
+        self.replica.optimizer.step()
+
+    def after_step(self, step: int) -> None:
+        self.local_steps.after_update(self._weights(), step + 1)
+
+    def replicated(self) -> Mapping[str, Tensor]:
+        """Where the ranks last met."""
+        shard = f"{self.mesh.pipeline.rank}/{self.mesh.shard.rank}/{self.mesh.tensor.rank}"
+        return {f"start/{shard}/{number}": start for number, start in enumerate(self.local_steps.start)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.local_steps.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.local_steps.load_state_dict(state)
+
+    def close(self) -> None:
+        self.close_transport()
+
+    def _weights(self) -> list[Tensor]:
+        return [local(parameter.detach()) for parameter in self.replica.names]
+
+    def _moments(self) -> dict[str, list[Tensor]]:
+        """By name, in the order and shapes of the parameters: zeros for one whose update keeps no such moment. Empty
+        before the first step."""
+        states = [self.replica.optimizer.state.get(parameter, {}) for parameter in self.replica.names]
+        return {
+            name: [
+                local(state[name]) if name in state else torch.zeros_like(weight)
+                for state, weight in zip(states, self._weights(), strict=True)
+            ]
+            for name in MOMENTS
+            if any(name in state for state in states)
+        }
+
+    def _restore_moments(self, moments: Mapping[str, Sequence[Tensor]]) -> None:
+        optimizer = self.replica.optimizer
+        for i, parameter in enumerate(self.replica.names):
+            state = dict(optimizer.state.get(parameter, {}))
+            for name, values in moments.items():
+                if name in state:
+                    local(state[name]).copy_(values[i])
+            if state:
+                optimizer.state[parameter] = state  # states in fewer bits are packed anew

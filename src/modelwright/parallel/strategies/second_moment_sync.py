@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from modelwright.ops.sparse_code import rice_decode, rice_encode, rice_parameter
-from modelwright.parallel.mesh import World
-from modelwright.parallel.codecs.error_feedback import flatten, shaped, write_back
 from modelwright.parallel.codecs.allgather_bytes import gather_bytes
+from modelwright.parallel.codecs.error_feedback import flatten, shaped, write_back
+from modelwright.parallel.mesh import World
 
 FLOOR = 1e-16
 """Moments below this count as this: their roots are at most Adam's usual epsilon."""

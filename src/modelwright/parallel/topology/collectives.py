@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modelwright.core.errors import ConfigError
-from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure_links
+from modelwright.parallel.gradient_sync import ring_bytes
 from modelwright.parallel.mesh import World
-from modelwright.parallel.topology.rank_mapping import Traffic, place
 from modelwright.parallel.topology.algorithms import (
     Plan,
     Step,
@@ -36,7 +35,8 @@ from modelwright.parallel.topology.algorithms import (
     sharded,
     tree,
 )
-from modelwright.parallel.gradient_sync import ring_bytes
+from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure_links
+from modelwright.parallel.topology.rank_mapping import Traffic, place
 
 Algorithm = Literal["auto", "flat", "ring", "doubling", "tree", "hierarchical_ring", "hierarchical_doubling", "sharded"]
 """Those that need groups of near ranks (hierarchical, sharded) are a ring where the links show none."""

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from modelwright.parallel.mesh import World
 from modelwright.parallel.topology.collectives import Collectives, CollectivesConfig
 from modelwright.parallel.topology.link_costs import LinksConfig, measure_links
-from modelwright.parallel.mesh import World
 
 
 class PlannedTransport:

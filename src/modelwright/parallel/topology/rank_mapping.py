@@ -18,8 +18,8 @@ import numpy as np
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure_links
 from modelwright.parallel.mesh import World
+from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure_links
 
 OPEN_AXES = ("pipeline",)
 MAX_EVALUATIONS = 20_000

@@ -1,7 +1,7 @@
 """Checkpoints: everything that a run needs to go on as if nothing had happened, written beside the training.
 
 <folder>/step-00000123/model.safetensors      weights by parameter name
-                       training.safetensors   all other tensors: optimizer, updates, controllers, transport
+                       training.safetensors   all other tensors: optimizer, techniques, strategy, objective
                        index.json             which file holds which part of which tensor, with checksums
                        state.json             the rest: step, best so far, scalars; tensors as {"$tensor": name},
                                               non-finite floats as {"$float": text}
@@ -12,7 +12,7 @@
 Several processes write one pair of tensor files each, `model-00000-of-00004.safetensors` and so on; a tensor may then
 lie in several files. A checkpoint is whole or absent. It loads under any number of processes, any layout and any number
 of microbatches. Only JSON and safetensors are read: loading runs no code. Knows nothing about what the tensors mean,
-but for two rules on the state: `updates/optimizer/<parameter>` is laid out as that parameter is, and `transport`
+but for two rules on the state: `optimizer/<parameter>` is laid out as that parameter is, and `strategy`
 differs from rank to rank (`train/checkpoint/state_tree.py`).
 """
 
@@ -209,7 +209,7 @@ class Checkpoints:
         """Copy the weights of the checkpoint at `step`, which `latest_step` has checked, into `weights`, in place;
         return the state.
 
-        Each rank reads just what it holds. The state under `updates/optimizer` is that of the parameters in `weights`,
+        Each rank reads just what it holds. The state under `optimizer` is that of the parameters in `weights`,
         laid out like them; all other tensors are whole, on the CPU. gradients: as in `Snapshot`. Raises
         `ArtifactError` when the checkpoint has other tensors than the ranks hold together.
         """
@@ -332,23 +332,23 @@ class Checkpoints:
         for name, weight in weights.items():
             model.read_into(name, weight)
         tree = record["state"]
-        optimizer = tree.get("updates", {}).pop("optimizer", None)
+        optimizer = tree.pop("optimizer", None)
         state = join(tree, training.read)
         if optimizer is not None:
-            state["updates"]["optimizer"] = optimizer_state(optimizer, training, weights)
-        if record["transport"]:
+            state["optimizer"] = optimizer_state(optimizer, training, weights)
+        if record["strategy"]:
             at = seat(self.reduce.rank, self.reduce.size, gradients)
             try:
-                state["transport"] = join_transport(record["transport"], training, at, gradients)
+                state["strategy"] = join_transport(record["strategy"], training, at, gradients)
             except UnplaceableError as error:
-                note(f"{path}: the transport's state {error} does not fit this layout; the transport starts afresh")
-                state["transport"] = {}
+                note(f"{path}: the strategy's state {error} does not fit this layout; the strategy starts afresh")
+                state["strategy"] = {}
         return state
 
     def _copy(self, snapshot: Snapshot, best: Best) -> _Job:
         """Host copies of the pieces that this rank is to write."""
         state = dict(snapshot.state)
-        transport = state.pop("transport", None)
+        transport = state.pop("strategy", None)
         tensors: dict[str, Tensor] = {}
         tree: dict[str, Any] = {"state": split(state, "", tensors)}
         pieces = {("model", name): piece_of(tensor) for name, tensor in snapshot.weights.items()}
@@ -356,7 +356,7 @@ class Checkpoints:
         if transport is not None:
             gradients = {name: snapshot.weights[name] for name in snapshot.gradients}
             at = seat(self.reduce.rank, self.reduce.size, gradients)
-            tree["transport"], found = split_transport(transport, at, gradients)
+            tree["strategy"], found = split_transport(transport, at, gradients)
             pieces |= {("training", name): piece for name, piece in found.items()}
         copies: dict[str, dict[str, Piece]] = {part: {} for part in PARTS}
         for (part, name), piece in self._mine(pieces).items():
@@ -458,7 +458,7 @@ def _combine(job: _Job, described: Sequence[tuple[dict[str, Any], dict[str, Any]
         "step": job.step,
         "best_step": job.best.step,
         "state": merge([tree["state"] for tree in trees]),
-        "transport": [tree["transport"] for tree in trees if "transport" in tree],
+        "strategy": [tree["strategy"] for tree in trees if "strategy" in tree],
     }
     return {part: merge_indexes([own[part] for own, _ in described]) for part in PARTS}, record
 

@@ -1,4 +1,4 @@
-"""The watch list: steps that a person should look at. Changes nothing about the training."""
+"""Anomalies: steps that a person should look at."""
 
 import json
 import math
@@ -10,11 +10,17 @@ from typing import Any
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError, writing
-from modelwright.train.objective import StepInfo
+from modelwright.train.technique import EMPTY_BATCH, LOSS_SPIKE, NOT_FINITE, StepInfo, Technique
 
 MAD_TO_SIGMA = 1.4826
 """Median absolute deviation of a normal distribution to its standard deviation."""
 MAX_EVENTS = 1000
+SKIPPED = {
+    NOT_FINITE: ("nonfinite_step", "values not finite"),
+    EMPTY_BATCH: ("empty_step", "the whole batch has nothing to learn from"),
+    LOSS_SPIKE: ("skipped_spike", "a spike"),
+}
+"""The kind of event and the text for each reason to skip an update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +44,11 @@ class WatchConfig:
             raise ConfigError(f"window: must be at least 6 steps, got {self.window}")
 
 
-class Watch:
-    """Controller that finds loss spikes, gradient-norm outliers, non-finite steps, data stalls and full memory.
+class AnomalyLog:
+    """Finds loss spikes, gradient-norm outliers, skipped steps, data stalls and full memory in finished steps.
 
     Every event is one JSON line in `path` and one call of `note`. Events: step, kind, value, limit, text.
     """
-
-    every = 1
 
     def __init__(self, path: Path, config: WatchConfig, *, note: Callable[[str], None] = lambda text: None) -> None:
         self.path = path
@@ -63,13 +67,9 @@ class Watch:
             text = f"out of memory; made again, and from here on, in microbatches of at most {rows:.0f} rows"
             self.report(info.step, "out_of_memory", info.scalars["out_of_memory"], 0.0, text)
         if info.skipped:
-            kind, why = "nonfinite_step", "values not finite"
-            if "quarantined" in info.scalars:
-                kind, why = "quarantined_batch", "an outlier"
-            elif "empty" in info.scalars:
-                kind, why = "empty_step", "the whole batch has nothing to learn from"
-            elif "spike" in info.scalars:
-                kind, why = "skipped_spike", f"a spike, loss {info.loss:.4g}, gradient norm {info.grad_norm:.4g}"
+            kind, why = SKIPPED[info.skip_reason]
+            if info.skip_reason == LOSS_SPIKE:
+                why = f"{why}, loss {info.loss:.4g}, gradient norm {info.grad_norm:.4g}"
             self.report(info.step, kind, info.grad_norm, math.inf, f"update skipped: {why}")
             return
         self._judge(info.step, "loss_spike", info.loss, "loss")
@@ -101,7 +101,7 @@ class Watch:
         del recent[: -self.config.window]
 
     def report(self, step: int, kind: str, value: float, limit: float, text: str) -> None:
-        """A line of the list, from here or from another guard."""
+        """Add an event, from here or from another monitor."""
         self.num_events[kind] = self.num_events.get(kind, 0) + 1
         if len(self.events) >= MAX_EVENTS:
             return
@@ -110,6 +110,15 @@ class Watch:
         with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(_line(event))
         self.note(f"watch: step {step}: {text}")
+
+
+def anomaly_monitor(log: AnomalyLog) -> Technique:
+    return Technique(
+        name="anomalies",
+        on_step_end=log.observe,
+        state=log,
+        summary=lambda: {"num_events": dict(log.num_events)},
+    )
 
 
 def read_watch(path: Path) -> list[dict[str, Any]]:

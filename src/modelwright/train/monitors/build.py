@@ -1,24 +1,16 @@
-"""The controllers that every run has: the watch list, the clock of recoveries, the comparison of replicas, stragglers.
+"""The monitors of a run, by its configuration and by what this rank is."""
 
-Which of them are there follows from the configuration and from what this rank is. Changes nothing about the training.
-"""
-
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-
-from torch import Tensor
 
 from modelwright.core.errors import ConfigError
-from modelwright.parallel.channel import Channel
 from modelwright.parallel.elastic import num_restarts
-from modelwright.parallel.mesh import Mesh
-from modelwright.train.monitors.replica_check import ReplicaCheck
-from modelwright.train.objective import Controller
+from modelwright.train.monitors.anomalies import AnomalyLog, anomaly_monitor
+from modelwright.train.monitors.recovery_time import recovery_time
+from modelwright.train.monitors.replica_check import replica_check
+from modelwright.train.monitors.stragglers import StragglerConfig, straggler_monitor
+from modelwright.train.runtime import Runtime
+from modelwright.train.technique import Technique
 from modelwright.train.techniques.out_of_memory import WhenOutOfMemory
-from modelwright.train.monitors.recovery_time import Recovery
-from modelwright.train.monitors.stragglers import OwnTime, SpeedProbe, StragglerConfig, Stragglers, own_times_compare
-from modelwright.train.monitors.anomalies import Watch, WatchConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,38 +38,23 @@ class GuardConfig:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 switches it off")
 
 
-def standing_controllers(
-    folder: Path,
+def build_monitors(
     config: GuardConfig,
-    watch: WatchConfig,
-    everyone: Mesh,
-    *,
-    note: Callable[[str], None],
-    replicas: Callable[[], Mapping[str, Tensor]] | None,
-    own_time: OwnTime | None,
-) -> dict[str, Controller]:
-    """By the names of their state. Called on all ranks alike.
+    run: Runtime,
+    anomalies: AnomalyLog | None,
+) -> list[Technique]:
+    """The monitors of one rank. Called on all ranks alike.
 
-    replicas: what ranks hold in common, None where there is nothing to compare; own_time: of a rank's own work in its
-    steps, None where ranks do not wait for each other.
+    anomalies: the list of events, on the first rank only.
     """
-    world = everyone.world
-    found: dict[str, Controller] = {}
-    report = _nobody
-    if world.is_first:
-        found["watch"] = list_of_events = Watch(folder / "watch.jsonl", watch, note=note)
-        report = list_of_events.report
-        found["recovery"] = Recovery(folder / "recoveries.jsonl", num_ranks=world.size, restart=num_restarts())
+    world, monitors = run.world, list[Technique]()
+    if anomalies is not None:
+        monitors.append(anomaly_monitor(anomalies))
+        monitors.append(recovery_time(run, num_ranks=world.size, restart=num_restarts()))
     if world.size == 1:
-        return found
-    if config.replica_check_every and replicas is not None:
-        found["replica_check"] = ReplicaCheck(Channel(world), replicas, every=config.replica_check_every)
-    if config.stragglers.every and own_time is not None:
-        compares = own_times_compare(everyone) and world.device.type == "cpu"  # a GPU's clock is not the host's
-        measure = own_time if compares else SpeedProbe(world.device)
-        found["stragglers"] = Stragglers(world, config.stragglers, own_time_s=measure, report=report)
-    return found
-
-
-def _nobody(step: int, kind: str, value: float, limit: float, text: str) -> None:
-    """Only the first rank keeps a list."""
+        return monitors
+    if config.replica_check_every and run.strategy.replicated() is not None:
+        monitors.append(replica_check(run, every=config.replica_check_every))
+    if config.stragglers.every and run.strategy.is_synchronous:
+        monitors.append(straggler_monitor(config.stragglers, run))
+    return monitors

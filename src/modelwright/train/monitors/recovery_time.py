@@ -1,30 +1,30 @@
 """How long a run takes to get over a fault: from the last step before it to the first step after it.
 
-A controller of the first rank keeps the time of its last step in a small file; the process that goes on finds it there.
-A run that was stopped on purpose takes the file away. Knows nothing about what the fault was.
+The first rank keeps the time of its last step in a small file; the process that goes on finds it there. A run that was
+stopped on purpose takes the file away.
 """
 
 import json
 import os
 import time
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from modelwright.core.errors import writing
-from modelwright.train.objective import StepInfo
+from modelwright.core.errors import Stopped, writing
+from modelwright.train.runtime import Runtime
+from modelwright.train.technique import StepInfo, Technique
 
 LINE_BYTES = 128
 """Of the file that is written over at every step, whole: no process ends between its first byte and its last."""
 
 
-class Recovery:
-    """Controller; every recovery is one line in `path`.
+class RecoveryTime:
+    """Every recovery is one line in `path`.
 
     A line: step (the first one done again or anew), steps_lost (done before the fault and again after it), down_s
     (seconds without a finished step), num_ranks and restart (the launcher's number of this start).
     """
-
-    every = 1
 
     def __init__(self, path: Path, *, num_ranks: int, restart: int) -> None:
         self.path = path
@@ -58,10 +58,17 @@ class Recovery:
         """The run ends on purpose: what comes later is no recovery."""
         self._alive.unlink(missing_ok=True)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+def recovery_time(run: Runtime, *, num_ranks: int, restart: int) -> Technique:
+    """restart: the launcher's number of this start."""
+    recovery = RecoveryTime(run.folder / "recoveries.jsonl", num_ranks=num_ranks, restart=restart)
+
+    def leave(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None or isinstance(error, Stopped):
+            recovery.stopped()
+
+    run.on_exit.push(leave)
+    return Technique(name="recovery_time", on_step_end=recovery.observe)
 
 
 def read_recoveries(path: Path) -> list[dict[str, Any]]:

@@ -1,31 +1,19 @@
-"""Guards against silent corruption: replicas that no longer agree, and batches whose gradient is out of all proportion.
+"""Detects silent corruption: replicas that no longer agree, bit for bit."""
 
-Both join the loop at its seams: `ReplicaCheck` is a controller, `Quarantine` an update between the finite check and
-clipping. Knows nothing about what the tensors mean.
-"""
-
-import json
-import math
-import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError, ModelwrightError
-from modelwright.optim.update import Context
 from modelwright.parallel.channel import Channel
-from modelwright.train.objective import StepInfo
 from modelwright.train.checkpoint.sharded_tensors import piece_of
+from modelwright.train.runtime import Runtime
+from modelwright.train.technique import Technique
 
 CHUNK = 1 << 22
 """Elements that are hashed at once: bounds the memory of the check."""
-MAX_KEPT = 1000
 
 
 class ReplicaError(ModelwrightError):
@@ -33,7 +21,7 @@ class ReplicaError(ModelwrightError):
 
 
 class ReplicaCheck:
-    """Controller that compares, every `every` steps, hashes of what several ranks hold: bit for bit.
+    """Compares, every `every` steps, hashes of what several ranks hold: bit for bit.
 
     tensors: what this rank holds, by name. A difference raises `ReplicaError` on all ranks, before a later checkpoint
     can keep it; a launcher then starts from the checkpoint before. Made on all ranks alike.
@@ -45,9 +33,6 @@ class ReplicaCheck:
         self.channel = channel
         self.tensors = tensors
         self.every = every
-
-    def observe(self, info: StepInfo) -> None:
-        self.check(info.step)
 
     def check(self, step: int) -> None:
         """Compare now. Raises `ReplicaError` that names the tensor and the ranks that are alone with their values."""
@@ -67,11 +52,6 @@ class ReplicaCheck:
                 f"step {step}: copies of {len(problems)} tensors differ: {'; '.join(problems[:3])}: bits were changed "
                 "in memory or on the way; the run goes on from the last checkpoint when it is started again"
             )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def _differing(name: str, by_rank: Mapping[int, int]) -> str:
@@ -110,95 +90,7 @@ def _shift(values: Tensor, count: int) -> Tensor:
     return (values >> count) & ((1 << (64 - count)) - 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class QuarantineConfig:
-    """When an update is left out because of its gradient.
-
-    factor: norms above this many times the running median are outliers, 0 lets all pass; window: accepted norms that
-    the median is taken over, nothing is judged before a third of them; max_in_a_row: so many outliers in a row are a
-    new level, not outliers, and the next one passes.
-    """
-
-    factor: float = 0.0
-    window: int = 100
-    max_in_a_row: int = 3
-
-    def __post_init__(self) -> None:
-        if self.factor and self.factor <= 1:
-            raise ConfigError(f"factor: must be above 1, got {self.factor}; 0 lets all pass")
-        if self.window < 6:
-            raise ConfigError(f"window: must be at least 6 steps, got {self.window}")
-        if self.max_in_a_row < 1:
-            raise ConfigError(f"max_in_a_row: must be at least 1, got {self.max_in_a_row}")
-
-
-class Quarantine:
-    """Update that records the batches whose loss or gradient was not finite or an outlier, and leaves outliers out.
-
-    Comes after the finite check, which measures the norm. `agree`: the maximum of a float over all ranks. Each batch
-    is a line in `path` (step of the batch from 0, kind, norm, median, loss); on other than the first rank `path` is
-    left alone.
-    """
-
-    def __init__(
-        self, config: QuarantineConfig, agree: Callable[[float], float], path: Path, *, is_first: bool
-    ) -> None:
-        self.config = config
-        self.agree = agree
-        self.path = path
-        self.is_first = is_first
-        self.batches: list[dict[str, Any]] = []
-        self._norms: list[float] = []
-        self._in_a_row = 0
-
-    def apply(self, context: Context) -> None:
-        if context.skip:
-            self._record(context, "not finite", math.nan)
-            return
-        median = statistics.median(self._norms) if len(self._norms) >= self.config.window // 3 else math.inf
-        outlier = self.config.factor > 0 and context.grad_norm > self.config.factor * median
-        if self._agreed(outlier and self._in_a_row < self.config.max_in_a_row):
-            self._in_a_row += 1
-            context.skip = True
-            context.scalars["quarantined"] = 1.0
-            self._record(context, "outlier", median)
-            return
-        if self._in_a_row:
-            self._norms = self._norms if not outlier else []
-        self._in_a_row = 0
-        self._norms = [*self._norms, context.grad_norm][-self.config.window :]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"batches": list(self.batches), "norms": list(self._norms), "in_a_row": self._in_a_row}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state and write the list as it was at that checkpoint."""
-        self.batches, self._norms = list(state["batches"]), list(state["norms"])
-        self._in_a_row = state["in_a_row"]
-        if self.batches or self.path.exists():
-            self._write()
-
-    def _agreed(self, leave_out: bool) -> bool:
-        """Whether any rank wants to leave the batch out; nothing is sent when outliers may pass."""
-        return self.config.factor > 0 and self.agree(float(leave_out)) > 0
-
-    def _record(self, context: Context, kind: str, median: float) -> None:
-        if len(self.batches) >= MAX_KEPT:
-            return
-        values = {"norm": context.grad_norm, "median": median, "loss": context.loss}
-        batch = {"batch": context.step, "kind": kind, **{key: _plain(value) for key, value in values.items()}}
-        self.batches.append(batch)
-        self._write()
-
-    def _write(self) -> None:
-        """All of it, so that what a run that was cut off has left there goes."""
-        if self.is_first:
-            write_atomic(self.path, "".join(_line(batch) for batch in self.batches))
-
-
-def _line(batch: Mapping[str, Any]) -> str:
-    return json.dumps(batch) + "\n"
-
-
-def _plain(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
+def replica_check(run: Runtime, *, every: int) -> Technique:
+    """every: steps between comparisons."""
+    check = ReplicaCheck(Channel(run.world), lambda: run.strategy.replicated() or {}, every=every)
+    return Technique(name="replica_check", on_step_end=lambda info: check.check(info.step), every=every)

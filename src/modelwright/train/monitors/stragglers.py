@@ -1,4 +1,4 @@
-"""A controller that finds ranks that compute slower than the others, and names them with their hosts.
+"""Finds ranks that compute slower than the others, and names them with their hosts.
 
 What counts is a rank's own time, waiting for others left out; a straggler makes everyone's step long, its own work
 alone tells who it is. Changes nothing about the training.
@@ -9,17 +9,15 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from modelwright.core.errors import ConfigError
 from modelwright.parallel.mesh import Mesh, World
-from modelwright.train.objective import StepInfo
+from modelwright.train.runtime import Report, Runtime
+from modelwright.train.technique import StepInfo, Technique
 
-Report = Callable[[int, str, float, float, str], None]
-"""Takes step, kind, value, limit and text: a line of the watch list."""
 PROBE_DIM = 256
 
 
@@ -57,7 +55,6 @@ class Stragglers:
         report: Report,
         host: str = "",
     ) -> None:
-        self.every = config.every
         self.world = world
         self.config = config
         self.own_time_s = own_time_s
@@ -69,9 +66,10 @@ class Stragglers:
     def slow_ranks(self) -> list[int]:
         return [rank for rank, looks in enumerate(self._num_looks) if looks >= self.config.patience]
 
-    def observe(self, info: StepInfo) -> None:
+    def look(self, step: int) -> None:
+        """Compare the ranks now."""
         mine = torch.tensor(self.own_time_s(), dtype=torch.float64, device=self.world.device)
-        self.judge(info.step, self.world.all_gather(mine).tolist())
+        self.judge(step, self.world.all_gather(mine).tolist())
 
     def judge(self, step: int, times_s: Sequence[float]) -> None:
         """One look at every rank's own time. The same on all ranks."""
@@ -88,12 +86,6 @@ class Stragglers:
     def _tell(self, step: int, rank: int, time_s: float, limit_s: float, what: str) -> None:
         if self.world.is_first:
             self.report(step, "straggler", time_s, limit_s, f"rank {rank} on {self.hosts[rank]} {what}")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: ranks and hosts may be others after a restart."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class OwnTime:
@@ -150,3 +142,19 @@ def _all_hosts(world: World, host: str) -> list[str]:
     if world.size > 1:
         dist.all_gather_object(hosts, host, group=world.group)
     return hosts
+
+
+def straggler_monitor(config: StragglerConfig, run: Runtime) -> Technique:
+    """Compares the ranks every `config.every` steps: their seconds in forward and backward where these compare, else a
+    `SpeedProbe`."""
+    own_time = OwnTime()
+    compares = own_times_compare(run.everyone) and run.world.device.type == "cpu"  # a GPU's clock is not the host's
+    measure = own_time if compares else SpeedProbe(run.world.device)
+    stragglers = Stragglers(run.world, config, own_time_s=measure, report=run.report)
+
+    def on_step_end(info: StepInfo) -> None:
+        own_time.add_step(info.compute_s)
+        if info.step % config.every == 0:
+            stragglers.look(info.step)
+
+    return Technique(name="stragglers", on_step_end=on_step_end)

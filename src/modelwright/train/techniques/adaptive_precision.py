@@ -1,4 +1,4 @@
-"""Adaptive precision in a run: an update that looks at gradients and moments and changes the formats of the model.
+"""Adaptive precision in a run: looks at gradients and moments and changes the formats of the model.
 
 Comes after the finite check, which all ranks have agreed upon. What a rank sees of its pieces is added up over all
 ranks, so that every rank decides alike. Everything that a decision rests on is state, but for the speeds of formats,
@@ -22,8 +22,7 @@ from modelwright.core.resources import hardware, peak_resident_bytes
 from modelwright.model.config import ModelConfig
 from modelwright.ops.formats import Format
 from modelwright.ops.pieces import local
-from modelwright.optim.update import Context
-from modelwright.parallel.mesh import World
+from modelwright.parallel.mesh import Mesh, World
 from modelwright.precision.adaptive import ROOMY, Switcher, controller_of, scheduled
 from modelwright.precision.adaptive_config import AdaptiveConfig
 from modelwright.precision.hardware import Shape, measure_speeds
@@ -44,8 +43,13 @@ from modelwright.precision.indicators import (
     trend,
     variation,
 )
+from modelwright.precision.loss_scale import LossScaler
 from modelwright.precision.model import ModelFormats, kind_of, names_of_projections, part_of
 from modelwright.precision.policy import Kind
+from modelwright.train.objective import Batch, Objective
+from modelwright.train.runner import Executor
+from modelwright.train.runtime import Runtime
+from modelwright.train.technique import Technique, Update
 
 TRIALS = 2
 """Sensitivities that are tried anew at each decision; what has none is tried before a part changes to it."""
@@ -94,11 +98,12 @@ class Seen:
 
 @dataclass(kw_only=True)
 class AdaptivePrecision:
-    """An `Update`. parts: of the whole model, on all ranks alike; names and num_holders: of this rank's tensors.
+    """parts: of the whole model, on all ranks alike; names and num_holders: of this rank's tensors.
 
     trial: the loss of some rows of the present batch with the formats as they are, over all ranks; scale: of losses.
-    tried: losses with one part in a format, of the present decision; levels: of the last periods' losses, since a
-    jump; is_due: a decision waits for a step that is not skipped, since the last step of its period was.
+    last_rate: the learning rate of the step before; tried: losses with one part in a format, of the present decision;
+    levels: of the last periods' losses, since a jump; is_due: a decision waits for a step that is not skipped, since
+    the last step of its period was.
     """
 
     config: AdaptiveConfig
@@ -120,6 +125,7 @@ class AdaptivePrecision:
     tried: dict[Pair, float] = field(default_factory=dict)
     levels: list[Level] = field(default_factory=list)
     is_due: bool = False
+    last_rate: float = 0.0
     memory_pressure: float = field(init=False)
     step: int = 0
 
@@ -163,24 +169,25 @@ class AdaptivePrecision:
 
     def begin_step(self, step: int) -> None:
         """Before the forward pass of update `step` (from 0): look on while the period's last steps are made."""
+        self.last_rate = self.optimizer.param_groups[0]["lr"]
         if step == 0:
             self._forget_after(0)
         if self.looks and self._measures(step):
             self.formats.watch(self.observer.watched)
 
-    def apply(self, context: Context) -> None:
-        step = context.step
+    def on_gradients(self, update: Update) -> None:
+        step = update.step
         if self.looks and self._measures(step):
             self.formats.watch(None)
         if self.config.kind == "schedule":
             self.switcher.follow(step + 1, scheduled(self.config, step + 1, self.parts, self.switcher.widest))
         elif self.looks:
-            self._look(context)
+            self._look(update)
         elif self.config.looks and (step + 1) % self.config.every == 0:
             self._see_memory()
             self._offer()
         self.step = step + 1
-        self._bring(context)
+        self._bring(update)
 
     def _own_of(self, observed: Mapping[str, Sequence[Any]]) -> dict[tuple[str, str, Format], tuple[float, int]]:
         """This rank's observations; those of another number of ranks fall to the first, for only their sum counts."""
@@ -194,33 +201,33 @@ class AdaptivePrecision:
             errors[part, what, chosen] = total + lost, count + int(number)
         return errors
 
-    def _look(self, context: Context) -> None:
+    def _look(self, update: Update) -> None:
         """Formats that a jump has just changed are not judged by what was seen of others: the decision falls out."""
-        self.is_due = self.is_due or (context.step + 1) % self.config.every == 0
-        if context.is_empty:
+        self.is_due = self.is_due or (update.step + 1) % self.config.every == 0
+        if update.is_empty:
             return  # its loss of 0 tells nothing
-        self._count_overflow(context)
-        jumped = self.switcher.see_loss(context.step + 1, context.loss)
-        measures = self._measures(context.step)
+        self._count_overflow(update)
+        jumped = self.switcher.see_loss(update.step + 1, update.loss)
+        measures = self._measures(update.step)
         if jumped:
             self.levels = []
         else:
-            self.seen.losses.append(context.loss)
-            self.seen.run_norms.append(context.grad_norm)
-            if context.skip:
+            self.seen.losses.append(update.loss)
+            self.seen.run_norms.append(update.grad_norm)
+            if update.skipped:
                 return
-            sums = self._sums(context.step, whole=self.is_due) if measures else {}
+            sums = self._sums(update.step, whole=self.is_due) if measures else {}
             for part, found in sums.items():
                 self.seen.norms.setdefault(part, []).append(found.gradient**0.5)
             if self.is_due:
-                self._decide(context.step + 1, sums)
+                self._decide(update.step + 1, sums)
         if self.is_due:
             self._offer()  # from the next period on, which looks at what is new
             self.seen, self.observer, self.is_due = Seen(), Observer(self.candidates, self.formats.config), False
 
-    def _count_overflow(self, context: Context) -> None:
+    def _count_overflow(self, update: Update) -> None:
         """Of the formats in force at this step; what was skipped as a spike of the loss overflowed nowhere."""
-        if math.isfinite(context.loss) and math.isfinite(context.grad_norm):
+        if math.isfinite(update.loss) and math.isfinite(update.grad_norm):
             return
         for part, chosen in self.switcher.formats.items():
             if chosen == "fp16":
@@ -240,7 +247,7 @@ class AdaptivePrecision:
         self.levels = [*self.levels, now][-EXPECTING:]
         return excess
 
-    def _bring(self, context: Context) -> None:
+    def _bring(self, update: Update) -> None:
         """Let the model follow, and tell."""
         held: dict[str, Format] = {
             part: chosen for part, chosen in self.switcher.formats.items() if part in self.formats.formats
@@ -252,7 +259,7 @@ class AdaptivePrecision:
             with writing(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(change) + "\n" for change in changes)
         narrow = sum(chosen != "fp32" for chosen in self.switcher.formats.values())
-        context.scalars["narrow_share"] = narrow / max(1, len(self.parts))
+        update.metrics["narrow_share"] = narrow / max(1, len(self.parts))
 
     def _measures(self, step: int) -> bool:
         return self.is_due or step % self.config.every >= self.config.every - self.config.window
@@ -261,7 +268,11 @@ class AdaptivePrecision:
         """Of every part after `step` updates, over all ranks; a tensor that several hold counts once. Only the
         gradient's, unless `whole`: a decision alone needs the others."""
         own, scale = dict.fromkeys(self.parts, Sums()), self.scale()
-        groups = {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
+        groups = {
+            parameter: {**group, "lr": self.last_rate}
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        }
         for (parameter, name), holders in zip(self.names.items(), self.num_holders, strict=True):
             part = _part_of_weight(name)
             if part in own and parameter.grad is not None:
@@ -396,6 +407,70 @@ class AdaptivePrecision:
         self._forget_after(self.step)
         held = self.formats.formats
         self.formats.change({part: chosen for part, chosen in self.switcher.formats.items() if part in held})
+
+
+@dataclass(kw_only=True)
+class TrialLoss:
+    """The loss of each rank's first rows of the present batch, with weights and formats as they are now.
+
+    batch, weights: the present batch of this rank and the normalizers of its loss terms.
+    """
+
+    objective: Objective
+    executor: Executor
+    mesh: Mesh
+    batch: Batch | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def __call__(self) -> float:
+        assert self.batch is not None
+        batch, model = self.batch, self.executor.model
+        batch = batch.take(torch.arange(min(batch.num_rows, -(-TRIAL_TOKENS // batch.input_ids_BT.shape[1]))))
+        scale = {name: 1.0 / weight if weight > 0 else 0.0 for name, weight in self.weights.items()}
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.world.device)
+
+        def loss_of(output: Tensor, microbatch: Batch) -> Tensor:
+            terms = self.objective.losses(output, microbatch, model)
+            loss = torch.stack([terms[name] * scale[name] for name in scale]).sum()
+            total.add_(loss * self.mesh.tensor.is_first)
+            return loss
+
+        self.executor.evaluate([batch.to(self.mesh.world.device)], loss_of)
+        return self.mesh.world.sums([float(total)])[0]
+
+
+def adaptive_precision(
+    config: AdaptiveConfig, run: Runtime, *, objective: Objective, scaler: LossScaler, num_rows: int
+) -> Technique | None:
+    """num_rows: tokens of one microbatch on one rank. Acts on batches before the learning rate is set."""
+    if config.kind == "none":
+        return None
+    mesh, formats = run.mesh, run.formats
+    trial = TrialLoss(objective=objective, executor=run.executor, mesh=mesh)
+    adaptive = AdaptivePrecision(
+        config=config,
+        formats=formats,
+        names=run.replica.names,
+        num_holders=run.replica.num_holders,
+        optimizer=run.replica.optimizer,
+        world=mesh.world,
+        machine=machine_for(run.folder, formats, run.world, num_rows=num_rows, tensor=mesh.tensor.size),
+        trial=trial,
+        scale=lambda: scaler.value,
+        path=run.folder / CHANGES,
+    )
+
+    def on_batch(step: int, batch: Batch) -> Batch:
+        adaptive.begin_step(step)
+        trial.batch = batch
+        return batch
+
+    def on_gradients(update: Update) -> None:
+        trial.weights = update.weights
+        adaptive.on_gradients(update)
+
+    return Technique(name="adaptive_precision", on_batch=on_batch, on_gradients=on_gradients, state=adaptive)
 
 
 def momentum_of(state: Mapping[str, Any], group: Mapping[str, Any], num_updates: int) -> Momentum | None:

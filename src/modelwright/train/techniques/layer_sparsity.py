@@ -1,9 +1,9 @@
 """Sparse updates in the loop: what is chosen before a step, what the step then leaves out, what it cost.
 
-An update among the others (`optim.update.Update`) that comes last, and a pass over the model: projections get products
-that leave out what is not chosen, blocks below the lowest chosen one run without gradient. `begin_step` makes the
-choice, from the optimizer's moments and the rows of the batch; what the choice rests on is in the state. Copies of the
-model have the same moments, and so choose the same units. Knows no transport and no loss.
+A technique, and a pass over the model: projections get products that leave out what is not chosen, blocks below the
+lowest chosen one run without gradient. `begin_step` makes the choice, from the optimizer's moments and the rows of the
+batch; what the choice rests on is in the state. Copies of the model have the same moments, and so choose the same
+units.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,16 +15,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from modelwright.core.errors import ConfigError
 from modelwright.model.decoder import Decoder
 from modelwright.ops.executed import Executed, counted
 from modelwright.ops.products import Products
 from modelwright.ops.sparse_products import on_columns, on_rows
 from modelwright.optim.selection import Selector, moment_signal
 from modelwright.optim.sparse import SparseConfig
-from modelwright.optim.update import Context
 from modelwright.precision.model import ModelFormats
 from modelwright.train.flops import attention_flops, head_flops
 from modelwright.train.objective import Batch
+from modelwright.train.runtime import Runtime
+from modelwright.train.technique import Technique, Update
 from modelwright.train.techniques.batch_selection import RowChoice
 
 BLOCKS = "blocks"
@@ -175,10 +177,10 @@ class SparseUpdates:
         self.executed.add(num_layers * of_attention + 2 * (num_layers - self.first) * of_attention)
         self.executed.add(3 * head_flops(shape, batch))
 
-    def apply(self, context: Context) -> None:
-        """After the update: what the step cost, and how much it chose."""
-        context.scalars["executed_flops"] = self.sum_ranks(float(self.executed.flops))
-        context.scalars["sparse_share"] = self.share
+    def on_gradients(self, update: Update) -> None:
+        """After backward: what the step cost, and how much it chose."""
+        update.model_flops = update.metrics["executed_flops"] = self.sum_ranks(float(self.executed.flops))
+        update.metrics["sparse_share"] = self.share
 
     def state_dict(self) -> dict[str, Any]:
         selectors = {name: selector.state_dict() for name, selector in self.selectors.items()}
@@ -196,6 +198,37 @@ class SparseUpdates:
             self.model.requires_grad_(True)
 
 
-def trainable(parameters: Mapping[Tensor, str]) -> list[Tensor]:
-    """Those that take part in the present step."""
-    return [parameter for parameter in parameters if parameter.requires_grad]
+def layer_sparsity(
+    config: SparseConfig,
+    run: Runtime,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    num_microbatches: int,
+) -> Technique | None:
+    """betas, eps: of the optimizer, whose moments tell what to choose."""
+    if not config.is_on:
+        return None
+    if not run.mesh.is_only_data_parallel:
+        raise ConfigError("sparse: goes with whole copies of the model; leave the axes of `parallel` but data at 1")
+    sparse = SparseUpdates(
+        config=config,
+        model=run.model,
+        optimizer=run.replica.optimizer,
+        betas=betas,
+        eps=eps,
+        num_steps=run.num_steps,
+        num_parts=num_microbatches,
+        seed=run.seed,
+        rank=run.mesh.data.rank,
+        sum_ranks=lambda value: run.mesh.world.sums([value])[0],
+        formats=run.formats,
+        send_rows=run.strategy.send_only_rows,
+    )
+    run.on_exit.callback(sparse.close)
+    return Technique(
+        name="layer_sparsity",
+        on_batch=lambda step, batch: sparse.begin_step(batch, step),
+        on_gradients=sparse.on_gradients,
+        state=sparse,
+    )

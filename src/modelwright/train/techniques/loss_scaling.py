@@ -1,46 +1,46 @@
-"""Updates that take the loss scale out of the gradients and let it follow overflows.
+"""Loss scaling: takes the scale out of the gradients and lets it follow overflows.
 
-The finite check between them has agreed with all ranks, along every axis, whether something overflowed, so that all of
+The finite check has agreed with all ranks, along every axis, whether something overflowed, so that all of
 them skip the same updates and have the same scale (PyTorch's own scaler asks no other pipeline stage).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from modelwright.optim.update import Context
 from modelwright.parallel.mesh import World
 from modelwright.precision.layer_scales import SMALLEST_NORMAL, LayerFindings, LayerScales
-from modelwright.precision.loss_scale import LossScale
+from modelwright.precision.loss_scale import LossScale, LossScaler, NoLossScaler
+from modelwright.train.technique import Technique, Update
 
 
-class Unscale:
-    """Comes before the finite check."""
-
-    def __init__(self, scale: LossScale) -> None:
-        self.scale = scale
-
-    def apply(self, context: Context) -> None:
-        torch._foreach_mul_(context.gradients, 1.0 / self.scale.value)  # pyright: ignore
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class FollowOverflows:
-    """Comes right after the finite check; what skips an update later is no overflow."""
+class UniformLossScaler:
+    """One scale for all gradients."""
 
     def __init__(self, scale: LossScale) -> None:
         self.scale = scale
 
-    def apply(self, context: Context) -> None:
-        context.scalars["loss_scale"] = self.scale.value
-        self.scale.update(context.step, context.skip)
+    @property
+    def value(self) -> float:
+        return self.scale.value
+
+    def unscale(self, gradients: list[Tensor]) -> None:
+        if gradients:
+            torch._foreach_mul_(gradients, 1.0 / self.scale.value)  # pyright: ignore
+
+
+class DynamicLossScale:
+    """Lets the scale follow overflows. Acts right after the finite check; what skips an update later is no overflow."""
+
+    def __init__(self, scale: LossScale) -> None:
+        self.scale = scale
+
+    def on_gradients(self, update: Update) -> None:
+        update.metrics["loss_scale"] = self.scale.value
+        self.scale.update(update.step, update.skipped)
 
     def state_dict(self) -> dict[str, Any]:
         return self.scale.state_dict()
@@ -49,22 +49,30 @@ class FollowOverflows:
         self.scale.load_state_dict(state)
 
 
-class FollowLayers:
-    """`FollowOverflows` with a scale for each layer. `unscale` comes before gradients cross, while what this rank found
-    can still be told from what others did.
+class PerLayerLossScale:
+    """A scale for each layer that follows its overflows; also the `LossScaler` of such a run. `unscale` is called
+    before gradients are sent, while this rank's own overflows can still be told from those of others.
 
-    world: the ranks that make updates together, whichever layers they hold.
+    world: the ranks that make updates together, whichever layers they hold. names: of the parameters, in the order of
+    their gradients; those without a gradient take no part in a step.
     """
 
-    def __init__(self, scales: LayerScales, world: World) -> None:
+    def __init__(self, scales: LayerScales, world: World, names: Mapping[Tensor, str]) -> None:
         self.scales = scales
         self.world = world
+        self.names = names
         self._largest: list[float] = []
         self._counts: list[float] = []
         self._common_overflowed = False
 
-    def unscale(self, gradients: Sequence[Tensor], names: Sequence[str]) -> None:
-        """In place. Keeps what `apply` wants to know. names: of the parameters that have a gradient in this step."""
+    @property
+    def value(self) -> float:
+        """The scale between blocks."""
+        return self.scales.common.value
+
+    def unscale(self, gradients: list[Tensor]) -> None:
+        """In place. Keeps what `on_gradients` looks at."""
+        names = [name for parameter, name in self.names.items() if parameter.grad is not None]
         layers = [layer_of(name) for name in names]
         scales = [self.scales.common.value if layer is None else self.scales.values[layer] for layer in layers]
         extremes = _largest(gradients)
@@ -80,7 +88,7 @@ class FollowLayers:
         self._counts = self._count_small(gradients, layers)
         torch._foreach_mul_(list(gradients), [1.0 / scale for scale in scales])  # pyright: ignore
 
-    def apply(self, context: Context) -> None:
+    def on_gradients(self, update: Update) -> None:
         num_layers = len(self.scales.values)
         flags = [float(not math.isfinite(value)) for value in self._largest]
         known = [value if math.isfinite(value) else 0.0 for value in self._largest]
@@ -91,11 +99,11 @@ class FollowLayers:
             for layer, (small, total) in enumerate(zip(counts[:num_layers], counts[num_layers:], strict=True))
         ]
         began = [layer for layer in range(num_layers) if agreed[1 + layer]]
-        culprit = max(began) if began and not agreed[0] and math.isfinite(context.loss) else None
-        context.scalars["loss_scale"] = self.scales.common.value
-        context.scalars["loss_scale/lowest_layer"] = min(self.scales.values)
-        context.scalars["loss_scale/highest_layer"] = max(self.scales.values)
-        self.scales.update(context.step, overflowed=context.skip, culprit=culprit, found=found)
+        culprit = max(began) if began and not agreed[0] and math.isfinite(update.loss) else None
+        update.metrics["loss_scale"] = self.scales.common.value
+        update.metrics["loss_scale/lowest_layer"] = min(self.scales.values)
+        update.metrics["loss_scale/highest_layer"] = max(self.scales.values)
+        self.scales.update(update.step, overflowed=update.skipped, culprit=culprit, found=found)
 
     def state_dict(self) -> dict[str, Any]:
         return self.scales.state_dict()
@@ -113,6 +121,24 @@ class FollowLayers:
                 small[layer] += float((gradient.abs() < SMALLEST_NORMAL).sum())
                 total[layer] += gradient.numel()
         return [*small, *total]
+
+
+def loss_scaling(scale: LossScale | None, per_layer: PerLayerLossScale | None) -> tuple[LossScaler, Technique | None]:
+    """What scales the losses, and the technique that follows overflows. scale: the only one, or the one between blocks
+    where each layer has its own; None where losses stay as they are."""
+    if scale is None:
+        return NoLossScaler(), None
+    if per_layer is None:
+        dynamic = DynamicLossScale(scale)
+        return UniformLossScaler(scale), Technique(
+            name="loss_scaling", on_gradients=dynamic.on_gradients, state=dynamic, summary=scale.state_dict
+        )
+    return per_layer, Technique(
+        name="loss_scaling",
+        on_gradients=per_layer.on_gradients,
+        state=per_layer,
+        summary=lambda: {**scale.state_dict(), "layers": per_layer.scales.state_dict()},
+    )
 
 
 def layer_of(name: str) -> int | None:

@@ -1,14 +1,14 @@
 """Spikes of loss and gradient norm: their updates are left out, and after several of them the run goes back.
 
-`Spikes` is an update between the finite check and clipping. What it judges by is robust: the median of the last
+`LossSpikes` acts between the finite check and clipping. It judges by robust statistics: the median of the last
 accepted updates and their median absolute deviation, on finite values only (those that are not belong to the finite
 check).
 
 Going back (Chowdhery et al. 2022, PaLM, section 5.1: restart from a checkpoint of before the spike, and skip the
-batches that made it) takes weights and optimizer from a checkpoint; the loop does that. Steps are never counted twice:
-update n always learns from batch n, and a run ends after as many batches as without. The batches between the checkpoint
-and the present leave no trace; `spikes.jsonl` has their numbers. Everything here is in the checkpoint, and a run goes
-back to checkpoints of fixed steps only, so that a run that is killed and started again does the same.
+batches that made it) takes weights and optimizer from a checkpoint; the trainer does that on request. Steps are never
+counted twice: update n always learns from batch n, and a run ends after as many batches as without. The batches between
+the checkpoint and the present leave no trace; `spikes.jsonl` has their numbers. Everything here is in the checkpoint,
+and a run goes back to checkpoints of fixed steps only, so that a run that is killed and started again does the same.
 """
 
 import json
@@ -19,10 +19,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.optim import Optimizer
+
 from modelwright.core.artifacts import write_atomic
+from modelwright.core.compatibility import (
+    EQUAL_REPLICAS,
+    EXACT_SUMS,
+    PROMPT_GRADIENTS,
+    REVERSIBLE_UPDATES,
+    SYNCHRONOUS_UPDATES,
+    WHOLE_GRADIENTS,
+    Feature,
+    feature,
+)
 from modelwright.core.errors import ConfigError
-from modelwright.optim.update import Context
 from modelwright.train.monitors.anomalies import MAD_TO_SIGMA
+from modelwright.train.objective import Batch
+from modelwright.train.runtime import Runtime
+from modelwright.train.technique import LOSS_SPIKE, Rollback, StepInfo, Technique, Update
 
 MAX_KEPT = 1000
 NUM_GOOD = 2
@@ -73,17 +87,35 @@ class SpikeConfig:
                 f"({self.max_in_a_row}) and rollback_window ({self.rollback_window}) must be at least as many"
             )
 
+    def features(self) -> list[Feature]:
+        """What this needs of a run."""
+        needs = {WHOLE_GRADIENTS, SYNCHRONOUS_UPDATES}
+        found = [feature("num_sigmas", needs=needs)] if self.num_sigmas else []
+        if self.rollback_after:
+            needs |= {EXACT_SUMS, PROMPT_GRADIENTS, EQUAL_REPLICAS, REVERSIBLE_UPDATES}
+            found.append(feature("rollback_after", needs=needs))
+        return found
 
-class Spikes:
-    """Leaves spikes out and says when to go back.
+
+class LossSpikes:
+    """Skips updates at spikes and says when to roll back.
 
     `agree`: the maximum of a float over all ranks; path: each spike and each way back is a line there, on the first
     rank. A line: kind (`spike`, `rollback`), step (updates done then), batches (first and last that were left out, from
     0), loss and norm of a spike.
     """
 
-    def __init__(self, config: SpikeConfig, agree: Callable[[float], float], path: Path, *, is_first: bool) -> None:
+    def __init__(
+        self,
+        config: SpikeConfig,
+        agree: Callable[[float], float],
+        path: Path,
+        *,
+        is_first: bool,
+        checkpoint_every: int = 0,
+    ) -> None:
         self.config = config
+        self.checkpoint_every = checkpoint_every
         self.agree = agree
         self.path = path
         self.is_first = is_first
@@ -95,45 +127,50 @@ class Spikes:
         self._good: list[int] = []
         self._slow_until = 0
 
-    def apply(self, context: Context) -> None:
-        context.rate_multiplier *= self.config.lower_rate if context.step < self._slow_until else 1.0
-        if context.skip or not self.config.num_sigmas:
+    def lower_rate(self, optimizer: Optimizer, step: int) -> None:
+        """After a rollback the rate of update `step` is lower than the scheduled one, which has been set."""
+        if step < self._slow_until:
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * self.config.lower_rate
+
+    def on_gradients(self, update: Update) -> None:
+        if update.skipped or not self.config.num_sigmas:
             return
-        spike = self._is_spike(context)
-        self._recent = [step for step in self._recent if step > context.step - self.config.rollback_window]
+        spike = self._is_spike(update)
+        self._recent = [step for step in self._recent if step > update.step - self.config.rollback_window]
         if self.agree(float(spike and self._in_a_row < self.config.max_in_a_row)) > 0:
             self._in_a_row += 1
-            self._recent = [*self._recent, context.step]
-            context.skip = True
-            context.scalars["spike"] = 1.0
-            values = {"loss": _plain(context.loss), "norm": _plain(context.grad_norm)}
-            self._record(kind="spike", step=context.step + 1, batches=[context.step, context.step], **values)
+            self._recent = [*self._recent, update.step]
+            update.skip(LOSS_SPIKE)
+            update.metrics["spike"] = 1.0
+            values = {"loss": _plain(update.loss), "norm": _plain(update.grad_norm)}
+            self._record(kind="spike", step=update.step + 1, batches=[update.step, update.step], **values)
             return
         if spike:  # a new level
             self._accepted, self._recent = [], []
         self._in_a_row = 0
-        accepted = (context.step, context.loss, context.grad_norm)
+        accepted = (update.step, update.loss, update.grad_norm)
         self._accepted = [*self._accepted, accepted][-self.config.window :]
 
     @property
-    def wanted_steps(self) -> Sequence[int]:
-        """Checkpoints that must not be removed."""
+    def pinned_checkpoints(self) -> Sequence[int]:
+        """Steps whose checkpoints must not be removed."""
         return list(self._good)
 
-    def saved(self, step: int) -> None:
-        """A checkpoint is being written, after `step` updates."""
-        calm = all(spike < step - self.config.rollback_window for spike in self._recent)
-        if self.config.rollback_after and calm and step not in self._good:
-            self._good = [*self._good, step][-NUM_GOOD:]
+    def on_step_end(self, step: int) -> Sequence[int]:
+        """After `step` updates: the checkpoints to roll back to, best first; none while there is no reason to."""
+        if targets := self.rollback_targets():
+            return targets
+        self._pin(step)
+        return ()
 
-    def step_to_go_back_to(self) -> int:
-        """0 while there is no reason to, or no way."""
+    def rollback_targets(self) -> list[int]:
         allowed = self.config.rollback_after > 0 and self.num_rollbacks < self.config.max_rollbacks
         if not allowed or len(self._recent) < self.config.rollback_after:
-            return 0
-        return max((step for step in self._good if step <= self._recent[0] - self.config.margin), default=0)
+            return []
+        return sorted((step for step in self._good if step <= self._recent[0] - self.config.margin), reverse=True)
 
-    def went_back(self, step: int, to: int) -> None:
+    def rolled_back(self, step: int, to: int) -> None:
         """After `step` updates, weights and optimizer are those of `to` again."""
         self.num_rollbacks += 1
         self._accepted = [entry for entry in self._accepted if entry[0] < to]
@@ -141,10 +178,15 @@ class Spikes:
         self._recent, self._in_a_row = [], 0
         self._slow_until = step + self.config.lower_steps
         self._record(kind="rollback", step=step, batches=[to, step - 1])
+        self._pin(step)
 
-    def forget(self, step: int) -> None:
-        """The checkpoint of this step cannot be read."""
-        self._good = [good for good in self._good if good != step]
+    def _pin(self, step: int) -> None:
+        """A checkpoint of a fixed step will be written: it will do for a rollback if there were no spikes of late."""
+        if not self.checkpoint_every or step % self.checkpoint_every:  # others may be at any moment
+            return
+        calm = all(spike < step - self.config.rollback_window for spike in self._recent)
+        if self.config.rollback_after and calm and step not in self._good:
+            self._good = [*self._good, step][-NUM_GOOD:]
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -166,11 +208,11 @@ class Spikes:
         if self.events or self.path.exists():
             self._write()
 
-    def _is_spike(self, context: Context) -> bool:
+    def _is_spike(self, update: Update) -> bool:
         if len(self._accepted) < self.config.window / 3:
             return False
         _, losses, norms = zip(*self._accepted, strict=True)
-        return context.loss > self._limit(losses, self.config.loss_rise) or context.grad_norm > self._limit(
+        return update.loss > self._limit(losses, self.config.loss_rise) or update.grad_norm > self._limit(
             norms, self.config.norm_rise
         )
 
@@ -187,6 +229,42 @@ class Spikes:
     def _write(self) -> None:
         if self.is_first:
             write_atomic(self.path, "".join(json.dumps(event) + "\n" for event in self.events))
+
+
+def loss_spikes(
+    config: SpikeConfig, run: Runtime, *, checkpoint_every: int
+) -> tuple[Technique, Technique] | tuple[None, None]:
+    """The detector, and what lowers the learning rate after a rollback, which acts after the rate is set.
+
+    checkpoint_every: steps between the checkpoints that a rollback may go back to.
+    """
+    if not config.num_sigmas:
+        return None, None
+    path = run.folder / "spikes.jsonl"
+    spikes = LossSpikes(config, run.max_over_ranks, path, is_first=run.is_first, checkpoint_every=checkpoint_every)
+
+    def on_batch(step: int, batch: Batch) -> Batch:
+        spikes.lower_rate(run.replica.optimizer, step)
+        return batch
+
+    def on_step_end(info: StepInfo) -> Rollback | None:
+        def done(to: int) -> None:
+            spikes.rolled_back(info.step, to)
+            text = f"back to the weights of step {to}; batches {to} to {info.step - 1} have left no trace"
+            run.report(info.step, "rollback", to, info.step, text)
+
+        targets = spikes.on_step_end(info.step)
+        return Rollback(steps=targets, done=done) if targets else None
+
+    detector = Technique(
+        name="loss_spikes",
+        on_gradients=spikes.on_gradients,
+        on_step_end=on_step_end,
+        state=spikes,
+        pinned_checkpoints=lambda: spikes.pinned_checkpoints,
+        summary=lambda: {"left_out": tuple(spikes.events)},
+    )
+    return detector, Technique(name="rate_after_rollback", on_batch=on_batch)
 
 
 def _plain(value: float) -> float | str:

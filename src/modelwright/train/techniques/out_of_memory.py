@@ -1,11 +1,9 @@
-"""A step that does not fit into memory is made again in smaller microbatches: the same batch, hence the same gradient.
-
-Knows what such an error looks like, how many rows a part of a batch has from then on, and how memory is given back.
-"""
+"""A step that does not fit into memory is made again in smaller microbatches: same batch, hence same gradient."""
 
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,8 +11,10 @@ import torch
 from modelwright.core.errors import ModelwrightError
 from modelwright.data.batch import part_sizes
 from modelwright.memory.allocator import give_back_freed_memory
-from modelwright.optim.update import Context
-from modelwright.parallel.mesh import Mesh
+from modelwright.parallel.mesh import World
+from modelwright.train.objective import Batch
+from modelwright.train.runner import LossFn, MicrobatchRunner
+from modelwright.train.technique import Technique, Update
 
 WhenOutOfMemory = Literal["halve", "stop"]
 
@@ -29,87 +29,105 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
 
 
-def in_the_way(mesh: Mesh, *, sends_in_backward: bool, updates_in_backward: bool) -> str:
-    """What keeps a rank from leaving forward and backward without a word, "" when nothing does: nothing may pass
-    between ranks within them."""
-    if mesh.world.size == 1:
-        return ""
-    if not mesh.is_only_data_parallel:
-        sizes = {name: getattr(mesh, name).size for name in ("pipeline", "shard", "context", "tensor")}
-        layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-        return f"the layout (parallel: {layout}), in which ranks wait for one another amid forward and backward"
-    if updates_in_backward:
-        return "update_in_backward, for which ranks agree amid backward; set it to none"
-    if sends_in_backward:
-        return "transport.overlap, which sends gradients amid backward; set it to false"
-    return ""
+def retry_blocked_message(why: str) -> str:
+    return f"out-of-memory retry is disabled: {why}"
 
 
-def not_halving(why: str) -> str:
-    return f"guards.out_of_memory: a step that does not fit into memory is not made again in smaller parts: {why}"
+@dataclass(kw_only=True)
+class RetryOutOfMemory:
+    """A `Runner` that makes a batch which did not fit into memory again, in microbatches of half as many rows.
 
+    Once memory has run out, all ranks keep to microbatches of at most so many rows; the checkpoint keeps that, for
+    batches need not have equally many rows. A run that goes on with another configured number starts over.
 
-class Microbatches:
-    """Into how many parts each rank cuts its rows: once memory has run out, parts of at most so many rows as are taken
-    to fit, the same number on all ranks. The checkpoint keeps it, for batches need not have equally many rows.
-
-    asked: the number of parts in the configuration; a run that goes on with another takes that. agree: the largest of
-    a value over all ranks. cuts: whether the layout lets a rank cut as it likes (stages of a pipeline expect the parts
-    that are configured). As an `Update` it tells the metrics when memory has run out.
+    world: ranks that make an update together. blocker: why a step cannot be made again, or "". can_cut: whether the
+    layout lets a rank choose the number of microbatches (stages of a pipeline expect the configured one). undo: what
+    is called, in this order, before the batch is begun again.
     """
 
-    def __init__(self, asked: int, *, agree: Callable[[float], float] = float, cuts: bool = True) -> None:
-        self.asked = asked
-        self.agree = agree
-        self.cuts = cuts
-        self.max_rows = 0
-        """Of a part; 0: as many as come."""
-        self.num_parts = asked
-        """Of the newest batch."""
-        self._fits = math.inf
-        self._num_failed = 0
+    runner: MicrobatchRunner
+    world: World
+    blocker: Callable[[], str] = lambda: ""
+    can_cut: bool = True
+    undo: Sequence[Callable[[], None]] = ()
+    max_rows: int = 0
+    """Most rows in one microbatch; 0 means no limit."""
+    num_parts: int = 0
+    """Microbatches of the newest batch."""
+    num_failed: int = 0
+    """Attempts at the newest batch that ran out of memory."""
 
-    def parts_of(self, num_rows: int) -> int:
-        """For a batch of so many rows."""
-        is_limited = self.cuts and self.max_rows > 0
-        self.num_parts = max(self.asked, math.ceil(num_rows / self.max_rows)) if is_limited else self.asked
-        return self.num_parts
+    def num_microbatches(self, num_rows: int) -> int:
+        is_limited = self.can_cut and self.max_rows > 0
+        asked = self.runner.microbatches
+        return max(asked, math.ceil(num_rows / self.max_rows)) if is_limited else asked
 
-    def failed(self, num_rows: int, error: BaseException, why_not: str) -> None:
-        """On this rank the newest batch, of so many rows, did not fit: half of its largest part may.
+    def train(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        *,
+        begin: Callable[[], None],
+        before_last_backward: Callable[[], None],
+    ) -> None:
+        """See `Runner`. Raises `ModelwrightError` when memory runs out and the step cannot be made again."""
+        self.num_failed = 0
+        while True:
+            num_parts = self.num_parts = self.num_microbatches(batch.num_rows)
+            fitting_rows = math.inf
+            try:
+                self.runner.train(
+                    batch, loss_fn, begin=begin, before_last_backward=before_last_backward, num_parts=num_parts
+                )
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if why := self.blocker():
+                    raise ModelwrightError(
+                        f"out of memory: {str(error).strip()}\n{retry_blocked_message(why)}"
+                    ) from error
+                fitting_rows = max(part_sizes(max(batch.num_rows, num_parts), num_parts)) // 2
+            if self._agree(fitting_rows):
+                return
+            for step in self.undo:
+                step()
 
-        Raises `ModelwrightError` when the step cannot be made again, with the reason.
+    def _agree(self, fitting_rows: float) -> bool:
+        """Whether the batch fitted on all ranks. Otherwise all of them cut it smaller from now on.
+
+        Raises `ModelwrightError` on all ranks when it was one row that did not fit.
         """
-        if why_not:
-            raise ModelwrightError(f"out of memory: {str(error).strip()}\n{not_halving(why_not)}") from error
-        self._fits = max(part_sizes(num_rows, self.num_parts)) // 2
-
-    def cut_smaller(self) -> None:
-        """On all ranks together, after a step that did not fit on some. Raises `ModelwrightError` on all of them when
-        it was one row that did not fit."""
-        max_rows, self._fits = -self.agree(-self._fits), math.inf
-        if max_rows < 1:
+        if self.world.size > 1 and not self.blocker():
+            fitting_rows = -self.world.maxima(-fitting_rows)[0]
+        if math.isinf(fitting_rows):
+            return True
+        if fitting_rows < 1:
             raise ModelwrightError(
                 "out of memory in a microbatch of one row; take shorter rows, keep less for backward (activations.mode "
                 "unit), divide the model (parallel.shard) or train where there is more memory"
             )
-        self.max_rows = int(max_rows)
-        self._num_failed += 1
+        self.max_rows = int(fitting_rows)
+        self.num_failed += 1
+        return False
 
-    def apply(self, context: Context) -> None:
-        if self.num_parts != self.asked:
-            context.scalars["num_microbatches"] = float(self.num_parts)
-        if self._num_failed:
-            context.scalars["out_of_memory"] = float(self._num_failed)
-            context.scalars["microbatch_rows"] = float(self.max_rows)
-        self._num_failed = 0
+    def on_gradients(self, update: Update) -> None:
+        if self.num_parts != self.runner.microbatches:
+            update.metrics["num_microbatches"] = float(self.num_parts)
+        if self.num_failed:
+            update.metrics["out_of_memory"] = float(self.num_failed)
+            update.metrics["microbatch_rows"] = float(self.max_rows)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"asked": self.asked, "max_rows": self.max_rows}
+        return {"asked": self.runner.microbatches, "max_rows": self.max_rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["asked"] == self.asked:
-            self.max_rows = state.get("max_rows", 0)
+        if state["asked"] == self.runner.microbatches:
+            self.max_rows = state["max_rows"]
+
+
+def out_of_memory(retry: RetryOutOfMemory) -> Technique:
+    """Tells the metrics when memory has run out, and keeps the limit in the checkpoint."""
+    return Technique(name="out_of_memory", on_gradients=retry.on_gradients, state=retry)
 
 
 def give_back_memory(device: torch.device) -> None:
