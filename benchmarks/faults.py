@@ -47,8 +47,8 @@ from modelwright.parallel.elastic import (
     torchrun_environment,
 )
 from modelwright.parallel.mesh import World, single
-from modelwright.train.config import TrainConfig
 from modelwright.train.build import train
+from modelwright.train.config import TrainConfig
 from modelwright.train.monitors.recovery_time import read_recoveries
 from modelwright_claims import netns
 from modelwright_claims.results import circumstances

@@ -36,7 +36,7 @@ SEED = 7
 
 
 @dataclass(frozen=True)
-class ExactNextToken:
+class ExactNextToken(Objective):
     """Next-token prediction by its definition, in the model's own precision; the fused loss sums in FP32."""
 
     source: PackedLoader
@@ -121,7 +121,7 @@ def loop_gradient(
             name="one step",
             input_digest="claim",
             progress=SilentProgress(),
-            transport=tap,
+            gradient_sync=tap,
         )
     model.load_state_dict(before)
     return tap.kept

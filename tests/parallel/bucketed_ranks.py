@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from transport_job import CASES, SHAPES, copied, gradients
 
 from modelwright.core.config import parse
-from modelwright.parallel.mesh import World, join_world, world_apart
-from modelwright.parallel.gradient_sync import GradientTransport
 from modelwright.parallel.codecs.bucketed import BucketedTransport
+from modelwright.parallel.gradient_sync import GradientTransport
+from modelwright.parallel.mesh import World, join_world, world_apart
 from modelwright.parallel.strategies.config import TransportConfig, build_transport
 
 BUCKET_BYTES = 20_000

@@ -11,10 +11,16 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.parallel.pipeline.rebalance import BalanceConfig, StageBalance, balance_tokens, balanced_order, better_split
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import lay_out, single
 from modelwright.parallel.pipeline.partition import LayerCosts
+from modelwright.parallel.pipeline.rebalance import (
+    BalanceConfig,
+    StageBalance,
+    balance_tokens,
+    balanced_order,
+    better_split,
+)
 from modelwright.parallel.pipeline.trace import Span, Timeline
 from modelwright.train.objective import forward
 

@@ -6,8 +6,8 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from modelwright.core.errors import ConfigError
-from modelwright.parallel.pipeline.bubble import StageTime, bubble_s, order_of_work, simulate
 from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.pipeline.bubble import StageTime, bubble_s, order_of_work, simulate
 from modelwright.parallel.pipeline.schedule import bubble_share
 from modelwright.parallel.pipeline.stages import rank_of_stage
 

@@ -11,9 +11,17 @@ from safetensors.torch import load_file
 
 from modelwright.core.errors import ConfigError
 from modelwright.parallel.topology import algorithms as plans
+from modelwright.parallel.topology.algorithms import (
+    Plan,
+    Step,
+    binomial,
+    check_plan,
+    chunk_bounds,
+    fastest_tree,
+    plan_seconds,
+)
 from modelwright.parallel.topology.collectives import CollectivesConfig, FlatCost, Planner, _Watch
 from modelwright.parallel.topology.link_costs import Links, uniform
-from modelwright.parallel.topology.algorithms import Plan, Step, binomial, check_plan, chunk_bounds, fastest_tree, plan_seconds
 from rank_processes import run_ranks
 from tolerances import TOLERANCES
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from modelwright.parallel.mesh import join_world, single
 from modelwright.parallel.gradient_sync import (
     BUCKET_BYTES,
     MANY_BUCKETS,
@@ -11,6 +10,7 @@ from modelwright.parallel.gradient_sync import (
     ExactTransport,
     cut_into_buckets,
 )
+from modelwright.parallel.mesh import join_world, single
 from rank_processes import run_ranks
 
 WORKER = """

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from modelwright.core.config import parse
-from modelwright.parallel.mesh import World, join_world
 from modelwright.parallel.gradient_sync import GradientTransport
+from modelwright.parallel.mesh import World, join_world
 from modelwright.parallel.strategies.config import TransportConfig, build_transport
 from modelwright.parallel.strategies.local_sgd import LocalSteps
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.parallel.mesh import World, join_world
-from modelwright.train.checkpoint.writer import writer as checkpoint
+from modelwright.train.checkpoint import writer as checkpoint
 from modelwright.train.checkpoint.writer import Best, Checkpoints, Snapshot
 
 AXES = {

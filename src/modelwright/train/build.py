@@ -97,7 +97,9 @@ def build_techniques(
         learning_rate(config.schedule, run, peak=config.learning_rate),  # on_batch
         rate_after_rollback,  # on_batch
         token_balance(config.balance, run),  # on_batch: equal work per microbatch
-        pipeline_rebalancing(config.balance, run),  # on_step_end: ask for another layout
+        pipeline_rebalancing(  # on_step_end: ask for another layout
+            config.balance, run, every=config.checkpoint_every_steps
+        ),
     )
     return [technique for technique in wanted if technique is not None]
 

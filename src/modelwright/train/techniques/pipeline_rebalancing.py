@@ -6,8 +6,8 @@ from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Relayout, StepInfo, Technique
 
 
-def pipeline_rebalancing(config: BalanceConfig, run: Runtime) -> Technique | None:
-    """Stages are compared every `config.window` steps."""
+def pipeline_rebalancing(config: BalanceConfig, run: Runtime, *, every: int) -> Technique | None:
+    """every: steps between comparisons of the stages, 0 for `config.window`."""
     executor = run.executor
     if not config.stages or not executor.layers_per_stage:
         return None
@@ -17,7 +17,7 @@ def pipeline_rebalancing(config: BalanceConfig, run: Runtime) -> Technique | Non
 
     def on_step_end(info: StepInfo) -> Relayout | None:
         balance.observe(executor.stage_spans())
-        if info.step % config.window or info.step >= run.num_steps:
+        if info.step % (every or config.window) or info.step >= run.num_steps:
             return None
         proposed = balance.propose(run.mesh)
         if proposed == balance.layers_per_stage:

@@ -9,12 +9,17 @@ import torch
 from modelwright.core.errors import ConfigError
 from modelwright.optim.clip import AdaptiveClipConfig
 from modelwright.optim.decay import DynamicDecayConfig
-from modelwright.optim.update import Clip, Context, DynamicDecay
+from modelwright.train.technique import NOT_FINITE, Update
+from modelwright.train.techniques.gradient_clipping import Clip
+from modelwright.train.techniques.weight_decay import DynamicDecay
 
 
-def context(norm: float, skip: bool = False) -> Context:
+def update(norm: float, skip: bool = False) -> Update:
     gradient = torch.full((4,), norm / 2)
-    return Context(step=0, num_steps=9, gradients=[gradient], loss=1.0, grad_norm=norm, skip=skip)
+    return Update(
+        step=0, num_steps=9, gradients=[gradient], losses={"loss": 1.0}, weights={"loss": 1.0}, grad_norm=norm,
+        skip_reason=NOT_FINITE if skip else "",
+    )  # fmt: skip
 
 
 def test_limits_are_their_definition():
@@ -36,13 +41,13 @@ def test_limits_are_their_definition():
 def test_a_spike_is_clipped_to_what_was_usual_and_joins_the_history():
     clip = Clip(1.0, AdaptiveClipConfig(kind="percentile", window=6, percentile=100.0))
     for norm in (2.0, 3.0):
-        clip.apply(context(norm))
-    spike = context(50.0)
-    clip.apply(spike)
+        clip.on_gradients(update(norm))
+    spike = update(50.0)
+    clip.on_gradients(spike)
     assert float(spike.gradients[0].norm()) == pytest.approx(3.0, rel=1e-5)
-    assert spike.scalars == {"clip_norm": 3.0}
-    skipped = context(9.0, skip=True)
-    clip.apply(skipped)
+    assert spike.metrics == {"clip_norm": 3.0}
+    skipped = update(9.0, skip=True)
+    clip.on_gradients(skipped)
     assert float(skipped.gradients[0].norm()) == pytest.approx(9.0)
     again = Clip(1.0, clip.adaptive)
     again.load_state_dict(clip.state_dict())
@@ -55,7 +60,7 @@ def test_decay_is_low_while_norms_are_large_and_comes_back_below_the_threshold()
     decay = DynamicDecay(optimizer, DynamicDecayConfig(above_norm=5.0))  # pyright: ignore
     found = []
     for norm in (4.9, 5.1, 4.5, 3.9, 4.5, 5.1):
-        decay.apply(context(norm))
+        decay.on_gradients(update(norm))
         found.append(groups[0]["weight_decay"])
         assert groups[1]["weight_decay"] == 0.0
     assert found == pytest.approx([0.01, 0.001, 0.001, 0.01, 0.01, 0.001])
