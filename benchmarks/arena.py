@@ -53,9 +53,9 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.mesh import single
 from modelwright.precision.policy import PrecisionConfig
-from modelwright.train import loop
+from modelwright.train import build as loop
 from modelwright.train.config import TrainConfig
-from modelwright.train.objective import StepInfo
+from modelwright.train.technique import StepInfo, Technique
 from modelwright_claims.results import circumstances, machine_slug
 
 RESULTS = Path(__file__).parent / "results"
@@ -121,7 +121,7 @@ class Measured(Exception):
 
 @dataclass
 class Meter:
-    """Controller that reads figures after every step and ends the run after the last."""
+    """Reads figures after every step and ends the run after the last."""
 
     last: int
     every: int = 1
@@ -177,7 +177,7 @@ def train(size: str, *, arena: bool, num_steps: int) -> Meter:
             input_digest="arena",
             progress=SilentProgress(),
             heldout=[rows.batch(10_000)],
-            controllers={"meter": meter},
+            techniques=[Technique(name="meter", on_step_end=meter.observe)],
         )
     return meter
 

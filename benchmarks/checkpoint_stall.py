@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from modelwright.train.checkpoint import Best, Checkpoints, Snapshot
+from modelwright.train.checkpoint.writer import Best, Checkpoints, Snapshot
 from modelwright_claims.results import circumstances
 
 WIDTH = 1024

@@ -47,9 +47,9 @@ from modelwright.parallel.elastic import (
     torchrun_environment,
 )
 from modelwright.parallel.mesh import World, single
+from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
-from modelwright.train.loop import train
-from modelwright.train.recovery import read_recoveries
+from modelwright.train.monitors.recovery_time import read_recoveries
 from modelwright_claims import netns
 from modelwright_claims.results import circumstances
 

@@ -37,9 +37,9 @@ from modelwright.parallel.mesh import single
 from modelwright.precision.hardware import measure_speeds
 from modelwright.precision.model import ModelFormats
 from modelwright.precision.policy import Fp8Config, Kind, PrecisionConfig
+from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
-from modelwright.train.loop import train
-from modelwright.train.objective import StepInfo
+from modelwright.train.technique import StepInfo, Technique
 from modelwright_claims.results import circumstances, machine_slug
 
 ROOT = Path(__file__).parents[1]
@@ -74,7 +74,7 @@ class RandomRows:
 
 @dataclass
 class Speeds:
-    """Controller that keeps step times and utilisation."""
+    """Keeps step times and utilisation."""
 
     every: int = 1
     steps: list[StepInfo] = field(default_factory=list)
@@ -229,7 +229,7 @@ def train_once(
             input_digest="gpu-check",
             progress=SilentProgress(),
             peak_flops=peak_flops,
-            controllers={"speeds": speeds},
+            techniques=[Technique(name="speeds", on_step_end=speeds.observe)],
         )
     timed = speeds.steps[min(NUM_UNTIMED_STEPS, len(speeds.steps) // 2) :]
     return {

@@ -35,8 +35,8 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import join_world, single
+from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
-from modelwright.train.loop import train
 from modelwright_claims.results import circumstances
 
 ROWS, LENGTH, VOCABULARY = 8, 64, 128

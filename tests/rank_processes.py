@@ -27,12 +27,12 @@ TIMEOUT_S = 240
 PR_SET_PDEATHSIG = 1
 """Of Linux's prctl(2): the signal that a process gets when the one that forked it ends."""
 IMPORTED = (
-    "modelwright.train.loop",
-    "modelwright.parallel.bounded_staleness",
-    "modelwright.parallel.collectives",
-    "modelwright.parallel.hogwild",
-    "modelwright.parallel.pipeline",
-    "modelwright.parallel.transports.build",
+    "modelwright.train.build",
+    "modelwright.parallel.strategies.delayed",
+    "modelwright.parallel.topology.collectives",
+    "modelwright.parallel.strategies.hogwild",
+    "modelwright.parallel.pipeline.runner",
+    "modelwright.parallel.strategies.config",
     "modelwright.pipeline.execute",
     "modelwright.recipes.load",
     "tensorboardX",

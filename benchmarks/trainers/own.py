@@ -14,16 +14,17 @@ from modelwright.objectives.pretrain import Pretrain
 from modelwright.optim.schedule import ScheduleConfig
 from modelwright.parallel.mesh import single
 from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
-from modelwright.train.loop import train
-from modelwright.train.objective import StepInfo, forward
+from modelwright.train.objective import forward
+from modelwright.train.technique import StepInfo, Technique
 from trainers.task import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, StepClock, Task, Trained
 
 SEED = 0
 
 
 class Ticker:
-    """Controller that tells the clock when an update is done."""
+    """Tells the clock when an update is done."""
 
     every = 1
 
@@ -83,7 +84,7 @@ def run(task: Task, out: Path) -> Trained:
         name="benchmark",
         input_digest="benchmark",
         progress=SilentProgress(),
-        controllers={"ticker": Ticker(clock)},
+        techniques=[Technique(name="ticker", on_step_end=Ticker(clock).observe)],
     )
     save_model(model, out / "model")
     return Trained(clock=clock, first_loss=first_loss, weights=out / "model")

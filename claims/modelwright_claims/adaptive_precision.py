@@ -16,7 +16,7 @@ from modelwright.ops.formats import Format
 from modelwright.parallel.mesh import single
 from modelwright.precision.model import ModelFormats
 from modelwright.precision.policy import PrecisionConfig
-from modelwright.train.adaptive import MACHINE, machine_for
+from modelwright.train.techniques.adaptive_precision import MACHINE, machine_for
 from modelwright_claims import memory_probe, workbench
 from modelwright_claims.bf16_mixed import BY_ONEDNN, onednn_is_exact
 from modelwright_claims.claim import Claim, Figure, Result, Setting

@@ -29,9 +29,9 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world
+from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
-from modelwright.train.loop import train
-from modelwright.train.objective import Controller
+from modelwright.train.technique import Technique
 from modelwright_claims.claim import Setting
 from modelwright_claims.workbench import Size, Text, packed_rows, prepare_text
 
@@ -86,7 +86,7 @@ def one_run(
     folder: Path,
     begin: Path | None = None,
     keep: Path | None = None,
-    controllers: Mapping[str, Controller] | None = None,
+    techniques: Sequence[Technique] = (),
 ) -> dict[str, float]:
     """Train once, in `folder`; the held-out loss at the end and the bytes that this rank sent.
 
@@ -117,7 +117,7 @@ def one_run(
         progress=setting.progress,
         parallel=ParallelConfig(share_memory=False),  # the ranks stand for hosts
         heldout=list(heldout.batches(32)),
-        controllers=controllers,
+        techniques=techniques,
     )
     if keep is not None and world.is_first:
         save_model(model, str(keep))

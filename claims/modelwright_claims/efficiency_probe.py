@@ -33,11 +33,11 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world, lay_out, single
+from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import heldout_losses
-from modelwright.train.loop import train
-from modelwright.train.objective import StepInfo
 from modelwright.train.runner import WholeModel
+from modelwright.train.technique import StepInfo, Technique
 from modelwright_claims.claim import Setting
 from modelwright_claims.netns import Network, free_port, star
 from modelwright_claims.plain_training import train_plainly
@@ -88,14 +88,14 @@ def train_once(folder: Path, job: Job, world: World, stage: StageDir) -> dict[st
     result = train(
         model, objective, config, num_steps=size.num_steps, world=world, stage=stage,
         seed=job.seed, name="arm", input_digest="arm", progress=SilentProgress(), heldout=heldout,
-        parallel=ParallelConfig(share_memory=arm.hosts == 1), controllers={"stopwatch": watch},
+        parallel=ParallelConfig(share_memory=arm.hosts == 1), techniques=[Technique(name="stopwatch", on_step_end=watch.observe)],
     )  # fmt: skip
     return {"seconds": watch.seconds, "heldout_loss": result.heldout_loss}
 
 
 @dataclass
 class Stopwatch:
-    """Controller: seconds from the start of the first step to the end of the last, what lies between steps included."""
+    """Seconds from the start of the first step to the end of the last, what lies between steps included."""
 
     every: int = 1
     started: float = 0.0
@@ -108,11 +108,6 @@ class Stopwatch:
     def observe(self, info: StepInfo) -> None:
         self.ended = time.perf_counter()
         self.started = self.started or self.ended - info.step_time_s
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def work(folder: Path, job: Job, out: Path) -> None:

@@ -23,7 +23,7 @@ from modelwright.data.loader import PackedLoader
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.mesh import single
-from modelwright.train.loop import train
+from modelwright.train.build import train
 from modelwright.train.objective import Objective, forward
 from modelwright_claims import workbench
 from modelwright_claims.accumulation_pace import measure_pace
@@ -36,7 +36,7 @@ SEED = 7
 
 
 @dataclass(frozen=True)
-class ExactNextToken:
+class ExactNextToken(Objective):
     """Next-token prediction by its definition, in the model's own precision; the fused loss sums in FP32."""
 
     source: PackedLoader
@@ -121,7 +121,7 @@ def loop_gradient(
             name="one step",
             input_digest="claim",
             progress=SilentProgress(),
-            transport=tap,
+            gradient_sync=tap,
         )
     model.load_state_dict(before)
     return tap.kept

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from modelwright.train.exchange import AsynchronousConfig
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.progress import SilentProgress
@@ -28,9 +29,8 @@ from modelwright.data.loader import PackedLoader
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.mesh import join_world
-from modelwright.train.exchange import AsynchronousConfig
-from modelwright.train.loop import train
-from modelwright.train.objective import StepInfo
+from modelwright.train.build import train
+from modelwright.train.technique import StepInfo, Technique
 from modelwright_claims import workbench
 from modelwright_claims.claim import Claim, Figure, Kind, Result, Setting
 from modelwright_claims.statistics import paired_t_test, spread
@@ -72,7 +72,7 @@ class Outcome:
 
 @dataclass
 class Stopwatch:
-    """Controller that keeps when each step was heard of; the first ones are not timed."""
+    """Keeps when each step was heard of; the first ones are not timed."""
 
     every: int = 1
     heard_s: list[float] = field(default_factory=list)
@@ -234,7 +234,7 @@ def train_as_rank(setting: Setting, job: Job, rank: int, port: int, folder: Path
             input_digest="claim",
             progress=setting.progress,
             heldout=list(heldout.batches(32)),
-            controllers={"stopwatch": stopwatch},
+            techniques=[Technique(name="stopwatch", on_step_end=stopwatch.observe)],
         )
         if world.is_first:
             outcome = stopwatch.outcome(result.heldout_loss)

@@ -23,7 +23,7 @@ from modelwright.core.config import dump, parse
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.progress import SilentProgress
 from modelwright.parallel.mesh import join_world
-from modelwright.train.objective import StepInfo
+from modelwright.train.technique import StepInfo, Technique
 from modelwright_claims.claim import Setting
 from modelwright_claims.compression_probe import METHODS, one_run
 from modelwright_claims.netns import Network, free_port, star
@@ -37,7 +37,7 @@ UNLIMITED = 0.0
 
 @dataclass
 class Meter:
-    """Controller that adds up steps after the first few."""
+    """Adds up steps after the first few."""
 
     last: int
     every: int = 1
@@ -68,11 +68,6 @@ class Meter:
             "tokens_per_s": self.num_tokens / self.step_s,
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
 
 def sent_bytes() -> int:
     """What this host's interfaces have sent, loopback left out."""
@@ -89,7 +84,7 @@ def work(folder: Path, method: Mapping[str, Any], size: Size, out: Path) -> None
         longer = replace(size, num_steps=size.num_steps + 1)
         one_run(
             setting, prepare_text(setting), longer, method, seed=0, world=world, folder=out.with_suffix(""),
-            controllers={"meter": meter},
+            techniques=[Technique(name="meter", on_step_end=meter.observe)],
         )  # fmt: skip
         if world.is_first:
             write_atomic(out, json.dumps(meter.figures()))

@@ -22,6 +22,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.precision.loss_scale import LossScaleConfig
 from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.objective import Objective
 from modelwright_claims import stability_bench as bench
 from modelwright_claims import workbench
 from modelwright_claims.claim import Claim, Figure, Result, Setting
@@ -61,7 +62,7 @@ ARMS: dict[str, PrecisionConfig] = {
 
 
 @dataclass
-class OneOfMany:
+class OneOfMany(Objective):
     """An objective whose batches are one process's part of larger ones; evaluation stays as it is."""
 
     inner: Pretrain

@@ -33,9 +33,9 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world
-from modelwright.train import loop
+from modelwright.train import build as loop
 from modelwright.train.config import TrainConfig
-from modelwright.train.objective import StepInfo
+from modelwright.train.technique import StepInfo, Technique
 
 NUM_STEPS = 3
 CONDITION = "resident above the start, without gaps of the heap"
@@ -132,7 +132,7 @@ class RandomRows:
 
 @dataclass
 class Meter:
-    """Controller that reads memory at the end of every step, and ends the run after the last one."""
+    """Reads memory at the end of every step, and ends the run after the last one."""
 
     device: torch.device
     num_steps: int
@@ -161,11 +161,6 @@ class Meter:
             torch.cuda.reset_peak_memory_stats()
         else:
             self.use.__enter__()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def _run(probe: Probe, world: World, folder: Path) -> Measured:
@@ -212,7 +207,7 @@ def _train(probe: Probe, world: World, meter: Meter, folder: Path) -> None:
             name="probe",
             input_digest="probe",
             progress=SilentProgress(),
-            controllers={"meter": meter},
+            techniques=[Technique(name="meter", on_step_end=meter.observe)],
             parallel=probe.parallel,
         )
 

@@ -20,8 +20,8 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world, lay_out
-from modelwright.parallel.pipeline import Pipeline
-from modelwright.parallel.split import agree, measure_layer_times, split_layers
+from modelwright.parallel.pipeline.partition import agree, measure_layer_times, split_layers
+from modelwright.parallel.pipeline.runner import Pipeline
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.errors import ModelwrightError
+from modelwright.parallel.pipeline.trace import Span
 from modelwright.parallel.replay import equal_durations, measured_durations, replay
-from modelwright.parallel.timeline import Span
 from modelwright_claims.claim import Claim, Figure, Result, Setting
 from modelwright_claims.pipeline_probe import ProbeSize
 

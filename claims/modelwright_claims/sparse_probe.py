@@ -35,8 +35,9 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.optim.sparse import SparseConfig
 from modelwright.parallel.mesh import single
-from modelwright.train.loop import train
-from modelwright.train.objective import StepInfo, forward
+from modelwright.train.build import train
+from modelwright.train.objective import forward
+from modelwright.train.technique import StepInfo, Technique
 from modelwright_claims.claim import Setting
 from modelwright_claims.kept import Kept
 from modelwright_claims.workbench import VOCAB_SIZE, Clock, Size
@@ -185,7 +186,7 @@ def vocab_size_of(folder: Path) -> int:
 
 @dataclass
 class Work(Clock):
-    """Controller that keeps every step's time and executed FLOPs."""
+    """Keeps every step's time and executed FLOPs."""
 
     flops: float = 0.0
 
@@ -215,7 +216,7 @@ def execute(folder: Path, run: Run, kept: Path) -> Found:
             name=run.name,
             input_digest="claim",
             progress=SilentProgress(),
-            controllers={"work": work},
+            techniques=[Technique(name="work", on_step_end=work.observe)],
         )
     if run.keep:
         save_model(model, str(kept / run.keep))

@@ -28,10 +28,10 @@ from modelwright.data.loader import PackedLoader
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.optim.schedule import ScheduleConfig
+from modelwright.parallel.gradient_sync import GradientTransport
 from modelwright.parallel.mesh import single
-from modelwright.parallel.transport import GradientTransport
+from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
-from modelwright.train.loop import train
 from modelwright.train.objective import Objective
 from modelwright_claims import workbench
 from modelwright_claims.claim import Figure, Result, Setting
@@ -159,7 +159,7 @@ def run(
                 input_digest="claim",
                 progress=setting.progress,
                 heldout=list(islice(heldout.batches(32), HELDOUT_BATCHES)),
-                transport=transport,
+                gradient_sync=transport,
             )
         except ModelwrightError as error:
             ended = str(error)

@@ -24,11 +24,11 @@ import torch
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ModelwrightError
-from modelwright.parallel.collectives import Collectives, CollectivesConfig
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.links import Links, LinksConfig, measure_links
 from modelwright.parallel.mesh import World, join_world, lay_out
-from modelwright.parallel.placement import place, take_places
+from modelwright.parallel.topology.collectives import Collectives, CollectivesConfig
+from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure_links
+from modelwright.parallel.topology.rank_mapping import place, take_places
 from modelwright_claims.netns import Network, Topology, free_port, full_mesh, racks
 
 KIB = 1024

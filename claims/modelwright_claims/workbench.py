@@ -26,10 +26,10 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.mesh import default_device, single
 from modelwright.precision.policy import PrecisionConfig
-from modelwright.train.adaptive import CHANGES, MACHINE
+from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
-from modelwright.train.loop import train
-from modelwright.train.objective import StepInfo
+from modelwright.train.technique import StepInfo, Technique
+from modelwright.train.techniques.adaptive_precision import CHANGES, MACHINE
 from modelwright_claims.claim import Setting
 
 VOCAB_SIZE = 512
@@ -171,7 +171,7 @@ class Run:
 
 @dataclass
 class Clock:
-    """Controller that keeps every step's time and tokens."""
+    """Keeps every step's time and tokens."""
 
     every: int = 1
     times_s: list[float] = field(default_factory=list)
@@ -233,7 +233,7 @@ def run(
             input_digest="claim",
             progress=setting.progress,
             heldout=list(heldout.batches(32)),
-            controllers={"clock": clock},
+            techniques=[Technique(name="clock", on_step_end=clock.observe)],
         )
         changes = Path(folder) / CHANGES
         lines = changes.read_text(encoding="utf-8").splitlines() if changes.exists() else []

@@ -15,8 +15,9 @@ from modelwright.objectives.pretrain import Pretrain
 from modelwright.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_naive
 from modelwright.parallel.mesh import single
 from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
-from modelwright.train.loop import train
+from modelwright.train.technique import Technique
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -75,7 +76,7 @@ def losses_on(device: str, folder: Path, **changes) -> list[float]:
         name="parity",
         input_digest="parity",
         progress=SilentProgress(),
-        controllers={"losses": losses},
+        techniques=[Technique(name="losses", on_step_end=losses.observe)],
     )
     return losses.values
 

@@ -12,7 +12,7 @@ from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.parallel.mesh import single
 from modelwright.train.config import TrainConfig
-from modelwright.train.objective import StepInfo
+from modelwright.train.technique import StepInfo
 from modelwright_claims import efficiency_20x
 from modelwright_claims.claim import Setting
 from modelwright_claims.efficiency_20x import (

@@ -9,7 +9,7 @@ import pytest
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.progress import SilentProgress
-from modelwright.train.objective import StepInfo
+from modelwright.train.technique import StepInfo
 from modelwright_claims import hogwild, workbench
 from modelwright_claims.claim import Setting
 from rank_processes import fork_context

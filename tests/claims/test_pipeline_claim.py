@@ -3,8 +3,8 @@
 import pytest
 
 from modelwright.core.progress import SilentProgress
+from modelwright.parallel.pipeline.trace import Span
 from modelwright.parallel.replay import equal_durations, measured_durations, replay
-from modelwright.parallel.timeline import Span
 from modelwright_claims import pipeline_utilisation as claim
 from modelwright_claims.claim import Setting
 from modelwright_claims.pipeline_probe import ProbeSize

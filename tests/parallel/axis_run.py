@@ -20,7 +20,7 @@ from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ContextAttention, ParallelConfig
 from modelwright.parallel.context import attention_of
-from modelwright.parallel.gradients import like_parameter
+from modelwright.parallel.grad_norm import like_parameter
 from modelwright.parallel.mesh import Mesh, World, join_world, lay_out
 from modelwright.parallel.tensor import shard_layers
 from rank_processes import run_ranks

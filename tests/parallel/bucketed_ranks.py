@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from transport_job import CASES, SHAPES, copied, gradients
 
 from modelwright.core.config import parse
+from modelwright.parallel.codecs.bucketed import BucketedTransport
+from modelwright.parallel.gradient_sync import GradientTransport
 from modelwright.parallel.mesh import World, join_world, world_apart
-from modelwright.parallel.transport import GradientTransport
-from modelwright.parallel.transports.bucketed import BucketedTransport
-from modelwright.parallel.transports.build import TransportConfig, build_transport
+from modelwright.parallel.strategies.config import TransportConfig, build_transport
 
 BUCKET_BYTES = 20_000
 BUCKETS = [range(5, 6), range(4, 5), range(1, 4), range(1)]

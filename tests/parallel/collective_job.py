@@ -19,10 +19,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.parallel.collectives import Algorithm, Collectives, CollectivesConfig
-from modelwright.parallel.links import Links, LinksConfig, measure_links
 from modelwright.parallel.mesh import World, join_world
-from modelwright.parallel.placement import take_places
+from modelwright.parallel.topology.collectives import Algorithm, Collectives, CollectivesConfig
+from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure_links
+from modelwright.parallel.topology.rank_mapping import take_places
 
 CPU = torch.device("cpu")
 ALGORITHMS = get_args(Algorithm)

@@ -59,7 +59,7 @@ def main() -> None:
             tiny_run.settings(num_steps=NUM_STEPS),
             world=world,
             parallel=layout,
-            controllers={"fault": Fault(kind)} if faulty else {},
+            techniques=[Technique(name="fault", on_step_end=Fault(kind).observe)] if faulty else [],
         )
 
 

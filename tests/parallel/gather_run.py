@@ -23,8 +23,8 @@ from modelwright.model.decoder import Decoder
 from modelwright.parallel import shard
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world
-from modelwright.train import passes
-from modelwright.train.objective import StepInfo
+from modelwright.train import parallelize as passes
+from modelwright.train.technique import StepInfo, Technique
 
 SHAPE = replace(tiny.SHAPE, num_layers=4, model_dim=64, ffn_dim=128, head_dim=16)
 ONCE = {"num_steps": 4, "num_microbatches": 2, "eval_every_steps": 2, "checkpoint_every_steps": 0, "keep_best": False}
@@ -77,7 +77,7 @@ def run_case(folder: Path, case: dict[str, Any], world: World) -> None:
         model=model,
         world=world,
         parallel=parse(ParallelConfig, case["layout"]),
-        controllers={"seen": seen},
+        techniques=[Technique(name="seen", on_step_end=seen.observe)],
     )
     passes.shard_states = shard_states
     found = {"losses": seen.losses, "sent": seen.sent[-1] - seen.sent[-2], "formats": _all_formats(parts)}

@@ -18,8 +18,8 @@ from torch.optim import SGD
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.optim.delay import compensate
-from modelwright.parallel.hogwild import Hogwild
 from modelwright.parallel.mesh import World, join_world
+from modelwright.parallel.strategies.hogwild import Hogwild
 
 NUM_UPDATES, FIRST, STOP_AT = 600, 7, 100
 STRENGTH = 0.5

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from modelwright.core.config import parse
 from modelwright.parallel.mesh import World, join_world
-from modelwright.parallel.transports.build import TransportConfig, build_transport
-from modelwright.parallel.transports.local_steps import LocalSteps
-from modelwright.parallel.transports.shared_moment import SharedMoment
+from modelwright.parallel.strategies.config import TransportConfig, build_transport
+from modelwright.parallel.strategies.local_sgd import LocalSteps
+from modelwright.parallel.strategies.second_moment_sync import SharedMoment
 
 SHAPES = ((120, 70), (37,), (4, 3, 5))
 ROUNDS = 4

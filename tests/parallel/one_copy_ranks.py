@@ -13,20 +13,20 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from modelwright.parallel.strategies.shared_memory_in_backward import OneCopyInBackward
+from modelwright.parallel.strategies.sums_in_backward import SumsInBackward
 from safetensors.torch import save_file
 from test_one_copy import MAX_NORM, RATES, gradients, parts
 from torch import Tensor
 from torch.optim import AdamW
 
 from modelwright.core.errors import StorageError
-from modelwright.optim.in_backward import InBackward
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.gradients import joined_norm, parts_norm
+from modelwright.parallel.grad_norm import joined_norm, parts_norm
 from modelwright.parallel.mesh import World, join_world, lay_out
-from modelwright.parallel.one_copy import OneCopy, fits
-from modelwright.parallel.one_copy_in_backward import OneCopyInBackward
 from modelwright.parallel.shared_memory import has_room, shared_file
-from modelwright.parallel.sums_in_backward import SumsInBackward
+from modelwright.parallel.strategies.optimizer_in_backward import InBackward
+from modelwright.parallel.strategies.shared_memory import OneCopy, fits
 
 
 def whole(world: World, folder: Path) -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from modelwright.optim.delay import compensate
-from modelwright.parallel.bounded_staleness import DelayedTransport, StalenessConfig
+from modelwright.parallel.gradient_sync import ExactTransport
 from modelwright.parallel.mesh import World, join_world, world_apart
-from modelwright.parallel.transport import ExactTransport
+from modelwright.parallel.strategies.delayed import DelayedTransport, StalenessConfig
 
 NUM_STEPS, RATE, RANKS = 12, 0.05, 2
 

@@ -11,11 +11,17 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.parallel.balance import BalanceConfig, StageBalance, balance_tokens, balanced_order, better_split
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import lay_out, single
-from modelwright.parallel.split import LayerCosts
-from modelwright.parallel.timeline import Span, Timeline
+from modelwright.parallel.pipeline.partition import LayerCosts
+from modelwright.parallel.pipeline.rebalance import (
+    BalanceConfig,
+    StageBalance,
+    balance_tokens,
+    balanced_order,
+    better_split,
+)
+from modelwright.parallel.pipeline.trace import Span, Timeline
 from modelwright.train.objective import forward
 
 EVEN = LayerCosts(embedding=0.0, layers=(1.0,) * 8, head=0.0)

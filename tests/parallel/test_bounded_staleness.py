@@ -8,9 +8,9 @@ from torch import Tensor
 
 from modelwright.core.errors import ConfigError
 from modelwright.optim.delay import compensate_naive
-from modelwright.parallel.bounded_staleness import DelayedTransport, StalenessConfig
+from modelwright.parallel.gradient_sync import ExactTransport
 from modelwright.parallel.mesh import single
-from modelwright.parallel.transport import ExactTransport
+from modelwright.parallel.strategies.delayed import DelayedTransport, StalenessConfig
 from parallel import stale_ranks as stale
 from rank_processes import run_ranks
 

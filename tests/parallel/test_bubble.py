@@ -6,10 +6,10 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from modelwright.core.errors import ConfigError
-from modelwright.parallel.bubble import StageTime, bubble_s, order_of_work, simulate
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.schedule import bubble_share
-from modelwright.parallel.stages import rank_of_stage
+from modelwright.parallel.pipeline.bubble import StageTime, bubble_s, order_of_work, simulate
+from modelwright.parallel.pipeline.schedule import bubble_share
+from modelwright.parallel.pipeline.stages import rank_of_stage
 
 EQUAL = StageTime(forward_s=1.0, input_s=1.0, weight_s=1.0)
 LATE_HEAD = [StageTime(forward_s=2, input_s=3, weight_s=1)] * 7 + [StageTime(forward_s=3, input_s=5, weight_s=2)]

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
+from modelwright.parallel.codecs.bucketed import BucketedTransport
+from modelwright.parallel.codecs.quantized import Bf16, RoundedTransport
 from modelwright.parallel.mesh import single
-from modelwright.parallel.transports.bucketed import BucketedTransport
-from modelwright.parallel.transports.rounded import Bf16, RoundedTransport
 from parallel.transport_job import CASES
 from rank_processes import run_ranks
 

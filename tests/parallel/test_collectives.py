@@ -10,10 +10,18 @@ import torch
 from safetensors.torch import load_file
 
 from modelwright.core.errors import ConfigError
-from modelwright.parallel import plans
-from modelwright.parallel.collectives import CollectivesConfig, FlatCost, Planner, _Watch
-from modelwright.parallel.links import Links, uniform
-from modelwright.parallel.plans import Plan, Step, binomial, check_plan, chunk_bounds, fastest_tree, plan_seconds
+from modelwright.parallel.topology import algorithms as plans
+from modelwright.parallel.topology.algorithms import (
+    Plan,
+    Step,
+    binomial,
+    check_plan,
+    chunk_bounds,
+    fastest_tree,
+    plan_seconds,
+)
+from modelwright.parallel.topology.collectives import CollectivesConfig, FlatCost, Planner, _Watch
+from modelwright.parallel.topology.link_costs import Links, uniform
 from rank_processes import run_ranks
 from tolerances import TOLERANCES
 

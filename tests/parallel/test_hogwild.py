@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from modelwright.core.errors import ConfigError
-from modelwright.parallel.hogwild import Hogwild
-from modelwright.parallel.ledger import SLOT_BYTES, SLOTS
 from modelwright.parallel.mesh import single
 from modelwright.parallel.shared_memory import share
+from modelwright.parallel.strategies.hogwild import Hogwild
+from modelwright.parallel.strategies.hogwild_counters import SLOT_BYTES, SLOTS
 from rank_processes import run_ranks, start_ranks, wait_for
 
 SCRIPT = Path(__file__).with_name("hogwild_ranks.py")

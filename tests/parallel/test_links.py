@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.errors import ConfigError
-from modelwright.parallel.links import Links, LinksConfig, _tournament, measure_links, uniform
 from modelwright.parallel.mesh import single
+from modelwright.parallel.topology.link_costs import Links, LinksConfig, _tournament, measure_links, uniform
 
 JOB = Path(__file__).with_name("collective_job.py")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from modelwright.parallel.strategies.shared_memory_in_backward import room
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim import AdamW
@@ -13,8 +14,7 @@ from torch.optim import AdamW
 from modelwright.optim.clip import clip_naive
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import lay_out, single
-from modelwright.parallel.one_copy import fits, starts_of
-from modelwright.parallel.one_copy_in_backward import room
+from modelwright.parallel.strategies.shared_memory import fits, starts_of
 from rank_processes import run_ranks
 
 SCRIPT = Path(__file__).with_name("one_copy_ranks.py")

@@ -14,7 +14,7 @@ from modelwright.memory.checkpointing import checkpoint_segments
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.stages import (
+from modelwright.parallel.pipeline.stages import (
     check_blocks,
     check_microbatches,
     check_ties,
@@ -23,8 +23,8 @@ from modelwright.parallel.stages import (
     layers_of_stages,
     rank_of_stage,
 )
-from modelwright.train.checkpoint import read_weights
-from modelwright.train.passes import compile_each_block
+from modelwright.train.checkpoint.writer import read_weights
+from modelwright.train.parallelize import compile_each_block
 from parallel import pipeline_run
 from parallel.pipeline_run import Case
 from rank_processes import all_well, start_ranks, wait_for

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from modelwright.parallel.links import Links, uniform
-from modelwright.parallel.placement import DEFAULT_TRAFFIC, Traffic, hops, place, step_seconds
+from modelwright.parallel.topology.link_costs import Links, uniform
+from modelwright.parallel.topology.rank_mapping import DEFAULT_TRAFFIC, Traffic, hops, place, step_seconds
 
 AXES = [
     {"data": 4},

@@ -10,7 +10,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.parallel.split import LayerCosts, flop_costs, measure_layer_times, split_layers
+from modelwright.parallel.pipeline.partition import LayerCosts, flop_costs, measure_layer_times, split_layers
 
 SHAPE = ModelConfig(
     vocab_size=64, num_layers=3, model_dim=16, num_heads=2, num_kv_heads=1, ffn_dim=32, head_dim=8, max_seq_len=32

@@ -3,20 +3,20 @@
 import pytest
 import torch
 
-from modelwright.parallel.mesh import join_world, single
-from modelwright.parallel.transport import (
+from modelwright.parallel.gradient_sync import (
     BUCKET_BYTES,
     MANY_BUCKETS,
     SMALL_BUCKET_BYTES,
     ExactTransport,
     cut_into_buckets,
 )
+from modelwright.parallel.mesh import join_world, single
 from rank_processes import run_ranks
 
 WORKER = """
 import sys, torch
 from modelwright.parallel.mesh import join_world
-from modelwright.parallel.transport import ExactTransport
+from modelwright.parallel.gradient_sync import ExactTransport
 torch.set_num_threads(1)
 with join_world(torch.device("cpu")) as world:
     draw = torch.Generator().manual_seed(world.rank)
@@ -43,7 +43,7 @@ with join_world(torch.device("cpu")) as world:
 OVERLAPPING = """
 import sys, torch
 from modelwright.parallel.mesh import join_world
-from modelwright.parallel.transport import ExactTransport
+from modelwright.parallel.gradient_sync import ExactTransport
 torch.set_num_threads(1)
 with join_world(torch.device("cpu")) as world:
     torch.manual_seed(0)
@@ -82,7 +82,7 @@ with join_world(torch.device("cpu")) as world:
 CHOSEN = """
 import sys, torch
 from modelwright.parallel.mesh import join_world
-from modelwright.parallel.transport import ExactTransport, ring_bytes
+from modelwright.parallel.gradient_sync import ExactTransport, ring_bytes
 torch.set_num_threads(1)
 with join_world(torch.device("cpu")) as world:
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((6, 5), (3,), (8, 4), (4, 2, 3), (5, 5))]

@@ -9,13 +9,13 @@ from safetensors.torch import load_file
 
 from modelwright.core.config import dump, parse
 from modelwright.core.errors import ArtifactError, ConfigError
+from modelwright.parallel.codecs.error_feedback import flatten
+from modelwright.parallel.codecs.quantized import GROUP, MAX_CODE, Int8
+from modelwright.parallel.codecs.topk_quantized import ThreeLevelConfig, bucket_bounds, decode_flat, encode_flat
+from modelwright.parallel.gradient_sync import ExactTransport
 from modelwright.parallel.mesh import World, single
-from modelwright.parallel.transport import ExactTransport
-from modelwright.parallel.transports.build import TransportConfig, build_transport
-from modelwright.parallel.transports.feedback import flatten
-from modelwright.parallel.transports.local_steps import LocalSteps
-from modelwright.parallel.transports.rounded import GROUP, MAX_CODE, Int8
-from modelwright.parallel.transports.three_level import ThreeLevelConfig, bucket_bounds, decode_flat, encode_flat
+from modelwright.parallel.strategies.config import TransportConfig, build_transport
+from modelwright.parallel.strategies.local_sgd import LocalSteps
 from parallel import transport_job as job
 from rank_processes import run_ranks
 

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.ops import sparse_code
+from modelwright.parallel.codecs.codebook import MAX_LEVELS, decode_levels, encode_levels
+from modelwright.parallel.codecs.error_feedback import flatten
+from modelwright.parallel.codecs.topk_quantized import ThreeLevelConfig, decode_flat, encode_flat
 from modelwright.parallel.mesh import single
-from modelwright.parallel.transports.build import TransportConfig
-from modelwright.parallel.transports.feedback import flatten
-from modelwright.parallel.transports.levels import MAX_LEVELS, decode_levels, encode_levels
-from modelwright.parallel.transports.shared_moment import FLOOR, SharedMoment, decode_moves, encode_moves
-from modelwright.parallel.transports.three_level import ThreeLevelConfig, decode_flat, encode_flat
+from modelwright.parallel.strategies.config import TransportConfig
+from modelwright.parallel.strategies.second_moment_sync import FLOOR, SharedMoment, decode_moves, encode_moves
 from parallel import moment_ranks as job
 from rank_processes import run_ranks
 

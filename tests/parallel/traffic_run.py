@@ -23,7 +23,7 @@ from modelwright.core.records import column, read_records
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world
-from modelwright.train.objective import StepInfo
+from modelwright.train.technique import StepInfo, Technique
 from modelwright_claims.links_probe import sent_bytes
 
 SHAPE = replace(tiny.SHAPE, num_layers=4, model_dim=128, ffn_dim=256, head_dim=32)
@@ -70,7 +70,7 @@ def run_case(folder: Path, case: dict[str, Any], world: World) -> None:
         model=model,
         world=world,
         parallel=parse(ParallelConfig, case["layout"]),
-        controllers={"meter": meter},
+        techniques=[Technique(name="meter", on_step_end=meter.observe)],
         heldout=[],
     )
     found = vars(meter)

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from modelwright.core.config import parse
+from modelwright.parallel.gradient_sync import GradientTransport
 from modelwright.parallel.mesh import World, join_world
-from modelwright.parallel.transport import GradientTransport
-from modelwright.parallel.transports.build import TransportConfig, build_transport
-from modelwright.parallel.transports.local_steps import LocalSteps
+from modelwright.parallel.strategies.config import TransportConfig, build_transport
+from modelwright.parallel.strategies.local_sgd import LocalSteps
 
 SHAPES = ((120, 70), (37,), (), (4, 3, 5), (65, 80), (1,))
 ROUNDS = 6

@@ -15,8 +15,8 @@ import torch
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import parse_scalar
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.links import Links, _write_cache
 from modelwright.parallel.mesh import lay_out
+from modelwright.parallel.topology.link_costs import Links, _write_cache
 from modelwright.pipeline.ranks import join_ranks
 from modelwright.recipes.tiny import tiny
 

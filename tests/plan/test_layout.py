@@ -13,7 +13,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.memory.config import ActivationConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.schedule import microbatches_in_flight
+from modelwright.parallel.pipeline.schedule import microbatches_in_flight
 from modelwright.plan.catalog import DEVICES, MODELS
 from modelwright.plan.layout import Job, Layout, assess, expected_traffic
 from modelwright.plan.measured import MeasuredError, error_text, measured_errors

@@ -13,7 +13,7 @@ from modelwright.ops.scaled import quantise
 from modelwright.ops.shared_codes import SharedCodes
 from modelwright.precision.model import ModelFormats
 from modelwright.precision.policy import PrecisionConfig
-from modelwright.train.passes import compile_each_block
+from modelwright.train.parallelize import compile_each_block
 from tiny_decoder import make_decoder
 
 ROWS, LENGTH, DIM, FFN_DIM = 2, 64, 128, 352

@@ -255,7 +255,7 @@ def test_an_overflow_under_delayed_scaling_is_seen_and_leaves_the_past_as_it_was
     formats = ModelFormats(model, config("fp8", fp8={"scaling": "delayed"}))
     follow = FollowMaxima(formats, list)
     run(model)
-    follow.apply(None)
+    follow.synchronize()
     past = follow.state_dict()["blocks.1.ffn.up_proj"]
 
     def overflow(gradient: torch.Tensor) -> torch.Tensor:
@@ -268,7 +268,7 @@ def test_an_overflow_under_delayed_scaling_is_seen_and_leaves_the_past_as_it_was
     run(model)
     assert not up_proj.weight.grad.isfinite().all()
     assert not model.embedding.weight.grad.isfinite().all()
-    follow.apply(None)
+    follow.synchronize()
     after = follow.state_dict()["blocks.1.ffn.up_proj"]
     assert len(past["grad"]) == 1
     assert after["grad"] == past["grad"]
@@ -281,7 +281,7 @@ def test_delayed_maxima_are_agreed_upon_and_saved():
     formats, others = ModelFormats(model, given), ModelFormats(other, given)
     run(model)
     follow = FollowMaxima(formats, lambda values: [2 * value for value in values])  # another rank saw twice as much
-    follow.apply(None)
+    follow.synchronize()
     state = follow.state_dict()
     assert set(state) == set(model.projections())
     assert all(len(state[name][role]) == 1 for name in state for role in ROLES)

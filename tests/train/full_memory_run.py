@@ -25,7 +25,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world, single
-from modelwright.train.objective import StepInfo
+from modelwright.train.technique import StepInfo
 from modelwright_claims.memory_probe import RandomRows
 
 BATCH_TOKENS = 4096
@@ -75,7 +75,7 @@ def under_limit(folder: Path, margin: int, num_microbatches: int, num_rows: int,
     rows = RandomRows(num_rows, BATCH_TOKENS // num_rows, SHAPE.vocab_size)
     try:
         arguments = {"objective": Pretrain(rows), "model": model, "heldout": [], "world": single()}
-        tiny_run.run(folder, config, controllers={"lift": LiftLimit()}, **arguments)
+        tiny_run.run(folder, config, techniques=tiny_run.watching(lift=LiftLimit()), **arguments)
     except ModelwrightError as error:
         print(json.dumps({"error": str(error)}))
         return
@@ -121,7 +121,7 @@ def run_on_rank(
     arguments = {"objective": objective, "model": model, "parallel": parallel, "heldout": [], "world": world}
     arguments["progress"] = progress
     try:
-        tiny_run.run(folder, config, controllers={"stop": tiny_run.StopAfter(stop)}, **arguments)
+        tiny_run.run(folder, config, techniques=tiny_run.watching(stop=tiny_run.StopAfter(stop)), **arguments)
     except ModelwrightError as error:
         found = {"error": str(error)}
     (folder / f"ended-{world.rank}.json").write_text(json.dumps(found))

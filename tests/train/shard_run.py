@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.parallel.mesh import World, join_world
-from modelwright.train import checkpoint
-from modelwright.train.checkpoint import Best, Checkpoints, Snapshot
+from modelwright.train.checkpoint import writer as checkpoint
+from modelwright.train.checkpoint.writer import Best, Checkpoints, Snapshot
 
 AXES = {
     "one": {},

@@ -18,14 +18,14 @@ from modelwright.core.resources import hardware
 from modelwright.model.attention import packed_attend
 from modelwright.ops.formats import Format
 from modelwright.optim.build import OptimizerKind, build_optimizer
-from modelwright.optim.update import Context
 from modelwright.parallel.mesh import World
 from modelwright.precision.adaptive import Bandit
 from modelwright.precision.indicators import Sums
 from modelwright.precision.model import ModelFormats
 from modelwright.precision.policy import Kind, PrecisionConfig
-from modelwright.train import adaptive
-from modelwright.train.adaptive import AdaptivePrecision, Machine, memory_share, momentum_of
+from modelwright.train.technique import LOSS_SPIKE, NOT_FINITE, Update
+from modelwright.train.techniques import adaptive_precision as adaptive
+from modelwright.train.techniques.adaptive_precision import AdaptivePrecision, Machine, memory_share, momentum_of
 from tiny_decoder import make_decoder
 
 SECONDS: dict[Format, float] = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0}
@@ -75,7 +75,12 @@ class Rig:
         positions, segments = torch.arange(8).expand(2, 8), torch.zeros(2, 8, dtype=torch.long)
         self.model(tokens, positions, packed_attend(segments)).float().square().mean().backward()
         norm = math.inf if overflows else 1.0
-        self.adaptive.apply(Context(number, 100, [], loss, grad_norm=norm, skip=overflows or skip))
+        reason = NOT_FINITE if overflows else LOSS_SPIKE if skip else ""
+        update = Update(
+            step=number, num_steps=100, gradients=[], losses={"loss": loss}, weights={"loss": 1.0}, grad_norm=norm,
+            skip_reason=reason,
+        )  # fmt: skip
+        self.adaptive.on_gradients(update)
         if not (overflows or skip):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

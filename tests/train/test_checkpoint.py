@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from modelwright.core.errors import ArtifactError, Stopped, StorageError
 from modelwright.core.progress import SilentProgress
-from modelwright.train import checkpoint
-from modelwright.train.checkpoint import (
+from modelwright.train.checkpoint import writer as checkpoint
+from modelwright.train.checkpoint.writer import (
     Best,
     Checkpoints,
     Snapshot,
@@ -268,7 +268,7 @@ def test_a_damaged_best_checkpoint_is_forgotten_when_a_run_goes_on(tiny, tmp_pat
             notes.append(text)
 
     with pytest.raises(Stopped):
-        tiny.run(tmp_path, controllers={"stop": tiny.StopAfter(8)})
+        tiny.run(tmp_path, techniques=tiny.watching(stop=tiny.StopAfter(8)))
     folder = tmp_path / "checkpoints"
     best = read_best(folder)
     assert 0 < best.step < 8

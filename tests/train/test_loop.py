@@ -15,9 +15,9 @@ from modelwright.core.rundir import StageDir
 from modelwright.data.batch import IGNORED
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.precision import model as precision_model
-from modelwright.train.adaptive import AdaptivePrecision
 from modelwright.train.objective import forward
-from modelwright.train.result import load_best
+from modelwright.train.state import load_best
+from modelwright.train.techniques.adaptive_precision import AdaptivePrecision
 from tolerances import TOLERANCES
 
 EXACT = {"rtol": 1e-11, "atol": 1e-13}
@@ -63,7 +63,7 @@ def test_first_update_is_adamw_on_the_mean_over_all_targets(tiny, tmp_path):
     constant = {"kind": "constant", "warmup_fraction": 0.0}
     config = tiny.settings(num_steps=1, num_microbatches=4, adam_eps=1e-3, schedule=constant)
     spy = Spy()
-    tiny.run(tmp_path, config, model=model, controllers={"spy": spy}, heldout=[])
+    tiny.run(tmp_path, config, model=model, techniques=tiny.watching(spy=spy), heldout=[])
 
     batch = tiny.Rows().batch(0)
     logits = reference.logits(forward(reference, batch)).flatten(0, 1)
@@ -136,9 +136,9 @@ def test_resume_is_bit_identical_with_other_microbatches_refused_for_other_input
 
     rows = tiny.Rows()
     with pytest.raises(Stopped, match="step 5 of 12"):
-        tiny.run(tmp_path / "cut", controllers={"spy": Spy(stop)})
+        tiny.run(tmp_path / "cut", techniques=tiny.watching(spy=Spy(stop)))
     spy = Spy()
-    result = tiny.run(tmp_path / "cut", objective=Pretrain(rows), controllers={"spy": spy})
+    result = tiny.run(tmp_path / "cut", objective=Pretrain(rows), techniques=tiny.watching(spy=spy))
     assert rows.calls == list(range(5, 12))
     assert equal(tiny.final_weights(tmp_path / "whole"), tiny.final_weights(tmp_path / "cut"))
     whole, cut = (column(read_records(tmp_path / name / "metrics.jsonl"), "loss") for name in ("whole", "cut"))
@@ -147,7 +147,7 @@ def test_resume_is_bit_identical_with_other_microbatches_refused_for_other_input
     assert result.num_steps == 12
 
     with pytest.raises(ArtifactError, match="another configuration"):
-        tiny.run(tmp_path / "cut", input_digest="other", controllers={"spy": spy})
+        tiny.run(tmp_path / "cut", input_digest="other", techniques=tiny.watching(spy=spy))
 
 
 def test_stop_before_an_evaluation_evaluates_after_resume(tiny, tmp_path):
@@ -156,8 +156,8 @@ def test_stop_before_an_evaluation_evaluates_after_resume(tiny, tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Stopped):
-        tiny.run(tmp_path, controllers={"spy": Spy(stop)})
-    tiny.run(tmp_path, controllers={"spy": Spy()})
+        tiny.run(tmp_path, techniques=tiny.watching(spy=Spy(stop)))
+    tiny.run(tmp_path, techniques=tiny.watching(spy=Spy()))
     records = read_records(tmp_path / "metrics.jsonl")
     assert [step for step, _ in column(records, "heldout_loss")] == [3, 6, 9, 12]
 
@@ -195,12 +195,14 @@ def test_a_step_that_is_not_finite_is_skipped(tiny, tmp_path):
         before[info.step] = [p.detach().clone() for p in model.parameters()]
 
     spy = Spy(keep)
-    result = tiny.run(tmp_path, model=model, objective=Poisoned(tiny.Rows()), controllers={"spy": spy}, heldout=[])
+    result = tiny.run(
+        tmp_path, model=model, objective=Poisoned(tiny.Rows()), techniques=tiny.watching(spy=spy), heldout=[]
+    )
     assert [info.step for info in spy.seen if info.skipped] == [4, 5]
     assert all(torch.equal(a, b) for a, b in zip(before[3], before[5], strict=True))
     assert all(bool(p.isfinite().all()) for p in model.parameters())
-    assert result.num_skipped == 2
-    assert result.num_events["nonfinite_step"] == 2
+    assert result.summary_of("finite_check")["num_skipped"] == 2
+    assert result.summary_of("anomalies")["num_events"]["nonfinite_step"] == 2
 
 
 def test_a_diverged_run_gives_up(tiny, tmp_path):
@@ -268,6 +270,6 @@ def test_who_multiplies_is_chosen_for_the_run_alone(tiny, tmp_path, monkeypatch)
     for onednn in (False, True):
         seen = Seen()
         settings = tiny.settings(num_steps=2, precision={"policy": "fp32", "onednn": onednn})
-        tiny.run(tmp_path / str(onednn), settings, controllers={"seen": seen})
+        tiny.run(tmp_path / str(onednn), settings, techniques=tiny.watching(seen=seen))
         assert seen.found == ["medium" if onednn else before[0]] * 2
         assert (torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32) == before

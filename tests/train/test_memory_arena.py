@@ -69,7 +69,7 @@ def test_the_same_bits(tiny, tmp_path, name):
 def test_a_run_that_stops_and_goes_on(tiny, tmp_path):
     config = tiny.settings(memory_arena=True, **STEPS)
     with pytest.raises(Stopped):
-        tiny.run(tmp_path / "twice", config, controllers={"stop": tiny.StopAfter(7)})
+        tiny.run(tmp_path / "twice", config, techniques=tiny.watching(stop=tiny.StopAfter(7)))
     tiny.run(tmp_path / "twice", config)
     tiny.run(tmp_path / "once", tiny.settings(**STEPS))
     assert_same(tiny, tmp_path / "once", tmp_path / "twice")

@@ -1,6 +1,7 @@
 """Memory that runs out amid a step: the step is made again in smaller microbatches, on all ranks."""
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -16,8 +17,9 @@ from modelwright.core.errors import ModelwrightError
 from modelwright.core.records import column, read_records
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.ops import cpu_kernels
-from modelwright.train.out_of_memory import Microbatches, is_out_of_memory
-from modelwright.train.watch import read_watch
+from modelwright.parallel.mesh import single
+from modelwright.train.monitors.anomalies import read_watch
+from modelwright.train.techniques.out_of_memory import RetryOutOfMemory, is_out_of_memory
 from rank_processes import run_ranks, start_process, wait_for
 
 SCRIPT = Path(__file__).with_name("full_memory_run.py")
@@ -102,37 +104,79 @@ def test_all_ranks_give_up_together(runs, layout):
         assert "microbatch of one row" in found["error"]
 
 
-def cut_smaller(parts: Microbatches, num_rows: int) -> int:
-    parts.parts_of(num_rows)
-    parts.failed(num_rows, MemoryError(), "")
-    parts.cut_smaller()
-    return parts.parts_of(num_rows)
+class Limited:
+    """A runner that fits at most so many rows into memory, and writes down how it was called."""
+
+    microbatches: int
+    most_rows: int
+
+    def __init__(self, microbatches: int, most_rows: int) -> None:
+        self.microbatches = microbatches
+        self.most_rows = most_rows
+        self.calls: list[int] = []
+
+    def train(self, batch, loss_fn, *, begin, before_last_backward, num_parts) -> None:
+        self.calls.append(num_parts)
+        if -(-batch.num_rows // num_parts) > self.most_rows:
+            raise MemoryError
+
+
+def retry(microbatches: int = 1, most_rows: int = 100, **more: Any) -> RetryOutOfMemory:
+    runner: Any = Limited(microbatches, most_rows)
+    return RetryOutOfMemory(**{"runner": runner, "world": single(), **more})
+
+
+def attempts(retrying: RetryOutOfMemory, num_rows: int) -> list[int]:
+    """The numbers of microbatches into which a batch of so many rows was cut."""
+    runner: Any = retrying.runner
+    runner.calls.clear()
+    retrying.train(Rows(num_rows), lambda output, batch: output, begin=bool, before_last_backward=bool)  # pyright: ignore
+    return runner.calls
+
+
+@dataclass(frozen=True)
+class Rows:
+    num_rows: int
 
 
 def test_the_rows_that_fit_are_remembered_unless_another_number_of_parts_is_asked_for():
-    parts = Microbatches(2)
-    assert parts.parts_of(12) == 2
-    assert cut_smaller(parts, 12) == 4
-    assert [parts.parts_of(num_rows) for num_rows in (24, 11, 7, 3, 2)] == [8, 4, 3, 2, 2]
-    same, other, staged = Microbatches(2), Microbatches(3), Microbatches(2, cuts=False)
+    undone = []
+    retrying = retry(2, most_rows=3, undo=[lambda: undone.append(1)])
+    assert attempts(retrying, 12) == [2, 4]
+    assert undone == [1]
+    assert [retrying.num_microbatches(num_rows) for num_rows in (24, 11, 7, 3, 2)] == [8, 4, 3, 2, 2]
+    same, other, staged = retry(2), retry(3), retry(2, can_cut=False)
     for one in (same, other, staged):
-        one.load_state_dict(parts.state_dict())
-    assert (same.parts_of(8), other.parts_of(12), staged.parts_of(12)) == (3, 3, 2)
-    assert cut_smaller(parts, 12) == 12
+        one.load_state_dict(retrying.state_dict())
+    assert [one.num_microbatches(rows) for one, rows in ((same, 8), (other, 12), (staged, 12))] == [3, 3, 2]
     with pytest.raises(ModelwrightError, match="one row"):
-        cut_smaller(parts, 12)
+        attempts(retry(1, most_rows=0), 8)
 
 
 def test_a_rank_with_one_row_goes_on_where_another_ones_rows_did_not_fit():
-    for failed_rows, fits in ((8, 4), (3, 1), (1, 0)):
-        parts = Microbatches(1, agree=lambda rows, fits=fits: max(rows, -fits))
-        parts.parts_of(1)
-        if failed_rows > 1:
-            parts.cut_smaller()
-            assert (parts.parts_of(1), parts.parts_of(8)) == (1, 8 // fits)
-        else:
-            with pytest.raises(ModelwrightError, match="one row"):
-                parts.cut_smaller()
+    for fits in (4, 1):
+        retrying = retry(world=Agreeing([fits, math.inf]))
+        assert attempts(retrying, 1) == [1, 1]
+        assert retrying.num_microbatches(8) == 8 // fits
+    with pytest.raises(ModelwrightError, match="one row"):
+        attempts(retry(world=Agreeing([0])), 1)
+
+
+class Agreeing:
+    """Ranks of which another one says, in turn, how many rows fitted there."""
+
+    size = 2
+
+    def __init__(self, fitting: list[float]) -> None:
+        self.fitting = iter(fitting)
+
+    def maxima(self, own: float) -> list[float]:
+        return [max(own, -next(self.fitting))]
+
+
+def test_a_step_that_cannot_be_made_again_says_why():
+    with pytest.raises(ModelwrightError, match="out-of-memory retry is disabled: sends"):
+        attempts(retry(1, most_rows=2, blocker=lambda: "sends"), 8)
 
 
 @dataclass(frozen=True)
@@ -187,7 +231,7 @@ def test_where_no_step_can_be_made_again_the_first_rank_says_so_and_the_error_to
     folder = runs / f"{layout}-full"
     notes, none = (json.loads((folder / f"notes-{rank}.json").read_text()) for rank in range(2))
     assert none == []
-    (note,) = [note for note in notes if "guards.out_of_memory" in note]
+    (note,) = [note for note in notes if "out-of-memory retry" in note]
     assert re.search(f"not made again in smaller parts: {why}", note)
     errors = [json.loads((folder / f"ended-{rank}.json").read_text())["error"] for rank in range(2)]
     for error in errors:

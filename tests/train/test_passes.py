@@ -8,7 +8,7 @@ from modelwright.memory.checkpointing import checkpoint_segments
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import lay_out, single
 from modelwright.precision.policy import PrecisionConfig
-from modelwright.train import passes
+from modelwright.train import parallelize as passes
 from modelwright.train.objective import forward
 
 

@@ -1,22 +1,16 @@
 """One and two real processes, which share weights or keep copies, one to four microbatches, ragged batches: one and the
 same training."""
 
-import gc
 import os
 import socket
 import subprocess
 import sys
-import weakref
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from modelwright.core.records import column, read_records
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import lay_out, single
-from modelwright.parallel.transports.build import TransportConfig
-from modelwright.train.exchange import AsynchronousConfig, transport_for, turns_for
 from tolerances import TOLERANCES
 
 EXACT = {"rtol": 1e-11, "atol": 1e-13}
@@ -88,17 +82,3 @@ def test_checkpoint_of_one_process_goes_on_with_two_ranks_and_four_microbatches(
     )
     assert torch.equal(single[:4], moved[:4])
     torch.testing.assert_close(moved, single, **LOSS)
-
-
-def test_nothing_but_the_model_holds_weights_before_they_are_laid_out(tiny):
-    """Where ZeRO divides them a list of the whole ones, however short-lived it looks, costs what was to be saved."""
-    model, everyone = tiny.tiny_model(), lay_out(single(), ParallelConfig())
-    held = [weakref.ref(parameter) for parameter in model.parameters()]
-    with (
-        turns_for(AsynchronousConfig(), everyone, model, shares_memory=True) as turns,
-        transport_for(TransportConfig(), AsynchronousConfig(), turns, model),
-    ):
-        for module in model.modules():
-            module._parameters.clear()
-        gc.collect()
-        assert not [reference for reference in held if reference() is not None]

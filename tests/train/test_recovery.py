@@ -5,8 +5,8 @@ import time
 import pytest
 
 from modelwright.core.errors import StorageError
-from modelwright.train.objective import StepInfo
-from modelwright.train.recovery import Recovery, read_recoveries
+from modelwright.train.monitors.recovery_time import RecoveryTime, read_recoveries
+from modelwright.train.technique import StepInfo
 
 
 def info(step):
@@ -18,12 +18,12 @@ def info(step):
 
 def test_a_fault_is_measured_from_the_last_step_to_the_next(tmp_path):
     path = tmp_path / "recoveries.jsonl"
-    before, started = Recovery(path, num_ranks=2, restart=0), time.time()
+    before, started = RecoveryTime(path, num_ranks=2, restart=0), time.time()
     for step in (1, 2, 3, 4):
         before.observe(info(step))
     assert read_recoveries(path) == []
     time.sleep(0.2)
-    after = Recovery(path, num_ranks=1, restart=1)
+    after = RecoveryTime(path, num_ranks=1, restart=1)
     after.observe(info(3))
     after.observe(info(4))
     [found] = read_recoveries(path)
@@ -34,16 +34,16 @@ def test_a_fault_is_measured_from_the_last_step_to_the_next(tmp_path):
 
 def test_a_stop_on_purpose_is_no_fault(tmp_path):
     path = tmp_path / "recoveries.jsonl"
-    before = Recovery(path, num_ranks=1, restart=0)
+    before = RecoveryTime(path, num_ranks=1, restart=0)
     before.observe(info(1))
     before.stopped()
-    Recovery(path, num_ranks=1, restart=0).observe(info(2))
+    RecoveryTime(path, num_ranks=1, restart=0).observe(info(2))
     assert read_recoveries(path) == []
 
 
 def test_a_full_disk_is_one_clear_error(tmp_path):
     path = tmp_path / "recoveries.jsonl"
-    recovery = Recovery(path, num_ranks=1, restart=0)
+    recovery = RecoveryTime(path, num_ranks=1, restart=0)
     (tmp_path / "recoveries.jsonl.alive").symlink_to("/dev/full")
     with pytest.raises(StorageError, match=r"recoveries\.jsonl\.alive: the disk is full"):
         recovery.observe(info(1))

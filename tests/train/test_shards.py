@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from modelwright.train.checkpoint import list_checkpoints, read_weights
-from modelwright.train.memory_copies import peers
+from modelwright.train.checkpoint.in_memory import peers
+from modelwright.train.checkpoint.writer import list_checkpoints, read_weights
 from rank_processes import start_ranks, wait_for
 
 SCRIPT = Path(__file__).with_name("shard_run.py")

@@ -20,7 +20,7 @@ from modelwright.ops.executed import Executed
 from modelwright.optim.sparse import RowChoiceConfig
 from modelwright.train.flops import attention_flops, dense_flops, head_flops
 from modelwright.train.objective import forward
-from modelwright.train.row_choice import RowChoice, first_queries_and_keys, first_tokens
+from modelwright.train.techniques.batch_selection import RowChoice, first_queries_and_keys, first_tokens
 
 QUIET = {"eval_every_steps": 0, "checkpoint_every_steps": 0}
 FORMS: dict[str, dict[str, Any]] = {
@@ -76,7 +76,7 @@ class Grads:
 def run(tiny, folder: Path, sparse: dict[str, Any], *, stop_at: int = 0, model=None, **more):
     spy, model = Spy(stop_at), tiny.tiny_model() if model is None else model
     settings = {**QUIET, "sparse": sparse, **more.pop("settings", {})}
-    tiny.run(folder, tiny.settings(**settings), model=model, controllers={"spy": spy}, heldout=[], **more)
+    tiny.run(folder, tiny.settings(**settings), model=model, techniques=tiny.watching(spy=spy), heldout=[], **more)
     return model, spy.seen
 
 
@@ -107,9 +107,9 @@ def test_all_units_chosen_is_the_dense_run_and_counts_what_it_executes(tiny, tmp
 def test_a_frozen_prefix_keeps_weights_and_moments_and_the_rest_gets_the_dense_gradient(tiny, tmp_path):
     grads, whole, before = Grads(), Grads(), tiny.tiny_model()
     model, seen = run(
-        tiny, tmp_path, {"kind": "prefix", "keep": 0.5}, transport=grads, settings={"checkpoint_every_steps": 12}
+        tiny, tmp_path, {"kind": "prefix", "keep": 0.5}, gradient_sync=grads, settings={"checkpoint_every_steps": 12}
     )
-    run(tiny, tmp_path / "whole", {}, transport=whole)
+    run(tiny, tmp_path / "whole", {}, gradient_sync=whole)
     dense = dict(zip(dict(before.named_parameters()), whole.kept[0], strict=True))
     frozen = [name for name in dense if name.startswith("blocks.0.")]
     left = [dense[name] for name in dense if name not in frozen]
@@ -130,7 +130,7 @@ def test_only_chosen_rows_have_a_gradient_and_those_of_the_last_projection_are_t
     found = {}
     for name, sparse in (("sparse", {"kind": kind, "keep": 0.25, "regrowth": 0.0}), ("dense", {})):
         grads = Grads()
-        run(tiny, tmp_path / name, sparse, transport=grads, settings={"num_steps": 1})
+        run(tiny, tmp_path / name, sparse, gradient_sync=grads, settings={"num_steps": 1})
         found[name] = dict(zip(dict(tiny.tiny_model().named_parameters()), grads.kept[0], strict=True))
     for name, gradient in found["sparse"].items():
         if name.endswith("proj.weight"):
@@ -190,8 +190,8 @@ def check_gradient_is_that_of(rows: list[int], sparse: dict[str, Any], tiny, tmp
             return tiny.Rows().batch(0).take(torch.tensor(rows))
 
     chosen, given = Grads(), Grads()
-    run(tiny, tmp_path / "1", sparse, transport=chosen, settings={"num_steps": 1, "num_microbatches": 2})
-    run(tiny, tmp_path / "2", {}, transport=given, objective=Pretrain(Given()), settings={"num_steps": 1})
+    run(tiny, tmp_path / "1", sparse, gradient_sync=chosen, settings={"num_steps": 1, "num_microbatches": 2})
+    run(tiny, tmp_path / "2", {}, gradient_sync=given, objective=Pretrain(Given()), settings={"num_steps": 1})
     for ours, theirs in zip(chosen.kept[0], given.kept[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 

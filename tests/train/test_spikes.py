@@ -12,27 +12,32 @@ import torch
 from modelwright.core.errors import ConfigError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.objectives.pretrain import Pretrain
-from modelwright.optim.update import Context
 from modelwright.train.config import TrainConfig
-from modelwright.train.spikes import SpikeConfig, Spikes
-from modelwright.train.watch import read_watch
+from modelwright.train.monitors.anomalies import read_watch
+from modelwright.train.objective import Objective
+from modelwright.train.technique import LOSS_SPIKE, NOT_FINITE, Update
+from modelwright.train.techniques.loss_spikes import LossSpikes, SpikeConfig
 
 LEVEL = [1.0, 1.1, 0.9, 1.0, 1.05, 0.95]
 
 
-def spikes(tmp_path, **config) -> Spikes:
+def spikes(tmp_path, **config) -> LossSpikes:
     settings = SpikeConfig(**{"num_sigmas": 6.0, "window": 6, **config})
-    return Spikes(settings, lambda flag: flag, tmp_path / "spikes.jsonl", is_first=True)
+    path = tmp_path / "spikes.jsonl"
+    return LossSpikes(settings, lambda flag: flag, path, is_first=True, checkpoint_every=2)
 
 
-def feed(guard: Spikes, losses, *, first: int = 0, norms=None) -> list[bool]:
+def feed(guard: LossSpikes, losses, *, first: int = 0, norms=None) -> list[bool]:
     skipped = []
     for step, loss in enumerate(losses, start=first):
         norm = norms[step - first] if norms else 1.0
-        context = Context(step=step, num_steps=99, gradients=[], loss=loss, grad_norm=norm)
-        context.skip = not (math.isfinite(loss) and math.isfinite(norm))
-        guard.apply(context)
-        skipped.append(context.skip)
+        update = Update(
+            step=step, num_steps=99, gradients=[], losses={"loss": loss}, weights={"loss": 1.0}, grad_norm=norm
+        )
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            update.skip(NOT_FINITE)
+        guard.on_gradients(update)
+        skipped.append(update.skip_reason == LOSS_SPIKE)
     return skipped
 
 
@@ -48,9 +53,9 @@ def test_a_jump_of_loss_or_norm_is_left_out_and_recorded(tmp_path):
 
 def test_what_is_not_finite_is_no_spike_and_nothing_is_judged_early_or_by_default(tmp_path):
     guard = spikes(tmp_path, rollback_after=1, margin=0)
-    guard.saved(4)
+    guard.on_step_end(4)
     feed(guard, [*LEVEL, math.nan, math.inf, math.nan])
-    assert (guard.events, guard.step_to_go_back_to()) == ([], 0)
+    assert (guard.events, guard.rollback_targets()) == ([], [])
     assert not any(feed(spikes(tmp_path, window=30), [1.0] * 9 + [50.0]))
     assert not any(feed(spikes(tmp_path, num_sigmas=0.0), [1.0] * 50 + [50.0]))
 
@@ -67,29 +72,26 @@ def test_the_way_back_leads_to_a_quiet_checkpoint_before_the_first_spike(tmp_pat
     guard = spikes(tmp_path, rollback_after=2, rollback_window=4, margin=3, max_rollbacks=1, lower_rate=0.5,
                    lower_steps=2)  # fmt: skip
     feed(guard, LEVEL)
-    guard.saved(2)
-    guard.saved(6)
+    guard.on_step_end(2)
+    guard.on_step_end(6)
     feed(guard, [9.0, 1.0], first=6)
-    guard.saved(8)  # a spike is too near
-    assert guard.wanted_steps == [2, 6]
-    assert guard.step_to_go_back_to() == 0
+    guard.on_step_end(8)  # a spike is too near
+    assert guard.pinned_checkpoints == [2, 6]
+    assert guard.rollback_targets() == []
     feed(guard, [9.0], first=8)
-    assert guard.step_to_go_back_to() == 2  # 6 is too close to the spike in batch 6
-    guard.went_back(9, 2)
+    assert guard.on_step_end(9) == [2]  # 6 is too close to the spike in batch 6
+    guard.rolled_back(9, 2)
     assert guard.events[-1] == {"kind": "rollback", "step": 9, "batches": [2, 8]}
-    context = Context(step=10, num_steps=99, gradients=[], loss=1.0, grad_norm=1.0)
-    guard.apply(context)
-    assert context.rate_multiplier == 0.5
-    context.step = 11
-    context.rate_multiplier = 1.0
-    guard.apply(context)
-    assert context.rate_multiplier == 1.0
+    for step, rate in ((10, 0.5), (11, 1.0)):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        guard.lower_rate(optimizer, step)
+        assert optimizer.param_groups[0]["lr"] == rate
     feed(guard, [1.0, 9.0, 9.0], first=12)
-    assert guard.step_to_go_back_to() == 0  # once was enough
+    assert guard.rollback_targets() == []  # once was enough
 
 
 def test_all_ranks_leave_out_what_any_finds(tmp_path):
-    guard = Spikes(SpikeConfig(num_sigmas=6.0), lambda flag: 1.0, tmp_path / "x", is_first=False)
+    guard = LossSpikes(SpikeConfig(num_sigmas=6.0), lambda flag: 1.0, tmp_path / "x", is_first=False)
     assert feed(guard, [1.0]) == [True]
     assert not (tmp_path / "x").exists()
 
@@ -126,7 +128,7 @@ def test_where_a_run_may_go_back_to_is_part_of_what_it_is():
 
 
 @dataclass
-class Bad:
+class Bad(Objective):
     """The tiny objective; the losses of some batches count a hundredfold."""
 
     inner: Pretrain
@@ -155,29 +157,24 @@ class StopAt:
         if info.step == self.step:
             raise Stopped("here")
 
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state): ...
-
 
 BACK = {"num_sigmas": 6.0, "window": 6, "rollback_after": 2, "rollback_window": 4, "margin": 1, "lower_rate": 0.5,
         "lower_steps": 2}  # fmt: skip
 
 
-def train(tiny, folder, bad=(7, 8), *, model=None, controllers=None, **spike_settings):
+def train(tiny, folder, bad=(7, 8), *, model=None, techniques=None, **spike_settings):
     config = tiny.settings(num_steps=16, eval_every_steps=0, keep_last=1, spikes={**BACK, **spike_settings},
                                schedule={"kind": "constant", "warmup_fraction": 0.0})  # fmt: skip
     objective = Bad(Pretrain(tiny.Rows()), bad)
-    return tiny.run(folder, config, objective=objective, model=model, controllers=controllers or {})
+    return tiny.run(folder, config, objective=objective, model=model, techniques=techniques or [])
 
 
 def test_the_run_goes_back_and_on_with_the_following_batches(tiny, tmp_path):
     model = tiny.tiny_model()
     result = train(tiny, tmp_path, model=model)
-    assert [event["kind"] for event in result.left_out] == ["spike", "spike", "rollback"]
-    assert result.left_out[-1] == {"kind": "rollback", "step": 9, "batches": [6, 8]}
-    assert result.num_events["rollback"] == 1
+    assert [event["kind"] for event in result.summary_of("loss_spikes")["left_out"]] == ["spike", "spike", "rollback"]
+    assert result.summary_of("loss_spikes")["left_out"][-1] == {"kind": "rollback", "step": 9, "batches": [6, 8]}
+    assert result.summary_of("anomalies")["num_events"]["rollback"] == 1
     assert [event["kind"] for event in read_watch(tmp_path / "watch.jsonl")][:3] == [
         "skipped_spike", "skipped_spike", "rollback",
     ]  # fmt: skip
@@ -218,9 +215,9 @@ def test_stopped_before_between_and_after_it_goes_on_with_the_same_bits(tiny, tm
     once, twice = tiny.tiny_model(), tiny.tiny_model()
     train(tiny, tmp_path / "once", model=once)
     with pytest.raises(Stopped):
-        train(tiny, tmp_path / "twice", controllers={"stop": StopAt(step)})
+        train(tiny, tmp_path / "twice", techniques=tiny.watching(stop=StopAt(step)))
     result = train(tiny, tmp_path / "twice", model=twice)
-    assert [event["kind"] for event in result.left_out] == ["spike", "spike", "rollback"]
+    assert [event["kind"] for event in result.summary_of("loss_spikes")["left_out"]] == ["spike", "spike", "rollback"]
     assert all(torch.equal(one, two) for one, two in zip(once.parameters(), twice.parameters(), strict=True))
     for name in ("spikes.jsonl", "watch.jsonl"):
         assert (tmp_path / "once" / name).read_text() == (tmp_path / "twice" / name).read_text()
@@ -228,7 +225,7 @@ def test_stopped_before_between_and_after_it_goes_on_with_the_same_bits(tiny, tm
 
 def test_spikes_without_a_way_back_only_leave_updates_out(tiny, tmp_path):
     result = train(tiny, tmp_path, rollback_after=0)
-    assert [event["batches"] for event in result.left_out] == [[7, 7], [8, 8]]
+    assert [event["batches"] for event in result.summary_of("loss_spikes")["left_out"]] == [[7, 7], [8, 8]]
 
 
 @dataclass
@@ -247,5 +244,5 @@ class Damage(StopAt):
 
 def test_a_damaged_checkpoint_is_no_way_back_and_the_one_before_is(tiny, tmp_path):
     damage = Damage(8, path=str(tmp_path / "checkpoints/step-00000006"))
-    result = train(tiny, tmp_path, controllers={"damage": damage})
-    assert result.left_out[-1] == {"kind": "rollback", "step": 9, "batches": [4, 8]}
+    result = train(tiny, tmp_path, techniques=tiny.watching(damage=damage))
+    assert result.summary_of("loss_spikes")["left_out"][-1] == {"kind": "rollback", "step": 9, "batches": [4, 8]}

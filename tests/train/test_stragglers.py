@@ -6,8 +6,8 @@ import torch
 from modelwright.core.errors import ConfigError
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, lay_out, single
-from modelwright.train.objective import StepInfo
-from modelwright.train.stragglers import OwnTime, SpeedProbe, StragglerConfig, Stragglers, own_times_compare
+from modelwright.train.monitors.stragglers import OwnTime, SpeedProbe, StragglerConfig, Stragglers, own_times_compare
+from modelwright.train.technique import StepInfo
 
 STEP = StepInfo(
     step=1, loss=0, losses={}, grad_norm=0, learning_rate=0, num_tokens=0, tokens_per_s=0, mfu=0, data_wait_s=0,

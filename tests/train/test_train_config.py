@@ -5,7 +5,7 @@ import pytest
 from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError
 from modelwright.optim.sparse import RowChoiceConfig, SparseConfig
-from modelwright.parallel.transports.build import TransportConfig
+from modelwright.parallel.strategies.config import TransportConfig
 from modelwright.train.config import TrainConfig
 
 

@@ -3,8 +3,8 @@
 import math
 import random
 
-from modelwright.train.objective import StepInfo
-from modelwright.train.watch import Watch, WatchConfig, read_watch
+from modelwright.train.monitors.anomalies import AnomalyLog, WatchConfig, read_watch
+from modelwright.train.technique import StepInfo
 
 
 def info(step, loss=3.0, grad_norm=1.0, wait=0.0, skipped=False):
@@ -21,7 +21,7 @@ def calm(watch, first, last):
 
 
 def test_a_calm_run_has_no_events(tmp_path):
-    watch = Watch(tmp_path / "watch.jsonl", WatchConfig())
+    watch = AnomalyLog(tmp_path / "watch.jsonl", WatchConfig())
     calm(watch, 1, 300)
     assert watch.events == []
     assert read_watch(watch.path) == []
@@ -29,7 +29,7 @@ def test_a_calm_run_has_no_events(tmp_path):
 
 def test_each_kind_of_event_is_found_noted_and_written(tmp_path):
     notes = []
-    watch = Watch(tmp_path / "watch.jsonl", WatchConfig(), note=notes.append)
+    watch = AnomalyLog(tmp_path / "watch.jsonl", WatchConfig(), note=notes.append)
     calm(watch, 1, 60)
     watch.observe(info(60, loss=6.0))
     watch.observe(info(61, grad_norm=40.0))
@@ -45,7 +45,7 @@ def test_each_kind_of_event_is_found_noted_and_written(tmp_path):
 
 
 def test_the_first_steps_are_not_judged(tmp_path):
-    watch = Watch(tmp_path / "watch.jsonl", WatchConfig())
+    watch = AnomalyLog(tmp_path / "watch.jsonl", WatchConfig())
     for step in range(1, 15):
         watch.observe(info(step, loss=10.0 / step, grad_norm=10.0 / step))
     watch.observe(info(15, loss=30.0))
@@ -53,13 +53,13 @@ def test_the_first_steps_are_not_judged(tmp_path):
 
 
 def test_resume_cuts_what_came_after_the_checkpoint(tmp_path):
-    watch = Watch(tmp_path / "watch.jsonl", WatchConfig())
+    watch = AnomalyLog(tmp_path / "watch.jsonl", WatchConfig())
     calm(watch, 1, 60)
     watch.observe(info(60, loss=6.0))
     state = {key: dict(value) if isinstance(value, dict) else list(value) for key, value in watch.state_dict().items()}
     state["recent"] = {kind: list(values) for kind, values in state["recent"].items()}
     watch.observe(info(61, loss=7.0))
-    resumed = Watch(tmp_path / "watch.jsonl", WatchConfig())
+    resumed = AnomalyLog(tmp_path / "watch.jsonl", WatchConfig())
     resumed.load_state_dict(state)
     assert [event["step"] for event in read_watch(resumed.path)] == [60]
     resumed.observe(info(61, loss=7.0))

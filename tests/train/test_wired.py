@@ -11,10 +11,9 @@ import torch
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
 from modelwright.parallel.config import ParallelConfig
-from modelwright.train.config import TrainConfig
-from modelwright.train.exchange import check_exchange
-from modelwright.train.recovery import read_recoveries
-from modelwright.train.watch import read_watch
+from modelwright.train.config import TrainConfig, check_layout
+from modelwright.train.monitors.anomalies import read_watch
+from modelwright.train.monitors.recovery_time import read_recoveries
 from rank_processes import start_ranks, wait_for
 from wired_cases import COPIES, RARE, SCRIPT, case, ended, losses, run_cases, weights
 
@@ -71,7 +70,7 @@ CASES = [
     ),
     case(
         "wild",
-        settings={"quarantine": {"factor": 5.0, "window": 6}, "num_steps": 15},
+        settings={"spikes": {"num_sigmas": 6.0, "window": 6, "norm_rise": 4.0}, "num_steps": 15},
         mishap={"kind": "wild", "step": 10},
     ),
     case("tokens", settings={"balance": {"tokens": True}, "num_microbatches": 2}),
@@ -180,11 +179,11 @@ def test_no_layout_is_taken_for_corrupt(runs, name):
 
 
 def test_a_wild_batch_is_left_out_and_recorded(runs):
-    (line,) = (runs / "wild" / "quarantine.jsonl").read_text().splitlines()
-    assert json.loads(line).items() >= {"batch": 10, "kind": "outlier"}.items()
-    assert ended(runs, "wild")["events"] == {"quarantined_batch": 1}
+    (line,) = (runs / "wild" / "spikes.jsonl").read_text().splitlines()
+    assert json.loads(line).items() >= {"batches": [10, 10], "kind": "spike"}.items()
+    assert ended(runs, "wild")["events"] == {"skipped_spike": 1}
     (event,) = read_watch(runs / "wild" / "watch.jsonl")
-    assert (event["step"], event["kind"]) == (11, "quarantined_batch")
+    assert (event["step"], event["kind"]) == (11, "skipped_spike")
     assert losses(runs, "wild")[11] < 2 * losses(runs, "wild")[9]
 
 
@@ -245,7 +244,7 @@ def test_a_killed_run_goes_on_from_memory_and_its_recovery_is_recorded(tmp_path)
 def test_what_does_not_go_together_is_named(tiny, transport, asynchronous, parallel, field):
     def check() -> None:
         config = tiny.settings(transport=transport, asynchronous=asynchronous, **RARE)
-        check_exchange(config.transport, config.asynchronous, ParallelConfig(**parallel))
+        check_layout(config, ParallelConfig(**parallel), num_processes=2)
 
     with pytest.raises(ConfigError, match=rf"^{field}: "):
         check()
@@ -260,15 +259,8 @@ def test_a_transport_that_fsdp_would_ignore_is_refused(tiny, transport, shard):
     config = tiny.settings(transport=transport, **RARE)
     name = "transport.local_steps.every" if "local_steps" in transport else "transport.kind"
     for layout, num_processes in (({}, 2), ({"shard_group": 4}, 4), ({"tensor": 2}, 4)):
-        with pytest.raises(
-            ConfigError, match=rf"^{name}: .* no effect: parallel.shard {shard} .* parallel.shard_group"
-        ):
-            check_exchange(
-                config.transport,
-                config.asynchronous,
-                ParallelConfig(shard=shard, **layout),
-                num_processes=num_processes,
-            )
+        with pytest.raises(ConfigError, match=rf"^{name}: .*needs gradients that are .* parallel.shard {shard} takes"):
+            check_layout(config, ParallelConfig(shard=shard, **layout), num_processes=num_processes)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +269,7 @@ def test_a_transport_that_fsdp_would_ignore_is_refused(tiny, transport, shard):
 )
 def test_a_transport_is_taken_where_copies_exchange_gradients_or_nobody_does(tiny, layout, num_processes):
     config = tiny.settings(transport={"kind": "int8", "local_steps": {"every": 2}}, **RARE)
-    check_exchange(config.transport, config.asynchronous, ParallelConfig(**layout), num_processes=num_processes)
+    check_layout(config, ParallelConfig(**layout), num_processes=num_processes)
 
 
 def test_training_refuses_a_transport_under_full_sharding(tmp_path):
@@ -286,7 +278,7 @@ def test_training_refuses_a_transport_under_full_sharding(tmp_path):
     assert [status for status, _, _ in found] == [0, 0]
     ended = json.loads((folder / "one-1.json").read_text())
     assert ended["kind"] == "ConfigError"
-    assert ended["error"].startswith("transport.kind: transport.kind int8 would have no effect")
+    assert ended["error"].startswith("transport.kind: int8 needs gradients that are summed over ranks")
 
 
 def test_evaluation_and_checkpoints_fall_on_meetings(tiny):

@@ -27,11 +27,12 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import join_world, single
-from modelwright.train import checkpoint
+from modelwright.train.build import train
+from modelwright.train.checkpoint import writer as checkpoint
 from modelwright.train.config import TrainConfig
-from modelwright.train.loop import train
-from modelwright.train.objective import StepInfo
-from modelwright.train.result import TrainResult
+from modelwright.train.objective import Objective
+from modelwright.train.state import TrainResult
+from modelwright.train.technique import StepInfo, Technique
 
 ROWS, LENGTH, VOCABULARY = 8, 32, 64
 SHAPE = ModelConfig(
@@ -83,7 +84,7 @@ def _row(index: int, row: int) -> tuple[torch.Tensor, ...]:
 
 
 @dataclass(frozen=True)
-class Float64Objective:
+class Float64Objective(Objective):
     """Two terms in float64, with weights of their own, to check the loop's arithmetic to the last digits."""
 
     source: Rows
@@ -118,7 +119,7 @@ def flows_back(value: torch.Tensor, change: Callable[[torch.Tensor], torch.Tenso
 
 
 @dataclass
-class Full:
+class Full(Objective):
     """An objective that, in batches `first` to `last`, cannot learn parts of more than `most_rows` rows: no memory."""
 
     inner: Pretrain
@@ -143,19 +144,26 @@ class Full:
 
 @dataclass
 class StopAfter:
-    """Controller that asks for a stop after a step."""
+    """Asks for a stop after a step."""
 
     step: int
-    every: int = 1
 
     def observe(self, info: StepInfo) -> None:
         if info.step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+def watching(**observers: Any) -> list[Technique]:
+    """Techniques that show finished steps to these observers; those that have a state keep it in the checkpoint."""
+    return [
+        Technique(
+            name=name,
+            on_step_end=observer.observe,
+            every=getattr(observer, "every", 1),
+            state=observer if hasattr(observer, "state_dict") else None,
+        )
+        for name, observer in observers.items()
+    ]
 
 
 def settings(**changes) -> TrainConfig:

@@ -27,7 +27,8 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world
-from modelwright.train.objective import StepInfo
+from modelwright.train.objective import Objective
+from modelwright.train.technique import StepInfo
 
 FACTORS = {"wild": 1000.0, "nan": float("nan"), "overflow": 0.0}
 NOTHING = {"kind": "", "step": 0, "rank": 0, "last": 0, "stop": 0}
@@ -43,7 +44,7 @@ class Notes(SilentProgress):
 
 @dataclass
 class Mishap:
-    """Controller that lets something happen after `step` on `rank`: stop, flip, die or hang; `stop`: another step."""
+    """Lets something happen after `step` on `rank`: stop, flip, die or hang; `stop`: another step."""
 
     kind: str
     step: int
@@ -72,14 +73,9 @@ class Mishap:
             with torch.no_grad():
                 self.model.embedding.weight.view(torch.int32)[3, 1] ^= 1
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
 
 @dataclass
-class Wild:
+class Wild(Objective):
     """The tiny objective, with losses `factor` times as large in some batches; 0: with gradients that overflow."""
 
     inner: Pretrain
@@ -122,12 +118,13 @@ def run_case(folder: Path, case: dict[str, Any], world: World) -> None:
             model=model,
             world=world,
             parallel=parse(ParallelConfig, case.get("parallel", {})),
-            controllers={"mishap": watcher},
+            techniques=tiny_run.watching(mishap=watcher),
             progress=notes,
         )
         found |= {"num_hooks": sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())}
-        found |= {"bytes_sent": result.bytes_sent, "events": dict(result.num_events)}
-        found |= {"left_out": list(result.left_out), "layers": result.loss_scale.get("layers", {})}
+        found |= {"bytes_sent": result.bytes_sent, "events": dict(result.summary_of("anomalies").get("num_events", {}))}
+        found |= {"left_out": list(result.summary_of("loss_spikes").get("left_out", []))}
+        found |= {"layers": result.summary_of("loss_scaling").get("layers", {})}
         path = folder / case["folder"] / f"{case['name']}-{world.rank}"
         save_file({name: weight.contiguous() for name, weight in model.state_dict().items()}, f"{path}.safetensors")
     except ModelwrightError as error:

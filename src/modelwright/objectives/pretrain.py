@@ -9,11 +9,11 @@ from modelwright.data.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import next_token_loss, num_targets, numbered_batches
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
-from modelwright.train.objective import BatchSource
+from modelwright.train.objective import BatchSource, Objective
 
 
 @dataclass(frozen=True)
-class Pretrain:
+class Pretrain(Objective):
     """Next-token prediction on the batches of `source`; one term, `loss`, in nats per predicted token.
 
     chunk_tokens: for how many tokens logits stand in memory at a time.

@@ -13,11 +13,11 @@ from modelwright.data.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.next_token import next_token_loss, num_targets, numbered_batches
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
-from modelwright.train.objective import BatchSource
+from modelwright.train.objective import BatchSource, Objective
 
 
 @dataclass(frozen=True)
-class Sft:
+class Sft(Objective):
     """Next-token prediction on answers; one term, `loss`, in nats per answer token of the whole batch.
 
     Every answer token counts the same, so long answers count more than short ones (a mean of per-example means

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from modelwright.core.compatibility import WHOLE_GRADIENTS, Feature, feature
 from modelwright.core.errors import ConfigError
 from modelwright.core.outliers import percentile_limit, zscore_limit
 
@@ -35,6 +36,10 @@ class AdaptiveClipConfig:
             raise ConfigError(f"percentile: must be above 0 and at most 100, got {self.percentile}; 90 is usual")
         if self.deviations <= 0:
             raise ConfigError(f"deviations: must be above 0, got {self.deviations}; 2 is usual")
+
+    def features(self) -> list[Feature]:
+        """What this needs of a run."""
+        return [feature("kind", self.kind, needs=[WHOLE_GRADIENTS])] if self.kind != "none" else []
 
     def limit(self, norms: Sequence[float], floor: float) -> float:
         """The largest norm that passes unclipped, after these norms (oldest first)."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from modelwright.core.compatibility import WHOLE_GRADIENTS, Feature, feature
 from modelwright.core.errors import ConfigError
 
 
@@ -30,6 +31,10 @@ class DynamicDecayConfig:
     def published(cls) -> "DynamicDecayConfig":
         """A tenth above a norm of 5."""
         return cls(above_norm=5.0)
+
+    def features(self) -> list[Feature]:
+        """What this needs of a run."""
+        return [feature("above_norm", needs=[WHOLE_GRADIENTS])] if self.above_norm else []
 
     def is_low(self, norm: float, was_low: bool) -> bool:
         """Whether decay is lowered at an update with this gradient norm."""

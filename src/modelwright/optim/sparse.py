@@ -7,6 +7,22 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from modelwright.core.compatibility import (
+    ADAMW_STATES,
+    EAGER_BLOCKS,
+    EQUAL_REPLICAS,
+    EXACT_SUMS,
+    PROMPT_GRADIENTS,
+    RESIDENT_STATES,
+    REVERSIBLE_UPDATES,
+    SAME_MATMULS,
+    SAME_UNITS,
+    SYNCHRONOUS_UPDATES,
+    WHOLE_GRADIENTS,
+    WHOLE_MODEL,
+    Feature,
+    feature,
+)
 from modelwright.core.errors import ConfigError
 
 UnitKind = Literal["none", "columns", "rows", "prefix", "layers"]
@@ -132,6 +148,17 @@ class SparseConfig:
     @property
     def is_on(self) -> bool:
         return self.kind != "none" or self.chooses_rows
+
+    def features(self) -> list[Feature]:
+        """What this needs of a run, and takes away: choosing units needs more than choosing rows."""
+        needs = {EAGER_BLOCKS, SYNCHRONOUS_UPDATES, PROMPT_GRADIENTS, SAME_MATMULS, WHOLE_GRADIENTS, WHOLE_MODEL}
+        units = {ADAMW_STATES, RESIDENT_STATES, EXACT_SUMS, EQUAL_REPLICAS}
+        found = []
+        if self.kind != "none":
+            found.append(feature("kind", self.kind, needs=needs | units, breaks=[REVERSIBLE_UPDATES, SAME_UNITS]))
+        if self.chooses_rows:
+            found.append(feature("batch", needs=needs, breaks=[REVERSIBLE_UPDATES]))
+        return found
 
     def share(self, step: int, num_steps: int) -> float:
         """The share of the units that update `step` (from 0) chooses."""

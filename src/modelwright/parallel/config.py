@@ -3,6 +3,15 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from modelwright.core.compatibility import (
+    GRADIENT_SUMS,
+    WHOLE_GRADIENTS,
+    WHOLE_MATRICES,
+    WHOLE_MODEL,
+    WHOLE_ROWS,
+    Feature,
+    feature,
+)
 from modelwright.core.errors import ConfigError
 
 Shard = Literal["none", "optimizer", "gradients", "full"]
@@ -93,6 +102,24 @@ class ParallelConfig:
             "context": self.context,
             "tensor": self.tensor,
         }
+
+    def features(self, num_processes: int) -> list[Feature]:
+        """What this layout needs of a run, and takes away."""
+        found = []
+        if self.pipeline > 1:
+            found.append(feature("pipeline", self.pipeline, needs=[WHOLE_GRADIENTS], breaks=[WHOLE_MODEL]))
+        if self.context > 1:
+            found.append(feature("context", self.context, breaks=[WHOLE_MODEL, WHOLE_ROWS]))
+        if self.tensor > 1:
+            found.append(feature("tensor", self.tensor, breaks=[WHOLE_MODEL, WHOLE_MATRICES]))
+        if self.shard != "none":
+            axes = self.axes(num_processes)
+            num_sharing = axes["shard"] * axes["context"]
+            # One shard group that holds all copies: FSDP sums their gradients itself, in backward, exactly.
+            breaks = {GRADIENT_SUMS} if axes["replicate"] == 1 and num_sharing > 1 else set()
+            breaks |= {WHOLE_MODEL, WHOLE_MATRICES} if num_sharing > 1 else set()
+            found.append(feature("shard", self.shard, breaks=breaks))
+        return found
 
     def _usable(self, num_processes: int) -> int:
         """The number of processes nearest to the given one that the axes can make."""

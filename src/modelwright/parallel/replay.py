@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from modelwright.parallel.timeline import Span
+from modelwright.parallel.pipeline.trace import Span
 
 Key = tuple[str, int, int]
 """What was done, for which stage and which microbatch: forward, loss, gradient (of what entered the stage), weight."""

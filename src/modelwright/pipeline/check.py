@@ -12,12 +12,11 @@ from modelwright.memory.arena_build import check_machine
 from modelwright.memory.offload import check_tier
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.context import own_spans
-from modelwright.parallel.stages import check_microbatches, check_ties, layers_of_stages
+from modelwright.parallel.pipeline.stages import check_microbatches, check_ties, layers_of_stages
 from modelwright.parallel.tensor import check_shape, stage_tokens
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.resolve import check_size, settled_device
-from modelwright.train.config import TrainConfig
-from modelwright.train.exchange import check_exchange
+from modelwright.train.config import TrainConfig, check_layout
 
 
 @contextmanager
@@ -67,19 +66,7 @@ def _check_model(config: RunConfig, layout: ParallelConfig) -> None:
 
 
 def _check_stage(training: TrainConfig, layout: ParallelConfig, config: RunConfig, axes: Mapping[str, int]) -> None:
-    check_exchange(
-        training.transport,
-        training.asynchronous,
-        layout,
-        num_processes=math.prod(axes.values()),
-        in_backward=training.updates_in_backward,
-    )
-    if training.optimizer == "muon" and (layout.tensor > 1 or axes["shard"] > 1):
-        raise ConfigError(
-            "optimizer: muon needs whole matrices, which parallel.tensor and parallel.shard divide; take adamw"
-        )
-    if training.sparse.is_on and (layout.tensor * layout.pipeline * layout.context > 1 or axes["shard"] > 1):
-        raise ConfigError("sparse: goes with whole copies of the model; leave the axes of `parallel` but data at 1")
+    check_layout(training, layout, num_processes=math.prod(axes.values()))
     num_copies = training.num_copies(axes)
     num_rows = training.batch_rows(config.pack.seq_len, num_copies=num_copies) // num_copies
     if training.sparse.batch.signal != "none":

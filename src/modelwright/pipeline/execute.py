@@ -18,7 +18,7 @@ from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.resources import git_commit, hardware, versions
 from modelwright.core.rundir import RunDir
 from modelwright.parallel.elastic import fit, num_restarts, num_used
-from modelwright.parallel.placement import Placement
+from modelwright.parallel.topology.rank_mapping import Placement
 from modelwright.pipeline.chain import build_stages
 from modelwright.pipeline.check import check_training, within
 from modelwright.pipeline.config import RunConfig

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from modelwright import __version__
 from modelwright.core.artifacts import write_atomic
@@ -35,9 +34,9 @@ from modelwright.pipeline.report.charts import Line, line_chart
 from modelwright.pipeline.report.format import number
 from modelwright.pipeline.report.render import render
 from modelwright.pipeline.runner import survey
+from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
-from modelwright.train.loop import train
-from modelwright.train.objective import StepInfo
+from modelwright.train.technique import StepInfo, Technique
 
 SMOOTHING = 0.9
 """Weight of the past in the smoothed loss, with Adam's correction at the start."""
@@ -84,10 +83,9 @@ class RanAwayError(ModelwrightError):
 
 @dataclass
 class Follow:
-    """Controller that keeps rates and losses, and ends the run when the loss runs away."""
+    """Keeps rates and losses, and ends the run when the loss runs away."""
 
     num_steps: int
-    every: int = 1
     points: list[tuple[float, float]] = field(default_factory=list)
 
     def observe(self, info: StepInfo) -> None:
@@ -96,11 +94,6 @@ class Follow:
         away = len(values) > self.num_steps // 10 and values[-1] > AWAY * min(values)
         if away or not math.isfinite(info.loss):
             raise RanAwayError(f"step {info.step}: the loss runs away at a rate of {info.learning_rate:g}")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def range_test(
@@ -142,7 +135,7 @@ def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) 
                 name="lr-range",
                 input_digest="lr-range",
                 progress=progress,
-                controllers={"follow": follow},
+                techniques=[Technique(name="lr_range", on_step_end=follow.observe)],
             )
         except RanAwayError:
             diverged = True

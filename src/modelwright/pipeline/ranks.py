@@ -21,9 +21,9 @@ from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.elastic import join_as_fits
 from modelwright.parallel.heartbeat import Heartbeat
-from modelwright.parallel.links import LinksConfig
 from modelwright.parallel.mesh import World, join_world
-from modelwright.parallel.placement import DEFAULT_TRAFFIC, Placement, Traffic, find_places, take_places
+from modelwright.parallel.topology.link_costs import LinksConfig
+from modelwright.parallel.topology.rank_mapping import DEFAULT_TRAFFIC, Placement, Traffic, find_places, take_places
 from modelwright.pipeline.check import within
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.layouts import planned

@@ -14,12 +14,12 @@ from modelwright.memory.activations import BlockShape, Segment, block_shape, tot
 from modelwright.memory.checkpointing import segments_for
 from modelwright.memory.config import ActivationConfig
 from modelwright.model.config import ModelConfig
-from modelwright.parallel.bubble import StageTime, bubble_s
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.placement import Traffic
-from modelwright.parallel.schedule import bubble_share, microbatches_in_flight
-from modelwright.parallel.split import flop_costs, split_layers
-from modelwright.parallel.stages import rank_of_stage
+from modelwright.parallel.pipeline.bubble import StageTime, bubble_s
+from modelwright.parallel.pipeline.partition import flop_costs, split_layers
+from modelwright.parallel.pipeline.schedule import bubble_share, microbatches_in_flight
+from modelwright.parallel.pipeline.stages import rank_of_stage
+from modelwright.parallel.topology.rank_mapping import Traffic
 from modelwright.plan.catalog import PLANNED_AS, ComputeFormat
 from modelwright.plan.memory import MemoryEstimate, RankPart, head_workspace, rank_memory
 from modelwright.plan.traffic import Cluster, axis_seconds, axis_traffic

@@ -12,7 +12,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.memory.config import ActivationConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig, Schedule, Shard
-from modelwright.parallel.stages import check_microbatches, is_v_shaped
+from modelwright.parallel.pipeline.stages import check_microbatches, is_v_shaped
 from modelwright.plan.layout import Assessment, Job, Layout, assess
 from modelwright.plan.traffic import Cluster
 

@@ -1,16 +1,17 @@
 """One training step of a configuration, traced on fake tensors: what would be alive when, on one process.
 
-The step is the loop's own (`train.step.TrainStep`, with the passes and updates that the configuration asks for), its
-second one, when optimizer states exist. `compile` is left out, for what a compiler fuses does not show, and formats
-stay as they begin. Knows no recipe.
+The step is the one that training takes, made by the same builder (`train.build.build_step`): its second one, when
+optimizer states exist. `compile` is left out, for what a compiler fuses does not show, and formats stay as they begin.
 """
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import IGNORED, TokenBatch
@@ -21,17 +22,13 @@ from modelwright.memory.offload import Nowhere
 from modelwright.memory.trace import StepTrace, fake_model
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.optim.update import FiniteCheck
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import lay_out, single
-from modelwright.parallel.transport import ExactTransport
-from modelwright.parallel.turns import Together
+from modelwright.parallel.strategy import Strategy, Unscale
 from modelwright.precision.adaptive_config import AdaptiveConfig
-from modelwright.precision.model import ModelFormats
+from modelwright.train.build import build_step
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import BatchSource, Objective
-from modelwright.train.passes import activation_pass, remove_passes, spread
-from modelwright.train.step import TrainStep
 
 ObjectiveOf = Callable[[BatchSource], Objective]
 
@@ -63,63 +60,56 @@ def trace_step(
     if not fake:
         decoder.init_weights(0)
     trace = StepTrace(decoder)
-    with trace.places():
-        one_step = _step(decoder, train, objective_of(SameRows(_rows(rows, seq_len, model.vocab_size))), rows * seq_len)
-        _leave_norms_out(one_step)
+    with ExitStack() as exit_stack, trace.places():
+        one_step = build_step(
+            decoder,
+            objective_of(SameRows(_rows(rows, seq_len, model.vocab_size))),
+            replace(train, compile=False, batch_tokens=rows * seq_len),
+            ParallelConfig(),
+            lay_out(single(), ParallelConfig()),
+            num_steps=2,
+            seed=0,
+            folder=Path(os.devnull),
+            store=_traced_store(train.activations.offload),
+            exit_stack=exit_stack,
+            wrap_strategy=WithoutNorms,
+        ).one_step
         with trace:
-            one_step.begin(0)
+            one_step.strategy.begin(0, 2)
+            one_step.model.train()
             one_step(0)
             trace.begin()
             one_step(1)
-            found = trace.timeline()
-    remove_passes(decoder)
-    return found
+            timeline = trace.timeline()
+    return timeline
 
 
-def _step(decoder: Decoder, train: TrainConfig, objective: Objective, batch_tokens: int) -> TrainStep:
-    world, parallel = single(), ParallelConfig()
-    mesh = lay_out(world, parallel)
-    runner = spread(
-        decoder,
-        mesh=mesh,
-        parallel=parallel,
-        activations=activation_pass(
-            train.activations,
-            precision=train.precision,
-            tokens_per_microbatch=batch_tokens // train.num_microbatches,
-            num_microbatches=train.num_microbatches,
-            parallel=parallel,
-            store=_traced_store(train.activations.offload),
-        ),
-        compile_blocks=False,
-        precision=train.precision,
-    )
-    return TrainStep(
-        runner=runner,
-        objective=objective,
-        config=train,
-        num_steps=2,
-        turns=Together(mesh),
-        everyone=mesh,
-        seed=0,
-        peak_flops=0.0,
-        transport=ExactTransport(world),
-        formats=ModelFormats(runner.model, train.precision),
-        folder=Path(os.devnull),
-    )
+class WithoutNorms(Strategy):
+    """A strategy whose gradient norms are not computed: of a large model they are made of a great many small tensors,
+    none of which lasts, and on fake tensors they have no value."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.mesh = strategy.mesh
+
+    def begin(self, step: int, num_steps: int) -> None:
+        self.strategy.begin(step, num_steps)
+
+    def before_last_backward(self, loss_sums: Tensor, *, is_empty: bool) -> None:
+        self.strategy.before_last_backward(loss_sums, is_empty=is_empty)
+
+    def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
+        return self.strategy.reduce_gradients(unscale)
+
+    def grad_norm(self, gradients: list[Tensor]) -> float:
+        return 1.0
+
+    def optimizer_step(self) -> None:
+        self.strategy.optimizer_step()
 
 
 def _traced_store(tier: Tier) -> Nowhere:
     return Nowhere(queued_bytes=MOST_QUEUED_BYTES, read_ahead=READ_AHEAD) if tier == "disk" else Nowhere()
-
-
-def _leave_norms_out(one_step: TrainStep) -> None:
-    """Of a large model they are made of a great many small pieces, none of which lasts."""
-    check = one_step.updates["finite_check"]
-    assert isinstance(check, FiniteCheck)
-    check.norm = lambda gradients: one_step.in_backward.norm() if one_step.in_backward else 1.0
-    if one_step.in_backward:
-        one_step.in_backward.norm_of = lambda gradients: 1.0
 
 
 def _rows(num_rows: int, seq_len: int, vocab_size: int) -> TokenBatch:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from modelwright.core.errors import ConfigError
 from modelwright.memory.activations import FP32_BYTES
 from modelwright.model.config import ModelConfig
-from modelwright.parallel.placement import Traffic
+from modelwright.parallel.topology.rank_mapping import Traffic
 from modelwright.plan.catalog import ComputeRate
 from modelwright.plan.memory import RankPart, block_parameters, root_parameters
 

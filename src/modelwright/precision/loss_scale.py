@@ -8,7 +8,9 @@ same everywhere.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
 
 from modelwright.core.errors import ConfigError
 
@@ -71,6 +73,25 @@ class LossScaleConfig:
             value = getattr(self, name)
             if value and math.frexp(value)[0] != 0.5:
                 raise ConfigError(f"{name}: must be a power of two with per_layer, got {value}")
+
+
+class LossScaler(Protocol):
+    """The factor by which losses are multiplied before backward, and how it is taken out of the gradients."""
+
+    @property
+    def value(self) -> float: ...
+
+    def unscale(self, gradients: list[Tensor]) -> None:
+        """In place."""
+        ...
+
+
+class NoLossScaler:
+    """Losses stay as they are."""
+
+    value = 1.0
+
+    def unscale(self, gradients: list[Tensor]) -> None: ...
 
 
 def first_scale(config: LossScaleConfig, num_parameters: int) -> float:

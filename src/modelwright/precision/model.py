@@ -194,13 +194,13 @@ class ModelFormats:
 
 
 class FollowMaxima:
-    """Update: after each step the maxima of delayed scaling, over all ranks, join the past ones."""
+    """After each step the maxima of delayed scaling, over all ranks, join the past ones."""
 
     def __init__(self, formats: ModelFormats, agree: Callable[[Sequence[float]], Sequence[float]]) -> None:
         self.formats = formats
         self.agree = agree
 
-    def apply(self, context: Any) -> None:
+    def synchronize(self) -> None:
         """All ranks name all layers of the whole model, whichever they hold."""
         own, nothing = self.formats.delayed, [0.0] * len(ROLES)
         names = names_of_projections(self.formats.model.config.num_layers)

@@ -12,6 +12,16 @@ from typing import Literal, get_args
 
 import torch
 
+from modelwright.core.compatibility import (
+    COMMON_LOSS_SCALE,
+    EAGER_BLOCKS,
+    SAME_MATMULS,
+    SAME_UNITS,
+    SYNCHRONOUS_UPDATES,
+    WHOLE_GRADIENTS,
+    Feature,
+    feature,
+)
 from modelwright.core.errors import ConfigError
 from modelwright.ops.formats import FLOATS, Format, Recipe
 from modelwright.precision.adaptive_config import AdaptiveConfig
@@ -173,6 +183,18 @@ class PrecisionConfig:
     def delays(self) -> bool:
         """Whether FP8 goes by the maxima of earlier steps in some layer, now or after a change."""
         return self.fp8.scaling == "delayed" and "fp8" in self.possible
+
+    def features(self) -> list[Feature]:
+        """What this needs of a run, and takes away."""
+        found, scaling = [], self.loss_scale
+        uses_fp16 = self.policy != "fastest" and self.uses_fp16
+        if scaling.use == "always" or (scaling.use == "auto" and uses_fp16):
+            breaks = [COMMON_LOSS_SCALE] if scaling.per_layer else []
+            found.append(feature("loss_scale", needs=[WHOLE_GRADIENTS], breaks=breaks))
+        if self.adaptive.kind != "none":
+            needs = [EAGER_BLOCKS, SYNCHRONOUS_UPDATES, SAME_UNITS, COMMON_LOSS_SCALE, WHOLE_GRADIENTS]
+            found.append(feature("adaptive.kind", self.adaptive.kind, needs=needs, breaks=[SAME_MATMULS]))
+        return found
 
     @property
     def uses_fp16(self) -> bool:

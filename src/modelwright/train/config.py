@@ -1,31 +1,65 @@
 """What a person chooses about one training run."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from modelwright.core.compatibility import (
+    ADAMW_STATES,
+    EAGER_BLOCKS,
+    EQUAL_REPLICAS,
+    EXACT_SUMS,
+    GRADIENT_SUMS,
+    PROMPT_GRADIENTS,
+    RESIDENT_STATES,
+    REVERSIBLE_UPDATES,
+    SAME_MATMULS,
+    SAME_UNITS,
+    SYNCHRONOUS_UPDATES,
+    WHOLE_GRADIENTS,
+    WHOLE_MATRICES,
+    Feature,
+    check_compatible,
+    conflict,
+    feature,
+)
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
 from modelwright.memory.config import ActivationConfig
 from modelwright.optim.build import PLAIN_ADAMW, OptimizerKind
 from modelwright.optim.clip import AdaptiveClipConfig
 from modelwright.optim.decay import DynamicDecayConfig
-from modelwright.optim.in_backward import UpdateInBackward
 from modelwright.optim.schedule import RateRuleConfig, ScheduleConfig
 from modelwright.optim.sparse import SparseConfig
-from modelwright.parallel.balance import BalanceConfig
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.transports.build import TransportConfig
+from modelwright.parallel.pipeline.rebalance import BalanceConfig
+from modelwright.parallel.strategies.config import AsynchronousConfig, StrategyConfig, TransportConfig
+from modelwright.parallel.strategies.optimizer_in_backward import UpdateInBackward
 from modelwright.precision.policy import PrecisionConfig
-from modelwright.train.exchange import AsynchronousConfig, check_exchange
-from modelwright.train.guards import QuarantineConfig
-from modelwright.train.spikes import SpikeConfig
-from modelwright.train.standing import GuardConfig
-from modelwright.train.watch import WatchConfig
+from modelwright.train.monitors.anomalies import WatchConfig
+from modelwright.train.monitors.build import GuardConfig
+from modelwright.train.technique import Technique
+from modelwright.train.techniques.loss_spikes import SpikeConfig
 
 LENGTHS = ("num_steps", "num_tokens", "num_epochs")
 """The fields of which exactly one says how long a training is."""
+
+SHARED_MEMORY = feature(
+    "parallel.share_memory",
+    needs=[
+        ADAMW_STATES,
+        RESIDENT_STATES,
+        EXACT_SUMS,
+        EQUAL_REPLICAS,
+        PROMPT_GRADIENTS,
+        SYNCHRONOUS_UPDATES,
+        SAME_MATMULS,
+        SAME_UNITS,
+    ],
+    breaks=[GRADIENT_SUMS, REVERSIBLE_UPDATES],
+)
+"""One copy of weights and states for the processes of a host; where it conflicts, they keep copies."""
 
 _WITHOUT_EFFECT_ON_WEIGHTS = (
     "num_microbatches",
@@ -54,8 +88,8 @@ class TrainConfig:
     parameter is updated as soon as its gradient is final, which frees the gradient (in every layout but a pipeline;
     without clipping, or clipped by the norm of the step before); activations: what forward keeps for backward;
     transport: how gradients cross between copies of the model; asynchronous: updates that do not wait for them;
-    quarantine: gradients out of all proportion are left out; spikes: so are updates at which loss or gradients jump,
-    and after several of them the run goes back to earlier weights; rate_rule: the learning rate follows from the rows
+    spikes: updates at which loss or gradients jump are left out, and after several of them the run goes back to earlier
+    weights; rate_rule: the learning rate follows from the rows
     of a batch, settled before the run; balance: layers and rows are moved so that all ranks and microbatches have equal
     work; sparse: units of the model and rows of a batch that teach little are left out; guards: what looks after runs
     of several processes, and after memory; eval_every_steps: 0 only at the end;
@@ -88,7 +122,6 @@ class TrainConfig:
     memory_arena: bool = False
     transport: TransportConfig = field(default_factory=TransportConfig)
     asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
-    quarantine: QuarantineConfig = field(default_factory=QuarantineConfig)
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     sparse: SparseConfig = field(default_factory=SparseConfig)
@@ -118,22 +151,20 @@ class TrainConfig:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 switches it off")
         if self.adaptive_clip.kind != "none" and not self.clip_norm:
             raise ConfigError(f"adaptive_clip.kind: {self.adaptive_clip.kind} needs a clip_norm above 0 as its floor")
-        if self.optimizer not in PLAIN_ADAMW:
-            self._check_optimizer()
-        if self.sparse.is_on:
-            self._check_sparse()
-        if self.updates_in_backward:
-            self._check_update_in_backward()
+        if self.updates_in_backward and (self.update_in_backward == "clip_by_last_norm") != (self.clip_norm > 0):
+            raise ConfigError(
+                f"clip_norm: is {self.clip_norm:g}, and update_in_backward {self.update_in_backward} needs it "
+                f"{'above 0' if self.update_in_backward == 'clip_by_last_norm' else 'at 0'}: the norm of a gradient "
+                "that is not kept is known too late to clip by; set clip_norm to 0, or take clip_by_last_norm"
+            )
+        if self.spikes.rollback_after and not self.checkpoint_every_steps:
+            raise ConfigError("spikes.rollback_after: goes back to checkpoints; set checkpoint_every_steps above 0")
         for name in ("learning_rate", "adam_eps"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0, got {getattr(self, name)}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas: must be in [0, 1), got {self.betas}; (0.9, 0.95) is usual")
-        if self.precision.adaptive.kind != "none":
-            self._check_adaptive()
-        check_exchange(self.transport, self.asynchronous, ParallelConfig())
-        if self.spikes.num_sigmas:
-            self._check_spikes()
+        check_compatible(self.features())
         every = self.transport.local_steps.every
         for name in ("eval_every_steps", "checkpoint_every_steps"):
             if every and getattr(self, name) % every:
@@ -146,17 +177,38 @@ class TrainConfig:
     def updates_in_backward(self) -> bool:
         return self.update_in_backward != "none"
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether every update is AdamW's, in memory, on exact sums that all processes make together, for good."""
-        for_good = not self.spikes.rollback_after and self.precision.adaptive.kind == "none"
-        for_good &= self.sparse.kind == "none"
-        return self._is_together and for_good and self.optimizer in PLAIN_ADAMW and not self.offload_optimizer
+    def features(self) -> list[Feature]:
+        """Everything that is switched on, with what it needs of the run and takes away."""
+        found = []
+        if self.compile:
+            found.append(feature("compile", breaks=[EAGER_BLOCKS]))
+        if self.optimizer != "adamw":
+            whole = {WHOLE_GRADIENTS} if self.optimizer in ("muon", "deepseek_adam") else set()
+            matrices = {WHOLE_MATRICES} if self.optimizer == "muon" else set()
+            breaks = [] if self.optimizer in PLAIN_ADAMW else [ADAMW_STATES]
+            found.append(feature("optimizer", self.optimizer, needs=whole | matrices, breaks=breaks))
+        if self.offload_optimizer:
+            needs = [ADAMW_STATES, WHOLE_GRADIENTS]
+            found.append(feature("offload_optimizer", needs=needs, breaks=[RESIDENT_STATES]))
+        if self.updates_in_backward:
+            found.append(feature("update_in_backward", breaks=[WHOLE_GRADIENTS]))
+        for name in ("adaptive_clip", "dynamic_decay", "precision", "transport", "asynchronous", "spikes", "sparse"):
+            found += [replace(one, key=f"{name}.{one.key}") for one in getattr(self, name).features()]
+        return found
 
-    @property
-    def _is_together(self) -> bool:
-        exact = self.transport.kind == "exact" and not self.transport.local_steps.every
-        return exact and self.asynchronous.mode == "none"
+    def strategy(self, *, shares_memory: bool) -> StrategyConfig:
+        """How ranks share gradients and updates. shares_memory: whether processes of a host may keep one copy."""
+        scaling = self.precision.loss_scale
+        scales_losses = scaling.use == "always" or (scaling.use == "auto" and self.precision.uses_fp16)
+        return StrategyConfig(
+            transport=self.transport,
+            asynchronous=self.asynchronous,
+            update_in_backward=self.updates_in_backward,
+            clip_norm=self.clip_norm,
+            shares_memory=shares_memory and not conflict([*self.features(), SHARED_MEMORY]),
+            scales_losses=scales_losses,
+            scales_layers=scales_losses and scaling.per_layer,
+        )
 
     @property
     def decay_in_force(self) -> DynamicDecayConfig:
@@ -164,97 +216,6 @@ class TrainConfig:
         if self.optimizer == "deepseek_adam" and not self.dynamic_decay.above_norm:
             return DynamicDecayConfig.published()
         return self.dynamic_decay
-
-    def _check_adaptive(self) -> None:
-        """Formats change for all ranks at once, and in code that is not compiled for one of them."""
-        wrong = {
-            "compile": self.compile,
-            "asynchronous.mode": self.asynchronous.mode == "hogwild",
-            "precision.loss_scale.per_layer": self.precision.loss_scale.per_layer,
-        }
-        for name, is_set in wrong.items():
-            if is_set:
-                raise ConfigError(f"{name}: does not go with precision.adaptive; switch one of them off")
-
-    def _check_spikes(self) -> None:
-        if self.asynchronous.mode == "hogwild":
-            raise ConfigError(
-                "spikes.num_sigmas: in asynchronous.mode hogwild no process sees all updates; set it to 0, or the mode "
-                "to none"
-            )
-        if not self.spikes.rollback_after:
-            return
-        if not self._is_together:
-            raise ConfigError(
-                "spikes.rollback_after: what a transport holds back and updates that ranks make apart cannot be taken "
-                "back; set transport.kind to exact, without local steps, and asynchronous.mode to none"
-            )
-        if not self.checkpoint_every_steps:
-            raise ConfigError("spikes.rollback_after: goes back to checkpoints; set checkpoint_every_steps above 0")
-
-    def _check_optimizer(self) -> None:
-        """What is made for AdamW's states in FP32."""
-        needs = {
-            "offload_optimizer": self.offload_optimizer,
-            "asynchronous.mode": self.asynchronous.mode == "hogwild",
-            "transport.local_steps.moment_every": self.transport.local_steps.moment_every > 0,
-        }
-        for name, is_wanted in needs.items():
-            if is_wanted:
-                raise ConfigError(f"{name}: goes with optimizer adamw, not with {self.optimizer}; change one of them")
-
-    def _check_sparse(self) -> None:
-        """What needs the same products, parameters and gradients in every step."""
-        chooses_units = self.sparse.kind != "none"
-        excludes = {
-            "compile": self.compile,
-            "asynchronous.mode": self.asynchronous.mode != "none",
-            "precision.adaptive.kind": self.precision.adaptive.kind != "none",
-            "spikes.rollback_after": self.spikes.rollback_after > 0,
-            "optimizer": chooses_units and self.optimizer not in PLAIN_ADAMW,
-            "offload_optimizer": chooses_units and self.offload_optimizer,
-            "transport.kind": chooses_units and self.transport.kind != "exact",
-            "transport.local_steps": chooses_units and self.transport.local_steps.every > 0,
-        }
-        for name, is_set in excludes.items():
-            if is_set:
-                raise ConfigError(
-                    f"{name}: cannot be combined with the configured sparse updates; unset it or `sparse`"
-                )
-
-    @property
-    def _uses_fp16(self) -> bool:
-        return self.precision.policy != "fastest" and self.precision.uses_fp16
-
-    def _check_update_in_backward(self) -> None:
-        """What needs the whole gradient, or sends it, before a weight may change."""
-        mode = self.update_in_backward
-        if (mode == "clip_by_last_norm") != (self.clip_norm > 0):
-            raise ConfigError(
-                f"clip_norm: is {self.clip_norm:g}, and update_in_backward {mode} needs it "
-                f"{'above 0' if mode == 'clip_by_last_norm' else 'at 0'}: the norm of a gradient that is not kept is "
-                "known too late to clip by; set clip_norm to 0, or take clip_by_last_norm"
-            )
-        refused = {
-            "adaptive_clip.kind": self.adaptive_clip.kind != "none",
-            "dynamic_decay.above_norm": self.dynamic_decay.above_norm > 0,
-            "quarantine.factor": self.quarantine.factor > 0,
-            "spikes.num_sigmas": self.spikes.num_sigmas > 0,
-            "sparse": self.sparse.is_on,
-            "precision.loss_scale.use": self.precision.loss_scale.use == "always" or self._uses_fp16,
-            "precision.adaptive.kind": self.precision.adaptive.kind != "none",
-            "offload_optimizer": self.offload_optimizer,
-            "optimizer": self.optimizer in ("muon", "deepseek_adam"),
-            "asynchronous.mode": self.asynchronous.mode != "none",
-            "transport.kind": self.transport.kind != "exact",
-            "transport.local_steps": self.transport.local_steps.every > 0,
-        }
-        for name, is_wanted in refused.items():
-            if is_wanted:
-                given = f" ({self.optimizer})" if name == "optimizer" else ""
-                raise ConfigError(
-                    f"{name}: needs whole gradients after backward{given}; change it, or set update_in_backward to none"
-                )
 
     def batch_rows(self, seq_len: int, *, num_copies: int = 1) -> int:
         """Rows of one global batch of rows of `seq_len` tokens.
@@ -302,3 +263,18 @@ class TrainConfig:
         if self.update_in_backward != "clip_by_last_norm":
             del found["update_in_backward"]  # the same weights, to the last bit
         return found
+
+
+def check_layout(
+    config: TrainConfig,
+    parallel: ParallelConfig,
+    *,
+    num_processes: int = 1,
+    techniques: Sequence[Technique] = (),
+) -> None:
+    """Raise `ConfigError` when a training, its layout over so many processes and further techniques conflict."""
+    layout = [replace(one, key=f"parallel.{one.key}") for one in parallel.features(num_processes)]
+    if config.asynchronous.mode == "hogwild" and parallel.data > 1:
+        raise ConfigError("parallel.data: in asynchronous.mode hogwild every process takes whole batches; leave it out")
+    further = [feature(one.name, needs=one.needs, breaks=one.breaks) for one in techniques]
+    check_compatible([*config.features(), *layout, *further])

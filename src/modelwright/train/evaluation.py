@@ -9,7 +9,7 @@ from torch import Tensor
 from modelwright.data.loader import PackedRows
 from modelwright.parallel.mesh import Mesh
 from modelwright.train.objective import Batch, Objective
-from modelwright.train.runner import Runner
+from modelwright.train.runner import Executor
 
 
 class HeldoutBatches(Sequence[Batch]):
@@ -33,7 +33,7 @@ class HeldoutBatches(Sequence[Batch]):
 
 @torch.no_grad()
 def heldout_losses(
-    runner: Runner, objective: Objective, batches: Sequence[Batch], mesh: Mesh, *, alive: Callable[[], None]
+    executor: Executor, objective: Objective, batches: Sequence[Batch], mesh: Mesh, *, alive: Callable[[], None]
 ) -> dict[str, float]:
     """Each loss term over all batches, divided by its weight over all batches; 0 where nothing counts.
 
@@ -42,7 +42,7 @@ def heldout_losses(
     """
     names = list(objective.weights(batches[0]))
     sums = torch.zeros(2, len(names), dtype=torch.float64, device=mesh.world.device)
-    copies, model = mesh.data, runner.model
+    copies, model = mesh.data, executor.model
     model.eval()
     for first in range(0, len(batches), copies.size):
         alive()
@@ -55,7 +55,7 @@ def heldout_losses(
             sums[0] += terms * (counts and mesh.tensor.is_first)
             return terms.sum()
 
-        runner.evaluate([batch], add_losses)
+        executor.evaluate([batch], add_losses)
         weights = objective.weights(batch)
         sums[1] += torch.stack([weights[name] for name in names]) * (counts and mesh.speaks_for_rows)
     model.train()

@@ -1,36 +1,48 @@
-"""How a microbatch gets through the model and its gradient back, whole or in slices of its tokens.
+"""Forward and backward of one batch: `Runner` cuts it into microbatches and hands them to an `Executor`.
 
-A `Runner` is handed microbatches and a function that makes a loss of the model's output; gradients end up in the
-parameters. Knows no normaliser and no update.
+An `Executor` runs microbatches through the model, whole (`WholeModel`) or as a pipeline
+(`parallel/pipeline/runner.py`); gradients end up in the parameters.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ContextAttention
 from modelwright.parallel.context import attention_of
 from modelwright.parallel.mesh import World
+from modelwright.parallel.pipeline.trace import Span
 from modelwright.parallel.shard import scatter_gradients
 from modelwright.train.objective import Batch
 
-LossOf = Callable[[Tensor, Batch], Tensor]
+LossFn = Callable[[Tensor, Batch], Tensor]
 """The model's output and the rows (or the slice of them) that it belongs to -> a scalar to differentiate."""
 
 
-class Runner(Protocol):
+class Executor(Protocol):
     """`loss_of` is called once for each microbatch, in order, on the ranks that hold the model's output."""
 
     model: Decoder
     """What this rank holds: its parameters under the names of the whole model."""
 
+    @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        """Of all stages of a pipeline; empty for a whole model."""
+        ...
+
+    def stage_spans(self) -> list[Span]:
+        """What the pipeline stages of this rank did in the newest training step."""
+        ...
+
     def num_stages_with(self, name: str) -> int:
         """How many stages of a pipeline hold this parameter."""
         ...
 
-    def train(self, parts: Sequence[Batch], loss_of: LossOf) -> None:
+    def train(self, parts: Sequence[Batch], loss_of: LossFn) -> None:
         """Forward and backward of all microbatches of a step."""
         ...
 
@@ -38,9 +50,69 @@ class Runner(Protocol):
         """After the last backward: add up the gradients of a parameter that several stages hold."""
         ...
 
-    def evaluate(self, parts: Sequence[Batch], loss_of: LossOf) -> None:
+    def evaluate(self, parts: Sequence[Batch], loss_of: LossFn) -> None:
         """Forward only; call without gradients. All parts have the same number of rows on all ranks."""
         ...
+
+
+class Runner(Protocol):
+    """Forward and backward of one batch on this rank."""
+
+    def num_microbatches(self, num_rows: int) -> int:
+        """Into how many microbatches a batch of so many rows is cut."""
+        ...
+
+    def train(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        *,
+        begin: Callable[[], None],
+        before_last_backward: Callable[[], None],
+    ) -> None:
+        """Leave this rank's gradients in `.grad`.
+
+        loss_fn is called once for each microbatch, on the ranks that hold the model's output. begin: called before the
+        first microbatch, again whenever the batch is begun again. before_last_backward: called once `loss_fn` has seen
+        the last microbatch.
+        """
+        ...
+
+
+@dataclass(kw_only=True)
+class MicrobatchRunner:
+    """Cuts each batch into so many microbatches of consecutive rows, filled up with padding where there are fewer."""
+
+    executor: Executor
+    microbatches: int
+    device: torch.device
+
+    def num_microbatches(self, num_rows: int) -> int:
+        return self.microbatches
+
+    def train(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        *,
+        begin: Callable[[], None],
+        before_last_backward: Callable[[], None],
+        num_parts: int = 0,
+    ) -> None:
+        """See `Runner`. num_parts: microbatches of this batch if other than usual."""
+        num_parts = num_parts or self.microbatches
+        num_seen = 0
+
+        def last_aware(output: Tensor, microbatch: Batch) -> Tensor:
+            nonlocal num_seen
+            loss = loss_fn(output, microbatch)
+            num_seen += 1
+            if num_seen == num_parts:
+                before_last_backward()
+            return loss
+
+        begin()
+        self.executor.train(batch.padded(num_parts).to(self.device).split(num_parts), last_aware)
 
 
 class WholeModel:
@@ -63,20 +135,27 @@ class WholeModel:
         self.context_attention: ContextAttention = context_attention
         self.scatters_each = scatters_each
 
+    @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        return ()
+
+    def stage_spans(self) -> list[Span]:
+        return []
+
     def num_stages_with(self, name: str) -> int:
         return 1
 
     def finish_gradients(self) -> None: ...
 
-    def train(self, parts: Sequence[Batch], loss_of: LossOf) -> None:
+    def train(self, parts: Sequence[Batch], loss_of: LossFn) -> None:
         for number, part in enumerate(parts, start=1):
             scatter_gradients(self.model, self.scatters_each or number == len(parts))
             self._loss(part, loss_of).backward()
 
-    def evaluate(self, parts: Sequence[Batch], loss_of: LossOf) -> None:
+    def evaluate(self, parts: Sequence[Batch], loss_of: LossFn) -> None:
         for part in parts:
             self._loss(part, loss_of)
 
-    def _loss(self, part: Batch, loss_of: LossOf) -> Tensor:
+    def _loss(self, part: Batch, loss_of: LossFn) -> Tensor:
         attend, part = attention_of(part, self.context, self.context_attention)
         return loss_of(self.model(part.input_ids_BT, part.positions_BT, attend), part)

@@ -26,7 +26,6 @@ _KINDS = {
     "loss_spike": "loss spikes",
     "gradient_outlier": "gradient-norm outliers",
     "nonfinite_step": "steps that were not finite",
-    "quarantined_batch": "batches skipped as outliers",
     "skipped_spike": "spikes skipped",
     "rollback": "rollbacks to earlier weights",
     "straggler": "slow ranks",

@@ -11,7 +11,7 @@ from modelwright.core.records import read_records
 from modelwright.core.rundir import RunDir, StageDir
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.journal import read_attempts
-from modelwright.train.adaptive import CHANGES
+from modelwright.train.techniques.adaptive_precision import CHANGES
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from modelwright.pipeline.resolve import product_rate
 from modelwright.pipeline.stage import Stage, StageContext
 from modelwright.pipeline.stages.folder import save_model_folder
 from modelwright.pipeline.stages.lineage import model_before, tokenizer_stage
+from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import HeldoutBatches
-from modelwright.train.loop import train
 from modelwright.train.objective import Objective
-from modelwright.train.result import TrainResult, load_best
+from modelwright.train.state import TrainResult, load_best
 
 Learn = Callable[[PackedLoader], Objective]
 TOO_LOW = 1.02
@@ -156,10 +156,10 @@ def _facts(
         "num_tokens": result.num_tokens,
         "train_time_s": result.train_time_s,
         "model_flops": result.model_flops,
-        "num_skipped": result.num_skipped,
-        "loss_scale": dict(result.loss_scale),
-        "left_out": list(result.left_out),
-        "events": dict(result.num_events),
+        "num_skipped": result.summary_of("finite_check")["num_skipped"],
+        "loss_scale": dict(result.summary_of("loss_scaling")),
+        "left_out": list(result.summary_of("loss_spikes").get("left_out", ())),
+        "events": dict(result.summary_of("anomalies").get("num_events", {})),
         "num_epochs": num_steps / loader.num_batches_per_epoch,
         "world_size": context.ranks.size,
     }

@@ -1,0 +1,65 @@
+"""Which features of a training run go together: derived from what each needs of the run and what it takes away.
+
+A feature declares both beside its configuration; `check_compatible` refuses a run in which one feature takes away what
+another needs. No rule names a pair.
+"""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from modelwright.core.errors import ConfigError
+
+WHOLE_GRADIENTS = "whole gradients after backward"
+GRADIENT_SUMS = "gradients that are summed over ranks after backward"
+EXACT_SUMS = "exact sums of gradients"
+PROMPT_GRADIENTS = "gradients that are used in the step that computed them"
+SYNCHRONOUS_UPDATES = "updates that all ranks make together"
+EQUAL_REPLICAS = "equal weights on all replicas after every step"
+WHOLE_MODEL = "a whole model on every rank"
+WHOLE_MATRICES = "whole weight matrices on every rank"
+WHOLE_ROWS = "whole rows on every rank"
+EAGER_BLOCKS = "blocks that are not compiled"
+SAME_MATMULS = "the same matrix products in every step"
+SAME_UNITS = "updates of all units of the model"
+ADAMW_STATES = "AdamW with FP32 states"
+RESIDENT_STATES = "optimizer states beside the weights"
+COMMON_LOSS_SCALE = "one loss scale for all layers"
+REVERSIBLE_UPDATES = "updates that a rollback can undo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """Something that a run does besides plain training.
+
+    key: the setting that switches it on; value: of that setting, where it matters. needs: properties of the run that it
+    relies on; breaks: those that it takes away.
+    """
+
+    key: str
+    value: str = ""
+    needs: frozenset[str] = frozenset()
+    breaks: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.value}".rstrip()
+
+
+def feature(key: str, value: object = "", *, needs: Iterable[str] = (), breaks: Iterable[str] = ()) -> Feature:
+    """A `Feature` from plain collections."""
+    return Feature(key=key, value=str(value), needs=frozenset(needs), breaks=frozenset(breaks))
+
+
+def conflict(features: Iterable[Feature]) -> str:
+    """Why these features do not go together, or ""."""
+    for one, other in itertools.permutations(features, 2):
+        for need in sorted(one.needs & other.breaks):
+            what = f"{one.value} needs" if one.value else "needs"
+            return f"{one.key}: {what} {need}, which {other} takes away; change one of the two"
+    return ""
+
+
+def check_compatible(features: Iterable[Feature]) -> None:
+    """Raise `ConfigError` for the first feature that another one leaves without what it needs."""
+    if problem := conflict(features):
+        raise ConfigError(problem)

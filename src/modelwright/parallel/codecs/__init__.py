@@ -1,0 +1,1 @@
+"""Gradient synchronization in fewer bytes: quantized, sparsified, low-rank."""

@@ -1,0 +1,113 @@
+"""Any transport, bucket by bucket, beginning while backward still runs.
+
+Neighbouring gradients make a bucket. Each bucket has a transport of its own, with what that holds back; one thread
+carries them out, on all ranks in one order, from the last gradients to the first. Knows no codec.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelwright.parallel.gradient_sync import BUCKET_BYTES, Buckets, GradientTransport
+from modelwright.parallel.mesh import World
+
+
+class BucketedTransport:
+    """`make` gives each bucket its transport, over `world`, a group that nothing else uses (`world_apart`).
+
+    A transport's state must be lists of one tensor a gradient, or empty ones, and under `shared` lists and numbers.
+    Then the lists of all buckets together follow the parameters into another layout. What is shared is kept for each
+    bucket, and begins afresh under a layout that makes another number of them, but for numbers. Call `close` before the
+    process group is taken down.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        make: Callable[[World], GradientTransport],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        many: int = 1,
+    ) -> None:
+        self.world = world
+        self._make = make
+        self._transports: list[GradientTransport] = []
+        self._loaded: dict[str, Any] = {}
+        self._in_flight: list[Future[None]] = []
+        self._shapes: list[list[torch.Size]] = []
+        self._buckets = Buckets(self._start, bucket_bytes=bucket_bytes, many=many)
+        self._thread = ThreadPoolExecutor(1, "gradients", torch.set_num_threads, (torch.get_num_threads(),))
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(transport.bytes_sent for transport in self._transports)
+
+    def arm(self, parameters: Sequence[Tensor]) -> None:
+        if self.world.size == 1:
+            return
+        self._know(self._buckets.cut(parameters))
+        self._buckets.arm(parameters)
+
+    def reduce(self, gradients: Sequence[Tensor]) -> None:
+        self._know(self._buckets.cut(gradients))
+        self._buckets.finish(gradients)
+        in_flight, self._in_flight = self._in_flight, []
+        for one in in_flight:
+            one.result()
+
+    def close(self) -> None:
+        """Wait for what is in flight; all ranks have begun the same buckets, so they end."""
+        self._buckets.close()
+        self._thread.shutdown()
+
+    def state_dict(self) -> dict[str, Any]:
+        """In the order of the gradients; empty before the first message. Buckets are cut from the last to the first."""
+        states = [transport.state_dict() for transport in reversed(self._transports)]
+        if not states:
+            return self._loaded
+        lists: dict[str, list[Tensor]] = {}
+        for name in (name for name in states[0] if name != "shared"):
+            parts = [state[name] for state in states]
+            if any(parts):  # a bucket that holds nothing back stands beside those that do
+                parts = [part or _zeros(shapes) for part, shapes in zip(parts, reversed(self._shapes), strict=True)]
+            lists[name] = [tensor for part in parts for tensor in part]
+        return {**lists, "shared": [state.get("shared", {}) for state in states]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Shared out to the buckets as soon as they are known."""
+        self._transports = []
+        self._loaded = state
+
+    def _start(self, gradients: Sequence[Tensor]) -> None:
+        transport = self._transports[len(self._in_flight)]
+        self._in_flight.append(self._thread.submit(transport.reduce, gradients))
+
+    def _know(self, buckets: Sequence[Sequence[Tensor]]) -> None:
+        """Make a transport for each bucket, with its part of what was loaded."""
+        if self._transports:
+            return
+        self._transports = [self._make(self.world) for _ in buckets]
+        self._shapes = [[tensor.shape for tensor in bucket] for bucket in buckets]
+        state, self._loaded = self._loaded, {}
+        if not state:
+            return
+        shared = state.get("shared") or [transport.state_dict().get("shared", {}) for transport in self._transports]
+        if len(shared) != len(buckets):
+            shared = [_afresh(shared[0])] * len(buckets)
+        left = {name: list(value) for name, value in state.items() if name != "shared"}
+        for transport, bucket, own in zip(reversed(self._transports), reversed(buckets), shared, strict=True):
+            size = None if bucket is buckets[0] else len(bucket)  # the last one takes all: what is too much shows there
+            lists = {name: value[:size] for name, value in left.items()}
+            left = {name: value[len(bucket) :] for name, value in left.items()}
+            transport.load_state_dict({**transport.state_dict(), **lists, "shared": own})
+
+
+def _zeros(shapes: Sequence[torch.Size]) -> list[Tensor]:
+    return [torch.zeros(shape) for shape in shapes]
+
+
+def _afresh(shared: dict[str, Any]) -> dict[str, Any]:
+    return {name: [] if isinstance(value, list) else value for name, value in shared.items()}

@@ -1,0 +1,217 @@
+"""The three-level compressor: keep what matters, quantise what is kept, code where it was.
+
+1. Selection by importance: the largest magnitudes of every bucket, or of all by one sampled threshold; what is not
+   sent is kept and joins the next message (error feedback), with momentum correction if wanted (Lin et al. 2018).
+2. Values in `min_bits` to `max_bits` bits, the width of every bucket chosen from the error seen in it; or as a sign and
+   a level that stands for its mean, which leaves less behind at one to three bits an entry.
+3. Places as Rice-coded gaps or a bitmap, whichever is smaller.
+
+The arithmetic of the code is `ops/sparse_code.py` and `levels.py`. Knows nothing about losses or optimizers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from modelwright.core.errors import ConfigError
+from modelwright.ops import sparse_code
+from modelwright.parallel.codecs.allgather_bytes import gather_bytes
+from modelwright.parallel.codecs.codebook import decode_levels, encode_levels
+from modelwright.parallel.codecs.error_feedback import Residual, flatten, write_back
+from modelwright.parallel.mesh import World
+
+NUM_SAMPLES = 65_536
+"""Magnitudes looked at for a global threshold: the share above it is then within 4% of 1% (one standard deviation)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreeLevelConfig:
+    """What the compressor keeps.
+
+    keep: share of the entries that travels once the warm-up is over; 1 sends all of them (quantisation alone).
+    selection: `bucket` keeps that share of every bucket, `global` of all entries together.
+    bucket_numel: most entries of one bucket, which has one width and one range of magnitudes.
+    values: `even`, levels evenly spaced from the bucket's lowest to its highest magnitude, or `means` (`levels.py`).
+    min_bits, max_bits, max_error: of `even`: a bucket takes the narrowest width whose relative error is at most
+    `max_error`.
+    momentum: of the correction, 0 for none; for optimizers without momentum of their own.
+    residual_decay: what is left of the unsent values at each message; below 1 old ones are forgotten.
+    warmup_keep, warmup_messages: the share falls from `warmup_keep` to `keep` geometrically over these messages.
+    """
+
+    keep: float = 0.01
+    selection: Literal["bucket", "global"] = "bucket"
+    bucket_numel: int = 2**20
+    values: Literal["even", "means"] = "even"
+    min_bits: int = 4
+    max_bits: int = 16
+    max_error: float = 0.1
+    momentum: float = 0.0
+    residual_decay: float = 1.0
+    warmup_keep: float = 0.25
+    warmup_messages: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("keep", "warmup_keep", "residual_decay"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"{name}: must be above 0 and at most 1, got {getattr(self, name)}")
+        if not 2 <= self.min_bits <= self.max_bits <= 16:
+            raise ConfigError(f"min_bits: 2 <= min_bits <= max_bits <= 16, got {self.min_bits} and {self.max_bits}")
+        if self.bucket_numel < 256:
+            raise ConfigError(f"bucket_numel: must be at least 256, got {self.bucket_numel}; 1048576 is usual")
+        if self.max_error <= 0:
+            raise ConfigError(f"max_error: must be above 0, got {self.max_error}; 0.1 is usual")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum: must be in [0, 1), got {self.momentum}; 0 switches the correction off")
+        if self.warmup_messages < 0:
+            raise ConfigError(f"warmup_messages: must not be negative, got {self.warmup_messages}; 0 is none")
+
+    def share(self, message: int) -> float:
+        """The share of entries that message number `message` (from 0) carries."""
+        if message >= self.warmup_messages or self.warmup_keep <= self.keep:
+            return self.keep
+        return self.warmup_keep * (self.keep / self.warmup_keep) ** (message / self.warmup_messages)
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Entries of a flat vector: what a message says."""
+
+    indices_K: NDArray[np.int64]
+    values_K: NDArray[np.float32]
+
+
+class ThreeLevelTransport:
+    """Every rank sends its own largest entries to all others; each adds up what it received, in the ranks' order.
+
+    `bytes_sent`: a ring all-gather passes every message on n - 1 times, so a rank sends (n - 1) times its own message,
+    padded to the longest one, and (n - 1) x 8 bytes of lengths.
+
+    A rank with values that are not finite sends an empty message; all gradients are then nan on all ranks, and
+    everything that is kept from step to step stays as it was.
+    """
+
+    def __init__(self, world: World, config: ThreeLevelConfig) -> None:
+        self.world = world
+        self.config = config
+        self.residual = Residual()
+        self.velocity = Residual()
+        self.num_messages = 0
+        self.bytes_sent = 0
+
+    def reduce(self, gradients: Sequence[Tensor]) -> None:
+        if self.world.size == 1:
+            self.residual.drain(gradients)
+            return
+        velocity_N, waiting_N = self._accumulate(gradients)
+        bounds = bucket_bounds([gradient.numel() for gradient in gradients], self.config.bucket_numel)
+        keep = self.config.share(self.num_messages)
+        message = encode_flat(waiting_N, bounds, self.config, keep)
+        messages, sent = gather_bytes(self.world, message)
+        self.bytes_sent += sent
+        if not all(len(message) for message in messages):
+            write_back(torch.full_like(waiting_N, torch.nan), gradients)
+            return
+        total_N = np.zeros(waiting_N.numel(), np.float32)
+        for rank, message in enumerate(messages):
+            sparse = decode_flat(message, bounds, self.config.values)
+            total_N[sparse.indices_K] += sparse.values_K
+            if rank == self.world.rank:
+                self._take_out(sparse, velocity_N, waiting_N)
+        write_back(torch.from_numpy(total_N).to(waiting_N.device), gradients)
+        self.residual.keep(waiting_N, gradients)
+        if velocity_N is not None:
+            self.velocity.keep(velocity_N, gradients)
+        self.num_messages += 1
+
+    def _accumulate(self, gradients: Sequence[Tensor]) -> tuple[Tensor | None, Tensor]:
+        """The velocity (None without momentum) and what waits to be sent, both with this step's gradients in."""
+        new_N = flatten(gradients)
+        velocity_N = None
+        if self.config.momentum:
+            before_N = self.velocity.flat(gradients)
+            velocity_N = new_N if before_N is None else new_N + self.config.momentum * before_N
+            new_N = velocity_N.clone()
+        left_N = self.residual.flat(gradients)
+        return velocity_N, new_N if left_N is None else new_N.add_(left_N, alpha=self.config.residual_decay)
+
+    def _take_out(self, sent: Sparse, velocity_N: Tensor | None, waiting_N: Tensor) -> None:
+        """Take what was sent out of what waits; the velocity of those entries starts anew (Lin et al., section 3.2)."""
+        indices_K = torch.from_numpy(sent.indices_K).to(waiting_N.device)
+        waiting_N[indices_K] -= torch.from_numpy(sent.values_K).to(waiting_N.device)
+        if velocity_N is not None:
+            velocity_N[indices_K] = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "residuals": self.residual.state_dict(),
+            "velocities": self.velocity.state_dict(),
+            "shared": {"num_messages": self.num_messages},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.residual.load_state_dict(state["residuals"])
+        self.velocity.load_state_dict(state["velocities"])
+        self.num_messages = int(state["shared"]["num_messages"])
+
+
+def bucket_bounds(numels: Sequence[int], bucket_numel: int) -> list[int]:
+    """Where buckets begin and end in the flat vector: a tensor is cut into even parts of at most `bucket_numel`
+    entries; one of fewer than 4096 joins the bucket before it, where a header of its own would outweigh it."""
+    bounds, start = [0], 0
+    for numel in numels:
+        if numel < 4096 and len(bounds) > 1:
+            bounds[-1] += numel
+        else:
+            parts = max(1, -(-numel // bucket_numel))
+            bounds += [start + numel * part // parts for part in range(1, parts + 1)]
+        start += numel
+    return bounds
+
+
+def encode_flat(flat_N: Tensor, bounds: Sequence[int], config: ThreeLevelConfig, keep: float) -> Tensor:
+    """The message [bytes, uint8, on the CPU] that carries the share `keep` of the vector; empty if it is not finite."""
+    if not bool(flat_N.isfinite().all()):
+        return torch.zeros(0, dtype=torch.uint8)
+    threshold = -1.0
+    if config.selection == "global" and keep < 1:
+        threshold = sparse_code.sampled_threshold(flat_N, keep, NUM_SAMPLES)
+    parts = []
+    for first, last in pairwise(bounds):
+        bucket = flat_N[first:last]
+        if threshold >= 0:
+            indices = sparse_code.above(bucket, threshold)
+        else:
+            indices = sparse_code.top_k(bucket, max(1, round(keep * len(bucket))))
+        parts.append(_encode(indices.cpu().numpy(), bucket[indices].cpu().numpy(), len(bucket), config))
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def _encode(
+    indices_K: NDArray[np.int64], values_K: NDArray[np.float32], numel: int, config: ThreeLevelConfig
+) -> sparse_code.Bytes:
+    if config.values == "means":
+        return encode_levels(indices_K, values_K, numel)
+    quantised = sparse_code.quantise_within(
+        values_K, min_bits=config.min_bits, max_bits=config.max_bits, max_error=config.max_error
+    )
+    return sparse_code.encode(indices_K, quantised, numel)
+
+
+def decode_flat(message: Tensor, bounds: Sequence[int], coded: Literal["even", "means"] = "even") -> Sparse:
+    """What `encode_flat` put into the message."""
+    data, at = message.numpy(), 0
+    decode = decode_levels if coded == "means" else sparse_code.decode
+    indices, values = [], []
+    for first, last in pairwise(bounds):
+        places, kept, used = decode(data[at:], last - first)
+        indices.append(places + first)
+        values.append(kept)
+        at += used
+    return Sparse(np.concatenate(indices), np.concatenate(values))

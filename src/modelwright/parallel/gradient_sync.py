@@ -1,0 +1,205 @@
+"""The gradient-transport seam: how gradients cross the network, and how many bytes their messages have.
+
+Gradients come in as each rank's share of one sum (already divided by the global normaliser) and leave as the sum.
+Knows nothing about losses or optimizers. `transports/` holds those that send fewer bytes.
+
+A transport's state differs from rank to rank, and a checkpoint keeps it for each rank. What stands under a key
+`shared` is equal on all ranks; of all other tensors only the sum over the ranks matters, so that under another number
+of ranks each gets that sum divided by the new number. A list of tensors with the gradients' shapes, in their order,
+follows the parameters into another layout.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from modelwright.parallel.mesh import World
+
+BUCKET_BYTES = 25 * 2**20
+"""Most that one message holds; large enough to hide latency, small enough to overlap (the default of PyTorch's DDP)."""
+MANY_BUCKETS, SMALL_BUCKET_BYTES = 8, 2**18
+"""Where every value crosses the network there are so many messages even if all gradients would fit in one, which could
+begin only after backward; but none is made smaller than this for it."""
+
+
+class GradientTransport(Protocol):
+    """Sums gradients over the ranks."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes of this transport's own messages from this rank so far. The metric `bytes_sent` counts all that
+        the process sends (`parallel/traffic.py`)."""
+        ...
+
+    def reduce(self, gradients: Sequence[Tensor]) -> None:
+        """Replace every gradient by its sum over the ranks, in place; same tensors in the same order everywhere."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+class Buckets:
+    """Cuts gradients into buckets, from the last to the first, and has each begun: once armed, as soon as its last
+    gradient is there and the bucket before it has been begun, so that all ranks begin them in one order.
+
+    begin: called with a bucket's gradients, or with what `of` makes of its parameters; many: how many of them a small
+    model should make (`cut_into_buckets`).
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[Sequence[Tensor]], None],
+        *,
+        bucket_bytes: int,
+        many: int = 1,
+        of: Callable[[Tensor], Tensor] = _gradient,
+    ) -> None:
+        self.begin = begin
+        self.bucket_bytes = bucket_bytes
+        self.many = many
+        self.of = of
+        self._hooked: list[Tensor] = []
+        self._hooks: list[RemovableHandle] = []
+        self._armed = False
+        self._waiting: list[dict[int, Tensor]] = []
+        self._buckets: list[list[Tensor]] = []
+        self._num_begun = 0
+
+    def arm(self, parameters: Sequence[Tensor]) -> None:
+        """Before the last backward of a step."""
+        if not _same(self._hooked, parameters):
+            self.close()
+            self._hooked = list(parameters)
+            self._buckets = self.cut(parameters)
+            self._hooks = [one.register_post_accumulate_grad_hook(self._finished) for one in parameters]
+        self._waiting = [{id(parameter): parameter for parameter in bucket} for bucket in self._buckets]
+        self._armed = True
+
+    def close(self) -> None:
+        """Leave the parameters as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooked, self._hooks = [], []
+
+    def finish(self, gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Have the buckets begun that are left, and return them all."""
+        self._armed = False
+        buckets = self.cut(gradients)
+        for bucket in buckets[self._num_begun :]:
+            self.begin(bucket)
+        self._num_begun = 0
+        return buckets
+
+    def cut(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Neighbours of one format in each, in their order; the last ones first."""
+        return cut_into_buckets(tensors, self.bucket_bytes, many=self.many)
+
+    def _finished(self, parameter: Tensor) -> None:
+        if not self._armed:
+            return
+        for waiting in self._waiting:
+            waiting.pop(id(parameter), None)
+        while self._num_begun < len(self._buckets) and not self._waiting[self._num_begun]:
+            bucket = self._buckets[self._num_begun]
+            self._num_begun += 1
+            self.begin([self.of(parameter) for parameter in bucket])
+
+
+def cut_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int, *, many: int = 1) -> list[list[Tensor]]:
+    """Neighbours of one format in each, in their order, together at most `bucket_bytes` if not one, and no more than
+    makes about so `many` buckets, unless they would be smaller than `SMALL_BUCKET_BYTES`; the last ones first."""
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    most = min(bucket_bytes, max(-(-sum(sizes) // many), SMALL_BUCKET_BYTES))
+    buckets: list[list[Tensor]] = []
+    size = 0
+    for tensor, num_bytes in zip(reversed(tensors), reversed(sizes), strict=True):
+        if not buckets or size + num_bytes > most or tensor.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].insert(0, tensor)
+        size += num_bytes
+    return buckets
+
+
+def ring_bytes(num_bytes: int, num_ranks: int) -> int:
+    """What each rank sends in a ring all-reduce of so many bytes: 2 (n - 1) / n of them."""
+    return 2 * num_bytes * (num_ranks - 1) // num_ranks
+
+
+class ExactTransport:
+    """Sums in the gradients' own format: flat buckets, one all-reduce each, all in flight together.
+
+    `bytes_sent` counts what a ring would send (`ring_bytes`).
+    """
+
+    def __init__(self, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.world = world
+        self.bytes_sent = 0
+        self._buckets = Buckets(self._start, bucket_bytes=bucket_bytes, many=MANY_BUCKETS)
+        self._chosen: Sequence[Tensor | None] = []
+        self._in_flight: list[tuple[Tensor, Sequence[Tensor | None], Callable[[], object]]] = []
+
+    def send_rows(self, chosen: Sequence[Tensor | None]) -> None:
+        """From the next step on send no other rows of the gradients than these (int64 [S]; None for all of them), in
+        the order in which `reduce` sees them. The others must be zero, and the choice the same, on all ranks."""
+        self._chosen = chosen
+
+    def arm(self, parameters: Sequence[Tensor]) -> None:
+        if self.world.size > 1:
+            self._buckets.arm(parameters)
+
+    def close(self) -> None:
+        """At the end of a run."""
+        self._buckets.close()
+
+    def reduce(self, gradients: Sequence[Tensor]) -> None:
+        if self.world.size == 1:
+            return
+        buckets = self._buckets.finish(gradients)
+        in_flight, self._in_flight = self._in_flight, []
+        for bucket, (flat, chosen, wait) in zip(buckets, in_flight, strict=True):
+            wait()
+            shapes = [_shape_of(gradient, rows) for gradient, rows in zip(bucket, chosen, strict=True)]
+            parts = flat.split([shape.numel() for shape in shapes])
+            sums = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            if any(rows is not None for rows in chosen):
+                for gradient, rows, part in zip(bucket, chosen, sums, strict=True):
+                    gradient.copy_(part) if rows is None else gradient.index_copy_(0, rows, part)
+            else:
+                torch._foreach_copy_(bucket, sums)  # pyright: ignore
+            self.bytes_sent += ring_bytes(flat.numel() * flat.element_size(), self.world.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def _start(self, gradients: Sequence[Tensor]) -> None:
+        end = len(self._chosen) - sum(len(chosen) for _, chosen, _ in self._in_flight)
+        chosen = self._chosen[end - len(gradients) : end] if self._chosen else [None] * len(gradients)
+        flat = torch.cat(
+            [_rows_of(gradient, rows).reshape(-1) for gradient, rows in zip(gradients, chosen, strict=True)]
+        )
+        self._in_flight.append((flat, chosen, self.world.start_sum(flat)))
+
+
+def _rows_of(gradient: Tensor, rows: Tensor | None) -> Tensor:
+    return gradient if rows is None else gradient.index_select(0, rows)
+
+
+def _shape_of(gradient: Tensor, rows: Tensor | None) -> torch.Size:
+    return gradient.shape if rows is None else torch.Size([len(rows), *gradient.shape[1:]])
+
+
+def _same(hooked: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
+    return len(hooked) == len(parameters) and all(a is b for a, b in zip(hooked, parameters, strict=True))

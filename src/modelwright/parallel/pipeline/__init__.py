@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages, schedules, partitioning and rebalancing of layers."""

@@ -1,0 +1,146 @@
+"""Keeping a pipeline balanced while it trains: when stages drift apart, a better split of the layers; and microbatches
+of equal numbers of real tokens.
+
+A new split is proposed, never made: whoever owns the run lays the model out anew, at a checkpoint. Knows no schedule.
+"""
+
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from modelwright.core.errors import ConfigError
+from modelwright.data.batch import TokenBatch, part_sizes
+from modelwright.parallel.mesh import Mesh
+from modelwright.parallel.pipeline.partition import LayerCosts, split_layers
+from modelwright.parallel.pipeline.trace import Span
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceConfig:
+    """Which work is moved around while a run goes on, and when layers move between stages.
+
+    stages: after a checkpoint, layers move between pipeline stages that have drifted apart; tokens: the rows of each
+    step are put into microbatches of nearly equal numbers of real tokens.
+    drift: how far the slowest stage may be above the mean, as a share of it, before a new split is looked for; gain:
+    the least share by which the new split must shorten the slowest stage (together they keep layers from going to and
+    fro); window: newest steps whose median counts, and steps after a move before the next.
+    """
+
+    stages: bool = False
+    tokens: bool = False
+    drift: float = 0.15
+    gain: float = 0.05
+    window: int = 20
+
+    def __post_init__(self) -> None:
+        for name in ("drift", "gain"):
+            if not 0 < getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be between 0 and 1, got {getattr(self, name)}")
+        if self.window < 3:
+            raise ConfigError(f"window: must be at least 3 steps, got {self.window}")
+
+
+class StageBalance:
+    """Watches how long each stage computes, waiting left out, and proposes a split when the stages drift apart.
+
+    costs: what layers cost by the model's own measure; what a stage takes beyond that is laid to its device
+    (`slowness`), whatever the cause. When the cause moves along with the layers, the next proposal corrects it.
+    """
+
+    def __init__(self, costs: LayerCosts, layers_per_stage: Sequence[int], config: BalanceConfig) -> None:
+        self.costs = costs
+        self.layers_per_stage = tuple(layers_per_stage)
+        self.config = config
+        self._recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=config.window))
+
+    def observe(self, spans: Sequence[Span]) -> None:
+        """One training step of this rank's stages (`Timeline.spans`)."""
+        busy: dict[int, float] = defaultdict(float)
+        for span in spans:
+            busy[span.stage] += span.busy_s
+        for stage, seconds in busy.items():
+            self._recent[stage].append(seconds)
+
+    def agreed_times(self, mesh: Mesh) -> list[float]:
+        """Seconds of every stage in a step, the median of the window and the mean over copies; the same on all ranks.
+
+        Empty while a rank has seen fewer steps than the window.
+        """
+        full = all(len(times) == self.config.window for times in self._recent.values()) and self._recent
+        num_unready = mesh.world.sums([float(not full)])[0]
+        if num_unready:
+            return []
+        mine = [statistics.median(self._recent.get(stage, [0.0])) for stage in range(len(self.layers_per_stage))]
+        num_copies = mesh.world.size / mesh.pipeline.size
+        return [seconds / num_copies for seconds in mesh.world.sums(mine)]
+
+    def propose(self, mesh: Mesh) -> tuple[int, ...]:
+        """A better split, or the present one. Every rank calls it at the same step and gets the same answer."""
+        times = self.agreed_times(mesh)
+        return better_split(self.costs, self.layers_per_stage, times, self.config) if times else self.layers_per_stage
+
+
+def better_split(
+    costs: LayerCosts, layers_per_stage: Sequence[int], times_s: Sequence[float], config: BalanceConfig
+) -> tuple[int, ...]:
+    """The split for stages that took `times_s`, or the present one when nothing has drifted or little can be won."""
+    present = tuple(layers_per_stage)
+    slowest = max(times_s)
+    if slowest <= (1 + config.drift) * statistics.fmean(times_s):
+        return present
+    slowness = [time_s / cost if cost else 1.0 for time_s, cost in zip(times_s, costs.of_stages(present), strict=True)]
+    proposed = split_layers(costs, len(present), slowness=slowness, min_layers=min(1, *present))
+    stages = zip(costs.of_stages(proposed), slowness, strict=True)
+    return proposed if max(cost * slow for cost, slow in stages) <= (1 - config.gain) * slowest else present
+
+
+def balance_tokens(batch: TokenBatch, num_parts: int) -> TokenBatch:
+    """The same rows in another order, so that `split(num_parts)` makes parts of nearly equal numbers of real tokens.
+
+    Sums over the batch stay what they are, up to rounding. For rows that stand alone: groups that a split must not cut
+    (preference pairs) would be torn apart. Raises `ValueError` when there are fewer rows than parts.
+    """
+    tokens_B = (batch.segments_BT >= 0).sum(dim=1)
+    order = torch.tensor(balanced_order(tokens_B.tolist(), num_parts), device=batch.segments_BT.device)
+    return TokenBatch(**{field.name: _rows(getattr(batch, field.name), order) for field in fields(batch)})
+
+
+def balanced_order(num_tokens: Sequence[int], num_parts: int) -> list[int]:
+    """An order of rows whose consecutive `num_parts` parts (`part_sizes`) have nearly equal sums.
+
+    The longest row first, each to the part with the fewest tokens that still has room (Graham's rule with a limit on
+    rows); then pairs of rows change places between the fullest part and another as long as that lowers the fullest.
+    """
+    sizes = part_sizes(len(num_tokens), num_parts)
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    sums = [0] * num_parts
+    for row in sorted(range(len(num_tokens)), key=lambda row: -num_tokens[row]):
+        part = min((part for part in range(num_parts) if len(parts[part]) < sizes[part]), key=lambda part: sums[part])
+        parts[part].append(row)
+        sums[part] += num_tokens[row]
+    while _swap_out_of_the_fullest(parts, sums, num_tokens):
+        pass
+    return [row for part in parts for row in sorted(part)]
+
+
+def _swap_out_of_the_fullest(parts: list[list[int]], sums: list[int], num_tokens: Sequence[int]) -> bool:
+    """Exchange two rows so that the larger of two parts' sums gets smaller; False when no exchange does."""
+    fullest = max(range(len(parts)), key=lambda part: sums[part])
+    for other in sorted(range(len(parts)), key=lambda part: sums[part]):
+        for i, mine in enumerate(parts[fullest]):
+            for j, theirs in enumerate(parts[other]):
+                moved = num_tokens[mine] - num_tokens[theirs]
+                if 0 < moved < sums[fullest] - sums[other]:
+                    parts[fullest][i], parts[other][j] = theirs, mine
+                    sums[fullest] -= moved
+                    sums[other] += moved
+                    return True
+    return False
+
+
+def _rows(values: Tensor, order: Tensor) -> Tensor:
+    return values[order]

@@ -1,0 +1,261 @@
+"""Pipeline parallelism: each rank of one axis holds some of the layers, and microbatches flow through the ranks.
+
+Schedules are PyTorch's: GPipe (Huang et al. 2019), 1F1B and interleaved 1F1B (Narayanan et al. 2021), zero bubble (Qi
+et al. 2023: ZB-H1 with one stage a rank, ZB-V with two). One microbatch makes any of them a plain layer-to-device map.
+Gradients are sums over microbatches: nothing is averaged here. Knows no objective and no normaliser.
+
+Legend: B rows, T tokens of a row that this rank computes, D model width.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from modelwright.data.batch import TokenBatch
+from modelwright.model.decoder import Attend, Decoder
+from modelwright.ops.pieces import local
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.context import attention_of
+from modelwright.parallel.mesh import Mesh
+from modelwright.parallel.pipeline.stages import (
+    check_blocks,
+    check_microbatches,
+    check_ties,
+    cut,
+    is_v_shaped,
+    join,
+    layers_of_stages,
+    rank_of_stage,
+)
+from modelwright.parallel.pipeline.trace import Span, Timeline
+from modelwright.parallel.shard import sharded_modules
+from modelwright.parallel.tensor import stage_tokens
+
+Schedule = (
+    ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble | ScheduleZBVZeroBubble
+)
+Microbatch = tuple[Attend, TokenBatch]
+TIED = "embedding.weight"
+
+
+class Stage:
+    """One stage: a part of the model that takes hidden states and gives hidden states.
+
+    What else a microbatch consists of (tokens, positions, documents) every rank has: `feed` hands it out in order.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        layers: range,
+        index: int,
+        num_stages: int,
+        *,
+        passes: Callable[[Decoder], Decoder],
+    ) -> None:
+        self.index = index
+        self.layers = layers
+        self.is_first = index == 0
+        self.is_last = index == num_stages - 1
+        self.part = passes(cut(model, layers, is_first=self.is_first, is_last=self.is_last))
+        self.part.__dict__["forward"] = self._forward  # a call of the part then runs FSDP's hooks around it
+        for module in sharded_modules(self.part):
+            module.set_reshard_after_forward(False)  # many microbatches pass before and between the backwards
+        self.feed: Iterator[Microbatch] = iter(())
+
+    def _forward(self, hidden_BTD: Tensor | None = None) -> Tensor:
+        attend, batch = next(self.feed)
+        entering_BTD = self.part.embed(batch.input_ids_BT) if hidden_BTD is None else hidden_BTD
+        leaving_BTD = self.part.run_blocks(entering_BTD, batch.positions_BT, attend)
+        return self.part.norm(leaving_BTD) if self.is_last else leaving_BTD
+
+
+class Pipeline:
+    """An `Executor` (`train/runner.py`) over the pipeline axis. `model` is what this rank holds, under the names of
+    the whole model.
+
+    `timeline` tells what each stage of this rank did in the newest training step.
+    """
+
+    model: Decoder
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: ParallelConfig,
+        mesh: Mesh,
+        *,
+        passes: Callable[[Decoder], Decoder],
+    ) -> None:
+        check_ties(model.config, config)
+        self.config = config
+        self.mesh = mesh
+        self.layers = layers_of_stages(model.config, config)
+        self.owners = rank_of_stage(config)
+        self.weight_dtype = model.embedding.weight.dtype
+        self.stages = [
+            Stage(model, self.layers[index], index, len(self.owners), passes=passes)
+            for index, owner in enumerate(self.owners)
+            if owner == mesh.pipeline.rank
+        ]
+        for stage in self.stages:
+            check_blocks(stage.part, config)
+        self.model = join([stage.part for stage in self.stages])
+        self.timeline = Timeline(mesh.world.device)
+        self._schedules: dict[tuple[int, torch.Size], Schedule] = {}
+        self._microbatches: Sequence[Microbatch] = ()
+        self._loss_of: Callable[[Tensor, TokenBatch], Tensor] | None = None
+
+    @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        return tuple(len(layers) for layers in self.layers)
+
+    def stage_spans(self) -> list[Span]:
+        return self.timeline.spans()
+
+    def num_stages_with(self, name: str) -> int:
+        return 2 if name == TIED and self._ends_share_a_weight else 1
+
+    def train(self, parts: Sequence[TokenBatch], loss_of: Callable[[Tensor, TokenBatch], Tensor]) -> None:
+        """One step of the schedule. Raises `ConfigError` when it cannot run that many microbatches.
+
+        Buffers for what travels between stages have one shape, so smaller microbatches get rows of padding.
+        """
+        num_rows = max(part.num_rows for part in parts)
+        self._begin([part.padded(num_rows) for part in parts], loss_of)
+        schedule = self._schedule(len(parts), self._microbatches[0][1].input_ids_BT.shape)
+        self.timeline.begin()
+        schedule.step(target=torch.arange(len(parts)), return_outputs=False)
+        self._microbatches, self._loss_of = (), None
+
+    def finish_gradients(self) -> None:
+        """Add up the gradients of a tied embedding, which the first stage and the last hold."""
+        if not self._ends_share_a_weight or self.mesh.pipeline.rank not in (self.owners[0], self.owners[-1]):
+            return
+        weight = self.model.get_parameter(TIED)
+        if weight.grad is not None:
+            local(weight.grad).add_(self._exchange(local(weight.grad)))
+
+    def evaluate(self, parts: Sequence[TokenBatch], loss_of: Callable[[Tensor, TokenBatch], Tensor]) -> None:
+        """Hidden states go down the stages, one part after the other; rows may differ from part to part."""
+        self._begin(parts, loss_of)
+        for number, (_, batch) in enumerate(self._microbatches):
+            hidden_BTD = sending = None
+            for stage in self.stages:
+                if not stage.is_first and self.owners[stage.index - 1] != self.mesh.pipeline.rank:
+                    hidden_BTD = self._receive(batch, self.owners[stage.index - 1])
+                hidden_BTD = stage.part(*() if stage.is_first else (hidden_BTD,))
+                if stage.is_last:
+                    self._loss(hidden_BTD, number)
+                elif self.owners[stage.index + 1] != self.mesh.pipeline.rank:
+                    if sending is not None:
+                        sending.wait()
+                    sending = dist.isend(
+                        hidden_BTD.contiguous(), group=self.mesh.pipeline.group, group_dst=self.owners[stage.index + 1]
+                    )
+            if sending is not None:
+                sending.wait()
+        for stage in self.stages:
+            for module in sharded_modules(stage.part):
+                module.reshard()
+
+    def _begin(self, parts: Sequence[TokenBatch], loss_of: Callable[[Tensor, TokenBatch], Tensor]) -> None:
+        self._microbatches = [attention_of(part, self.mesh.context, self.config.context_attention) for part in parts]
+        self._loss_of = loss_of
+        for stage in self.stages:
+            stage.feed = iter(self._microbatches)
+
+    def _loss(self, output_BTD: Tensor, number: Tensor | int) -> Tensor:
+        assert self._loss_of is not None
+        return self._loss_of(output_BTD, self._microbatches[int(number)][1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what travels between stages."""
+        return self.model.ends.stream_dtype or self.weight_dtype
+
+    @property
+    def _ends_share_a_weight(self) -> bool:
+        return self.model.config.tie_embeddings and self.owners[0] != self.owners[-1]
+
+    def _schedule(self, num_microbatches: int, shape: torch.Size) -> Schedule:
+        """Built once for each shape of microbatch: buffers for what travels are made then."""
+        key = (num_microbatches, shape)
+        if key not in self._schedules:
+            check_microbatches(self.config, num_microbatches)
+            self._schedules = {key: self._build_schedule(num_microbatches, shape)}
+        return self._schedules[key]
+
+    def _build_schedule(self, num_microbatches: int, shape: torch.Size) -> Schedule:
+        stages = [self._pipeline_stage(stage, shape) for stage in self.stages]
+        loss_fn = self.timeline.timed(self._loss, len(self.owners) - 1, "loss")
+        if self.config.schedule in ("gpipe", "1f1b"):
+            # 1F1B needs a microbatch for every stage; with fewer of them GPipe keeps no more and is no slower
+            enough = num_microbatches >= len(self.owners)
+            single = Schedule1F1B if self.config.schedule == "1f1b" and enough else ScheduleGPipe
+            return single(stages[0], num_microbatches, loss_fn=loss_fn, scale_grads=False)
+        if self.config.schedule == "interleaved":
+            several = ScheduleInterleaved1F1B
+        else:
+            several = ScheduleZBVZeroBubble if is_v_shaped(self.config) else ScheduleInterleavedZeroBubble
+        return several(stages, num_microbatches, loss_fn=loss_fn, scale_grads=False)  # pyright: ignore
+
+    def _pipeline_stage(self, stage: Stage, shape: torch.Size) -> PipelineStage:
+        travels = torch.empty(self._hidden_shape(shape), dtype=self.dtype, device="meta", requires_grad=True)
+        wrapped = PipelineStage(
+            stage.part,
+            stage.index,
+            len(self.owners),
+            self.mesh.world.device,
+            input_args=() if stage.is_first else (travels,),
+            output_args=(travels,),
+            group=self.mesh.pipeline.group,
+        )
+        backward = "backward_input" if self.config.schedule == "zero_bubble" else "backward"
+        kinds = {
+            "forward_one_chunk": "forward",
+            "backward_one_chunk": backward,
+            "backward_weight_one_chunk": "backward_weight",
+        }
+        for method, kind in kinds.items():
+            vars(wrapped)[method] = self.timeline.timed(getattr(wrapped, method), stage.index, kind)
+        return wrapped
+
+    def _hidden_shape(self, shape: torch.Size) -> tuple[int, int, int]:
+        """What travels between stages, for tokens of this shape."""
+        num_rows, row_len = shape
+        shares_tokens = self.config.sequence_parallel and self.mesh.tensor.size > 1
+        row_len = stage_tokens(row_len, self.mesh.tensor.size, sequence_parallel=shares_tokens)
+        return num_rows, row_len, self.model.config.model_dim
+
+    def _receive(self, batch: TokenBatch, source: int) -> Tensor:
+        hidden_BTD = torch.empty(
+            self._hidden_shape(batch.input_ids_BT.shape), dtype=self.dtype, device=self.mesh.world.device
+        )
+        dist.recv(hidden_BTD, group=self.mesh.pipeline.group, group_src=source)
+        return hidden_BTD
+
+    def _exchange(self, mine: Tensor) -> Tensor:
+        """The other end's tensor, of the same shape."""
+        ends = (self.owners[0], self.owners[-1])
+        peer = ends[1] if self.mesh.pipeline.rank == ends[0] else ends[0]
+        theirs, group = torch.empty_like(mine), self.mesh.pipeline.group
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, mine.contiguous(), group=group, group_peer=peer),
+                dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer),
+            ]
+        )
+        for work in works:
+            work.wait()
+        return theirs

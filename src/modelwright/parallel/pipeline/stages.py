@@ -1,0 +1,134 @@
+"""A model cut into pipeline stages: which rank holds which stage, and the part of the model that a stage is.
+
+A part is a `Decoder` that holds some of the whole model's modules under the whole model's names. Knows no schedule.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from torch import nn
+
+from modelwright.core.errors import ConfigError
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.pipeline.partition import flop_costs, split_layers
+
+
+def is_v_shaped(config: ParallelConfig) -> bool:
+    """Whether stages go down the ranks and up again (ZB-V: Qi et al. 2023, section 6), so that the first rank holds
+    the first stage and the last; otherwise they go round."""
+    return config.schedule == "zero_bubble" and config.stages_per_rank == 2
+
+
+def rank_of_stage(config: ParallelConfig) -> list[int]:
+    """The rank along the pipeline axis that holds each stage."""
+    down = list(range(config.pipeline))
+    if is_v_shaped(config):
+        return down + down[::-1]
+    return down * config.stages_per_rank
+
+
+def layers_of_stages(model: ModelConfig, config: ParallelConfig) -> list[range]:
+    """Which layers each stage holds: `layers_per_stage`, or a split that is balanced by FLOPs.
+
+    Raises `ConfigError` when the layers do not make the stages.
+    """
+    num_layers, num_stages = model.num_layers, config.pipeline * config.stages_per_rank
+    sizes = config.layers_per_stage
+    if not sizes:
+        costs = flop_costs(model, mean_context=model.max_seq_len / 2)
+        sizes = split_layers(costs, num_stages)
+    if sum(sizes) != num_layers:
+        raise ConfigError(f"layers_per_stage: {tuple(sizes)} adds up to {sum(sizes)} of {num_layers} layers")
+    if 0 in sizes[1:-1]:
+        raise ConfigError("layers_per_stage: only the first and the last stage may be without layers")
+    bounds = [0, *accumulate(sizes)]
+    return [range(first, end) for first, end in pairwise(bounds)]
+
+
+def check_microbatches(config: ParallelConfig, num_microbatches: int) -> None:
+    """Raise `ConfigError` when the schedule cannot run that many microbatches."""
+    if config.pipeline == 1 or config.schedule in ("gpipe", "1f1b") or is_v_shaped(config):
+        return
+    num_rounds = max(1, num_microbatches // config.pipeline)
+    if num_microbatches % num_rounds:
+        below, above = (n - n % config.pipeline for n in (num_microbatches, num_microbatches + config.pipeline))
+        raise ConfigError(
+            f"num_microbatches: {num_microbatches} cannot be shared among rounds of {config.pipeline} ranks, as the "
+            f"{config.schedule} schedule would have it; take {below} or {above}, or the 1f1b schedule"
+        )
+
+
+def check_ties(model: ModelConfig, config: ParallelConfig) -> None:
+    """Raise `ConfigError` when one rank would have to shard a tied embedding for two stages."""
+    tied = model.tie_embeddings
+    if tied and is_v_shaped(config) and (config.shard != "none" or config.tensor > 1):
+        raise ConfigError(
+            "stages_per_rank: zero_bubble with 2 puts a tied embedding into two stages of one rank, which cannot be "
+            "sharded; take stages_per_rank 1, another schedule, or shard none and tensor 1"
+        )
+
+
+def check_blocks(part: Decoder, config: ParallelConfig) -> None:
+    """Raise `ConfigError` when passes have made blocks that zero_bubble cannot take apart.
+
+    It computes weight gradients by themselves, from the middle of the graph: a block that is computed again would be so
+    for every weight, and a compiled one has no middle.
+    """
+    whole = [block for block in part.blocks.values() if "forward" in vars(block) or block._compiled_call_impl]
+    if config.schedule == "zero_bubble" and (whole or "run_blocks" in vars(part)):
+        raise ConfigError(
+            "schedule: zero_bubble computes the gradients of weights apart from those of activations and goes neither "
+            "with activation checkpointing or offload nor with compile; switch them off, or take 1f1b or interleaved"
+        )
+
+
+def cut(model: Decoder, layers: range, *, is_first: bool, is_last: bool) -> Decoder:
+    """The part of `model` with these layers, modules shared; a last part of a tied model has the embedding for its
+    head."""
+    needs_embedding = is_first or (is_last and model.config.tie_embeddings)
+    blocks = {str(layer): model.blocks[str(layer)] for layer in layers}
+    return _assemble(
+        model,
+        embedding=model.embedding if needs_embedding else None,
+        blocks=blocks,
+        norm=model.norm if is_last else None,
+        head=model.head if is_last else None,
+    )
+
+
+def join(parts: Sequence[Decoder]) -> Decoder:
+    """All that the parts of one rank hold as one model, modules shared; its head is the last part's."""
+    if len(parts) == 1:
+        return parts[0]
+    last = parts[-1]
+    joined = _assemble(
+        last,
+        embedding=next((part.embedding for part in parts if part.embedding is not None), None),
+        blocks={name: block for part in parts for name, block in part.blocks.items()},
+        norm=last.norm,
+        head=last.head,
+    )
+    for method in ("cross_entropy", "logits"):  # passes may have changed what they do for the part
+        joined.__dict__[method] = getattr(last, method)
+    return joined
+
+
+def _assemble(
+    model: Decoder,
+    *,
+    embedding: nn.Module | None,
+    blocks: dict[str, nn.Module],
+    norm: nn.Module | None,
+    head: nn.Module | None,
+) -> Decoder:
+    """A decoder of these modules, in the whole model's order of names."""
+    part = Decoder.__new__(Decoder)
+    nn.Module.__init__(part)
+    part.config = model.config
+    part.ends = model.ends
+    ends = {"embedding": embedding, "blocks": nn.ModuleDict(blocks), "norm": norm, "head": head}
+    for name, module in ends.items():
+        setattr(part, name, module)
+    return part

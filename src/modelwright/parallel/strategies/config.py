@@ -1,0 +1,232 @@
+"""Which strategy a run uses: its configuration, and `build_strategy`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from modelwright.core.compatibility import (
+    ADAMW_STATES,
+    EQUAL_REPLICAS,
+    EXACT_SUMS,
+    GRADIENT_SUMS,
+    PROMPT_GRADIENTS,
+    RESIDENT_STATES,
+    SYNCHRONOUS_UPDATES,
+    WHOLE_GRADIENTS,
+    WHOLE_MODEL,
+    WHOLE_ROWS,
+    Feature,
+    feature,
+)
+from modelwright.core.errors import ConfigError
+from modelwright.ops.pieces import local
+from modelwright.parallel.codecs.bucketed import BucketedTransport
+from modelwright.parallel.codecs.powersgd import PowerSgdTransport
+from modelwright.parallel.codecs.quantized import Bf16, Int8, RoundedTransport
+from modelwright.parallel.codecs.topk_quantized import ThreeLevelConfig, ThreeLevelTransport
+from modelwright.parallel.gradient_sync import MANY_BUCKETS, ExactTransport, GradientTransport
+from modelwright.parallel.mesh import World, world_apart
+from modelwright.parallel.strategies.delayed import DelayedTransport, StalenessConfig
+from modelwright.parallel.strategies.hogwild import Compensate, Hogwild
+from modelwright.parallel.strategies.local_sgd import LocalSgd, LocalSteps, LocalStepsConfig
+from modelwright.parallel.strategies.optimizer_in_backward import (
+    GradientReady,
+    LocalGradients,
+    OptimizerInBackward,
+    ReducedInBackward,
+    SharedInBackward,
+    room_of_two_buckets,
+)
+from modelwright.parallel.strategies.shared_memory import SharedMemory, fits
+from modelwright.parallel.strategy import AllReduce, Replica, Strategy
+from modelwright.parallel.topology.collectives import CollectivesConfig
+from modelwright.parallel.topology.gradient_sync import PlannedTransport
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportConfig:
+    """How gradients, or with local steps the pseudo-gradients, cross between copies of the model.
+
+    Copies are the replicate axis of the layout, joined with `parallel.context` where nothing is sharded: all data
+    parallel ranks without `parallel.shard`; under hybrid sharding (`parallel.shard_group`) the groups, each rank with
+    those that hold the same shard in other groups. Only these bytes are compressed, or sent less often. What FSDP
+    gathers and scatters within a shard group, and what tensor, context and pipeline parallelism send, is not; where one
+    shard group holds all copies a transport other than `exact` is refused.
+
+    kind: `exact`, by the backend; `planned`, exact by the algorithms of `collectives` for the measured links; `bf16`;
+    `int8`; `powersgd` of rank `powersgd_rank`; `three_level`.
+    overlap: sums of whole gradients begin while backward still runs, in buckets of 25 MB at most (not those by plans).
+    """
+
+    kind: Literal["exact", "planned", "bf16", "int8", "powersgd", "three_level"] = "exact"
+    overlap: bool = True
+    powersgd_rank: int = 8
+    three_level: ThreeLevelConfig = field(default_factory=ThreeLevelConfig)
+    collectives: CollectivesConfig = field(default_factory=CollectivesConfig)
+    local_steps: LocalStepsConfig = field(default_factory=LocalStepsConfig)
+
+    def __post_init__(self) -> None:
+        if self.powersgd_rank < 1:
+            raise ConfigError(f"powersgd_rank: must be at least 1, got {self.powersgd_rank}; 8 is usual")
+
+    def features(self) -> list[Feature]:
+        """What this needs of a run, and takes away."""
+        found, needs = [], {WHOLE_GRADIENTS, GRADIENT_SUMS}
+        if self.kind != "exact":
+            found.append(feature("kind", self.kind, needs=needs, breaks=[] if self.kind == "planned" else [EXACT_SUMS]))
+        if self.local_steps.every:
+            needs = needs | {SYNCHRONOUS_UPDATES, PROMPT_GRADIENTS, WHOLE_ROWS}
+            found.append(feature("local_steps.every", needs=needs, breaks=[EXACT_SUMS, EQUAL_REPLICAS]))
+        if self.local_steps.moment_every:
+            found.append(feature("local_steps.moment_every", needs=[ADAMW_STATES]))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsynchronousConfig:
+    """Updates that do not wait for each other.
+
+    mode: `none`; `hogwild`: every process makes whole updates of its own on weights that all processes of one host
+    share; `delayed`: gradients are summed over the ranks while the next `delay` steps are computed. compensation:
+    strength of the correction for stale gradients (`optim.delay`), 0 for none.
+    """
+
+    mode: Literal["none", "hogwild", "delayed"] = "none"
+    delay: int = 1
+    compensation: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.delay < 1:
+            raise ConfigError(f"delay: must be at least 1 step, got {self.delay}; mode none waits for every sum")
+        if self.compensation < 0:
+            raise ConfigError(f"compensation: must not be negative, got {self.compensation}; 0 switches it off")
+
+    def features(self) -> list[Feature]:
+        """What this needs of a run, and takes away."""
+        if self.mode == "delayed":
+            return [feature("mode", self.mode, needs=[WHOLE_GRADIENTS], breaks=[PROMPT_GRADIENTS])]
+        if self.mode == "hogwild":
+            needs = [WHOLE_GRADIENTS, WHOLE_MODEL, ADAMW_STATES, RESIDENT_STATES]
+            return [
+                feature("mode", self.mode, needs=needs, breaks=[SYNCHRONOUS_UPDATES, PROMPT_GRADIENTS, GRADIENT_SUMS])
+            ]
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyConfig:
+    """What decides about the strategy of a run.
+
+    update_in_backward: parameters are updated there, clipped by `clip_norm` of the last step where that is above 0.
+    shares_memory: processes of one host keep one copy of the weights where they can. scales_losses: losses are scaled,
+    and the scale must be taken out of the gradients before they are sent where `scales_layers` is set.
+    """
+
+    transport: TransportConfig
+    asynchronous: AsynchronousConfig
+    update_in_backward: bool = False
+    clip_norm: float = 0.0
+    shares_memory: bool = False
+    scales_losses: bool = False
+    scales_layers: bool = False
+
+
+def build_strategy(
+    config: StrategyConfig,
+    replica: Replica,
+    world: World,
+    *,
+    compensate: Compensate | None = None,
+    encode: Callable[[Any], Any],
+    decode: Callable[[Any], Any],
+) -> Strategy:
+    """The strategy for one rank; called on all ranks of `world` alike. compensate, encode, decode: see `Hogwild`.
+
+    Raises `ConfigError` for `hogwild` on several hosts.
+    """
+    mesh, parameters = replica.mesh, list(replica.names)
+    shares_memory = config.shares_memory and fits(
+        mesh, parameters, gradient_room=room_of_two_buckets(parameters) if config.update_in_backward else 0
+    )
+    if config.asynchronous.mode == "hogwild":
+        return Hogwild(replica, world, compensate=compensate, encode=encode, decode=decode)
+    if config.update_in_backward:
+        ready: GradientReady = LocalGradients()
+        if shares_memory:
+            ready = SharedInBackward(mesh.world, parameters)
+        elif mesh.reduce.size * mesh.tensor.size > 1:
+            ready = ReducedInBackward(mesh.reduce)
+        return OptimizerInBackward(replica, ready, clip_norm=config.clip_norm)
+    overlap = config.transport.overlap and mesh.is_only_data_parallel
+    if shares_memory:
+        return SharedMemory(replica, overlap=overlap, unscale_first=config.scales_layers)
+    if config.transport.local_steps.every:
+        inner = _codec(config.transport, mesh.reduce)
+        return LocalSgd(replica, LocalSteps(mesh.reduce, inner, config.transport.local_steps))
+    if config.asynchronous.mode == "delayed":
+        return _delayed(config, replica, compensate)
+    built = build_sync(config.transport, mesh.reduce)
+    unscale_first = config.scales_layers or not built.is_exact
+    return AllReduce(
+        replica,
+        built.sync,
+        start=built.start if overlap and not (config.scales_losses and unscale_first) else None,
+        send_rows=built.send_rows,
+        unscale_first=unscale_first,
+        close=built.close,
+    )
+
+
+def _delayed(config: StrategyConfig, replica: Replica, compensate: Compensate | None) -> Strategy:
+    built = build_sync(config.transport, world_apart(replica.mesh.reduce))
+    weights = [local(parameter.detach()) for parameter in replica.names]
+    delay = StalenessConfig(delay=config.asynchronous.delay)
+    late = DelayedTransport(built.sync, delay, weights=weights, compensate=compensate)
+
+    def close() -> None:
+        late.close()
+        built.close()
+
+    return AllReduce(replica, late, unscale_first=True, close=close)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltSync:
+    """A way to sum gradients, and what it can do. is_exact: sums of scaled gradients are scaled sums; start, send_rows,
+    close: see `AllReduce`."""
+
+    sync: GradientTransport
+    is_exact: bool
+    start: Callable[[Sequence[Tensor]], None] | None = None
+    send_rows: Callable[[Sequence[Tensor | None]], None] | None = None
+    close: Callable[[], None] = lambda: None
+
+
+def build_sync(config: TransportConfig, world: World) -> BuiltSync:
+    """How gradients are summed over the ranks of `world`. Called on all of them."""
+    if config.kind == "exact":
+        exact = ExactTransport(world)
+        return BuiltSync(sync=exact, is_exact=True, start=exact.arm, send_rows=exact.send_rows, close=exact.close)
+    if config.kind == "planned":
+        return BuiltSync(sync=_codec(config, world), is_exact=True)
+    many = MANY_BUCKETS if config.kind in ("bf16", "int8") else 1  # for the others messages are short, and cost calls
+    bucketed = BucketedTransport(world_apart(world), lambda apart: _codec(config, apart), many=many)
+    return BuiltSync(sync=bucketed, is_exact=False, start=bucketed.arm, close=bucketed.close)
+
+
+def _codec(config: TransportConfig, world: World) -> GradientTransport:
+    match config.kind:
+        case "exact":
+            return ExactTransport(world)
+        case "planned":
+            return PlannedTransport(world, config.collectives)
+        case "bf16":
+            return RoundedTransport(world, Bf16())
+        case "int8":
+            return RoundedTransport(world, Int8())
+        case "powersgd":
+            return PowerSgdTransport(world, rank=config.powersgd_rank)
+        case "three_level":
+            return ThreeLevelTransport(world, config.three_level)

@@ -1,0 +1,125 @@
+"""Gradients a fixed number of steps late, so that the network works while the next steps are computed.
+
+The sum begun in step t is delivered in step t + delay, on all ranks alike: no rank can be more than `delay` steps ahead
+of the slowest in what it applies, replicas stay equal to the bit, and a run can be repeated and resumed (Ho et al. 2013
+bound the staleness in the same way but let every rank read what happens to have arrived, which gives up all three).
+The first `delay` steps deliver zeros, and the gradients of the last `delay` steps are never applied.
+
+Wraps any transport. What it costs: `delay` more copies of the gradients, and of the weights with a compensation.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelwright.core.errors import ConfigError
+from modelwright.parallel.gradient_sync import GradientTransport
+
+Compensate = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
+"""(gradients, weights now, weights that the gradients belong to) -> gradients changed in place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StalenessConfig:
+    """delay: steps between a gradient's computation and its use; 0 is the synchronous run."""
+
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        if self.delay < 0:
+            raise ConfigError(f"delay: must not be negative, got {self.delay}; 0 waits for every sum")
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """One step's gradients on their way, and the weights at which they were computed (empty: not needed).
+
+    sent: gives the transport's `bytes_sent` when they have arrived.
+    """
+
+    sums: list[Tensor]
+    weights: list[Tensor]
+    sent: "Future[int]"
+
+
+class DelayedTransport:
+    """`inner`, delivering `config.delay` steps late, from a thread.
+
+    inner: works among ranks of a group that nothing else uses (`world_apart`), because its collectives run beside the
+    loop's; with delay 0 it is called directly. weights: what the loop updates, in the order of the gradients; needed
+    for `compensate` only. Call `close` (or leave the `with` block) before the process group is taken down.
+    """
+
+    def __init__(
+        self,
+        inner: GradientTransport,
+        config: StalenessConfig,
+        *,
+        weights: Sequence[Tensor] = (),
+        compensate: Compensate | None = None,
+    ) -> None:
+        self.inner = inner
+        self.delay = config.delay
+        self.weights = list(weights)
+        self.compensate = compensate
+        self.bytes_sent = 0
+        self._in_flight: deque[_InFlight] = deque()
+        self._thread = ThreadPoolExecutor(1, "gradients", torch.set_num_threads, (torch.get_num_threads(),))
+
+    def __enter__(self) -> "DelayedTransport":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for what is in flight; all ranks have begun the same sums, so they end."""
+        self._thread.shutdown()
+
+    def reduce(self, gradients: Sequence[Tensor]) -> None:
+        """Begin the sum of these gradients, and replace them by that of `delay` steps ago; zeros at the beginning."""
+        if self.delay == 0:
+            self.inner.reduce(gradients)
+            self.bytes_sent = self.inner.bytes_sent
+            return
+        self._in_flight.append(self._begin(gradients))
+        if len(self._in_flight) <= self.delay:
+            torch._foreach_zero_(list(gradients))  # pyright: ignore
+            return
+        arrived = self._in_flight.popleft()
+        self.bytes_sent = arrived.sent.result()
+        torch._foreach_copy_(list(gradients), arrived.sums)  # pyright: ignore
+        if self.compensate is not None:
+            self.compensate(gradients, [weight.detach() for weight in self.weights], arrived.weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is in flight, waited for; a sum is the same on all ranks."""
+        for step in self._in_flight:
+            step.sent.result()
+        in_flight = [{"sums": step.sums, "weights": step.weights} for step in self._in_flight]
+        return {"inner": self.inner.state_dict(), "shared": in_flight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A run goes on with the sums that were in flight. Another delay than before begins with zeros again."""
+        self.inner.load_state_dict(state["inner"])
+        self._in_flight.clear()
+        if len(state["shared"]) > self.delay:
+            return
+        for step in state["shared"]:
+            arrived: Future[int] = Future()
+            arrived.set_result(0)
+            self._in_flight.append(_InFlight(list(step["sums"]), list(step["weights"]), arrived))
+
+    def _begin(self, gradients: Sequence[Tensor]) -> _InFlight:
+        sums = [gradient.detach().clone() for gradient in gradients]
+        weights = [weight.detach().clone() for weight in self.weights] if self.compensate is not None else []
+        return _InFlight(sums, weights, self._thread.submit(self._reduce, sums))
+
+    def _reduce(self, sums: list[Tensor]) -> int:
+        self.inner.reduce(sums)
+        return self.inner.bytes_sent

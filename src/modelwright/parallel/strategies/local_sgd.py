@@ -1,0 +1,270 @@
+"""Local steps: every rank trains by itself and the ranks meet every so many updates (DiLoCo, Douillard et al. 2023).
+
+At a meeting each rank's way since the last one, `start - now`, is a pseudo-gradient; its mean over the ranks, carried
+by any transport (exact, INT8, three-level as in SparseLoCo), moves the common start by SGD with Nesterov momentum, and
+all ranks go on from there. With rate 1 and momentum 0 that is plain averaging of weights. The last meeting is exact and
+a plain mean.
+
+Some of the optimizer's tensors belong to this rank alone between meetings; one of them is Adam's second moment, on
+which the ranks should agree (`second_moment_sync.py` says why).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelwright.core.errors import ConfigError
+from modelwright.ops.pieces import local
+from modelwright.parallel.gradient_sync import ExactTransport, GradientTransport
+from modelwright.parallel.mesh import World
+from modelwright.parallel.strategies.second_moment_sync import SharedMoment
+from modelwright.parallel.strategy import Replica, Strategy, Unscale
+
+Private = Mapping[str, Sequence[Tensor]]
+SECOND_MOMENT = "exp_avg_sq"
+MOMENTS = ("exp_avg", SECOND_MOMENT, "momentum_buffer")
+"""What AdamW, Lion and Muon keep for a parameter, in its shape."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalStepsConfig:
+    """How often the ranks meet and what they do then.
+
+    every: updates from one meeting to the next, 0 for a meeting of gradients at every update (no local steps).
+    rate, momentum: of the outer Nesterov SGD.
+    keep_own: what the transport did not send stays in this rank's own weights, so that it trains on without delay
+    where the others have not heard of it yet; else all ranks go on from the same weights.
+    moment_every: meetings from one sharing of the optimizer's second moment to the next, 0 for none; moment_octaves:
+    the steps in which it is sent.
+    """
+
+    every: int = 0
+    rate: float = 1.0
+    momentum: float = 0.0
+    keep_own: bool = False
+    moment_every: int = 0
+    moment_octaves: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ConfigError(f"every: must not be negative, got {self.every}; 0 switches local steps off")
+        if self.rate <= 0:
+            raise ConfigError(f"rate: must be above 0, got {self.rate}; 1 with momentum 0 averages the weights")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum: must be in [0, 1), got {self.momentum}")
+        if self.moment_every < 0:
+            raise ConfigError(f"moment_every: must not be negative, got {self.moment_every}; 0 shares no moments")
+        if self.moment_octaves <= 0:
+            raise ConfigError(f"moment_octaves: must be above 0, got {self.moment_octaves}; 1 is a factor of 2 a step")
+
+
+def _nothing_private(private: Private) -> None:
+    """A caller that passes `private` must also pass `restore`."""
+    assert not private, "private tensors were saved that nobody restores"
+
+
+class LocalSteps:
+    """Carries out the meetings of one rank's weights with those of the other ranks.
+
+    The strategy calls `begin` once, before its first step, and `after_update` after every update, with this rank's
+    parameters in one order on all ranks. Between meetings the ranks' weights and optimizer states differ, so the state
+    holds them; under another number of ranks each begins with the mean of the old ones.
+    """
+
+    def __init__(self, world: World, transport: GradientTransport, config: LocalStepsConfig) -> None:
+        assert config.every > 0
+        self.world = world
+        self.transport = transport
+        self.config = config
+        self.num_steps = 0
+        self.start: list[Tensor] = []
+        self.momentum: list[Tensor] = []
+        self._origin: list[Tensor] = []
+        self._last = ExactTransport(world)
+        self._moment = SharedMoment(world, octaves=config.moment_octaves)
+        self._parameters: list[Tensor] = []
+        self._private: Callable[[], Private] = dict
+        self._loaded: dict[str, Any] = {}
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.transport.bytes_sent + self._moment.bytes_sent + self._last.bytes_sent
+
+    def begin(
+        self,
+        parameters: Sequence[Tensor],
+        *,
+        num_steps: int,
+        private: Callable[[], Private] = dict,
+        restore: Callable[[Private], object] = _nothing_private,
+    ) -> None:
+        """Remember where the ranks stand, or go back to where the loaded state was.
+
+        num_steps: of the whole run: the ranks meet after the last one, whatever its number. private: tensors of this
+        rank alone, lists in the parameters' order and shapes (the optimizer's moments). restore: puts such tensors back
+        when a state that was saved between meetings is loaded; the loop has restored the first rank's by then.
+        """
+        self.num_steps = num_steps
+        self._parameters, self._private = [parameter.detach() for parameter in parameters], private
+        loaded, self._loaded = self._loaded, {}
+        if not self.start:
+            self.start = [parameter.float().clone() for parameter in self._parameters]
+        self.start = [start.to(now.device) for start, now in zip(self.start, self._parameters, strict=True)]
+        # States of another number of ranks come as their sum over ours: the mean of n values is (m / n) of that.
+        scale = self.world.size / loaded["shared"]["num_ranks"] if loaded else 1.0
+        if loaded.get("weights"):
+            _copy(self._parameters, loaded["weights"], scale)
+        if loaded.get("private"):
+            restore({name: [one * scale for one in tensors] for name, tensors in loaded["private"].items()})
+        self._origin = self._own_start()
+
+    def after_update(self, parameters: Sequence[Tensor], step: int) -> None:
+        """Meet if it is time. step: updates done, from 1."""
+        if step % self.config.every and step != self.num_steps:
+            return
+        weights = [parameter.detach() for parameter in parameters]
+        if step == self.num_steps:
+            self._meet_exactly(weights)
+            return
+        moved = [(before - now.float()) / self.world.size for before, now in zip(self._origin, weights, strict=True)]
+        self.transport.reduce(moved)
+        for start, taken in zip(self.start, self._nesterov(moved), strict=True):
+            start.sub_(taken, alpha=self.config.rate)
+        self._origin = self._own_start()
+        torch._foreach_copy_(weights, self._origin)  # pyright: ignore
+        if self.config.moment_every and step % (self.config.every * self.config.moment_every) == 0:
+            self._moment.share(self._private().get(SECOND_MOMENT, []))
+
+    def _meet_exactly(self, weights: list[Tensor]) -> None:
+        """The run ends with the mean of the ranks' weights: nothing is left unsent."""
+        moved = [(before - now.float()) / self.world.size for before, now in zip(self._origin, weights, strict=True)]
+        for part, left in zip(moved, self._unsent(), strict=False):
+            part.add_(left.to(part.device))
+        self._last.reduce(moved)
+        torch._foreach_sub_(self.start, moved)  # pyright: ignore
+        torch._foreach_copy_(weights, self.start)  # pyright: ignore
+
+    def _own_start(self) -> list[Tensor]:
+        """Where this rank goes on from: the common start, with its own unsent way if it keeps that."""
+        unsent = self._unsent() if self.config.keep_own else []
+        if not unsent:
+            return [start.clone() for start in self.start]
+        scale = self.world.size * self.config.rate
+        return [start.sub(left.to(start.device), alpha=scale) for start, left in zip(self.start, unsent, strict=True)]
+
+    def _unsent(self) -> list[Tensor]:
+        return self.transport.state_dict().get("residuals", [])
+
+    def _nesterov(self, moved: list[Tensor]) -> list[Tensor]:
+        """Sutskever et al. 2013 in the form of `torch.optim.SGD`."""
+        factor = self.config.momentum
+        if not factor:
+            return moved
+        if not self.momentum:
+            self.momentum = [torch.zeros_like(part) for part in moved]
+        self.momentum = [old.to(part.device) * factor + part for old, part in zip(self.momentum, moved, strict=True)]
+        return [part + factor * old for part, old in zip(moved, self.momentum, strict=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "shared": {
+                "start": list(self.start),
+                "momentum": list(self.momentum),
+                "agreed": list(self._moment.agreed),
+                "num_ranks": self.world.size,
+            },
+            "weights": [parameter.float() for parameter in self._parameters],
+            "private": {name: list(tensors) for name, tensors in self._private().items()},
+            "transport": self.transport.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = [tensor.float() for tensor in state["shared"]["start"]]
+        self.momentum = [tensor.float() for tensor in state["shared"]["momentum"]]
+        self._moment.agreed = [tensor.float() for tensor in state["shared"].get("agreed", [])]
+        self.transport.load_state_dict(state["transport"])
+        self._loaded = state
+
+
+def _copy(tensors: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value if scale == 1.0 else value * scale)
+
+
+class LocalSgd(Strategy):
+    """Every rank updates its own weights; `local_steps` makes the ranks meet. close: called at the end."""
+
+    def __init__(self, replica: Replica, local_steps: LocalSteps, *, close: Callable[[], None] = lambda: None) -> None:
+        self.replica = replica
+        self.mesh = replica.mesh
+        self.local_steps = local_steps
+        self.close_transport = close
+
+    def begin(self, step: int, num_steps: int) -> None:
+        self.local_steps.begin(
+            self._weights(), num_steps=num_steps, private=self._moments, restore=self._restore_moments
+        )
+
+    def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
+        """Nothing is sent: n times the own share stands for the sum over n ranks, so that clipping keeps its scale."""
+        gradients = self.replica.gradients()
+        shards = [local(gradient) for gradient in gradients]
+        unscale(shards)
+        if self.local_steps.world.size > 1:
+            torch._foreach_mul_(shards, float(self.local_steps.world.size))  # pyright: ignore
+        return gradients
+
+    def grad_norm(self, gradients: list[Tensor]) -> float:
+        """The root mean square of the ranks' norms, so that all of them clip by one factor."""
+        norm, ranks = self.replica.norm(gradients), self.mesh.reduce
+        return math.sqrt(ranks.sums([norm * norm])[0] / ranks.size)
+
+    def optimizer_step(self) -> None:
+        self.replica.optimizer.step()
+
+    def after_step(self, step: int) -> None:
+        self.local_steps.after_update(self._weights(), step + 1)
+
+    def replicated(self) -> Mapping[str, Tensor]:
+        """Where the ranks last met."""
+        shard = f"{self.mesh.pipeline.rank}/{self.mesh.shard.rank}/{self.mesh.tensor.rank}"
+        return {f"start/{shard}/{number}": start for number, start in enumerate(self.local_steps.start)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.local_steps.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.local_steps.load_state_dict(state)
+
+    def close(self) -> None:
+        self.close_transport()
+
+    def _weights(self) -> list[Tensor]:
+        return [local(parameter.detach()) for parameter in self.replica.names]
+
+    def _moments(self) -> dict[str, list[Tensor]]:
+        """By name, in the order and shapes of the parameters: zeros for one whose update keeps no such moment. Empty
+        before the first step."""
+        states = [self.replica.optimizer.state.get(parameter, {}) for parameter in self.replica.names]
+        return {
+            name: [
+                local(state[name]) if name in state else torch.zeros_like(weight)
+                for state, weight in zip(states, self._weights(), strict=True)
+            ]
+            for name in MOMENTS
+            if any(name in state for state in states)
+        }
+
+    def _restore_moments(self, moments: Mapping[str, Sequence[Tensor]]) -> None:
+        optimizer = self.replica.optimizer
+        for i, parameter in enumerate(self.replica.names):
+            state = dict(optimizer.state.get(parameter, {}))
+            for name, values in moments.items():
+                if name in state:
+                    local(state[name]).copy_(values[i])
+            if state:
+                optimizer.state[parameter] = state  # states in fewer bits are packed anew

@@ -1,0 +1,360 @@
+"""Each parameter is updated as soon as its gradient is final in the last backward of a step, and the gradient goes.
+
+Gradients then never stand all at once (Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with
+Limited Resources", section 3.1). Optimizers that change every parameter by itself give the bits that they would give
+afterwards. What needs the norm of the whole gradient first cannot have it: the loss is judged before backward, and a
+gradient that is not finite within it ends the run, for other weights are changed by then. When a gradient is final, and
+which shard of it this process updates, is decided by a `GradientReady`: `LocalGradients`, `ReducedInBackward` or
+`SharedInBackward`.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from modelwright.core.errors import ModelwrightError
+from modelwright.ops.pieces import laid_out_as, local
+from modelwright.ops.total_norm import total_norm
+from modelwright.parallel.grad_norm import joined_norm, like_parameter
+from modelwright.parallel.gradient_sync import BUCKET_BYTES, MANY_BUCKETS, Buckets, cut_into_buckets
+from modelwright.parallel.mesh import World
+from modelwright.parallel.strategies.shared_memory import SharedModel, shard_range, starts_of
+from modelwright.parallel.strategy import Replica, Strategy, Unscale, layout_blocker
+
+UpdateInBackward = Literal["none", "unclipped", "clip_by_last_norm"]
+"""`unclipped`: gradients as they are; `clip_by_last_norm`: scaled down by the norm of the step before, which is known,
+where that was above the limit. The first step is not clipped."""
+
+Then = Callable[[Tensor, Tensor], None]
+"""A parameter whose gradient is final, and what of it is to be updated, with that gradient: itself, or a shard."""
+MOST_IN_FLIGHT = 2
+"""Buckets that wait for their sums: more hide more of a link's latency, and hold more gradients."""
+SHARED_BUCKET_BYTES = 4 * 2**20
+"""Processes wait for each other once for each bucket, which costs some 0.1 ms: far less than the backward of so many
+weights."""
+
+
+class GradientReady(Protocol):
+    """Decides when gradients are final while backward runs."""
+
+    updates_shards: bool
+    """Whether each process updates shards of parameters, so that nothing is replicated."""
+
+    def begin(self, optimizer: Optimizer) -> Optimizer:
+        """Called once, when weights and optimizer are in place. Returns the optimizer of what this process updates."""
+        ...
+
+    def arm(self, parameters: Sequence[Tensor], then: Then) -> None:
+        """Called before the last backward of a step. then: called for each parameter once its gradient is final; it
+        lets the gradient go."""
+        ...
+
+    def finish(self) -> None:
+        """Called after that backward: handles what is left, with zeros where nothing flowed."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalGradients:
+    """Gradients are final as soon as they exist: in one process, or where FSDP's backward reduces them."""
+
+    updates_shards = False
+
+    def __init__(self) -> None:
+        self._waiting: dict[Tensor, None] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._then: Then = lambda parameter, shard: None
+
+    def begin(self, optimizer: Optimizer) -> Optimizer:
+        return optimizer
+
+    def arm(self, parameters: Sequence[Tensor], then: Then) -> None:
+        self.close()
+        self._waiting, self._then = dict.fromkeys(parameters), then
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._finished) for parameter in parameters]
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        for parameter in list(self._waiting):
+            parameter.grad = torch.zeros_like(parameter)
+            self._finished(parameter)
+        self.close()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _finished(self, parameter: Tensor) -> None:
+        self._waiting.pop(parameter, None)
+        self._then(parameter, parameter)
+
+
+class ReducedInBackward:
+    """Gradients are summed over the ranks of `world` while backward runs, bucket by bucket.
+
+    The same buckets as `ExactTransport`'s, and the same sums. A gradient's own memory goes when its bucket begins.
+    """
+
+    updates_shards = False
+
+    def __init__(self, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.world = world
+        self._parameters: list[Tensor] = []
+        self._then: Then = lambda parameter, shard: None
+        self._buckets = Buckets(
+            self._begin, bucket_bytes=bucket_bytes, many=MANY_BUCKETS, of=lambda parameter: parameter
+        )
+        self._in_flight: list[tuple[Sequence[Tensor], Tensor, Callable[[], object]]] = []
+
+    def begin(self, optimizer: Optimizer) -> Optimizer:
+        return optimizer
+
+    def arm(self, parameters: Sequence[Tensor], then: Then) -> None:
+        self._parameters, self._then = list(parameters), then
+        self._buckets.arm(parameters)
+
+    def finish(self) -> None:
+        self._buckets.finish(self._parameters)
+        self._complete(most_left=0)
+
+    def close(self) -> None:
+        self._buckets.close()
+
+    @torch.no_grad()
+    def _begin(self, parameters: Sequence[Tensor]) -> None:
+        self._complete(most_left=MOST_IN_FLIGHT - 1)
+        shards = [local(_final(parameter)).reshape(-1) for parameter in parameters]
+        flat = torch.cat(shards) if len(shards) > 1 else shards[0]
+        for parameter in parameters:
+            parameter.grad = None
+        self._in_flight.append((parameters, flat, self.world.start_sum(flat)))
+
+    @torch.no_grad()
+    def _complete(self, *, most_left: int) -> None:
+        """Wait for the sums that began first, and hand their parameters over."""
+        while len(self._in_flight) > most_left:
+            parameters, flat, wait = self._in_flight.pop(0)
+            wait()
+            sums = flat.split([local(parameter).numel() for parameter in parameters])
+            for parameter, summed in zip(parameters, sums, strict=True):
+                parameter.grad = laid_out_as(parameter, summed.view_as(local(parameter)))
+                self._then(parameter, parameter)
+
+
+class SharedInBackward:
+    """One copy of the weights for all processes of a host (`SharedModel`), and no gradients but two buckets of each.
+
+    While one bucket is summed and used, the next is filled. Each process updates a shard of every parameter, so that
+    all have work at every bucket. parameters: all that are trained, in the model's order, of which backward is the
+    reverse.
+    """
+
+    updates_shards = True
+
+    def __init__(self, world: World, parameters: Sequence[Tensor], *, bucket_bytes: int = SHARED_BUCKET_BYTES) -> None:
+        self.world = world
+        self.parameters = list(parameters)
+        self.shared: SharedModel | None = None
+        self._buckets = Buckets(self._sum, bucket_bytes=bucket_bytes, of=lambda parameter: parameter)
+        self._then: Then = lambda parameter, shard: None
+
+    def begin(self, optimizer: Optimizer) -> Optimizer:
+        room = room_of_two_buckets(self.parameters, bucket_bytes=self._buckets.bucket_bytes)
+        self.shared = SharedModel(
+            self.world,
+            optimizer,
+            room=room,
+            places=self._places,
+            own_range=lambda parameter, start, total: shard_range(self.world, parameter.numel()),
+        )
+        return self.shared.shard_optimizer or optimizer
+
+    def arm(self, parameters: Sequence[Tensor], then: Then) -> None:
+        self._then = then
+        self._buckets.arm(self.parameters)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        assert self.shared is not None
+        self._buckets.finish(self.parameters)
+        self.shared.count_step()
+
+    def close(self) -> None:
+        self._buckets.close()
+        if self.shared is not None:
+            self.shared.close()
+
+    @torch.no_grad()
+    def _sum(self, bucket: Sequence[Tensor]) -> None:
+        assert self.shared is not None
+        for parameter in bucket:
+            if parameter.grad is None:
+                self.shared.slots[parameter].zero_()
+            else:
+                self.shared.slots[parameter].copy_(parameter.grad)
+            parameter.grad = None
+        self.world.barrier()
+        for parameter in bucket:
+            if shard := self.shared.shards.get(parameter):
+                shard.weight.grad = own = shard.slots[self.world.rank]
+                for rank, slot in enumerate(shard.slots):
+                    if rank != self.world.rank:
+                        own.add_(slot)
+                self._then(parameter, shard.weight)
+
+    def _places(self, room: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Neighboring buckets lie in different halves."""
+        halves, places = room.chunk(2), {}
+        for number, bucket in enumerate(self._buckets.cut(self.parameters)):
+            for parameter, start in zip(bucket, starts_of(bucket), strict=False):
+                place = halves[number % 2][start : start + parameter.numel()]
+                places[parameter] = place.view_as(parameter)
+        return [places[parameter] for parameter in parameters]
+
+
+def room_of_two_buckets(parameters: Sequence[Tensor], *, bucket_bytes: int = SHARED_BUCKET_BYTES) -> int:
+    """Elements of two of the largest buckets."""
+    return 2 * max(starts_of(bucket)[-1] for bucket in cut_into_buckets(parameters, bucket_bytes))
+
+
+def _final(parameter: Tensor) -> Tensor:
+    """The gradient on this rank, zeros where nothing flowed, with sums over tensor parallelism finished."""
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return like_parameter(gradient, parameter)
+
+
+class OptimizerInBackward(Strategy):
+    """Updates parameters in backward, unless a loss is not finite or nothing in the batch is learned.
+
+    ready: see `GradientReady`; clip_norm: the limit that the last step's norm is compared with, 0 for none; norm_of:
+    the norm of one shard of a gradient.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        ready: GradientReady,
+        *,
+        clip_norm: float = 0.0,
+        norm_of: Callable[[list[Tensor]], float] = lambda gradients: float(total_norm(gradients)),
+    ) -> None:
+        self.replica = replica
+        self.mesh = replica.mesh
+        self.ready = ready
+        self.clip_norm = clip_norm
+        self.norm_of = norm_of
+        self.optimizer = replica.optimizer
+        """Of what this process updates."""
+        self.last_norm = 0.0
+        """0 before the first step."""
+        self._group_of = {p: group for group in replica.optimizer.param_groups for p in group["params"]}
+        self._armed = False
+        self._norms: dict[Tensor, float] | None = None
+        self._not_finite = ""
+        self._norm = math.nan
+
+    def begin(self, step: int, num_steps: int) -> None:
+        self.optimizer = self.ready.begin(self.replica.optimizer)
+
+    def before_last_backward(self, loss_sums: Tensor, *, is_empty: bool) -> None:
+        cannot = is_empty or not math.isfinite(float(loss_sums.sum()))
+        if self.mesh.world.maxima(cannot)[0] == 0:
+            self._armed, self._norms, self._not_finite = True, {}, ""
+            self.ready.arm([p for p in self.replica.names if p in self._group_of], self._update)
+
+    def abandon_step(self) -> None:
+        self._armed, self._norms = False, None
+
+    @property
+    def retry_blocker(self) -> str:
+        if self._norms:
+            return "update_in_backward has changed weights in this step already"
+        if self.mesh.world.size > 1 and self.mesh.is_only_data_parallel:
+            return "update_in_backward, for which ranks agree amid backward; set it to none"
+        return layout_blocker(self.mesh)
+
+    def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
+        """Finish what backward has begun; no gradient is left afterwards."""
+        if self._armed:
+            self.ready.finish()
+            self._armed = False
+            if late := [name for parameter, name in self.replica.names.items() if parameter.grad is not None]:
+                raise ModelwrightError(
+                    f"update_in_backward: {late[0]} received a second gradient after it was updated in backward"
+                )
+        return []
+
+    def grad_norm(self, gradients: list[Tensor]) -> float:
+        """The norm before it was scaled, once a step; nan when nothing was updated.
+
+        Raises `ModelwrightError` when a gradient was not finite: some weights are updated and others are not.
+        """
+        norms, self._norms = self._norms, None
+        if norms is None:
+            self._norm = math.nan
+            return math.nan
+        self._norm = self._joined(norms)
+        if not math.isfinite(self._norm):
+            raise ModelwrightError(
+                f"the gradient of {self._not_finite or 'a parameter'} was not finite when other weights had been "
+                "updated already; run again to go on from the last checkpoint, with update_in_backward none such steps "
+                "are skipped"
+            )
+        return self._norm
+
+    def optimizer_step(self) -> None:
+        """The weights are changed already; the next step clips by this norm."""
+        self.last_norm = self._norm
+
+    def replicated(self) -> Mapping[str, Tensor] | None:
+        return None if self.ready.updates_shards else self.replica.model.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shared": {"last_norm": self.last_norm}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.last_norm = state["shared"]["last_norm"]
+
+    def close(self) -> None:
+        self.ready.close()
+
+    def _joined(self, norms: Mapping[Tensor, float]) -> float:
+        """The norm of the whole gradient, from that of each gradient on this rank, or of this rank's shard of it."""
+        if self.mesh.world.size == 1:
+            return math.hypot(*norms.values())
+        by_holders: dict[int, list[float]] = {}
+        for parameter, num_holders in zip(self.replica.names, self.replica.num_holders, strict=True):
+            copies = 1 if self.ready.updates_shards else num_holders
+            by_holders.setdefault(copies, []).append(norms.get(parameter, 0.0))
+        return joined_norm({copies: math.hypot(*held) for copies, held in by_holders.items()}, self.mesh.world)
+
+    @torch.no_grad()
+    def _update(self, parameter: Tensor, shard: Tensor) -> None:
+        if self._norms is None:
+            return  # an earlier attempt at this step was given up
+        assert shard.grad is not None
+        assert parameter not in self._norms, f"the gradient of {self.replica.names[parameter]} came twice"
+        self._norms[parameter] = norm = self.norm_of([local(shard.grad)])
+        if not math.isfinite(norm):
+            self._not_finite = self._not_finite or self.replica.names[parameter]
+        if not self._not_finite:
+            if 0 < self.clip_norm < self.last_norm:
+                shard.grad.mul_(self.clip_norm / (self.last_norm + 1e-6))
+            self._step(self._group_of[parameter], shard)
+        shard.grad = None
+
+    def _step(self, group: dict[str, Any], shard: Tensor) -> None:
+        """The optimizer's own step, for one parameter or a shard of it."""
+        groups = self.optimizer.param_groups
+        self.optimizer.param_groups = [{**group, "params": [shard]}]
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer.param_groups = groups

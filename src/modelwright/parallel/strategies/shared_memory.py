@@ -1,0 +1,269 @@
+"""One copy of weights and optimizer states for all processes of a host, each of which updates its part of them.
+
+Processes of one host that share out the rows of a batch, and nothing else, would each keep the same weights and make
+the same update, with cores and memory that they share. Here weights and states are stored once, in shared memory. Each
+process puts what others are to sum of its gradients beside them, adds up all processes' gradients in its part of the
+parameters, and updates that part: the partitioning of ZeRO-1 (Rajbhandari et al. 2020), without any communication.
+
+Every element is summed by one process in one order, so that sums have the same bits every time. Element-wise optimizers
+only.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from modelwright.parallel.grad_norm import parts_norm
+from modelwright.parallel.mesh import Mesh, World
+from modelwright.parallel.optimizer_states import make_states
+from modelwright.parallel.shared_memory import has_room, shared_zeros
+from modelwright.parallel.strategy import Replica, Strategy, Unscale
+
+_ALIGNMENT = 16
+"""Elements, at least a cache line of FP32: no two parameters, and no two processes' parts, share one."""
+OwnRange = Callable[[Tensor, int, int], tuple[int, int]]
+"""(parameter, its start among all elements, number of all elements) -> the elements of it that this process updates."""
+GradientPlaces = Callable[[Tensor, Sequence[Tensor]], list[Tensor]]
+"""(a process's room for gradients, the parameters) -> where each parameter's gradient is stored in it."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of one parameter that this process updates: elements `first` to `last`.
+
+    weight: these elements, as the own optimizer's parameter; slots: these elements of all processes' gradients.
+    """
+
+    first: int
+    last: int
+    weight: Tensor
+    slots: Sequence[Tensor]
+
+
+class SharedModel:
+    """Weights and optimizer states in shared memory, with room for each process's gradients.
+
+    Made on all processes of `world` alike, with the first process's values. One parameter is moved after the other, so
+    that no process ever has all states of its own, unless it comes with them. Call `close` at the end: then each
+    process has weights of its own again.
+
+    optimizer: of whole parameters; room: elements of each process's gradients; places, own_range: see their types.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        optimizer: Optimizer,
+        *,
+        room: int | None = None,
+        places: GradientPlaces | None = None,
+        own_range: OwnRange | None = None,
+    ) -> None:
+        self.world = world
+        self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        self.shards: dict[Tensor, Shard] = {}
+        self.shard_optimizer: Optimizer | None = None
+        """Updates this process's shards; None where it has none."""
+        starts = starts_of(self.parameters)
+        make_states(optimizer, self.parameters[:1])
+        keys = [key for key in optimizer.state[self.parameters[0]] if key != "step"]
+        dtype = self.parameters[0].dtype
+        sizes = [starts[-1]] * (1 + len(keys)) + [starts[-1] if room is None else room] * world.size
+        weights, *others = shared_zeros(world, [torch.empty(size, dtype=dtype, device="meta") for size in sizes])
+        states = dict(zip(keys, (_views(self.parameters, other, starts) for other in others), strict=False))
+        own_places = _views(self.parameters, weights, starts)
+        for number, (parameter, place) in enumerate(zip(self.parameters, own_places, strict=True)):
+            make_states(optimizer, [parameter])
+            parameter.data = self._moved(parameter.data, place)
+            for key, tensors in states.items():
+                optimizer.state[parameter][key] = self._moved(optimizer.state[parameter][key], tensors[number])
+        self._counts = [optimizer.state[p]["step"] for p in self.parameters]
+        world.barrier()
+        gradients = [
+            places(flat, self.parameters) if places else _views(self.parameters, flat, starts)
+            for flat in others[len(keys) :]
+        ]
+        self.slots = dict(zip(self.parameters, gradients[world.rank], strict=True))
+        """Where this process puts each parameter's gradient."""
+        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._divide(optimizer, starts, gradients, own_range or self.consecutive_range)
+
+    def close(self) -> None:
+        for parameter in self.parameters:
+            parameter.data, parameter.grad = parameter.data.clone(), None
+
+    def copy_group_settings(self) -> None:
+        """Take over rates and decay from the groups of the whole optimizer."""
+        for whole, own in self._groups:
+            own.update({name: value for name, value in whole.items() if name != "params"})
+
+    def count_step(self) -> None:
+        """Advance the optimizer's step counts and wait until all processes have updated their shards."""
+        torch._foreach_add_(self._counts, 1)  # pyright: ignore
+        self.world.barrier()
+
+    def consecutive_range(self, parameter: Tensor, start: int, total: int) -> tuple[int, int]:
+        """Each process updates one consecutive part of all elements."""
+        first, last = shard_range(self.world, total)
+        return min(max(first - start, 0), parameter.numel()), min(max(last - start, 0), parameter.numel())
+
+    def _divide(
+        self,
+        optimizer: Optimizer,
+        starts: Sequence[int],
+        gradients: Sequence[Sequence[Tensor]],
+        own_range: OwnRange,
+    ) -> None:
+        """Make an optimizer of the same kind over this process's shards, with the shared states."""
+        for number, (parameter, start) in enumerate(zip(self.parameters, starts, strict=False)):
+            low, high = own_range(parameter, start, starts[-1])
+            if low < high:
+                slots = [of_rank[number].reshape(-1)[low:high] for of_rank in gradients]
+                self.shards[parameter] = Shard(low, high, parameter.data.reshape(-1)[low:high], slots)
+        groups = []
+        for group in optimizer.param_groups:
+            weights = [self.shards[p].weight for p in group["params"] if p in self.shards]
+            if weights:
+                groups.append((group, {**group, "params": weights}))
+        if not groups:
+            return
+        self.shard_optimizer = type(optimizer)([own for _, own in groups])  # pyright: ignore[reportCallIssue]
+        for parameter, shard in self.shards.items():
+            self.shard_optimizer.state[shard.weight] = {
+                key: value.clone() if key == "step" else value.reshape(-1)[shard.first : shard.last]
+                for key, value in optimizer.state[parameter].items()
+            }
+        self._groups = [(group, own) for (group, _), own in zip(groups, self.shard_optimizer.param_groups, strict=True)]
+
+    def _moved(self, values: Tensor, place: Tensor) -> Tensor:
+        return place.copy_(values) if self.world.is_first else place
+
+
+class SharedMemory(Strategy):
+    """All processes of a host make every update together, each its part of one copy.
+
+    overlap: gradients are put into shared memory while backward runs. unscale_first: as in `AllReduce`.
+    """
+
+    def __init__(self, replica: Replica, *, overlap: bool = True, unscale_first: bool = False) -> None:
+        self.replica = replica
+        self.mesh = replica.mesh
+        self.overlap = overlap and not unscale_first
+        self.unscale_first = unscale_first
+        self.shared: SharedModel | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._armed = False
+        self._already_put: set[Tensor] = set()
+
+    def begin(self, step: int, num_steps: int) -> None:
+        self.shared = SharedModel(self.mesh.world, self.replica.optimizer)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._finished) for p in self.shared.parameters]
+
+    def before_last_backward(self, loss_sums: Tensor, *, is_empty: bool) -> None:
+        self._armed = self.overlap
+
+    def abandon_step(self) -> None:
+        self._armed = False
+        self._already_put.clear()
+
+    def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
+        """Sum the gradients of this process's shards; the others sum the rest."""
+        assert self.shared is not None
+        self._armed = False
+        gradients = self.replica.gradients()
+        if self.unscale_first:
+            unscale(gradients)
+        for parameter in self.shared.parameters:
+            if parameter not in self._already_put:
+                self._put(parameter)
+        self._already_put.clear()
+        self.mesh.world.barrier()
+        sums = []
+        for parameter, shard in self.shared.shards.items():
+            assert parameter.grad is not None
+            own = parameter.grad.reshape(-1)[shard.first : shard.last]
+            for rank, slot in enumerate(shard.slots):
+                if rank != self.mesh.world.rank:
+                    own.add_(slot)
+            shard.weight.grad = own
+            sums.append(own)
+        for parameter in self.shared.parameters:
+            parameter.grad = None
+        if not self.unscale_first:
+            unscale(sums)
+        return sums
+
+    def grad_norm(self, gradients: list[Tensor]) -> float:
+        return parts_norm(gradients, self.mesh.world)
+
+    @torch.no_grad()
+    def optimizer_step(self) -> None:
+        """Update this process's shards, and wait for the others'."""
+        assert self.shared is not None
+        self.shared.copy_group_settings()
+        if self.shared.shard_optimizer is not None:
+            self.shared.shard_optimizer.step()
+        self.shared.count_step()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if self.shared is not None:
+            self.shared.close()
+
+    def _finished(self, parameter: Tensor) -> None:
+        if self._armed:
+            self._put(parameter)
+
+    @torch.no_grad()
+    def _put(self, parameter: Tensor) -> None:
+        """Show the other processes what they are to sum; what this one sums stays where it is."""
+        assert parameter.grad is not None
+        assert self.shared is not None
+        slot, gradient = self.shared.slots[parameter].view(-1), parameter.grad.reshape(-1)
+        shard = self.shared.shards.get(parameter)
+        first, last = (shard.first, shard.last) if shard else (0, 0)
+        slot[:first].copy_(gradient[:first])
+        slot[last:].copy_(gradient[last:])
+        self._already_put.add(parameter)
+        if shard is None:
+            parameter.grad = slot.view_as(parameter)  # the memory of its own can go
+
+
+def fits(mesh: Mesh, parameters: Sequence[Tensor], *, gradient_room: int = 0) -> bool:
+    """Whether the processes can share weights: one host, one format, in its memory, which has room. Collective.
+
+    gradient_room: elements of each process's gradients there, 0 for whole ones.
+    """
+    if mesh.world.size == 1 or not mesh.is_only_data_parallel:
+        return False
+    if {(parameter.device.type, parameter.dtype) for parameter in parameters} - {("cpu", parameters[0].dtype)}:
+        return False
+    num_states = 2  # of an AdamW
+    num_elements = starts_of(parameters)[-1]
+    gradients = mesh.world.size * (gradient_room or num_elements)
+    return has_room(mesh.world, parameters[0].element_size() * (num_elements * (1 + num_states) + gradients))
+
+
+def shard_range(world: World, total: int) -> tuple[int, int]:
+    """This process's part of so many elements, in whole cache lines but for the end."""
+    lines, rank, size = -(-total // _ALIGNMENT), world.rank, world.size
+    return rank * lines // size * _ALIGNMENT, min(total, (rank + 1) * lines // size * _ALIGNMENT)
+
+
+def starts_of(parameters: Sequence[Tensor]) -> list[int]:
+    """Where each begins in one flat tensor of them all, and its length."""
+    return [0, *accumulate(-(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT for parameter in parameters)]
+
+
+def _views(parameters: Sequence[Tensor], flat: Tensor, starts: Sequence[int]) -> list[Tensor]:
+    return [
+        flat[start : start + parameter.numel()].view_as(parameter)
+        for parameter, start in zip(parameters, starts, strict=False)
+    ]

@@ -1,0 +1,220 @@
+"""How the ranks of a run share gradients and updates: `Strategy`, and `AllReduce`, which most runs use.
+
+The training step computes this rank's share of the gradient and hands it to its strategy; the strategy decides when
+ranks communicate, who updates what, and when the ranks wait for each other. Each other strategy is one file under
+`strategies/`. Gradients arrive already divided by the global normalizer, so every strategy sums and none averages.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from modelwright.ops.pieces import local
+from modelwright.parallel.grad_norm import global_norm, holders, like_parameter
+from modelwright.parallel.gradient_sync import GradientTransport
+from modelwright.parallel.mesh import Mesh
+
+Done = TypeVar("Done")
+Unscale = Callable[[list[Tensor]], None]
+"""Takes the loss scale out of gradients, in place."""
+
+
+class Strategy(Protocol):
+    """How ranks share gradients and updates. All ranks call the same methods in the same order.
+
+    The hooks with a body are optional.
+    """
+
+    mesh: Mesh
+    """The processes that make one update together."""
+    is_synchronous: ClassVar[bool] = True
+    """Whether every update waits for all ranks."""
+
+    def begin(self, step: int, num_steps: int) -> None:
+        """Called once, when weights, optimizer and this strategy are as they were after `step` updates."""
+
+    def steps(
+        self, one_step: Callable[[int], Done], first: int, last: int, interrupted: Callable[[], bool]
+    ) -> Iterator[Done]:
+        """Make this rank's share of the updates `first`, ..., `last - 1`, or of fewer, but at least one.
+
+        Yields the results of `one_step` for all updates made, whichever rank made them, in their order. At the end all
+        of them are in the weights, which are equal on all replicas. interrupted: whether this rank asks to stop early.
+        """
+        yield one_step(first)
+
+    def before_last_backward(self, loss_sums: Tensor, *, is_empty: bool) -> None:
+        """Called after the last forward of a step: from here on each gradient that backward finishes is final.
+
+        loss_sums: this rank's loss terms; is_empty: nothing in the global batch is learned.
+        """
+
+    @abstractmethod
+    def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
+        """Sum the gradients over the ranks. Returns, unscaled, those that this rank's optimizer step works on."""
+
+    @abstractmethod
+    def grad_norm(self, gradients: list[Tensor]) -> float:
+        """The L2 norm of the whole model's gradient, from what `reduce_gradients` returned; the same on all ranks."""
+
+    @abstractmethod
+    def optimizer_step(self) -> None:
+        """Change the weights; afterwards every rank sees all of them."""
+
+    def after_step(self, step: int) -> None:
+        """Called after update `step` (from 0), which may have been skipped."""
+
+    def abandon_step(self) -> None:
+        """Forget the gradients of this step so far: all ranks compute it again."""
+
+    @property
+    def retry_blocker(self) -> str:
+        """Why a rank cannot abandon forward and backward and compute a step again, or ""."""
+        return layout_blocker(self.mesh)
+
+    def replicated(self) -> Mapping[str, Tensor] | None:
+        """Tensors of which all replicas must hold equal values, by name; None where nothing is replicated."""
+        return None
+
+    def send_only_rows(self, rows: Sequence[Tensor | None]) -> None:
+        """From the next step on all rows of the gradients but these (int64 [S]; None: all) are zero on every rank."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Figures of the newest step."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of this rank; `train/checkpoint/state_tree.py` has the rules for other numbers of ranks."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+
+    def close(self) -> None:
+        """Called at the end of a run under one layout, also after an error."""
+
+
+def layout_blocker(mesh: Mesh) -> str:
+    """The axes of the layout whose ranks communicate within forward and backward, as a reason, or ""."""
+    if mesh.world.size == 1 or mesh.is_only_data_parallel:
+        return ""
+    sizes = {name: getattr(mesh, name).size for name in ("pipeline", "shard", "context", "tensor")}
+    layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return f"the layout (parallel: {layout}), in which ranks wait for one another amid forward and backward"
+
+
+@dataclass(kw_only=True)
+class Replica:
+    """What a strategy works on: the part of the model that this rank holds, and its optimizer.
+
+    names: of the trainable parameters, in the model's order. finish_gradients: called when all gradients are there, to
+    add up those of a parameter that several pipeline stages hold.
+    """
+
+    mesh: Mesh
+    model: nn.Module
+    optimizer: Optimizer
+    num_stages_with: Callable[[str], int] = lambda name: 1
+    finish_gradients: Callable[[], None] = lambda: None
+    names: dict[Tensor, str] = field(init=False)
+    num_holders: list[int] = field(init=False)
+    """For each parameter, how many ranks hold each of its elements."""
+
+    def __post_init__(self) -> None:
+        self.names = {p: name for name, p in self.model.named_parameters() if p.requires_grad}
+        self.num_holders = [
+            holders(p, self.mesh, num_stages=self.num_stages_with(name)) for p, name in self.names.items()
+        ]
+
+    @property
+    def trainable(self) -> list[Tensor]:
+        """The parameters that take part in the present step."""
+        return [parameter for parameter in self.names if parameter.requires_grad]
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's gradients in one order on all ranks that hold them: zeros where nothing flowed, none for
+        parameters that take no part in the step."""
+        for parameter in self.trainable:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = like_parameter(parameter.grad, parameter)
+        self.finish_gradients()
+        return [parameter.grad for parameter in self.names if parameter.grad is not None]
+
+    def norm(self, gradients: Sequence[Tensor]) -> float:
+        """The L2 norm of the whole model's gradient."""
+        return global_norm(gradients, self.mesh, num_holders=self.num_holders)
+
+
+class AllReduce(Strategy):
+    """All ranks make every update together on summed gradients, whole or, under FSDP, sharded.
+
+    sync: sums gradients over `mesh.reduce`. start: begins sums while backward runs (`Buckets.arm`), None where it
+    cannot. unscale_first: the loss scale is taken out before gradients are sent: needed by a `sync` that keeps state or
+    rounds, and by loss scales per layer. close: called at the end.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        sync: GradientTransport,
+        *,
+        start: Callable[[Sequence[Tensor]], None] | None = None,
+        send_rows: Callable[[Sequence[Tensor | None]], None] | None = None,
+        unscale_first: bool = False,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.replica = replica
+        self.mesh = replica.mesh
+        self.sync = sync
+        self.start = start
+        self.send_rows = send_rows
+        self.unscale_first = unscale_first
+        self.close_sync = close
+
+    def before_last_backward(self, loss_sums: Tensor, *, is_empty: bool) -> None:
+        if self.start is not None:
+            self.start(self.replica.trainable)
+
+    def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
+        gradients = self.replica.gradients()
+        shards = [local(gradient) for gradient in gradients]
+        if self.unscale_first:
+            unscale(shards)
+        self.sync.reduce(shards)
+        if not self.unscale_first:
+            unscale(shards)
+        return gradients
+
+    def grad_norm(self, gradients: list[Tensor]) -> float:
+        return self.replica.norm(gradients)
+
+    def optimizer_step(self) -> None:
+        self.replica.optimizer.step()
+
+    @property
+    def retry_blocker(self) -> str:
+        if self.start is not None and self.mesh.world.size > 1 and self.mesh.is_only_data_parallel:
+            return "transport.overlap, which sends gradients amid backward; set it to false"
+        return layout_blocker(self.mesh)
+
+    def replicated(self) -> Mapping[str, Tensor]:
+        return self.replica.model.state_dict()
+
+    def send_only_rows(self, rows: Sequence[Tensor | None]) -> None:
+        if self.send_rows is not None:
+            self.send_rows(rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.sync.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sync.load_state_dict(state)
+
+    def close(self) -> None:
+        self.close_sync()

@@ -1,0 +1,1 @@
+"""Collectives and rank mapping that follow the measured links between hosts."""

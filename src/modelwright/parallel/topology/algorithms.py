@@ -1,0 +1,270 @@
+"""All-reduce algorithms written down as plans: rounds of point-to-point steps, nothing executed here.
+
+A plan says for every round who sends which chunks of the vector to whom, and whether the receiver adds them to its own
+or replaces its own. The same plan is carried out by `collectives.py`, priced by `plan_seconds` and proved by
+`check_plan`, which runs it on symbols.
+
+Why all ranks end with the same bits. Ring, tree and hierarchical: every chunk's sum is finished on one rank and copied
+from there. Doubling: both partners of an exchange hold a and b and compute a + b and b + a, which IEEE addition makes
+equal; by induction all ranks of a block hold equal bits. `check_plan` verifies it for a plan at hand: each rank's
+result must be the same expression, up to swapping the two sides of an addition, with every rank's value in it once.
+
+Knows nothing about tensors or process groups.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from modelwright.parallel.topology.link_costs import Links
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rank `source` sends chunks first, ..., last - 1 to rank `target`, which adds them or puts them in place."""
+
+    source: int
+    target: int
+    first: int
+    last: int
+    adds: bool
+
+
+Round = tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """name: the algorithm; num_chunks: equal parts of the vector; rounds: their steps read values from before them."""
+
+    name: str
+    num_ranks: int
+    num_chunks: int
+    rounds: tuple[Round, ...]
+
+    def rounds_of(self, rank: int) -> list[Round]:
+        """The rounds in which a rank takes part, with its steps only."""
+        own = (tuple(step for step in steps if rank in (step.source, step.target)) for steps in self.rounds)
+        return [steps for steps in own if steps]
+
+
+def chunk_bounds(length: int, num_chunks: int) -> list[int]:
+    """Where `num_chunks` nearly equal parts of `length` elements begin and end; parts may be empty."""
+    return [length * chunk // num_chunks for chunk in range(num_chunks + 1)]
+
+
+def ring(order: Sequence[int]) -> Plan:
+    """Reduce-scatter, then all-gather around a ring: 2 (n - 1) rounds of 1/n of the vector. Best for long vectors."""
+    return Plan("ring", len(order), len(order), tuple(_ring_rounds(order, len(order))))
+
+
+def doubling(order: Sequence[int]) -> Plan:
+    """Partners at distance 1, 2, 4, ... exchange everything: log2 n rounds, the least latency there is.
+
+    Ranks beyond the largest power of two hand their values to a partner first and get the sum from it at the end.
+    """
+    return Plan("doubling", len(order), 1, tuple(_doubling_rounds(order, 1)))
+
+
+def tree(parents: Sequence[tuple[int, int]], num_ranks: int) -> Plan:
+    """Sum towards the root of a tree, then copy outwards. parents: (parent, child) in the order of the copying."""
+    return Plan("tree", num_ranks, 1, (*_towards_root(parents, 1), *_outwards(parents, 1)))
+
+
+def hierarchical(groups: Sequence[Sequence[int]], across: str) -> Plan:
+    """Sum inside each group to its first rank, among those ranks by "ring" or "doubling", copy inside the groups."""
+    leaders = [group[0] for group in groups]
+    num_chunks = len(groups) if across == "ring" else 1
+    inside = [binomial(group) for group in groups]
+    between = (_ring_rounds if across == "ring" else _doubling_rounds)(leaders, num_chunks)
+    rounds = (
+        *_side_by_side([_towards_root(parents, num_chunks) for parents in inside]),
+        *between,
+        *_side_by_side([_outwards(parents, num_chunks) for parents in inside]),
+    )
+    return Plan(f"hierarchical_{across}", sum(map(len, groups)), num_chunks, rounds)
+
+
+def sharded(groups: Sequence[Sequence[int]]) -> Plan:
+    """Hierarchical for long vectors and groups of one size: reduce-scatter inside each group, rings across, all-gather.
+
+    Every rank carries one part of the vector across, so that the links inside are passed by less than two vectors.
+    """
+    size, num_groups = len(groups[0]), len(groups)
+    num_chunks = size * num_groups
+    inside = [_ring_rounds(group, num_chunks) for group in groups]
+    # After the reduce-scatter the rank at place p holds part p + 1 of its group's sum.
+    across = []
+    for place in range(size):
+        first = (place + 1) % size * num_groups
+        rounds = _ring_rounds([group[place] for group in groups], num_groups)
+        across.append([tuple(_shifted(step, first) for step in steps) for steps in rounds])
+    rounds = (
+        *_side_by_side([rounds[: size - 1] for rounds in inside]),
+        *_side_by_side(across),
+        *_side_by_side([rounds[size - 1 :] for rounds in inside]),
+    )
+    return Plan("sharded", num_chunks, num_chunks, rounds)
+
+
+def binomial(order: Sequence[int]) -> list[tuple[int, int]]:
+    """The binomial tree over ranks in that order, as (parent, child) in the order of copying from order[0]."""
+    pairs, informed = [], 1
+    while informed < len(order):
+        pairs += [(order[place], order[place + informed]) for place in range(informed) if place + informed < len(order)]
+        informed *= 2
+    return pairs
+
+
+def fastest_tree(links: Links, num_bytes: float) -> list[tuple[int, int]]:
+    """A tree for these links: again and again the edge over which the next rank can be reached first.
+
+    "Earliest completing edge first" of Bhat, Raghavendra, Prasanna, Efficient collective communication in distributed
+    heterogeneous systems (ICDCS 1999). The root is the rank from which the tree is done first.
+    """
+    costs = links.costs(num_bytes)
+    return min((_tree_from(root, costs) for root in range(links.num_ranks)), key=lambda found: found[0])[1]
+
+
+def _tree_from(root: int, costs: Sequence[Sequence[float]]) -> tuple[float, list[tuple[int, int]]]:
+    free_at, pairs, done = {root: 0.0}, [], 0.0
+    reach = [(costs[root][rank], root, rank) for rank in range(len(costs)) if rank != root]
+    heapq.heapify(reach)
+    while len(free_at) < len(costs):
+        at, parent, child = heapq.heappop(reach)
+        if child in free_at:
+            continue
+        now = free_at[parent] + costs[parent][child]
+        if now > at:  # the parent has sent something since this entry was made
+            heapq.heappush(reach, (now, parent, child))
+            continue
+        free_at[parent] = free_at[child] = done = at
+        pairs.append((parent, child))
+        others = (rank for rank in range(len(costs)) if rank not in free_at)
+        for rank in others:
+            heapq.heappush(reach, (at + costs[child][rank], child, rank))
+    return done, pairs
+
+
+def _ring_rounds(order: Sequence[int], num_chunks: int) -> list[Round]:
+    size = len(order)
+    width = num_chunks // size
+
+    def turn(shift: int, adds: bool) -> Round:
+        steps = []
+        for place in range(size):
+            first = (place - shift) % size * width
+            steps.append(Step(order[place], order[(place + 1) % size], first, first + width, adds))
+        return tuple(steps)
+
+    summing = [turn(shift, True) for shift in range(size - 1)]
+    return summing + [turn(shift - 1, False) for shift in range(size - 1)]
+
+
+def _shifted(step: Step, by: int) -> Step:
+    return Step(step.source, step.target, step.first + by, step.last + by, step.adds)
+
+
+def _doubling_rounds(order: Sequence[int], num_chunks: int) -> list[Round]:
+    power = 1 << (len(order).bit_length() - 1)
+    extra = list(zip(order[power:], order, strict=False))
+    rounds = [tuple(Step(late, partner, 0, num_chunks, True) for late, partner in extra)]
+    distance = 1
+    while distance < power:
+        pairs = ((place, place ^ distance) for place in range(power))
+        rounds.append(tuple(Step(order[a], order[b], 0, num_chunks, True) for a, b in pairs))
+        distance *= 2
+    rounds.append(tuple(Step(partner, late, 0, num_chunks, False) for late, partner in extra))
+    return [steps for steps in rounds if steps]
+
+
+def _outwards(parents: Sequence[tuple[int, int]], num_chunks: int) -> list[Round]:
+    """Copies down a tree; a rank sends one message per round."""
+    rounds: list[list[Step]] = []
+    next_round: dict[int, int] = {}
+    for parent, child in parents:
+        number = next_round.get(parent, 0)
+        rounds += [[] for _ in range(number + 1 - len(rounds))]
+        rounds[number].append(Step(parent, child, 0, num_chunks, False))
+        next_round[parent] = next_round[child] = number + 1
+    return [tuple(steps) for steps in rounds]
+
+
+def _towards_root(parents: Sequence[tuple[int, int]], num_chunks: int) -> list[Round]:
+    """The copies of `_outwards` backwards in time, as additions."""
+    backwards = reversed(_outwards(parents, num_chunks))
+    return [tuple(Step(step.target, step.source, 0, num_chunks, True) for step in steps) for steps in backwards]
+
+
+def _side_by_side(parts: Sequence[Sequence[Round]]) -> list[Round]:
+    """Rounds of several groups, aligned at their ends, run together."""
+    longest = max(map(len, parts))
+    padded = [[()] * (longest - len(part)) + list(part) for part in parts]
+    return [tuple(step for steps in together for step in steps) for together in zip(*padded, strict=True)]
+
+
+def plan_seconds(plan: Plan, links: Links, num_bytes: float) -> float:
+    """What the cost model says of a plan for a vector of that size.
+
+    Every rank has a clock; a step ends one message's time after both of its ranks are free. Messages of one round
+    between the same two hosts, or between the same two groups of `Links.groups`, share the bandwidth: the card and the
+    uplink are one each.
+    """
+    group_of = {rank: number for number, group in enumerate(links.groups()) for rank in group}
+    clocks = [0.0] * plan.num_ranks
+    for steps in plan.rounds:
+        users: dict[Any, int] = {}
+        for step in steps:
+            for path in _paths(step, links.hosts, group_of):
+                users[path] = users.get(path, 0) + 1
+        ends: dict[int, float] = {}
+        for step in steps:
+            sharing = max((users[path] for path in _paths(step, links.hosts, group_of)), default=1)
+            part = num_bytes * (step.last - step.first) / plan.num_chunks
+            end = max(clocks[step.source], clocks[step.target])
+            end += links.seconds(step.source, step.target, part, sharing=sharing)
+            for rank in (step.source, step.target):
+                ends[rank] = max(ends.get(rank, 0.0), end)
+        for rank, end in ends.items():
+            clocks[rank] = end
+    return max(clocks)
+
+
+def _paths(step: Step, hosts: Sequence[str], group_of: dict[int, int]) -> list[tuple[Any, ...]]:
+    """What a message passes that others may pass too, each way by itself."""
+    a, b = hosts[step.source], hosts[step.target]
+    if a == b:
+        return []
+    paths: list[tuple[Any, ...]] = [("out", a), ("in", b)]
+    if group_of[step.source] != group_of[step.target]:
+        paths += [("up", group_of[step.source]), ("down", group_of[step.target])]
+    return paths
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise `ValueError` unless the plan leaves the sum of all ranks on all ranks, with the same bits."""
+    values: list[list[tuple[Any, ...]]] = [[(rank,) for _ in range(plan.num_chunks)] for rank in range(plan.num_ranks)]
+    for steps in plan.rounds:
+        before = [list(chunks) for chunks in values]
+        written = set()
+        for step in steps:
+            for chunk in range(step.first, step.last):
+                if (step.target, chunk) in written:
+                    raise ValueError(f"{plan.name}: rank {step.target} receives chunk {chunk} twice in one round")
+                written.add((step.target, chunk))
+                sent = before[step.source][chunk]
+                own = before[step.target][chunk]
+                values[step.target][chunk] = tuple(sorted((own, sent), key=repr)) if step.adds else sent
+    for chunk in range(plan.num_chunks):
+        results = {chunks[chunk] for chunks in values}
+        if len(results) > 1:
+            raise ValueError(f"{plan.name}: ranks end with different sums of chunk {chunk}")
+        if sorted(_leaves(results.pop())) != list(range(plan.num_ranks)):
+            raise ValueError(f"{plan.name}: chunk {chunk} is not the sum of every rank's value once")
+
+
+def _leaves(expression: tuple[Any, ...]) -> list[int]:
+    if isinstance(expression[0], int):
+        return [expression[0]]
+    return [leaf for part in expression for leaf in _leaves(part)]

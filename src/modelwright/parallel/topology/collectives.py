@@ -1,0 +1,355 @@
+"""All-reduce that knows its links: the cheapest algorithm per message size, small messages joined, and new plans when a
+link's speed changes during the run.
+
+`Collectives.all_reduce(tensor)` sums in place over the ranks of a world and leaves the same bits on all of them, by
+the backend's own algorithm ("flat") or by one of `plans.py`, whose docstring says why the bits are equal. For the
+flat one the backend vouches: gloo's and NCCL's rings finish every chunk on one rank and copy it from there.
+
+What is decided (algorithm, new measurements, new plans) is decided from numbers that all ranks share to the last bit,
+at the same call on all of them. Collective calls come in the same order on every rank, as with any backend. Knows
+nothing about gradients; transports are handed `all_reduce` or `all_reduce_many`.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from modelwright.core.errors import ConfigError
+from modelwright.ops.microbenchmark import repeated, seconds_of
+from modelwright.parallel.gradient_sync import ring_bytes
+from modelwright.parallel.mesh import World
+from modelwright.parallel.topology.algorithms import (
+    Plan,
+    Step,
+    chunk_bounds,
+    doubling,
+    fastest_tree,
+    hierarchical,
+    plan_seconds,
+    ring,
+    sharded,
+    tree,
+)
+from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure_links
+from modelwright.parallel.topology.rank_mapping import Traffic, place
+
+Algorithm = Literal["auto", "flat", "ring", "doubling", "tree", "hierarchical_ring", "hierarchical_doubling", "sharded"]
+"""Those that need groups of near ranks (hierarchical, sharded) are a ring where the links show none."""
+
+FLAT_PROBE_BYTES = (64, 2**18)
+FLAT_REPEATS = 4
+RING_EVALUATIONS = 1000
+"""Search for a ring's order: it starts from orders along the fastest links, which are nearly always right."""
+AHEAD_BYTES = 2**20
+"""Up to this size all receives of an all-reduce are posted before its first send: gloo's sender otherwise waits one
+trip for the receiver's word that it is ready. On NCCL receives ahead of sends would wait for each other."""
+MIN_COALESCE_BYTES, MAX_COALESCE_BYTES = 2**16, 25 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectivesConfig:
+    """algorithm: "auto" chooses per message size, any other name takes that one always.
+
+    coalesce_bytes: tensors up to this size are joined into messages of about this size, 0 for what the links suggest.
+    window: after how many all-reduces the ranks compare what they took with what they should have, 0 for never;
+    degraded_ratio: how much slower than at first a window must be before the links are measured again; changed_ratio:
+    how much a link must have changed for new plans; recheck_windows: after how many windows the links are measured
+    again while they are not as at the start, to notice that they have recovered; measure_s: how long that may take.
+    """
+
+    algorithm: Algorithm = "auto"
+    coalesce_bytes: int = 0
+    window: int = 64
+    degraded_ratio: float = 2.0
+    changed_ratio: float = 1.5
+    recheck_windows: int = 16
+    measure_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in get_args(Algorithm):
+            raise ConfigError(f"algorithm: must be one of {', '.join(get_args(Algorithm))}, got {self.algorithm!r}")
+        for name in ("coalesce_bytes", "window"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}")
+        for name in ("degraded_ratio", "changed_ratio"):
+            if getattr(self, name) <= 1:
+                raise ConfigError(f"{name}: must be above 1, got {getattr(self, name)}")
+        if self.recheck_windows < 1:
+            raise ConfigError(f"recheck_windows: must be at least 1, got {self.recheck_windows}")
+        if self.measure_s <= 0:
+            raise ConfigError(f"measure_s: must be positive, got {self.measure_s}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatCost:
+    """What the backend's own all-reduce takes: latency_s + bytes * s_per_byte."""
+
+    latency_s: float
+    s_per_byte: float
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes * self.s_per_byte
+
+
+class Planner:
+    """Candidates and choice for one set of links; pure, so that equal links give equal plans on every rank."""
+
+    def __init__(self, links: Links, flat: FlatCost) -> None:
+        self.links = links
+        self.flat = flat
+        num_ranks = links.num_ranks
+        traffic = {"ring": Traffic(num_messages=1, num_bytes=2**16)}
+        order = place(links, {"ring": num_ranks}, traffic, max_evaluations=RING_EVALUATIONS)
+        at = {rank: number for number, rank in enumerate(order)}
+        by_place = [sorted(group, key=at.__getitem__) for group in links.groups()]
+        self.order = order
+        self.groups = sorted(by_place, key=lambda group: at[group[0]])
+
+    def candidates(self, num_bytes: float) -> dict[str, Plan]:
+        """All algorithms that these links allow, by name."""
+        num_ranks = self.links.num_ranks
+        plans = [
+            Plan("flat", num_ranks, 1, ()),
+            ring(self.order),
+            doubling(self.order),
+            tree(fastest_tree(self.links, num_bytes), num_ranks),
+        ]
+        if 1 < len(self.groups) < num_ranks:
+            plans += [hierarchical(self.groups, "ring"), hierarchical(self.groups, "doubling")]
+            if len({len(group) for group in self.groups}) == 1:
+                plans.append(sharded(self.groups))
+        return {plan.name: plan for plan in plans}
+
+    def seconds(self, plan: Plan, num_bytes: float) -> float:
+        return self.flat.seconds(num_bytes) if plan.name == "flat" else plan_seconds(plan, self.links, num_bytes)
+
+    def choose(self, num_bytes: float) -> Plan:
+        """The cheapest plan for a message of that size; the first of equals, the backend's own before all."""
+        return min(self.candidates(num_bytes).values(), key=lambda plan: self.seconds(plan, num_bytes))
+
+    def coalesce_bytes(self) -> int:
+        """A message of this size is all bandwidth: eight times the bytes that fit into the longest latency."""
+        pairs = [
+            (latency, rate)
+            for latencies, rates in zip(self.links.latency_s, self.links.bytes_per_s, strict=True)
+            for latency, rate in zip(latencies, rates, strict=True)
+        ]
+        useful = 8 * max(latency * rate for latency, rate in pairs)
+        return int(min(max(useful, MIN_COALESCE_BYTES), MAX_COALESCE_BYTES))
+
+
+class Collectives:
+    """All-reduce over a world by plans made from its links. Making one is a collective call: flat is measured."""
+
+    def __init__(self, world: World, links: Links, config: CollectivesConfig | None = None) -> None:
+        self.world = world
+        self.config = config or CollectivesConfig()
+        self.bytes_sent = 0
+        """Payload bytes that this rank sent; for the flat algorithm 2 (n - 1) / n of the payload, what a ring sends."""
+        self.num_plannings = 0
+        """How often plans were made: once, and again whenever the links were found changed."""
+        self._first_links = links
+        self._watch = _Watch(self.config)
+        self._adopt(links)
+
+    @property
+    def links(self) -> Links:
+        return self._planner.links
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks, in place; the same bits everywhere. Same shape and dtype on all ranks."""
+        if self.world.size == 1 or tensor.numel() == 0:
+            return tensor
+        vector = tensor.contiguous().view(-1)
+        course = self._course(vector.numel() * vector.element_size())
+        start = time.perf_counter()
+        self._carry_out(course, vector)
+        self._observe(time.perf_counter() - start, course.predicted_s)
+        if not tensor.is_contiguous():
+            tensor.copy_(vector.view_as(tensor))
+        return tensor
+
+    def all_reduce_many(self, tensors: Sequence[Tensor]) -> None:
+        """Sum each tensor in place; neighbours of one dtype that are small go in one message."""
+        for message in self._messages(tensors):
+            if len(message) == 1:
+                self.all_reduce(message[0])
+                continue
+            vector = self.all_reduce(torch.cat([tensor.reshape(-1) for tensor in message]))
+            parts = vector.split([tensor.numel() for tensor in message])
+            for tensor, part in zip(message, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def plan_for(self, num_bytes: int) -> Plan:
+        """The plan that a message of that size takes now."""
+        return self._course(num_bytes).plan
+
+    def _messages(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        limit = self.config.coalesce_bytes or self._planner.coalesce_bytes()
+        message: list[Tensor] = []
+        size = 0
+        for tensor in tensors:
+            num_bytes = tensor.numel() * tensor.element_size()
+            if message and (size + num_bytes > limit or tensor.dtype != message[0].dtype):
+                yield message
+                message, size = [], 0
+            message.append(tensor)
+            size += num_bytes
+        if message:
+            yield message
+
+    def _course(self, num_bytes: int) -> "_Course":
+        if num_bytes not in self._courses:
+            plan = self._planner.choose(num_bytes)
+            if self.config.algorithm != "auto":
+                allowed = self._planner.candidates(num_bytes)
+                plan = allowed.get(self.config.algorithm, allowed["ring"])
+            self._courses[num_bytes] = _Course(
+                plan=plan,
+                own_rounds=plan.rounds_of(self.world.rank),
+                predicted_s=self._planner.seconds(plan, num_bytes),
+            )
+        return self._courses[num_bytes]
+
+    def _carry_out(self, course: "_Course", vector: Tensor) -> None:
+        if course.plan.name == "flat":
+            self.world.all_reduce_sum(vector)
+            num_bytes = vector.numel() * vector.element_size()
+            self.bytes_sent += ring_bytes(num_bytes, self.world.size)
+            return
+        # A copy that is awaited from the start cannot come too early: it carries a finished sum, of which this rank's
+        # own value, sent before, is a part.
+        bounds = chunk_bounds(vector.numel(), course.plan.num_chunks)
+        exchanges = [self._exchange(steps, vector, bounds) for steps in course.own_rounds]
+        ahead = self.world.device.type == "cpu" and vector.numel() * vector.element_size() <= AHEAD_BYTES
+        awaited = [_post(exchange.receives if ahead else []) for exchange in exchanges]
+        for exchange, early in zip(exchanges, awaited, strict=True):
+            works = _post(exchange.sends if ahead else exchange.sends + exchange.receives)
+            for work in works + early:
+                work.wait()
+            for part, arriving in exchange.additions:
+                part.add_(arriving)
+
+    def _exchange(self, steps: Sequence[Step], vector: Tensor, bounds: Sequence[int]) -> "_Exchange":
+        exchange = _Exchange()
+        for step in steps:
+            part = vector[bounds[step.first] : bounds[step.last]]
+            if not part.numel():
+                continue
+            if step.source == self.world.rank:
+                exchange.sends.append(dist.P2POp(dist.isend, part, group=self.world.group, group_peer=step.target))
+                self.bytes_sent += part.numel() * part.element_size()
+                continue
+            arriving = torch.empty_like(part) if step.adds else part
+            exchange.receives.append(dist.P2POp(dist.irecv, arriving, group=self.world.group, group_peer=step.source))
+            if step.adds:
+                exchange.additions.append((part, arriving))
+        return exchange
+
+    def _observe(self, elapsed_s: float, predicted_s: float) -> None:
+        if not self._watch.add(elapsed_s, predicted_s):
+            return
+        if self.world.device.type != "cpu":
+            torch.accelerator.synchronize()
+        # A rank that waits for a late one takes long; the last to arrive has taken what the links took.
+        shortest = [-value for value in self.world.maxima(*[-value for value in self._watch.elapsed_s])]
+        is_as_at_first = self.links.worst_change(self._first_links) < self.config.changed_ratio
+        if not self._watch.is_suspicious(shortest, is_as_at_first):
+            return
+        limits = LinksConfig(budget_s=self.config.measure_s)
+        fresh = measure_links(self.world, limits, host=self.links.hosts[self.world.rank])
+        if fresh.worst_change(self.links) >= self.config.changed_ratio:
+            self._adopt(fresh)
+        self._watch.forget()
+
+    def _adopt(self, links: Links) -> None:
+        self._courses: dict[int, _Course] = {}
+        self._planner = Planner(links, measure_flat(self.world))
+        self.num_plannings += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Course:
+    """What this rank does for messages of one size."""
+
+    plan: Plan
+    own_rounds: Sequence[Sequence[Step]]
+    predicted_s: float
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """One round of one rank; what has come is added once all messages of the round are through."""
+
+    sends: list[dist.P2POp] = field(default_factory=list)
+    receives: list[dist.P2POp] = field(default_factory=list)
+    additions: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+def _post(messages: list[dist.P2POp]) -> list[dist.Work]:
+    return dist.batch_isend_irecv(messages) if messages else []
+
+
+class _Watch:
+    """Compares windows of all-reduces with the first window after planning.
+
+    The ratio of taken to predicted time is compared, not the time, so that windows may mix sizes; and its median, so
+    that a few slow calls do not count. Fed with the same numbers on all ranks it says the same on all ranks.
+    """
+
+    def __init__(self, config: CollectivesConfig) -> None:
+        self._config = config
+        self.elapsed_s: list[float] = []
+        self._predicted_s: list[float] = []
+        self.forget()
+
+    def add(self, elapsed_s: float, predicted_s: float) -> bool:
+        """Whether the window is full."""
+        if not self._config.window:
+            return False
+        self.elapsed_s.append(elapsed_s)
+        self._predicted_s.append(predicted_s)
+        return len(self.elapsed_s) >= self._config.window
+
+    def is_suspicious(self, shortest_s: Sequence[float], is_as_at_first: bool) -> bool:
+        """End the window: whether it was much slower than the first, or it is time to look for a recovery."""
+        ratio = statistics.median(taken / said for taken, said in zip(shortest_s, self._predicted_s, strict=True))
+        self.elapsed_s.clear()
+        self._predicted_s.clear()
+        self._num_windows += 1
+        if self._usual is None:
+            self._usual = ratio
+            return False
+        if ratio > self._config.degraded_ratio * self._usual:
+            return True
+        return not is_as_at_first and self._num_windows >= self._config.recheck_windows
+
+    def forget(self) -> None:
+        """Take the next window as the usual one."""
+        self._usual: float | None = None
+        self._num_windows = 0
+
+
+def measure_flat(world: World) -> FlatCost:
+    """What the backend's own all-reduce takes among these ranks. Collective; the same numbers on all ranks.
+
+    The shortest of a few repeats on the rank that waited least, at a small and at a larger size.
+    """
+    if world.size == 1:
+        return FlatCost(latency_s=0.0, s_per_byte=0.0)
+    taken = []
+    for num_bytes in FLAT_PROBE_BYTES:
+        message = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
+        once = partial(seconds_of, partial(world.all_reduce_sum, message), world.device)
+        repeats = repeated(once, num_rounds=FLAT_REPEATS, num_warmups=1)
+        taken.append(min(-value for value in world.maxima(*[-value for value in repeats])))
+    (small, large), (few, many) = taken, FLAT_PROBE_BYTES
+    s_per_byte = max(large - small, 0.0) / (many - few)
+    return FlatCost(latency_s=max(small - few * s_per_byte, 0.0), s_per_byte=s_per_byte)

@@ -1,0 +1,36 @@
+"""Exact sums by plans for the links that there are: each message by the cheapest algorithm, small ones joined, and new
+plans when a link's speed changes during the run. Measures the links when it is made. Knows no compression.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from modelwright.parallel.mesh import World
+from modelwright.parallel.topology.collectives import Collectives, CollectivesConfig
+from modelwright.parallel.topology.link_costs import LinksConfig, measure_links
+
+
+class PlannedTransport:
+    """Made on all ranks alike. `bytes_sent`: see `Collectives`; measuring is not among them."""
+
+    def __init__(self, world: World, config: CollectivesConfig) -> None:
+        self.collectives: Collectives | None = None
+        if world.size > 1:
+            links = measure_links(world, LinksConfig(budget_s=config.measure_s))
+            self.collectives = Collectives(world, links, config)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.collectives.bytes_sent if self.collectives else 0
+
+    def reduce(self, gradients: Sequence[Tensor]) -> None:
+        if self.collectives:
+            self.collectives.all_reduce_many(gradients)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: links and ranks may be others after a restart."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

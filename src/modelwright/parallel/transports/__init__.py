@@ -1,1 +1,0 @@
-"""Gradient transports other than the exact one: see `parallel/transport.py` for the seam, `build.py` for the choice."""

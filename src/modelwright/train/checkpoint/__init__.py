@@ -1,0 +1,1 @@
+"""Checkpoints of a run: writing, reading, sharded tensors, copies in host memory."""

@@ -1,0 +1,118 @@
+"""What lies in a folder of checkpoints: which are finished, whether they are undamaged, what they hold.
+
+Knows nothing about how they are written.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from modelwright.core.artifacts import Manifest, describe_file, read_manifest
+from modelwright.core.errors import ArtifactError
+from modelwright.train.checkpoint.sharded_tensors import INDEX, DamagedCheckpointError, ShardReader, read_index
+
+KIND = "checkpoint"
+PARTS = ("model", "training")
+STATE = "state.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The lowest held-out loss so far; step 0 while there is none."""
+
+    step: int = 0
+    loss: float = float("inf")
+
+
+def best_step_of(path: Path) -> int:
+    try:
+        return int(read_manifest(path).facts["best_step"])
+    except (ArtifactError, KeyError):
+        return 0
+
+
+def other_steps_of(path: Path) -> list[int]:
+    """Of further checkpoints that it refers to."""
+    try:
+        return [int(step) for step in read_manifest(path).facts.get("also", ())]
+    except ArtifactError:
+        return []
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints that were finished, oldest first; their content is not checked."""
+    return sorted(path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
+
+
+def check_checkpoint(path: Path, *, digest: str, part: int = 0, num_parts: int = 1) -> None:
+    """Check that every file is there, and the SHA-256 of every `num_parts`-th from `part` on.
+
+    Raises `DamagedCheckpointError` that names the file (and the tensor, where that can be told), or `ArtifactError`
+    when the checkpoint was made under another `digest`.
+    """
+    try:
+        manifest = read_manifest(path, kind=KIND)
+        if manifest.digest == digest:
+            _check_files(path, manifest, sorted(manifest.files)[part::num_parts])
+    except (ArtifactError, OSError) as error:
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged ({error})") from None
+    if manifest.digest != digest:
+        raise ArtifactError(
+            f"{path}: was made by another configuration or from other inputs; remove {path.parent} to start afresh, "
+            "or run in another run directory"
+        )
+
+
+def read_best(folder: Path) -> Best:
+    """What `best.json` points at; step 0 when there is none or its checkpoint is gone."""
+    try:
+        record = json.loads((folder / "best.json").read_text(encoding="utf-8"))
+        best = Best(step=record["step"], loss=record["loss"])
+    except (OSError, ValueError, KeyError):
+        return Best()
+    return best if (folder / step_name(best.step)).is_dir() else Best()
+
+
+def read_weights(folder: Path, step: int) -> dict[str, Tensor]:
+    """The whole weights of the checkpoint at `step`, on the CPU, whatever layout wrote it.
+
+    Raises `ArtifactError` when it is missing or damaged.
+    """
+    path = folder / step_name(step)
+    read_manifest(path, kind=KIND, verify=True)
+    reader = ShardReader(path, read_index(path)["model"])
+    return {name: reader.read(name) for name in reader.entries}
+
+
+def _check_files(path: Path, manifest: Manifest, files: Sequence[str]) -> None:
+    for file in files:
+        if describe_file(path / file)["sha256"] != manifest.files[file]["sha256"]:
+            tensor = "" if file == INDEX else _damaged_tensor(path, file)
+            raise DamagedCheckpointError(f"{path / file}: its content does not match the manifest{tensor}")
+    if INDEX not in manifest.files:
+        raise DamagedCheckpointError(f"{path / INDEX}: is missing")
+
+
+def _damaged_tensor(path: Path, file: str) -> str:
+    try:
+        index = read_index(path)
+        names = (ShardReader(path, index[part]).damaged_tensor(file) for part in PARTS)
+        return "".join(f"; damaged: {name}" for name in names if name)
+    except (DamagedCheckpointError, KeyError, ValueError):
+        return ""
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads((path / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpointError(f"{path / STATE}: cannot be read ({error})") from None

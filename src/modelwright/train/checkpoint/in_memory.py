@@ -1,0 +1,162 @@
+"""Copies of a run's state in the memory of its hosts, for going on quickly when a process or a host is gone.
+
+A copy is a checkpoint folder in a file system in memory, which outlives the processes: each rank's files lie on its own
+host and on that of another rank. As long as no two neighbours are lost together, the hosts that are left have all of
+it. They pass each other what each lacks, and read it like a checkpoint on disk. Knows nothing about the state.
+"""
+
+import hashlib
+import json
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelwright.core.errors import writing
+from modelwright.parallel.channel import Channel
+from modelwright.train.checkpoint.files import STATE, step_name
+from modelwright.train.checkpoint.sharded_tensors import INDEX, DamagedCheckpointError, ShardReader, read_index
+
+NUM_KEPT = 2
+"""The newest copy may be incomplete somewhere when a host goes; then the one before is taken."""
+
+
+class MemoryCopies:
+    """The copies of one run on this host. Every rank makes one and calls the same methods in the same order.
+
+    root: a folder in memory, on each host its own; key: what tells this run from others.
+    """
+
+    def __init__(self, root: Path, key: str, channel: Channel) -> None:
+        self.host = f"{socket.gethostname()}:{root}"
+        name = hashlib.sha256(f"{self.host}:{key}".encode()).hexdigest()[:16]
+        self.folder = root / f"modelwright-{name}"
+        self.channel = channel
+
+    def write(self, step: int, files: Mapping[str, bytes], index: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+        """Keep this rank's files here and with its peer; index and record (equal on all ranks) everywhere."""
+        what = f"copying step {step} to memory"
+        folder = self.folder / step_name(step)
+        partial = folder.with_name(f"{folder.name}.partial")
+        hosts, names = zip(
+            *self.channel.exchange((self.host, {name: len(data) for name, data in files.items()}), what=what),
+            strict=True,
+        )
+        pairs = peers(hosts)
+        received = self.channel.move(
+            [(_tensor(data), to) for source, to in pairs if source == self.channel.rank for data in files.values()],
+            [(size, source) for source, to in pairs if to == self.channel.rank for size in names[source].values()],
+            what=what,
+        )
+        others = [name for source, to in pairs if to == self.channel.rank for name in names[source]]
+
+        def store() -> None:
+            with writing(partial):
+                partial.mkdir(parents=True, exist_ok=True)
+                for name, data in files.items():
+                    (partial / name).write_bytes(data)
+                for name, tensor in zip(others, received, strict=True):
+                    tensor.numpy().tofile(partial / name)
+                if self._speaks(hosts):
+                    (partial / INDEX).write_text(json.dumps(index), encoding="utf-8")
+                    (partial / STATE).write_text(json.dumps(record), encoding="utf-8")
+
+        self.channel.attempt(store, what=what)
+        if self._speaks(hosts):
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+            for old in [*self._steps()[:-NUM_KEPT], *self.folder.glob("*.partial")]:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def newest(self, *, after: int) -> Path | None:
+        """The newest copy after the step `after` of which the hosts have all, made whole on this host; or None."""
+        offers = self.channel.exchange((self.host, self._offer(after)), what="looking for copies in memory")
+        hosts = [host for host, _ in offers]
+        owners: dict[tuple[int, str], dict[str, int]] = {}
+        needed: dict[tuple[int, str], list[str]] = {}
+        for rank, (_, offer) in enumerate(offers):
+            for step, digest, whole, held in offer:
+                needed[step, digest] = whole
+                for name in held:
+                    owners.setdefault((step, digest), {}).setdefault(name, rank)
+        complete = [key for key, names in needed.items() if set(names) <= set(owners.get(key, {}))]
+        if not complete:
+            return None
+        key = max(complete)
+        step = key[0]
+        folder = self.folder / step_name(step)
+        mine = next((held for *copy, _, held in offers[self.channel.rank][1] if tuple(copy) == key), [])
+        for name in [*needed[key], INDEX, STATE]:
+            lacks = name not in mine if name in needed[key] else not mine
+            if self.channel.any(lacks, what=f"gathering {name}"):
+                owner = owners[key].get(name, min(owners[key].values()))
+                self._pass_round(folder / name, owner, keep=lacks and self._speaks(hosts))
+        self.channel.exchange(None, what="copies gathered")
+        return folder
+
+    def forget(self) -> None:
+        """Give the memory back."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _offer(self, after: int) -> list[tuple[int, str, list[str], list[str]]]:
+        """For each copy here: step, digest, the files that make it up, and those that are here and undamaged."""
+        found = []
+        for folder in self._steps():
+            step = int(folder.name.removeprefix("step-"))
+            if step > after:
+                try:
+                    index = read_index(folder)
+                    digest = hashlib.sha256((folder / INDEX).read_bytes() + (folder / STATE).read_bytes()).hexdigest()
+                except (DamagedCheckpointError, OSError):
+                    continue
+                found.append((step, digest, _files(index), _undamaged(folder, index)))
+        return found
+
+    def _pass_round(self, path: Path, owner: int, *, keep: bool) -> None:
+        """One file from the rank `owner` to all; those that `keep` it write it."""
+        here = self.channel.rank == owner
+        data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8) if here else None
+        size = max(self.channel.exchange(0 if data is None else data.numel(), what=f"gathering {path.name}"))
+        data = torch.empty(size, dtype=torch.uint8) if data is None else data
+        self.channel.broadcast(data, source=owner, what=f"gathering {path.name}")
+        if keep and not here:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            data.numpy().tofile(path)
+
+    def _speaks(self, hosts: Sequence[str]) -> bool:
+        """Whether this is the first rank of its host."""
+        return hosts.index(self.host) == self.channel.rank
+
+    def _steps(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("step-*") if path.suffix != ".partial")
+
+
+def peers(hosts: Sequence[str]) -> list[tuple[int, int]]:
+    """(rank, rank that keeps its copy) for each rank, by the hosts of all ranks: always on another host, in a ring, so
+    that each host keeps about as much as it has. Nobody with one host."""
+    places = [(hosts[:rank].count(host), hosts.index(host), rank) for rank, host in enumerate(hosts)]
+    ring = [rank for *_, rank in sorted(places)]
+    pairs = []
+    for position, rank in enumerate(ring):
+        others = [other for other in ring[position + 1 :] + ring[:position] if hosts[other] != hosts[rank]]
+        if others:
+            pairs.append((rank, others[0]))
+    return sorted(pairs)
+
+
+def _files(index: Mapping[str, Any]) -> list[str]:
+    entries = (entry for part in index.values() for entry in part.values())
+    return sorted({piece["file"] for entry in entries for piece in entry["pieces"]})
+
+
+def _undamaged(folder: Path, index: Mapping[str, Any]) -> list[str]:
+    readers = [ShardReader(folder, part) for part in index.values()]
+    return [name for name in _files(index) if all(reader.is_whole(name) for reader in readers)]
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

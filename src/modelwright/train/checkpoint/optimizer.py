@@ -1,0 +1,43 @@
+"""The optimizer's state by parameter name, so that it fits any order or grouping of parameters."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from modelwright.core.errors import ModelwrightError
+from modelwright.ops.pieces import laid_out_as, local
+
+
+def optimizer_state_dict(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
+    """Its tensors and scalars, by the name of the parameter."""
+    return {names[parameter]: dict(state) for parameter, state in optimizer.state.items()}
+
+
+def load_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], state: Mapping[str, Any]) -> None:
+    """Take over what `optimizer_state_dict` returned, on the parameters' devices and in their formats."""
+    for parameter, name in names.items():
+        if name in state:
+            optimizer.state[parameter] = {key: _like(value, parameter, key) for key, value in state[name].items()}
+
+
+@contextmanager
+def reading_state() -> Iterator[None]:
+    """Turn the errors of a state of another form into one clear error."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ModelwrightError(
+            f"the checkpoint's state is not of the form that this version keeps ({error!r}); end the run with the "
+            "version that began it, or begin a new one with another --run-dir"
+        ) from error
+
+
+def _like(value: Any, parameter: Tensor, key: str) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step":
+        return value.to(parameter.device)
+    return laid_out_as(value, local(value).to(local(parameter).device, parameter.dtype))

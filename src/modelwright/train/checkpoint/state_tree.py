@@ -1,0 +1,173 @@
+"""The state of a run as JSON with names where tensors were, and back.
+
+Most of the state is the same on all ranks, or follows a parameter. The state of a gradient transport is neither: what
+it has left out so far (error feedback) differs from rank to rank, and only the sum over the ranks means anything. So it
+is kept for each rank of the transport; under another number of ranks the sums are divided anew. In it
+
+- a list of tensors with the shapes of this rank's gradients, in their order, follows the parameters into any layout;
+- what stands under a key `shared` is equal on all ranks of the transport;
+- all other tensors fit only ranks that hold the same pieces of the same parameters.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from modelwright.ops.pieces import laid_out_as
+from modelwright.train.checkpoint.sharded_tensors import Piece, ShardReader, piece_of
+
+_TENSOR, _FLOAT, _PARAMETERS = "$tensor", "$float", "$parameters"
+
+
+def split(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """The tree with every tensor replaced by its name; the tensors go into `tensors`."""
+    if isinstance(tree, Tensor):
+        tensors[name] = tree
+        return {_TENSOR: name}
+    if isinstance(tree, Mapping):
+        return {key: split(value, f"{name}/{key}" if name else key, tensors) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [split(value, f"{name}/{i}", tensors) for i, value in enumerate(tree)]
+    if isinstance(tree, float) and not math.isfinite(tree):
+        return {_FLOAT: str(tree)}
+    return tree
+
+
+def join(tree: Any, find: Callable[[str], Any]) -> Any:
+    """The inverse of `split`; `find` gives the tensor of a name."""
+    if isinstance(tree, dict):
+        for mark in (_TENSOR, _PARAMETERS):
+            if set(tree) == {mark}:
+                return find(tree[mark])
+        if set(tree) == {_FLOAT}:
+            return float(tree[_FLOAT])
+        return {key: join(value, find) for key, value in tree.items()}
+    return [join(value, find) for value in tree] if isinstance(tree, list) else tree
+
+
+def merge(trees: Sequence[Any]) -> Any:
+    """One tree out of those of all ranks: keys of all, and of a value that several have the first rank's."""
+    first = trees[0]
+    if _is_leaf(first):
+        return first
+    trees = [tree for tree in trees if not _is_leaf(tree)]
+    keys = dict.fromkeys(key for tree in trees for key in tree)
+    return {key: merge([tree[key] for tree in trees if key in tree]) for key in keys}
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank's place in a transport: its number among the ranks that sum, and what identifies the pieces it holds."""
+
+    rank: int
+    size: int
+    layout: int
+
+
+def seat(rank: int, size: int, gradients: Mapping[str, Tensor]) -> Seat:
+    """gradients: the parameters (or tensors laid out like them) in the order of the transport's gradients."""
+    keys = [piece_of(tensor).key(name) for name, tensor in gradients.items()]
+    return Seat(rank, size, zlib.crc32(json.dumps(keys).encode()))
+
+
+def split_transport(tree: Any, at: Seat, gradients: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Piece]]:
+    """What `state.json` keeps of this rank's transport, and its tensors by name."""
+    held = {name: piece_of(tensor) for name, tensor in gradients.items()}
+    pieces: dict[str, Piece] = {}
+
+    def walk(node: Any, path: str) -> Any:
+        if _follows_parameters(node, held):
+            for value, (name, place) in zip(node, held.items(), strict=True):
+                pieces[_name(path, at.rank, name)] = Piece(value, place.box, place.shape)
+            return {_PARAMETERS: path}
+        if isinstance(node, Tensor):
+            pieces[_name(path, at.rank, str(at.layout))] = piece_of(node)
+            return {_TENSOR: path}
+        if isinstance(node, Mapping):
+            return {key: walk(value, f"{path}/{key}") for key, value in node.items()}
+        if isinstance(node, (list, tuple)):
+            return [walk(value, f"{path}/{i}") for i, value in enumerate(node)]
+        return split(node, path, {})
+
+    return {"rank": at.rank, "size": at.size, "layout": at.layout, "tree": walk(tree, "")}, pieces
+
+
+class UnplaceableError(Exception):
+    """A transport's state does not fit the layout that it is loaded under."""
+
+
+def join_transport(
+    records: Sequence[Mapping[str, Any]], reader: ShardReader, at: Seat, gradients: Mapping[str, Tensor]
+) -> Any:
+    """The state for the transport of this rank. Raises `UnplaceableError`."""
+    size = records[0]["size"]
+    alike = [record for record in records if record["layout"] == at.layout]
+    same = [record for record in alike or records if record["rank"] == at.rank]
+    record = (same or alike or records)[0]
+
+    def gather(path: str, suffix: str, read: Callable[[str], Tensor]) -> Tensor:
+        if size == at.size or _is_shared(path):
+            return read(_name(path, at.rank, suffix))
+        values = [read(_name(path, rank, suffix)) for rank in range(size)]
+        return sum(values[1:], start=values[0]) / at.size if values[0].is_floating_point() else values[0]
+
+    def find(path: str) -> Any:
+        if _marks(record["tree"], path) == _PARAMETERS:
+            return [
+                gather(path, name, lambda full, like=like: reader.read(full, piece_of(like).box))
+                for name, like in gradients.items()
+            ]
+        if not alike:
+            raise UnplaceableError(path)
+        return gather(path, str(at.layout), reader.read)
+
+    return join(record["tree"], find)
+
+
+def optimizer_state(tree: Mapping[str, Any], reader: ShardReader, weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The optimizer's state of the parameters in `weights`, in the host's memory, each tensor of a parameter's shape
+    laid out like it."""
+
+    def place(full: str, parameter: Tensor) -> Tensor:
+        if reader.shape(full) != tuple(parameter.shape):
+            return reader.read(full)
+        return laid_out_as(parameter, reader.read(full, piece_of(parameter).box))
+
+    return {
+        name: join(tree[name], lambda full, parameter=parameter: place(full, parameter))
+        for name, parameter in weights.items()
+        if name in tree
+    }
+
+
+def _follows_parameters(node: Any, held: Mapping[str, Piece]) -> bool:
+    return (
+        isinstance(node, (list, tuple))
+        and 0 < len(node) == len(held)
+        and all(isinstance(value, Tensor) for value in node)
+        and all(value.shape == piece.values.shape for value, piece in zip(node, held.values(), strict=True))
+    )
+
+
+def _is_leaf(tree: Any) -> bool:
+    return not isinstance(tree, dict) or any(key.startswith("$") for key in tree)
+
+
+def _is_shared(path: str) -> bool:
+    return "shared" in path.split("/")
+
+
+def _name(path: str, rank: int, suffix: str) -> str:
+    return f"transport/{'all' if _is_shared(path) else rank}{path}/{suffix}"
+
+
+def _marks(tree: Any, path: str) -> str:
+    """Which mark stands at a path of the tree."""
+    for key in path.split("/")[1:]:
+        tree = tree[int(key)] if isinstance(tree, list) else tree[key]
+    return next(iter(tree))

@@ -1,0 +1,476 @@
+"""Checkpoints: everything that a run needs to go on as if nothing had happened, written beside the training.
+
+<folder>/step-00000123/model.safetensors      weights by parameter name
+                       training.safetensors   all other tensors: optimizer, techniques, strategy, objective
+                       index.json             which file holds which part of which tensor, with checksums
+                       state.json             the rest: step, best so far, scalars; tensors as {"$tensor": name},
+                                              non-finite floats as {"$float": text}
+                       manifest.json          sizes and SHA-256, written last
+<folder>/best.json                            the checkpoint with the lowest held-out loss
+<folder>/step-00000123.damaged                one that was found damaged; nothing reads or deletes it any more
+
+Several processes write one pair of tensor files each, `model-00000-of-00004.safetensors` and so on; a tensor may then
+lie in several files. A checkpoint is whole or absent. It loads under any number of processes, any layout and any number
+of microbatches. Only JSON and safetensors are read: loading runs no code. Knows nothing about what the tensors mean,
+but for two rules on the state: `optimizer/<parameter>` is laid out as that parameter is, and `strategy`
+differs from rank to rank (`train/checkpoint/state_tree.py`).
+"""
+
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save as serialize
+from safetensors.torch import save_file
+from torch import Tensor
+
+from modelwright.core.artifacts import (
+    ArtifactDraft,
+    write_artifact,
+    write_atomic,
+)
+from modelwright.core.errors import ArtifactError, StorageError, writing
+from modelwright.parallel.channel import Channel
+from modelwright.parallel.mesh import World, single
+from modelwright.train.checkpoint.files import (
+    KIND,
+    PARTS,
+    STATE,
+    Best,
+    best_step_of,
+    check_checkpoint,
+    list_checkpoints,
+    other_steps_of,
+    read_best,
+    read_state,
+    read_weights,
+    step_name,
+)
+from modelwright.train.checkpoint.in_memory import MemoryCopies
+from modelwright.train.checkpoint.sharded_tensors import (
+    INDEX,
+    DamagedCheckpointError,
+    Piece,
+    ShardReader,
+    describe_pieces,
+    key_from_json,
+    merge_indexes,
+    piece_of,
+    read_index,
+    share_out,
+)
+from modelwright.train.checkpoint.state_tree import (
+    UnplaceableError,
+    join,
+    join_transport,
+    merge,
+    optimizer_state,
+    seat,
+    split,
+    split_transport,
+)
+
+__all__ = [
+    "Best",
+    "Checkpoints",
+    "DamagedCheckpointError",
+    "Snapshot",
+    "check_checkpoint",
+    "list_checkpoints",
+    "read_best",
+    "read_weights",
+]
+
+ALONE = single()
+MEMORY = Path("/dev/shm")
+"""A file system in memory that every Linux host has."""
+TOKEN = "memory-token"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What one checkpoint holds. `weights`: by parameter name; `state`: nested dicts and lists of tensors and JSON.
+
+    On several ranks: what this rank holds. Tensors are whole or DTensors; a name may be on some ranks only.
+    gradients: names of the parameters in the order in which a transport sees their gradients.
+    """
+
+    step: int
+    weights: Mapping[str, Tensor]
+    state: Mapping[str, Any]
+    gradients: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What one rank hands to its writer: the pieces that it writes, on the host, and its state without tensors."""
+
+    step: int
+    pieces: Mapping[str, Mapping[str, Piece]]
+    tree: Any
+    best: Best
+    also: Sequence[int] = ()
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every rank makes one and calls the same methods in the same order.
+
+    `save` copies to host memory and returns; a thread writes. What goes wrong there, on any rank, is raised on every
+    rank by the next `save`, `poll` or `wait`. `keep_last` whole checkpoints stay, and the others that they refer
+    to. reduce: the ranks among which a gradient transport sums.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int,
+        digest: str,
+        world: World = ALONE,
+        reduce: World = ALONE,
+        memory: Path = MEMORY,
+    ) -> None:
+        self.folder = folder
+        self.keep_last = keep_last
+        self.digest = digest
+        self.world = world
+        self.reduce = reduce
+        self._channel = Channel(world)
+        self.memory = memory
+        self._copies: MemoryCopies | None = None
+        self._sources: dict[int, Path] = {}
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self._keys: list[tuple] = []
+        self._written: list[int] = []
+        self._host: dict[str, Tensor] = {}
+
+    @property
+    def failed(self) -> bool:
+        """Whether the writer has met something that `wait` will raise."""
+        pending = self._pending
+        return pending is not None and pending.done() and pending.exception() is not None
+
+    def prepare(self) -> None:
+        """Make the folder and remove what a killed run left half-written."""
+        token = self._channel.attempt(self._clear if self.world.is_first else str, what=f"{self.folder}")
+        token = self._channel.exchange(token, what=f"{self.folder}")[0]
+        self._copies = MemoryCopies(self.memory, f"{self.digest}:{token}", self._channel)
+
+    def latest_step(self, note: Callable[[str], None], *, restart: bool = False) -> int:
+        """The step of the newest checkpoint that is whole, the same on all ranks; 0 when there is none.
+
+        A copy in memory counts when it is newer than what is on disk. The ranks share the checking. Damaged checkpoints
+        are told to `note`, renamed to `*.damaged` and never deleted; the newest one before them is taken. Raises
+        `ArtifactError` when all of them are damaged, unless `restart` asks to begin again, and when a checkpoint was
+        made by another configuration.
+        """
+        step, damages = self._latest_on_disk()
+        copy = self._copies.newest(after=step) if self._copies else None
+        if copy is not None and self._goes_with_disk(copy):
+            step = int(copy.name.removeprefix("step-"))
+            self._sources[step] = copy
+            note(f"step {step} is in the memory of the hosts")
+        if damages and not step and not restart:
+            raise ArtifactError(
+                f"all checkpoints in {self.folder} are damaged: {'; '.join(damages.values())}; put back a copy of one "
+                "of them, or add --restart to begin again at step 0 (the damaged ones are kept as *.damaged)"
+            )
+        for damaged, text in damages.items():
+            note(f"{text}; it is kept as {self.set_aside(damaged)}")
+        return step
+
+    def is_whole(self, step: int) -> bool:
+        """Whether the checkpoint of this step is on disk, undamaged; the ranks share the checking."""
+        path = self.folder / step_name(step)
+        mine = self._channel.attempt(partial(self._damage, path), what=f"checking {path}")
+        return not self._channel.any(bool(mine), what=f"checking {path}")
+
+    def load(
+        self,
+        step: int,
+        weights: Mapping[str, Tensor],
+        *,
+        gradients: Sequence[str] = (),
+        note: Callable[[str], None] = lambda text: None,
+    ) -> dict[str, Any]:
+        """Copy the weights of the checkpoint at `step`, which `latest_step` has checked, into `weights`, in place;
+        return the state.
+
+        Each rank reads just what it holds. The state under `optimizer` is that of the parameters in `weights`,
+        laid out like them; all other tensors are whole, on the CPU. gradients: as in `Snapshot`. Raises
+        `ArtifactError` when the checkpoint has other tensors than the ranks hold together.
+        """
+        path = self._sources.get(step, self.folder / step_name(step))
+        names = set().union(*self._channel.exchange(list(weights), what=f"loading {path}"))
+        held = {name: weights[name] for name in gradients}
+        return self._channel.attempt(lambda: self._load(path, names, weights, held, note), what=f"loading {path}")
+
+    def save(self, snapshot: Snapshot, *, best: Best, also: Sequence[int] = ()) -> None:
+        """Copy the snapshot to host memory and have it written, after an earlier one that is still being written.
+
+        also: steps of earlier checkpoints that it refers to: they stay as long as it does.
+        """
+        self.wait()
+        job = replace(self._copy(snapshot, best), also=also)
+        self._pending = self._writer.submit(self._write, job)
+
+    def keep(self, snapshot: Snapshot, *, best: Best) -> None:
+        """Like `save`, but into the hosts' memory, on two hosts where there are two; nothing goes to disk."""
+        self.wait()
+        assert self._copies, "`prepare` comes first"
+        self._pending = self._writer.submit(self._remember, self._copies, self._copy(snapshot, best))
+
+    def forget(self) -> None:
+        """Give the memory of the copies back: the run is finished."""
+        self.wait()
+        if self._copies:
+            self._copies.forget()
+
+    def poll(self) -> None:
+        """Raise what the writer met, without waiting for it."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint being written; raises `StorageError` when it could not be."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Let the writer finish and end it; what it met is not raised here."""
+        self._writer.shutdown(wait=True)
+
+    def write_best(self, best: Best) -> None:
+        """Point `best.json` at a checkpoint; takes the pointer away when there is no best one yet."""
+        if not self.world.is_first:
+            return
+        if best.step:
+            record = {"step": best.step, "loss": best.loss, "folder": step_name(best.step)}
+            write_atomic(self.folder / "best.json", json.dumps(record))
+        else:
+            (self.folder / "best.json").unlink(missing_ok=True)
+
+    def _clear(self) -> str:
+        """Returns what tells this folder from one of its name that was removed: copies in memory belong to it."""
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for leftover in [*self.folder.glob("step-*.partial"), *self.folder.glob("step-*.old")]:
+                shutil.rmtree(leftover, ignore_errors=True)
+            if not (self.folder / TOKEN).exists():
+                write_atomic(self.folder / TOKEN, secrets.token_hex(8))
+            return (self.folder / TOKEN).read_text(encoding="utf-8")
+
+    def set_aside(self, step: int) -> str:
+        """Rename the checkpoint of this step, which is damaged, so that nothing reads or deletes it any more; returns
+        its new name, "" when there is none."""
+        path = self.folder / step_name(step)
+        return self._channel.exchange(
+            self._channel.attempt(partial(self._set_aside, path), what=f"setting {path} aside"), what=f"{path}"
+        )[0]
+
+    def _latest_on_disk(self) -> tuple[int, dict[int, str]]:
+        """The step of the newest whole checkpoint (0: none), and what is wrong with those after it, by step."""
+        damages: dict[int, str] = {}
+        for name in reversed(self._channel.exchange([path.name for path in list_checkpoints(self.folder)])[0]):
+            path = self.folder / name
+            mine = self._channel.attempt(partial(self._damage, path), what=f"checking {path}")
+            damage = next(filter(None, self._channel.exchange(mine, what=f"checking {path}")), "")
+            step = int(name.removeprefix("step-"))
+            if not damage:
+                return step, damages
+            damages[step] = damage
+        return 0, damages
+
+    def _goes_with_disk(self, copy: Path) -> bool:
+        """Whether the best checkpoint that a copy refers to is on disk: its writing may have been cut off."""
+        best_step = int(read_state(copy)["best_step"])
+        return not self._channel.any(best_step > 0 and not (self.folder / step_name(best_step)).is_dir())
+
+    def _damage(self, path: Path) -> str:
+        """What is wrong with this rank's share of a checkpoint's files, or nothing."""
+        try:
+            check_checkpoint(path, digest=self.digest, part=self.world.rank, num_parts=self.world.size)
+        except DamagedCheckpointError as error:
+            return str(error)
+        return ""
+
+    def _set_aside(self, path: Path) -> str:
+        if not self.world.is_first or not path.exists():
+            return ""
+        names = chain([f"{path.name}.damaged"], (f"{path.name}.damaged-{number}" for number in count(2)))
+        name = next(name for name in names if not path.with_name(name).exists())
+        with writing(self.folder):
+            os.rename(path, path.with_name(name))
+        return name
+
+    def _load(
+        self,
+        path: Path,
+        names: set[str],
+        weights: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        note: Callable[[str], None],
+    ) -> dict[str, Any]:
+        index, record = read_index(path), read_state(path)
+        model, training = (ShardReader(path, index[part]) for part in PARTS)
+        for name in sorted(names ^ set(model.entries)):
+            raise ArtifactError(f"{path}: {name} is in {'the model' if name in names else 'the checkpoint'} only")
+        for name, weight in weights.items():
+            model.read_into(name, weight)
+        tree = record["state"]
+        optimizer = tree.pop("optimizer", None)
+        state = join(tree, training.read)
+        if optimizer is not None:
+            state["optimizer"] = optimizer_state(optimizer, training, weights)
+        if record["strategy"]:
+            at = seat(self.reduce.rank, self.reduce.size, gradients)
+            try:
+                state["strategy"] = join_transport(record["strategy"], training, at, gradients)
+            except UnplaceableError as error:
+                note(f"{path}: the strategy's state {error} does not fit this layout; the strategy starts afresh")
+                state["strategy"] = {}
+        return state
+
+    def _copy(self, snapshot: Snapshot, best: Best) -> _Job:
+        """Host copies of the pieces that this rank is to write."""
+        state = dict(snapshot.state)
+        transport = state.pop("strategy", None)
+        tensors: dict[str, Tensor] = {}
+        tree: dict[str, Any] = {"state": split(state, "", tensors)}
+        pieces = {("model", name): piece_of(tensor) for name, tensor in snapshot.weights.items()}
+        pieces |= {("training", name): piece_of(tensor) for name, tensor in tensors.items()}
+        if transport is not None:
+            gradients = {name: snapshot.weights[name] for name in snapshot.gradients}
+            at = seat(self.reduce.rank, self.reduce.size, gradients)
+            tree["strategy"], found = split_transport(transport, at, gradients)
+            pieces |= {("training", name): piece for name, piece in found.items()}
+        copies: dict[str, dict[str, Piece]] = {part: {} for part in PARTS}
+        for (part, name), piece in self._mine(pieces).items():
+            values = self._host_copy(f"{part}/{name}", piece.values)
+            copies[part][name] = Piece(values, piece.box, piece.shape)
+        return _Job(snapshot.step, copies, tree, best)
+
+    def _mine(self, pieces: dict[tuple[str, str], Piece]) -> dict[tuple[str, str], Piece]:
+        """The pieces that this rank writes; settled among the ranks when any rank's pieces have changed."""
+        if self.world.size == 1:
+            return pieces
+        keys = [(part, *piece.key(name)) for (part, name), piece in pieces.items()]
+        if self._channel.any(keys != self._keys, what="sharing out a checkpoint"):
+            self._keys = keys
+            everyone = self._channel.exchange(keys, what="sharing out a checkpoint")
+            self._written = share_out([[key_from_json(key) for key in held] for held in everyone])[self.world.rank]
+            self._host = {}
+        places = list(pieces)
+        return {places[position]: pieces[places[position]] for position in self._written}
+
+    def _host_copy(self, name: str, values: Tensor) -> Tensor:
+        """A copy on the host, in the memory of the checkpoint before: fresh pages cost more than the copy."""
+        copy = self._host.get(name)
+        if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
+            pinned = values.is_cuda
+            copy = self._host[name] = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
+        return copy.copy_(values)
+
+    def _write(self, job: _Job) -> None:
+        """Runs in the writer's thread, on every rank."""
+        path, what = self.folder / step_name(job.step), f"writing checkpoint {job.step}"
+        with ExitStack() as stack:
+            draft = self._channel.attempt(lambda: self._begin(path, stack), what=what)
+            folder = path.with_name(path.name + ".partial")
+            index = self._channel.attempt(lambda: self._write_own(folder, job), what=what)
+            described = self._channel.exchange((index, job.tree), what=what)
+            self._channel.attempt(lambda: self._finish(draft, job, described, stack), what=what)
+
+    def _begin(self, path: Path, stack: ExitStack) -> ArtifactDraft | None:
+        if not self.world.is_first:
+            return None
+        return stack.enter_context(write_artifact(path, kind=KIND, digest=self.digest))
+
+    def _write_own(self, folder: Path, job: _Job) -> dict[str, Any]:
+        """This rank's files; returns their part of the index."""
+        for part, pieces in job.pieces.items():
+            path = folder / self._file(part)
+            with writing(path):
+                _save_tensors({name: piece.values for name, piece in pieces.items()}, path)
+                with open(path, "rb") as written:
+                    os.fsync(written.fileno())
+        return self._describe(job)
+
+    def _file(self, part: str) -> str:
+        number = "" if self.world.size == 1 else f"-{self.world.rank:05d}-of-{self.world.size:05d}"
+        return f"{part}{number}.safetensors"
+
+    def _describe(self, job: _Job) -> dict[str, Any]:
+        return {part: describe_pieces(self._file(part), pieces) for part, pieces in job.pieces.items()}
+
+    def _finish(self, draft: ArtifactDraft | None, job: _Job, described: list[Any], stack: ExitStack) -> None:
+        """The first rank writes what all ranks have told, and the manifest last."""
+        if draft is None:
+            return
+        index, record = _combine(job, described)
+        with writing(draft.path):
+            (draft.path / INDEX).write_text(json.dumps(index), encoding="utf-8")
+            (draft.path / STATE).write_text(json.dumps(record), encoding="utf-8")
+            also = list(job.also)
+            draft.facts.update(step=job.step, best_step=job.best.step, also=also, num_ranks=self.world.size)
+            stack.close()
+        self.write_best(job.best)
+        self._prune()
+
+    def _remember(self, copies: MemoryCopies, job: _Job) -> None:
+        """Runs in the writer's thread, on every rank."""
+        files = {
+            self._file(part): serialize({name: piece.values for name, piece in pieces.items()})
+            for part, pieces in job.pieces.items()
+        }
+        what = f"copying step {job.step} to memory"
+        index, record = _combine(job, self._channel.exchange((self._describe(job), job.tree), what=what))
+        copies.write(job.step, files, index, record)
+
+    def _prune(self) -> None:
+        paths = list_checkpoints(self.folder)
+        last = paths[-self.keep_last :]
+        wanted = {path.name for path in last}
+        wanted |= {step_name(step) for path in last for step in (best_step_of(path), *other_steps_of(path))}
+        for path in paths:
+            if path.name not in wanted:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _combine(job: _Job, described: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[dict, dict]:
+    """`index.json` and `state.json` out of what all ranks tell."""
+    trees = [tree for _, tree in described]
+    record = {
+        "step": job.step,
+        "best_step": job.best.step,
+        "state": merge([tree["state"] for tree in trees]),
+        "strategy": [tree["strategy"] for tree in trees if "strategy" in tree],
+    }
+    return {part: merge_indexes([own[part] for own, _ in described]) for part in PARTS}, record
+
+
+def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """`save_file`, with its own I/O error turned back into the operating system's, which `writing` understands."""
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
+            raise StorageError(f"{path}: cannot be written ({error}); choose another --run-dir") from error
+        code = int(found.group(1))
+        raise OSError(code, os.strerror(code) if code in errno.errorcode else str(error), str(path)) from error

@@ -1,0 +1,136 @@
+"""Anomalies: steps that a person should look at."""
+
+import json
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.errors import ConfigError, writing
+from modelwright.train.technique import EMPTY_BATCH, LOSS_SPIKE, NOT_FINITE, StepInfo, Technique
+
+MAD_TO_SIGMA = 1.4826
+"""Median absolute deviation of a normal distribution to its standard deviation."""
+MAX_EVENTS = 1000
+SKIPPED = {
+    NOT_FINITE: ("nonfinite_step", "values not finite"),
+    EMPTY_BATCH: ("empty_step", "the whole batch has nothing to learn from"),
+    LOSS_SPIKE: ("skipped_spike", "a spike"),
+}
+"""The kind of event and the text for each reason to skip an update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchConfig:
+    """When a step is worth a line.
+
+    window: finite steps that the median and its deviation are taken over, nothing is judged before a third of them;
+    num_sigmas: robust standard deviations above the median that make a loss spike or a gradient-norm outlier, and
+    min_rise: the least relative rise over the median; stall_fraction and stall_s: the share of the step and the
+    seconds spent waiting for data that make a stall.
+    """
+
+    window: int = 60
+    num_sigmas: float = 6.0
+    min_rise: float = 0.1
+    stall_fraction: float = 0.5
+    stall_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.window < 6:
+            raise ConfigError(f"window: must be at least 6 steps, got {self.window}")
+
+
+class AnomalyLog:
+    """Finds loss spikes, gradient-norm outliers, skipped steps, data stalls and full memory in finished steps.
+
+    Every event is one JSON line in `path` and one call of `note`. Events: step, kind, value, limit, text.
+    """
+
+    def __init__(self, path: Path, config: WatchConfig, *, note: Callable[[str], None] = lambda text: None) -> None:
+        self.path = path
+        self.config = config
+        self.note = note
+        self.events: list[dict[str, Any]] = []
+        self.num_events: dict[str, int] = {}
+        self._recent: dict[str, list[float]] = {"loss_spike": [], "gradient_outlier": []}
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, "")
+
+    def observe(self, info: StepInfo) -> None:
+        if "out_of_memory" in info.scalars:
+            rows = info.scalars["microbatch_rows"]
+            text = f"out of memory; made again, and from here on, in microbatches of at most {rows:.0f} rows"
+            self.report(info.step, "out_of_memory", info.scalars["out_of_memory"], 0.0, text)
+        if info.skipped:
+            kind, why = SKIPPED[info.skip_reason]
+            if info.skip_reason == LOSS_SPIKE:
+                why = f"{why}, loss {info.loss:.4g}, gradient norm {info.grad_norm:.4g}"
+            self.report(info.step, kind, info.grad_norm, math.inf, f"update skipped: {why}")
+            return
+        self._judge(info.step, "loss_spike", info.loss, "loss")
+        self._judge(info.step, "gradient_outlier", info.grad_norm, "gradient norm")
+        limit = max(self.config.stall_s, self.config.stall_fraction * info.step_time_s)
+        if info.data_wait_s > limit:
+            text = f"waited {info.data_wait_s:.2f} s of {info.step_time_s:.2f} s for data"
+            self.report(info.step, "data_stall", info.data_wait_s, limit, text)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"events": list(self.events), "num_events": dict(self.num_events), "recent": self._recent}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the state and write the watch list as it was at that checkpoint."""
+        self.events = list(state["events"])
+        self.num_events = dict(state["num_events"])
+        self._recent = {kind: list(values) for kind, values in state["recent"].items()}
+        write_atomic(self.path, "".join(_line(event) for event in self.events))
+
+    def _judge(self, step: int, kind: str, value: float, name: str) -> None:
+        recent = self._recent[kind]
+        if len(recent) >= self.config.window // 3:
+            middle = statistics.median(recent)
+            spread = MAD_TO_SIGMA * statistics.median(abs(x - middle) for x in recent)
+            limit = max(middle + self.config.num_sigmas * spread, middle * (1 + self.config.min_rise))
+            if value > limit:
+                self.report(step, kind, value, limit, f"{name} {value:.4g} against a median of {middle:.4g}")
+        recent.append(value)
+        del recent[: -self.config.window]
+
+    def report(self, step: int, kind: str, value: float, limit: float, text: str) -> None:
+        """Add an event, from here or from another monitor."""
+        self.num_events[kind] = self.num_events.get(kind, 0) + 1
+        if len(self.events) >= MAX_EVENTS:
+            return
+        event = {"step": step, "kind": kind, "value": _plain(value), "limit": _plain(limit), "text": text}
+        self.events.append(event)
+        with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
+            file.write(_line(event))
+        self.note(f"watch: step {step}: {text}")
+
+
+def anomaly_monitor(log: AnomalyLog) -> Technique:
+    return Technique(
+        name="anomalies",
+        on_step_end=log.observe,
+        state=log,
+        summary=lambda: {"num_events": dict(log.num_events)},
+    )
+
+
+def read_watch(path: Path) -> list[dict[str, Any]]:
+    """All events of a watch list, oldest first; a missing file has none."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+
+
+def _line(event: dict[str, Any]) -> str:
+    return json.dumps(event) + "\n"
+
+
+def _plain(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,85 @@
+"""How long a run takes to get over a fault: from the last step before it to the first step after it.
+
+The first rank keeps the time of its last step in a small file; the process that goes on finds it there. A run that was
+stopped on purpose takes the file away.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from modelwright.core.errors import Stopped, writing
+from modelwright.train.runtime import Runtime
+from modelwright.train.technique import StepInfo, Technique
+
+LINE_BYTES = 128
+"""Of the file that is written over at every step, whole: no process ends between its first byte and its last."""
+
+
+class RecoveryTime:
+    """Every recovery is one line in `path`.
+
+    A line: step (the first one done again or anew), steps_lost (done before the fault and again after it), down_s
+    (seconds without a finished step), num_ranks and restart (the launcher's number of this start).
+    """
+
+    def __init__(self, path: Path, *, num_ranks: int, restart: int) -> None:
+        self.path = path
+        self.num_ranks = num_ranks
+        self.restart = restart
+        self._alive = path.with_name(path.name + ".alive")
+        self._before = _read(self._alive)
+
+    def observe(self, info: StepInfo) -> None:
+        now = time.time()
+        if self._before is not None:
+            line = {
+                "step": info.step,
+                "steps_lost": max(0, self._before["step"] - info.step + 1),
+                "down_s": now - self._before["time"],
+                "num_ranks": self.num_ranks,
+                "restart": self.restart,
+            }
+            with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            self._before = None
+        alive = json.dumps({"step": info.step, "time": now, "num_ranks": self.num_ranks}).ljust(LINE_BYTES)
+        with writing(self._alive):
+            file = os.open(self._alive, os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                os.pwrite(file, alive.encode(), 0)  # not flushed to disk: that would cost every step
+            finally:
+                os.close(file)
+
+    def stopped(self) -> None:
+        """The run ends on purpose: what comes later is no recovery."""
+        self._alive.unlink(missing_ok=True)
+
+
+def recovery_time(run: Runtime, *, num_ranks: int, restart: int) -> Technique:
+    """restart: the launcher's number of this start."""
+    recovery = RecoveryTime(run.folder / "recoveries.jsonl", num_ranks=num_ranks, restart=restart)
+
+    def leave(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None or isinstance(error, Stopped):
+            recovery.stopped()
+
+    run.on_exit.push(leave)
+    return Technique(name="recovery_time", on_step_end=recovery.observe)
+
+
+def read_recoveries(path: Path) -> list[dict[str, Any]]:
+    """All recoveries of a run, oldest first; their mean `down_s` is the mean time to recover."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,96 @@
+"""Detects silent corruption: replicas that no longer agree, bit for bit."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.parallel.channel import Channel
+from modelwright.train.checkpoint.sharded_tensors import key_from_json, piece_of
+from modelwright.train.runtime import Runtime
+from modelwright.train.technique import Technique
+
+CHUNK = 1 << 22
+"""Elements that are hashed at once: bounds the memory of the check."""
+
+
+class ReplicaError(ModelwrightError):
+    """Ranks that should hold the same values do not."""
+
+
+class ReplicaCheck:
+    """Compares, every `every` steps, hashes of what several ranks hold: bit for bit.
+
+    tensors: what this rank holds, by name. A difference raises `ReplicaError` on all ranks, before a later checkpoint
+    can keep it; a launcher then starts from the checkpoint before. Made on all ranks alike.
+    """
+
+    def __init__(self, channel: Channel, tensors: Callable[[], Mapping[str, Tensor]], *, every: int) -> None:
+        if every < 1:
+            raise ConfigError(f"every: must be at least 1 step, got {every}")
+        self.channel = channel
+        self.tensors = tensors
+        self.every = every
+
+    def check(self, step: int) -> None:
+        """Compare now. Raises `ReplicaError` that names the tensor and the ranks that are alone with their values."""
+        if self.channel.size == 1:
+            return
+        pieces = {name: piece_of(tensor) for name, tensor in self.tensors().items()}
+        hashes = torch.stack([bits_hash(piece.values) for piece in pieces.values()]).tolist()
+        keys = [piece.key(name) for name, piece in pieces.items()]
+        found: dict[tuple, dict[int, int]] = {}
+        everyone = self.channel.exchange(list(zip(keys, hashes, strict=True)), what=f"comparing replicas after {step}")
+        for rank, entries in enumerate(everyone):
+            for key, value in entries:
+                found.setdefault(key_from_json(key), {})[rank] = value
+        problems = [_differing(key[0], by_rank) for key, by_rank in found.items() if len(set(by_rank.values())) > 1]
+        if problems:
+            raise ReplicaError(
+                f"step {step}: copies of {len(problems)} tensors differ: {'; '.join(problems[:3])}: bits were changed "
+                "in memory or on the way; the run goes on from the last checkpoint when it is started again"
+            )
+
+
+def _differing(name: str, by_rank: Mapping[int, int]) -> str:
+    value, votes = Counter(by_rank.values()).most_common(1)[0]
+    if 2 * votes <= len(by_rank):
+        return f"{name} on ranks {sorted(by_rank)}"
+    return f"{name} on rank {', '.join(str(rank) for rank, own in by_rank.items() if own != value)}"
+
+
+def bits_hash(tensor: Tensor) -> Tensor:
+    """A 64-bit hash of a tensor's bits, an int64 scalar on its device; the same on any device.
+
+    Each element's bits are mixed with its place (the finaliser of SplitMix64, Steele et al. 2014) and added up, so one
+    changed bit always changes the sum, and so do two elements that change places (but for chance, 2^-64).
+    """
+    bits = tensor.detach().contiguous().reshape(-1)
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = bits.view(widths[min(8, bits.element_size())])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for number, chunk in enumerate(bits.split(CHUNK)):
+        first = number * CHUNK
+        place = torch.arange(first, first + chunk.numel(), dtype=torch.int64, device=tensor.device)
+        mixed = chunk.to(torch.int64) ^ (place * _signed(0x9E3779B97F4A7C15))
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            mixed = (mixed ^ _shift(mixed, shift)) * _signed(factor)
+        total += (mixed ^ _shift(mixed, 31)).sum()
+    return total
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _shift(values: Tensor, count: int) -> Tensor:
+    """Logical right shift: PyTorch's keeps the sign."""
+    return (values >> count) & ((1 << (64 - count)) - 1)
+
+
+def replica_check(run: Runtime, *, every: int) -> Technique:
+    """every: steps between comparisons."""
+    check = ReplicaCheck(Channel(run.world), lambda: run.strategy.replicated() or {}, every=every)
+    return Technique(name="replica_check", on_step_end=lambda info: check.check(info.step), every=every)

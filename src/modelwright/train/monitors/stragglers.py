@@ -1,0 +1,145 @@
+"""Finds ranks that compute slower than the others, and names them with their hosts.
+
+What counts is a rank's own time, waiting for others left out; a straggler makes everyone's step long, its own work
+alone tells who it is. Changes nothing about the training.
+"""
+
+import socket
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from modelwright.core.errors import ConfigError
+from modelwright.core.outliers import ratio_limit
+from modelwright.ops.microbenchmark import repeated, seconds_of
+from modelwright.parallel.mesh import Mesh, World
+from modelwright.train.runtime import Report, Runtime
+from modelwright.train.technique import StepInfo, Technique
+
+PROBE_DIM = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglerConfig:
+    """A rank is a straggler when its own time is more than `factor` times the median of all ranks in `patience`
+    looks in a row; `every`: steps between looks (each sends one number per rank), 0 for none."""
+
+    factor: float = 1.5
+    patience: int = 3
+    every: int = 10
+
+    def __post_init__(self) -> None:
+        if self.factor <= 1:
+            raise ConfigError(f"factor: must be above 1, got {self.factor}; 1.5 is half as long again as the median")
+        if self.patience < 1:
+            raise ConfigError(f"patience: must be at least 1, got {self.patience}")
+        if self.every < 0:
+            raise ConfigError(f"every: must not be negative, got {self.every}; 0 never looks")
+
+
+class Stragglers:
+    """Every rank has one and shows it the same steps. The first rank reports: once when a rank becomes a straggler,
+    once when it no longer is.
+
+    own_time_s: seconds of this rank's own work since it was last asked.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        config: StragglerConfig,
+        *,
+        own_time_s: Callable[[], float],
+        report: Report,
+        host: str = "",
+    ) -> None:
+        self.world = world
+        self.config = config
+        self.own_time_s = own_time_s
+        self.report = report
+        self.hosts: list[str] = world.gather_json(host or socket.gethostname())
+        self._num_looks = [0] * world.size
+
+    @property
+    def slow_ranks(self) -> list[int]:
+        return [rank for rank, looks in enumerate(self._num_looks) if looks >= self.config.patience]
+
+    def look(self, step: int) -> None:
+        """Compare the ranks now."""
+        mine = torch.tensor(self.own_time_s(), dtype=torch.float64, device=self.world.device)
+        self.judge(step, self.world.all_gather(mine).tolist())
+
+    def judge(self, step: int, times_s: Sequence[float]) -> None:
+        """One look at every rank's own time. The same on all ranks."""
+        median_s = statistics.median(times_s)
+        limit_s = ratio_limit(times_s, self.config.factor)
+        for rank, time_s in enumerate(times_s):
+            before = self._num_looks[rank]
+            self._num_looks[rank] = before + 1 if time_s > limit_s else 0
+            if self._num_looks[rank] == self.config.patience:
+                self._tell(step, rank, time_s, limit_s, f"computes {time_s / median_s:.1f} times as long as the median")
+            elif before >= self.config.patience and not self._num_looks[rank]:
+                self._tell(step, rank, time_s, limit_s, "keeps up again")
+
+    def _tell(self, step: int, rank: int, time_s: float, limit_s: float, what: str) -> None:
+        if self.world.is_first:
+            self.report(step, "straggler", time_s, limit_s, f"rank {rank} on {self.hosts[rank]} {what}")
+
+
+class OwnTime:
+    """Adds up a rank's own work; asked, it tells the mean per step and begins anew."""
+
+    def __init__(self) -> None:
+        self._total_s = 0.0
+        self._num_steps = 0
+
+    def add_step(self, seconds: float) -> None:
+        self._total_s += seconds
+        self._num_steps += 1
+
+    def __call__(self) -> float:
+        mean_s = self._total_s / max(1, self._num_steps)
+        self._total_s, self._num_steps = 0.0, 0
+        return mean_s
+
+
+class SpeedProbe:
+    """Seconds of a small fixed product, the fastest of a few: how fast the device is now, whatever the layout."""
+
+    def __init__(self, device: torch.device, *, num_repeats: int = 5) -> None:
+        self._factor = torch.full((PROBE_DIM, PROBE_DIM), 1.0 / PROBE_DIM, device=device)
+        self._num_repeats = num_repeats
+
+    def __call__(self) -> float:
+        return min(repeated(lambda: seconds_of(self._multiply, self._factor.device), num_rounds=self._num_repeats))
+
+    def _multiply(self) -> None:
+        product = self._factor
+        for _ in range(4):
+            product = product @ self._factor
+
+
+def own_times_compare(mesh: Mesh) -> bool:
+    """Whether all ranks do the same work and wait for nobody within it, so that `OwnTime` tells stragglers.
+
+    Otherwise (layers shared or gathered while they compute, stages of a pipeline) take a `SpeedProbe`.
+    """
+    return mesh.is_only_data_parallel
+
+
+def straggler_monitor(config: StragglerConfig, run: Runtime) -> Technique:
+    """Compares the ranks every `config.every` steps: their seconds in forward and backward where these compare, else a
+    `SpeedProbe`."""
+    own_time = OwnTime()
+    compares = own_times_compare(run.everyone) and run.world.device.type == "cpu"  # a GPU's clock is not the host's
+    measure = own_time if compares else SpeedProbe(run.world.device)
+    stragglers = Stragglers(run.world, config, own_time_s=measure, report=run.report)
+
+    def on_step_end(info: StepInfo) -> None:
+        own_time.add_step(info.compute_s)
+        if info.step % config.every == 0:
+            stragglers.look(info.step)
+
+    return Technique(name="stragglers", on_step_end=on_step_end)

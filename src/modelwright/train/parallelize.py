@@ -1,0 +1,158 @@
+"""Model passes, `model -> model`, in their one fixed order.
+
+Tensor parallelism changes what the layers are, so it comes first. Loss scales of blocks wrap them next, inside what
+activation checkpointing computes again; that comes before compile, which sees (and may fuse across) what is computed
+again; FSDP, which gathers whole blocks, comes last. How products are computed (`precision/model.py`) is set on the
+finished layers, whose formats may change while the model trains.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from modelwright.memory.activations import block_shape, head_workspace_bytes
+from modelwright.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
+from modelwright.memory.config import ActivationConfig
+from modelwright.memory.offload import Store
+from modelwright.model.decoder import Decoder
+from modelwright.ops import cpu_kernels
+from modelwright.ops.cross_entropy import CHUNK_TOKENS
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import Mesh
+from modelwright.parallel.pipeline.runner import Pipeline
+from modelwright.parallel.pipeline.schedule import microbatches_in_flight
+from modelwright.parallel.pipeline.stages import layers_of_stages, rank_of_stage
+from modelwright.parallel.shard import shard_states
+from modelwright.parallel.tensor import shard_layers
+from modelwright.precision.layer_scales import LayerScales, scale_blocks
+from modelwright.precision.model import remove_formats
+from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.runner import Executor, WholeModel
+
+
+def parallelize(
+    model: Decoder,
+    *,
+    mesh: Mesh,
+    parallel: ParallelConfig,
+    activations: Callable[[Decoder], Decoder],
+    compile_blocks: bool,
+    precision: PrecisionConfig,
+    layer_scales: LayerScales | None = None,
+    scatters_each: bool = False,
+) -> Executor:
+    """Lay the model out over the mesh, in place; a pipeline keeps this rank's layers only. scatters_each: gradients
+    that are divided are scattered after each microbatch at every stage of ZeRO.
+
+    Every rank begins with the same whole model. The executor's `model` has this rank's parameters under their names.
+    """
+
+    def passes(part: Decoder) -> Decoder:
+        return apply_passes(
+            part,
+            mesh=mesh,
+            parallel=parallel,
+            activations=activations,
+            compile_blocks=compile_blocks,
+            precision=precision,
+            layer_scales=layer_scales,
+        )
+
+    if mesh.pipeline.size > 1:
+        return Pipeline(model, parallel, mesh, passes=passes)
+    scatters_each |= parallel.shard in ("gradients", "full")
+    return WholeModel(
+        passes(model), mesh.context, scatters_each=scatters_each, context_attention=parallel.context_attention
+    )
+
+
+def apply_passes(
+    model: Decoder,
+    *,
+    mesh: Mesh,
+    parallel: ParallelConfig,
+    activations: Callable[[Decoder], Decoder],
+    compile_blocks: bool,
+    precision: PrecisionConfig,
+    layer_scales: LayerScales | None = None,
+) -> Decoder:
+    """Apply the passes that are switched on, in place; parameter names stay as they are. Returns the model."""
+    if mesh.devices is not None and mesh.tensor.size > 1:
+        model = shard_layers(model, mesh.devices["tensor"], sequence_parallel=parallel.sequence_parallel)
+    if layer_scales is not None:
+        model = scale_blocks(model, layer_scales)
+    model = activations(model)
+    if compile_blocks:
+        model = compile_each_block(model)
+    if mesh.sharing_devices is not None and parallel.shard != "none":
+        formats = {"attention": precision.gathered_as("attention"), "ffn": precision.gathered_as("ffn")}
+        model = shard_states(model, mesh.sharing_devices, parallel.shard, formats)
+    return model
+
+
+def activation_pass(
+    config: ActivationConfig,
+    *,
+    precision: PrecisionConfig,
+    tokens_per_microbatch: int,
+    num_microbatches: int,
+    parallel: ParallelConfig,
+    store: Store | None,
+    pipeline_rank: int = 0,
+) -> Callable[[Decoder], Decoder]:
+    """The pass for what blocks keep from forward to backward.
+
+    tokens_per_microbatch: of one rank. A budget is the rank's: its stages share it by their numbers of layers. store:
+    where what is given away waits, if the configuration has anything given away.
+    """
+    in_flight = microbatches_in_flight(
+        parallel.schedule,
+        pipeline=parallel.pipeline,
+        rank=pipeline_rank,
+        stages_per_rank=parallel.stages_per_rank,
+        num_microbatches=num_microbatches,
+    )
+
+    def apply(model: Decoder) -> Decoder:
+        if config.mode == "none" and config.offload == "none":
+            return model
+        shape = block_shape(
+            model.config,
+            compute=precision.planned_as,
+            mean_context=model.config.max_seq_len / 2,
+            tensor=parallel.tensor,
+            sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
+            fused=cpu_kernels.take(*model.parameters()),
+        )
+        layers, owners = layers_of_stages(model.config, parallel), rank_of_stage(parallel)
+        rank_layers = sum(len(held) for held, owner in zip(layers, owners, strict=True) if owner == pipeline_rank)
+        share = len(model.blocks) / max(1, rank_layers)
+        head_bytes = head_workspace_bytes(
+            model.config, num_tokens=tokens_per_microbatch, chunk_tokens=CHUNK_TOKENS, tensor=parallel.tensor
+        )
+        segments = segments_for(
+            replace(config, budget_bytes=math.ceil(config.budget_bytes * share)) if share else config,
+            len(model.blocks),
+            shape=shape,
+            num_tokens=tokens_per_microbatch,
+            in_flight=math.ceil(in_flight),
+            end_bytes=head_bytes if owners[-1] == pipeline_rank else 0,
+        )
+        return checkpoint_segments(model, segments, store=store)
+
+    return apply
+
+
+def compile_each_block(model: Decoder, *, backend: str = "inductor") -> Decoder:
+    """`torch.compile` block by block: one graph serves all of them, so starting costs one compilation."""
+    for block in model.blocks.values():
+        block.compile(backend=backend)
+    return model
+
+
+def remove_passes(model: Decoder) -> None:
+    """Take the passes off again, so that the model is plain once more (and may be trained again)."""
+    remove_checkpoints(model)
+    remove_formats(model)
+    for block in model.blocks.values():
+        block._compiled_call_impl = None

@@ -1,0 +1,62 @@
+"""How far a run is and how it ended, as values."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from modelwright.core.rundir import StageDir
+from modelwright.model.decoder import Decoder
+from modelwright.train.checkpoint.files import Best, read_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """How a run ended. The model holds the last weights; `load_best` puts the best ones in.
+
+    loss: of the last step; heldout_loss: at the last evaluation, nan without held-out batches; best: lowest held-out
+    loss and its step (0: none); num_tokens: trained on, padding left out; train_time_s: spent in steps, over all
+    starts; model_flops: of forward and backward passes; mfu: in [0, 1], 0 without a peak rate; peak_flops: of one rank,
+    the given one or that of the fastest step; bytes_sent: by this rank since this start, as in `StepInfo`; summaries:
+    what techniques report, by their names.
+    """
+
+    num_steps: int
+    loss: float
+    heldout_loss: float
+    best: Best
+    num_tokens: int
+    train_time_s: float
+    model_flops: float
+    mfu: float
+    bytes_sent: int | None
+    peak_flops: float = 0.0
+    summaries: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def summary_of(self, technique: str) -> Mapping[str, Any]:
+        """What a technique reported; empty where it was off."""
+        return self.summaries.get(technique, {})
+
+
+@dataclass
+class TrainState:
+    """How far the run is: what a checkpoint says besides tensors. `step`: updates done."""
+
+    step: int = 0
+    loss: float = math.nan
+    num_tokens: int = 0
+    train_time_s: float = 0.0
+    model_flops: float = 0.0
+    evaluated_step: int = 0
+    heldout_loss: float = math.nan
+    best_step: int = 0
+    best_loss: float = math.inf
+
+    @property
+    def best(self) -> Best:
+        return Best(step=self.best_step, loss=self.best_loss)
+
+
+def load_best(model: Decoder, stage: StageDir, best: Best) -> None:
+    """Put the weights with the lowest held-out loss into the model. Raises `ArtifactError` when they are gone."""
+    model.load_state_dict(read_weights(stage.checkpoints, best.step))

@@ -1,0 +1,22 @@
+"""Delayed scaling of FP8: the largest magnitudes of the last steps, over all ranks, scale the present ones."""
+
+from modelwright.precision.model import FollowMaxima
+from modelwright.train.objective import Batch
+from modelwright.train.runtime import Runtime
+from modelwright.train.technique import Technique, Update
+
+
+def amax_history(run: Runtime) -> Technique | None:
+    """None where nothing is scaled by past steps."""
+    if not run.formats.config.delays:
+        return None
+    history = FollowMaxima(run.formats, lambda values: run.mesh.world.maxima(*values))
+
+    def on_batch(step: int, batch: Batch) -> Batch:
+        run.formats.begin_step()
+        return batch
+
+    def on_gradients(update: Update) -> None:
+        history.synchronize()
+
+    return Technique(name="amax_history", on_batch=on_batch, on_gradients=on_gradients, state=history)

@@ -1,0 +1,70 @@
+"""Skips steps whose loss or gradients are not finite, and steps that have nothing to learn from."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from modelwright.core.errors import ModelwrightError
+from modelwright.train.runtime import Runtime
+from modelwright.train.technique import EMPTY_BATCH, NOT_FINITE, Technique, Update
+
+
+class FiniteCheck:
+    """Measures the gradient norm and skips the step on all ranks when it or the loss is not finite on any.
+
+    `agree`: the maximum of a float over all ranks; `norm`: the norm of the whole model's gradients. After
+    `max_skipped` skipped steps in a row a `ModelwrightError` ends the run: nothing is learned any more.
+    """
+
+    def __init__(
+        self, agree: Callable[[float], float], norm: Callable[[list[Tensor]], float], *, max_skipped: int
+    ) -> None:
+        self.agree = agree
+        self.norm = norm
+        self.max_skipped = max_skipped
+        self.num_skipped = 0
+        self.num_in_a_row = 0
+
+    def on_gradients(self, update: Update) -> None:
+        update.grad_norm = self.norm(update.gradients)
+        finite = math.isfinite(update.grad_norm) and math.isfinite(update.loss)
+        skip = self.agree(0.0 if finite else 1.0) > 0.0
+        self.num_skipped += skip
+        self.num_in_a_row = self.num_in_a_row + 1 if skip else 0
+        if skip:
+            update.skip(NOT_FINITE)
+        if self.num_in_a_row >= self.max_skipped:
+            raise ModelwrightError(
+                f"step {update.step + 1}: loss or gradients were not finite for {self.num_in_a_row} steps in a row; "
+                "lower the learning rate, or clip harder, and run again"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_skipped": self.num_skipped, "num_in_a_row": self.num_in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_skipped, self.num_in_a_row = state["num_skipped"], state["num_in_a_row"]
+
+
+def finite_check(max_skipped_steps: int, run: Runtime) -> Technique:
+    check = FiniteCheck(run.max_over_ranks, run.strategy.grad_norm, max_skipped=max_skipped_steps)
+    return Technique(
+        name="finite_check",
+        on_gradients=check.on_gradients,
+        state=check,
+        summary=lambda: {"num_skipped": check.num_skipped},
+    )
+
+
+def skip_empty_batches() -> Technique:
+    """Leaves weights and moments alone in a step that has nothing to learn from. Acts after the loss scale, since that
+    is no overflow, and before what keeps a history of losses and norms."""
+
+    def on_gradients(update: Update) -> None:
+        if update.is_empty:
+            update.skip(EMPTY_BATCH)
+            update.metrics["empty"] = 1.0
+
+    return Technique(name="skip_empty_batches", on_gradients=on_gradients)

@@ -1,0 +1,38 @@
+"""Gradient clipping by the global norm, to a fixed limit or to one that follows the recent norms."""
+
+from typing import Any
+
+from modelwright.optim.clip import AdaptiveClipConfig, scale_to_norm
+from modelwright.train.technique import Technique, Update
+
+
+class Clip:
+    """Scales the gradients so that their global norm is at most `max_norm`, or the limit that recent norms give."""
+
+    def __init__(self, max_norm: float, adaptive: AdaptiveClipConfig) -> None:
+        self.max_norm = max_norm
+        self.adaptive = adaptive
+        self.norms: list[float] = []
+
+    def on_gradients(self, update: Update) -> None:
+        if update.skipped:
+            return
+        limit = self.adaptive.limit(self.norms, self.max_norm)
+        scale_to_norm(update.gradients, update.grad_norm, limit)
+        if self.adaptive.kind != "none":
+            update.metrics["clip_norm"] = limit
+            self.norms = [*self.norms, update.grad_norm][-self.adaptive.window :]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"norms": list(self.norms)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.norms = list(state["norms"])
+
+
+def gradient_clipping(max_norm: float, adaptive: AdaptiveClipConfig) -> Technique | None:
+    """max_norm: 0 leaves gradients alone."""
+    if max_norm <= 0:
+        return None
+    clip = Clip(max_norm, adaptive)
+    return Technique(name="gradient_clipping", on_gradients=clip.on_gradients, state=clip, belongs_to_weights=True)

@@ -1,0 +1,41 @@
+"""The scheduled learning rate, set before forward: it depends on the step alone."""
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from modelwright.optim.schedule import ScheduleConfig, rate_factor
+from modelwright.train.objective import Batch
+from modelwright.train.runtime import Runtime
+from modelwright.train.technique import Technique
+
+
+class LearningRate:
+    """Sets `peak` times the schedule's factor in all parameter groups. Its state is the rate of the last step, which
+    techniques that act before it may read in the groups."""
+
+    def __init__(self, optimizer: Optimizer, config: ScheduleConfig, *, peak: float, num_steps: int) -> None:
+        self.optimizer = optimizer
+        self.config = config
+        self.peak = peak
+        self.num_steps = num_steps
+
+    def on_batch(self, step: int, batch: Batch) -> Batch:
+        self.set_rate(self.peak * rate_factor(self.config, step, self.num_steps))
+        return batch
+
+    def set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rate": self.optimizer.param_groups[0]["lr"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.set_rate(state["rate"])
+
+
+def learning_rate(config: ScheduleConfig, run: Runtime, *, peak: float) -> Technique:
+    """peak: the highest learning rate of the schedule."""
+    rate = LearningRate(run.replica.optimizer, config, peak=peak, num_steps=run.num_steps)
+    return Technique(name="learning_rate", on_batch=rate.on_batch, state=rate)

@@ -1,0 +1,154 @@
+"""Loss scaling: takes the scale out of the gradients and lets it follow overflows.
+
+The finite check has agreed with all ranks, along every axis, whether something overflowed, so that all of
+them skip the same updates and have the same scale (PyTorch's own scaler asks no other pipeline stage).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelwright.parallel.mesh import World
+from modelwright.precision.layer_scales import SMALLEST_NORMAL, LayerFindings, LayerScales
+from modelwright.precision.loss_scale import LossScale, LossScaler, NoLossScaler
+from modelwright.train.technique import Technique, Update
+
+
+class UniformLossScaler:
+    """One scale for all gradients."""
+
+    def __init__(self, scale: LossScale) -> None:
+        self.scale = scale
+
+    @property
+    def value(self) -> float:
+        return self.scale.value
+
+    def unscale(self, gradients: list[Tensor]) -> None:
+        if gradients:
+            torch._foreach_mul_(gradients, 1.0 / self.scale.value)  # pyright: ignore
+
+
+class DynamicLossScale:
+    """Lets the scale follow overflows. Acts right after the finite check; what skips an update later is no overflow."""
+
+    def __init__(self, scale: LossScale) -> None:
+        self.scale = scale
+
+    def on_gradients(self, update: Update) -> None:
+        update.metrics["loss_scale"] = self.scale.value
+        self.scale.update(update.step, update.skipped)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scale.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale.load_state_dict(state)
+
+
+class PerLayerLossScale:
+    """A scale for each layer that follows its overflows; also the `LossScaler` of such a run. `unscale` is called
+    before gradients are sent, while this rank's own overflows can still be told from those of others.
+
+    world: the ranks that make updates together, whichever layers they hold. names: of the parameters, in the order of
+    their gradients; those without a gradient take no part in a step.
+    """
+
+    def __init__(self, scales: LayerScales, world: World, names: Mapping[Tensor, str]) -> None:
+        self.scales = scales
+        self.world = world
+        self.names = names
+        self._largest: list[float] = []
+        self._counts: list[float] = []
+        self._common_overflowed = False
+
+    @property
+    def value(self) -> float:
+        """The scale between blocks."""
+        return self.scales.common.value
+
+    def unscale(self, gradients: list[Tensor]) -> None:
+        """In place. Keeps what `on_gradients` looks at."""
+        names = [name for parameter, name in self.names.items() if parameter.grad is not None]
+        layers = [layer_of(name) for name in names]
+        scales = [self.scales.common.value if layer is None else self.scales.values[layer] for layer in layers]
+        extremes = _largest(gradients)
+        num_layers = len(self.scales.values)
+        self._largest = [0.0] * num_layers
+        for layer, value in zip(layers, extremes, strict=True):
+            if layer is not None and not self._largest[layer] >= value:  # nan wins
+                self._largest[layer] = value
+        self._common_overflowed = any(
+            name.startswith(("norm.", "head.")) and not math.isfinite(value)
+            for name, value in zip(names, extremes, strict=True)
+        )
+        self._counts = self._count_small(gradients, layers)
+        torch._foreach_mul_(list(gradients), [1.0 / scale for scale in scales])  # pyright: ignore
+
+    def on_gradients(self, update: Update) -> None:
+        num_layers = len(self.scales.values)
+        flags = [float(not math.isfinite(value)) for value in self._largest]
+        known = [value if math.isfinite(value) else 0.0 for value in self._largest]
+        agreed = self.world.maxima(float(self._common_overflowed), *flags, *known)
+        counts = self.world.sums(self._counts) if any(map(self.scales.due, range(num_layers))) else self._counts
+        found = [
+            LayerFindings(largest=agreed[1 + num_layers + layer], small=small / max(1.0, total))
+            for layer, (small, total) in enumerate(zip(counts[:num_layers], counts[num_layers:], strict=True))
+        ]
+        began = [layer for layer in range(num_layers) if agreed[1 + layer]]
+        culprit = max(began) if began and not agreed[0] and math.isfinite(update.loss) else None
+        update.metrics["loss_scale"] = self.scales.common.value
+        update.metrics["loss_scale/lowest_layer"] = min(self.scales.values)
+        update.metrics["loss_scale/highest_layer"] = max(self.scales.values)
+        self.scales.update(update.step, overflowed=update.skipped, culprit=culprit, found=found)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scales.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scales.load_state_dict(state)
+
+    def _count_small(self, gradients: Sequence[Tensor], layers: Sequence[int | None]) -> list[float]:
+        """For each layer that is due, how many elements of its matrices lie below FP16's normal numbers while they are
+        scaled, and then how many there are."""
+        num_layers = len(self.scales.values)
+        small, total = [0.0] * num_layers, [0.0] * num_layers
+        for layer, gradient in zip(layers, gradients, strict=True):
+            if layer is not None and gradient.dim() >= 2 and self.scales.due(layer):
+                small[layer] += float((gradient.abs() < SMALLEST_NORMAL).sum())
+                total[layer] += gradient.numel()
+        return [*small, *total]
+
+
+def loss_scaling(scale: LossScale | None, per_layer: PerLayerLossScale | None) -> tuple[LossScaler, Technique | None]:
+    """What scales the losses, and the technique that follows overflows. scale: the only one, or the one between blocks
+    where each layer has its own; None where losses stay as they are."""
+    if scale is None:
+        return NoLossScaler(), None
+    if per_layer is None:
+        dynamic = DynamicLossScale(scale)
+        return UniformLossScaler(scale), Technique(
+            name="loss_scaling", on_gradients=dynamic.on_gradients, state=dynamic, summary=scale.state_dict
+        )
+    return per_layer, Technique(
+        name="loss_scaling",
+        on_gradients=per_layer.on_gradients,
+        state=per_layer,
+        summary=lambda: {**scale.state_dict(), "layers": per_layer.scales.state_dict()},
+    )
+
+
+def layer_of(name: str) -> int | None:
+    """The block that a parameter belongs to, by its name."""
+    parts = name.split(".")
+    return int(parts[1]) if parts[0] == "blocks" else None
+
+
+def _largest(gradients: Sequence[Tensor]) -> list[float]:
+    """Of each gradient by magnitude, nan where one is; pieces may be empty."""
+    held = [gradient for gradient in gradients if gradient.numel()]
+    norms = iter(torch.stack(torch._foreach_norm(held, math.inf)).tolist()) if held else iter(())  # pyright: ignore
+    return [next(norms) if gradient.numel() else 0.0 for gradient in gradients]

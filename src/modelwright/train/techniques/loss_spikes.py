@@ -1,0 +1,271 @@
+"""Spikes of loss and gradient norm: their updates are left out, and after several of them the run goes back.
+
+`LossSpikes` acts between the finite check and clipping. It judges by robust statistics: the median of the last
+accepted updates and their median absolute deviation, on finite values only (those that are not belong to the finite
+check).
+
+Going back (Chowdhery et al. 2022, PaLM, section 5.1: restart from a checkpoint of before the spike, and skip the
+batches that made it) takes weights and optimizer from a checkpoint; the trainer does that on request. Steps are never
+counted twice: update n always learns from batch n, and a run ends after as many batches as without. The batches between
+the checkpoint and the present leave no trace; `spikes.jsonl` has their numbers. Everything here is in the checkpoint,
+and a run goes back to checkpoints of fixed steps only, so that a run that is killed and started again does the same.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.compatibility import (
+    EQUAL_REPLICAS,
+    EXACT_SUMS,
+    PROMPT_GRADIENTS,
+    REVERSIBLE_UPDATES,
+    SYNCHRONOUS_UPDATES,
+    WHOLE_GRADIENTS,
+    Feature,
+    feature,
+)
+from modelwright.core.errors import ConfigError
+from modelwright.train.monitors.anomalies import MAD_TO_SIGMA
+from modelwright.train.objective import Batch
+from modelwright.train.runtime import Runtime
+from modelwright.train.technique import LOSS_SPIKE, Rollback, StepInfo, Technique, Update
+
+MAX_KEPT = 1000
+NUM_GOOD = 2
+"""Checkpoints that the run may go back to: the newer one may lie too close to the first spike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpikeConfig:
+    """When an update is a spike, and what happens after several.
+
+    num_sigmas: robust standard deviations above the median of the last `window` accepted updates, 0 judges nothing;
+    loss_rise and norm_rise: a spike is also above the median by this share of it, the loss or the gradient norm.
+    Nothing is judged before a third of the window is there; max_in_a_row: so many spikes in a row are a new level, and
+    the next passes.
+
+    rollback_after: spikes among the last `rollback_window` updates after which the run goes back, 0 never; to the
+    newest checkpoint (of a multiple of `checkpoint_every_steps`) without spikes in the window before it and at least
+    `margin` updates before the first of these; max_rollbacks: of the whole run. Then the learning rate is `lower_rate`
+    times the scheduled one for `lower_steps` updates.
+    """
+
+    num_sigmas: float = 0.0
+    window: int = 100
+    loss_rise: float = 0.1
+    norm_rise: float = 1.0
+    max_in_a_row: int = 5
+    rollback_after: int = 0
+    rollback_window: int = 50
+    margin: int = 10
+    max_rollbacks: int = 3
+    lower_rate: float = 1.0
+    lower_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_sigmas", "loss_rise", "norm_rise", "rollback_after", "margin", "lower_steps"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 switches it off")
+        for name, least in (("window", 6), ("max_in_a_row", 1), ("rollback_window", 1), ("max_rollbacks", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: must be at least {least}, got {getattr(self, name)}")
+        if not 0.0 < self.lower_rate <= 1.0:
+            raise ConfigError(f"lower_rate: must be above 0 and at most 1, got {self.lower_rate}; 1 leaves the rate")
+        if self.rollback_after and not self.num_sigmas:
+            raise ConfigError("rollback_after: counts spikes, and num_sigmas is 0; 6 is usual")
+        if self.rollback_after > min(self.max_in_a_row, self.rollback_window):
+            raise ConfigError(
+                f"rollback_after: {self.rollback_after} spikes never come together: max_in_a_row "
+                f"({self.max_in_a_row}) and rollback_window ({self.rollback_window}) must be at least as many"
+            )
+
+    def features(self) -> list[Feature]:
+        """What this needs of a run."""
+        needs = {WHOLE_GRADIENTS, SYNCHRONOUS_UPDATES}
+        found = [feature("num_sigmas", needs=needs)] if self.num_sigmas else []
+        if self.rollback_after:
+            needs |= {EXACT_SUMS, PROMPT_GRADIENTS, EQUAL_REPLICAS, REVERSIBLE_UPDATES}
+            found.append(feature("rollback_after", needs=needs))
+        return found
+
+
+class LossSpikes:
+    """Skips updates at spikes and says when to roll back.
+
+    `agree`: the maximum of a float over all ranks; path: each spike and each way back is a line there, on the first
+    rank. A line: kind (`spike`, `rollback`), step (updates done then), batches (first and last that were left out, from
+    0), loss and norm of a spike.
+    """
+
+    def __init__(
+        self,
+        config: SpikeConfig,
+        agree: Callable[[float], float],
+        path: Path,
+        *,
+        is_first: bool,
+        checkpoint_every: int = 0,
+    ) -> None:
+        self.config = config
+        self.checkpoint_every = checkpoint_every
+        self.agree = agree
+        self.path = path
+        self.is_first = is_first
+        self.events: list[dict[str, Any]] = []
+        self.num_rollbacks = 0
+        self._accepted: list[tuple[int, float, float]] = []
+        self._recent: list[int] = []
+        self._in_a_row = 0
+        self._good: list[int] = []
+        self._slow_until = 0
+
+    def lower_rate(self, optimizer: Optimizer, step: int) -> None:
+        """After a rollback the rate of update `step` is lower than the scheduled one, which has been set."""
+        if step < self._slow_until:
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * self.config.lower_rate
+
+    def on_gradients(self, update: Update) -> None:
+        if update.skipped or not self.config.num_sigmas:
+            return
+        spike = self._is_spike(update)
+        self._recent = [step for step in self._recent if step > update.step - self.config.rollback_window]
+        if self.agree(float(spike and self._in_a_row < self.config.max_in_a_row)) > 0:
+            self._in_a_row += 1
+            self._recent = [*self._recent, update.step]
+            update.skip(LOSS_SPIKE)
+            update.metrics["spike"] = 1.0
+            values = {"loss": _plain(update.loss), "norm": _plain(update.grad_norm)}
+            self._record(kind="spike", step=update.step + 1, batches=[update.step, update.step], **values)
+            return
+        if spike:  # a new level
+            self._accepted, self._recent = [], []
+        self._in_a_row = 0
+        accepted = (update.step, update.loss, update.grad_norm)
+        self._accepted = [*self._accepted, accepted][-self.config.window :]
+
+    @property
+    def pinned_checkpoints(self) -> Sequence[int]:
+        """Steps whose checkpoints must not be removed."""
+        return list(self._good)
+
+    def on_step_end(self, step: int) -> Sequence[int]:
+        """After `step` updates: the checkpoints to roll back to, best first; none while there is no reason to."""
+        if targets := self.rollback_targets():
+            return targets
+        self._pin(step)
+        return ()
+
+    def rollback_targets(self) -> list[int]:
+        allowed = self.config.rollback_after > 0 and self.num_rollbacks < self.config.max_rollbacks
+        if not allowed or len(self._recent) < self.config.rollback_after:
+            return []
+        return sorted((step for step in self._good if step <= self._recent[0] - self.config.margin), reverse=True)
+
+    def rolled_back(self, step: int, to: int) -> None:
+        """After `step` updates, weights and optimizer are those of `to` again."""
+        self.num_rollbacks += 1
+        self._accepted = [entry for entry in self._accepted if entry[0] < to]
+        self._good = [good for good in self._good if good <= to]
+        self._recent, self._in_a_row = [], 0
+        self._slow_until = step + self.config.lower_steps
+        self._record(kind="rollback", step=step, batches=[to, step - 1])
+        self._pin(step)
+
+    def _pin(self, step: int) -> None:
+        """A checkpoint of a fixed step will be written: it will do for a rollback if there were no spikes of late."""
+        if not self.checkpoint_every or step % self.checkpoint_every:  # others may be at any moment
+            return
+        calm = all(spike < step - self.config.rollback_window for spike in self._recent)
+        if self.config.rollback_after and calm and step not in self._good:
+            self._good = [*self._good, step][-NUM_GOOD:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "events": list(self.events),
+            "num_rollbacks": self.num_rollbacks,
+            "accepted": [list(entry) for entry in self._accepted],
+            "recent": list(self._recent),
+            "in_a_row": self._in_a_row,
+            "good": list(self._good),
+            "slow_until": self._slow_until,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the state and write the list as it was at that checkpoint."""
+        self.events, self.num_rollbacks = list(state["events"]), int(state["num_rollbacks"])
+        self._accepted = [(int(step), float(loss), float(norm)) for step, loss, norm in state["accepted"]]
+        self._recent, self._in_a_row = list(state["recent"]), int(state["in_a_row"])
+        self._good, self._slow_until = list(state["good"]), int(state["slow_until"])
+        if self.events or self.path.exists():
+            self._write()
+
+    def _is_spike(self, update: Update) -> bool:
+        if len(self._accepted) < self.config.window / 3:
+            return False
+        _, losses, norms = zip(*self._accepted, strict=True)
+        return update.loss > self._limit(losses, self.config.loss_rise) or update.grad_norm > self._limit(
+            norms, self.config.norm_rise
+        )
+
+    def _limit(self, values: Sequence[float], rise: float) -> float:
+        middle = statistics.median(values)
+        spread = MAD_TO_SIGMA * statistics.median(abs(value - middle) for value in values)
+        return middle + max(self.config.num_sigmas * spread, rise * abs(middle))
+
+    def _record(self, **event: Any) -> None:
+        if len(self.events) < MAX_KEPT:
+            self.events.append(event)
+            self._write()
+
+    def _write(self) -> None:
+        if self.is_first:
+            write_atomic(self.path, "".join(json.dumps(event) + "\n" for event in self.events))
+
+
+def loss_spikes(
+    config: SpikeConfig, run: Runtime, *, checkpoint_every: int
+) -> tuple[Technique, Technique] | tuple[None, None]:
+    """The detector, and what lowers the learning rate after a rollback, which acts after the rate is set.
+
+    checkpoint_every: steps between the checkpoints that a rollback may go back to.
+    """
+    if not config.num_sigmas:
+        return None, None
+    path = run.folder / "spikes.jsonl"
+    spikes = LossSpikes(config, run.max_over_ranks, path, is_first=run.is_first, checkpoint_every=checkpoint_every)
+
+    def on_batch(step: int, batch: Batch) -> Batch:
+        spikes.lower_rate(run.replica.optimizer, step)
+        return batch
+
+    def on_step_end(info: StepInfo) -> Rollback | None:
+        def done(to: int) -> None:
+            spikes.rolled_back(info.step, to)
+            text = f"back to the weights of step {to}; batches {to} to {info.step - 1} have left no trace"
+            run.report(info.step, "rollback", to, info.step, text)
+
+        targets = spikes.on_step_end(info.step)
+        return Rollback(steps=targets, done=done) if targets else None
+
+    detector = Technique(
+        name="loss_spikes",
+        on_gradients=spikes.on_gradients,
+        on_step_end=on_step_end,
+        state=spikes,
+        pinned_checkpoints=lambda: spikes.pinned_checkpoints,
+        summary=lambda: {"left_out": tuple(spikes.events)},
+    )
+    return detector, Technique(name="rate_after_rollback", on_batch=on_batch)
+
+
+def _plain(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,138 @@
+"""A step that does not fit into memory is made again in smaller microbatches: same batch, hence same gradient."""
+
+import gc
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from modelwright.core.errors import ModelwrightError
+from modelwright.data.batch import part_sizes
+from modelwright.memory.allocator import give_back_freed_memory
+from modelwright.parallel.mesh import World
+from modelwright.train.objective import Batch
+from modelwright.train.runner import LossFn, MicrobatchRunner
+from modelwright.train.technique import Technique, Update
+
+WhenOutOfMemory = Literal["halve", "stop"]
+
+_WORDS = ("can't allocate memory", "std::bad_alloc", "out of memory", "Cannot allocate memory")
+"""Of PyTorch's allocator on the CPU, of C++, of accelerators, of the system."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on an accelerator or in the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+
+
+def retry_blocked_message(why: str) -> str:
+    return f"out-of-memory retry is disabled: {why}"
+
+
+@dataclass(kw_only=True)
+class RetryOutOfMemory:
+    """A `Runner` that makes a batch which did not fit into memory again, in microbatches of half as many rows.
+
+    Once memory has run out, all ranks keep to microbatches of at most so many rows; the checkpoint keeps that, for
+    batches need not have equally many rows. A run that goes on with another configured number starts over.
+
+    world: ranks that make an update together. blocker: why a step cannot be made again, or "". can_cut: whether the
+    layout lets a rank choose the number of microbatches (stages of a pipeline expect the configured one). undo: what
+    is called, in this order, before the batch is begun again.
+    """
+
+    runner: MicrobatchRunner
+    world: World
+    blocker: Callable[[], str] = lambda: ""
+    can_cut: bool = True
+    undo: Sequence[Callable[[], None]] = ()
+    max_rows: int = 0
+    """Most rows in one microbatch; 0 means no limit."""
+    num_parts: int = 0
+    """Microbatches of the newest batch."""
+    num_failed: int = 0
+    """Attempts at the newest batch that ran out of memory."""
+
+    def num_microbatches(self, num_rows: int) -> int:
+        is_limited = self.can_cut and self.max_rows > 0
+        asked = self.runner.microbatches
+        return max(asked, math.ceil(num_rows / self.max_rows)) if is_limited else asked
+
+    def train(
+        self,
+        batch: Batch,
+        loss_fn: LossFn,
+        *,
+        begin: Callable[[], None],
+        before_last_backward: Callable[[], None],
+    ) -> None:
+        """See `Runner`. Raises `ModelwrightError` when memory runs out and the step cannot be made again."""
+        self.num_failed = 0
+        while True:
+            num_parts = self.num_parts = self.num_microbatches(batch.num_rows)
+            fitting_rows = math.inf
+            try:
+                self.runner.train(
+                    batch, loss_fn, begin=begin, before_last_backward=before_last_backward, num_parts=num_parts
+                )
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if why := self.blocker():
+                    raise ModelwrightError(
+                        f"out of memory: {str(error).strip()}\n{retry_blocked_message(why)}"
+                    ) from error
+                fitting_rows = max(part_sizes(max(batch.num_rows, num_parts), num_parts)) // 2
+            if self._agree(fitting_rows):
+                return
+            for step in self.undo:
+                step()
+
+    def _agree(self, fitting_rows: float) -> bool:
+        """Whether the batch fitted on all ranks. Otherwise all of them cut it smaller from now on.
+
+        Raises `ModelwrightError` on all ranks when it was one row that did not fit.
+        """
+        if self.world.size > 1 and not self.blocker():
+            fitting_rows = -self.world.maxima(-fitting_rows)[0]
+        if math.isinf(fitting_rows):
+            return True
+        if fitting_rows < 1:
+            raise ModelwrightError(
+                "out of memory in a microbatch of one row; take shorter rows, keep less for backward (activations.mode "
+                "unit), divide the model (parallel.shard) or train where there is more memory"
+            )
+        self.max_rows = int(fitting_rows)
+        self.num_failed += 1
+        return False
+
+    def on_gradients(self, update: Update) -> None:
+        if self.num_parts != self.runner.microbatches:
+            update.metrics["num_microbatches"] = float(self.num_parts)
+        if self.num_failed:
+            update.metrics["out_of_memory"] = float(self.num_failed)
+            update.metrics["microbatch_rows"] = float(self.max_rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"asked": self.runner.microbatches, "max_rows": self.max_rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["asked"] == self.runner.microbatches:
+            self.max_rows = state["max_rows"]
+
+
+def out_of_memory(retry: RetryOutOfMemory) -> Technique:
+    """Tells the metrics when memory has run out, and keeps the limit in the checkpoint."""
+    return Technique(name="out_of_memory", on_gradients=retry.on_gradients, state=retry)
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Let go of what nobody needs: cycles of a failed step's graph, and freed memory that allocators keep."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    give_back_freed_memory()

@@ -1,0 +1,17 @@
+"""Rows are put into microbatches of nearly equal numbers of real tokens."""
+
+from modelwright.parallel.pipeline.rebalance import BalanceConfig, balance_tokens
+from modelwright.train.objective import Batch
+from modelwright.train.runtime import Runtime
+from modelwright.train.technique import Technique
+
+
+def token_balance(config: BalanceConfig, run: Runtime) -> Technique | None:
+    if not config.tokens:
+        return None
+
+    def on_batch(step: int, batch: Batch) -> Batch:
+        num_parts = run.runner.num_microbatches(batch.num_rows)
+        return balance_tokens(batch.padded(num_parts), num_parts) if num_parts > 1 else batch
+
+    return Technique(name="token_balance", on_batch=on_batch)

@@ -1,0 +1,106 @@
+"""What a step computes and how long it takes: work counted from the batch, seconds of each part, the step's record."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from modelwright.model.config import ModelConfig
+from modelwright.parallel.mesh import World
+from modelwright.train.flops import dense_flops
+from modelwright.train.objective import Batch
+from modelwright.train.technique import StepInfo, Update
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one global batch amounts to, counted before any of it is computed.
+
+    num_tokens: without padding. model_flops: of forward and backward of these tokens: a token attends to itself and to
+    what precedes it in its document; backward costs twice forward; recomputation does not count. executed_flops: of a
+    step that leaves nothing out, with padding, and a head for labels only.
+    """
+
+    num_tokens: int
+    model_flops: float
+    executed_flops: float
+
+    @staticmethod
+    def counts(shape: ModelConfig, batch: Batch) -> list[float]:
+        """This rank's counts, to be added up over the ranks for `of`."""
+        real = batch.segments_BT >= 0
+        contexts = ((batch.positions_BT + 1) * real).sum()
+        return [float(real.sum()), float(contexts), float(dense_flops(shape, batch))]
+
+    @classmethod
+    def of(cls, shape: ModelConfig, sums: list[float]) -> "Work":
+        num_tokens, contexts, executed = sums
+        model_flops = 3 * num_tokens * shape.flops_per_token(contexts / max(1.0, num_tokens))
+        return cls(num_tokens=int(num_tokens), model_flops=model_flops, executed_flops=executed)
+
+
+class StepTimer:
+    """Adds up the seconds of named parts of one step."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.seconds = {"data_wait_s": 0.0, "compute_s": 0.0, "exchange_s": 0.0}
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - started
+
+    def stop(self) -> dict[str, float]:
+        return {**self.seconds, "step_time_s": time.perf_counter() - self.started}
+
+
+@dataclass(kw_only=True)
+class Throughput:
+    """Turns finished updates into `StepInfo`s.
+
+    world: all ranks; num_updating: ranks that make one update together: where several updates are made at a time, each
+    is charged its share. peak_flops: matrix-product rate of one rank in FLOP/s, 0 when unknown.
+    """
+
+    world: World
+    num_updating: int
+    peak_flops: float
+
+    def describe(
+        self,
+        update: Update,
+        work: Work,
+        timer: StepTimer,
+        *,
+        learning_rate: float,
+        scalars: Mapping[str, float],
+    ) -> StepInfo:
+        """The finished step. Bytes sent are counted by the trainer: not all of them are a step's."""
+        share = self.num_updating / self.world.size
+        times = {name: seconds * share for name, seconds in timer.stop().items()}
+        return StepInfo(
+            step=update.step + 1,
+            loss=update.loss,
+            losses=update.losses,
+            grad_norm=update.grad_norm,
+            learning_rate=learning_rate,
+            num_tokens=work.num_tokens,
+            tokens_per_s=work.num_tokens / times["step_time_s"],
+            mfu=self.utilization(update.model_flops, times["step_time_s"]),
+            model_flops=update.model_flops,
+            peak_flops=self.peak_flops,
+            **times,
+            skip_reason=update.skip_reason,
+            bytes_sent=None,
+            scalars={**update.metrics, **scalars},
+        )
+
+    def utilization(self, flops: float, time_s: float) -> float:
+        """0 without a peak rate. What is faster than the peak shows that it was measured too low, and becomes it."""
+        if not (self.peak_flops and time_s):
+            return 0.0
+        reached = flops / time_s / self.world.size
+        self.peak_flops = max(self.peak_flops, reached)
+        return reached / self.peak_flops
