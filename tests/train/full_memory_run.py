@@ -125,7 +125,7 @@ def run_on_rank(
     except ModelwrightError as error:
         found = {"error": str(error)}
     (folder / f"ended-{world.rank}.json").write_text(json.dumps(found))
-    noted = [note for note in progress.notes if "guards.out_of_memory" in note]
+    noted = [note for note in progress.notes if "out-of-memory retry" in note]
     (folder / f"notes-{world.rank}.json").write_text(json.dumps(noted))
     if found and stop == 0:
         return  # a model that was laid out has no values after an error

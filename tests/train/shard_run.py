@@ -75,9 +75,10 @@ class Run:
             for name, weight in self.weights.items()
         }
         return {
-            "position": {"step": 7, "loss": 0.25},
-            "updates": {"optimizer": optimizer, "other": {"seen": torch.tensor([True, False])}},
-            "transport": {
+            "trainer": {"step": 7, "loss": 0.25},
+            "optimizer": optimizer,
+            "techniques": {"other": {"seen": torch.tensor([True, False])}},
+            "strategy": {
                 "residuals": [_local(weight) * (1 + self.reduce.rank) for weight in self.weights.values()],
                 "shared": {"anchor": [_local(weight) for weight in self.weights.values()]},
                 "warm": 0.5,
@@ -129,19 +130,19 @@ def check(run: Run, folder: Path, num_copies: str, step: str) -> None:
     if run.world.is_first:
         print(*notes, sep="\n")
     expected = run.state()
-    assert list(state["updates"]["optimizer"]) == list(expected["updates"]["optimizer"])
+    assert list(state["optimizer"]) == list(expected["optimizer"])
     for name, weight in run.weights.items():
         same(target.weights[name], weight)
-        for key, value in expected["updates"]["optimizer"][name].items():
-            same(state["updates"]["optimizer"][name][key], value)
-    same(state["updates"]["other"]["seen"], torch.tensor([True, False]))
-    assert state["position"] == expected["position"]
+        for key, value in expected["optimizer"][name].items():
+            same(state["optimizer"][name][key], value)
+    same(state["techniques"]["other"]["seen"], torch.tensor([True, False]))
+    assert state["trainer"] == expected["trainer"]
     n = int(num_copies)
     m = run.reduce.size
     share = 1 + run.reduce.rank if n == m else n * (n + 1) / 2 / m
-    assert state["transport"]["warm"] == 0.5
+    assert state["strategy"]["warm"] == 0.5
     for weight, residual, anchor in zip(
-        run.weights.values(), state["transport"]["residuals"], state["transport"]["shared"]["anchor"], strict=True
+        run.weights.values(), state["strategy"]["residuals"], state["strategy"]["shared"]["anchor"], strict=True
     ):
         torch.testing.assert_close(residual, _local(weight) * share)
         same(anchor, _local(weight))

@@ -35,7 +35,7 @@ def changes(tiny, folder: Path, *, num_steps: int) -> tuple[list[dict], dict]:
     settings = tiny.settings(num_steps=num_steps, learning_rate=1e-3, precision=precision, eval_every_steps=0)
     tiny.run(folder, settings, heldout=[])
     last = max((folder / "checkpoints").glob("step-*/state.json"))
-    state = json.loads(last.read_text())["state"]["updates"]["adaptive_precision"]
+    state = json.loads(last.read_text())["state"]["techniques"]["adaptive_precision"]
     lines = (folder / "formats.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines], {part: rise for part, _, rise in state["sensitivity"]}
 

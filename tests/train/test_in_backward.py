@@ -151,7 +151,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tiny, tmp_path):
         ("optimizer", {**BY_LAST_NORM, "optimizer": "muon"}),
         ("optimizer", {**BY_LAST_NORM, "optimizer": "deepseek_adam"}),
         ("transport.kind", {**BY_LAST_NORM, "transport": {"kind": "int8"}}),
-        ("precision.loss_scale.use", {**BY_LAST_NORM, "precision": {"policy": "fp16_mixed"}}),
+        ("precision.loss_scale", {**BY_LAST_NORM, "precision": {"policy": "fp16_mixed"}}),
     ],
 )
 def test_what_needs_the_whole_gradient_is_refused(tiny, field, more):

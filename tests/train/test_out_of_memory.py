@@ -232,7 +232,7 @@ def test_where_no_step_can_be_made_again_the_first_rank_says_so_and_the_error_to
     notes, none = (json.loads((folder / f"notes-{rank}.json").read_text()) for rank in range(2))
     assert none == []
     (note,) = [note for note in notes if "out-of-memory retry" in note]
-    assert re.search(f"not made again in smaller parts: {why}", note)
+    assert re.search(f"out-of-memory retry is disabled: {why}", note)
     errors = [json.loads((folder / f"ended-{rank}.json").read_text())["error"] for rank in range(2)]
     for error in errors:
         assert error.startswith("out of memory: ")

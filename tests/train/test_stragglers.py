@@ -11,7 +11,7 @@ from modelwright.train.technique import StepInfo
 
 STEP = StepInfo(
     step=1, loss=0, losses={}, grad_norm=0, learning_rate=0, num_tokens=0, tokens_per_s=0, mfu=0, data_wait_s=0,
-    exchange_s=0, step_time_s=0, skipped=False, bytes_sent=0,
+    exchange_s=0, step_time_s=0, bytes_sent=0,
 )  # fmt: skip
 
 

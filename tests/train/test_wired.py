@@ -234,8 +234,8 @@ def test_a_killed_run_goes_on_from_memory_and_its_recovery_is_recorded(tmp_path)
 @pytest.mark.parametrize(
     ("transport", "asynchronous", "parallel", "field"),
     [
-        ({"local_steps": {"every": 2}}, {"mode": "delayed"}, {}, "transport.local_steps"),
-        ({"local_steps": {"every": 2}}, {}, {"context": 2}, "transport.local_steps"),
+        ({"local_steps": {"every": 2}}, {"mode": "delayed"}, {}, "transport.local_steps.every"),
+        ({"local_steps": {"every": 2}}, {}, {"context": 2}, "transport.local_steps.every"),
         ({"kind": "int8"}, {"mode": "hogwild"}, {}, "transport.kind"),
         ({}, {"mode": "hogwild"}, {"tensor": 2}, "asynchronous.mode"),
         ({}, {"mode": "hogwild"}, {"shard": "full"}, "asynchronous.mode"),

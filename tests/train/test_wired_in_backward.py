@@ -136,4 +136,4 @@ def test_a_gradient_that_is_not_finite_on_one_rank_ends_the_run_on_all(runs, nam
 
 def test_a_pipeline_is_refused(runs):
     assert ended(runs, "pipeline")["kind"] == "ConfigError"
-    assert ended(runs, "pipeline")["error"].startswith("update_in_backward: ")
+    assert ended(runs, "pipeline")["error"].startswith("parallel.pipeline: 2 needs whole gradients")

@@ -151,7 +151,7 @@ def test_a_run_that_stops_amid_a_look_goes_on_with_what_every_rank_had_seen(runs
 def states(runs: Path, folder: str) -> dict[str, Any]:
     """Of adaptive precision at the end of a run."""
     last = max((runs / folder / "checkpoints").glob("step-*/state.json"))
-    return json.loads(last.read_text())["state"]["updates"]["adaptive_precision"]
+    return json.loads(last.read_text())["state"]["techniques"]["adaptive_precision"]
 
 
 def test_rules_take_the_fastest_format_that_is_tolerable_everywhere(runs):

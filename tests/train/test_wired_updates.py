@@ -152,7 +152,7 @@ def test_other_optimizers_under_zero_3_make_the_same_updates_and_muon_is_refused
     assert losses(runs, "lion-zero") == pytest.approx(losses(runs, "lion"), rel=1e-3)
     assert losses(runs, "adamw_int8-zero") == pytest.approx(losses(runs, "adamw_int8"), rel=2e-2)
     assert ended(runs, "muon-zero")["kind"] == "ConfigError"
-    assert ended(runs, "muon-zero")["error"].startswith("optimizer: muon needs whole matrices")
+    assert ended(runs, "muon-zero")["error"].startswith("optimizer: muon needs whole weight matrices")
 
 
 def test_clipping_and_decay_follow_the_gradients_on_copies_and_on_one_copy_and_go_on_where_they_stopped(runs):
