@@ -63,7 +63,7 @@ def test_one_process_is_never_a_straggler():
     events = []
     watch = Stragglers(single(), StragglerConfig(), own_time_s=lambda: 5.0, report=lambda *e: events.append(e))
     for _ in range(4):
-        watch.observe(STEP)
+        watch.look(STEP.step)
     assert events == []
 
 
