@@ -69,7 +69,7 @@ def test_the_rank_that_failed_first_is_named_with_its_traceback_and_the_others_a
 
 
 def test_warnings_are_errors():
-    with pytest.raises(RankError, match="torch.range is deprecated"):
+    with pytest.raises(RankError, match=r"torch\.range is deprecated"):
         run_distributed(warn, 1)
 
 
