@@ -1,8 +1,8 @@
 """Run a function on several gloo ranks of this host, and return what each rank returned.
 
 `run_distributed` is for ranks that all succeed. `start_distributed` is for tests that watch ranks while they run, or
-let one of them fail or die. Ranks are forked from a server that has imported PyTorch (`rank_processes.fork_context`), so a
-rank starts in a fraction of a second. Use `rank_processes.start_process` for scripts and commands.
+let one of them fail or die. Ranks are forked from a server that has imported PyTorch (`rank_processes.fork_context`),
+so a rank starts in a fraction of a second. Use `rank_processes.start_process` for scripts and commands.
 """
 
 import ctypes

@@ -2,22 +2,26 @@
 
 import math
 import os
-from pathlib import Path
+from collections.abc import Mapping
+from contextlib import ExitStack
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim import AdamW
 
+from distributed import run_distributed
+from modelwright.core.errors import StorageError
 from modelwright.optim.clip import clip_naive
+from modelwright.optim.in_backward import InBackward
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import lay_out, single
-from modelwright.parallel.one_copy import fits, starts_of
-from modelwright.parallel.one_copy_in_backward import room
-from rank_processes import run_ranks
+from modelwright.parallel.gradients import joined_norm, parts_norm
+from modelwright.parallel.mesh import World, lay_out, single
+from modelwright.parallel.one_copy import OneCopy, fits, starts_of
+from modelwright.parallel.one_copy_in_backward import OneCopyInBackward, room
+from modelwright.parallel.shared_memory import has_room, shared_file
+from modelwright.parallel.sums_in_backward import SumsInBackward
 
-SCRIPT = Path(__file__).with_name("one_copy_ranks.py")
 SHAPES = [(7, 5), (33,), (64, 3), (1,), (2, 2, 2)]
 RATES = [0.1, 0.05, 0.2, 0.1]
 MAX_NORM = 3.0
@@ -39,12 +43,100 @@ def gradients(number: int, rank: int) -> list[Tensor]:
     return [torch.randn(shape, generator=draw) for shape in SHAPES]
 
 
-@pytest.mark.parametrize("way", ["whole", "within", "copies"])
+def update_after_backward(world: World) -> dict[str, Tensor]:
+    mesh = lay_out(world, ParallelConfig())
+    parameters, optimizer = parts()
+    if not world.is_first:
+        for parameter in parameters:  # the first one's values count
+            parameter.data.zero_()
+    assert fits(mesh, parameters)
+    norms: list[float] = []
+    with OneCopy(mesh) as turns:
+        turns.begin(optimizer, 0)
+        for number, rate in enumerate(RATES):
+            turns.arm(parameters)
+            own = gradients(number, world.rank)
+            for parameter, gradient in list(zip(parameters, own, strict=True))[number % 2 :]:
+                (parameter * gradient).sum().backward()
+            for parameter, gradient in zip(parameters, own, strict=True):
+                if parameter.grad is None:  # backward does not reach all of them
+                    parameter.grad = gradient
+            turns.reduce([parameter.grad for parameter in parameters if parameter.grad is not None])
+            mine = turns.part([])
+            norms.append(parts_norm(mine, world))
+            for part in mine:
+                part.mul_(min(1.0, MAX_NORM / norms[-1]))
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            turns.step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+        shared = [parameter.data_ptr() for parameter in parameters]
+    assert all(parameter.data_ptr() != place for parameter, place in zip(parameters, shared, strict=True))
+    return parts_and_norms(parameters, optimizer, norms)
+
+
+def update_in_backward(world: World, *, copies: bool) -> dict[str, Tensor]:
+    """On one copy of the weights, or a copy for each rank. Buckets of at most 64 elements: four for these parameters."""
+    parameters, optimizer = parts()
+    names = {parameter: str(number) for number, parameter in enumerate(parameters)}
+    norms: list[float] = []
+    with ExitStack() as held:
+        if copies:
+            finals = SumsInBackward(world, bucket_bytes=256)
+            updates = InBackward(optimizer, names, finals=finals)
+        else:
+            finals = held.enter_context(
+                OneCopyInBackward(lay_out(world, ParallelConfig()), parameters, bucket_bytes=256)
+            )
+            of_this_rank = finals.begin(optimizer, 0)
+            updates = InBackward(optimizer, names, finals=finals, joined=lambda found: over_ranks(found, world))
+            updates.optimizer = of_this_rank
+        for number, rate in enumerate(RATES):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            updates.arm()
+            own = list(zip(parameters, gradients(number, world.rank), strict=True))
+            reached = own[(number + world.rank) % 2 :]  # not the same parameters on all ranks
+            torch.stack([(parameter * gradient).sum() for parameter, gradient in reached]).sum().backward()
+            updates.finish()
+            assert all(parameter.grad is None for parameter in parameters)
+            norms.append(updates.norm())
+    return parts_and_norms(parameters, optimizer, norms)
+
+
+def over_ranks(norms: Mapping[Tensor, float], world: World) -> float:
+    return joined_norm({1: math.hypot(*norms.values())}, world)
+
+
+def parts_and_norms(parameters: list[Tensor], optimizer: AdamW, norms: list[float]) -> dict[str, Tensor]:
+    """Return weights and optimizer states by the number of the parameter, and the norm of each update."""
+    found: dict[str, Tensor] = {"norms": torch.tensor(norms, dtype=torch.float64)}
+    for number, parameter in enumerate(parameters):
+        state = {key: value.clone() for key, value in optimizer.state[parameter].items()}
+        found |= {f"{number}/weight": parameter.data, **{f"{number}/{key}": value for key, value in state.items()}}
+    return found
+
+
+def ask_for_too_much(world: World) -> None:
+    assert not has_room(world, 1 << 60)
+    with pytest.raises(StorageError, match="modelwright-"), shared_file(world, 1 << 60):
+        pass
+
+
+def update_in_backward_on_copies(world: World) -> dict[str, Tensor]:
+    return update_in_backward(world, copies=True)
+
+
+def update_in_backward_on_one_copy(world: World) -> dict[str, Tensor]:
+    return update_in_backward(world, copies=False)
+
+
+@pytest.mark.parametrize("way", [update_after_backward, update_in_backward_on_one_copy, update_in_backward_on_copies])
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_process_ends_with_what_one_process_computes(tmp_path, size, way):
+def test_every_process_ends_with_what_one_process_computes(size, way):
     """After backward; within it, where not all parameters are reached on all ranks."""
-    run_ranks(SCRIPT, way, tmp_path, size=size)
-    max_norm = MAX_NORM if way == "whole" else math.inf
+    results = run_distributed(way, size)
+    max_norm = MAX_NORM if way is update_after_backward else math.inf
     parameters, optimizer = parts()
     norms = []
     for number, rate in enumerate(RATES):
@@ -54,15 +146,14 @@ def test_every_process_ends_with_what_one_process_computes(tmp_path, size, way):
             reached = [
                 gradient
                 for rank, gradient in enumerate(of_ranks)
-                if way == "whole" or at >= (number + rank) % 2  # the first parameter not everywhere
+                if way is update_after_backward or at >= (number + rank) % 2  # the first parameter not everywhere
             ]
             parameter.grad = torch.stack(reached).sum(0)
         norms.append(clip_naive([p.grad for p in parameters if p.grad is not None], max_norm))
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-    for rank in range(size):
-        found = load_file(tmp_path / f"{rank}.safetensors")
+    for found in results:
         torch.testing.assert_close(found["norms"], torch.tensor(norms, dtype=torch.float64), rtol=1e-6, atol=0.0)
         for number, parameter in enumerate(parameters):
             torch.testing.assert_close(found[f"{number}/weight"], parameter.data, rtol=1e-5, atol=1e-6)
@@ -71,10 +162,8 @@ def test_every_process_ends_with_what_one_process_computes(tmp_path, size, way):
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("modelwright-")]
 
 
-def test_too_little_shared_memory_is_told_to_every_process(tmp_path):
-    for output in run_ranks(SCRIPT, "full", tmp_path, size=2):
-        assert "refused: " in output
-        assert "modelwright-" in output
+def test_too_little_shared_memory_is_told_to_every_process():
+    run_distributed(ask_for_too_much, 2)
 
 
 def test_one_process_and_other_formats_keep_what_they_have():
