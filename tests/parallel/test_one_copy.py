@@ -76,7 +76,7 @@ def update_after_backward(world: World) -> dict[str, Tensor]:
 
 
 def update_in_backward(world: World, *, copies: bool) -> dict[str, Tensor]:
-    """On one copy of the weights, or a copy for each rank. Buckets of at most 64 elements: four for these parameters."""
+    """On one copy of the weights, or a copy for each rank. Buckets of at most 64 elements: four in all."""
     parameters, optimizer = parts()
     names = {parameter: str(number) for number, parameter in enumerate(parameters)}
     norms: list[float] = []
