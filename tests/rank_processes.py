@@ -35,6 +35,7 @@ IMPORTED = (
     "modelwright.parallel.strategies.config",
     "modelwright.pipeline.execute",
     "modelwright.recipes.load",
+    "pytest",
     "tensorboardX",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -138,11 +139,15 @@ def all_well(ended: Sequence[tuple[int, str, str]]) -> list[str]:
     return [output for _, output, _ in ended]
 
 
-def _become(words: list[str], is_module: bool, environment: dict[str, str], cwd: Path | None, folder: Path) -> None:
-    """The rest of the life of a forked process, which is over when that of the tests is: a rank that is told to end may
-    take its time, or wait for others for ever."""
+def end_with_parent() -> None:
+    """Have this process killed when the tests end: it may be waiting for other ranks forever."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def _become(words: list[str], is_module: bool, environment: dict[str, str], cwd: Path | None, folder: Path) -> None:
+    """The rest of the life of a forked process."""
+    end_with_parent()
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         with open(folder / name, "a") as file:
             os.dup2(file.fileno(), descriptor)

@@ -79,9 +79,7 @@ def test_the_stopwatch_counts_what_lies_between_steps_and_all_of_the_first():
 
 def step_of(seconds: float) -> StepInfo:
     values = dict.fromkeys(("loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu", "data_wait_s"), 0.0)
-    return StepInfo(
-        step=1, losses={}, num_tokens=1, exchange_s=0.0, step_time_s=seconds, bytes_sent=0, **values
-    )
+    return StepInfo(step=1, losses={}, num_tokens=1, exchange_s=0.0, step_time_s=seconds, bytes_sent=0, **values)
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])

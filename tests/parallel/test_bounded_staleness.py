@@ -1,29 +1,90 @@
 """Late gradients over real gloo processes, against one process that simulates the delay by its definition."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from distributed import run_distributed
 from modelwright.core.errors import ConfigError
-from modelwright.optim.delay import compensate_naive
+from modelwright.optim.delay import compensate, compensate_naive
 from modelwright.parallel.gradient_sync import ExactTransport
-from modelwright.parallel.mesh import single
+from modelwright.parallel.mesh import World, single, world_apart
 from modelwright.parallel.strategies.delayed import DelayedTransport, StalenessConfig
-from parallel import stale_ranks as stale
-from rank_processes import run_ranks
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
-SCRIPT = Path(stale.__file__)
 PAYLOAD = 8 * (12 + 3 + 3)
+
+
+NUM_STEPS, RATE, RANKS = 12, 0.05, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    delay: int
+    strength: float = 0.0
+
+
+CASES = {"exact": Case(0), "late": Case(2), "compensated": Case(2, 10.0)}
+
+
+def initial() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in ((4, 3), (3,), (3, 1))]
+
+
+def share_of_gradient(weights: Sequence[Tensor], step: int, rank: int) -> list[Tensor]:
+    """Rank's share of the gradient of a mean over 10 rows, 5 for each of two ranks."""
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    inputs, targets = (torch.randn(5, width, generator=draw, dtype=torch.float64) for width in (4, 1))
+    leaves = [weight.detach().clone().requires_grad_() for weight in weights]
+    error = torch.tanh(inputs @ leaves[0] + leaves[1]) @ leaves[2] - targets
+    return list(torch.autograd.grad(error.square().sum() / 10, leaves))
+
+
+def train(world: World, weights: list[Tensor], state: dict, *, case: Case, first: int, last: int) -> tuple[dict, int]:
+    """Make steps `first` to below `last` on the weights in place, from a transport's state; return the next state and
+    the bytes sent."""
+    with DelayedTransport(
+        ExactTransport(world_apart(world)),
+        StalenessConfig(delay=case.delay),
+        weights=weights,
+        compensate=partial(compensate, strength=case.strength) if case.strength else None,
+    ) as transport:
+        if state:
+            transport.load_state_dict(state)
+        for step in range(first, last):
+            gradients = share_of_gradient(weights, step, world.rank)
+            transport.reduce(gradients)
+            world.sums([1.0])  # a collective of the loop's, beside those in the thread
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight -= RATE * gradient
+        return transport.state_dict(), transport.bytes_sent
+
+
+def train_whole_and_cut(world: World, folder: Path) -> dict[str, dict[str, list]]:
+    """Train in every case in one go, and cut off and continued from the saved state; by case."""
+    results = {}
+    for name, case in CASES.items():
+        whole, cut = initial(), initial()
+        _, sent = train(world, whole, {}, case=case, first=0, last=NUM_STEPS)
+        state, sent_before = train(world, cut, {}, case=case, first=0, last=5)
+        torch.save((cut, state), folder / f"state-{world.rank}.pt")
+        cut, state = torch.load(folder / f"state-{world.rank}.pt")
+        _, sent_after = train(world, cut, state, case=case, first=5, last=NUM_STEPS)
+        results[name] = {"whole": whole, "cut": cut, "sent": [sent, sent_before, sent_after]}
+    return results
 
 
 def simulate(*, delay: int, strength: float = 0.0, num_steps: int = 0) -> list[Tensor]:
     """Delayed gradient descent by its definition: step t applies the whole batch's gradient of step t - delay."""
-    weights, history = stale.initial(), []
-    for step in range(num_steps or stale.NUM_STEPS):
-        parts = [stale.share_of_gradient(weights, step, rank) for rank in range(stale.RANKS)]
+    weights, history = initial(), []
+    for step in range(num_steps or NUM_STEPS):
+        parts = [share_of_gradient(weights, step, rank) for rank in range(RANKS)]
         then = [weight.clone() for weight in weights]
         history.append(([sum(shares) for shares in zip(*parts, strict=True)], then))
         if step >= delay:
@@ -31,24 +92,20 @@ def simulate(*, delay: int, strength: float = 0.0, num_steps: int = 0) -> list[T
             if strength:
                 compensate_naive(gradients, weights, then, strength=strength)
             for weight, gradient in zip(weights, gradients, strict=True):
-                weight -= stale.RATE * gradient
+                weight -= RATE * gradient
     return weights
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """For each case the weights of both ranks, from one go and from two; and the bytes that each rank sent."""
-    folder = tmp_path_factory.mktemp("stale")
-    outputs = run_ranks(SCRIPT, folder, size=2)
-    weights = {case: [torch.load(folder / f"{case}-rank{rank}.pt") for rank in range(2)] for case in stale.CASES}
-    return weights, [list(map(int, output.split())) for output in outputs]
+    return run_distributed(train_whole_and_cut, RANKS, tmp_path_factory.mktemp("stale"))
 
 
 @pytest.mark.parametrize("case", ["exact", "late", "compensated"])
 def test_two_ranks_follow_the_definition_in_float64(two_ranks, case):
-    delay, strength = stale.CASES[case].delay, stale.CASES[case].strength
+    delay, strength = CASES[case].delay, CASES[case].strength
     expected = simulate(delay=delay, strength=strength)
-    for first, second, weight in zip(*(rank["whole"] for rank in two_ranks[0][case]), expected, strict=True):
+    for first, second, weight in zip(*(rank[case]["whole"] for rank in two_ranks), expected, strict=True):
         assert torch.equal(first, second)
         torch.testing.assert_close(first, weight, **EXACT)
     one_off = simulate(delay=1 if delay == 0 else delay - 1, strength=strength)
@@ -58,25 +115,22 @@ def test_two_ranks_follow_the_definition_in_float64(two_ranks, case):
 
 
 def test_bytes_are_those_of_the_sums_that_arrived(two_ranks):
-    for sent in two_ranks[1]:
-        for (whole, before, after), case in zip(batched(sent, 3), stale.CASES.values(), strict=True):
-            assert whole == (stale.NUM_STEPS - case.delay) * PAYLOAD
+    for rank in two_ranks:
+        for name, case in CASES.items():
+            whole, before, after = rank[name]["sent"]
+            assert whole == (NUM_STEPS - case.delay) * PAYLOAD
             assert before == (5 - case.delay) * PAYLOAD
-            assert after == (stale.NUM_STEPS - 5 - case.delay) * PAYLOAD
+            assert after == (NUM_STEPS - 5 - case.delay) * PAYLOAD
 
 
 @pytest.mark.parametrize("case", ["exact", "late", "compensated"])
 def test_a_run_that_was_cut_off_ends_with_the_same_bits(two_ranks, case):
-    for rank in two_ranks[0][case]:
-        assert all(map(torch.equal, rank["whole"], rank["cut"]))
+    for rank in two_ranks:
+        assert all(map(torch.equal, rank[case]["whole"], rank[case]["cut"]))
 
 
 def furthest(one: list[Tensor], other: list[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
-
-
-def batched(values: list[int], size: int) -> list[list[int]]:
-    return [values[i : i + size] for i in range(0, len(values), size)]
 
 
 def test_without_delay_it_is_the_inner_transport_bit_for_bit():

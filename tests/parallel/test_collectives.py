@@ -1,15 +1,18 @@
 """Every all-reduce algorithm against the backend's sum, bits against bits across ranks, and plans proved on symbols."""
 
 import json
-import sys
 import time
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed as dist
 
+from distributed import hosts_of, run_distributed, start_distributed
+from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError
+from modelwright.parallel.mesh import World
 from modelwright.parallel.topology import algorithms as plans
 from modelwright.parallel.topology.algorithms import (
     Plan,
@@ -20,25 +23,126 @@ from modelwright.parallel.topology.algorithms import (
     fastest_tree,
     plan_seconds,
 )
-from modelwright.parallel.topology.collectives import CollectivesConfig, FlatCost, Planner, _Watch
-from modelwright.parallel.topology.link_costs import Links, uniform
-from rank_processes import run_ranks
+from modelwright.parallel.topology.collectives import (
+    Algorithm,
+    Collectives,
+    CollectivesConfig,
+    FlatCost,
+    Planner,
+    _Watch,
+)
+from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure_links, uniform
+from modelwright_claims import netns
 from tolerances import TOLERANCES
 
-JOB = Path(__file__).with_name("collective_job.py")
-ALGORITHMS = ("auto", "flat", "ring", "doubling", "tree", "hierarchical_ring", "hierarchical_doubling", "sharded")
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+SIZES = (2, 3, 4, 5, 8)
 SLOW_FLAT = FlatCost(latency_s=1.0, s_per_byte=1.0)
 
 
+def two_racks(size: int) -> Links:
+    """Ranks on hosts of their own, even numbers in one rack and odd ones in the other."""
+    ranks = range(size)
+    near = [[(a - b) % 2 == 0 for b in ranks] for a in ranks]
+    return Links(
+        hosts=tuple(f"h{rank}" for rank in ranks),
+        latency_s=tuple(tuple(1e-5 if close else 1e-3 for close in row) for row in near),
+        bytes_per_s=tuple(tuple(1e9 if close else 1e7 for close in row) for row in near),
+    )
+
+
+def tensors(rank: int) -> dict[str, torch.Tensor]:
+    """Odd sizes, none at all, fewer elements than ranks, a transposed one, other dtypes; values differ in scale."""
+    draw = torch.Generator().manual_seed(rank)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw) * 2.0**rank
+
+    return {
+        "vector": normal(10_007),
+        "matrix": normal(33, 17),
+        "transposed": normal(12, 31).T,
+        "one": normal(1),
+        "few": normal(3),
+        "scalar": normal(1)[0],
+        "empty": normal(0, 5),
+        "double": normal(257).double(),
+        "bf16": normal(1001).bfloat16(),
+        "integers": torch.randint(-100, 100, (77,), generator=draw),
+    }
+
+
+def sums(world: World) -> dict[str, torch.Tensor]:
+    """Every algorithm on every tensor, in groups of the first 2 to 8 ranks."""
+    found = {}
+    for size in SIZES:
+        group = dist.new_group(list(range(size)))
+        if world.rank < size:
+            found |= sums_of(World(rank=world.rank, size=size, device=world.device, group=group))
+    return found
+
+
+def sums_of(world: World) -> dict[str, torch.Tensor]:
+    found = {}
+    for algorithm in ALGORITHMS:
+        collectives = Collectives(world, two_racks(world.size), CollectivesConfig(algorithm=algorithm, window=0))
+        for name, tensor in tensors(world.rank).items():
+            assert collectives.all_reduce(tensor) is tensor
+            found[f"{world.size}/{algorithm}/{name}"] = tensor
+        many = tensors(world.rank)
+        collectives.all_reduce_many(list(many.values()))
+        found |= {f"{world.size}/{algorithm}/many-{name}": tensor for name, tensor in many.items()}
+    return found
+
+
+def watch(world: World, folder: Path, num_calls: int) -> dict[str, Any]:
+    """Write down the tree's edges, wait until `folder/slowed` says that one is slow, and go on until it is left.
+
+    Only what is many times slower than at first counts: other work on the machine must not change the tree.
+    """
+    config = CollectivesConfig(algorithm="tree", window=8, degraded_ratio=4.0, changed_ratio=4.0, measure_s=0.5)
+    collectives = Collectives(world, measure_links(world, LinksConfig(budget_s=0.5)), config)
+    message = torch.ones(2**13)
+
+    def edges() -> list[tuple[int, int]]:
+        steps = [step for steps in collectives.plan_for(4 * message.numel()).rounds for step in steps]
+        return [(step.source, step.target) for step in steps if not step.adds]
+
+    def call() -> None:
+        collectives.all_reduce(message.fill_(1.0))
+        assert bool((message == world.size).all())
+
+    for _ in range(2 * config.window):
+        call()
+    while collectives._watch._usual is None:  # it has just measured, and takes its next window for the usual one
+        call()
+    before, at_first = edges(), collectives.links.bytes_per_s
+    if world.is_first:
+        write_atomic(folder / "tree.json", json.dumps(before))
+        while not (folder / "slowed").exists():
+            time.sleep(0.01)
+    world.barrier()
+    calls = 0
+    while calls < num_calls and edges() == before:
+        call()
+        calls += 1
+    return {
+        "calls": calls,
+        "before": before,
+        "after": edges(),
+        "num_plannings": collectives.num_plannings,
+        "at_first": at_first,
+        "bytes_per_s": collectives.links.bytes_per_s,
+    }
+
+
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """By rank: the tensors that every algorithm left in every size of group."""
-    folder = tmp_path_factory.mktemp("sums")
-    run_ranks(JOB, "sums", folder, size=8)
-    return [load_file(folder / f"rank{rank}.safetensors") for rank in range(8)]
+def ranks():
+    """By rank, the tensors that every algorithm left in every size of group."""
+    return run_distributed(sums, 8)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_sum_is_the_backends(ranks, size, algorithm):
     names = [name for name in ranks[0] if name.startswith(f"{size}/{algorithm}/")]
@@ -57,7 +161,7 @@ def bits(tensor):
     return tensor.reshape(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("size", SIZES)
 def test_all_ranks_have_the_same_bits(ranks, size):
     names = [name for name in ranks[0] if name.startswith(f"{size}/")]
     assert len(names) == 2 * 10 * len(ALGORITHMS)
@@ -214,34 +318,22 @@ def test_config_names_the_field(field, value):
         CollectivesConfig(**{field: value})
 
 
-def test_a_link_that_degrades_leaves_the_tree(tmp_path, monkeypatch):
+def test_a_link_that_degrades_leaves_the_tree(tmp_path):
     """Four hosts, a cable between every two; one that the tree uses drops from 100 to 5 Mbit/s while it runs."""
-    monkeypatch.syspath_prepend(str(JOB.parents[2] / "benchmarks"))
-    from modelwright_claims import netns
-
     if reason := netns.missing():
         pytest.skip(reason)
-    with netns.Network(netns.full_mesh([[100.0] * 4] * 4)) as net:
-        port = netns.free_port(net, "h0")
-        ranks = [
-            net.popen(
-                host,
-                [sys.executable, str(JOB), "watch", str(tmp_path), "200"],
-                env={**net.torch_environment(host, "h0", port), "RANK": str(rank), "WORLD_SIZE": "4"},
-            )
-            for rank, host in enumerate(net.hosts)
-        ]
+    with netns.Network(netns.full_mesh([[100.0] * 4] * 4)) as network:
+        ranks = start_distributed(watch, 4, tmp_path, 200, hosts=hosts_of(network))
         while not (tmp_path / "tree.json").exists():
-            assert [rank.poll() for rank in ranks] == [None] * 4
+            assert all(map(ranks.is_alive, range(4)))
             time.sleep(0.02)
         a, b = json.loads((tmp_path / "tree.json").read_text())[0]
-        net.shape(f"h{a}", f"h{b}", 5)
+        network.shape(f"h{a}", f"h{b}", 5)
         (tmp_path / "slowed").touch()
-        assert [rank.wait(timeout=240) for rank in ranks] == [0] * 4
-    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
+        found = ranks.results()
     assert all(other == found[0] for other in found[1:])
     assert found[0]["num_plannings"] > 1
-    assert [a, b] in found[0]["before"]
-    assert not {(a, b), (b, a)} & {tuple(edge) for edge in found[0]["after"]}
+    assert (a, b) in found[0]["before"]
+    assert not {(a, b), (b, a)} & set(found[0]["after"])
     # Not 20 times: what the shaper lets through in one burst is much of a short message.
     assert found[0]["bytes_per_s"][a][b] < 0.25 * found[0]["at_first"][a][b]

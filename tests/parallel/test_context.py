@@ -4,35 +4,75 @@ from typing import get_args
 
 import pytest
 import torch
+from torch import Tensor
 
+from distributed import run_distributed
 from modelwright.core.errors import ConfigError
+from modelwright.data.batch import TokenBatch
 from modelwright.ops.attention import document_mask, masked_attention_naive
-from modelwright.parallel.config import ContextAttention
+from modelwright.parallel.config import ContextAttention, ParallelConfig
 from modelwright.parallel.context import attention_of, own_spans
-from modelwright.parallel.mesh import single
-from parallel import axis_run
+from modelwright.parallel.mesh import World, lay_out, single
+from parallel.axis_cases import RANKS, ROW_LEN, Results, rows
 
 EXACT = {"rtol": 1e-11, "atol": 1e-12}
 
 
+def own_attention(world: World) -> Results:
+    """One layer's attention on the ranks' own tokens, with gradients."""
+    context = lay_out(world, ParallelConfig(context=world.size)).context
+    _, part = attention_of(rows(), context)
+    results = {"tokens": part.input_ids_BT, "labels": part.labels_BT, "positions": part.positions_BT}
+    _, places = attention_of(numbered(), context)
+    own = places.input_ids_BT[0]
+    results["places"] = own
+    for kind in get_args(ContextAttention):
+        attend, _ = attention_of(rows(), context, kind)
+        inputs = [x[:, own].requires_grad_() for x in queries_keys_values()]
+        out = attend(0, *inputs)
+        gradients = torch.autograd.grad((out * output_weights()[:, own]).sum(), inputs)
+        results[f"{kind}/out"] = out.detach()
+        results |= {f"{kind}/{name}": gradient for name, gradient in zip("qkv", gradients, strict=True)}
+    return results
+
+
+def numbered() -> TokenBatch:
+    """Rows whose tokens are their places."""
+    places = torch.arange(ROW_LEN).expand(2, -1)
+    return TokenBatch(input_ids_BT=places, labels_BT=places, positions_BT=places, segments_BT=rows().segments_BT)
+
+
+def queries_keys_values() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(2, ROW_LEN, heads, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)]
+
+
+def output_weights() -> Tensor:
+    return torch.randn(2, ROW_LEN, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+
+
 @pytest.fixture(scope="module")
 def ranks():
-    return [axis_run.of_check("context", rank) for rank in range(axis_run.RANKS)]
+    return run_distributed(own_attention, RANKS)
 
 
 def test_every_token_is_on_one_rank_with_its_label_and_position(ranks):
-    rows = axis_run.rows()
+    whole_rows = rows()
     places = torch.cat([rank["places"] for rank in ranks])
-    assert places.sort().values.tolist() == list(range(axis_run.ROW_LEN))
-    for name, whole in (("tokens", rows.input_ids_BT), ("labels", rows.labels_BT), ("positions", rows.positions_BT)):
+    assert places.sort().values.tolist() == list(range(ROW_LEN))
+    for name, whole in (
+        ("tokens", whole_rows.input_ids_BT),
+        ("labels", whole_rows.labels_BT),
+        ("positions", whole_rows.positions_BT),
+    ):
         assert torch.equal(torch.cat([rank[name] for rank in ranks], 1), whole[:, places])
 
 
 @pytest.mark.parametrize("kind", get_args(ContextAttention))
 def test_attention_and_gradients_are_those_of_whole_rows(ranks, kind):
-    inputs = [x.requires_grad_() for x in axis_run.queries_keys_values()]
-    out = masked_attention_naive(*inputs, document_mask(axis_run.rows().segments_BT))
-    gradients = torch.autograd.grad((out * axis_run.output_weights()).sum(), inputs)
+    inputs = [x.requires_grad_() for x in queries_keys_values()]
+    out = masked_attention_naive(*inputs, document_mask(rows().segments_BT))
+    gradients = torch.autograd.grad((out * output_weights()).sum(), inputs)
     for rank in ranks:
         own = rank["places"]
         torch.testing.assert_close(rank[f"{kind}/out"], out[:, own], **EXACT)
@@ -57,9 +97,9 @@ def test_rows_that_do_not_divide_are_refused():
 
 
 def test_one_rank_has_whole_rows():
-    rows = axis_run.rows()
-    attend, mine = attention_of(rows, single())
-    assert mine is rows
-    inputs = axis_run.queries_keys_values()
-    expected = masked_attention_naive(*inputs, document_mask(rows.segments_BT))
+    whole_rows = rows()
+    attend, mine = attention_of(whole_rows, single())
+    assert mine is whole_rows
+    inputs = queries_keys_values()
+    expected = masked_attention_naive(*inputs, document_mask(whole_rows.segments_BT))
     torch.testing.assert_close(attend(0, *inputs), expected, **EXACT)

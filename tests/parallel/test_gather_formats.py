@@ -1,19 +1,25 @@
 """FSDP gathers weights in the format in which products read them: fewer bytes, the same bits."""
 
-import json
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from distributed import run_distributed
 from modelwright.core.config import parse
+from modelwright.model.decoder import Decoder
+from modelwright.parallel import shard
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import World
 from modelwright.precision.policy import PrecisionConfig
-from parallel import gather_run
-from rank_processes import all_well, start_ranks, wait_for
+from modelwright.train import parallelize as passes
+from modelwright.train.technique import StepInfo, Technique
+from train import tiny_run as tiny
 
-SCRIPT = Path(gather_run.__file__)
+SHAPE = replace(tiny.SHAPE, num_layers=4, model_dim=64, ffn_dim=128, head_dim=16)
+ONCE = {"num_steps": 4, "num_microbatches": 2, "eval_every_steps": 2, "checkpoint_every_steps": 0, "keep_best": False}
 BF16 = {"policy": "bf16_mixed"}
 FFN_ALONE = {"policy": "bf16_mixed", "layers": {"attention": "fp32"}}
 FULL = {"shard": "full"}
@@ -47,25 +53,80 @@ FOUR = [
 PAIRS = [one["name"] for one in TWO + FOUR if f"{one['name']}-wide" in [other["name"] for other in TWO + FOUR]]
 
 
+@dataclass
+class Seen:
+    """Controller that keeps what the run sent and lost."""
+
+    every: int = 1
+    losses: list[float] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+
+    def observe(self, info: StepInfo) -> None:
+        assert info.bytes_sent is not None
+        self.losses.append(info.loss)
+        self.sent.append(info.bytes_sent)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def formats_when_gathered(model: Decoder) -> dict[str, str]:
+    """Return the dtype of every parameter after `unshard`, by name."""
+    modules = shard.sharded_modules(model)
+    for module in modules:
+        module.unshard()
+    found = {name: str(parameter.dtype).removeprefix("torch.") for name, parameter in model.named_parameters()}
+    for module in modules:
+        module.reshard()
+    return found
+
+
+def run_case(world: World, folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """Return the losses, the bytes sent in the last step, the formats of what was gathered in it, and the weights."""
+    model, seen = Decoder(SHAPE), Seen()
+    model.init_weights(0)
+    parts: list[Decoder] = []
+    shard_states = shard.shard_states
+
+    def remember(part: Decoder, *arguments: Any) -> Decoder:
+        parts.append(shard_states(part, *arguments))
+        return parts[-1]
+
+    passes.shard_states = remember
+    tiny.run(
+        folder / case["name"],
+        tiny.settings(**{**ONCE, **case["settings"]}),
+        model=model,
+        world=world,
+        parallel=parse(ParallelConfig, case["layout"]),
+        techniques=[Technique(name="seen", on_step_end=seen.observe)],
+    )
+    passes.shard_states = shard_states
+    formats = {name: dtype for part in parts for name, dtype in formats_when_gathered(part).items()}
+    sent = seen.sent[-1] - seen.sent[-2]
+    return {"losses": seen.losses, "sent": sent, "formats": formats, "weights": model.state_dict()}
+
+
+def run_cases(world: World, folder: Path, cases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {case["name"]: run_case(world, folder, case) for case in cases}
+
+
+Runs = dict[str, dict[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
+def runs(tmp_path_factory) -> Runs:
+    """By case, what the first rank returned."""
     folder = tmp_path_factory.mktemp("gathers")
-    started = []
-    for size, cases in ((2, TWO), (4, FOUR)):
-        (folder / f"cases-{size}.json").write_text(json.dumps(cases))
-        started += start_ranks(SCRIPT, folder, folder / f"cases-{size}.json", size=size)
-    all_well(wait_for(started))
-    return folder
-
-
-def ended(runs: Path, name: str) -> dict[str, Any]:
-    return json.loads((runs / f"{name}-0.json").read_text())
+    return run_distributed(run_cases, 2, folder, TWO)[0] | run_distributed(run_cases, 4, folder, FOUR)[0]
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_narrow_gathers_train_to_the_same_bits(runs, name):
-    assert ended(runs, name)["losses"] == ended(runs, f"{name}-wide")["losses"]
-    narrow, wide = (load_file(runs / f"{one}-0.safetensors") for one in (name, f"{name}-wide"))
+    assert runs[name]["losses"] == runs[f"{name}-wide"]["losses"]
+    narrow, wide = (runs[one]["weights"] for one in (name, f"{name}-wide"))
     assert narrow.keys() == wide.keys()
     for key, weight in narrow.items():
         # ZeRO-1 sums over ranks and microbatches; for norms, which go with the root, in another order.
@@ -90,7 +151,7 @@ def test_narrow_gathers_train_to_the_same_bits(runs, name):
 )
 def test_each_weight_is_gathered_in_the_format_of_its_products(runs, name, attention, ffn):
     """Norms, embedding and head in FP32."""
-    for parameter, found in ended(runs, name)["formats"].items():
+    for parameter, found in runs[name]["formats"].items():
         of_part = {"attention": attention, "ffn": ffn}
         part = parameter.split(".")[2] if "_proj" in parameter else ""
         assert found == of_part.get(part, "float32"), parameter
@@ -100,10 +161,10 @@ def test_each_weight_is_gathered_in_the_format_of_its_products(runs, name, atten
 def test_narrow_gathers_send_half_the_bytes_of_their_weights(runs, name, gathers):
     """Each of two microbatches gathers weights in forward and, where they are let go, in backward. This rank sends its
     half of each, and of that 2 bytes of a weight are saved."""
-    shape = gather_run.SHAPE
+    shape = SHAPE
     attention = shape.model_dim * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
     narrow = shape.num_layers * (3 * shape.model_dim * shape.ffn_dim + (name != "ffn") * attention)
-    saved = ended(runs, f"{name}-wide")["sent"] - ended(runs, name)["sent"]
+    saved = runs[f"{name}-wide"]["sent"] - runs[name]["sent"]
     assert saved == pytest.approx(2 * gathers * 0.5 * 2 * narrow, rel=0.15)
 
 

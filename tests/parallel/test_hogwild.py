@@ -1,44 +1,146 @@
 """Processes that share weights: each number drawn once, few updates lost, meetings, and a process that dies."""
 
-import json
 import os
+import signal
+import time
+from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from modelwright.core.errors import ConfigError
-from modelwright.parallel.mesh import single
+from distributed import run_distributed, start_distributed
+from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.optim.delay import compensate
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import World, lay_out, single
 from modelwright.parallel.shared_memory import share
 from modelwright.parallel.strategies.hogwild import Hogwild
 from modelwright.parallel.strategies.hogwild_counters import SLOT_BYTES, SLOTS
-from rank_processes import run_ranks, start_ranks, wait_for
+from modelwright.parallel.strategy import Replica
 
-SCRIPT = Path(__file__).with_name("hogwild_ranks.py")
 NUM_UPDATES, FIRST, STOP_AT = 600, 7, 100
+
+
+STRENGTH = 0.5
+STOPPED = 3
+"""Exit code of a rank that noticed that another one has died."""
+
+
+def keep(gradients: list[torch.Tensor]) -> None:
+    """Gradients are not scaled."""
+
+
+def hogwild_of(model: nn.Module | nn.Parameter, optimizer: torch.optim.Optimizer, world: World, **more: Any) -> Hogwild:
+    module = model if isinstance(model, nn.Module) else nn.ParameterList([model])
+    alone = lay_out(single(), ParallelConfig())
+    return Hogwild(Replica(mesh=alone, model=module, optimizer=optimizer), world, **more)
+
+
+def count(world: World) -> dict[str, Any]:
+    """Numbers from FIRST on; the weight's gradient is -1 at the update's place, so rate 1 adds 1 there."""
+    weight = nn.Parameter(torch.zeros(NUM_UPDATES))
+    optimizer = SGD([weight], lr=1.0)
+    heard, stops = [], []
+
+    def one_step(number: int) -> tuple[int, int]:
+        gradient = torch.zeros(NUM_UPDATES)
+        gradient[number] = -1.0
+        time.sleep(0.0005 * (number % 3))
+        weight.grad = gradient
+        hogwild.reduce_gradients(keep)
+        hogwild.optimizer_step()
+        return number, world.rank
+
+    def wants_to_stop() -> bool:
+        return world.rank == 1 and not stops and len(heard) >= STOP_AT
+
+    with closing(hogwild_of(weight, optimizer, world)) as hogwild:
+        hogwild.begin(FIRST, NUM_UPDATES)
+        while len(heard) < NUM_UPDATES - FIRST:
+            first = FIRST + len(heard)
+            for report in hogwild.steps(one_step, first, NUM_UPDATES, wants_to_stop):
+                heard.append(report)
+            stops.append(FIRST + len(heard))
+    return {"heard": heard, "stops": stops, "weight": weight.detach()}
+
+
+def crash(world: World) -> None:
+    """The last rank dies by SIGKILL in its third update."""
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = SGD([weight], lr=1.0)
+    mine = []
+
+    def one_step(number: int) -> int:
+        mine.append(number)
+        if world.rank == world.size - 1 and len(mine) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.002)
+        weight.grad = torch.zeros(4)
+        hogwild.reduce_gradients(keep)
+        hogwild.optimizer_step()
+        return number
+
+    with closing(hogwild_of(weight, optimizer, world)) as hogwild:
+        hogwild.begin(0, 100)
+        try:
+            for _ in hogwild.steps(one_step, 0, 100, lambda: False):
+                pass
+        except ModelwrightError as error:
+            print(error, flush=True)
+            os._exit(STOPPED)  # the process group cannot be taken down with one of it gone
+
+
+def compensated(world: World, folder: Path) -> dict[str, Any]:
+    """Update 1 reads the weights before update 0 changes them and goes on when it has."""
+    weight = nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = SGD([weight], lr=0.1)
+    marks = [folder / "changed", folder / "read"]
+
+    def one_step(number: int) -> tuple[int, list[float], float]:
+        if number == 1:
+            marks[1].touch()
+        while not marks[1 - number].exists():
+            time.sleep(0.001)
+        weight.grad = 3.0 * weight.detach()
+        hogwild.reduce_gradients(keep)
+        gradient = weight.grad.tolist()
+        hogwild.optimizer_step()
+        return number, gradient, hogwild.metrics()["staleness"]
+
+    def made() -> bool:
+        marks[0].touch()
+        return False
+
+    corrected = partial(compensate, strength=STRENGTH)
+    with closing(hogwild_of(weight, optimizer, world, compensate=corrected)) as hogwild:
+        hogwild.begin(0, 2)
+        reports = list(hogwild.steps(one_step, 0, 2, made))
+    return {"reports": reports, "weight": weight.detach()}
+
+
+def compensate_and_count(world: World, folder: Path) -> dict[str, dict[str, Any]]:
+    return {"compensated": compensated(world, folder), "count": count(world)}
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hogwild")
     before = shared_files()
-    run_ranks(SCRIPT, "whole", folder, size=2)
+    results = run_distributed(compensate_and_count, 2, tmp_path_factory.mktemp("hogwild"))
     assert shared_files() == before
-    return folder
+    return results
 
 
 def shared_files() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith("modelwright-")}
 
 
-def reports(folder: Path, name: str) -> list[dict]:
-    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}*.json"))]
-
-
 def test_every_number_is_drawn_once_and_heard_of_in_order_by_all(two_ranks):
-    first, second = reports(two_ranks, "count")
+    first, second = (rank["count"] for rank in two_ranks)
     assert [number for number, _ in first["heard"]] == list(range(FIRST, NUM_UPDATES))
     assert first["heard"] == second["heard"]
     by_rank = [sum(rank == worker for _, worker in first["heard"]) for rank in range(2)]
@@ -46,7 +148,7 @@ def test_every_number_is_drawn_once_and_heard_of_in_order_by_all(two_ranks):
 
 
 def test_all_stop_where_one_asked_for_it_and_go_on_from_there(two_ranks):
-    first, second = reports(two_ranks, "count")
+    first, second = (rank["count"] for rank in two_ranks)
     assert first["stops"] == second["stops"]
     assert FIRST + STOP_AT < first["stops"][0] < FIRST + SLOTS
     assert first["stops"][-1] == NUM_UPDATES
@@ -54,7 +156,7 @@ def test_all_stop_where_one_asked_for_it_and_go_on_from_there(two_ranks):
 
 def test_updates_reach_the_shared_weights_once(two_ranks):
     """A process that wrote its own copy back would lose the others' changes: about half of all."""
-    first, second = (torch.tensor(report["weight"]) for report in reports(two_ranks, "count"))
+    first, second = (rank["count"]["weight"] for rank in two_ranks)
     assert torch.equal(first, second)
     assert torch.equal(first[:FIRST], torch.zeros(FIRST))
     assert first.max() == 1.0
@@ -62,8 +164,9 @@ def test_updates_reach_the_shared_weights_once(two_ranks):
 
 
 def test_a_late_gradient_is_compensated_for_what_happened_meanwhile(two_ranks):
-    first, second = reports(two_ranks, "compensated")
-    assert first == second
+    first, second = (rank["compensated"] for rank in two_ranks)
+    assert first["reports"] == second["reports"]
+    assert torch.equal(first["weight"], second["weight"])
     then = torch.tensor([1.0, -2.0])
     now = then - 0.1 * 3 * then
     late = 3 * then + 0.5 * (3 * then) ** 2 * (now - then)
@@ -71,15 +174,15 @@ def test_a_late_gradient_is_compensated_for_what_happened_meanwhile(two_ranks):
     assert (no_delay, delay) == (0, 1)
     torch.testing.assert_close(torch.tensor(fresh), 3 * then)
     torch.testing.assert_close(torch.tensor(compensated), late)
-    torch.testing.assert_close(torch.tensor(first["weight"]), now - 0.1 * late)
+    torch.testing.assert_close(first["weight"], now - 0.1 * late)
 
 
-def test_a_process_that_is_killed_is_noticed_and_named(tmp_path):
-    (survivor, said, _), (victim, _, _) = wait_for(start_ranks(SCRIPT, "crash", tmp_path, size=2))
-    assert victim == -9
-    assert survivor == 3
-    assert "has ended (rank 1)" in said
-    assert "run the same command again" in said
+def test_a_process_that_is_killed_is_noticed_and_named():
+    survivor, victim = start_distributed(crash, 2).wait()
+    assert victim.code == -signal.SIGKILL
+    assert survivor.code == STOPPED
+    assert "has ended (rank 1)" in survivor.output
+    assert "run the same command again" in survivor.output
 
 
 def train(optimizer: torch.optim.Optimizer, model: nn.Module, hogwild: Hogwild | None, steps: range) -> None:
@@ -89,7 +192,7 @@ def train(optimizer: torch.optim.Optimizer, model: nn.Module, hogwild: Hogwild |
         inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
         model(inputs).square().sum().backward()
         if hogwild is not None:
-            hogwild.reduce([])
+            hogwild.reduce_gradients(keep)
         optimizer.step()
         optimizer.zero_grad()
         return number
@@ -97,7 +200,7 @@ def train(optimizer: torch.optim.Optimizer, model: nn.Module, hogwild: Hogwild |
     if hogwild is None:
         made = [one_step(number) for number in steps]
     else:
-        made = list(hogwild.updates(one_step, steps.start, steps.stop, lambda: False))
+        made = list(hogwild.steps(one_step, steps.start, steps.stop, lambda: False))
     assert made == list(steps)
 
 
@@ -112,8 +215,8 @@ def test_one_process_alone_is_the_synchronous_run_bit_for_bit(first):
 
     (alone, plain), (shared, optimizer) = parts(), parts()
     train(plain, alone, None, range(first, 9))
-    with Hogwild(single()) as hogwild:
-        hogwild.begin(optimizer, first)
+    with closing(hogwild_of(shared, optimizer, single())) as hogwild:
+        hogwild.begin(first, 9)
         train(optimizer, shared, hogwild, range(first, 5))
         train(optimizer, shared, hogwild, range(5, 9))
     for one, other in zip(alone.parameters(), shared.parameters(), strict=True):
@@ -123,10 +226,11 @@ def test_one_process_alone_is_the_synchronous_run_bit_for_bit(first):
 
 
 def test_a_report_too_long_for_its_slot_is_refused():
-    with Hogwild(single()) as hogwild:
-        hogwild.begin(SGD([nn.Parameter(torch.zeros(1))], lr=1.0), 0)
+    weight = nn.Parameter(torch.zeros(1))
+    with closing(hogwild_of(weight, SGD([weight], lr=1.0), single())) as hogwild:
+        hogwild.begin(0, 1)
         with pytest.raises(ValueError, match="there is room for"):
-            list(hogwild.updates(lambda number: "x" * SLOT_BYTES, 0, 1, lambda: False))
+            list(hogwild.steps(lambda number: "x" * SLOT_BYTES, 0, 1, lambda: False))
 
 
 def test_weights_elsewhere_than_in_host_memory_are_refused():

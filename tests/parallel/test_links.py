@@ -1,33 +1,60 @@
 """Links: the cost model, what is measured among real processes, the cache, and shaped links between hosts."""
 
 import json
-import os
-import subprocess
-import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from distributed import hosts_of, run_distributed
 from modelwright.core.errors import ConfigError
-from modelwright.parallel.mesh import single
+from modelwright.parallel.mesh import World, single
 from modelwright.parallel.topology.link_costs import Links, LinksConfig, _tournament, measure_links, uniform
+from modelwright.parallel.topology.rank_mapping import take_places
+from modelwright_claims import netns
 
-JOB = Path(__file__).with_name("collective_job.py")
+
+def measure_and_move(world: World, folder: Path) -> dict[str, Any]:
+    """Measure the links of 4 ranks on two made-up hosts, with and without the cache, and change places."""
+    hosts = ["b", "a", "b", "a"]
+    cache = folder / "links.json"
+    config = LinksConfig(budget_s=0.4, cache=str(cache))
+    start = time.monotonic()
+    found = {"measured": measure_links(world, config, host=hosts[world.rank])}
+    taken_s = time.monotonic() - start
+    world.barrier()  # the first rank has written the file
+    known = json.loads(cache.read_text())
+    found["cached"] = measure_links(world, config, host=hosts[world.rank])
+    found["others"] = measure_links(world, config, host=["b", "b", "b", "c"][world.rank])
+    if world.is_first:
+        cache.write_text("{")
+    world.barrier()
+    found["broken"] = measure_links(world, config, host=hosts[world.rank])
+    world = take_places(world, (2, 0, 3, 1))
+    total = world.all_reduce_sum(torch.tensor([1.0 * world.rank]))
+    first = world.broadcast(torch.tensor([world.rank, hosts.index("a")]))
+    shown = {name: (links.hosts, links.latency_s, links.bytes_per_s) for name, links in found.items()}
+    facts = {"taken_s": taken_s, "known": known, "rank": world.rank, "sum": total.item(), "first": first.tolist()}
+    return {**shown, **facts}
+
+
+def measure(world: World, budget_s: float) -> tuple[Links, float]:
+    """Return the links and the seconds that measuring them took."""
+    start = time.monotonic()
+    links = measure_links(world, LinksConfig(budget_s=budget_s))
+    return links, time.monotonic() - start
 
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("links")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    assert (
-        subprocess.run([sys.executable, str(JOB), "links", str(folder)], env=environment, timeout=120).returncode == 0
-    )
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
+    return run_distributed(measure_and_move, 4, tmp_path_factory.mktemp("links"))
 
 
 def test_all_ranks_have_the_same_figures_of_every_pair(four_ranks):
     hosts, latency, rate = four_ranks[0]["measured"]
-    assert hosts == ["b", "a", "b", "a"]
+    assert hosts == ("b", "a", "b", "a")
     for matrix in (latency, rate):
         assert matrix[0][1] == matrix[1][0]
         assert all(value > 0 for row in matrix for value in row)
@@ -45,7 +72,7 @@ def test_cache_is_by_set_of_hosts(four_ranks):
     (entry,) = four_ranks[0]["known"].values()
     assert entry["hosts"] == ["a", "b"]
     assert four_ranks[0]["cached"] == four_ranks[0]["measured"]
-    assert four_ranks[0]["others"][0] == ["b", "b", "b", "c"]
+    assert four_ranks[0]["others"][0] == ("b", "b", "b", "c")
     assert four_ranks[0]["others"] != four_ranks[0]["measured"]
     assert four_ranks[0]["broken"] != four_ranks[0]["measured"]
 
@@ -106,32 +133,19 @@ def test_config_names_the_field(field):
         LinksConfig(**{field: 0.0})
 
 
-def test_shaped_and_delayed_links_are_measured_as_they_are(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(JOB.parents[2] / "benchmarks"))
-    from modelwright_claims import netns
-
+def test_shaped_and_delayed_links_are_measured_as_they_are():
     if reason := netns.missing():
         pytest.skip(reason)
     mbit = [[0, 100, 20], [0, 0, 50], [0, 0, 0]]
     delay_ms = [[0, 0, 0], [0, 0, 5], [0, 0, 0]]
-    with netns.Network(netns.full_mesh(mbit, delay_ms)) as net:
-        port = netns.free_port(net, "h0")
-        ranks = [
-            net.popen(
-                host,
-                [sys.executable, str(JOB), "measure", str(tmp_path / "links.json"), "1.5"],
-                env={**net.torch_environment(host, "h0", port), "RANK": str(rank), "WORLD_SIZE": "3"},
-            )
-            for rank, host in enumerate(net.hosts)
-        ]
-        assert [rank.wait(timeout=60) for rank in ranks] == [0] * 3
-    found = json.loads((tmp_path / "links.json").read_text())
-    rate_mbit = [[8e-6 * value for value in row] for row in found["bytes_per_s"]]
+    with netns.Network(netns.full_mesh(mbit, delay_ms)) as network:
+        links, taken_s = run_distributed(measure, 3, 1.5, hosts=hosts_of(network))[0]
+    rate_mbit = [[8e-6 * value for value in row] for row in links.bytes_per_s]
     # A busy machine makes a link look slower, never faster than its shape; their order must show all the same.
     assert 50 < rate_mbit[0][1] < 125
     assert 10 < rate_mbit[0][2] < 25
     assert rate_mbit[0][1] > 2.5 * rate_mbit[0][2]
-    assert found["latency_s"][1][2] > 0.005
-    assert found["latency_s"][0][1] < found["latency_s"][1][2]
+    assert links.latency_s[1][2] > 0.005
+    assert links.latency_s[0][1] < links.latency_s[1][2]
     # Three links, and a doubling probe on a slow one may go over its share by its last message.
-    assert found["taken_s"] < 60
+    assert taken_s < 60

@@ -2,10 +2,19 @@
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from distributed import run_distributed
 from modelwright.core.errors import ConfigError
+from modelwright.data.batch import IGNORED
+from modelwright.model.attention import packed_attend
+from modelwright.model.decoder import Decoder
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.grad_norm import like_parameter
+from modelwright.parallel.mesh import World, lay_out
 from modelwright.parallel.tensor import check_shape, stage_tokens
-from parallel import axis_run
+from parallel.axis_cases import RANKS, Results, model, rows, shard
 from tiny_decoder import make_config
 
 EXACT = {"rtol": 1e-11, "atol": 1e-12}
@@ -18,32 +27,71 @@ MODELS = {
 }
 
 
+def forward_backward(model: Decoder) -> Results:
+    """Output, loss and gradients of two microbatches, of which the second one adds to the first one's gradients."""
+    results: Results = {}
+    for batch in rows().split(2):
+        output = model(batch.input_ids_BT, batch.positions_BT, packed_attend(batch.segments_BT))
+        loss = whole_loss(model, output, batch.labels_BT)
+        loss.backward()
+        results |= {"output": output.detach(), "loss": loss.detach()}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        gradient = like_parameter(parameter.grad, parameter)
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        results[f"gradient/{name}"] = whole.contiguous()
+    return results
+
+
+def whole_loss(model: Decoder, output: Tensor, labels: Tensor) -> Tensor:
+    """A term of the logits and one of the hidden states, both in float64."""
+    picked = model.logits(output).log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return -(picked * (labels != IGNORED)).sum() + 0.1 * output.square().sum()
+
+
+def shared_layers(world: World) -> dict[str, Results]:
+    """By model, outputs, losses and gradients; and the pieces of the untied model that this rank holds."""
+    mesh = lay_out(world, ParallelConfig(tensor=world.size))
+    results = {
+        name: forward_backward(shard(model(**changes), mesh, sequence_parallel="whole" not in name))
+        for name, changes in MODELS.items()
+    }
+    laid_out = shard(model(tied=False), mesh)
+    pieces = {name: parameter.to_local().detach() for name, parameter in laid_out.named_parameters()}
+    return {**results, "piece": pieces}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_distributed(shared_layers, RANKS)
+
+
 @pytest.mark.parametrize("check", MODELS)
-def test_outputs_losses_and_gradients_are_those_of_one_process(check):
-    expected = axis_run.forward_backward(axis_run.model(**MODELS[check]))
-    found = axis_run.of_check(check)
+def test_outputs_losses_and_gradients_are_those_of_one_process(ranks, check):
+    expected = forward_backward(model(**MODELS[check]))
+    found = ranks[0][check]
     assert set(found) == set(expected)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("check", MODELS)
-def test_all_ranks_have_the_same_bits(check):
-    first, *others = (axis_run.of_check(check, rank) for rank in range(axis_run.RANKS))
+def test_all_ranks_have_the_same_bits(ranks, check):
+    first, *others = (rank[check] for rank in ranks)
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_every_rank_keeps_its_piece_only():
-    whole = dict(axis_run.model(tied=False).named_parameters())
-    pieces = [axis_run.of_check("piece", rank) for rank in range(axis_run.RANKS)]
+def test_every_rank_keeps_its_piece_only(ranks):
+    whole = dict(model(tied=False).named_parameters())
+    pieces = [rank["piece"] for rank in ranks]
     for name, weight in whole.items():
         dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
         if weight.dim() == 1:
             assert all(torch.equal(piece[name], weight) for piece in pieces)
         else:
             assert torch.equal(torch.cat([piece[name] for piece in pieces], dim), weight)
-            assert max(piece[name].numel() for piece in pieces) <= weight.numel() / axis_run.RANKS * 1.02
+            assert max(piece[name].numel() for piece in pieces) <= weight.numel() / RANKS * 1.02
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,32 @@
 """What training sends: the metric in every layout, and beside it the counter of a host's interface."""
 
-import json
 import socket
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from modelwright.parallel.mesh import single
+from distributed import hosts_of, run_distributed
+from modelwright.core.config import parse
+from modelwright.core.records import column, read_records
+from modelwright.model.decoder import Decoder
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import World, single
 from modelwright.parallel.traffic import Traffic, connections_sent
+from modelwright.train.technique import StepInfo, Technique
 from modelwright_claims import netns
-from parallel import traffic_run
-from rank_processes import all_well, run_ranks, start_process, wait_for
+from modelwright_claims.links_probe import sent_bytes
+from train import tiny_run as tiny
 
-SCRIPT = Path(traffic_run.__file__)
-GRADIENT_BYTES = 4 * traffic_run.SHAPE.num_parameters
-HIDDEN_BYTES = 4 * 8 * 32 * traffic_run.SHAPE.model_dim
+SHAPE = replace(tiny.SHAPE, num_layers=4, model_dim=128, ffn_dim=256, head_dim=32)
+NUM_STEPS = 7
+ONCE = {"num_steps": NUM_STEPS, "eval_every_steps": 0, "checkpoint_every_steps": 0, "learning_rate": 3e-3}
+GRADIENT_BYTES = 4 * SHAPE.num_parameters
+HIDDEN_BYTES = 4 * 8 * 32 * SHAPE.model_dim
 """Tokens in a batch: 8 rows of 32."""
-EMBEDDING_BYTES = 4 * traffic_run.SHAPE.vocab_size * traffic_run.SHAPE.model_dim
+EMBEDDING_BYTES = 4 * SHAPE.vocab_size * SHAPE.model_dim
 """Its gradients, which the first and the last stage of a pipeline exchange."""
 
 THREE_LEVEL = {"transport": {"kind": "three_level", "three_level": {"keep": 0.005}}}
@@ -46,18 +54,62 @@ what an all-reduce would. Tensor parallelism gathers and scatters the residual s
 """
 
 
+@dataclass
+class Meter:
+    """Controller that writes down every step."""
+
+    every: int = 1
+    metric: list[int | None] = field(default_factory=list)
+    interface: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    def observe(self, info: StepInfo) -> None:
+        self.metric.append(info.bytes_sent)
+        self.interface.append(sent_bytes())
+        self.losses.append(info.loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def run_case(world: World, folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """Return the metric `bytes_sent`, what the host's interfaces have sent, and the loss, of every step."""
+    model, meter = Decoder(SHAPE), Meter()
+    model.init_weights(0)
+    tiny.run(
+        folder / case["name"],
+        tiny.settings(**{**ONCE, **case["settings"]}),
+        model=model,
+        world=world,
+        parallel=parse(ParallelConfig, case["layout"]),
+        techniques=[Technique(name="meter", on_step_end=meter.observe)],
+        heldout=[],
+    )
+    measured = vars(meter)
+    if world.is_first:
+        return {**measured, "recorded": column(read_records(folder / case["name"] / "metrics.jsonl"), "bytes_sent")}
+    return measured
+
+
+def run_cases(world: World, folder: Path, cases: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {case["name"]: run_case(world, folder, case) for case in cases}
+
+
+Runs = list[dict[str, dict[str, Any]]]
+"""By rank and case, what `run_case` returned."""
+
+
 @pytest.fixture(scope="module")
-def layouts(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("layouts")
+def layouts(tmp_path_factory) -> Runs:
     cases = [case(name, layout) for name, (layout, _, _) in LAYOUTS.items()]
-    (folder / "cases.json").write_text(json.dumps(cases))
-    run_ranks(SCRIPT, folder, folder / "cases.json", size=2)
-    return folder
+    return run_distributed(run_cases, 2, tmp_path_factory.mktemp("layouts"), cases)
 
 
-def per_step(folder: Path, name: str, counter: str, rank: int = 0) -> float:
+def per_step(runs: Runs, name: str, counter: str, rank: int = 0) -> float:
     """Mean over all steps but the first, which lays out and warms up, and the last, after which local steps end."""
-    sent = json.loads((folder / f"{name}-{rank}.json").read_text())[counter]
+    sent = runs[rank][name][counter]
     return (sent[-2] - sent[0]) / (len(sent) - 2)
 
 
@@ -65,8 +117,8 @@ def per_step(folder: Path, name: str, counter: str, rank: int = 0) -> float:
 def test_every_layout_counts_what_it_sends(layouts, name):
     _, most, least = LAYOUTS[name]
     assert least <= per_step(layouts, name, "metric") <= 1.1 * most + 2**14
-    recorded = [value for _, value in json.loads((layouts / f"{name}-0.json").read_text())["recorded"]]
-    assert len(recorded) == traffic_run.NUM_STEPS
+    recorded = [value for _, value in layouts[0][name]["recorded"]]
+    assert len(recorded) == NUM_STEPS
     assert all(before < after for before, after in pairwise(recorded))
 
 
@@ -85,18 +137,11 @@ def test_a_connection_counts_its_payload_and_its_headers():
     assert 10_000 < max(sent) < 11_000
 
 
-def on_two_hosts(folder: Path, cases: list[dict[str, Any]], *, per_host: int) -> None:
+def on_two_hosts(folder: Path, cases: list[dict[str, Any]], *, per_host: int) -> Runs:
     """Run the cases on so many processes in each of two namespaces."""
-    (folder / "cases.json").write_text(json.dumps(cases))
-    with netns.Network(netns.star(2)) as net:
-        port, size = netns.free_port(net, "h0"), 2 * per_host
-        ranks = []
-        for rank in range(size):
-            host = net.hosts[rank // per_host]
-            environment = net.torch_environment(host, "h0", port) | {"RANK": str(rank), "WORLD_SIZE": str(size)}
-            arguments = (folder, folder / "cases.json", f"{net.tag}-{host}")
-            ranks.append(start_process(SCRIPT, *arguments, environment=environment))
-        all_well(wait_for(ranks))
+    with netns.Network(netns.star(2)) as network:
+        hosts = hosts_of(network, ranks_per_host=per_host)
+        return run_distributed(run_cases, len(hosts), folder, cases, hosts=hosts)
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +155,13 @@ def test_the_metric_is_what_the_interface_sends(tmp_path):
     """Copies with exact and with compressed sums, and ZeRO-3, on two hosts of one process each."""
     copies = {"share_memory": False}
     cases = [case("exact", copies), case("three_level", copies, THREE_LEVEL), case("full", {"shard": "full"})]
-    on_two_hosts(tmp_path, cases, per_host=1)
+    runs = on_two_hosts(tmp_path, cases, per_host=1)
     for name in ("exact", "three_level", "full"):
         # The interface counts segments that the kernel joins once, the metric each with its header (66 of 1,514 bytes).
-        assert per_step(tmp_path, name, "metric") == pytest.approx(per_step(tmp_path, name, "interface"), rel=0.06)
-    removed = 1 - per_step(tmp_path, "three_level", "metric") / per_step(tmp_path, "exact", "metric")
+        assert per_step(runs, name, "metric") == pytest.approx(per_step(runs, name, "interface"), rel=0.06)
+    removed = 1 - per_step(runs, "three_level", "metric") / per_step(runs, "exact", "metric")
     assert removed == pytest.approx(
-        1 - per_step(tmp_path, "three_level", "interface") / per_step(tmp_path, "exact", "interface"), abs=0.002
+        1 - per_step(runs, "three_level", "interface") / per_step(runs, "exact", "interface"), abs=0.002
     )
 
 
@@ -130,13 +175,13 @@ def test_hybrid_sharding_compresses_what_crosses_between_hosts(tmp_path):
         case("three_level", HYBRID, THREE_LEVEL),
         case("seldom", HYBRID, SELDOM),
     ]
-    on_two_hosts(tmp_path, cases, per_host=2)
-    sent = {one["name"]: per_step(tmp_path, one["name"], "interface") for one in cases}
+    runs = on_two_hosts(tmp_path, cases, per_host=2)
+    sent = {one["name"]: per_step(runs, one["name"], "interface") for one in cases}
     assert GRADIENT_BYTES <= sent["exact"] <= 1.1 * GRADIENT_BYTES  # each of two ranks sends its half, both ways
     assert sent["int8"] < 0.3 * sent["exact"]
     assert sent["three_level"] < 0.02 * sent["exact"]
     assert sent["seldom"] < 0.3 * sent["exact"]
-    losses = {one["name"]: json.loads((tmp_path / f"{one['name']}-0.json").read_text())["losses"] for one in cases}
+    losses = {one["name"]: runs[0][one["name"]]["losses"] for one in cases}
     for name, values in losses.items():
         assert values[-1] < values[0] - 0.1, name
         assert name == "exact" or values != losses["exact"]

@@ -1,51 +1,147 @@
 """Every transport over two and three real gloo processes, against sums made here; local steps; configs."""
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from distributed import run_distributed
 from modelwright.core.config import dump, parse
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.parallel.codecs.error_feedback import flatten
 from modelwright.parallel.codecs.quantized import GROUP, MAX_CODE, Int8
 from modelwright.parallel.codecs.topk_quantized import ThreeLevelConfig, bucket_bounds, decode_flat, encode_flat
-from modelwright.parallel.gradient_sync import ExactTransport
+from modelwright.parallel.gradient_sync import ExactTransport, GradientTransport
 from modelwright.parallel.mesh import World, single
-from modelwright.parallel.strategies.config import TransportConfig, build_transport
-from modelwright.parallel.strategies.local_sgd import LocalSteps
-from parallel import transport_job as job
-from rank_processes import run_ranks
+from modelwright.parallel.strategies.config import TransportConfig, build_sync
+from parallel.transport_cases import CASES, ROUNDS, SHAPES, build, copied, gradients
 
 ROUNDING = {"rtol": 1e-5, "atol": 2e-5}
 WITH_FEEDBACK = ["bf16", "int8", "powersgd", "one_percent", "global", "warm", "all_kept"]
 THREE_LEVEL = ["one_percent", "global", "warm", "momentum", "all_kept"]
 
 
+def rounds(transport: GradientTransport, rank: int, first: int, last: int) -> dict[str, torch.Tensor]:
+    """Reduce; results, residuals and bytes of each round."""
+    found = {}
+    for round_ in range(first, last):
+        parts = gradients(rank, round_)
+        transport.reduce(parts)
+        found |= {f"result/{round_}/{i}": part.clone() for i, part in enumerate(parts)}
+        kept = transport.state_dict().get("residuals", [])
+        found |= {f"residual/{round_}/{i}": part.clone() for i, part in enumerate(kept)}
+        found[f"bytes/{round_}"] = torch.tensor(transport.bytes_sent)
+    return found
+
+
+def resumed(case: dict, world: World) -> dict[str, torch.Tensor]:
+    """The second half of the rounds by a transport that was given the state of another one."""
+    old, new = build(case, world), build(case, world)
+    rounds(old, world.rank, 0, ROUNDS // 2)
+    new.load_state_dict(copied(old.state_dict()))
+    return rounds(new, world.rank, ROUNDS // 2, ROUNDS)
+
+
+def after_a_nan(case: dict, world: World) -> dict[str, torch.Tensor]:
+    """Rounds of which the third has one nan on the last rank; the others are as if it had not been."""
+    transport = build(case, world)
+    found = rounds(transport, world.rank, 0, 2)
+    bad = gradients(world.rank, 50)
+    if world.rank == world.size - 1:
+        bad[0][3, 4] = torch.nan
+    transport.reduce(bad)
+    assert not all(bool(part.isfinite().all()) for part in bad), "all ranks must hear of the nan"
+    return found | rounds(transport, world.rank, 2, ROUNDS)
+
+
+class Walk:
+    """Training without a model: weights that each rank moves by its own amounts, and a moment beside each."""
+
+    def __init__(self, world: World, *, codec: dict | None = None, **local: object) -> None:
+        draw = torch.Generator().manual_seed(7)
+        self.weights = [torch.randn(shape, generator=draw) for shape in SHAPES]
+        self.moments = [torch.zeros(shape) for shape in SHAPES]
+        case = {**(codec or {}), "local_steps": {"every": 3, **local}}
+        transport = build_local_steps(parse(TransportConfig, case), world)
+        self.steps, self.rank = transport, world.rank
+
+    def begin(self) -> None:
+        self.steps.begin(self.weights, num_steps=8, private=lambda: {"moment": self.moments}, restore=self.restore)
+
+    def restore(self, private: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        for moment, value in zip(self.moments, private["moment"], strict=True):
+            moment.copy_(value)
+
+    def step_once(self, step: int) -> None:
+        for weight, moment, part in zip(self.weights, self.moments, gradients(self.rank, step), strict=True):
+            moment.mul_(0.9).add_(part)
+            weight.sub_(moment, alpha=0.1)
+
+    def go(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            self.step_once(step)
+            self.steps.after_update(self.weights, step + 1)
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        found = {f"{name}/weight/{i}": weight.clone() for i, weight in enumerate(self.weights)}
+        return found | {f"{name}/moment/{i}": moment.clone() for i, moment in enumerate(self.moments)}
+
+
+def walks(world: World) -> dict[str, torch.Tensor]:
+    found = {}
+    sparse = {"codec": CASES["warm"], "keep_own": True, "every": 2}
+    for name, local in {"mean": {}, "nesterov": {"rate": 0.7, "momentum": 0.8}, "keep_own": sparse}.items():
+        whole = Walk(world, **local)
+        whole.begin()
+        for last in range(1, 9):
+            whole.go(last - 1, last)
+            found |= whole.tensors(f"{name}/{last}")
+        found[f"{name}/bytes"] = torch.tensor(whole.steps.bytes_sent)
+        half, again = Walk(world, **local), Walk(world, **local)
+        half.begin()
+        half.go(0, 5)
+        state = copied(half.steps.state_dict())
+        found |= {f"{name}/state/{i}": part for i, part in enumerate(state["weights"])}
+        found |= {f"{name}/start/{i}": part for i, part in enumerate(state["shared"]["start"])}
+        found |= {f"{name}/private/{i}": part for i, part in enumerate(state["private"]["moment"])}
+        again.steps.load_state_dict(state)
+        again.begin()
+        again.go(5, 8)
+        found |= again.tensors(f"{name}/again")
+    return found
+
+
+def every_case(world: World) -> dict[str, dict[str, torch.Tensor]]:
+    """Every case reduces the same gradients for some rounds; by case, what came out, what is kept and what was sent."""
+    results = {}
+    for name, case in CASES.items():
+        results[name] = {
+            **rounds(build(case, world), world.rank, 0, ROUNDS),
+            **{f"resumed/{key}": value for key, value in resumed(case, world).items()},
+            **{f"nan/{key}": value for key, value in after_a_nan(case, world).items()},
+        }
+    return {**results, "walks": walks(world)}
+
+
 @pytest.fixture(scope="module", params=[2, 3])
-def ranks(request, tmp_path_factory):
-    """(number of ranks, what they wrote: case -> one dict of tensors a rank)."""
-    folder = tmp_path_factory.mktemp(f"ranks-{request.param}")
-    run_ranks(Path(job.__file__), folder, size=request.param)
-    names = [*job.CASES, "walks"]
-    return request.param, {
-        name: [load_file(folder / f"{name}-{rank}.safetensors") for rank in range(request.param)] for name in names
-    }
+def ranks(request):
+    """(number of ranks, case -> one dict of tensors a rank)."""
+    results = run_distributed(every_case, request.param)
+    return request.param, {name: [result[name] for result in results] for name in (*CASES, "walks")}
 
 
 def listed(found, prefix):
-    return [found[f"{prefix}/{i}"] for i in range(len(job.SHAPES))]
+    return [found[f"{prefix}/{i}"] for i in range(len(SHAPES))]
 
 
 def sums(num_ranks, round_):
     """The exact sums over the ranks, in float64 of the same FP32 gradients."""
-    parts = [job.gradients(rank, round_) for rank in range(num_ranks)]
+    parts = [gradients(rank, round_) for rank in range(num_ranks)]
     return [sum(share.double() for share in shares) for shares in zip(*parts, strict=True)]
 
 
-@pytest.mark.parametrize("case", job.CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_results_are_the_same_bits_on_all_ranks(ranks, case):
     _, found = ranks
     first, *others = found[case]
@@ -58,7 +154,7 @@ def test_results_are_the_same_bits_on_all_ranks(ranks, case):
 @pytest.mark.parametrize("case", ["exact", "all_kept"])
 def test_with_nothing_left_out_the_result_is_the_sum(ranks, case):
     num_ranks, found = ranks
-    for round_ in range(job.ROUNDS):
+    for round_ in range(ROUNDS):
         for ours, exact in zip(listed(found[case][0], f"result/{round_}"), sums(num_ranks, round_), strict=True):
             # 16 bits: each share is off by at most half a level of its bucket, now and in the residual of before;
             # the largest magnitude of these gradients is below 100.
@@ -69,9 +165,9 @@ def test_with_nothing_left_out_the_result_is_the_sum(ranks, case):
 @pytest.mark.parametrize("case", WITH_FEEDBACK)
 def test_what_was_sent_and_what_is_kept_add_up_to_what_came_in(ranks, case):
     num_ranks, found = ranks
-    came_in = [torch.zeros(shape, dtype=torch.float64) for shape in job.SHAPES]
-    sent = [torch.zeros(shape, dtype=torch.float64) for shape in job.SHAPES]
-    for round_ in range(job.ROUNDS):
+    came_in = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    sent = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    for round_ in range(ROUNDS):
         came_in = [old + new for old, new in zip(came_in, sums(num_ranks, round_), strict=True)]
         sent = [old + new for old, new in zip(sent, listed(found[case][0], f"result/{round_}"), strict=True)]
         kept = [sum(parts) for parts in zip(*(listed(one, f"residual/{round_}") for one in found[case]), strict=True)]
@@ -80,22 +176,22 @@ def test_what_was_sent_and_what_is_kept_add_up_to_what_came_in(ranks, case):
             torch.testing.assert_close(out + left.double(), total, rtol=1e-5, atol=2e-4)
 
 
-@pytest.mark.parametrize("case", job.CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_a_loaded_state_gives_the_same_next_results(ranks, case):
     _, found = ranks
     for one in found[case]:
-        for round_ in range(job.ROUNDS // 2, job.ROUNDS):
+        for round_ in range(ROUNDS // 2, ROUNDS):
             for whole, resumed in zip(
                 listed(one, f"result/{round_}"), listed(one, f"resumed/result/{round_}"), strict=True
             ):
                 assert torch.equal(whole, resumed)
 
 
-@pytest.mark.parametrize("case", job.CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_a_nan_reaches_all_ranks_and_leaves_no_trace(ranks, case):
     _, found = ranks
     for one in found[case]:
-        for round_ in range(job.ROUNDS):
+        for round_ in range(ROUNDS):
             for calm, disturbed in zip(
                 listed(one, f"result/{round_}"), listed(one, f"nan/result/{round_}"), strict=True
             ):
@@ -106,7 +202,7 @@ def test_bf16_rounds_twice_whatever_the_number_of_ranks(ranks):
     num_ranks, found = ranks
     rounded = [
         sum(part.bfloat16().double() for part in parts)
-        for parts in zip(*(job.gradients(rank, 0) for rank in range(num_ranks)), strict=True)
+        for parts in zip(*(gradients(rank, 0) for rank in range(num_ranks)), strict=True)
     ]
     for ours, exact in zip(listed(found["bf16"][0], "result/0"), rounded, strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=2**-8, atol=1e-6)
@@ -115,7 +211,7 @@ def test_bf16_rounds_twice_whatever_the_number_of_ranks(ranks):
 def test_int8_rounds_twice_whatever_the_number_of_ranks(ranks):
     """To the nearest of 255 levels of each 1,024 values of each rank's chunk, and the sums again."""
     num_ranks, found = ranks
-    shares = [flatten(job.gradients(rank, 0)).double() for rank in range(num_ranks)]
+    shares = [flatten(gradients(rank, 0)).double() for rank in range(num_ranks)]
     chunk = -(-len(shares[0]) // num_ranks)
     rounded = [[in_levels(part) for part in share.split(chunk)] for share in shares]
     wanted = torch.cat([in_levels(sum(parts)) for parts in zip(*rounded, strict=True)])
@@ -143,12 +239,12 @@ def test_int8_keeps_what_is_not_finite_within_its_group(bad):
 
 def power_sgd(num_ranks, rank):
     """Vogels et al., algorithm 1 and 2, in float64 and by the projector of P instead of its orthonormal frame."""
-    chosen = [i for i, shape in enumerate(job.SHAPES) if shape in ((120, 70), (65, 80))]
+    chosen = [i for i, shape in enumerate(SHAPES) if shape in ((120, 70), (65, 80))]
     draw = torch.Generator().manual_seed(0)
-    bases = {i: torch.randn(job.SHAPES[i][1], rank, generator=draw).double() for i in chosen}
-    errors = {(r, i): torch.zeros(job.SHAPES[i], dtype=torch.float64) for r in range(num_ranks) for i in chosen}
-    for round_ in range(job.ROUNDS):
-        shares = [job.gradients(r, round_) for r in range(num_ranks)]
+    bases = {i: torch.randn(SHAPES[i][1], rank, generator=draw).double() for i in chosen}
+    errors = {(r, i): torch.zeros(SHAPES[i], dtype=torch.float64) for r in range(num_ranks) for i in chosen}
+    for round_ in range(ROUNDS):
+        shares = [gradients(r, round_) for r in range(num_ranks)]
         result = sums(num_ranks, round_)
         for i in chosen:
             own = [shares[r][i].double() + errors[r, i] for r in range(num_ranks)]
@@ -183,10 +279,10 @@ def deep_gradient_compression(num_ranks, *, keep, momentum):
     bounds = [0, 8400 + 37 + 1 + 60, 8400 + 37 + 1 + 60 + 5200 + 1]
     velocity = torch.zeros(num_ranks, bounds[-1], dtype=torch.float64)
     waiting = torch.zeros(num_ranks, bounds[-1], dtype=torch.float64)
-    for round_ in range(job.ROUNDS):
+    for round_ in range(ROUNDS):
         total = torch.zeros(bounds[-1], dtype=torch.float64)
         for rank in range(num_ranks):
-            flat = torch.cat([part.flatten().double() for part in job.gradients(rank, round_)])
+            flat = torch.cat([part.flatten().double() for part in gradients(rank, round_)])
             velocity[rank] = momentum * velocity[rank] + flat
             waiting[rank] += velocity[rank] if momentum else flat
             for first, last in pairwise(bounds):
@@ -212,9 +308,9 @@ def test_three_levels_are_their_definition(ranks, case, keep, momentum):
 
 def test_bytes_are_those_of_the_wire(ranks):
     num_ranks, found = ranks
-    numel = sum(part.numel() for part in job.gradients(0, 0))
+    numel = sum(part.numel() for part in gradients(0, 0))
     padded = -(-numel // num_ranks)
-    sent = {case: int(found[case][0][f"bytes/{job.ROUNDS - 1}"]) / job.ROUNDS for case in job.CASES}
+    sent = {case: int(found[case][0][f"bytes/{ROUNDS - 1}"]) / ROUNDS for case in CASES}
     assert sent["exact"] == pytest.approx(2 * 4 * numel * (num_ranks - 1) / num_ranks, abs=1)
     assert sent["bf16"] == 2 * 2 * padded * (num_ranks - 1)
     assert sent["int8"] == 2 * (padded + 4 * -(-padded // GROUP)) * (num_ranks - 1)
@@ -223,17 +319,15 @@ def test_bytes_are_those_of_the_wire(ranks):
 
 
 def three_level_config(case):
-    return parse(TransportConfig, job.CASES[case]).three_level
+    return parse(TransportConfig, CASES[case]).three_level
 
 
 @pytest.mark.parametrize("case", THREE_LEVEL)
 def test_first_message_is_counted_to_the_byte(ranks, case):
     num_ranks, found = ranks
     config = three_level_config(case)
-    bounds = bucket_bounds([part.numel() for part in job.gradients(0, 0)], config.bucket_numel)
-    messages = [
-        encode_flat(flatten(job.gradients(rank, 0)), bounds, config, config.share(0)) for rank in range(num_ranks)
-    ]
+    bounds = bucket_bounds([part.numel() for part in gradients(0, 0)], config.bucket_numel)
+    messages = [encode_flat(flatten(gradients(rank, 0)), bounds, config, config.share(0)) for rank in range(num_ranks)]
     assert int(found[case][0]["bytes/0"]) == (num_ranks - 1) * (8 + max(map(len, messages)))
     for message in messages:
         assert len(decode_flat(message, bounds).values_K) == pytest.approx(config.share(0) * bounds[-1], rel=0.1)
@@ -241,13 +335,13 @@ def test_first_message_is_counted_to_the_byte(ranks, case):
 
 def test_one_percent_removes_more_than_98_percent_of_the_bytes(ranks):
     num_ranks, found = ranks
-    sent = {case: int(found[case][0][f"bytes/{job.ROUNDS - 1}"]) for case in ("exact", "one_percent")}
+    sent = {case: int(found[case][0][f"bytes/{ROUNDS - 1}"]) for case in ("exact", "one_percent")}
     assert sent["one_percent"] < (0.01 if num_ranks == 2 else 0.015) * sent["exact"]
 
 
 def test_the_warm_up_sends_ever_fewer(ranks):
     _, found = ranks
-    totals = [int(found["warm"][0][f"bytes/{round_}"]) for round_ in range(job.ROUNDS)]
+    totals = [int(found["warm"][0][f"bytes/{round_}"]) for round_ in range(ROUNDS)]
     each = [last - first for first, last in pairwise([0, *totals])]
     assert each[0] > 1.5 * each[1] > 2 * each[2]
     assert each[4] == pytest.approx(each[5], rel=0.1)
@@ -261,13 +355,13 @@ def walk_by_hand(num_ranks, *, rate=1.0, momentum=0.0):
     """DiLoCo (algorithm 1) in float64: weights of every rank after each of 8 steps, meetings after 3 and 6; at the end
     the plain mean."""
     draw = torch.Generator().manual_seed(7)
-    start = flatten([torch.randn(shape, generator=draw) for shape in job.SHAPES]).double()
+    start = flatten([torch.randn(shape, generator=draw) for shape in SHAPES]).double()
     weights = [start.clone() for _ in range(num_ranks)]
     moments = [torch.zeros_like(start) for _ in range(num_ranks)]
     outer = torch.zeros_like(start)
     for step in range(8):
         for rank in range(num_ranks):
-            moments[rank] = 0.9 * moments[rank] + flatten(job.gradients(rank, step)).double()
+            moments[rank] = 0.9 * moments[rank] + flatten(gradients(rank, step)).double()
             weights[rank] = weights[rank] - 0.1 * moments[rank]
         if step + 1 in (3, 6, 8):
             mean = sum(start - weight for weight in weights) / num_ranks
@@ -284,7 +378,7 @@ def test_local_steps_are_diloco(ranks, case, outer):
         for rank, one in enumerate(found["walks"]):
             ours = flatten(listed(one, f"{case}/{step + 1}/weight"))
             torch.testing.assert_close(ours.double(), weights[rank], **ROUNDING)
-    numel = sum(part.numel() for part in job.gradients(0, 0))
+    numel = sum(part.numel() for part in gradients(0, 0))
     per_meeting = 2 * 4 * numel * (num_ranks - 1) // num_ranks
     assert int(found["walks"][0][f"{case}/bytes"]) == pytest.approx(3 * per_meeting, abs=3)
 
@@ -309,7 +403,7 @@ def test_local_steps_of_several_ranks_go_on_alone_from_their_mean(ranks):
     # One new rank gets the sum over the old ones, divided by one.
     state["weights"] = [sum(parts) for parts in zip(*ours, strict=True)]
     state["private"] = {"moment": [sum(parts) for parts in zip(*moments, strict=True)]}
-    alone = job.Walk(single())
+    alone = Walk(single())
     alone.steps.load_state_dict(state)
     alone.begin()
     for new, old in ((alone.weights, ours), (alone.moments, moments)):
@@ -334,7 +428,7 @@ def test_what_the_codec_did_not_send_stays_in_the_own_weights_and_the_mean_of_th
 
 def walk_without_meetings(num_ranks):
     """The mean of the ranks' weights after each step; the steps of `Walk` do not depend on where it is."""
-    alone = [job.Walk(single()) for _ in range(num_ranks)]
+    alone = [Walk(single()) for _ in range(num_ranks)]
     for step in range(8):
         for rank, walk in enumerate(alone):
             walk.rank = rank
@@ -342,30 +436,22 @@ def walk_without_meetings(num_ranks):
         yield sum(flatten(walk.weights).double() for walk in alone) / num_ranks
 
 
-def test_local_steps_send_nothing_for_gradients():
-    world = World(rank=0, size=3, device=torch.device("cpu"))
-    transport, gradient = LocalSteps(world, ExactTransport(world), job.Walk(single()).steps.config), torch.ones(4)
-    transport.reduce([gradient])
-    assert transport.bytes_sent == 0
-    assert torch.equal(gradient, 3 * torch.ones(4))
-
-
 @pytest.mark.parametrize("case", ["bf16", "powersgd", "one_percent"])
 def test_residuals_of_a_larger_world_join_the_gradients_of_a_rank_alone(case):
-    transport = job.build(job.CASES[case], single())
+    transport = build(CASES[case], single())
     state = transport.state_dict()
-    parts, left = job.gradients(0, 0), job.gradients(5, 5)
+    parts, left = gradients(0, 0), gradients(5, 5)
     expected = [part + rest for part, rest in zip(parts, left, strict=True)]
     transport.load_state_dict({**state, "residuals": left})
     transport.reduce(parts)
     torch.testing.assert_close(parts, expected)
-    again = job.gradients(0, 1)
+    again = gradients(0, 1)
     transport.reduce(again)
-    torch.testing.assert_close(again, job.gradients(0, 1), rtol=0, atol=0)
+    torch.testing.assert_close(again, gradients(0, 1), rtol=0, atol=0)
 
 
 def test_residuals_of_other_parameters_are_refused():
-    transport = job.build(job.CASES["bf16"], single())
+    transport = build(CASES["bf16"], single())
     transport.load_state_dict({"residuals": [torch.ones(3)]})
     with pytest.raises(ArtifactError, match="residuals fit other parameters"):
         transport.reduce([torch.ones(4)])
@@ -402,4 +488,4 @@ def test_wrong_configs_name_the_field(change, message):
 def test_config_is_plain_data_and_back():
     config = TransportConfig(kind="three_level", three_level=ThreeLevelConfig(keep=0.1))
     assert parse(TransportConfig, dump(config)) == config
-    assert isinstance(build_transport(TransportConfig(), single()), ExactTransport)
+    assert isinstance(build_sync(TransportConfig(), single()).sync, ExactTransport)

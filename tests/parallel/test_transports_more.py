@@ -1,24 +1,33 @@
 """Values by levels and their means, shared second moments, and the recipe of both, against sums made here."""
 
 import math
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from distributed import run_distributed
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.ops import sparse_code
 from modelwright.parallel.codecs.codebook import MAX_LEVELS, decode_levels, encode_levels
 from modelwright.parallel.codecs.error_feedback import flatten
 from modelwright.parallel.codecs.topk_quantized import ThreeLevelConfig, decode_flat, encode_flat
-from modelwright.parallel.mesh import single
-from modelwright.parallel.strategies.config import TransportConfig
+from modelwright.parallel.mesh import World, single
+from modelwright.parallel.strategies.config import TransportConfig, build_local_steps
 from modelwright.parallel.strategies.second_moment_sync import FLOOR, SharedMoment, decode_moves, encode_moves
-from parallel import moment_ranks as job
-from rank_processes import run_ranks
+from parallel.transport_cases import copied
+
+SHAPES = ((120, 70), (37,), (4, 3, 5))
+ROUNDS = 4
+OCTAVES = 0.5
+NUM_STEPS = 9
+RECIPE = {
+    "kind": "three_level",
+    "three_level": {"keep": 0.3, "selection": "global", "values": "means"},
+    "local_steps": {"every": 2, "keep_own": True, "moment_every": 2, "moment_octaves": OCTAVES},
+}
 
 
 def gaussian(numel, seed=0):
@@ -101,34 +110,107 @@ def test_moves_come_back(spread):
     assert torch.equal(decode_moves(encode_moves(moves), 1001), moves)
 
 
+def moments(rank: int, round_: int) -> list[torch.Tensor]:
+    """Squares over many magnitudes, some exactly zero; ranks and rounds are alike but not equal."""
+    common, own = torch.Generator().manual_seed(5), torch.Generator().manual_seed(1000 + 10 * rank + round_)
+    found = []
+    for shape in SHAPES:
+        size = torch.exp2(torch.randn(shape, generator=common) * 8 - 20)
+        found.append(size * torch.rand(shape, generator=own) * (torch.rand(shape, generator=common) > 0.1))
+    return found
+
+
+def shared(world: World) -> dict[str, torch.Tensor]:
+    ours, found = SharedMoment(world, octaves=OCTAVES), {}
+    for round_ in range(ROUNDS):
+        parts = moments(world.rank, round_)
+        ours.share(parts)
+        found |= {f"{round_}/moment/{i}": part for i, part in enumerate(parts)}
+        found |= {f"{round_}/agreed/{i}": part.clone() for i, part in enumerate(ours.agreed)}
+        found[f"{round_}/bytes"] = torch.tensor(ours.bytes_sent)
+    bad = moments(world.rank, ROUNDS)
+    if world.rank == world.size - 1:
+        bad[1][3] = torch.inf
+    ours.share(bad)
+    return found | {f"bad/{i}": part for i, part in enumerate(bad)}
+
+
+class Adam:
+    """Weights that each rank moves by gradients of its own, as Adam does, through the recipe's local steps."""
+
+    def __init__(self, world: World) -> None:
+        draw = torch.Generator().manual_seed(7)
+        self.weights = [torch.randn(shape, generator=draw) for shape in SHAPES]
+        self.moments = {name: [torch.zeros(shape) for shape in SHAPES] for name in ("exp_avg", "exp_avg_sq")}
+        self.steps, self.rank = build_local_steps(parse(TransportConfig, RECIPE), world), world.rank
+
+    def begin(self) -> None:
+        self.steps.begin(self.weights, num_steps=NUM_STEPS, private=lambda: self.moments, restore=self.restore)
+
+    def restore(self, private: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        for name, values in private.items():
+            for moment, value in zip(self.moments[name], values, strict=True):
+                moment.copy_(value)
+
+    def go(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            draw = torch.Generator().manual_seed(100 * self.rank + step)
+            for weight, mean, square in zip(self.weights, *self.moments.values(), strict=True):
+                gradient = torch.randn(weight.shape, generator=draw) ** 3
+                mean.lerp_(gradient, 0.1)
+                square.lerp_(gradient.square(), 0.05)
+                weight.sub_(0.1 * mean / (square.sqrt() + 1e-8))
+            self.steps.after_update(self.weights, step + 1)
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        found = {f"{name}/weight/{i}": weight.clone() for i, weight in enumerate(self.weights)}
+        return found | {f"{name}/square/{i}": part.clone() for i, part in enumerate(self.moments["exp_avg_sq"])}
+
+
+def recipe(world: World) -> dict[str, torch.Tensor]:
+    """The whole way, and the same with a checkpoint after step 5, between two meetings and after one sharing."""
+    whole, found = Adam(world), {}
+    whole.begin()
+    for last in range(1, NUM_STEPS + 1):
+        whole.go(last - 1, last)
+        found |= whole.tensors(str(last))
+    half, again = Adam(world), Adam(world)
+    half.begin()
+    half.go(0, 5)
+    again.steps.load_state_dict(copied(half.steps.state_dict()))
+    again.begin()
+    again.go(5, NUM_STEPS)
+    return found | again.tensors("again") | {"bytes": torch.tensor(whole.steps.bytes_sent)}
+
+
+def shared_and_recipe(world: World) -> dict[str, dict[str, torch.Tensor]]:
+    return {"shared": shared(world), "recipe": recipe(world)}
+
+
 @pytest.fixture(scope="module", params=[2, 3])
-def ranks(request, tmp_path_factory):
-    """(number of ranks, what they wrote: case -> one dict of tensors a rank)."""
-    folder = tmp_path_factory.mktemp(f"moments-{request.param}")
-    run_ranks(Path(job.__file__), folder, size=request.param)
-    return request.param, {
-        name: [load_file(folder / f"{name}-{rank}.safetensors") for rank in range(request.param)]
-        for name in ("shared", "recipe")
-    }
+def ranks(request):
+    """(number of ranks, case -> one dict of tensors a rank)."""
+    results = run_distributed(shared_and_recipe, request.param)
+    return request.param, {name: [result[name] for result in results] for name in ("shared", "recipe")}
 
 
 def flat(found, prefix):
-    return flatten([found[f"{prefix}/{i}"] for i in range(len(job.SHAPES))]).double()
+    return flatten([found[f"{prefix}/{i}"] for i in range(len(SHAPES))]).double()
 
 
 def share_by_hand(own, agreed):
     """Moments of all ranks after a sharing, and what all then know: float64, no bytes."""
     own = [values.clamp(min=FLOOR) for values in own]
-    known = [2 ** (agreed + job.OCTAVES * torch.round((values.log2() - agreed) / job.OCTAVES)) for values in own]
+    known = [2 ** (agreed + OCTAVES * torch.round((values.log2() - agreed) / OCTAVES)) for values in own]
     total = torch.stack(known).sum(dim=0)
     return [(total - told + true) / len(own) for told, true in zip(known, own, strict=True)], (total / len(own)).log2()
 
 
 def test_shared_moments_are_the_mean_to_half_a_step_and_known_alike(ranks):
     num_ranks, found = ranks
-    agreed = torch.zeros(sum(math.prod(shape) for shape in job.SHAPES), dtype=torch.float64)
-    for round_ in range(job.ROUNDS):
-        own = [flatten(job.moments(rank, round_)).double() for rank in range(num_ranks)]
+    agreed = torch.zeros(sum(math.prod(shape) for shape in SHAPES), dtype=torch.float64)
+    for round_ in range(ROUNDS):
+        own = [flatten(moments(rank, round_)).double() for rank in range(num_ranks)]
         expected, agreed = share_by_hand(own, agreed)
         mean = sum(values.clamp(min=FLOOR) for values in own) / num_ranks
         for rank, one in enumerate(found["shared"]):
@@ -136,21 +218,21 @@ def test_shared_moments_are_the_mean_to_half_a_step_and_known_alike(ranks):
             # A move that lies halfway between two whole numbers may be rounded either way.
             alike = torch.isclose(ours, expected[rank], rtol=1e-4, atol=0)
             assert float(alike.double().mean()) > 0.999
-            assert float((ours / mean).log2().abs().max()) <= job.OCTAVES / 2 + 1e-4
+            assert float((ours / mean).log2().abs().max()) <= OCTAVES / 2 + 1e-4
             assert torch.equal(flat(one, f"{round_}/agreed"), flat(found["shared"][0], f"{round_}/agreed"))
         agreed = flat(found["shared"][0], f"{round_}/agreed")
 
 
 def test_later_messages_say_only_what_moved(ranks):
     num_ranks, found = ranks
-    numel = sum(math.prod(shape) for shape in job.SHAPES)
-    totals = [int(found["shared"][0][f"{round_}/bytes"]) for round_ in range(job.ROUNDS)]
-    first, later = totals[0], (totals[-1] - totals[0]) / (job.ROUNDS - 1)
+    numel = sum(math.prod(shape) for shape in SHAPES)
+    totals = [int(found["shared"][0][f"{round_}/bytes"]) for round_ in range(ROUNDS)]
+    first, later = totals[0], (totals[-1] - totals[0]) / (ROUNDS - 1)
     assert later < 0.7 * first
     assert later < (num_ranks - 1) * numel * 4 / 8
     agreed = torch.zeros(numel)
     messages = [
-        encode_moves(((flatten(job.moments(rank, 0)).clamp(min=FLOOR).log2() - agreed) / job.OCTAVES).round())
+        encode_moves(((flatten(moments(rank, 0)).clamp(min=FLOOR).log2() - agreed) / OCTAVES).round())
         for rank in range(num_ranks)
     ]
     assert first == (num_ranks - 1) * (8 + max(map(len, messages)))
@@ -159,31 +241,31 @@ def test_later_messages_say_only_what_moved(ranks):
 def test_moments_that_are_not_finite_change_nothing(ranks):
     num_ranks, found = ranks
     for rank in range(num_ranks - 1):
-        assert torch.equal(flat(found["shared"][rank], "bad"), flatten(job.moments(rank, job.ROUNDS)).double())
+        assert torch.equal(flat(found["shared"][rank], "bad"), flatten(moments(rank, ROUNDS)).double())
 
 
 def test_a_rank_alone_keeps_its_moments():
-    parts = job.moments(0, 0)
+    parts = moments(0, 0)
     SharedMoment(single()).share(parts)
-    torch.testing.assert_close(parts, job.moments(0, 0), rtol=0, atol=0)
+    torch.testing.assert_close(parts, moments(0, 0), rtol=0, atol=0)
 
 
 def recipe_by_hand(num_ranks):
     """Local Adam of every rank in float64, meetings after 2, 4, 6 and 8 of 9 steps, moments shared after 4 and 8."""
     config = ThreeLevelConfig(keep=0.3)
-    numel = sum(math.prod(shape) for shape in job.SHAPES)
+    numel = sum(math.prod(shape) for shape in SHAPES)
     draw = torch.Generator().manual_seed(7)
-    start = flatten([torch.randn(shape, generator=draw) for shape in job.SHAPES]).double()
+    start = flatten([torch.randn(shape, generator=draw) for shape in SHAPES]).double()
     weights, agreed = [start.clone() for _ in range(num_ranks)], torch.zeros(numel, dtype=torch.float64)
     means, squares, unsent = ([torch.zeros_like(start) for _ in range(num_ranks)] for _ in range(3))
-    for step in range(job.NUM_STEPS):
+    for step in range(NUM_STEPS):
         for rank in range(num_ranks):
             draw = torch.Generator().manual_seed(100 * rank + step)
-            gradient = flatten([torch.randn(shape, generator=draw) ** 3 for shape in job.SHAPES]).double()
+            gradient = flatten([torch.randn(shape, generator=draw) ** 3 for shape in SHAPES]).double()
             means[rank] = 0.9 * means[rank] + 0.1 * gradient
             squares[rank] = 0.95 * squares[rank] + 0.05 * gradient**2
             weights[rank] = weights[rank] - 0.1 * means[rank] / (squares[rank].sqrt() + 1e-8)
-        if step + 1 == job.NUM_STEPS:
+        if step + 1 == NUM_STEPS:
             weights = [sum(weights) / num_ranks] * num_ranks
         elif step % 2:
             total = torch.zeros_like(start)
@@ -217,7 +299,7 @@ def test_the_recipe_goes_on_from_a_checkpoint_with_the_same_bits(ranks):
     _, found = ranks
     for one in found["recipe"]:
         for name in ("weight", "square"):
-            assert torch.equal(flat(one, f"{job.NUM_STEPS}/{name}"), flat(one, f"again/{name}"))
+            assert torch.equal(flat(one, f"{NUM_STEPS}/{name}"), flat(one, f"again/{name}"))
 
 
 @pytest.mark.parametrize(

@@ -1,41 +1,96 @@
 """Loss, logits and embedding over a vocabulary of 68 on three ranks against the whole head."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from distributed import run_distributed
+from modelwright.data.batch import IGNORED
+from modelwright.model.decoder import Decoder
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import World, lay_out
 from modelwright.parallel.vocabulary import own_rows
-from parallel import axis_run
+from parallel.axis_cases import RANKS, ROW_LEN, Results, model, rows, shard
 from tolerances import TOLERANCES
+
+CHUNK = 7
+
+
+def hidden_states(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(2, ROW_LEN, 32, generator=torch.Generator().manual_seed(6)).to(dtype)
+
+
+def loss_and_gradients(model: Decoder, hidden: Tensor, labels: Tensor) -> Results:
+    """The fused loss alone, times a factor, with its gradients in hidden states and head."""
+    hidden = hidden.clone().requires_grad_()
+    loss = model.cross_entropy(hidden, labels, chunk_tokens=CHUNK)
+    (0.37 * loss).backward()
+    weight = model.head_weight
+    assert weight.grad is not None
+    assert hidden.grad is not None
+    gradient = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
+    return {"loss": loss.detach(), "hidden": hidden.grad, "head": gradient}
+
+
+def losses(make: Callable[[], Decoder]) -> Results:
+    """`loss_and_gradients` in several circumstances; `make` gives a fresh float32 model."""
+    labels = rows().labels_BT
+    circumstances = {
+        "some": (labels, False),
+        "all": (labels.clamp(min=0), False),
+        "none": (torch.full_like(labels, IGNORED), False),
+        "bf16": (labels, True),
+    }
+    results: Results = {}
+    for name, (chosen, is_bf16) in circumstances.items():
+        model = make()
+        model.ends.head_dtype = torch.bfloat16 if is_bf16 else None
+        found = loss_and_gradients(model, hidden_states(), chosen)
+        results |= {f"{name}/{key}": value for key, value in found.items()}
+    return results
+
+
+def shared_losses(world: World) -> Results:
+    mesh = lay_out(world, ParallelConfig(tensor=world.size))
+    return losses(lambda: shard(model().float(), mesh))
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_distributed(shared_losses, RANKS)
 
 
 @pytest.fixture(scope="module")
 def expected():
-    return axis_run.losses(lambda: axis_run.model().float())
+    return losses(lambda: model().float())
 
 
 @pytest.mark.parametrize("result", ["loss", "hidden", "head"])
 @pytest.mark.parametrize("labels", ["some", "all", "none"])
-def test_loss_and_gradients_are_those_of_the_whole_head(expected, labels, result):
-    found = axis_run.of_check("loss")[f"{labels}/{result}"]
+def test_loss_and_gradients_are_those_of_the_whole_head(expected, ranks, labels, result):
+    found = ranks[0][f"{labels}/{result}"]
     torch.testing.assert_close(found, expected[f"{labels}/{result}"], **TOLERANCES["fp32_gradient"])
 
 
 @pytest.mark.parametrize("result", ["loss", "hidden", "head"])
-def test_bf16_products_keep_fp32_sums(expected, result):
-    found = axis_run.of_check("loss")[f"bf16/{result}"]
+def test_bf16_products_keep_fp32_sums(expected, ranks, result):
+    found = ranks[0][f"bf16/{result}"]
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected[f"some/{result}"], **TOLERANCES["bf16_gradient"])
     assert not torch.equal(found, expected[f"some/{result}"])
 
 
-def test_all_ranks_have_the_same_bits():
-    first, *others = (axis_run.of_check("loss", rank) for rank in range(axis_run.RANKS))
+def test_all_ranks_have_the_same_bits(ranks):
+    first, *others = ranks
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_no_label_no_loss_and_no_gradient():
-    found = axis_run.of_check("loss")
+def test_no_label_no_loss_and_no_gradient(ranks):
+    found = ranks[0]
     assert all(torch.count_nonzero(found[f"none/{result}"]) == 0 for result in ("loss", "hidden", "head"))
 
 

@@ -163,8 +163,7 @@ def build_strategy(
     if shares_memory:
         return SharedMemory(replica, overlap=overlap, unscale_first=config.scales_layers)
     if config.transport.local_steps.every:
-        inner = _codec(config.transport, mesh.reduce)
-        return LocalSgd(replica, LocalSteps(mesh.reduce, inner, config.transport.local_steps))
+        return LocalSgd(replica, build_local_steps(config.transport, mesh.reduce))
     if config.asynchronous.mode == "delayed":
         return _delayed(config, replica, compensate)
     built = build_sync(config.transport, mesh.reduce)
@@ -202,6 +201,11 @@ class BuiltSync:
     start: Callable[[Sequence[Tensor]], None] | None = None
     send_rows: Callable[[Sequence[Tensor | None]], None] | None = None
     close: Callable[[], None] = lambda: None
+
+
+def build_local_steps(config: TransportConfig, world: World) -> LocalSteps:
+    """What synchronizes the weights of ranks that take local steps."""
+    return LocalSteps(world, _codec(config, world), config.local_steps)
 
 
 def build_sync(config: TransportConfig, world: World) -> BuiltSync:
