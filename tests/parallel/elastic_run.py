@@ -21,7 +21,7 @@ NUM_STEPS = 16
 
 
 class Fault:
-    """Controller that ends this process, and with `host` the torchrun above it, after a step."""
+    """Ends this process, and with `host` the torchrun above it, after a step."""
 
     every = 1
 
@@ -59,7 +59,7 @@ def main() -> None:
             tiny_run.settings(num_steps=NUM_STEPS),
             world=world,
             parallel=layout,
-            techniques=[Technique(name="fault", on_step_end=Fault(kind).observe)] if faulty else [],
+            techniques=tiny_run.watching(fault=Fault(kind)) if faulty else [],
         )
 
 

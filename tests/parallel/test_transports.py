@@ -14,7 +14,7 @@ from modelwright.parallel.codecs.quantized import GROUP, MAX_CODE, Int8
 from modelwright.parallel.codecs.topk_quantized import ThreeLevelConfig, bucket_bounds, decode_flat, encode_flat
 from modelwright.parallel.gradient_sync import ExactTransport, GradientTransport
 from modelwright.parallel.mesh import World, single
-from modelwright.parallel.strategies.config import TransportConfig, build_sync
+from modelwright.parallel.strategies.config import TransportConfig, build_local_steps, build_sync
 from parallel.transport_cases import CASES, ROUNDS, SHAPES, build, copied, gradients
 
 ROUNDING = {"rtol": 1e-5, "atol": 2e-5}

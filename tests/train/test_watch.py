@@ -10,7 +10,8 @@ from modelwright.train.technique import StepInfo
 def info(step, loss=3.0, grad_norm=1.0, wait=0.0, skipped=False):
     return StepInfo(
         step=step, loss=loss, losses={"loss": loss}, grad_norm=grad_norm, learning_rate=1e-3, num_tokens=100,
-        tokens_per_s=100.0, mfu=0.1, data_wait_s=wait, exchange_s=0.0, step_time_s=1.0, skip_reason="not_finite" if skipped else "", bytes_sent=0,
+        tokens_per_s=100.0, mfu=0.1, data_wait_s=wait, exchange_s=0.0, step_time_s=1.0, bytes_sent=0,
+        skip_reason="not_finite" if skipped else "",
     )  # fmt: skip
 
 
