@@ -1,0 +1,53 @@
+"""Size and coupling of the training core: what keeps a new technique or objective from touching it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import modelwright
+
+PACKAGE = Path(modelwright.__file__).parent
+MOST_STEP_LINES = 120
+MOST_CLASS_LINES = 250
+OVER_BUDGET = {"Trainer": 290, "Checkpoints": 330, "AdaptivePrecision": 315}
+"""Classes that are still too long; a number here may only fall."""
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_the_step_is_short_and_names_no_technique() -> None:
+    path = PACKAGE / "train" / "step.py"
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_STEP_LINES
+    imported = [node.module or "" for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom)]
+    named = ("train.techniques", "train.monitors", "parallel.strategies", "parallel.codecs")
+    assert not [module for module in imported if any(part in module for part in named)]
+
+
+@pytest.mark.parametrize("name", ["step", "trainer", "build"])
+def test_the_training_core_asks_for_no_type(name: str) -> None:
+    calls = [node for node in ast.walk(tree_of(PACKAGE / "train" / f"{name}.py")) if isinstance(node, ast.Call)]
+    assert not [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "isinstance"]
+
+
+def test_no_class_is_long() -> None:
+    lengths = {
+        node.name: (node.end_lineno or 0) - node.lineno + 1
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef)
+    }
+    too_long = {name: lines for name, lines in lengths.items() if lines > OVER_BUDGET.get(name, MOST_CLASS_LINES)}
+    assert not too_long
+    assert all(lengths[name] > MOST_CLASS_LINES for name in OVER_BUDGET), "take it out of OVER_BUDGET"
+
+
+def test_techniques_are_listed_once() -> None:
+    """Only `train/build.py` and a technique's own file import what builds it."""
+    techniques = {path.stem for path in (PACKAGE / "train" / "techniques").glob("*.py")} - {"__init__"}
+    core = [PACKAGE / "train" / f"{name}.py" for name in ("step", "technique", "runner", "runtime", "throughput")]
+    for path in core:
+        imported = [node.module or "" for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom)]
+        assert not [module for module in imported if module.rpartition(".")[2] in techniques], path.name
