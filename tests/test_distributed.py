@@ -40,6 +40,12 @@ def die_on_rank_1(world: World) -> str:
     return "survived"
 
 
+def wait_for_rank_1_that_dies(world: World) -> None:
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier()
+
+
 def sleep(world: World) -> None:
     print("going to sleep", flush=True)
     time.sleep(100)
@@ -66,6 +72,11 @@ def test_the_rank_that_failed_first_is_named_with_its_traceback_and_the_others_a
     with pytest.raises(RankError, match=r"(?s)^rank 1 of 3 \(exit code 1\):\n.*in fail_on_rank_1.*what rank 1 says"):
         ranks.results()
     assert not any(map(ranks.is_alive, range(3)))
+
+
+def test_a_rank_that_was_killed_is_named_before_those_that_lost_it():
+    with pytest.raises(RankError, match=r"^rank 1 of 2 \(exit code -9\):"):
+        run_distributed(wait_for_rank_1_that_dies, 2)
 
 
 def test_warnings_are_errors():
