@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -138,8 +139,12 @@ class Ranks:
 
     def _describe(self, ranks: Sequence[int]) -> str:
         size = len(self.processes)
-        states = {rank: f"exit code {self.ended[rank]}" if rank in self.ended else "running" for rank in ranks}
-        return "\n".join(f"rank {rank} of {size} ({states[rank]}):\n{self.output(rank)}" for rank in ranks)
+        return "\n".join(f"rank {rank} of {size} ({self._state(rank)}):\n{self.output(rank)}" for rank in ranks)
+
+    def _state(self, rank: int) -> str:
+        if rank in self.ended:
+            return f"exit code {self.ended[rank]}"
+        return "running" if self._raised_at(rank) is None else "raised an exception"
 
     def _exit(self, rank: int) -> Exit:
         path = self._path(rank, "result")
@@ -253,14 +258,16 @@ def _run_rank(call: _Call) -> None:
 
 
 def _note_error(folder: Path, function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function; note the time of an exception before the process group goes down, which fails other ranks."""
+    """Call the function; report an exception before the process group goes down, which makes other ranks fail."""
     try:
         return function(*args)
-    except BaseException:
+    except Exception as error:
         at = time.monotonic()  # one clock for all processes; times of files are too coarse
+        traceback.print_exc()
+        sys.stderr.flush()
         (folder / "unfinished").write_text(str(at))
         (folder / "unfinished").rename(folder / "raised_at")
-        raise
+        raise SystemExit(1) from error
 
 
 def _import_file(name: str, file: str) -> None:
