@@ -24,7 +24,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from modelwright.parallel.mesh import join_world
 from modelwright_claims import netns
@@ -32,6 +32,9 @@ from rank_processes import TIMEOUT_S, end_with_parent, fork_context
 
 CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
 """Flags of Linux's unshare(2) and setns(2): host name and network."""
+
+GRACE_S = 1.0
+"""How long to look for the rank that failed first once any rank has failed."""
 
 
 class RankError(Exception):
@@ -65,7 +68,7 @@ class Ranks:
 
     processes: list[ForkServerProcess]
     folder: tempfile.TemporaryDirectory[str]
-    store: dist.TCPStore
+    store: TCPStore
     """Held here because ranks find each other through it."""
     ended: dict[int, int] = field(default_factory=dict)
     """Exit codes of the ranks that have ended."""
@@ -98,8 +101,7 @@ class Ranks:
                 if not self._wait_for_any(deadline):
                     raise TimeoutError(f"ranks did not end within {timeout_s:g} s\n{self._describe(self._running())}")
                 if stop_on_failure and any(self.ended.values()):
-                    failed = [rank for rank, code in self.ended.items() if code]
-                    raise RankError(self._describe(sorted(failed, key=self._failed_at)))
+                    raise RankError(self._describe(self._failed()))
             return [self._exit(rank) for rank in range(len(self.processes))]
         finally:
             for process in self.processes:
@@ -120,15 +122,29 @@ class Ranks:
             self.ended[rank] = code
         return bool(ready)
 
-    def _failed_at(self, rank: int) -> float:
-        """When the rank raised: the others often fail only because its connections were closed."""
-        path = self._path(rank, "traceback")
-        return path.stat().st_mtime if path.exists() else 0.0
+    def _failed(self) -> list[int]:
+        """Return the ranks that failed, first the one that failed first.
+
+        The others often fail only because its connections were closed, and may end before it does.
+        """
+        while self._running() and self._wait_for_any(time.monotonic() + GRACE_S):
+            pass
+        raised_at = {rank: at for rank in range(len(self.processes)) if (at := self._raised_at(rank)) is not None}
+        killed = [rank for rank, code in self.ended.items() if code and rank not in raised_at]
+        return killed + sorted(raised_at, key=lambda rank: raised_at[rank])
+
+    def _raised_at(self, rank: int) -> float | None:
+        path = self._path(rank, "raised_at")
+        return float(path.read_text()) if path.exists() else None
 
     def _describe(self, ranks: Sequence[int]) -> str:
         size = len(self.processes)
-        states = {rank: f"exit code {self.ended[rank]}" if rank in self.ended else "running" for rank in ranks}
-        return "\n".join(f"rank {rank} of {size} ({states[rank]}):\n{self.output(rank)}" for rank in ranks)
+        return "\n".join(f"rank {rank} of {size} ({self._state(rank)}):\n{self.output(rank)}" for rank in ranks)
+
+    def _state(self, rank: int) -> str:
+        if rank in self.ended:
+            return f"exit code {self.ended[rank]}"
+        return "running" if self._raised_at(rank) is None else "raised an exception"
 
     def _exit(self, rank: int) -> Exit:
         path = self._path(rank, "result")
@@ -158,7 +174,7 @@ def start_distributed(
     joins_world: False calls `function(*args)`, which is then to call `join_world` or a part of the product that does.
     hosts: of each rank; none starts all of them on this host.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     folder = tempfile.TemporaryDirectory(prefix="ranks-")
     torch.save((function, args), Path(folder.name) / "call")
     module = sys.modules[function.__module__]
@@ -242,12 +258,16 @@ def _run_rank(call: _Call) -> None:
 
 
 def _note_error(folder: Path, function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function; write down an exception before the process group is taken down, which fails other ranks."""
+    """Call the function; report an exception before the process group goes down, which makes other ranks fail."""
     try:
         return function(*args)
-    except BaseException:
-        (folder / "traceback").write_text(traceback.format_exc())
-        raise
+    except Exception as error:
+        at = time.monotonic()  # one clock for all processes; times of files are too coarse
+        traceback.print_exc()
+        sys.stderr.flush()
+        (folder / "unfinished").write_text(str(at))
+        (folder / "unfinished").rename(folder / "raised_at")
+        raise SystemExit(1) from error
 
 
 def _import_file(name: str, file: str) -> None:
