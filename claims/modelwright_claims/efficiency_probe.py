@@ -88,7 +88,8 @@ def train_once(folder: Path, job: Job, world: World, stage: StageDir) -> dict[st
     result = train(
         model, objective, config, num_steps=size.num_steps, world=world, stage=stage,
         seed=job.seed, name="arm", input_digest="arm", progress=SilentProgress(), heldout=heldout,
-        parallel=ParallelConfig(share_memory=arm.hosts == 1), techniques=[Technique(name="stopwatch", on_step_end=watch.observe)],
+        parallel=ParallelConfig(share_memory=arm.hosts == 1),
+        techniques=[Technique(name="stopwatch", on_step_end=watch.observe)],
     )  # fmt: skip
     return {"seconds": watch.seconds, "heldout_loss": result.heldout_loss}
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from modelwright.train.exchange import AsynchronousConfig
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.progress import SilentProgress
@@ -29,6 +28,7 @@ from modelwright.data.loader import PackedLoader
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.mesh import join_world
+from modelwright.parallel.strategies.config import AsynchronousConfig
 from modelwright.train.build import train
 from modelwright.train.technique import StepInfo, Technique
 from modelwright_claims import workbench

@@ -63,7 +63,7 @@ class Wild:
 
 
 @dataclass
-class WildBatches:
+class WildBatches(Objective):
     """An objective with wild batches in training; evaluation stays as it is."""
 
     inner: Pretrain

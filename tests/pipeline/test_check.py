@@ -34,17 +34,17 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
                 "pretrain": {"update_in_backward": "unclipped", "clip_norm": 0, "num_microbatches": 2},
             },
             2,
-            r"^pretrain\.update_in_backward: the stages of a pipeline",
+            r"^pretrain\.parallel\.pipeline: 2 needs whole gradients",
         ),
         (
             {"parallel": {"shard": "full"}, "pretrain": {"optimizer": "muon"}},
             2,
-            r"^pretrain\.optimizer: muon needs whole matrices",
+            r"^pretrain\.optimizer: muon needs whole weight matrices",
         ),
         (
             {"parallel": {"tensor": 2}, "pretrain": {"sparse": {"kind": "layers"}}},
             2,
-            r"^pretrain\.sparse: goes with whole copies",
+            r"^pretrain\.sparse\.kind: layers needs a whole model",
         ),
         (
             {"pretrain": {"num_microbatches": 4, "sparse": {"batch": {"signal": "loss"}}}},
@@ -69,7 +69,7 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
         (
             {"parallel": {"tensor": 2}, "pretrain": {"asynchronous": {"mode": "hogwild"}}},
             2,
-            r"^pretrain\.asynchronous\.mode: in hogwild all processes share one whole model",
+            r"^pretrain\.asynchronous\.mode: hogwild needs a whole model",
         ),
         ({}, 4, r"^sft\.batch_tokens: 2048 must be a multiple of 4096"),
         (
