@@ -84,7 +84,7 @@ def test_the_stopwatch_leaves_the_beginning_out(monkeypatch):
     for step, delay in enumerate(staleness, start=1):
         info = StepInfo(
             step=step, loss=1.0, losses={}, grad_norm=1.0, learning_rate=1.0, num_tokens=10 * step, tokens_per_s=0.0,
-            mfu=0.0, data_wait_s=0.0, exchange_s=0.0, step_time_s=0.0, skipped=False, bytes_sent=0,
+            mfu=0.0, data_wait_s=0.0, exchange_s=0.0, step_time_s=0.0, bytes_sent=0,
             scalars={"staleness": delay},
         )  # fmt: skip
         watch.observe(info)
