@@ -3,9 +3,8 @@
     python benchmarks/compression_quality.py --folder runs/quality            all methods, three seeds
     python benchmarks/compression_quality.py --folder runs/quality --methods exact,three-level-local --seeds 0
 
-Starts `--ranks` real processes of one thread each; `modelwright_claims.compression_probe` says what they do. Finished
-runs are kept in `<folder>/runs.jsonl` and not made again. Times are not measured here; `taskset -c 0` keeps the ranks
-on one core.
+Starts `--ranks` real processes of one thread each. Finished runs are kept in `<folder>` and not made again. Times are
+not measured here; `taskset -c 0` keeps the ranks on one core.
 """
 
 import argparse
@@ -14,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from modelwright_claims.compression_probe import METHODS, make_runs, plan, plan_continued
+from modelwright.core.progress import SilentProgress
+from modelwright_claims.claim import Setting
+from modelwright_claims.gradient_compression import CONTINUED, METHODS, continued_runs, fresh_runs, make_runs
 from modelwright_claims.workbench import Size
 
 
@@ -49,16 +50,17 @@ def main() -> None:
         model_dim=given.dim, num_layers=2, seq_len=given.seq, batch_rows=given.rows, num_steps=given.steps,
         learning_rate=given.rate,
     )  # fmt: skip
-    runs = plan(given.methods.split(","), [int(seed) for seed in given.seeds.split(",")], size, given.ranks)
-    if given.continued:
-        seeds = [int(seed) for seed in given.seeds.split(",")]
-        runs = plan(["exact"], seeds, size, given.ranks)
-        later = plan_continued(given.methods.split(","), seeds, size, given.ranks, learning_rate=given.continued)
-        found = make_runs(given.folder, [*runs, *later], size, given.ranks)
-        print(f"before: {[round(run['heldout_loss'], 4) for run in found if not run['begin']]}")
-        print(table([run for run in found if run["begin"]]))
+    methods, seeds = given.methods.split(","), [int(seed) for seed in given.seeds.split(",")]
+    (given.folder / "text").mkdir(parents=True, exist_ok=True)
+    setting = Setting(quick=False, folder=given.folder / "text", progress=SilentProgress(), kept=given.folder)
+    if not given.continued:
+        print(table(make_runs(setting, fresh_runs(methods, seeds, size, given.ranks))))
         return
-    print(table(make_runs(given.folder, runs, size, given.ranks)))
+    runs = fresh_runs(["exact"], seeds, size, given.ranks)
+    runs |= continued_runs(methods, seeds, size, given.ranks, learning_rate=given.continued)
+    found = make_runs(setting, runs)
+    print(f"before: {[round(run['heldout_loss'], 4) for run in found if run['regime'] != CONTINUED]}")
+    print(table([run for run in found if run["regime"] == CONTINUED]))
 
 
 if __name__ == "__main__":

@@ -92,8 +92,8 @@ def parse() -> argparse.Namespace:
 def prepare(folder: Path, options: argparse.Namespace) -> Task:
     """Tokenize, pack, initialise, and write down the very batches that our loader gives."""
     recipe = RECIPES[options.recipe]()
-    text = read_text(fraction=0.4, vocab_size=recipe.tokenizer.vocab_size, heldout_bytes=150_000)
-    for split, sequences in (("shards", text.train), ("heldout", text.heldout)):
+    text = read_text(fraction=0.4, vocab_size=recipe.tokenizer.vocab_size, heldout_bytes=150_000)["prose"]
+    for split, sequences in (("shards", text.train), ("heldout", text.test)):
         config = PackConfig(seq_len=recipe.pack.seq_len)
         pack(((ids, None) for ids in sequences), folder / split, config, vocab_size=text.vocab_size, eos_id=text.eos_id)
     model = Decoder(replace(recipe.model, vocab_size=text.vocab_size))

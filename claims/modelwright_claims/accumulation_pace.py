@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from modelwright_claims import stability_bench as bench
-from modelwright_claims import workbench
 from modelwright_claims.claim import Figure, Setting
 from modelwright_claims.statistics import spread
 
@@ -47,40 +46,23 @@ class Pace:
 
 def measure_pace(setting: Setting) -> Pace:
     """Five paired seeds; in quick mode two, at one rate."""
-    text, size = workbench.prepare_text(setting), bench.study_size(setting)
+    size = bench.study_size(setting)
     small = replace(size, batch_rows=size.batch_rows // PARTS, num_steps=size.num_steps * PARTS)
-    arms = {WHOLE: (size, 1), ACCUMULATED: (size, PARTS), SMALL: (small, 1)}
-    rates = bench.RATES[2:3] if setting.quick else bench.RATES
-
-    def run(arm: str, rate: float, seed: int) -> bench.Outcome:
-        shape, parts = arms[arm]
-        config = shape.train_config(
-            learning_rate=rate,
-            schedule=bench.CONSTANT,
-            num_microbatches=parts,
-            eval_every_steps=bench.eval_every(shape),
-        )
-        return bench.run(setting, text, shape, config, seed=seed)
-
-    tuning = {arm: {rate: run(arm, rate, bench.TUNING_SEED) for rate in rates} for arm in arms}
-    best = {arm: min(of, key=lambda rate, of=of: of[rate].final_loss) for arm, of in tuning.items()}
-    curve = tuning[WHOLE][best[WHOLE]].curve
-    target = min(loss for step, loss in curve if step <= bench.FAR_PART * size.num_steps)
-    seeds = range(bench.FIRST_SEED, bench.FIRST_SEED + (2 if setting.quick else 5))
-    runs = {arm: [run(arm, best[arm], seed) for seed in seeds] for arm in arms}
-    steps = {arm: [min(one.steps_to(target), arms[arm][0].num_steps) for one in of] for arm, of in runs.items()}
+    variants = {
+        WHOLE: bench.variant(size, {}),
+        ACCUMULATED: bench.variant(size, {"num_microbatches": PARTS}),
+        SMALL: bench.variant(small, {}),
+    }
+    found = bench.steps_to_a_loss(setting, variants, plain=WHOLE)
+    steps = {arm: found.steps(arm) for arm in variants}
+    seconds = {
+        arm: [count * outcome.step_s for count, outcome in zip(steps[arm], outcomes, strict=True)]
+        for arm, outcomes in found.samples.runs.items()
+    }
     return Pace(
-        target=target,
+        target=found.target,
         steps=steps,
-        tokens={arm: [count * arms[arm][0].batch_tokens for count in of] for arm, of in steps.items()},
-        seconds={
-            arm: [count * _step_s(one) for count, one in zip(steps[arm], of, strict=True)] for arm, of in runs.items()
-        },
-        rates=best,
+        tokens={arm: [count * variants[arm].size.batch_tokens for count in of] for arm, of in steps.items()},
+        seconds=seconds,
+        rates={arm: found.samples.tuned[arm].size.learning_rate for arm in variants},
     )
-
-
-def _step_s(outcome: bench.Outcome) -> float:
-    """The median step, without the first ones."""
-    times = [float(record["step_time_s"]) for record in outcome.records if "step_time_s" in record]
-    return statistics.median(times[workbench.NUM_UNTIMED_STEPS :])

@@ -3,13 +3,12 @@
 import statistics
 from collections.abc import Mapping, Sequence
 
+from modelwright.core.config import dump
 from modelwright.memory.activations import block_shape
 from modelwright.memory.config import ActivationConfig
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.plan.estimate import training_memory
-from modelwright.precision.policy import PrecisionConfig
-from modelwright.train.config import TrainConfig
 from modelwright_claims import memory_probe
 from modelwright_claims.claim import Claim, Figure, Result, Setting
 from modelwright_claims.memory_probe import Measured, Probe
@@ -25,21 +24,14 @@ MEMORY_ERRORS = "memory model's error, %"
 def measure(setting: Setting) -> Result:
     """A deep and narrow model, every unit size that halves its layers, selection, and a budget of half the memory."""
     num_layers, width, seq_len, rows = (8, 64, 128, 16) if setting.quick else (32, 128, 256, 8)
-    model = ModelConfig(
-        vocab_size=512,
-        num_layers=num_layers,
-        model_dim=width,
-        num_heads=width // 32,
-        num_kv_heads=width // 32,
-        head_dim=32,
-        ffn_dim=width * 8 // 3 // 16 * 16,
-        max_seq_len=seq_len,
+    model = memory_probe.probe_model(
+        model_dim=width, num_layers=num_layers, vocab_size=512, seq_len=seq_len, head_dim=32, tie_embeddings=True
     )
     found: dict[str, list[Measured]] = {name: [] for name in configs(model, rows * seq_len)}
     for repeat in range(1 if setting.quick else 3):
         for name, config in configs(model, rows * seq_len).items():
             setting.progress.note(f"activation_checkpointing: {name}, repeat {repeat + 1}")
-            found[name] += memory_probe.measure(probe(model, seq_len, rows, config, count_flops=repeat == 0))
+            found[name] += memory_probe.measure(probe(model, rows, config, count_flops=repeat == 0))
     estimates = {
         name: estimated_bytes(model, rows * seq_len, config) for name, config in configs(model, rows * seq_len).items()
     }
@@ -60,16 +52,8 @@ def configs(model: ModelConfig, num_tokens: int) -> dict[str, ActivationConfig]:
     }
 
 
-def probe(model: ModelConfig, seq_len: int, rows: int, config: ActivationConfig, *, count_flops: bool) -> Probe:
-    train = TrainConfig(
-        num_steps=memory_probe.NUM_STEPS,
-        batch_tokens=rows * seq_len,
-        precision=PrecisionConfig(policy="fp32"),
-        activations=config,
-        checkpoint_every_minutes=0,
-        keep_best=False,
-    )
-    return Probe(model=model, train=train, seq_len=seq_len, count_flops=count_flops)
+def probe(model: ModelConfig, rows: int, config: ActivationConfig, *, count_flops: bool) -> Probe:
+    return memory_probe.fp32_probe(model, rows=rows, count_flops=count_flops, activations=dump(config))
 
 
 def estimated_bytes(model: ModelConfig, num_tokens: int, config: ActivationConfig) -> int:

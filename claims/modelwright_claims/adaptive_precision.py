@@ -5,9 +5,10 @@ each also with the stream in BF16 that the controllers' runs have: what that gai
 controller can win at best follows from the formats' measured speeds, which are part of the result.
 """
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from modelwright.core.config import parse
@@ -20,8 +21,10 @@ from modelwright.train.techniques.adaptive_precision import MACHINE, machine_for
 from modelwright_claims import memory_probe, workbench
 from modelwright_claims.bf16_mixed import BY_ONEDNN, onednn_is_exact
 from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.experiment import Experiment, run_experiment
 from modelwright_claims.large_runs import Paced, large_size, paces, peaks
 from modelwright_claims.precision_policies import FP32, beside_fp32, product_speeds
+from modelwright_claims.training_run import Outcome, Run
 from modelwright_claims.workbench import Size
 
 CHANGING = {"every": 50, "window": 4}
@@ -62,7 +65,6 @@ def measure(setting: Setting) -> Result:
     size = Size(model_dim=128, num_layers=2, seq_len=128, batch_rows=4, num_steps=num_steps, learning_rate=3e-3)
     if setting.quick:
         size = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=4, num_steps=num_steps, learning_rate=3e-3)
-    text = workbench.prepare_text(setting)
     names = [FP32, "all INT8, BF16 stream", "rules"] if setting.quick else list(ARMS)
     if not onednn_is_exact():
         names = [name for name in names if name != BY_ONEDNN]
@@ -72,32 +74,31 @@ def measure(setting: Setting) -> Result:
         for name, one in arms_with(LARGE_CHANGING).items()
         if name in names
     }
-    found = paces(setting, paced, seeds, name="adaptive_precision")
+    found = paces(setting, paced, seeds)
     soon = {name: one for name, one in arms_with(SOON_CHANGING).items() if name in names}
-    taken = peaks(setting, soon, batch_rows=MEMORY_ROWS, name="adaptive_precision")
-    configs = {name: size.train_config(precision=parse(PrecisionConfig, ARMS[name])) for name in names}
-    machine, runs = speeds_at_large(setting), {name: [] for name in names}
-    for seed in seeds:
-        for name in names:
-            setting.progress.note(f"adaptive_precision: loss of {name}, seed {seed}")
-            given = machine if name in ADAPTIVE else None
-            runs[name].append(workbench.run(setting, text, size, configs[name], seed=seed, machine=given))
+    taken = peaks(setting, soon, batch_rows=MEMORY_ROWS)
+    variants = {name: Run(size=size, settings={"precision": ARMS[name]}) for name in names}
+    speeds = speeds_at_large(setting)
+    variants |= {name: replace(variants[name], speeds=speeds) for name in ADAPTIVE if name in names}
+    runs = run_experiment(setting, Experiment(variants=variants, seeds=seeds)).runs
     return judge(found, runs, taken, product_speeds(setting), size, large_size(setting))
 
 
-def speeds_at_large(setting: Setting) -> Path:
-    """What controllers measure of the model whose pace is taken: for a smaller one, whose losses are compared, they
-    would choose other formats."""
+def speeds_at_large(setting: Setting) -> dict[str, float]:
+    """Return what controllers measure of the model whose pace is taken.
+
+    For a smaller one, whose losses are compared, they would choose other formats.
+    """
     size, folder = large_size(setting), setting.folder / "speeds_at_large"
     precision = arms_with(LARGE_CHANGING)[ADAPTIVE[0]]
     formats = ModelFormats(Decoder(size.model_config(workbench.VOCAB_SIZE)), precision)
     machine_for(folder, formats, single(workbench.device()), num_rows=size.batch_rows * size.seq_len, tensor=1)
-    return folder / MACHINE
+    return json.loads((folder / MACHINE).read_text(encoding="utf-8"))
 
 
 def judge(
     paces: Mapping[str, Sequence[float]],
-    runs: Mapping[str, Sequence[workbench.Run]],
+    runs: Mapping[str, Sequence[Outcome]],
     peaks: Mapping[str, int],
     products: Mapping[Format, float],
     size: Size,
@@ -140,7 +141,7 @@ def judge(
     )
 
 
-def _mean_share(runs: Sequence[workbench.Run], chosen: Format, num_parts: int) -> float:
+def _mean_share(runs: Sequence[Outcome], chosen: Format, num_parts: int) -> float:
     """Percent of the parts that end in a format; what never changed is in BF16."""
     ends = [[*run.formats.values(), *["bf16"] * (num_parts - len(run.formats))] for run in runs]
     return statistics.fmean(100 * of.count(chosen) / num_parts for of in ends)

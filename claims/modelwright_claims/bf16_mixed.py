@@ -6,14 +6,17 @@ from dataclasses import replace
 
 import torch
 
+from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
 from modelwright.ops.rates import matmul_rate
 from modelwright.precision.model import fp32_products
 from modelwright.precision.policy import Policy, PrecisionConfig
 from modelwright_claims import memory_probe, workbench
 from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.experiment import Experiment, run_experiment
 from modelwright_claims.large_runs import Paced, large_size, paces, peaks
 from modelwright_claims.statistics import paired_t_test, spread
+from modelwright_claims.training_run import Run
 
 SPEED_TARGET = 2.0
 LOSS_TARGET = 0.02
@@ -29,20 +32,17 @@ def measure(setting: Setting) -> Result:
     """Losses of paired seeds on a small model; pace and memory on one of 39 million parameters."""
     size = workbench.size(setting)
     size = replace(size, num_steps=size.num_steps // (3 if setting.quick else 1))
-    text = workbench.prepare_text(setting)
     formats = {name: PrecisionConfig(policy=policy) for name, policy in FORMATS.items()}
     short = 5 if setting.quick else 12
     paced = {name: Paced(precision=one, first=2, end=short) for name, one in formats.items()}
     if onednn_is_exact():
         paced[BY_ONEDNN] = replace(paced["fp32"], precision=replace(formats["fp32"], onednn=True))
     seeds = range(2 if setting.quick else 5)
-    found = paces(setting, paced, seeds[:3], name="bf16_mixed")
-    taken = peaks(setting, formats, batch_rows=MEMORY_ROWS, name="bf16_mixed")
-    losses: dict[str, list[float]] = {name: [] for name in FORMATS}
-    for seed in seeds:
-        for name, one in formats.items():
-            run = workbench.run(setting, text, size, size.train_config(precision=one), seed=seed)
-            losses[name].append(run.heldout_loss)
+    found = paces(setting, paced, seeds[:3])
+    taken = peaks(setting, formats, batch_rows=MEMORY_ROWS)
+    variants = {name: Run(size=size, settings={"precision": dump(one)}) for name, one in formats.items()}
+    samples = run_experiment(setting, Experiment(variants=variants, seeds=seeds))
+    losses = {name: samples.losses(name) for name in variants}
     device, large = workbench.device(), large_size(setting)
     shape = (large.batch_tokens, large.model_dim, 8 * large.model_dim // 3)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}

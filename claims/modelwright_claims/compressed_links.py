@@ -2,19 +2,24 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from modelwright_claims.claim import Claim, Figure, Result, Setting
-from modelwright_claims.compression_probe import prepare
-from modelwright_claims.gradient_compression import METHOD
-from modelwright_claims.links_probe import UNLIMITED
-from modelwright_claims.links_probe import measure as run_on_hosts
+from modelwright_claims.experiment import Experiment, run_experiment
+from modelwright_claims.gradient_compression import METHOD, METHODS
 from modelwright_claims.netns import missing
+from modelwright_claims.training_run import Outcome, Processes, Run
 from modelwright_claims.workbench import Size
 
 EXACT, AFTER = "exact", "exact-after"
 NAMES = (EXACT, AFTER, "bf16", "powersgd-8", "int8-local-20", METHOD)
 MBIT, FAST_MBIT = 100.0, 1000.0
+UNLIMITED = 0.0
+LINK_METHODS = {**METHODS, "exact-after": {"transport": {"overlap": False}}}
+"""`exact-after`: exact sums that begin when backward has ended, so that all of their time shows."""
 NUM_HOSTS = 2
+WARM_UP = 20
+"""Steps."""
 REMOVED, SHORTER, THROUGHPUT = 98.0, 20.0, 0.9
 Runs = Mapping[str, Mapping[float, Sequence[Mapping[str, float]]]]
 """Method -> Mbit/s of the links -> its repeats."""
@@ -28,17 +33,34 @@ def measure(setting: Setting) -> Result:
     links = (MBIT, UNLIMITED) if setting.quick else (MBIT, FAST_MBIT, UNLIMITED)
     num_steps = 42 if setting.quick else 60
     size = Size(model_dim=128, num_layers=2, seq_len=128, batch_rows=32, num_steps=num_steps, learning_rate=4e-3)
-    folder = setting.folder / "links"
-    folder.mkdir(exist_ok=True)
-    prepare(Setting(quick=False, folder=folder, progress=setting.progress), size)
-    runs: dict[str, dict[float, list[dict[str, float]]]] = {}
-    for number in range(1 if setting.quick else 3):
-        setting.progress.note(f"compressed_links: round {number + 1}")
-        for name in names:
-            for mbit in links:
-                found = run_on_hosts(folder, name, mbit, size, NUM_HOSTS)
-                runs.setdefault(name, {}).setdefault(mbit, []).append(found)
+    variants = {f"{name}, {mbit:g} Mbit/s": variant(name, mbit, size) for name in names for mbit in links}
+    rounds = range(1 if setting.quick else 3)
+    samples = run_experiment(setting, Experiment(variants=variants, seeds=rounds, timed=True))
+    runs: dict[str, dict[float, list[dict[str, float]]]] = {
+        name: {mbit: list(map(after_warm_up, samples.runs[f"{name}, {mbit:g} Mbit/s"])) for mbit in links}
+        for name in names
+    }
     return judge(runs, size)
+
+
+def variant(name: str, mbit: float, size: Size) -> Run:
+    """Return a run of one process of one thread on each host; its last step, an exact meeting, is not measured."""
+    longer = replace(size, num_steps=size.num_steps + 1)
+    return Run(size=longer, settings=LINK_METHODS[name], processes=Processes(hosts=NUM_HOSTS, threads=1, mbit=mbit))
+
+
+def after_warm_up(outcome: Outcome) -> dict[str, float]:
+    """Return means over the steps after the first `WARM_UP` ones, without the last."""
+    exchange_s, step_s, num_tokens = (
+        statistics.fmean(outcome.steps[name][WARM_UP:-1]) for name in ("exchange_s", "step_time_s", "num_tokens")
+    )
+    sent = outcome.steps["interface_bytes"][WARM_UP - 1 : -1]
+    return {
+        "bytes_per_step": (sent[-1] - sent[0]) / (len(sent) - 1),
+        "exchange_ms": 1e3 * exchange_s,
+        "step_ms": 1e3 * step_s,
+        "tokens_per_s": num_tokens / step_s,
+    }
 
 
 def judge(runs: Runs, size: Size) -> Result:

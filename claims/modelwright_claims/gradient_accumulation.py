@@ -76,7 +76,7 @@ def measure(setting: Setting) -> Result:
     shares = {}
     modes: dict[str, workbench.Mode] = {"full": "best_fit", "ragged": "pad"}
     for kind, mode in modes.items():
-        rows = workbench.packed_rows(setting, text, seq_len=size.seq_len, mode=mode, split="train")
+        rows = workbench.packed_rows(setting, seq_len=size.seq_len, mode=mode, split="train")
         loader = PackedLoader(rows, batch_rows=size.batch_rows, seed=SEED)
         shares[kind] = loader.batch(0).num_targets / size.batch_tokens
         model = Decoder(size.model_config(text.vocab_size))

@@ -5,35 +5,17 @@ second of the whole run, and the held-out loss at equal tokens and at equal time
 which 16 cores are asked for here; 2 workers are measured wherever there are 2 cores.
 """
 
-import json
-import multiprocessing
 import os
-import socket
 import statistics
-import tempfile
-import time
 from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
-import torch
-
-from modelwright.core.errors import ModelwrightError
-from modelwright.core.progress import SilentProgress
-from modelwright.core.rundir import StageDir
-from modelwright.core.seeds import derive_seed
-from modelwright.data.loader import PackedLoader
-from modelwright.model.decoder import Decoder
-from modelwright.objectives.pretrain import Pretrain
-from modelwright.parallel.mesh import join_world
-from modelwright.parallel.strategies.config import AsynchronousConfig
-from modelwright.train.build import train
-from modelwright.train.technique import StepInfo, Technique
-from modelwright_claims import workbench
+from modelwright_claims import training_run, workbench
 from modelwright_claims.claim import Claim, Figure, Kind, Result, Setting
+from modelwright_claims.experiment import Runner, Tuning, best_value, tune, with_value
 from modelwright_claims.statistics import paired_t_test, spread
+from modelwright_claims.training_run import Processes, Run
 
 PUBLISHED_WORKERS, PUBLISHED_SPEED = 8, 6.8
 EFFICIENCY = PUBLISHED_SPEED / PUBLISHED_WORKERS
@@ -45,60 +27,34 @@ RATES = (5e-4, 1e-3, 2e-3)
 STRENGTHS = (1.0, 10.0, 100.0)
 """Of the delay compensation, in units of the tokens in a batch; which one helps, and which one harms, differs much."""
 TUNING_SEED, FIRST_SEED = 3000, 3001
-Method = Literal["hogwild", "compensated", "synchronous"]
-BASE_METHODS: tuple[Method, ...] = ("hogwild", "synchronous")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One training run: `workers` processes of one thread each; strength: of the delay compensation, 0 for none."""
-
-    method: Method
-    workers: int
-    size: workbench.Size
-    seed: int
-    strength: float = 0.0
+NUM_UNTIMED_STEPS = 10
+Method = Literal["hogwild", "synchronous", "compensated"]
+METHODS: tuple[Method, ...] = ("hogwild", "synchronous", "compensated")
+ALONE, IN_TIME = "one process", "synchronous, time of hogwild"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """staleness: updates that others made between the reading of the weights and the update, on average."""
+    """One run, timed as a whole: workers hear of each other's steps between their own."""
 
     heldout_loss: float
     tokens_per_s: float
     step_s: float
     staleness: float
+    """Updates that others made between the reading of the weights and the update, on average."""
 
-
-@dataclass
-class Stopwatch:
-    """Keeps when each step was heard of; the first ones are not timed."""
-
-    every: int = 1
-    heard_s: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    staleness: list[float] = field(default_factory=list)
-
-    def observe(self, info: StepInfo) -> None:
-        self.heard_s.append(time.perf_counter())
-        self.tokens.append(info.num_tokens)
-        self.staleness.append(info.scalars.get("staleness", 0.0))
-
-    def outcome(self, heldout_loss: float) -> Outcome:
-        first = min(10, len(self.heard_s) // 2)
-        time_s = self.heard_s[-1] - self.heard_s[first]
-        return Outcome(
-            heldout_loss=heldout_loss,
-            tokens_per_s=sum(self.tokens[first + 1 :]) / time_s,
-            step_s=time_s / (len(self.heard_s) - 1 - first),
-            staleness=statistics.fmean(self.staleness),
+    @classmethod
+    def of(cls, outcome: training_run.Outcome) -> "Outcome":
+        """Leave the first steps out of the times."""
+        ended_s, num_tokens = outcome.steps["ended_s"], outcome.steps["num_tokens"]
+        first = min(NUM_UNTIMED_STEPS, len(ended_s) // 2)
+        time_s = ended_s[-1] - ended_s[first]
+        return cls(
+            heldout_loss=outcome.heldout_loss,
+            tokens_per_s=sum(num_tokens[first + 1 :]) / time_s,
+            step_s=time_s / (len(ended_s) - 1 - first),
+            staleness=statistics.fmean(outcome.steps.get("staleness", [0.0])),
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,110 +91,44 @@ def measure(setting: Setting) -> Result:
     counts = [n for n in (2, PUBLISHED_WORKERS) if cores >= n * (1 if n == 2 else CORES_PER_WORKER)]
     if not counts:
         return Result(kind="cannot be tested here", reason="there is one core; two workers need two", figures={})
-    text = workbench.prepare_text(setting)
     size = replace(workbench.size(setting), batch_rows=PUBLISHED_WORKERS)
-    for split in ("train", "heldout"):
-        workbench.packed_rows(setting, text, seq_len=size.seq_len, mode="best_fit", split=split)
     return judge([compare(setting, size, workers) for workers in counts], size, cores=cores)
 
 
 def compare(setting: Setting, size: workbench.Size, workers: int) -> Comparison:
-    """Both methods at the best of the same rates, chosen on a seed of its own (in quick mode at the bench's rate)."""
-    rates: dict[Method, float] = {}
-    for method in BASE_METHODS:
-        rates[method] = size.learning_rate if setting.quick else best_rate(setting, size, method, workers)
-    rates["compensated"] = rates["hogwild"]
-    sizes: dict[Method, workbench.Size] = {method: replace(size, learning_rate=rate) for method, rate in rates.items()}
-    strength = size.batch_tokens * STRENGTHS[0]
-    if not setting.quick:
-        strength = best_strength(setting, sizes["compensated"], workers)
-    runs: dict[Method, list[Outcome]] = {method: [] for method in sizes}
-    alone, in_time = [], []
+    """Compare the methods at their own best rates, and compensation at its own best strength."""
+    rates = Tuning(values=RATES[1:2] if setting.quick else RATES, seeds=(TUNING_SEED,))
+    strengths = [size.batch_tokens * factor for factor in (STRENGTHS[:1] if setting.quick else STRENGTHS)]
+    base = {"hogwild": variant(size, workers, "hogwild"), "synchronous": variant(size, workers, "none")}
+    runner = Runner(setting)
+    rate = {method: best_value(of) for method, of in tune(runner, base, rates).items()}
+    tuned = {method: with_value(run, "learning_rate", rate[method]) for method, run in base.items()}
+    strength = Tuning(values=strengths, seeds=(TUNING_SEED,), setting="asynchronous.compensation")
+    best_strength = best_value(tune(runner, {"compensated": tuned["hogwild"]}, strength)["compensated"])
+    tuned["compensated"] = with_value(tuned["hogwild"], strength.setting, best_strength)
+    alone = replace(tuned["synchronous"], processes=Processes(threads=1))
+    found: dict[str, list[Outcome]] = {method: [] for method in (*METHODS, ALONE, IN_TIME)}
     for seed in range(FIRST_SEED, FIRST_SEED + (2 if setting.quick else 5)):
-        for method, chosen in sizes.items():
-            setting.progress.note(f"{method}, {workers} workers, seed {seed}")
-            job = Job(method=method, workers=workers, size=chosen, seed=seed)
-            runs[method].append(run(setting, replace(job, strength=strength if method == "compensated" else 0.0)))
-        alone.append(run(setting, Job(method="synchronous", workers=1, size=sizes["synchronous"], seed=seed)))
-        ratio = runs["hogwild"][-1].step_s / runs["synchronous"][-1].step_s
-        steps = max(10, round(size.num_steps * ratio))
-        same_time = replace(sizes["synchronous"], num_steps=steps)
-        in_time.append(run(setting, Job(method="synchronous", workers=workers, size=same_time, seed=seed)))
-    return Comparison(workers=workers, alone=alone, runs=runs, in_time=in_time, rates=rates, strength=strength)
-
-
-def best_rate(setting: Setting, size: workbench.Size, method: Method, workers: int) -> float:
-    losses = {}
-    for rate in RATES:
-        job = Job(method=method, workers=workers, size=replace(size, learning_rate=rate), seed=TUNING_SEED)
-        setting.progress.note(f"tuning: {method}, {workers} workers, rate {rate}")
-        losses[rate] = run(setting, job).heldout_loss
-    return min(losses, key=losses.__getitem__)
-
-
-def best_strength(setting: Setting, size: workbench.Size, workers: int) -> float:
-    losses = {}
-    for strength in (size.batch_tokens * factor for factor in STRENGTHS):
-        job = Job(method="compensated", workers=workers, size=size, seed=TUNING_SEED, strength=strength)
-        setting.progress.note(f"tuning: compensated, {workers} workers, strength {strength:g}")
-        losses[strength] = run(setting, job).heldout_loss
-    return min(losses, key=losses.__getitem__)
-
-
-def run(setting: Setting, job: Job) -> Outcome:
-    """One training run of THE loop in processes of its own. Raises `ModelwrightError` when one of them fails."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(dir=setting.folder) as folder:
-        quiet = replace(setting, progress=SilentProgress())
-        arguments = [(quiet, job, rank, port, Path(folder)) for rank in range(job.workers)]
-        processes = [context.Process(target=train_as_rank, args=each) for each in arguments]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        if any(process.exitcode for process in processes):
-            raise ModelwrightError(f"{job.method}: a worker ended with {[process.exitcode for process in processes]}")
-        return Outcome(**json.loads((Path(folder) / "outcome.json").read_text(encoding="utf-8")))
-
-
-def train_as_rank(setting: Setting, job: Job, rank: int, port: int, folder: Path) -> None:
-    """What each process of a run does; the first writes the outcome to `folder`."""
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
-    os.environ["WORLD_SIZE"] = str(job.workers)
-    text, size = workbench.prepare_text(setting), job.size
-    rows, heldout = (
-        workbench.packed_rows(setting, text, seq_len=size.seq_len, mode="best_fit", split=split)
-        for split in ("train", "heldout")
+        runs = [replace(run, seed=seed) for run in (*(tuned[method] for method in METHODS), alone)]
+        for method, outcome in zip((*METHODS, ALONE), runner.timed(runs), strict=True):
+            found[method].append(Outcome.of(outcome))
+        ratio = found["hogwild"][-1].step_s / found["synchronous"][-1].step_s
+        in_time = replace(size, num_steps=max(10, round(size.num_steps * ratio)), learning_rate=rate["synchronous"])
+        (outcome,) = runner.all([replace(tuned["synchronous"], size=in_time, seed=seed)])
+        found[IN_TIME].append(Outcome.of(outcome))
+    return Comparison(
+        workers=workers,
+        alone=found[ALONE],
+        runs={method: found[method] for method in METHODS},
+        in_time=found[IN_TIME],
+        rates={method: tuned[method].size.learning_rate for method in METHODS},
+        strength=best_strength,
     )
-    model = Decoder(size.model_config(text.vocab_size))
-    model.init_weights(derive_seed(job.seed, "weights"))
-    loader = PackedLoader(rows, batch_rows=size.batch_rows, seed=derive_seed(job.seed, "order"))
-    stopwatch = Stopwatch()
-    with ExitStack() as stack:
-        world = stack.enter_context(join_world(torch.device("cpu")))
-        mode = "none" if job.method == "synchronous" else "hogwild"
-        asynchronous = AsynchronousConfig(mode=mode, compensation=job.strength)
-        result = train(
-            model,
-            Pretrain(loader),
-            size.train_config(asynchronous=asynchronous),
-            num_steps=size.num_steps,
-            world=world,
-            stage=StageDir(folder),
-            seed=job.seed,
-            name=job.method,
-            input_digest="claim",
-            progress=setting.progress,
-            heldout=list(heldout.batches(32)),
-            techniques=[Technique(name="stopwatch", on_step_end=stopwatch.observe)],
-        )
-        if world.is_first:
-            outcome = stopwatch.outcome(result.heldout_loss)
-            (folder / "outcome.json").write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+
+
+def variant(size: workbench.Size, workers: int, mode: str) -> Run:
+    """Return a run of so many workers, processes of one thread."""
+    return Run(size=size, settings={"asynchronous": {"mode": mode}}, processes=Processes(per_host=workers, threads=1))
 
 
 def loss_of(runs: list[Outcome]) -> float:
@@ -320,8 +210,9 @@ CLAIM = Claim(
     "2017 (arXiv:1609.08326)",
     published="6.8x with 8 workers",
     compared="Hogwild with n workers of one thread against one process, and against synchronous data parallel with n "
-    "processes at equal tokens and for equal time; same batches, same weights per seed; each at the best of the same "
-    "three rates, chosen on a seed of its own; with and without delay compensation, at the best of three strengths",
+    "processes at equal tokens and for equal time; same batches, same weights per seed; each at its own "
+    "best rate, chosen from the same ones on a seed and a held-out split that are not reported; with and without delay "
+    "compensation, at its best strength",
     target=f"at least {EFFICIENCY:.2f} n times the tokens per second of one process, and at equal time a held-out loss "
     f"at most {MARGIN} nats above the synchronous run's; with n = 8",
     headline=("speed over one process, 2 workers", "loss above synchronous at equal time, hogwild, 2 workers"),

@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_model
 
 from modelwright.compress.compare import Agreement, SpeedPair, measure_agreement, measure_speed
 from modelwright.compress.int8 import Int8Config, quantize_model, save_int8
@@ -14,6 +15,7 @@ from modelwright.model.hf import save_model
 from modelwright.recipes.quickstart import quickstart
 from modelwright_claims import workbench
 from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.training_run import Run, execute
 
 SIZE_TARGET = 2.4
 SPEED_TARGET = 1.5
@@ -32,10 +34,12 @@ def measure(setting: Setting) -> Result:
     size = workbench.size(setting)
     text = workbench.prepare_text(setting)
     trained = Decoder(size.model_config(text.vocab_size))
-    workbench.run(setting, text, size, size.train_config(), seed=0, model=trained)
-    heldout = workbench.packed_rows(setting, text, seq_len=size.seq_len, mode="best_fit", split="heldout")
+    with tempfile.TemporaryDirectory(dir=setting.folder) as folder:
+        weights = Path(folder) / "trained.safetensors"
+        execute(setting, Run(size=size), keep=weights)
+        load_model(trained, weights)
+    heldout = workbench.packed_rows(setting, seq_len=size.seq_len, mode="best_fit", split="test")
     tokens_BT = next(heldout.batches(16 if setting.quick else 64)).input_ids_BT
-    trained = trained.cpu()
     agreement = measure_agreement(trained, quantize_model(trained, Int8Config()), tokens_BT)
     reference = Decoder(quickstart().model)
     reference.init_weights(derive_seed(0, "weights"))

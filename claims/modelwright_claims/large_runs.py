@@ -1,17 +1,17 @@
 """Pace and memory of training a model of more than 30 million parameters, for settings that are compared by them.
 
-Large products are where number formats pay; losses are compared on small models, which can be trained for long. Runs
-that were finished in an earlier call, by the same code on the same machine, are not made again (`Setting.kept`). Knows
-no technique.
+Large products are where number formats pay; losses are compared on small models, which can be trained for long.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from modelwright.core.config import dump
 from modelwright.precision.policy import PrecisionConfig
 from modelwright_claims import memory_probe, workbench
 from modelwright_claims.claim import Setting
-from modelwright_claims.kept import Kept, setup_digest
+from modelwright_claims.experiment import Experiment, open_cache, run_experiment
+from modelwright_claims.training_run import Run
 from modelwright_claims.workbench import Size
 
 
@@ -31,38 +31,27 @@ def large_size(setting: Setting) -> Size:
     return Size(model_dim=768, num_layers=6, seq_len=512, batch_rows=8, num_steps=8)
 
 
-def paces(setting: Setting, arms: Mapping[str, Paced], seeds: Sequence[int], *, name: str) -> dict[str, list[float]]:
-    """Tokens per second of every arm by seed; all arms of a seed one after the other. name: of the claim."""
-    size, text = large_size(setting), workbench.prepare_text(setting)
-    kept = Kept(setting.kept / f"{name}-large.json" if setting.kept else None)
-    digest = setup_digest()
-    found: dict[str, list[float]] = {arm: [] for arm in arms}
-    for seed in seeds:
-        key = f"pace of {arms}, {size}, seed {seed}, {digest}"
-        if key not in kept:
-            of_seed: dict[str, float] = {}
-            for arm, paced in arms.items():
-                setting.progress.note(f"{name}: pace of {arm}, seed {seed}")
-                config = replace(size, num_steps=paced.end).train_config(precision=paced.precision)
-                of_seed[arm] = workbench.run(setting, text, size, config, seed=seed).pace(paced.first)
-            kept[key] = of_seed
-        for arm, pace in kept[key].items():
-            found[arm].append(pace)
-    return found
+def paces(setting: Setting, arms: Mapping[str, Paced], seeds: Sequence[int]) -> dict[str, list[float]]:
+    """Return the tokens per second of every arm by seed; all arms of a seed run one after the other."""
+    size = large_size(setting)
+    variants = {
+        arm: Run(size=replace(size, num_steps=paced.end), settings={"precision": dump(paced.precision)})
+        for arm, paced in arms.items()
+    }
+    samples = run_experiment(setting, Experiment(variants=variants, seeds=seeds, timed=True))
+    return {arm: [run.pace(arms[arm].first) for run in of] for arm, of in samples.runs.items()}
 
 
-def peaks(setting: Setting, arms: Mapping[str, PrecisionConfig], *, batch_rows: int, name: str) -> dict[str, int]:
-    """Peak memory of every arm above the start, in a process of its own (`memory_probe`); batch_rows: of the full
-    claim."""
+def peaks(setting: Setting, arms: Mapping[str, PrecisionConfig], *, batch_rows: int) -> dict[str, int]:
+    """Return each arm's peak memory above the start, in a process of its own. batch_rows: of a full measurement."""
     size = large_size(setting) if setting.quick else replace(large_size(setting), batch_rows=batch_rows)
-    kept = Kept(setting.kept / f"{name}-large.json" if setting.kept else None)
-    digest = setup_digest()
+    cache = open_cache(setting, memory_probe)
+    found = {}
     for arm, precision in arms.items():
-        key = f"peak of {precision}, {size}, {digest}"
-        if key not in kept:
-            setting.progress.note(f"{name}: memory of {arm}")
-            kept[key] = peak_bytes(size, precision)
-    return {arm: kept[f"peak of {precision}, {size}, {digest}"] for arm, precision in arms.items()}
+        setting.progress.note(f"memory of {arm}")
+        key = {"peak of": dump(precision), "size": dump(size)}
+        found[arm] = cache.get(key, lambda precision=precision: peak_bytes(size, precision))
+    return found
 
 
 def peak_bytes(size: Size, precision: PrecisionConfig) -> int:

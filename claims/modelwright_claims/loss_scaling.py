@@ -11,7 +11,8 @@ FP16 on any processor, on most CPUs slowly.
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ from torch import Tensor
 from modelwright.data.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
-from modelwright.precision.loss_scale import LossScaleConfig
-from modelwright.precision.policy import PrecisionConfig
+from modelwright.parallel.mesh import single
 from modelwright.train.objective import Objective
 from modelwright_claims import stability_bench as bench
 from modelwright_claims import workbench
 from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.experiment import Experiment, run_experiment
 from modelwright_claims.statistics import paired_t_test, spread
+from modelwright_claims.training_run import Outcome, Run, train_once
 
 MOST_LOST = 0.1
 """Share of the gradient's elements."""
@@ -41,23 +43,23 @@ WINDOW = 10
 NONE, STATIC, DYNAMIC, LAYERS, FP32 = "no scale", "static 2^32", "dynamic from 2^32", "per layer from 2^32", "FP32"
 FITS = "static 2^15", "dynamic from 2^15"
 """Scales that fit this run from the beginning."""
+LOST = "gradient lost"
 PROJECTIONS = 7
 """Of a block."""
 
 
-def _fp16(**scale: Any) -> PrecisionConfig:
-    loss_scale = LossScaleConfig(largest=2.0**40, **scale)
-    return PrecisionConfig(policy="fp16_mixed", evaluation="fp32", loss_scale=loss_scale)
+def _fp16(**scale: Any) -> dict[str, Any]:
+    return {"policy": "fp16_mixed", "evaluation": "fp32", "loss_scale": {"largest": 2.0**40, **scale}}
 
 
-ARMS: dict[str, PrecisionConfig] = {
+ARMS: dict[str, dict[str, Any]] = {
     NONE: _fp16(use="never"),
     FITS[0]: _fp16(dynamic=False),
     STATIC: _fp16(dynamic=False, initial=TOO_LARGE),
     FITS[1]: _fp16(window=WINDOW),
     DYNAMIC: _fp16(initial=TOO_LARGE, window=WINDOW),
     LAYERS: _fp16(initial=TOO_LARGE, window=WINDOW, per_layer=True),
-    FP32: PrecisionConfig(policy="fp32"),
+    FP32: {"policy": "fp32"},
 }
 
 
@@ -104,22 +106,35 @@ class Lost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """stable: updates; skipped: updates; lost: mean share of the gradient, all of it in an update that was skipped;
-    loss: mean of the last three evaluations."""
+class Stability:
+    """How one run went."""
 
     stable: int
+    """Updates."""
     skipped: int
+    """Updates."""
     lost: float
+    """The mean share of the gradient that was lost; all of it in an update that was skipped."""
     loss: float
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> "Stability":
+        skipped = set(outcome.skipped)
+        shares = [1.0 if step in skipped else share for step, share in enumerate(outcome.steps[LOST], start=1)]
+        return cls(
+            stable=sum(share <= MOST_LOST for share in shares),
+            skipped=len(skipped),
+            lost=statistics.fmean(shares),
+            loss=outcome.final_loss,
+        )
 
 
 def measure(setting: Setting) -> Result:
-    text = workbench.prepare_text(setting)
     size = study_size(setting)
     seeds = range(FIRST_SEED, FIRST_SEED + (2 if setting.quick else 5))
-    runs = {arm: [one_run(setting, text, size, precision, seed) for seed in seeds] for arm, precision in ARMS.items()}
-    return judge(setting, size, runs)
+    experiment = Experiment(variants={arm: variant(size, precision) for arm, precision in ARMS.items()}, seeds=seeds)
+    samples = run_experiment(setting, experiment, execute_noting_losses)
+    return judge(setting, size, {arm: [Stability.of(one) for one in of] for arm, of in samples.runs.items()})
 
 
 def study_size(setting: Setting) -> workbench.Size:
@@ -129,23 +144,26 @@ def study_size(setting: Setting) -> workbench.Size:
     return workbench.Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=80, learning_rate=3e-3)
 
 
-def one_run(setting: Setting, text: workbench.Text, size: workbench.Size, precision: PrecisionConfig, seed: int) -> Run:
-    lost = Lost(size.num_layers)
-    config = size.train_config(
-        precision=precision, eval_every_steps=size.num_steps // 5, max_skipped_steps=size.num_steps + 1
-    )
-    outcome = bench.run(setting, text, size, config, seed=seed, transport=lost, wrap=OneOfMany)
-    skipped = set(outcome.skipped)
-    shares = [1.0 if step in skipped else share for step, share in enumerate(lost.shares, start=1)]
+def variant(size: workbench.Size, precision: dict[str, Any]) -> Run:
     return Run(
-        stable=sum(share <= MOST_LOST for share in shares),
-        skipped=len(skipped),
-        lost=statistics.fmean(shares),
-        loss=outcome.final_loss,
+        size=size,
+        settings={
+            "precision": precision,
+            "eval_every_steps": size.num_steps // 5,
+            "max_skipped_steps": size.num_steps + 1,
+        },
+        heldout_batches=bench.HELDOUT_BATCHES,
     )
 
 
-def judge(setting: Setting, size: workbench.Size, runs: Mapping[str, Sequence[Run]]) -> Result:
+def execute_noting_losses(setting: Setting, run: Run, **weights: Path | None) -> Outcome:
+    """Make a run as one process of many; the outcome has the share of the gradient that each step lost."""
+    lost = Lost(run.size.num_layers)
+    outcome = train_once(setting, run, single(workbench.device()), wrap=OneOfMany, gradient_sync=lost)
+    return replace(outcome, steps={**outcome.steps, LOST: lost.shares})
+
+
+def judge(setting: Setting, size: workbench.Size, runs: Mapping[str, Sequence[Stability]]) -> Result:
     """Met when the dynamic scale has `TARGET` times the stable updates of no scale and of the static one (none at all
     counts as one) and keeps `GAIN` times the share of the gradient that no scale does."""
     stable = {arm: [run.stable for run in of] for arm, of in runs.items()}

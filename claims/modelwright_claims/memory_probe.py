@@ -11,8 +11,6 @@ import dataclasses
 import gc
 import json
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -36,11 +34,13 @@ from modelwright.parallel.mesh import World, join_world
 from modelwright.train import build as loop
 from modelwright.train.config import TrainConfig
 from modelwright.train.technique import StepInfo, Technique
+from modelwright_claims.launch import run_ranks
 
 NUM_STEPS = 3
 CONDITION = "resident above the start, without gaps of the heap"
 """What the bytes are on a CPU, for a result's conditions."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_ONE_COPY = ParallelConfig()
 
 
 class _Measured(Exception):
@@ -60,6 +60,45 @@ class Probe:
     num_steps: int = NUM_STEPS
 
 
+def fp32_probe(
+    model: ModelConfig,
+    *,
+    rows: int,
+    parallel: ParallelConfig = _ONE_COPY,
+    count_flops: bool = False,
+    **settings: Any,
+) -> Probe:
+    """Return a probe of FP32 training on rows of the model's whole context, without checkpoints.
+
+    settings: of the `TrainConfig`, as in a configuration file.
+    """
+    shared = {
+        "num_steps": NUM_STEPS,
+        "precision": {"policy": "fp32"},
+        "checkpoint_every_minutes": 0,
+        "keep_best": False,
+    }
+    train = parse(TrainConfig, {**shared, "batch_tokens": rows * model.max_seq_len, **settings})
+    return Probe(model=model, train=train, parallel=parallel, seq_len=model.max_seq_len, count_flops=count_flops)
+
+
+def probe_model(
+    *, model_dim: int, num_layers: int, vocab_size: int, seq_len: int, head_dim: int, tie_embeddings: bool = False
+) -> ModelConfig:
+    """Return a model with as many key/value heads as heads, and an FFN of 8/3 of its width."""
+    return ModelConfig(
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        model_dim=model_dim,
+        num_heads=model_dim // head_dim,
+        num_kv_heads=model_dim // head_dim,
+        head_dim=head_dim,
+        ffn_dim=model_dim * 8 // 3 // 16 * 16,
+        max_seq_len=seq_len,
+        tie_embeddings=tie_embeddings,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """One rank's figures.
@@ -77,7 +116,7 @@ class Measured:
 
 
 def measure(probe: Probe, *, num_ranks: int = 1, own_heap: bool = False) -> list[Measured]:
-    """Each rank's figures, from processes of one thread each. Raises `RuntimeError` with the output of a failure.
+    """Each rank's figures, from processes of one thread each. Raises `ModelwrightError` with the output of a failure.
 
     own_heap: with the heap that training has, gaps and all.
     """
@@ -86,26 +125,15 @@ def measure(probe: Probe, *, num_ranks: int = 1, own_heap: bool = False) -> list
 
 def measure_all(probes: Sequence[Probe], *, num_ranks: int = 1, own_heap: bool = False) -> list[list[Measured]]:
     """The probes one after the other in the same processes; `[probe][rank]`."""
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as errors:
+    with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "probes.json"
         config.write_text(json.dumps([dump(probe) for probe in probes]), encoding="utf-8")
-        shared = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
-        shared |= {"MASTER_PORT": _free_port()}
-        shared |= {} if own_heap else {"MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_ARENA_MAX": "1"}
-        children = [
-            subprocess.Popen(
-                [sys.executable, "-m", __name__, str(config), *(["own-heap"] if own_heap else [])],
-                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-            for rank in range(num_ranks)
-        ]
-        outputs = [child.communicate()[0] for child in children]
-        if any(child.returncode for child in children):
-            errors.seek(0)
-            raise RuntimeError(errors.read().decode(errors="replace")[-4000:])
+        outputs = run_ranks(
+            __name__,
+            [str(config), *(["own-heap"] if own_heap else [])],
+            num_ranks=num_ranks,
+            environment={} if own_heap else {"MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_ARENA_MAX": "1"},
+        )
     by_rank = [json.loads(output.splitlines()[-1]) for output in outputs]
     return [[Measured(**found) for found in ranks] for ranks in zip(*by_rank, strict=True)]
 
@@ -136,7 +164,6 @@ class Meter:
 
     device: torch.device
     num_steps: int
-    every: int = 1
     use: ResourceUse = field(default_factory=ResourceUse)
     peak_bytes: int = 0
     states_bytes: int = 0
@@ -233,12 +260,6 @@ _FLOPS = {
     torch.ops.modelwright.packed_attention: _attention_flops,
     torch.ops.modelwright.packed_attention_backward: _attention_backward_flops,
 }
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def main() -> None:

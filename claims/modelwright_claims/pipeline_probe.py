@@ -16,47 +16,26 @@ from torch import Tensor
 
 from modelwright.core.config import parse
 from modelwright.data.batch import TokenBatch
-from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world, lay_out
 from modelwright.parallel.pipeline.partition import agree, measure_layer_times, split_layers
 from modelwright.parallel.pipeline.runner import Pipeline
+from modelwright_claims.memory_probe import RandomRows
+from modelwright_claims.workbench import Size
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSize:
-    """The model and the batch, which every number of microbatches shares out; head width 32."""
+    """The model and the batch, which every number of microbatches shares out."""
 
-    model_dim: int
-    num_layers: int
+    model: Size
     vocab_size: int
-    seq_len: int
-    batch_rows: int
     num_repeats: int
-
-    def model_config(self) -> ModelConfig:
-        return ModelConfig(
-            vocab_size=self.vocab_size,
-            num_layers=self.num_layers,
-            model_dim=self.model_dim,
-            num_heads=self.model_dim // 32,
-            num_kv_heads=self.model_dim // 64,
-            ffn_dim=self.model_dim * 8 // 3 // 16 * 16,
-            head_dim=32,
-            max_seq_len=self.seq_len,
-        )
 
     def batch(self) -> TokenBatch:
         """Full rows of one document each: every microbatch costs the same."""
-        draw = torch.Generator().manual_seed(0)
-        tokens = torch.randint(self.vocab_size, (self.batch_rows, self.seq_len), generator=draw)
-        return TokenBatch(
-            input_ids_BT=tokens,
-            labels_BT=tokens.roll(-1, dims=1),
-            positions_BT=torch.arange(self.seq_len).repeat(self.batch_rows, 1),
-            segments_BT=torch.zeros(self.batch_rows, self.seq_len, dtype=torch.int32),
-        )
+        return RandomRows(self.model.batch_rows, self.model.seq_len, self.vocab_size).batch(0)
 
 
 def measure_case(case: dict[str, Any], size: ProbeSize, model: Decoder, world: World) -> list[dict[str, Any]]:
@@ -69,7 +48,7 @@ def measure_case(case: dict[str, Any], size: ProbeSize, model: Decoder, world: W
 
     def loss_of(output_BTD: Tensor, part: TokenBatch) -> Tensor:
         loss = pipeline.model.cross_entropy(output_BTD, part.labels_BT, chunk_tokens=512)
-        return loss / batch.num_tokens
+        return loss / batch.num_targets
 
     steps = []
     for _ in range(1 + size.num_repeats):
@@ -86,11 +65,11 @@ def measure_case(case: dict[str, Any], size: ProbeSize, model: Decoder, world: W
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     plan = json.loads((folder / "probe.json").read_text())
-    size = ProbeSize(**plan["size"])
+    size = parse(ProbeSize, plan["size"])
     with join_world(torch.device("cpu")) as world:
-        model = Decoder(size.model_config())
+        model = Decoder(size.model.model_config(size.vocab_size))
         model.init_weights(0)
-        costs = agree(measure_layer_times(model, size.batch().split(size.batch_rows)[0]), world)
+        costs = agree(measure_layer_times(model, size.batch().split(size.model.batch_rows)[0]), world)
         steps = {}
         for case in plan["cases"]:
             num_stages = case["layout"]["pipeline"] * case["layout"]["stages_per_rank"]

@@ -8,21 +8,19 @@ the second is communication and waiting that the schedule does not ask for.
 
 import json
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.errors import ModelwrightError
 from modelwright.parallel.pipeline.trace import Span
 from modelwright.parallel.replay import equal_durations, measured_durations, replay
 from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.launch import run_ranks
 from modelwright_claims.pipeline_probe import ProbeSize
+from modelwright_claims.workbench import Size
 
 SCHEDULES = {
     "GPipe": ("gpipe", 1),
@@ -34,13 +32,14 @@ SCHEDULES = {
 TARGET_SHARE = 0.78
 MAX_GAP = 0.10
 """Largest difference to the bound that communication and the machine may cost."""
-TIMEOUT_S = 3600
 
 
 def probe_size(setting: Setting) -> ProbeSize:
     if setting.quick:
-        return ProbeSize(model_dim=64, num_layers=4, vocab_size=256, seq_len=64, batch_rows=8, num_repeats=2)
-    return ProbeSize(model_dim=256, num_layers=8, vocab_size=2048, seq_len=256, batch_rows=16, num_repeats=5)
+        small = Size(model_dim=64, num_layers=4, seq_len=64, batch_rows=8, num_steps=1)
+        return ProbeSize(model=small, vocab_size=256, num_repeats=2)
+    model = Size(model_dim=256, num_layers=8, seq_len=256, batch_rows=16, num_steps=1)
+    return ProbeSize(model=model, vocab_size=2048, num_repeats=5)
 
 
 def microbatch_counts(setting: Setting) -> tuple[int, ...]:
@@ -55,7 +54,7 @@ def measure(setting: Setting) -> Result:
     samples: dict[str, Sequence[float]] = {}
     for ranks in num_ranks:
         cases = [case(label, ranks, number) for label in SCHEDULES for number in counts]
-        for name, steps in run_ranks(setting, size, cases, ranks).items():
+        for name, steps in measure_cases(setting, size, cases, ranks).items():
             outcomes = [step_shares(step) for step in steps]
             shares[name] = {key: statistics.median(outcome[key] for outcome in outcomes) for key in outcomes[0]}
             samples[name] = [outcome["measured"] for outcome in outcomes]
@@ -76,29 +75,14 @@ def case_name(label: str, num_ranks: int, num_microbatches: int) -> str:
     return f"{label}, {num_ranks} ranks, {num_microbatches} microbatches"
 
 
-def run_ranks(
+def measure_cases(
     setting: Setting, size: ProbeSize, cases: Sequence[Mapping[str, Any]], num_ranks: int
 ) -> dict[str, list[list[dict[str, Any]]]]:
     """For each case its steps, for each step what every rank recorded."""
-    with tempfile.TemporaryDirectory(dir=setting.folder) as scratch, socket.socket() as probe:
+    with tempfile.TemporaryDirectory(dir=setting.folder) as scratch:
         folder = Path(scratch)
         (folder / "probe.json").write_text(json.dumps({"size": asdict(size), "cases": cases}))
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-        probe.close()
-        shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, "-m", "modelwright_claims.pipeline_probe", str(folder)]
-        ranks = [
-            subprocess.Popen(command, env={**shared, "RANK": str(rank), "WORLD_SIZE": str(num_ranks)})
-            for rank in range(num_ranks)
-        ]
-        try:
-            failed = [rank.wait(timeout=TIMEOUT_S) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        if any(failed):
-            raise ModelwrightError(f"pipeline_probe ended with {failed}; its output above tells why")
+        run_ranks("modelwright_claims.pipeline_probe", [scratch], num_ranks=num_ranks)
         records = [json.loads((folder / f"rank{rank}.json").read_text())["steps"] for rank in range(num_ranks)]
     return {name: list(map(list, zip(*(record[name] for record in records), strict=True))) for name in records[0]}
 
@@ -145,8 +129,10 @@ def judge(
         f"{100 * many['measured']:.0f}% with {most} (theory {100 * one['equal']:.0f}% and {100 * many['equal']:.0f}%); "
         f"no case is more than {100 * gap:.0f} points below what its stage times allow ({worst})",
         figures=figures,
-        conditions=asdict(size)
-        | {
+        conditions={
+            "parameters": size.model.model_config(size.vocab_size).num_parameters,
+            "batch": f"{size.model.batch_rows} rows of {size.model.seq_len} tokens",
+            "repeats": size.num_repeats,
             "ranks": ", ".join(map(str, num_ranks)),
             "cores": os.cpu_count() or 1,
             "threads a rank": 1,

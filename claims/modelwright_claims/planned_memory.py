@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from modelwright.core.config import parse
 from modelwright.memory.arena import Arena, plan_arena
 from modelwright.memory.disk import DiskStore
 from modelwright.memory.lifetimes import Timeline
@@ -53,15 +52,7 @@ class Case:
 
     @property
     def settings(self) -> TrainConfig:
-        plain = {
-            "num_steps": memory_probe.NUM_STEPS,
-            "batch_tokens": self.rows * self.model.max_seq_len,
-            "precision": {"policy": "fp32"},
-            "checkpoint_every_minutes": 0,
-            "keep_best": False,
-            "clip_norm": 0.0,
-        }
-        return parse(TrainConfig, {**plain, **self.train})
+        return memory_probe.fp32_probe(self.model, rows=self.rows, **{"clip_norm": 0.0, **self.train}).train
 
     def probe(self, train: TrainConfig, *, count_flops: bool = False) -> Probe:
         return Probe(model=self.model, train=train, seq_len=self.model.max_seq_len, count_flops=count_flops)
@@ -166,17 +157,8 @@ def measure(setting: Setting) -> Result:
 
 
 def base(**changes: Any) -> ModelConfig:
-    shape = ModelConfig(
-        vocab_size=4096,
-        num_layers=6,
-        model_dim=256,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        ffn_dim=704,
-        max_seq_len=512,
-        tie_embeddings=False,
-    )
+    shape = memory_probe.probe_model(model_dim=256, num_layers=6, vocab_size=4096, seq_len=512, head_dim=64)
+    shape = replace(shape, num_kv_heads=2, ffn_dim=704)
     return replace(shape, **changes)
 
 

@@ -20,8 +20,10 @@ from modelwright.precision.model import ModelFormats
 from modelwright.precision.policy import PrecisionConfig
 from modelwright_claims import memory_probe, workbench
 from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.experiment import Experiment, run_experiment
 from modelwright_claims.large_runs import peak_bytes
 from modelwright_claims.statistics import spread
+from modelwright_claims.training_run import Outcome, Run
 from modelwright_claims.workbench import Size
 
 FP32 = "fp32"
@@ -53,16 +55,11 @@ def measure(setting: Setting) -> Result:
     else:
         size, seeds = Size(model_dim=128, num_layers=2, seq_len=128, batch_rows=8, num_steps=600), range(4)
     size = replace(size, learning_rate=LEARNING_RATE)
-    text = workbench.prepare_text(setting)
     names = [FP32, "bf16_mixed", "int8"] if setting.quick else list(ARMS)
-    configs = {name: size.train_config(precision=parse(PrecisionConfig, ARMS[name])) for name in names}
-    runs: dict[str, list[workbench.Run]] = {name: [] for name in names}
-    for seed in seeds:
-        for name in names:
-            setting.progress.note(f"precision_policies: {name}, seed {seed}")
-            runs[name].append(workbench.run(setting, text, size, configs[name], seed=seed))
-    peaks = {name: peak_bytes(size, configs[name].precision) for name in names}
-    return judge(runs, peaks, product_speeds(setting), size)
+    variants = {name: Run(size=size, settings={"precision": ARMS[name]}) for name in names}
+    samples = run_experiment(setting, Experiment(variants=variants, seeds=seeds, timed=True))
+    peaks = {name: peak_bytes(size, run.train_config().precision) for name, run in variants.items()}
+    return judge(samples.runs, peaks, product_speeds(setting), size)
 
 
 def product_speeds(setting: Setting) -> dict[Format, float]:
@@ -118,7 +115,7 @@ def beside_fp32(
 
 
 def judge(
-    runs: Mapping[str, Sequence[workbench.Run]],
+    runs: Mapping[str, Sequence[Outcome]],
     peaks: Mapping[str, int],
     products: Mapping[Format, float],
     size: Size,

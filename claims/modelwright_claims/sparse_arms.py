@@ -7,13 +7,13 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from modelwright_claims.claim import Setting
-from modelwright_claims.kept import setup_digest
-from modelwright_claims.sparse_probe import Found, Run, TextKind, execute_all, prepare
-from modelwright_claims.workbench import Size
+from modelwright_claims.experiment import Experiment, Runner, Tuning, run_experiment
+from modelwright_claims.mixed_text import Mixture
+from modelwright_claims.training_run import Outcome, Processes, Run
+from modelwright_claims.workbench import KINDS, Size, TextKind
 
 UPDATE, CLEAN, PRETRAIN = "continual update", "clean continual update", "pretraining"
 SHARE_OF_CODE = {UPDATE: 0.25, CLEAN: 0.2, PRETRAIN: 0.0}
@@ -29,7 +29,9 @@ TARGET_FLOPS = 0.40
 SIZE = Size(model_dim=96, num_layers=3, seq_len=128, batch_rows=12, num_steps=3000)
 SMALLER = {"model_dim": 64, "num_layers": 3}
 BEFORE = {"num_steps": 8000, "learning_rate": 3e-3}
-"""The training whose model is then updated."""
+"""Of the training whose model is then updated."""
+UNTIED = {"tie_embeddings": False}
+ONE_THREAD = Processes(threads=1)
 BUDGETS = (0.2, 0.4, 0.6)
 """Shares of the dense run's FLOPs at which pretraining is compared."""
 RATES: dict[str, tuple[float, ...]] = {
@@ -38,7 +40,7 @@ RATES: dict[str, tuple[float, ...]] = {
     PRETRAIN: (2e-3, 3.5e-3, 6e-3),
 }
 TUNING_SEED, SEEDS = 300, (301, 302, 303)
-NUM_TIMED_STEPS, NUM_ROUNDS = 60, 3
+NUM_TIMED_STEPS, NUM_ROUNDS, FIRST_TIMED_SEED = 60, 3, 900
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +53,8 @@ class Arm:
     only as much shorter.
     """
 
-    sparse: Mapping[str, Any] = field(default_factory=dict)
-    shape: Mapping[str, int] = field(default_factory=dict)
+    sparse: dict[str, Any] = field(default_factory=dict)
+    shape: dict[str, int] = field(default_factory=dict)
     flops: float = 0.0
     equal_time: bool = False
     num_batches: int = 1
@@ -109,21 +111,21 @@ ARMS: dict[str, dict[str, Arm]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What one regime gave: rates and finals by arm, one final for each seed."""
+class Comparison:
+    """One regime: the arms at their best rates, one outcome for each seed."""
 
     regime: str
     rates: Mapping[str, float]
-    final: Mapping[str, Sequence[Found]]
+    final: Mapping[str, Sequence[Outcome]]
 
     def losses(self, arm: str) -> list[float]:
         return [found.losses[COUNTS[self.regime]] for found in self.final[arm]]
 
     def flops(self, arm: str) -> float:
-        return statistics.fmean(found.flops for found in self.final[arm])
+        return statistics.fmean(map(executed_flops, self.final[arm]))
 
     def both(self, arm: str) -> float:
-        """The mean loss of both texts in their proportion in the stream."""
+        """Return the mean loss of both texts in their proportion in the stream."""
         return statistics.fmean(mixed_loss(found, self.regime) for found in self.final[arm])
 
     def above_dense(self, arm: str) -> list[float]:
@@ -138,105 +140,82 @@ class Outcome:
 
 @dataclass
 class Bench:
-    """Makes runs of the arms of all regimes, two processes of one thread at a time."""
+    """Makes runs of the arms of all regimes."""
 
     setting: Setting
-    folder: Path
     sizes: Mapping[str, Size]
+    before: Size
+    """The training whose model is then updated."""
     rates: Mapping[str, Sequence[float]]
     seeds: Sequence[int]
+    processes: Processes = ONE_THREAD
+    at_once: int = 2
     step_s: dict[str, float] = field(default_factory=dict)
     """Seconds of a step of the method and of what gets as much time; once `times` has measured them."""
-    before: dict[str, Found] = field(default_factory=dict)
-    """By file of weights: what the models that are updated are before."""
 
-    def begin(self, size: Size) -> None:
-        """Make the text, and the models that are updated."""
-        prepare(self.folder, seq_len=size.seq_len, fraction=0.15 if self.setting.quick else 1.0)
-        runs = [
-            Run(name=name, regime="before", size=replace(size, **shape), seed=0, share_of_code=0.0, keep=name)
-            for name, shape in ((weights_of(Arm()), {}), (weights_of(Arm(shape=SMALLER)), SMALLER))
-        ]
-        self.before = {run.keep: found for run, found in zip(runs, self.execute(runs), strict=True)}
+    def base(self, arm: Arm) -> Run:
+        """Return the run whose model an arm updates: prose alone."""
+        size = replace(self.before, **arm.shape)
+        return Run(size=size, model=UNTIED, evaluated=KINDS, processes=self.processes)
 
-    def run(self, regime: str, name: str, *, seed: int, rate: float, num_steps: int) -> Run:
-        arm = ARMS[regime][name]
-        garbage = SHARE_OF_GARBAGE[regime]
+    def run(self, regime: str, name: str, *, num_steps: int, seed: int = 0) -> Run:
+        arm, garbage = ARMS[regime][name], SHARE_OF_GARBAGE[regime]
+        share_of_code = SHARE_OF_CODE[regime] / (1.0 - garbage) if arm.cleaned else SHARE_OF_CODE[regime]
+        batch_rows = self.sizes[regime].batch_rows * arm.num_batches
         return Run(
-            name=name,
-            regime=regime,
-            size=replace(
-                self.sizes[regime],
-                **arm.shape,
-                batch_rows=self.sizes[regime].batch_rows * arm.num_batches,
-                learning_rate=rate,
-                num_steps=num_steps,
-            ),
+            size=replace(self.sizes[regime], **arm.shape, batch_rows=batch_rows, num_steps=num_steps),
+            settings={"sparse": arm.sparse},
+            model=UNTIED,
             seed=seed,
-            share_of_code=SHARE_OF_CODE[regime] / (1.0 - garbage) if arm.cleaned else SHARE_OF_CODE[regime],
-            share_of_garbage=0.0 if arm.cleaned else garbage,
-            sparse=arm.sparse,
-            begin="" if regime == PRETRAIN else weights_of(arm),
+            mixture=Mixture(code=share_of_code, garbage=0.0 if arm.cleaned else garbage),
+            evaluated=KINDS,
+            processes=self.processes,
+            start_from=None if regime == PRETRAIN else self.base(arm),
         )
 
-    def execute(self, runs: Sequence[Run]) -> list[Found]:
-        return execute_all(self.folder, runs, self.setting, kept=self.kept, processes=2)
-
-    @property
-    def kept(self) -> Path:
-        """Losses and weights, by the sources and the machine that gave them: a call that was interrupted goes on."""
-        if self.setting.kept is None or self.setting.quick:
-            return self.folder
-        return self.setting.kept / f"sparse_updates-{setup_digest()}"
-
     def num_steps(self, regime: str) -> dict[str, int]:
-        """Steps of each arm's run: all that read the stream, or what so many FLOPs or the method's time pay for."""
-        rate, most = self.rates[regime][0], self.sizes[regime].num_steps
-        arms = ARMS[regime]
+        """Return the steps of each arm's run: all that read the stream, or what its FLOPs or its time pay for."""
+        most, arms = self.sizes[regime].num_steps, ARMS[regime]
         names = [name for name, arm in arms.items() if arm.flops or name == DENSE]
-        looks = self.execute([self.run(regime, name, seed=0, rate=rate, num_steps=5) for name in names])
-        dense = looks[names.index(DENSE)].flops
-        paid = {name: arms[name].flops * most * dense / look.flops for name, look in zip(names, looks, strict=True)}
+        looks = Runner(self.setting).all([self.run(regime, name, num_steps=5) for name in names], at_once=self.at_once)
+        flops = dict(zip(names, map(executed_flops, looks), strict=True))
+        paid = {name: arms[name].flops * most * flops[DENSE] / flops[name] for name in names}
         paid[DENSE] = most
         paid |= {name: self.share_of_time(name) * most for name, arm in arms.items() if arm.equal_time}
         return {name: min(most // arm.num_batches, round(paid.get(name, most))) for name, arm in arms.items()}
 
     def share_of_time(self, arm: str) -> float:
-        """How many of this arm's steps take a step of the method's time, in twentieths, rounded up."""
+        """Return how many of this arm's steps take a step of the method's time, in twentieths, rounded up."""
         return math.ceil(20 * self.step_s[METHOD] / self.step_s[arm]) / 20
 
-    def compare(self, regime: str) -> Outcome:
-        """Every arm at the best of the same rates on the tuning seed; then on the other seeds."""
-        steps, rates = self.num_steps(regime), self.rates[regime]
-        tried = [
-            self.run(regime, name, seed=TUNING_SEED, rate=rate, num_steps=num_steps)
-            for name, num_steps in steps.items()
-            for rate in rates
-        ]
-        losses: dict[str, dict[float, float]] = {name: {} for name in steps}
-        for run, found in zip(tried, self.execute(tried), strict=True):
-            losses[run.name][run.size.learning_rate] = mixed_loss(found, regime)
-        best = {name: min(of_arm, key=of_arm.__getitem__) for name, of_arm in losses.items()}
-        runs = [
-            self.run(regime, name, seed=seed, rate=best[name], num_steps=num_steps)
-            for name, num_steps in steps.items()
-            for seed in self.seeds
-        ]
-        found = iter(self.execute(runs))
-        return Outcome(regime=regime, rates=best, final={name: [next(found) for _ in self.seeds] for name in steps})
+    def compare(self, regime: str) -> Comparison:
+        """Compare all arms at their own best rates, by the loss of both texts in their proportion in the stream."""
+        variants = {
+            name: self.run(regime, name, num_steps=num_steps) for name, num_steps in self.num_steps(regime).items()
+        }
+        tuning = Tuning(
+            values=self.rates[regime], seeds=(TUNING_SEED,), criterion=lambda outcome: mixed_loss(outcome, regime)
+        )
+        experiment = Experiment(variants=variants, seeds=self.seeds, tuning=tuning, at_once=self.at_once)
+        samples = run_experiment(self.setting, experiment)
+        rates = {name: run.size.learning_rate for name, run in samples.tuned.items()}
+        return Comparison(regime=regime, rates=rates, final=samples.runs)
 
     def times(self) -> tuple[list[float], list[float]]:
-        """Seconds of a step of the method and of dense, in alternated runs of a process that has the machine."""
-        rate, names = self.rates[UPDATE][0], (METHOD, AS_MUCH_TIME, LIMIT_ALONE[-1])
-        runs = [
-            self.run(UPDATE, name, seed=900 + number, rate=rate, num_steps=NUM_TIMED_STEPS)
-            for number in range(NUM_ROUNDS)
-            for name in names
-        ]
-        found = execute_all(self.folder, runs, self.setting, kept=self.kept, processes=1, timed=True)
-        seconds = {name: [one.step_s for one in found[place :: len(names)]] for place, name in enumerate(names)}
+        """Measure the seconds of a step of the method and of dense, in alternated runs that have the machine alone."""
+        names = (METHOD, AS_MUCH_TIME, LIMIT_ALONE[-1])
+        variants = {name: self.run(UPDATE, name, num_steps=NUM_TIMED_STEPS) for name in names}
+        seeds = range(FIRST_TIMED_SEED, FIRST_TIMED_SEED + NUM_ROUNDS)
+        experiment = Experiment(variants=variants, seeds=seeds, timed=True)
+        found = run_experiment(self.setting, experiment).runs
+        seconds = {name: [outcome.step_s for outcome in of] for name, of in found.items()}
         self.step_s = {name: statistics.median(of) for name, of in seconds.items()}
         return seconds[METHOD], seconds[AS_MUCH_TIME]
+
+
+def executed_flops(outcome: Outcome) -> float:
+    """Return the FLOPs of the whole run."""
+    return sum(outcome.steps["executed_flops"])
 
 
 def share_of_time(mine: Sequence[float], dense: Sequence[float]) -> float:
@@ -244,11 +223,7 @@ def share_of_time(mine: Sequence[float], dense: Sequence[float]) -> float:
     return statistics.median(one / other for one, other in zip(mine, dense, strict=True))
 
 
-def mixed_loss(found: Found, regime: str) -> float:
+def mixed_loss(found: Outcome, regime: str) -> float:
     """Of both texts in their proportion in the regime's stream."""
     code = SHARE_OF_CODE[regime] / (1.0 - SHARE_OF_GARBAGE[regime])
     return (1 - code) * found.losses["prose"] + code * found.losses["code"]
-
-
-def weights_of(arm: Arm) -> str:
-    return "small.safetensors" if arm.shape else "base.safetensors"

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.experiment import Runner
 from modelwright_claims.sparse_arms import (
     ARMS,
     BASELINES,
@@ -36,13 +37,12 @@ from modelwright_claims.sparse_arms import (
     UPDATE,
     Arm,
     Bench,
-    Outcome,
+    Comparison,
     at_budget,
     share_of_time,
-    weights_of,
 )
-from modelwright_claims.sparse_probe import Found
 from modelwright_claims.statistics import paired_t_test, spread
+from modelwright_claims.training_run import Outcome, Processes
 from modelwright_claims.workbench import Size
 
 TARGET_TIME, TARGET_LOSS = 0.60, 0.5
@@ -51,35 +51,35 @@ TOO_SHORT = "so few steps only show that the measurement runs; measure without -
 
 def measure(setting: Setting) -> Result:
     """All regimes; in quick mode the first one, shortened."""
-    update, before = SIZE, replace(SIZE, **BEFORE)
     bench = Bench(
         setting=setting,
-        folder=setting.folder / "sparse",
-        sizes={UPDATE: update, PRETRAIN: replace(SIZE, num_steps=800), CLEAN: update},
+        sizes={UPDATE: SIZE, PRETRAIN: replace(SIZE, num_steps=800), CLEAN: SIZE},
+        before=replace(SIZE, **BEFORE),
         rates=RATES,
         seeds=SEEDS,
     )
     if setting.quick:
-        short = replace(SIZE, num_steps=15)
         bench = replace(
             bench,
-            sizes={UPDATE: short},
+            sizes={UPDATE: replace(SIZE, num_steps=15)},
+            before=replace(bench.before, num_steps=30),
             rates={UPDATE: RATES[UPDATE][1:2]},
             seeds=SEEDS[:2],
+            processes=Processes(),  # starting others takes longer than these runs
+            at_once=1,
         )
-        before = replace(before, num_steps=30)
-    bench.begin(before)
     times = bench.times()
     outcomes = {regime: bench.compare(regime) for regime in bench.sizes}
-    result = judge(outcomes, times, base=bench.before[weights_of(Arm())], size=update, before=before)
+    (base,) = Runner(setting).all([bench.base(Arm())])
+    result = judge(outcomes, times, base=base, size=SIZE, before=bench.before)
     return replace(result, kind="cannot be tested here", reason=TOO_SHORT) if setting.quick else result
 
 
 def judge(
-    outcomes: Mapping[str, Outcome],
+    outcomes: Mapping[str, Comparison],
     times: tuple[Sequence[float], Sequence[float]],
     *,
-    base: Found,
+    base: Outcome,
     size: Size,
     before: Size,
 ) -> Result:
@@ -122,12 +122,13 @@ def judge(
             f"model comes from ({before.num_steps} steps); {CLEAN}: {SHARE_OF_CODE[CLEAN]:.0%} code, the rest prose; "
             f"{PRETRAIN}: prose, from scratch",
             "method": "a third of the rows, none that the first weights predict worse than a guess; a quarter drawn",
-            "rates tried": "; ".join(f"{regime}: {', '.join(map(str, RATES[regime]))}" for regime in outcomes),
+            "rates tried": "; ".join(f"{regime}: {', '.join(map(str, RATES[regime]))}" for regime in outcomes)
+            + "; and beyond where the best was at an end",
             "rates": "; ".join(
                 f"{regime}, {name}: {rate:g}" for regime, one in outcomes.items() for name, rate in one.rates.items()
             ),
-            "tuning": "each arm in a run of full length on a seed of its own by the loss of both texts in their "
-            "proportion in the stream",
+            "tuning": "each arm in a run of full length on a seed and a held-out split of their own, by the loss of "
+            "both texts in their proportion in the stream",
             "baselines": f"as many steps as {TARGET_FLOPS:g} of the dense run's executed FLOPs pay for, or as take the "
             "method's time, rounded up to twentieths of the dense run's",
             "FLOPs": "counted where products run, the looks at rows included",
@@ -138,7 +139,7 @@ def judge(
     )
 
 
-def _figures(outcomes: Mapping[str, Outcome]) -> tuple[dict[str, Figure], dict[str, Sequence[float]]]:
+def _figures(outcomes: Mapping[str, Comparison]) -> tuple[dict[str, Figure], dict[str, Sequence[float]]]:
     figures: dict[str, Figure] = {}
     samples: dict[str, Sequence[float]] = {}
     for regime, outcome in outcomes.items():
@@ -163,7 +164,7 @@ def _beaten(better: Sequence[str]) -> str:
     return "better than every baseline at equal FLOPs, and than dense at equal time"
 
 
-def _limit_alone(update: Outcome) -> str:
+def _limit_alone(update: Comparison) -> str:
     """What is the filter's, and not the choice's."""
     return ", ".join(
         f"{name} ({update.flops(name) / update.flops(DENSE):.2f} of the FLOPs) "
@@ -172,7 +173,7 @@ def _limit_alone(update: Outcome) -> str:
     )
 
 
-def _in_clean_text(outcomes: Mapping[str, Outcome]) -> str:
+def _in_clean_text(outcomes: Mapping[str, Comparison]) -> str:
     """What the same method costs where there is nothing to leave out."""
     if CLEAN not in outcomes:
         return ""
@@ -189,7 +190,7 @@ def _in_clean_text(outcomes: Mapping[str, Outcome]) -> str:
     )
 
 
-def _best_in_pretraining(outcomes: Mapping[str, Outcome]) -> str:
+def _best_in_pretraining(outcomes: Mapping[str, Comparison]) -> str:
     """Which form loses least at each budget."""
     if PRETRAIN not in outcomes:
         return ""

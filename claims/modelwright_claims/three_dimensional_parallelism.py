@@ -11,11 +11,8 @@ from dataclasses import dataclass, field
 
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
-from modelwright.precision.policy import PrecisionConfig
-from modelwright.train.config import TrainConfig
 from modelwright_claims import memory_probe
 from modelwright_claims.claim import Claim, Figure, Result, Setting
-from modelwright_claims.memory_probe import Probe
 
 TARGET = 4.2
 BASELINE = "layers to devices"
@@ -57,37 +54,22 @@ def measure(setting: Setting) -> Result:
         return Result(kind="cannot be tested here", reason=reason, figures={})
     num_ranks = max(number for number in (2, 4, 8) if number <= cores)
     width, num_rows, repeats = (128, 16, 1) if setting.quick else (256, 16 * num_ranks, 3)
-    model = ModelConfig(
-        vocab_size=2048,
-        num_layers=8,
-        model_dim=width,
-        num_heads=8,
-        num_kv_heads=8,
-        head_dim=width // 8,
-        ffn_dim=width * 8 // 3 // 16 * 16,
-        max_seq_len=SEQ_LEN,
-        tie_embeddings=False,
+    model = memory_probe.probe_model(
+        model_dim=width, num_layers=8, vocab_size=2048, seq_len=SEQ_LEN, head_dim=width // 8
     )
     cases = layouts(num_ranks)
-    probes = [probe(model, layout, num_rows) for layout in cases.values()]
+    probes = [
+        memory_probe.fp32_probe(
+            model, rows=num_rows, parallel=layout.parallel, num_microbatches=layout.num_microbatches
+        )
+        for layout in cases.values()
+    ]
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for repeat in range(repeats):
         setting.progress.note(f"three_dimensional_parallelism: round {repeat + 1} of {repeats}")
         for name, ranks in zip(cases, memory_probe.measure_all(probes, num_ranks=num_ranks), strict=True):
             seconds[name].append(max(measured.step_s for measured in ranks))
     return judge(seconds, model, num_ranks=num_ranks, num_rows=num_rows)
-
-
-def probe(model: ModelConfig, layout: Layout, num_rows: int) -> Probe:
-    train = TrainConfig(
-        num_steps=memory_probe.NUM_STEPS,
-        batch_tokens=num_rows * SEQ_LEN,
-        num_microbatches=layout.num_microbatches,
-        precision=PrecisionConfig(policy="fp32"),
-        checkpoint_every_minutes=0,
-        keep_best=False,
-    )
-    return Probe(model=model, train=train, parallel=layout.parallel, seq_len=SEQ_LEN)
 
 
 def judge(seconds: Mapping[str, Sequence[float]], model: ModelConfig, *, num_ranks: int, num_rows: int) -> Result:

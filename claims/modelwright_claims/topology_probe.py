@@ -9,9 +9,7 @@ of arrival and placed order are two halves of it.
 """
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,13 +21,13 @@ from typing import Any
 import torch
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ModelwrightError
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world, lay_out
 from modelwright.parallel.topology.collectives import Collectives, CollectivesConfig
 from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure_links
 from modelwright.parallel.topology.rank_mapping import place, take_places
-from modelwright_claims.netns import Network, Topology, free_port, full_mesh, racks
+from modelwright_claims.launch import Rank, finish_ranks, start_ranks
+from modelwright_claims.netns import Network, Topology, full_mesh, racks
 
 KIB = 1024
 SIZES = (4 * KIB, 64 * KIB, 1024 * KIB)
@@ -45,24 +43,15 @@ class Effort:
     calls: int = 20
 
 
-def run_ranks(
-    net: Network, order: Sequence[str], worker: str, out: Path, effort: Effort
-) -> list[subprocess.Popen[Any]]:
-    """One rank on each host; rank i is the host order[i]."""
-    port = free_port(net, order[0])
-    command = [sys.executable, "-m", "modelwright_claims.topology_probe", worker, str(out)]
-    command += [str(effort.repeats), str(effort.calls)]
-    size = {"WORLD_SIZE": str(len(order)), "PYTHONPATH": os.pathsep.join(sys.path)}
-    return [
-        net.popen(host, command, env={**net.torch_environment(host, order[0], port), **size, "RANK": str(rank)})
-        for rank, host in enumerate(order)
-    ]
-
-
-def finish(ranks: Sequence[subprocess.Popen[Any]]) -> None:
-    codes = [rank.wait(timeout=1200) for rank in ranks]
-    if any(codes):
-        raise ModelwrightError(f"topology: ranks ended with {codes}; their errors are above")
+def start(net: Network, order: Sequence[str], worker: str, out: Path, effort: Effort) -> list[Rank]:
+    """Start one rank on each host; rank i is the host order[i]."""
+    return start_ranks(
+        __name__,
+        [worker, str(out), str(effort.repeats), str(effort.calls)],
+        num_ranks=len(order),
+        network=net,
+        hosts=order,
+    )
 
 
 def measure_racks(effort: Effort, *, delay_ms: float) -> dict[str, Any]:
@@ -71,7 +60,7 @@ def measure_racks(effort: Effort, *, delay_ms: float) -> dict[str, Any]:
     order = [f"h{number}" for pair in zip(range(4), range(4, 8), strict=True) for number in pair]
     with tempfile.TemporaryDirectory() as folder, Network(topology) as net:
         out = Path(folder) / "found.json"
-        finish(run_ranks(net, order, "compare", out, effort))
+        finish_ranks(start(net, order, "compare", out, effort))
         return {"network": described(topology), "order_of_arrival": order, **json.loads(out.read_text())}
 
 
@@ -80,7 +69,7 @@ def measure_degraded(effort: Effort) -> dict[str, Any]:
     topology = full_mesh([[100.0] * 4] * 4)
     with tempfile.TemporaryDirectory() as folder, Network(topology) as net:
         out = Path(folder) / "found.json"
-        ranks = run_ranks(net, net.hosts, "degraded", out, effort)
+        ranks = start(net, net.hosts, "degraded", out, effort)
         tree = out.with_suffix(".tree")
         await_file(tree, ranks)
         a, b = json.loads(tree.read_text())
@@ -88,14 +77,14 @@ def measure_degraded(effort: Effort) -> dict[str, Any]:
         out.with_suffix(".slowed").touch()
         await_file(out.with_suffix(".around"), ranks)
         net.shape(f"h{a}", f"h{b}", 100)
-        finish(ranks)
+        finish_ranks(ranks)
         return {"network": described(topology), "slowed_link": [a, b], **json.loads(out.read_text())}
 
 
-def await_file(path: Path, ranks: Sequence[subprocess.Popen[Any]]) -> None:
+def await_file(path: Path, ranks: Sequence[Rank]) -> None:
     while not path.exists():
-        if any(rank.poll() for rank in ranks):
-            raise ModelwrightError("topology: a rank has failed; its error is above")
+        if any(rank.process.poll() for rank in ranks):
+            finish_ranks(ranks)
         time.sleep(0.01)
 
 

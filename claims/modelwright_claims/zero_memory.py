@@ -12,8 +12,6 @@ from modelwright.plan.layout import Job
 from modelwright.plan.memory import RankPart, rank_memory
 from modelwright.plan.search import propose
 from modelwright.plan.traffic import Cluster
-from modelwright.precision.policy import PrecisionConfig
-from modelwright.train.config import TrainConfig
 from modelwright_claims import memory_probe
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
 from modelwright_claims.claim import Claim, Figure, Result, Setting
@@ -28,17 +26,7 @@ Case = tuple[Shard, int]
 def measure(setting: Setting) -> Result:
     """States between steps and the peak of a step, on the first rank of 1, 2, 4 and 8, for each ZeRO stage."""
     width, num_layers, vocab = (512, 4, 2048) if setting.quick else (768, 8, 4096)
-    model = ModelConfig(
-        vocab_size=vocab,
-        num_layers=num_layers,
-        model_dim=width,
-        num_heads=width // 64,
-        num_kv_heads=width // 64,
-        head_dim=64,
-        ffn_dim=width * 8 // 3 // 16 * 16,
-        max_seq_len=128,
-        tie_embeddings=False,
-    )
+    model = memory_probe.probe_model(model_dim=width, num_layers=num_layers, vocab_size=vocab, seq_len=128, head_dim=64)
     counts = (1, 2) if setting.quick else (1, 2, 4, 8)
     shards: tuple[Shard, ...] = ("none", "full") if setting.quick else ("none", "optimizer", "gradients", "full")
     found: dict[Case, Measured] = {}
@@ -52,15 +40,7 @@ def measure(setting: Setting) -> Result:
 
 def probe(model: ModelConfig, shard: Shard, num_ranks: int) -> Probe:
     """One row for each rank."""
-    train = TrainConfig(
-        num_steps=memory_probe.NUM_STEPS,
-        batch_tokens=model.max_seq_len * num_ranks,
-        precision=PrecisionConfig(policy="fp32"),
-        checkpoint_every_minutes=0,
-        keep_best=False,
-    )
-    parallel = ParallelConfig(shard=shard, share_memory=False)
-    return Probe(model=model, train=train, parallel=parallel, seq_len=model.max_seq_len)
+    return memory_probe.fp32_probe(model, rows=num_ranks, parallel=ParallelConfig(shard=shard, share_memory=False))
 
 
 def theory_bytes(model: ModelConfig, shard: Shard, num_ranks: int) -> float:

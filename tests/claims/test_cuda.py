@@ -46,18 +46,11 @@ class Source:
 
 
 class Losses:
-    every = 1
-
     def __init__(self) -> None:
         self.values: list[float] = []
 
     def observe(self, info) -> None:
         self.values.append(info.loss)
-
-    def state_dict(self) -> dict:
-        return {}
-
-    def load_state_dict(self, state: dict) -> None: ...
 
 
 def losses_on(device: str, folder: Path, **changes) -> list[float]:

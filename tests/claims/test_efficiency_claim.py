@@ -1,18 +1,15 @@
 """The whole stack against a plain loop: that the plain loop trains the same model, the arms, the verdict."""
 
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 
-from modelwright.core.errors import ArtifactError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.parallel.mesh import single
 from modelwright.train.config import TrainConfig
-from modelwright.train.technique import StepInfo
 from modelwright_claims import efficiency_20x
 from modelwright_claims.claim import Setting
 from modelwright_claims.efficiency_20x import (
@@ -22,15 +19,15 @@ from modelwright_claims.efficiency_20x import (
     TUNING_SEEDS,
     Scene,
     Tuned,
-    Tuning,
     arms_of,
     judge,
-    run_all,
     scenes,
-    stacks,
+    time_arms,
+    tune_arms,
 )
-from modelwright_claims.efficiency_probe import Arm, Stopwatch
+from modelwright_claims.experiment import Runner
 from modelwright_claims.plain_training import PlainDecoder, train_plainly
+from modelwright_claims.training_run import Outcome, Processes, Run
 from modelwright_claims.workbench import Size
 from tiny_decoder import make_decoder
 from tolerances import TOLERANCES
@@ -69,35 +66,21 @@ def test_the_plain_loop_learns():
     assert PlainDecoder(model)(batch.input_ids_BT, batch.labels_BT).item() < before - 1
 
 
-def test_the_stopwatch_counts_what_lies_between_steps_and_all_of_the_first():
-    watch = Stopwatch()
-    watch.observe(step_of(0.5))
-    time.sleep(0.1)
-    watch.observe(step_of(0.01))
-    assert 0.6 <= watch.seconds < 0.6 + 5
-
-
-def step_of(seconds: float) -> StepInfo:
-    values = dict.fromkeys(("loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu", "data_wait_s"), 0.0)
-    return StepInfo(step=1, losses={}, num_tokens=1, exchange_s=0.0, step_time_s=seconds, bytes_sent=0, **values)
-
-
 @pytest.mark.parametrize("has_bf16", [True, False])
 def test_ingredients_are_added_one_at_a_time_and_left_out_one_at_a_time(monkeypatch, has_bf16):
     """BF16 is one of them where there are instructions for it."""
     monkeypatch.setattr(efficiency_20x, "is_widened", lambda dtype, device: not has_bf16)
-    stack = stacks()["two hosts"]
-    arms = arms_of(stack)
-    assert arms[PLAIN] == stack.plain
-    assert arms["+ packing"] == Arm(mode="best_fit", hosts=2)
+    arms = arms_of("two hosts", SIZE)
+    assert arms[PLAIN] == Run(size=SIZE, loop="plain", mode="pad", processes=Processes(hosts=2))
+    assert arms["+ packing"] == Run(size=SIZE, mode="best_fit", processes=Processes(hosts=2))
     assert arms[FULL].settings["optimizer"] == "muon"
     assert arms[FULL].settings["transport"]["kind"] == "int8"
     assert arms["without packing"] == replace(arms[FULL], mode="pad")
     assert ("without BF16" in arms) == ("+ BF16" in arms) == has_bf16
     assert ("precision" in arms[FULL].settings) == has_bf16
-    assert not any(arm.plain for name, arm in arms.items() if name != PLAIN)
+    assert not any(arm.loop == "plain" for name, arm in arms.items() if name != PLAIN)
     assert len({str(arm) for arm in arms.values()}) == len(arms)
-    alone = arms_of(stacks()["one host"])
+    alone = arms_of("one host", SIZE)
     assert alone["everything + sparse rows"].settings["sparse"]["batch"]["signal"] == "loss"
     assert alone["everything + adaptive precision"].settings["optimizer"] == "muon"
 
@@ -108,76 +91,73 @@ def test_each_stack_is_also_compared_on_a_wider_model():
     for name in ("one host", "two hosts"):
         whole, wide = found[name], found[f"{name}, wide"]
         assert wide.size == replace(whole.size, model_dim=2 * whole.size.model_dim)
-        assert wide.arms == {end: whole.arms[end] for end in (PLAIN, FULL)}
+        assert wide.arms == {end: replace(whole.arms[end], size=wide.size) for end in (PLAIN, FULL)}
         assert wide.goal == whole.goal
     assert {name: list(scene.arms) for name, scene in scenes(quick=True).items()} == {
         name: [PLAIN, FULL] for name in ("one host", "two hosts")
     }
 
 
-def test_tuning_takes_the_fewest_steps_that_reach_the_plain_loss_and_makes_no_run_twice(monkeypatch, tmp_path):
-    """A loss that falls with the steps; Muon needs half of them, local steps lose a little. On one seed the plain loop
-    is lucky."""
-    runs = []
+class Bench:
+    """Pretends to make runs: the loss falls with the steps, Muon needs half of them, local steps lose a little.
 
-    def loss_of(setting, arm, size, *, seed, mbit, threads):
-        runs.append((str(arm), size.num_steps, size.learning_rate, seed))
-        assert (mbit, threads) == (0, 1)
-        assert arm.hosts == 1 or "transport" in arm.settings
-        pace = (2.0 if arm.settings.get("optimizer") == "muon" else 1.0) * (0.7 if "transport" in arm.settings else 1.0)
-        best = 1e-3 if arm.mode == "pad" and not arm.plain else 4e-3
-        luck = (TUNING_SEEDS.index(seed) - 0.5) if arm.plain else 0
-        return {"heldout_loss": 5 - pace * size.num_steps / 100 + abs(size.learning_rate - best) + luck}
+    The best rate is 1e-3 where the product pads rows, 4e-3 everywhere else. On one seed the plain loop is lucky.
+    """
 
-    monkeypatch.setattr(efficiency_20x, "train_arm", loss_of)
-    monkeypatch.setattr(efficiency_20x, "make_rows", lambda setting, size: None)
-    monkeypatch.setattr(efficiency_20x, "is_widened", lambda dtype, device: True)
-    setting = Setting(folder=tmp_path, quick=False, progress=SilentProgress(), kept=tmp_path / "kept")
-    tuning = Tuning(setting, quick=False)
-    one, two = (tuning.tune(arms_of(stacks()[name]), SIZE) for name in ("one host", "two hosts"))
-    assert len(set(runs)) == len(runs)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[Run] = []
+        monkeypatch.setattr(efficiency_20x, "is_widened", lambda dtype, device: True)
+        monkeypatch.setattr(
+            efficiency_20x, "real_token_share", lambda setting, size, *, mode: 1.0 - 0.5 * (mode == "pad")
+        )
+        monkeypatch.setattr(Runner, "all", lambda self, runs, *, at_once=1: [bench.outcome(run) for run in runs])
+        monkeypatch.setattr(Runner, "timed", lambda self, runs: [bench.outcome(run) for run in runs])
+        bench = self
+
+    def outcome(self, run: Run) -> Outcome:
+        self.made.append(run)
+        plain = run.loop == "plain"
+        pace = 2.0 if run.settings.get("optimizer") == "muon" else 1.0
+        pace *= 0.7 if "transport" in run.settings else 1.0
+        best = 1e-3 if run.mode == "pad" and not plain else 4e-3
+        luck = TUNING_SEEDS.index(run.seed) - 0.5 if plain and run.seed in TUNING_SEEDS else 0.0
+        loss = 5 - pace * run.size.num_steps / 100 + abs(run.size.learning_rate - best) + luck
+        return Outcome(heldout_loss=loss, seconds=float(run.size.num_steps))
+
+
+def test_tuning_takes_the_fewest_steps_that_reach_the_plain_loss(monkeypatch, tmp_path):
+    bench = Bench(monkeypatch)
+    setting = Setting(folder=tmp_path, quick=False, progress=SilentProgress())
+    one, two = (tune_arms(setting, arms_of(name, SIZE)) for name in ("one host", "two hosts"))
     assert (one[PLAIN].size.num_steps, one[PLAIN].size.learning_rate) == (100, 4e-3)
+    assert one[PLAIN].loss == pytest.approx(4.0)
     assert one["+ packing"].size.num_steps == 100
     assert one["+ own loop and operators"].size.learning_rate == 1e-3
     assert one["without packing"].size.learning_rate == 1e-3
     assert one[FULL].size.num_steps == two["+ Muon"].size.num_steps == 55  # half of them would only just do
     assert two[FULL].size.num_steps == 80  # of the 85 that would do, in whole periods of 20
-
-    num_runs = len(runs)
-    assert Tuning(setting, quick=False).tune(arms_of(stacks()["one host"]), SIZE) == one
-    assert len(runs) == num_runs
-    monkeypatch.setattr(efficiency_20x, "file_digest", lambda module: "the plain loop has changed")
-    assert Tuning(setting, quick=False).tune(arms_of(stacks()["one host"]), SIZE) == one
-    again = {(seed, run) for run, *_, seed in runs[num_runs:]}
-    assert again == {(seed, str(arms_of(stacks()["one host"])[PLAIN])) for seed in TUNING_SEEDS}
-    (tmp_path / "kept" / "efficiency_20x.json").write_text("[1, 2]")
-    with pytest.raises(ArtifactError, match="is no record of a measurement"):
-        Tuning(setting, quick=False)
+    assert (one[PLAIN].size.batch_rows, one[FULL].size.batch_rows) == (2 * SIZE.batch_rows, SIZE.batch_rows)
+    assert {run.heldout for run in bench.made} == {"validation"}
+    assert {run.seed for run in bench.made} == set(TUNING_SEEDS)
+    assert all(run.processes.threads == 1 and run.processes.mbit is None for run in bench.made)
+    assert {run.processes.hosts for run in bench.made if "transport" not in run.settings} == {1}
 
 
-def test_a_call_that_was_interrupted_goes_on_with_the_seed_that_was_not_finished(monkeypatch, tmp_path):
-    runs = []
-
-    def seconds_of(setting, arm, size, *, seed):
-        if len(runs) == 7 and seed == SEEDS[1]:
-            runs.append(None)
-            raise KeyboardInterrupt
-        runs.append((str(arm), seed))
-        return {"seconds": float(len(runs)), "heldout_loss": 3.0}
-
-    monkeypatch.setattr(efficiency_20x, "train_arm", seconds_of)
-    setting = Setting(folder=tmp_path, quick=False, progress=SilentProgress(), kept=tmp_path / "kept")
-    arms = {name: arms_of(stacks()["one host"])[name] for name in (PLAIN, FULL, "+ packing", "without packing")}
-    tuned = {name: Tuned(size=SIZE, loss=3.0) for name in arms}
-    with pytest.raises(KeyboardInterrupt):
-        run_all(setting, "one host", arms, tuned)
-    found = run_all(setting, "one host", arms, tuned)
-    assert {name: len(of_arm) for name, of_arm in found.items()} == dict.fromkeys(arms, 3)
-    assert len(runs) == 4 + 4 + 4 + 4  # of the second seed three, the interruption, and all of it again
-    assert found[PLAIN][0]["seconds"] == 1.0
-    other = {name: replace(one, size=replace(SIZE, num_steps=50)) for name, one in tuned.items()}
-    run_all(setting, "one host", arms, other)
-    assert len(runs) == 16 + 12
+def test_arms_are_timed_on_other_seeds_with_all_cores_or_on_linked_hosts(monkeypatch, tmp_path):
+    bench = Bench(monkeypatch)
+    setting = Setting(folder=tmp_path, quick=False, progress=SilentProgress())
+    for name, expected in (
+        ("one host", Processes(threads=efficiency_20x.num_usable_cores())),
+        ("two hosts", Processes(hosts=2, threads=1, mbit=efficiency_20x.MBIT)),
+    ):
+        arms = {end: arms_of(name, SIZE)[end] for end in (PLAIN, FULL)}
+        tuned = {PLAIN: Tuned(size=SIZE, loss=3.0), FULL: Tuned(size=replace(SIZE, num_steps=50), loss=3.0)}
+        found = time_arms(setting, arms, tuned)
+        assert {run.processes for run in bench.made} == {expected}
+        assert [run.seed for run in bench.made] == [seed for seed in SEEDS for _ in arms]
+        assert {run.heldout for run in bench.made} == {"test"}
+        assert [run["seconds"] for run in found[FULL]] == [50.0] * len(SEEDS)
+        bench.made.clear()
 
 
 @pytest.mark.parametrize(
@@ -193,8 +173,10 @@ def test_both_settings_have_to_reach_their_goal_at_no_higher_loss(one, two, loss
 
     tuned = {PLAIN: Tuned(size=SIZE, loss=3.0), FULL: Tuned(size=replace(SIZE, num_steps=50), loss=3.0)}
     compared = {
-        "one host": Scene(arms={PLAIN: Arm(plain=True)}, size=SIZE, goal=5.0),
-        "two hosts": Scene(arms={PLAIN: Arm(plain=True, hosts=2)}, size=replace(SIZE, model_dim=128), goal=20.0),
+        "one host": Scene(arms={PLAIN: Run(size=SIZE)}, goal=5.0),
+        "two hosts": Scene(
+            arms={PLAIN: Run(size=replace(SIZE, model_dim=128), processes=Processes(hosts=2))}, goal=20.0
+        ),
     }
     found = judge({"one host": arms(one), "two hosts": arms(two)}, dict.fromkeys(compared, tuned), compared)
     assert found.conditions["parameters, two hosts"] != found.conditions["parameters"]
@@ -206,5 +188,5 @@ def test_both_settings_have_to_reach_their_goal_at_no_higher_loss(one, two, loss
 def test_one_setting_alone_does_not_meet_the_claim():
     runs = {name: [{"seconds": value, "heldout_loss": 3.0}] for name, value in ((PLAIN, 100.0), (FULL, 1.0))}
     tuned = {name: Tuned(size=SIZE, loss=3.0) for name in runs}
-    alone = Scene(arms={PLAIN: Arm(plain=True)}, size=SIZE, goal=5.0)
+    alone = Scene(arms={PLAIN: Run(size=SIZE)}, goal=5.0)
     assert judge({"one host": runs}, {"one host": tuned}, {"one host": alone}).kind == "short"

@@ -1,33 +1,20 @@
-"""The claim on Hogwild: its verdict, its stopwatch, and one small run of real processes."""
+"""The claim on Hogwild: its verdict, what it compares, and one small run of real processes."""
 
-import json
-import multiprocessing
-import random
 from dataclasses import replace
 
 import pytest
 
-from modelwright.core.errors import ModelwrightError
 from modelwright.core.progress import SilentProgress
-from modelwright.train.technique import StepInfo
-from modelwright_claims import hogwild, workbench
+from modelwright_claims import hogwild, training_run, workbench
 from modelwright_claims.claim import Setting
-from rank_processes import fork_context
+from modelwright_claims.experiment import Runner, with_value
 
 SIZE = workbench.Size(model_dim=64, num_layers=1, seq_len=32, batch_rows=8, num_steps=14)
 
 
 @pytest.fixture
-def setting(tmp_path) -> Setting:
-    draw = random.Random(0)
-    documents = [[draw.randrange(1, 64) for _ in range(draw.randrange(2, 40))] for _ in range(200)]
-    text = {"vocab_size": 64, "eos_id": 0, "train": documents[:180], "heldout": documents[180:]}
-    (tmp_path / "text.json").write_text(json.dumps(text))
-    setting = Setting(quick=True, folder=tmp_path, progress=SilentProgress())
-    for split in ("train", "heldout"):
-        packed = workbench.prepare_text(setting)
-        workbench.packed_rows(setting, packed, seq_len=SIZE.seq_len, mode="best_fit", split=split)
-    return setting
+def setting(text_folder) -> Setting:
+    return Setting(quick=True, folder=text_folder, progress=SilentProgress())
 
 
 def outcomes(loss: float, speed: float) -> list[hogwild.Outcome]:
@@ -77,31 +64,50 @@ def test_figures_are_paired_by_seed():
     assert gap.spread == pytest.approx(0.0, abs=1e-9)
 
 
-def test_the_stopwatch_leaves_the_beginning_out(monkeypatch):
-    times = iter([0.0, 50.0, 51.0, 52.5])
-    monkeypatch.setattr(hogwild.time, "perf_counter", lambda: next(times))
-    watch, staleness = hogwild.Stopwatch(), [0.0, 1.0, 1.0, 2.0]
-    for step, delay in enumerate(staleness, start=1):
-        info = StepInfo(
-            step=step, loss=1.0, losses={}, grad_norm=1.0, learning_rate=1.0, num_tokens=10 * step, tokens_per_s=0.0,
-            mfu=0.0, data_wait_s=0.0, exchange_s=0.0, step_time_s=0.0, bytes_sent=0,
-            scalars={"staleness": delay},
-        )  # fmt: skip
-        watch.observe(info)
-    outcome = watch.outcome(2.0)
-    assert outcome == hogwild.Outcome(heldout_loss=2.0, tokens_per_s=40 / 1.5, step_s=1.5, staleness=1.0)
-    again = hogwild.Stopwatch()
-    again.load_state_dict(json.loads(json.dumps(watch.state_dict())))
-    assert again.outcome(2.0) == outcome
+def test_times_leave_the_beginning_out():
+    steps = {"ended_s": [0.0, 50.0, 51.0, 52.5], "num_tokens": [10.0, 20.0, 30.0, 40.0]}
+    outcome = training_run.Outcome(heldout_loss=2.0, seconds=60.0, steps={**steps, "staleness": [0.0, 1.0, 1.0, 2.0]})
+    assert hogwild.Outcome.of(outcome) == hogwild.Outcome(
+        heldout_loss=2.0, tokens_per_s=40 / 1.5, step_s=1.5, staleness=1.0
+    )
+    assert hogwild.Outcome.of(replace(outcome, steps=steps)).staleness == 0.0
 
 
-def test_two_real_workers_and_a_failing_one(setting, monkeypatch):
-    soon_started = fork_context()
-    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: soon_started)
-    job = hogwild.Job(method="compensated", workers=2, size=SIZE, seed=1, strength=256.0)
-    outcome = hogwild.run(setting, job)
+def test_two_real_workers(setting):
+    run = with_value(hogwild.variant(SIZE, 2, "hogwild"), "asynchronous.compensation", 256.0)
+    outcome = hogwild.Outcome.of(training_run.execute(setting, run))
     assert 0 < outcome.heldout_loss < 5
     assert outcome.tokens_per_s > 0
     assert 0 <= outcome.staleness <= 1.1
-    with pytest.raises(ModelwrightError, match="a worker ended with"):
-        hogwild.run(replace(setting, folder=setting.folder), replace(job, workers=1, size=replace(SIZE, batch_rows=0)))
+
+
+def test_the_methods_are_tuned_apart_and_the_synchronous_one_gets_as_much_time(setting, monkeypatch):
+    """Hogwild's steps take twice as long; each method has another best rate."""
+    made: list[training_run.Run] = []
+
+    def all_runs(self, runs, *, at_once=1):
+        made.extend(runs)
+        return [pretended(run) for run in runs]
+
+    def pretended(run: training_run.Run) -> training_run.Outcome:
+        asynchronous = run.settings["asynchronous"]
+        best = 1e-3 if asynchronous["mode"] == "hogwild" else 2e-3
+        loss = abs(run.size.learning_rate - best) + abs(asynchronous.get("compensation", 0.0) - 2560.0)
+        pace = 2.0 if asynchronous["mode"] == "hogwild" else 1.0
+        steps = {"ended_s": [pace * step for step in range(20)], "num_tokens": [1.0] * 20}
+        return training_run.Outcome(heldout_loss=loss, seconds=1.0, steps=steps)
+
+    monkeypatch.setattr(Runner, "all", all_runs)
+    monkeypatch.setattr(Runner, "timed", all_runs)
+    size = replace(SIZE, num_steps=20)
+    found = hogwild.compare(replace(setting, quick=False), size, workers=2)
+    assert found.rates == {"hogwild": 1e-3, "synchronous": 2e-3, "compensated": 1e-3}
+    assert found.strength == 2560.0
+    assert {run.heldout for run in made if run.seed == hogwild.TUNING_SEED} == {"validation"}
+    in_time = [run for run in made if run.size.num_steps == 40]
+    assert [(run.seed, run.size.learning_rate, run.processes.count) for run in in_time] == [
+        (seed, 2e-3, 2) for seed in range(hogwild.FIRST_SEED, hogwild.FIRST_SEED + 5)
+    ]
+    alone = [run for run in made if run.processes.count == 1]
+    assert {run.size.learning_rate for run in alone} == {2e-3}
+    assert found.speeds == [0.5] * 5

@@ -1,8 +1,5 @@
 """The claims' own machinery on a text of random tokens: small enough for every test run."""
 
-import json
-import random
-
 import pytest
 import torch
 
@@ -13,38 +10,39 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright_claims import bf16_mixed, gradient_accumulation, int8, packing, warmup_cosine, workbench
 from modelwright_claims.claim import Setting
+from modelwright_claims.experiment import Samples
+from modelwright_claims.training_run import Outcome
 
 SIZE = workbench.Size(model_dim=64, num_layers=1, seq_len=32, batch_rows=8, num_steps=6)
 
 
 @pytest.fixture
-def setting(tmp_path) -> Setting:
-    draw = random.Random(0)
-    documents = [[draw.randrange(1, 64) for _ in range(draw.randrange(2, 40))] for _ in range(200)]
-    text = {"vocab_size": 64, "eos_id": 0, "train": documents[:180], "heldout": documents[180:]}
-    (tmp_path / "text.json").write_text(json.dumps(text))
-    return Setting(quick=True, folder=tmp_path, progress=SilentProgress())
+def setting(text_folder) -> Setting:
+    return Setting(quick=True, folder=text_folder, progress=SilentProgress())
 
 
-def run(loss: float, tokens_per_s: float = 1000.0) -> workbench.Run:
-    return workbench.Run(heldout_loss=loss, tokens_per_s=tokens_per_s, step_s=0.1)
+def run(loss: float, tokens_per_s: float = 1000.0) -> Outcome:
+    steps = {"num_tokens": [tokens_per_s] * 4, "step_time_s": [1.0] * 4}
+    return Outcome(heldout_loss=loss, seconds=4.0, steps=steps)
 
 
-def test_a_seed_fixes_a_run(setting):
-    text = workbench.prepare_text(setting)
-    losses = [workbench.run(setting, text, SIZE, SIZE.train_config(), seed=seed).heldout_loss for seed in (1, 1, 2)]
-    assert losses[0] == losses[1] != losses[2]
+def test_the_splits_share_no_document():
+    texts = workbench.read_text(fraction=0.15, vocab_size=300, heldout_bytes=20_000)
+    assert set(texts) == {"prose", "code"}
+    for text in texts.values():
+        splits = [set(map(tuple, documents)) for documents in (text.train, text.validation, text.test)]
+        assert all(splits)
+        assert not splits[1] & splits[2]
+        assert text.vocab_size == texts["prose"].vocab_size
 
 
 def test_padding_leaves_less_room_for_tokens(setting):
-    text = workbench.prepare_text(setting)
-    packed, padded = (workbench.real_token_share(setting, text, SIZE, mode=mode) for mode in ("best_fit", "pad"))
+    packed, padded = (workbench.real_token_share(setting, SIZE, mode=mode) for mode in ("best_fit", "pad"))
     assert 0 < padded < packed <= 1
 
 
 def test_accumulated_gradient_is_exact_and_the_mean_of_means_is_not(setting):
-    text = workbench.prepare_text(setting)
-    rows = workbench.packed_rows(setting, text, seq_len=32, mode="pad", split="train")
+    rows = workbench.packed_rows(setting, seq_len=32, mode="pad", split="train")
     exact = gradient_accumulation.ExactNextToken(PackedLoader(rows, batch_rows=8, seed=0))
     model = Decoder(SIZE.model_config(64))
     model.init_weights(seed=0)
@@ -56,8 +54,7 @@ def test_accumulated_gradient_is_exact_and_the_mean_of_means_is_not(setting):
 
 
 def test_the_definition_of_the_loss_is_the_objective_s(setting):
-    text = workbench.prepare_text(setting)
-    rows = workbench.packed_rows(setting, text, seq_len=32, mode="best_fit", split="train")
+    rows = workbench.packed_rows(setting, seq_len=32, mode="best_fit", split="train")
     loader = PackedLoader(rows, batch_rows=4, seed=0)
     model = Decoder(SIZE.model_config(64))
     model.init_weights(seed=0)
@@ -74,13 +71,17 @@ def test_gradient_verdict():
 
 
 def test_schedule_verdict_needs_a_significant_gain_in_every_regime():
-    def comparison(method: list[float]) -> warmup_cosine.Comparison:
-        final = {"warmup + cosine": method, "constant": [3.0, 3.2, 2.9]}
-        tuning = {name: [1.0, 0.5, 0.7, 0.9] for name in final}
-        return warmup_cosine.Comparison(size=SIZE, tuning=tuning, final=final)
+    def samples(method: list[float]) -> Samples:
+        losses = {"warmup + cosine": method, "constant": [3.0, 3.2, 2.9]}
+        return Samples(
+            runs={name: [run(loss) for loss in of] for name, of in losses.items()},
+            tuning={name: {1e-3: 1.0, 2e-3: 0.5, 4e-3: 0.7} for name in losses},
+            tuned={},
+        )
 
     def judge(**regimes: list[float]) -> str:
-        return warmup_cosine.judge({name: comparison(losses) for name, losses in regimes.items()}).kind
+        sizes = dict.fromkeys(regimes, SIZE)
+        return warmup_cosine.judge(sizes, {name: samples(losses) for name, losses in regimes.items()}).kind
 
     better, uneven, worse = [2.9, 3.11, 2.8], [2.9, 3.3, 2.8], [3.1, 3.31, 3.0]
     assert judge(short=better, long=better) == "met"
@@ -145,8 +146,7 @@ def test_int8_verdict():
 
 
 def test_rows_of_a_split_are_made_once(setting):
-    text = workbench.prepare_text(setting)
-    first = workbench.packed_rows(setting, text, seq_len=32, mode="pad", split="heldout")
-    again = workbench.packed_rows(setting, text, seq_len=32, mode="pad", split="heldout")
+    first = workbench.packed_rows(setting, seq_len=32, mode="pad", split="test")
+    again = workbench.packed_rows(setting, seq_len=32, mode="pad", split="test")
     assert first.folder == again.folder
     assert torch.equal(next(first.batches(4)).input_ids_BT, next(again.batches(4)).input_ids_BT)

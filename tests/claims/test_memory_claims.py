@@ -48,7 +48,7 @@ def test_probe_counts_what_a_step_computes():
     """Units of one layer compute all but the last product of each layer again, attention included."""
     plain, again = memory_probe.measure_all(
         [
-            activation_checkpointing.probe(MODEL, 64, 2, config, count_flops=True)
+            activation_checkpointing.probe(MODEL, 2, config, count_flops=True)
             for config in (ActivationConfig(), ActivationConfig(mode="unit", unit_layers=1))
         ]
     )

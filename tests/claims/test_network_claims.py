@@ -5,10 +5,9 @@ import pytest
 from modelwright.core.progress import SilentProgress
 from modelwright_claims import compressed_links, topology
 from modelwright_claims.claim import Setting
-from modelwright_claims.compression_probe import prepare
 from modelwright_claims.gradient_compression import METHOD
-from modelwright_claims.links_probe import UNLIMITED, measure
 from modelwright_claims.netns import missing
+from modelwright_claims.training_run import Outcome, execute
 from modelwright_claims.workbench import Size
 
 SIZE = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=16, num_steps=10)
@@ -27,7 +26,9 @@ def links(bytes_per_step: float = 19.0, exchange_ms: float = 5.0, tokens_per_s: 
         METHOD: run(bytes_per_step, exchange_ms, tokens_per_s),
         OTHER: run(10.0, 2.0, 97.0),
     }
-    return {name: {compressed_links.MBIT: [one], UNLIMITED: [run(1, 1, 100)]} for name, one in slow.items()}
+    return {
+        name: {compressed_links.MBIT: [one], compressed_links.UNLIMITED: [run(1, 1, 100)]} for name, one in slow.items()
+    }
 
 
 def test_all_three_targets_on_the_slow_link_have_to_be_met():
@@ -63,11 +64,19 @@ def test_a_quick_measurement_of_topology(tmp_path):
     assert found.figures["all-reduce of 4 KiB shorter"].value > 1.0
 
 
+def test_the_first_steps_and_the_last_one_are_not_measured():
+    first, last = [1000.0] * compressed_links.WARM_UP, [1000.0]
+    steps = {name: [*first, 1.0, 3.0, *last] for name in ("exchange_s", "step_time_s", "num_tokens")}
+    steps["interface_bytes"] = [*range(compressed_links.WARM_UP), 119.0, 219.0, 5000.0]
+    found = compressed_links.after_warm_up(Outcome(heldout_loss=1.0, seconds=1.0, steps=steps))
+    assert found == {"bytes_per_step": 100.0, "exchange_ms": 2000.0, "step_ms": 2000.0, "tokens_per_s": 1.0}
+
+
 @needs_networks
-def test_one_run_on_two_hosts_with_a_slow_link(tmp_path):
+def test_one_run_on_two_hosts_with_a_slow_link(text_folder):
     size = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=16, num_steps=24)
-    prepare(Setting(quick=False, folder=tmp_path, progress=SilentProgress()), size)
-    found = measure(tmp_path, OTHER, 100.0, size, 2)
+    setting = Setting(quick=False, folder=text_folder, progress=SilentProgress())
+    found = compressed_links.after_warm_up(execute(setting, compressed_links.variant(OTHER, 100.0, size)))
     assert 0 < found["bytes_per_step"] < 200_000
     assert 0 < found["exchange_ms"] < found["step_ms"]
     assert found["tokens_per_s"] > 0

@@ -8,6 +8,7 @@ from modelwright.parallel.replay import equal_durations, measured_durations, rep
 from modelwright_claims import pipeline_utilisation as claim
 from modelwright_claims.claim import Setting
 from modelwright_claims.pipeline_probe import ProbeSize
+from modelwright_claims.workbench import Size
 
 
 def span(stage: int, kind: str, seconds: float = 1.0) -> Span:
@@ -58,7 +59,8 @@ def test_share_is_busy_time_over_the_whole_step():
 
 
 def test_verdict_asks_for_the_share_and_for_the_bound():
-    size = ProbeSize(model_dim=64, num_layers=4, vocab_size=64, seq_len=8, batch_rows=16, num_repeats=1)
+    model = Size(model_dim=64, num_layers=4, seq_len=8, batch_rows=16, num_steps=1)
+    size = ProbeSize(model=model, vocab_size=64, num_repeats=1)
 
     def verdict(share: float, allowed: float) -> str:
         low = {"measured": 0.5, "allowed": 0.5, "equal": 0.5, "step_s": 1.0}
@@ -72,7 +74,8 @@ def test_verdict_asks_for_the_share_and_for_the_bound():
 
 
 def test_quick_measurement(tmp_path, monkeypatch):
-    size = ProbeSize(model_dim=64, num_layers=4, vocab_size=64, seq_len=16, batch_rows=4, num_repeats=1)
+    model = Size(model_dim=64, num_layers=4, seq_len=16, batch_rows=4, num_steps=1)
+    size = ProbeSize(model=model, vocab_size=64, num_repeats=1)
     monkeypatch.setattr(claim, "probe_size", lambda setting: size)
     monkeypatch.setattr(claim, "microbatch_counts", lambda setting: (1, 4))
     result = claim.measure(Setting(quick=True, folder=tmp_path, progress=SilentProgress()))

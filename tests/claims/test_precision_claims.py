@@ -1,6 +1,5 @@
 """Verdicts of the claims on number formats, and that their arms are what they say."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -8,16 +7,18 @@ import pytest
 from modelwright.core.config import parse
 from modelwright.core.progress import SilentProgress
 from modelwright.precision.policy import PrecisionConfig
-from modelwright_claims import adaptive_precision, large_runs, precision_policies, workbench
+from modelwright_claims import adaptive_precision, large_runs, precision_policies
 from modelwright_claims.claim import Setting
-from modelwright_claims.workbench import Run, Size
+from modelwright_claims.experiment import Experiment, Samples
+from modelwright_claims.training_run import Outcome, Run, execute
+from modelwright_claims.workbench import Size
 
 SIZE = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=10)
 PRODUCTS = {"fp32": 1.0, "bf16": 2.5, "fp16": 0.1, "fp8": 0.1, "int8": 4.0}
 
 
-def runs(loss: float, speed: float) -> list[Run]:
-    return [Run(heldout_loss=loss, tokens_per_s=speed, step_s=1.0)]
+def runs(loss: float, speed: float) -> list[Outcome]:
+    return [Outcome(heldout_loss=loss, seconds=4.0, steps={"num_tokens": [speed] * 4, "step_time_s": [1.0] * 4})]
 
 
 def test_every_format_has_a_speed(tmp_path):
@@ -55,7 +56,7 @@ def test_a_16_bit_policy_has_to_reach_all_three_and_none_may_cost_too_much():
     assert "Too far from FP32: int8" in too_far.reason
 
 
-def losses(**of: float) -> dict[str, list[Run]]:
+def losses(**of: float) -> dict[str, list[Outcome]]:
     return {name: runs(loss, 100.0) for name, loss in of.items()}
 
 
@@ -88,33 +89,36 @@ def test_a_controller_is_named_beside_the_fastest_fp32_and_with_the_formats_it_e
 
 
 @pytest.mark.parametrize("fastest", ["int8", "fp32"])
-def test_losses_are_those_of_the_formats_that_controllers_choose_at_the_large_models_shapes(tmp_path, fastest):
-    setting = Setting(quick=True, folder=tmp_path, progress=SilentProgress())
-    path = adaptive_precision.speeds_at_large(setting)
-    speeds = json.loads(path.read_text())
+def test_losses_are_those_of_the_formats_that_controllers_choose_at_the_large_models_shapes(text_folder, fastest):
+    setting = Setting(quick=True, folder=text_folder, progress=SilentProgress())
     seconds = {"fp32": 8.0, "bf16": 8.0, "int8": 8.0, fastest: 1.0}
-    path.write_text(json.dumps({name: seconds.get(name.split("/")[-1], 0.1) for name in speeds}))
+    speeds = {name: seconds.get(name.split("/")[-1], 0.1) for name in adaptive_precision.speeds_at_large(setting)}
     adaptive = {"kind": "rules", "every": 4, "window": 1, "tolerance": 1.0}
-    precision = parse(PrecisionConfig, adaptive_precision.ARMS["rules"] | {"adaptive": adaptive})
+    precision = adaptive_precision.ARMS["rules"] | {"adaptive": adaptive}
     size = Size(model_dim=64, num_layers=1, seq_len=32, batch_rows=2, num_steps=6)
-    text = workbench.prepare_text(setting)
-    made = workbench.run(setting, text, size, size.train_config(precision=precision), seed=0, machine=path)
+    made = execute(setting, Run(size=size, settings={"precision": precision}, speeds=speeds))
     assert made.formats == {"blocks.0.attention": fastest, "blocks.0.ffn": fastest}
 
 
-def test_paces_are_kept_by_arms_and_count_all_steps_from_the_first_on(tmp_path, monkeypatch):
-    setting = Setting(quick=True, folder=tmp_path, progress=SilentProgress(), kept=tmp_path / "kept")
-    made = []
+def test_paces_are_by_seed_and_count_all_steps_from_the_first_on(tmp_path, monkeypatch):
+    setting = Setting(quick=True, folder=tmp_path, progress=SilentProgress())
+    made: list[Experiment] = []
 
-    def run(setting, text, size, config, *, seed):
-        made.append((config.precision.policy, size.num_steps, seed))
-        return Run(heldout_loss=1.0, tokens_per_s=9e9, step_s=1.0, times_s=(9.0, 1.0, 3.0), tokens=(5, 10, 20))
+    def run_experiment(setting: Setting, experiment: Experiment) -> Samples:
+        made.append(experiment)
+        steps = {"num_tokens": [5.0, 10.0, 20.0], "step_time_s": [9.0, 1.0, 3.0]}
+        outcomes = [Outcome(heldout_loss=1.0, seconds=1.0, steps=steps) for _ in experiment.seeds]
+        return Samples(runs=dict.fromkeys(experiment.variants, outcomes), tuning={}, tuned=experiment.variants)
 
-    monkeypatch.setattr(large_runs.workbench, "run", run)
-    arms = {"a": large_runs.Paced(precision=PrecisionConfig(policy="fp32"), first=1, end=3)}
-    for _ in range(2):
-        assert large_runs.paces(setting, arms, range(2), name="claim") == {"a": [7.5, 7.5]}
-    assert [(policy, seed) for policy, _, seed in made] == [("fp32", 0), ("fp32", 1)]
-    arms |= {"b": large_runs.Paced(precision=PrecisionConfig(policy="bf16_mixed"), first=0, end=3)}
-    assert large_runs.paces(setting, arms, range(1), name="claim") == {"a": [7.5], "b": [35 / 13]}
-    assert len(made) == 4
+    monkeypatch.setattr(large_runs, "run_experiment", run_experiment)
+    arms = {
+        "a": large_runs.Paced(precision=PrecisionConfig(policy="fp32"), first=1, end=3),
+        "b": large_runs.Paced(precision=PrecisionConfig(policy="bf16_mixed"), first=0, end=4),
+    }
+    assert large_runs.paces(setting, arms, range(2)) == {"a": [7.5, 7.5], "b": [35 / 13] * 2}
+    assert made[0].timed
+    configs = {name: run.train_config() for name, run in made[0].variants.items()}
+    assert {name: (one.precision.policy, one.num_steps) for name, one in configs.items()} == {
+        "a": ("fp32", 3),
+        "b": ("bf16_mixed", 4),
+    }

@@ -17,7 +17,7 @@ from modelwright.parallel.mesh import World, single
 from modelwright.parallel.traffic import Traffic, connections_sent
 from modelwright.train.technique import StepInfo, Technique
 from modelwright_claims import netns
-from modelwright_claims.links_probe import sent_bytes
+from modelwright_claims.training_run import interface_bytes
 from train import tiny_run as tiny
 
 SHAPE = replace(tiny.SHAPE, num_layers=4, model_dim=128, ffn_dim=256, head_dim=32)
@@ -65,7 +65,7 @@ class Meter:
 
     def observe(self, info: StepInfo) -> None:
         self.metric.append(info.bytes_sent)
-        self.interface.append(sent_bytes())
+        self.interface.append(interface_bytes())
         self.losses.append(info.loss)
 
     def state_dict(self) -> dict[str, Any]:

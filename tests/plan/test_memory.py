@@ -31,7 +31,7 @@ def test_peaks_of_one_rank():
         "unit": ActivationConfig(mode="unit", unit_layers=2),
         "selective": ActivationConfig(mode="selective"),
     }
-    probes = [probe(SHAPE, 256, 4, config, count_flops=False) for config in configs.values()]
+    probes = [probe(SHAPE, 4, config, count_flops=False) for config in configs.values()]
     found = memory_probe.measure_all(probes)
     for config, (measured,) in zip(configs.values(), found, strict=True):
         estimate = estimated_bytes(SHAPE, 4 * 256, config)

@@ -1,0 +1,110 @@
+"""Start the ranks of a distributed program, on this machine or on the hosts of a `Network`, and wait for them."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from modelwright.core.errors import ModelwrightError
+from modelwright_claims.netns import Network
+from modelwright_claims.netns import free_port as free_port_on
+
+NUM_ERROR_CHARS = 4000
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process and the files that take its output."""
+
+    process: subprocess.Popen[Any]
+    output: IO[bytes]
+    errors: IO[bytes]
+
+
+def start_ranks(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    num_ranks: int,
+    ranks_per_host: int = 0,
+    threads: int = 1,
+    network: Network | None = None,
+    hosts: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> list[Rank]:
+    """Start `python -m module arguments` once per rank, with the environment that `join_world` reads.
+
+    ranks_per_host: 0 puts all ranks on one host; threads: of each rank; network: the hosts' network, None for this
+    machine; hosts: where the ranks are placed, in order (default: all hosts of the network).
+    """
+    ranks_per_host = ranks_per_host or (num_ranks if network is None else 1)
+    command = [sys.executable, "-m", module, *arguments]
+    names = list(hosts or network.hosts) if network else []
+    port = free_port_on(network, names[0]) if network else _free_port()
+    ranks = []
+    for rank in range(num_ranks):
+        variables = {
+            **(network.torch_environment(names[rank // ranks_per_host], names[0], port) if network else os.environ),
+            **({} if network else {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": str(threads),
+            "WORLD_SIZE": str(num_ranks),
+            "RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(ranks_per_host),
+            "LOCAL_RANK": str(rank % ranks_per_host),
+            **(environment or {}),
+        }
+        output, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - closed by finish_ranks
+        options: dict[str, Any] = {"env": variables, "stdout": output, "stderr": errors}
+        if network:
+            process = network.popen(names[rank // ranks_per_host], command, **options)
+        else:
+            process = subprocess.Popen(command, **options)
+        ranks.append(Rank(process, output, errors))
+    return ranks
+
+
+def finish_ranks(ranks: Sequence[Rank], *, timeout_s: float = 7200.0) -> list[str]:
+    """Wait for the ranks and return what each wrote to standard output.
+
+    Raises `ModelwrightError` with the errors of the first rank that failed.
+    """
+    try:
+        deadline = time.monotonic() + timeout_s
+        while None in (codes := [rank.process.poll() for rank in ranks]) and not any(codes):
+            if time.monotonic() > deadline:
+                raise ModelwrightError(f"processes did not end within {timeout_s:g} s")
+            time.sleep(POLL_S)
+        failed = [number for number, rank in enumerate(ranks) if rank.process.returncode]
+        if failed:
+            codes = ", ".join(f"rank {number} with {ranks[number].process.returncode}" for number in failed)
+            raise ModelwrightError(f"a process failed ({codes}):\n{_text(ranks[failed[0]].errors)[-NUM_ERROR_CHARS:]}")
+        return [_text(rank.output) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.process.kill()  # of the others, once one has failed
+            rank.process.wait()
+            rank.output.close()
+            rank.errors.close()
+
+
+def run_ranks(module: str, arguments: Sequence[str], **options: Any) -> list[str]:
+    """Start ranks (options as in `start_ranks`), wait for them, and return their standard output."""
+    return finish_ranks(start_ranks(module, arguments, **options))
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
