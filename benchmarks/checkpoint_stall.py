@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint_stall.py [--parameters 60] [--repeats 7] [--folder FOLDER]
 
-One process; weights and AdamW's two moments in FP32, as many millions as asked. Stall: what `Checkpoints.save` takes
+One process; weights and AdamW's two moments in FP32, as many millions as asked. Stall: what `CheckpointWriter.save` takes
 before it returns. Synchronous: until the checkpoint is whole on disk (copied, written, flushed, checksummed, renamed).
 The two alternate; medians. The target is a stall below 5% of a synchronous checkpoint.
 """
@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from modelwright.train.checkpoint.writer import Best, Checkpoints, Snapshot
+from modelwright.train.checkpoint.reader import CheckpointReader
+from modelwright.train.checkpoint.writer import Best, CheckpointWriter, Snapshot
 from modelwright_claims.results import circumstances
 
 WIDTH = 1024
@@ -26,8 +27,8 @@ def measure(folder: Path, num_parameters: int, repeats: int) -> dict[str, float]
     weights = {f"blocks.{i}.weight": torch.randn(WIDTH, WIDTH) for i in range(max(1, num_parameters // WIDTH**2))}
     optimizer = {name: {"exp_avg": weight * 0.1, "exp_avg_sq": weight**2} for name, weight in weights.items()}
     snapshot = Snapshot(step=0, weights=weights, state={"updates": {"optimizer": optimizer}})
-    checkpoints = Checkpoints(folder, keep_last=1, digest="d")
-    checkpoints.prepare()
+    checkpoints = CheckpointWriter(CheckpointReader(folder, digest="d"), keep_last=1)
+    checkpoints.reader.prepare()
     stalls, wholes = [], []
     for step in range(1, repeats + 2):
         started = time.perf_counter()

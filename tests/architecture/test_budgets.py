@@ -10,7 +10,7 @@ import modelwright
 PACKAGE = Path(modelwright.__file__).parent
 MOST_STEP_LINES = 120
 MOST_CLASS_LINES = 250
-OVER_BUDGET = {"Trainer": 290, "Checkpoints": 330, "AdaptivePrecision": 315}
+OVER_BUDGET = {"AdaptivePrecision": 315}
 """Classes that are still too long; a number here may only fall."""
 
 

@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from modelwright.core.errors import ModelwrightError
 from modelwright.parallel.mesh import World, join_world
 from modelwright.train.checkpoint import writer as checkpoint
-from modelwright.train.checkpoint.writer import Best, Checkpoints, Snapshot
+from modelwright.train.checkpoint.reader import CheckpointReader
+from modelwright.train.checkpoint.writer import Best, CheckpointWriter, Snapshot
 
 AXES = {
     "one": {},
@@ -85,11 +86,13 @@ class Run:
             },
         }
 
-    def checkpoints(self, folder: Path) -> Checkpoints:
+    def checkpoints(self, folder: Path) -> CheckpointWriter:
         """Two ranks are a host with a memory of its own."""
         memory = folder.parent / f"memory{self.world.rank // 2}"
-        made = Checkpoints(folder, keep_last=3, digest="d", world=self.world, reduce=self.reduce, memory=memory)
-        made.prepare()
+        made = CheckpointWriter(
+            CheckpointReader(folder, digest="d", world=self.world, reduce=self.reduce, memory=memory), keep_last=3
+        )
+        made.reader.prepare()
         return made
 
 
@@ -124,8 +127,8 @@ def check(run: Run, folder: Path, num_copies: str, step: str) -> None:
     target = Run(run.layout, run.world, scale=0.0)
     found = target.checkpoints(folder)
     notes: list[str] = []
-    assert found.latest_step(notes.append) == int(step), notes
-    state = found.load(int(step), target.weights, gradients=list(target.weights), note=notes.append)
+    assert found.reader.latest_step(notes.append) == int(step), notes
+    state = found.reader.load(int(step), target.weights, gradients=list(target.weights), note=notes.append)
     found.close()
     if run.world.is_first:
         print(*notes, sep="\n")

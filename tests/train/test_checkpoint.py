@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from modelwright.core.errors import ArtifactError, Stopped, StorageError
 from modelwright.core.progress import SilentProgress
 from modelwright.train.checkpoint import writer as checkpoint
+from modelwright.train.checkpoint.reader import CheckpointReader
 from modelwright.train.checkpoint.writer import (
     Best,
-    Checkpoints,
+    CheckpointWriter,
     Snapshot,
     check_checkpoint,
     list_checkpoints,
@@ -41,8 +42,8 @@ def steps(folder):
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    made = Checkpoints(tmp_path / "checkpoints", keep_last=2, digest="d")
-    made.prepare()
+    made = CheckpointWriter(CheckpointReader(tmp_path / "checkpoints", digest="d"), keep_last=2)
+    made.reader.prepare()
     yield made
     made.close()
 
@@ -55,11 +56,11 @@ def save(checkpoints, *numbers, best=0):
 
 def latest(checkpoints, note):
     """The newest whole checkpoint, loaded into tensors that hold something else before."""
-    step = checkpoints.latest_step(note)
+    step = checkpoints.reader.latest_step(note)
     if not step:
         return None
     weights = {name: torch.full_like(weight, 7) for name, weight in read_weights(checkpoints.folder, step).items()}
-    state = checkpoints.load(step, weights)
+    state = checkpoints.reader.load(step, weights)
     return Snapshot(step=step, weights=weights, state=state)
 
 
@@ -97,13 +98,15 @@ def test_one_process_writes_plain_safetensors(checkpoints):
 def test_another_models_checkpoint_is_refused(checkpoints, weights, text):
     save(checkpoints, 3)
     with pytest.raises(ArtifactError, match=text):
-        checkpoints.load(3, weights)
+        checkpoints.reader.load(3, weights)
 
 
 def test_copies_in_memory_outlive_the_process_and_belong_to_one_folder(tmp_path):
     def make():
-        made = Checkpoints(tmp_path / "checkpoints", keep_last=2, digest="d", memory=tmp_path / "memory")
-        made.prepare()
+        made = CheckpointWriter(
+            CheckpointReader(tmp_path / "checkpoints", digest="d", memory=tmp_path / "memory"), keep_last=2
+        )
+        made.reader.prepare()
         return made
 
     first = make()
@@ -113,17 +116,17 @@ def test_copies_in_memory_outlive_the_process_and_belong_to_one_folder(tmp_path)
     first.close()
     second = make()
     weights = {"w": torch.zeros(2, 3)}
-    assert second.latest_step(lambda text: None) == 6
-    assert torch.isnan(torch.tensor(second.load(6, weights)["position"]["loss"]))
+    assert second.reader.latest_step(lambda text: None) == 6
+    assert torch.isnan(torch.tensor(second.reader.load(6, weights)["position"]["loss"]))
     assert torch.equal(weights["w"], snapshot(6).weights["w"])
     assert len(list((tmp_path / "memory").glob("*/step-*"))) == 2
     save(second, 7)
-    assert make().latest_step(fail) == 7
+    assert make().reader.latest_step(fail) == 7
     second.keep(snapshot(8), best=Best(step=8))  # the best checkpoint was never finished on disk
     second.wait()
-    assert make().latest_step(fail) == 7
+    assert make().reader.latest_step(fail) == 7
     shutil.rmtree(tmp_path / "checkpoints")
-    assert make().latest_step(fail) == 0
+    assert make().reader.latest_step(fail) == 0
     second.forget()
     assert not list((tmp_path / "memory").glob("*/step-*"))
     second.close()
@@ -190,10 +193,10 @@ def test_all_checkpoints_damaged_is_an_error_and_restart_keeps_them(checkpoints)
         flip_a_bit(checkpoints.folder / f"step-0000000{step}" / "model.safetensors")
     for _ in range(2):
         with pytest.raises(ArtifactError, match=r"all checkpoints in .* are damaged: .*0002.*0001.*--restart"):
-            checkpoints.latest_step(fail)
+            checkpoints.reader.latest_step(fail)
         assert steps(checkpoints.folder) == [1, 2]
     notes = []
-    assert checkpoints.latest_step(notes.append, restart=True) == 0
+    assert checkpoints.reader.latest_step(notes.append, restart=True) == 0
     assert [note.rpartition(" ")[2] for note in notes] == ["step-00000002.damaged", "step-00000001.damaged"]
     save(checkpoints, 1, 2, 3, 4)
     assert steps(checkpoints.folder) == [3, 4]
@@ -220,7 +223,7 @@ def test_half_written_ones_are_removed_at_the_start(checkpoints):
     half = checkpoints.folder / "step-00000002.partial"
     half.mkdir()
     (half / "model.safetensors").write_bytes(b"half")
-    checkpoints.prepare()
+    checkpoints.reader.prepare()
     assert not half.exists()
     assert latest(checkpoints, fail).step == 1
 
@@ -246,8 +249,8 @@ def test_a_full_disk_is_one_clear_error(tmp_path):
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("mounting a tmpfs needs root")
     try:
-        full = Checkpoints(tmp_path / "checkpoints", keep_last=2, digest="d")
-        full.prepare()
+        full = CheckpointWriter(CheckpointReader(tmp_path / "checkpoints", digest="d"), keep_last=2)
+        full.reader.prepare()
         save(full, 1)
         full.save(Snapshot(step=2, weights={"w": torch.zeros(100_000)}, state={}), best=Best())
         with pytest.raises(StorageError, match="the disk is full"):

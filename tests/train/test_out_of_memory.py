@@ -126,17 +126,23 @@ def retry(microbatches: int = 1, most_rows: int = 100, **more: Any) -> RetryOutO
     return RetryOutOfMemory(**{"runner": runner, "world": single(), **more})
 
 
-def attempts(retrying: RetryOutOfMemory, num_rows: int) -> list[int]:
+def attempts(retrying: RetryOutOfMemory, num_rows: int, *, group_size: int = 1) -> list[int]:
     """The numbers of microbatches into which a batch of so many rows was cut."""
     runner: Any = retrying.runner
     runner.calls.clear()
-    retrying.train(Rows(num_rows), lambda output, batch: output, begin=bool, before_last_backward=bool)  # pyright: ignore
+    batch: Any = Rows(num_rows, group_size)
+    retrying.train(batch, lambda output, batch: output, begin=bool, before_last_backward=bool)
     return runner.calls
 
 
 @dataclass(frozen=True)
 class Rows:
     num_rows: int
+    group_size: int = 1
+
+    @property
+    def num_groups(self) -> int:
+        return self.num_rows // self.group_size
 
 
 def test_the_rows_that_fit_are_remembered_unless_another_number_of_parts_is_asked_for():
@@ -151,6 +157,14 @@ def test_the_rows_that_fit_are_remembered_unless_another_number_of_parts_is_aske
     assert [one.num_microbatches(rows) for one, rows in ((same, 8), (other, 12), (staged, 12))] == [3, 3, 2]
     with pytest.raises(ModelwrightError, match="one row"):
         attempts(retry(1, most_rows=0), 8)
+
+
+def test_a_group_of_rows_is_never_cut():
+    retrying = retry(1, most_rows=5)
+    assert attempts(retrying, 12, group_size=4) == [1, 3]
+    assert retrying.num_microbatches(8) == 8
+    with pytest.raises(ModelwrightError, match="one group of 4 rows"):
+        attempts(retry(1, most_rows=3), 12, group_size=4)
 
 
 def test_a_rank_with_one_row_goes_on_where_another_ones_rows_did_not_fit():

@@ -1,7 +1,9 @@
 """A batch of packed token rows: what a loader gives and a training step eats."""
 
-import itertools
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -10,12 +12,12 @@ IGNORED = -100
 """Label of a token that is not predicted (padding, a prompt, the last token of a document)."""
 
 
-def part_sizes(num_rows: int, num_parts: int) -> list[int]:
-    """Rows of each part: equal, or where they do not divide one more in the first ones. Raises `ValueError` when there
-    are fewer rows than parts."""
-    if num_rows < num_parts:
-        raise ValueError(f"{num_rows} rows cannot be cut into {num_parts} microbatches")
-    size, rest = divmod(num_rows, num_parts)
+def part_sizes(num_groups: int, num_parts: int) -> list[int]:
+    """Groups of rows in each part: equal, or where they do not divide one more in the first ones. Raises `ValueError`
+    when there are fewer groups than parts."""
+    if num_groups < num_parts:
+        raise ValueError(f"{num_groups} groups of rows cannot be cut into {num_parts} microbatches")
+    size, rest = divmod(num_groups, num_parts)
     return [size + 1] * rest + [size] * (num_parts - rest)
 
 
@@ -25,16 +27,39 @@ class TokenBatch:
 
     input_ids_BT int64; labels_BT int64, the next token or `IGNORED`; positions_BT int64, from 0 in each document
     piece; segments_BT int32, the number of the piece within its row, -1 for padding.
+
+    extras: further tensors that an objective needs, by name: advantages, old log-probabilities, rewards. A name ends in
+    the shape: `_B`, followed by anything, is one entry for each row; `_BT` one for each token, of which context
+    parallelism gives each rank its own. group_size: so many consecutive rows belong together (2 for a preference pair,
+    G for a GRPO group); no split and no selection cuts a group.
+
+    Rows of padding have no labels and extras of zero. An objective must give them no weight.
     """
 
     input_ids_BT: Tensor
     labels_BT: Tensor
     positions_BT: Tensor
     segments_BT: Tensor
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+    group_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1 or self.num_rows % self.group_size:
+            raise ValueError(f"group_size: {self.num_rows} rows do not divide into groups of {self.group_size}")
+        for name, values in self.extras.items():
+            if not re.search("_BT?[A-Za-z]*$", name):
+                raise ValueError(f"extras: {name} does not end in its shape; call it {name}_B or {name}_BT")
+            shape = self.input_ids_BT.shape[: 2 if _has_tokens(name) else 1]
+            if values.shape[: len(shape)] != shape:
+                raise ValueError(f"extras: {name} has shape {list(values.shape)}, which does not begin {list(shape)}")
 
     @property
     def num_rows(self) -> int:
         return self.input_ids_BT.shape[0]
+
+    @property
+    def num_groups(self) -> int:
+        return self.num_rows // self.group_size
 
     @property
     def num_tokens(self) -> int:
@@ -47,35 +72,71 @@ class TokenBatch:
         return int((self.labels_BT != IGNORED).sum())
 
     def split(self, num_parts: int) -> list["TokenBatch"]:
-        """Cut into `num_parts` batches of consecutive rows, as `part_sizes` says."""
-        ends = list(itertools.accumulate(part_sizes(self.num_rows, num_parts), initial=0))
-        return [self._map(lambda x, rows=slice(*pair): x[rows]) for pair in itertools.pairwise(ends)]
+        """Cut into `num_parts` batches of consecutive groups, as `part_sizes` says."""
+        ends = [end * self.group_size for end in accumulate(part_sizes(self.num_groups, num_parts), initial=0)]
+        return [self.map(lambda x, rows=slice(*pair): x[rows]) for pair in pairwise(ends)]
 
-    def padded(self, num_rows: int) -> "TokenBatch":
-        """With rows of padding at the end, which predict nothing, if there are fewer rows than `num_rows`."""
-        missing = num_rows - self.num_rows
+    def padded(self, num_groups: int) -> "TokenBatch":
+        """With groups of padding at the end if there are fewer than `num_groups`."""
+        missing = (num_groups - self.num_groups) * self.group_size
         if missing <= 0:
             return self
-        row_len = self.input_ids_BT.shape[1]
-        padding = TokenBatch(
-            input_ids_BT=self.input_ids_BT.new_zeros(missing, row_len),
-            labels_BT=self.labels_BT.new_full((missing, row_len), IGNORED),
-            positions_BT=self.positions_BT.new_zeros(missing, row_len),
-            segments_BT=self.segments_BT.new_full((missing, row_len), -1),
-        )
-        return TokenBatch(**{name: torch.cat([rows, getattr(padding, name)]) for name, rows in vars(self).items()})
+        padding = self.map(lambda x: x.new_zeros(missing, *x.shape[1:]))
+        padding.labels_BT.fill_(IGNORED)
+        padding.segments_BT.fill_(-1)
+        return self._join(padding)
 
-    def take(self, rows: Tensor) -> "TokenBatch":
-        """The rows with these numbers, in this order."""
-        return self._map(lambda x: x[rows])
+    def take(self, groups: Tensor) -> "TokenBatch":
+        """The groups with these numbers, in this order."""
+        rows = self.rows_of(groups)
+        return self.map(lambda x: x[rows])
+
+    def rows_of(self, groups: Tensor) -> Tensor:
+        """The numbers of the rows in these groups."""
+        places = torch.arange(self.group_size, device=groups.device)
+        return (groups[:, None] * self.group_size + places).flatten()
+
+    def without_weight(self, groups: Tensor) -> "TokenBatch":
+        """The batch, in which these groups have the labels and the extras of padding."""
+        rows = self.rows_of(groups)
+        extras = {name: values.index_fill(0, rows, 0) for name, values in self.extras.items()}
+        return replace(self, labels_BT=self.labels_BT.index_fill(0, rows, IGNORED), extras=extras)
+
+    def take_tokens(self, places_S: Tensor) -> "TokenBatch":
+        """These places of every row, in this order."""
+        return self.map(lambda x: x[:, places_S], of_rows=lambda x: x)
 
     def to(self, device: torch.device | str) -> "TokenBatch":
-        return self._map(lambda x: x.to(device, non_blocking=True))
+        return self.map(lambda x: x.to(device, non_blocking=True))
 
-    def _map(self, change) -> "TokenBatch":
+    def map(
+        self, change: Callable[[Tensor], Tensor], *, of_rows: Callable[[Tensor], Tensor] | None = None
+    ) -> "TokenBatch":
+        """The batch with every tensor changed. of_rows: for extras without an entry for each token."""
+        extras = {
+            name: change(values) if of_rows is None or _has_tokens(name) else of_rows(values)
+            for name, values in self.extras.items()
+        }
         return TokenBatch(
             input_ids_BT=change(self.input_ids_BT),
             labels_BT=change(self.labels_BT),
             positions_BT=change(self.positions_BT),
             segments_BT=change(self.segments_BT),
+            extras=extras,
+            group_size=self.group_size,
         )
+
+    def _join(self, other: "TokenBatch") -> "TokenBatch":
+        return TokenBatch(
+            input_ids_BT=torch.cat([self.input_ids_BT, other.input_ids_BT]),
+            labels_BT=torch.cat([self.labels_BT, other.labels_BT]),
+            positions_BT=torch.cat([self.positions_BT, other.positions_BT]),
+            segments_BT=torch.cat([self.segments_BT, other.segments_BT]),
+            extras={name: torch.cat([values, other.extras[name]]) for name, values in self.extras.items()},
+            group_size=self.group_size,
+        )
+
+
+def _has_tokens(name: str) -> bool:
+    """Whether the extra of this name has an entry for each token."""
+    return re.search("_BT[A-Za-z]*$", name) is not None

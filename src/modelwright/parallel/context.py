@@ -38,13 +38,7 @@ def attention_of(part: TokenBatch, context: World, kind: ContextAttention = "all
     own_S = _places(row_len, context.size, context.rank).to(part.segments_BT.device)
     attend = _attend_on_cpu if part.segments_BT.device.type == "cpu" else _attend_elsewhere
     attend = _attend_in_ring if kind == "ring" else attend
-    mine = TokenBatch(
-        input_ids_BT=part.input_ids_BT[:, own_S],
-        labels_BT=part.labels_BT[:, own_S],
-        positions_BT=part.positions_BT[:, own_S],
-        segments_BT=part.segments_BT[:, own_S],
-    )
-    return attend(part.segments_BT, context, own_S), mine
+    return attend(part.segments_BT, context, own_S), part.take_tokens(own_S)
 
 
 def own_spans(row_len: int, num_ranks: int, rank: int) -> Sequence[tuple[int, int]]:

@@ -16,6 +16,7 @@ from modelwright.core.rundir import StageDir
 from modelwright.memory.allocator import freed_memory_kept
 from modelwright.memory.arena_run import StepArena, step_arena
 from modelwright.memory.offload import Store, open_store
+from modelwright.model.auxiliary_loss import auxiliary_losses as layers_with_losses
 from modelwright.model.decoder import Decoder
 from modelwright.optim.build import build_optimizer
 from modelwright.optim.delay import DelayConfig, compensation
@@ -28,7 +29,9 @@ from modelwright.parallel.strategy import AllReduce, Replica, Strategy
 from modelwright.precision.layer_scales import layer_scales_for
 from modelwright.precision.loss_scale import LossScaler, loss_scale_for
 from modelwright.precision.model import ModelFormats, fp32_products
-from modelwright.train.checkpoint.writer import Checkpoints
+from modelwright.train.checkpoint.manager import CheckpointManager
+from modelwright.train.checkpoint.reader import CheckpointReader
+from modelwright.train.checkpoint.writer import CheckpointWriter
 from modelwright.train.config import TrainConfig, check_layout
 from modelwright.train.monitors.anomalies import AnomalyLog
 from modelwright.train.monitors.build import build_monitors
@@ -38,11 +41,12 @@ from modelwright.train.parallelize import activation_pass, parallelize, remove_p
 from modelwright.train.runner import MicrobatchRunner, Runner
 from modelwright.train.runtime import Runtime
 from modelwright.train.signals import StopRequest
-from modelwright.train.state import TrainResult
+from modelwright.train.state import TrainResult, TrainState
 from modelwright.train.step import TrainStep
 from modelwright.train.technique import Relayout, StepInfo, Technique
 from modelwright.train.techniques.adaptive_precision import adaptive_precision
 from modelwright.train.techniques.amax_history import amax_history
+from modelwright.train.techniques.auxiliary_losses import auxiliary_losses
 from modelwright.train.techniques.finite_check import finite_check, skip_empty_batches
 from modelwright.train.techniques.gradient_clipping import gradient_clipping
 from modelwright.train.techniques.layer_sparsity import layer_sparsity
@@ -97,6 +101,7 @@ def build_techniques(
         learning_rate(config.schedule, run, peak=config.learning_rate),  # on_batch
         rate_after_rollback,  # on_batch
         token_balance(config.balance, run),  # on_batch: equal work per microbatch
+        auxiliary_losses(run, scaler),  # on_batch: their scale, for the batch as it is now
         pipeline_rebalancing(  # on_step_end: ask for another layout
             config.balance, run, every=config.checkpoint_every_steps
         ),
@@ -211,6 +216,7 @@ def build_step(
             partial(give_back_memory, mesh.world.device),
             abandon_memory,
             formats.begin_step,
+            *(layer.forget for layer in layers_with_losses(executor.model)),
         )
         runner = RetryOutOfMemory(
             runner=runner, world=mesh.world, blocker=lambda: strategy.retry_blocker, can_cut=in_place, undo=undo
@@ -237,6 +243,7 @@ def build_step(
     acting = build_techniques(config, run, objective=objective, scaler=scaler, loss_scale=loss_scale, num_rows=num_rows)
     acting += [retry] if retry else []
     acting += techniques
+    check_layout(config, parallel, num_processes=everyone.world.size, techniques=acting)
     one_step = TrainStep(
         model=executor.model,
         runner=runner,
@@ -383,25 +390,36 @@ def _train_laid_out(
             peak_flops=peak_flops,
         )
         monitors = build_monitors(config.guards, parts.run, anomalies)
-        checkpoints = Checkpoints(
-            stage.checkpoints, keep_last=config.keep_last, digest=input_digest, world=world, reduce=everyone.reduce
+        reader = CheckpointReader(stage.checkpoints, digest=input_digest, world=world, reduce=everyone.reduce)
+        state, all_techniques = TrainState(), [*parts.techniques, *monitors]
+        checkpoints = CheckpointManager(
+            reader=reader,
+            writer=CheckpointWriter(reader, keep_last=config.keep_last),
+            config=config,
+            num_steps=num_steps,
+            one_step=parts.one_step,
+            replica=parts.run.replica,
+            everyone=everyone,
+            techniques=all_techniques,
+            state=state,
+            progress=progress,
+            restart=restart,
         )
         trainer = Trainer(
             one_step=parts.one_step,
             config=config,
             num_steps=num_steps,
-            replica=parts.run.replica,
             executor=parts.run.executor,
             formats=parts.run.formats,
             everyone=everyone,
             stage=stage,
             progress=progress,
             heldout=heldout,
-            techniques=[*parts.techniques, *monitors],
+            techniques=all_techniques,
             checkpoints=checkpoints,
             watchdog=watchdog,
             memory=arena,
-            restart=restart,
+            state=state,
         )
         exit_stack.callback(trainer.close)
         ended = trainer.fit(stop)

@@ -58,8 +58,8 @@ class Executor(Protocol):
 class Runner(Protocol):
     """Forward and backward of one batch on this rank."""
 
-    def num_microbatches(self, num_rows: int) -> int:
-        """Into how many microbatches a batch of so many rows is cut."""
+    def num_microbatches(self, num_groups: int) -> int:
+        """Into how many microbatches a batch of so many groups of rows is cut."""
         ...
 
     def train(
@@ -81,13 +81,13 @@ class Runner(Protocol):
 
 @dataclass(kw_only=True)
 class MicrobatchRunner:
-    """Cuts each batch into so many microbatches of consecutive rows, filled up with padding where there are fewer."""
+    """Cuts each batch into so many microbatches of consecutive row groups, with padding where there are too few."""
 
     executor: Executor
     microbatches: int
     device: torch.device
 
-    def num_microbatches(self, num_rows: int) -> int:
+    def num_microbatches(self, num_groups: int) -> int:
         return self.microbatches
 
     def train(

@@ -2,15 +2,12 @@
 rollbacks. Read `Trainer.fit`.
 """
 
-import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
-
-from torch.optim import Optimizer
+from typing import Protocol
 
 from modelwright.core.errors import Stopped
 from modelwright.core.progress import Progress
@@ -18,11 +15,9 @@ from modelwright.core.records import Recorder
 from modelwright.core.rundir import StageDir
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import Mesh, World
-from modelwright.parallel.strategy import Replica
 from modelwright.parallel.traffic import Traffic
 from modelwright.precision.model import ModelFormats
-from modelwright.train.checkpoint.optimizer import load_optimizer_state, optimizer_state_dict, reading_state
-from modelwright.train.checkpoint.writer import Best, Checkpoints, Snapshot
+from modelwright.train.checkpoint.manager import CheckpointManager
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import heldout_losses
 from modelwright.train.monitors.watchdog import Watchdog
@@ -51,14 +46,12 @@ class StepMemory(Protocol):
 class Trainer:
     """The parts of one run under one layout.
 
-    techniques: all of them, monitors too. memory: where the tensors of a step are stored. restart: begin at step 0 when
-    all checkpoints are damaged.
+    techniques: all of them, monitors too. memory: where the tensors of a step are stored. state: how far the run is.
     """
 
     one_step: TrainStep
     config: TrainConfig
     num_steps: int
-    replica: Replica
     executor: Executor
     formats: ModelFormats
     everyone: Mesh
@@ -66,15 +59,12 @@ class Trainer:
     progress: Progress
     heldout: Sequence[Batch]
     techniques: Sequence[Technique]
-    checkpoints: Checkpoints
+    checkpoints: CheckpointManager
     watchdog: Watchdog
     memory: StepMemory
-    restart: bool = False
+    state: TrainState
     traffic: Traffic = field(init=False)
     recorder: Recorder | None = None
-    state: TrainState = field(default_factory=TrainState)
-    saved: tuple[int, int] = (0, 0)
-    saved_time: float = field(default_factory=time.monotonic)
 
     @property
     def model(self) -> Decoder:
@@ -86,32 +76,30 @@ class Trainer:
         """All processes of the run."""
         return self.everyone.world
 
-    @property
-    def optimizer(self) -> Optimizer:
-        return self.replica.optimizer
-
     def fit(self, stop: StopRequest) -> TrainResult | Relayout:
         """Train to the end, or until a technique asks for another layout, after a checkpoint."""
-        self.resume()
+        step = self.checkpoints.resume()
+        if self.world.is_first:
+            self.recorder = Recorder(self.stage.metrics, tensorboard=self.stage.tensorboard, first_step=step + 1)
         self.one_step.strategy.begin(self.state.step, self.num_steps)
         self.model.train()
         give_back_memory(self.world.device)  # what it took to load and to lay out
         self.traffic = Traffic(self.world)
         while True:
-            wishes = stop.requested, self.minutes_due(), self.checkpoints.failed
+            wishes = stop.requested, self.checkpoints.minutes_due(), self.checkpoints.writer.failed
             stopping, minutes_due, failed = map(int, self.world.maxima(*wishes))
             if failed:
-                self.checkpoints.wait()  # raises on every rank what the writer met
+                self.checkpoints.writer.wait()  # raises on every rank what the writer met
             if self.evaluation_due() and not stopping:
                 self.evaluate()
-            if stopping or minutes_due or self.checkpoint_due():
+            if stopping or minutes_due or self.checkpoints.due():
                 self.save()
-            elif self.copy_due():
-                self.checkpoints.keep(self.snapshot(), best=self.best())
+            elif self.checkpoints.copy_due():
+                self.checkpoints.keep_copy()
             if self.state.step >= self.num_steps:
                 break
             if stopping:
-                self.finish()
+                self.checkpoints.finish()
                 text = f"stopped after step {self.state.step} of {self.num_steps}; run again to go on from there"
                 raise Stopped(text, stopping)
             requests = []
@@ -124,12 +112,12 @@ class Trainer:
             for request in requests:
                 match request:
                     case Rollback():
-                        self.rollback(request)
+                        self.checkpoints.rollback(request)
                     case Relayout():
                         self.save()
-                        self.checkpoints.wait()
+                        self.checkpoints.writer.wait()
                         return request
-        self.finish()
+        self.checkpoints.finish()
         return self.result()
 
     def measured_step(self, step: int) -> StepInfo:
@@ -141,7 +129,7 @@ class Trainer:
 
     def interrupted(self, stop: StopRequest) -> bool:
         """Whether this process wants all of them to come together before `next_stop`."""
-        return bool(stop.requested) or self.minutes_due() or self.checkpoints.failed
+        return bool(stop.requested) or self.checkpoints.minutes_due() or self.checkpoints.writer.failed
 
     def next_stop(self) -> int:
         """The step at which there is something to do for all: evaluation, checkpoint or the end."""
@@ -171,6 +159,12 @@ class Trainer:
         )
         return [request for request in asked if request is not None]
 
+    def save(self) -> None:
+        """Save a checkpoint, unless this state is saved already."""
+        stall_s = self.checkpoints.save()
+        if self.recorder is not None and stall_s is not None:
+            self.recorder.write(self.state.step, checkpoint_stall_s=stall_s)
+
     def evaluation_due(self) -> bool:
         """Every n steps and at the end, once: a run that was stopped before evaluating does it when it goes on."""
         if not self.heldout or self.state.step == self.state.evaluated_step:
@@ -195,130 +189,12 @@ class Trainer:
             self.recorder.write(self.state.step, heldout_loss=loss, eval_time_s=took_s, **terms)
         self.progress.advance(self.state.step, heldout_loss=loss)
 
-    def minutes_due(self) -> bool:
-        minutes = self.config.checkpoint_every_minutes
-        return self.state.step > 0 and 0 < minutes * 60 <= time.monotonic() - self.saved_time
-
-    def checkpoint_due(self) -> bool:
-        every = self.config.checkpoint_every_steps
-        is_best = self.config.keep_best and 0 < self.state.step == self.state.best_step
-        return self.state.step == self.num_steps or is_best or (every > 0 and self.state.step % every == 0)
-
-    def save(self) -> None:
-        """Hand the state to the checkpoint writer, unless it has it already; every rank writes its part."""
-        self.saved_time = time.monotonic()
-        if self.saved == (self.state.step, self.state.evaluated_step):
-            return
-        self.saved = (self.state.step, self.state.evaluated_step)
-        started = time.perf_counter()
-        pinned = [step for technique in self.techniques for step in technique.pinned_checkpoints()]
-        self.checkpoints.save(self.snapshot(), best=self.best(), also=pinned)
-        if self.recorder is not None:
-            self.recorder.write(self.state.step, checkpoint_stall_s=time.perf_counter() - started)
-
-    def rollback(self, request: Rollback) -> None:
-        """Take weights and optimizer from the first of the requested checkpoints that is whole. Steps and batches are
-        not counted back."""
-        self.checkpoints.wait()
-        for step in request.steps:
-            if self.checkpoints.is_whole(step):
-                break
-            self.progress.note(f"the checkpoint of step {step}, to which the run was to roll back, is damaged")
-            self.checkpoints.set_aside(step)
-        else:
-            return
-        state = self.load(step)
-        load_optimizer_state(self.optimizer, self.replica.names, state["optimizer"])
-        for technique in self.techniques:
-            if technique.belongs_to_weights:
-                technique.load_state_dict(state["techniques"][technique.name])
-        request.done(step)
-
-    def snapshot(self) -> Snapshot:
-        return Snapshot(
-            step=self.state.step,
-            weights=self.model.state_dict(),
-            state=self.state_dict(),
-            gradients=list(self.replica.names.values()),
-        )
-
-    def copy_due(self) -> bool:
-        """Whether the hosts' memory is to take the state, which is not being written to disk at this step."""
-        every = self.config.guards.memory_every_steps
-        return every > 0 and self.state.step > 0 and self.state.step % every == 0
-
-    def finish(self) -> None:
-        """The run ends on purpose, with its state on disk."""
-        self.checkpoints.forget()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "trainer": dict(vars(self.state)),
-            "objective": self.one_step.objective.state_dict(),
-            "optimizer": optimizer_state_dict(self.optimizer, self.replica.names),
-            "techniques": {technique.name: technique.state_dict() for technique in self.techniques},
-            "strategy": self.one_step.strategy.state_dict(),
-        }
-
-    def load(self, step: int) -> dict[str, Any]:
-        """Put the weights of a checkpoint in place; return its state."""
-        names = list(self.replica.names.values())
-        return self.checkpoints.load(step, self.model.state_dict(), gradients=names, note=self.progress.note)
-
-    def resume(self) -> None:
-        """Go on from the newest whole checkpoint, whatever the layout and number of ranks that wrote it.
-
-        All ranks read their parts of it (the run directory is shared); without one, copies of the model begin with
-        the first one's weights.
-        """
-        self.checkpoints.prepare()
-        step = self.checkpoints.latest_step(self.progress.note, restart=self.restart)
-        if step:
-            self.load_state_dict(self.load(step))
-            self.forget_damaged_best()
-            self.progress.note(f"going on after step {step} of {self.num_steps}")
-        elif self.everyone.is_only_data_parallel:
-            for weight in self.model.state_dict().values():
-                self.world.broadcast(weight)
-        self.checkpoints.write_best(self.best())
-        if self.world.is_first:
-            self.recorder = Recorder(self.stage.metrics, tensorboard=self.stage.tensorboard, first_step=step + 1)
-
-    def forget_damaged_best(self) -> None:
-        """Without its checkpoint the lowest held-out loss is of no use: the next evaluation begins afresh."""
-        best_step = self.state.best_step
-        if not self.config.keep_best or not best_step or self.checkpoints.is_whole(best_step):
-            return
-        aside = self.checkpoints.set_aside(best_step)
-        kept = f"is damaged; it is kept as {aside}" if aside else "is gone"
-        self.progress.note(f"the checkpoint of the best step, {best_step}, {kept}; the best of what follows is taken")
-        self.state.best_step, self.state.best_loss = 0, math.inf
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a checkpoint's state; the weights are in place already.
-
-        Raises `ModelwrightError` for a state that another version of this project wrote in another form.
-        """
-        with reading_state():
-            self.state = TrainState(**state["trainer"])
-            self.saved = (self.state.step, self.state.evaluated_step)
-            self.one_step.objective.load_state_dict(state["objective"])
-            load_optimizer_state(self.optimizer, self.replica.names, state["optimizer"])
-            for technique in self.techniques:
-                if technique.name in state["techniques"]:  # one that has been switched on since begins afresh
-                    technique.load_state_dict(state["techniques"][technique.name])
-            if state["strategy"]:  # empty when it does not fit this layout: it starts afresh
-                self.one_step.strategy.load_state_dict(state["strategy"])
-
-    def best(self) -> Best:
-        return self.state.best if self.config.keep_best else Best()
-
     def result(self) -> TrainResult:
         return TrainResult(
             num_steps=self.state.step,
             loss=self.state.loss,
             heldout_loss=self.state.heldout_loss,
-            best=self.best(),
+            best=self.checkpoints.best(),
             num_tokens=self.state.num_tokens,
             train_time_s=self.state.train_time_s,
             model_flops=self.state.model_flops,
@@ -329,6 +205,6 @@ class Trainer:
         )
 
     def close(self) -> None:
-        self.checkpoints.close()
+        self.checkpoints.writer.close()
         if self.recorder is not None:
             self.recorder.close()

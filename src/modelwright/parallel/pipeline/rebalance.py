@@ -7,10 +7,9 @@ A new split is proposed, never made: whoever owns the run lays the model out ane
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch, part_sizes
@@ -99,20 +98,20 @@ def better_split(
 
 
 def balance_tokens(batch: TokenBatch, num_parts: int) -> TokenBatch:
-    """The same rows in another order, so that `split(num_parts)` makes parts of nearly equal numbers of real tokens.
+    """The same groups of rows in another order, so that `split(num_parts)` makes parts of nearly equal numbers of real
+    tokens.
 
-    Sums over the batch stay what they are, up to rounding. For rows that stand alone: groups that a split must not cut
-    (preference pairs) would be torn apart. Raises `ValueError` when there are fewer rows than parts.
+    Sums over the batch stay what they are, up to rounding. Raises `ValueError` when there are fewer groups than parts.
     """
-    tokens_B = (batch.segments_BT >= 0).sum(dim=1)
-    order = torch.tensor(balanced_order(tokens_B.tolist(), num_parts), device=batch.segments_BT.device)
-    return TokenBatch(**{field.name: _rows(getattr(batch, field.name), order) for field in fields(batch)})
+    tokens_G = (batch.segments_BT >= 0).sum(dim=1).view(-1, batch.group_size).sum(dim=1)
+    order = balanced_order(tokens_G.tolist(), num_parts)
+    return batch.take(torch.tensor(order, device=batch.segments_BT.device))
 
 
 def balanced_order(num_tokens: Sequence[int], num_parts: int) -> list[int]:
-    """An order of rows whose consecutive `num_parts` parts (`part_sizes`) have nearly equal sums.
+    """An order of groups whose consecutive `num_parts` parts (`part_sizes`) have nearly equal sums.
 
-    The longest row first, each to the part with the fewest tokens that still has room (Graham's rule with a limit on
+    The longest group first, each to the part with the fewest tokens that still has room (Graham's rule with a limit on
     rows); then pairs of rows change places between the fullest part and another as long as that lowers the fullest.
     """
     sizes = part_sizes(len(num_tokens), num_parts)
@@ -140,7 +139,3 @@ def _swap_out_of_the_fullest(parts: list[list[int]], sums: list[int], num_tokens
                     sums[other] += moved
                     return True
     return False
-
-
-def _rows(values: Tensor, order: Tensor) -> Tensor:
-    return values[order]

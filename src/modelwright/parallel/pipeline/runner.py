@@ -131,8 +131,8 @@ class Pipeline:
 
         Buffers for what travels between stages have one shape, so smaller microbatches get rows of padding.
         """
-        num_rows = max(part.num_rows for part in parts)
-        self._begin([part.padded(num_rows) for part in parts], loss_of)
+        num_groups = max(part.num_groups for part in parts)
+        self._begin([part.padded(num_groups) for part in parts], loss_of)
         schedule = self._schedule(len(parts), self._microbatches[0][1].input_ids_BT.shape)
         self.timeline.begin()
         schedule.step(target=torch.arange(len(parts)), return_outputs=False)

@@ -426,7 +426,8 @@ class TrialLoss:
     def __call__(self) -> float:
         assert self.batch is not None
         batch, model = self.batch, self.executor.model
-        batch = batch.take(torch.arange(min(batch.num_rows, -(-TRIAL_TOKENS // batch.input_ids_BT.shape[1]))))
+        group_tokens = batch.group_size * batch.input_ids_BT.shape[1]
+        batch = batch.take(torch.arange(min(batch.num_groups, -(-TRIAL_TOKENS // group_tokens))))
         scale = {name: 1.0 / weight if weight > 0 else 0.0 for name, weight in self.weights.items()}
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.world.device)
 

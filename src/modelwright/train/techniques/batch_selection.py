@@ -1,9 +1,10 @@
 """Which rows of a batch are learned: all are looked at, at little cost, and some go through the model.
 
-The look is a forward pass over the first tokens of each row, without gradient. What it finds decides on whole rows (the
-coarse stage); in the rows that are chosen, the attention that tokens receive in the first layer may decide which labels
-are learned (the fine stage). A row that is not chosen costs nothing else. Each rank chooses among its own rows, as many
-as the others, or as lie within its limit. Knows nothing about units of the model.
+The look is a forward pass over the first tokens of each row, without gradient. What it finds decides on whole rows, or
+on whole groups of rows that belong together (the coarse stage); in the rows that are chosen, the attention that tokens
+receive in the first layer may decide which labels are learned (the fine stage). A row that is not chosen costs nothing
+else. Each rank chooses among its own rows, as many as the others, or as lie within its limit. Knows nothing about units
+of the model.
 """
 
 import math
@@ -63,30 +64,28 @@ class RowChoice:
         return batch
 
     def chosen(self, batch: TokenBatch, step: int) -> TokenBatch:
-        """The chosen rows, in rising order. Where the limit leaves a number that microbatches cannot share equally,
-        rows beyond it fill up, without labels."""
-        found = self.rows(batch, step)
+        """The chosen groups, in rising order. Where the limit leaves a number that microbatches cannot share equally,
+        groups beyond it fill up, without weight."""
+        found = self.groups(batch, step)
         num_filled = -len(found) % self.num_parts if len(found) else self.num_parts
         if not num_filled:
             return batch.take(found)
-        left = torch.ones(batch.num_rows, dtype=torch.bool)
+        left = torch.ones(batch.num_groups, dtype=torch.bool)
         left[found] = False
         filled = left.nonzero().flatten()[:num_filled]
-        labels_BT = batch.labels_BT.clone()
-        labels_BT[filled] = IGNORED
-        return replace(batch, labels_BT=labels_BT).take(torch.cat([found, filled]).sort().values)
+        return batch.without_weight(filled).take(torch.cat([found, filled]).sort().values)
 
-    def rows(self, batch: TokenBatch, step: int) -> Tensor:
-        """The numbers of the rows that are learned, in rising order; beyond the limit there are none."""
+    def groups(self, batch: TokenBatch, step: int) -> Tensor:
+        """The numbers of the groups that are learned, in rising order; beyond the limit there are none."""
         draw = torch.Generator().manual_seed(derive_seed(self.seed, "rows", step, self.rank))
-        worth_B, is_within_B = self.look(batch)
-        if worth_B is None:
-            order = torch.randperm(batch.num_rows, generator=draw)
+        worth_G, is_within_G = self.look(batch)
+        if worth_G is None:
+            order = torch.randperm(batch.num_groups, generator=draw)
         else:
-            order = worth_B.argsort(descending=True, stable=True)
-        order = order[is_within_B[order]]
-        places = min(self.config.num_chosen(batch.num_rows, self.num_parts), len(order))
-        if worth_B is None:
+            order = worth_G.argsort(descending=True, stable=True)
+        order = order[is_within_G[order]]
+        places = min(self.config.num_chosen(batch.num_groups, self.num_parts), len(order))
+        if worth_G is None:
             return order[:places].sort().values
         # a share of few rows is no whole number: round up as often as it takes
         expected = self.config.explore * places
@@ -97,19 +96,24 @@ class RowChoice:
         return torch.cat([order[: places - num_drawn], drawn]).sort().values
 
     def look(self, batch: TokenBatch) -> tuple[Tensor | None, Tensor]:
-        """What learning each row is worth, [B], None where all are alike; and whether it lies within the limit, [B]."""
-        is_within_B = torch.ones(batch.num_rows, dtype=torch.bool)
+        """What learning each group is worth, [G], None where all are alike; and whether it is within the limit, [G]."""
+        is_within_G = torch.ones(batch.num_groups, dtype=torch.bool)
         if self.config.signal == "random" and not self.config.needs_start:
-            return None, is_within_B
+            return None, is_within_G
         look = first_tokens(batch, self.config.probe_len).to(self.model.embedding.weight.device)
         attend = masked_attend(look.segments_BT)
-        start_B = self.row_losses(look, attend, self.start).cpu() if self.config.needs_start else None
-        if self.config.max_start_loss and start_B is not None:
-            is_within_B = start_B <= self.config.max_start_loss * math.log(self.model.config.vocab_size)
+        start_G = self.group_losses(look, attend, self.start) if self.config.needs_start else None
+        if self.config.max_start_loss and start_G is not None:
+            is_within_G = start_G <= self.config.max_start_loss * math.log(self.model.config.vocab_size)
         if self.config.signal == "random":
-            return None, is_within_B
-        now_B = self.row_losses(look, attend, {}).cpu()
-        return now_B if self.config.signal == "loss" or start_B is None else (now_B - start_B).abs(), is_within_B
+            return None, is_within_G
+        now_G = self.group_losses(look, attend, {})
+        return now_G if self.config.signal == "loss" or start_G is None else (now_G - start_G).abs(), is_within_G
+
+    def group_losses(self, batch: TokenBatch, attend: Attend, weights: Mapping[str, Tensor]) -> Tensor:
+        """The mean of `row_losses` in each group, FP32 [G], on the CPU."""
+        losses_B = self.row_losses(batch, attend, weights).cpu()
+        return losses_B if batch.group_size == 1 else losses_B.view(-1, batch.group_size).mean(dim=1)
 
     @torch.no_grad()
     def row_losses(self, batch: TokenBatch, attend: Attend, weights: Mapping[str, Tensor]) -> Tensor:
@@ -164,6 +168,7 @@ def first_tokens(batch: TokenBatch, num_tokens: int) -> TokenBatch:
         labels_BT=torch.where(is_blind_B1, follow_BT, labels_BT),
         positions_BT=batch.positions_BT[:, :num_tokens],
         segments_BT=segments[:, :num_tokens],
+        group_size=batch.group_size,
     )
 
 

@@ -35,10 +35,10 @@ def retry_blocked_message(why: str) -> str:
 
 @dataclass(kw_only=True)
 class RetryOutOfMemory:
-    """A `Runner` that makes a batch which did not fit into memory again, in microbatches of half as many rows.
+    """A `Runner` that makes a batch which did not fit into memory again, in microbatches of half as many row groups.
 
-    Once memory has run out, all ranks keep to microbatches of at most so many rows; the checkpoint keeps that, for
-    batches need not have equally many rows. A run that goes on with another configured number starts over.
+    Once memory has run out, all ranks keep to microbatches of at most so many groups; the checkpoint keeps that, for
+    batches need not have equally many. A run that goes on with another configured number starts over.
 
     world: ranks that make an update together. blocker: why a step cannot be made again, or "". can_cut: whether the
     layout lets a rank choose the number of microbatches (stages of a pipeline expect the configured one). undo: what
@@ -50,17 +50,19 @@ class RetryOutOfMemory:
     blocker: Callable[[], str] = lambda: ""
     can_cut: bool = True
     undo: Sequence[Callable[[], None]] = ()
-    max_rows: int = 0
-    """Most rows in one microbatch; 0 means no limit."""
+    max_groups: int = 0
+    """Most groups of rows in one microbatch; 0 means no limit."""
+    group_size: int = 1
+    """Rows of a group of the newest batch."""
     num_parts: int = 0
     """Microbatches of the newest batch."""
     num_failed: int = 0
     """Attempts at the newest batch that ran out of memory."""
 
-    def num_microbatches(self, num_rows: int) -> int:
-        is_limited = self.can_cut and self.max_rows > 0
+    def num_microbatches(self, num_groups: int) -> int:
+        is_limited = self.can_cut and self.max_groups > 0
         asked = self.runner.microbatches
-        return max(asked, math.ceil(num_rows / self.max_rows)) if is_limited else asked
+        return max(asked, math.ceil(num_groups / self.max_groups)) if is_limited else asked
 
     def train(
         self,
@@ -71,10 +73,10 @@ class RetryOutOfMemory:
         before_last_backward: Callable[[], None],
     ) -> None:
         """See `Runner`. Raises `ModelwrightError` when memory runs out and the step cannot be made again."""
-        self.num_failed = 0
+        self.num_failed, self.group_size = 0, batch.group_size
         while True:
-            num_parts = self.num_parts = self.num_microbatches(batch.num_rows)
-            fitting_rows = math.inf
+            num_parts = self.num_parts = self.num_microbatches(batch.num_groups)
+            fitting_groups = math.inf
             try:
                 self.runner.train(
                     batch, loss_fn, begin=begin, before_last_backward=before_last_backward, num_parts=num_parts
@@ -86,27 +88,28 @@ class RetryOutOfMemory:
                     raise ModelwrightError(
                         f"out of memory: {str(error).strip()}\n{retry_blocked_message(why)}"
                     ) from error
-                fitting_rows = max(part_sizes(max(batch.num_rows, num_parts), num_parts)) // 2
-            if self._agree(fitting_rows):
+                fitting_groups = max(part_sizes(max(batch.num_groups, num_parts), num_parts)) // 2
+            if self._agree(fitting_groups):
                 return
             for step in self.undo:
                 step()
 
-    def _agree(self, fitting_rows: float) -> bool:
+    def _agree(self, fitting_groups: float) -> bool:
         """Whether the batch fitted on all ranks. Otherwise all of them cut it smaller from now on.
 
-        Raises `ModelwrightError` on all ranks when it was one row that did not fit.
+        Raises `ModelwrightError` on all ranks when it was one row, or one group, that did not fit.
         """
         if self.world.size > 1 and not self.blocker():
-            fitting_rows = -self.world.maxima(-fitting_rows)[0]
-        if math.isinf(fitting_rows):
+            fitting_groups = -self.world.maxima(-fitting_groups)[0]
+        if math.isinf(fitting_groups):
             return True
-        if fitting_rows < 1:
+        if fitting_groups < 1:
+            smallest = "one row" if self.group_size == 1 else f"one group of {self.group_size} rows"
             raise ModelwrightError(
-                "out of memory in a microbatch of one row; take shorter rows, keep less for backward (activations.mode "
-                "unit), divide the model (parallel.shard) or train where there is more memory"
+                f"out of memory in a microbatch of {smallest}; take shorter rows, keep less for backward "
+                "(activations.mode unit), divide the model (parallel.shard) or train where there is more memory"
             )
-        self.max_rows = int(fitting_rows)
+        self.max_groups = int(fitting_groups)
         self.num_failed += 1
         return False
 
@@ -115,14 +118,14 @@ class RetryOutOfMemory:
             update.metrics["num_microbatches"] = float(self.num_parts)
         if self.num_failed:
             update.metrics["out_of_memory"] = float(self.num_failed)
-            update.metrics["microbatch_rows"] = float(self.max_rows)
+            update.metrics["microbatch_rows"] = float(self.max_groups * self.group_size)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"asked": self.runner.microbatches, "max_rows": self.max_rows}
+        return {"asked": self.runner.microbatches, "max_groups": self.max_groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["asked"] == self.runner.microbatches:
-            self.max_rows = state["max_rows"]
+            self.max_groups = state["max_groups"]
 
 
 def out_of_memory(retry: RetryOutOfMemory) -> Technique:

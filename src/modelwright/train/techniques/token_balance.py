@@ -11,7 +11,7 @@ def token_balance(config: BalanceConfig, run: Runtime) -> Technique | None:
         return None
 
     def on_batch(step: int, batch: Batch) -> Batch:
-        num_parts = run.runner.num_microbatches(batch.num_rows)
+        num_parts = run.runner.num_microbatches(batch.num_groups)
         return balance_tokens(batch.padded(num_parts), num_parts) if num_parts > 1 else batch
 
     return Technique(name="token_balance", on_batch=on_batch)

@@ -1,0 +1,59 @@
+"""Terms of the training loss that a layer adds itself: a router's load balance, a penalty on activations.
+
+The term is not carried to the end of the model. Its gradient begins where the layer computes it (as Megatron-Core's
+`MoEAuxLossAutoScaler` does), so it works in any stage of a pipeline and where activations are computed again. The
+training step says at which scale (`train/techniques/auxiliary_losses.py`).
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class AuxiliaryLoss(nn.Module):
+    """`hidden = self.balance(hidden, loss)`: passes `hidden` on, and adds `weight` times the mean of the loss over the
+    tokens of the global batch to what is minimized.
+
+    name: in the metrics; layers may share one, and their terms add up. The loss is a scalar: the sum over the tokens at
+    hand, so that the parts of a batch add up to the whole. Evaluation leaves it out.
+    """
+
+    scale: Tensor
+    total: Tensor
+
+    def __init__(self, name: str, weight: float) -> None:
+        super().__init__()
+        self.name = name
+        self.weight = weight
+        self.register_buffer("scale", torch.zeros(()), persistent=False)
+        self.register_buffer("total", torch.zeros(()), persistent=False)
+
+    def begin_step(self, scale: float) -> None:
+        """scale: of the loss, over the number of tokens of the global batch."""
+        self.scale.fill_(self.weight * scale)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin the step again."""
+        self.total.zero_()
+
+    def forward(self, hidden: Tensor, loss: Tensor) -> Tensor:
+        return _AddTerm.apply(hidden, loss, self.scale, self.total)  # pyright: ignore[reportReturnType]
+
+
+class _AddTerm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, loss, scale, total):
+        ctx.save_for_backward(loss)
+        ctx.scale, ctx.total = scale, total
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        (loss,) = ctx.saved_tensors
+        ctx.total += loss.detach()  # once for each microbatch, however often forward ran
+        return gradients[0], ctx.scale.to(loss.dtype).expand_as(loss), None, None
+
+
+def auxiliary_losses(model: nn.Module) -> list[AuxiliaryLoss]:
+    """Those of the layers that are here."""
+    return [module for module in model.modules() if isinstance(module, AuxiliaryLoss)]

@@ -1,0 +1,170 @@
+"""`CheckpointManager`: when the state of a run is saved, what it consists of, and how a run goes on from it."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from modelwright.core.progress import Progress
+from modelwright.parallel.mesh import Mesh
+from modelwright.parallel.strategy import Replica
+from modelwright.train.checkpoint.files import Best
+from modelwright.train.checkpoint.objective_state import gather_rows, own_rows
+from modelwright.train.checkpoint.optimizer import load_optimizer_state, optimizer_state_dict, reading_state
+from modelwright.train.checkpoint.reader import CheckpointReader
+from modelwright.train.checkpoint.writer import CheckpointWriter, Snapshot
+from modelwright.train.config import TrainConfig
+from modelwright.train.state import TrainState
+from modelwright.train.step import TrainStep
+from modelwright.train.technique import Rollback, Technique
+
+
+@dataclass(kw_only=True)
+class CheckpointManager:
+    """Saves and restores one run under one layout. All ranks call the same methods in the same order.
+
+    techniques: all of them, monitors too. state: how far the run is, which the trainer counts up. restart: begin at
+    step 0 when all checkpoints are damaged.
+    """
+
+    reader: CheckpointReader
+    writer: CheckpointWriter
+    config: TrainConfig
+    num_steps: int
+    one_step: TrainStep
+    replica: Replica
+    everyone: Mesh
+    techniques: Sequence[Technique]
+    state: TrainState
+    progress: Progress
+    restart: bool = False
+    saved: tuple[int, int] = (0, 0)
+    """Steps done and steps evaluated when the state was saved last."""
+    saved_time: float = field(default_factory=time.monotonic)
+
+    def due(self) -> bool:
+        """Whether this step is one at which a checkpoint is saved."""
+        every = self.config.checkpoint_every_steps
+        is_best = self.config.keep_best and 0 < self.state.step == self.state.best_step
+        return self.state.step == self.num_steps or is_best or (every > 0 and self.state.step % every == 0)
+
+    def minutes_due(self) -> bool:
+        """Whether this rank's clock says that a checkpoint is due."""
+        minutes = self.config.checkpoint_every_minutes
+        return self.state.step > 0 and 0 < minutes * 60 <= time.monotonic() - self.saved_time
+
+    def copy_due(self) -> bool:
+        """Whether the hosts' memory is to take the state, which is not being written to disk at this step."""
+        every = self.config.guards.memory_every_steps
+        return every > 0 and self.state.step > 0 and self.state.step % every == 0
+
+    def save(self) -> float | None:
+        """Hand the state to the writer, unless it has it already; every rank writes its part. Returns for how many
+        seconds the training stood still, None when there was nothing to save."""
+        self.saved_time = time.monotonic()
+        if self.saved == (self.state.step, self.state.evaluated_step):
+            return None
+        self.saved = (self.state.step, self.state.evaluated_step)
+        started = time.perf_counter()
+        pinned = [step for technique in self.techniques for step in technique.pinned_checkpoints()]
+        self.writer.save(self.snapshot(), best=self.best(), also=pinned)
+        return time.perf_counter() - started
+
+    def keep_copy(self) -> None:
+        """Put the state into the hosts' memory."""
+        self.writer.keep(self.snapshot(), best=self.best())
+
+    def finish(self) -> None:
+        """The run ends on purpose, with its state on disk."""
+        self.writer.forget()
+
+    def resume(self) -> int:
+        """Go on from the newest whole checkpoint, whatever the layout and number of ranks that wrote it; returns its
+        step, 0 without one.
+
+        All ranks read their parts of it (the run directory is shared); without one, copies of the model begin with
+        the first one's weights.
+        """
+        self.reader.prepare()
+        step = self.reader.latest_step(self.progress.note, restart=self.restart)
+        if step:
+            self.load_state_dict(self.load(step))
+            self.forget_damaged_best()
+            self.progress.note(f"going on after step {step} of {self.num_steps}")
+        elif self.everyone.is_only_data_parallel:
+            for weight in self.replica.model.state_dict().values():
+                self.everyone.world.broadcast(weight)
+        self.writer.write_best(self.best())
+        return step
+
+    def rollback(self, request: Rollback) -> None:
+        """Take weights and optimizer from the first of the requested checkpoints that is whole. Steps and batches are
+        not counted back."""
+        self.writer.wait()
+        for step in request.steps:
+            if self.reader.is_whole(step):
+                break
+            self.progress.note(f"the checkpoint of step {step}, to which the run was to roll back, is damaged")
+            self.reader.set_aside(step)
+        else:
+            return
+        state = self.load(step)
+        load_optimizer_state(self.replica.optimizer, self.replica.names, state["optimizer"])
+        for technique in self.techniques:
+            if technique.belongs_to_weights:
+                technique.load_state_dict(state["techniques"][technique.name])
+        request.done(step)
+
+    def best(self) -> Best:
+        return self.state.best if self.config.keep_best else Best()
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            step=self.state.step,
+            weights=self.replica.model.state_dict(),
+            state=self.state_dict(),
+            gradients=list(self.replica.names.values()),
+        )
+
+    def load(self, step: int) -> dict[str, Any]:
+        """Put the weights of a checkpoint in place; return its state."""
+        names, weights = list(self.replica.names.values()), self.replica.model.state_dict()
+        return self.reader.load(step, weights, gradients=names, note=self.progress.note)
+
+    def state_dict(self) -> dict[str, Any]:
+        strategy = self.one_step.strategy
+        return {
+            "trainer": dict(vars(self.state)),
+            "objective": gather_rows(self.one_step.objective.state_dict(), strategy.mesh.data),
+            "optimizer": optimizer_state_dict(self.replica.optimizer, self.replica.names),
+            "techniques": {technique.name: technique.state_dict() for technique in self.techniques},
+            "strategy": strategy.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a checkpoint's state; the weights are in place already.
+
+        Raises `ModelwrightError` for a state that another version of this project wrote in another form.
+        """
+        strategy = self.one_step.strategy
+        with reading_state():
+            vars(self.state).update(vars(TrainState(**state["trainer"])))
+            self.saved = (self.state.step, self.state.evaluated_step)
+            self.one_step.objective.load_state_dict(own_rows(state["objective"], strategy.mesh.data))
+            load_optimizer_state(self.replica.optimizer, self.replica.names, state["optimizer"])
+            for technique in self.techniques:
+                if technique.name in state["techniques"]:  # one that has been switched on since begins afresh
+                    technique.load_state_dict(state["techniques"][technique.name])
+            if state["strategy"]:  # empty when it does not fit this layout: it starts afresh
+                strategy.load_state_dict(state["strategy"])
+
+    def forget_damaged_best(self) -> None:
+        """Without its checkpoint the lowest held-out loss is of no use: the next evaluation begins afresh."""
+        best_step = self.state.best_step
+        if not self.config.keep_best or not best_step or self.reader.is_whole(best_step):
+            return
+        aside = self.reader.set_aside(best_step)
+        kept = f"is damaged; it is kept as {aside}" if aside else "is gone"
+        self.progress.note(f"the checkpoint of the best step, {best_step}, {kept}; the best of what follows is taken")
+        self.state.best_step, self.state.best_loss = 0, math.inf

@@ -1,0 +1,188 @@
+"""Finding the newest whole checkpoint, and loading from it just what a rank holds."""
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.errors import ArtifactError, writing
+from modelwright.parallel.channel import Channel
+from modelwright.parallel.mesh import World, single
+from modelwright.train.checkpoint.files import (
+    PARTS,
+    check_checkpoint,
+    list_checkpoints,
+    read_state,
+    step_name,
+)
+from modelwright.train.checkpoint.in_memory import MemoryCopies
+from modelwright.train.checkpoint.sharded_tensors import DamagedCheckpointError, ShardReader, read_index
+from modelwright.train.checkpoint.state_tree import UnplaceableError, join, join_transport, optimizer_state, seat
+
+ALONE = single()
+MEMORY = Path("/dev/shm")
+"""A file system in memory that every Linux host has."""
+TOKEN = "memory-token"
+
+
+class CheckpointReader:
+    """The checkpoints that a run finds. Every rank makes one and calls the same methods in the same order.
+
+    digest: of what decides the result of the run; reduce: the ranks among which a gradient transport sums; memory:
+    where copies in the hosts' memory are.
+    """
+
+    def __init__(
+        self, folder: Path, *, digest: str, world: World = ALONE, reduce: World = ALONE, memory: Path = MEMORY
+    ) -> None:
+        self.folder = folder
+        self.digest = digest
+        self.world = world
+        self.reduce = reduce
+        self.memory = memory
+        self.copies: MemoryCopies | None = None
+        self.channel = Channel(world)
+        self._sources: dict[int, Path] = {}
+
+    def prepare(self) -> None:
+        """Make the folder and remove what a killed run left half-written."""
+        token = self.channel.attempt(self._clear if self.world.is_first else str, what=f"{self.folder}")
+        token = self.channel.exchange(token, what=f"{self.folder}")[0]
+        self.copies = MemoryCopies(self.memory, f"{self.digest}:{token}", self.channel)
+
+    def latest_step(self, note: Callable[[str], None], *, restart: bool = False) -> int:
+        """The step of the newest checkpoint that is whole, the same on all ranks; 0 when there is none.
+
+        A copy in memory counts when it is newer than what is on disk. The ranks share the checking. Damaged checkpoints
+        are told to `note`, renamed to `*.damaged` and never deleted; the newest one before them is taken. Raises
+        `ArtifactError` when all of them are damaged, unless `restart` asks to begin again, and when a checkpoint was
+        made by another configuration.
+        """
+        step, damages = self._latest_on_disk()
+        copy = self.copies.newest(after=step) if self.copies else None
+        if copy is not None and self._goes_with_disk(copy):
+            step = int(copy.name.removeprefix("step-"))
+            self._sources[step] = copy
+            note(f"step {step} is in the memory of the hosts")
+        if damages and not step and not restart:
+            raise ArtifactError(
+                f"all checkpoints in {self.folder} are damaged: {'; '.join(damages.values())}; put back a copy of one "
+                "of them, or add --restart to begin again at step 0 (the damaged ones are kept as *.damaged)"
+            )
+        for damaged, text in damages.items():
+            note(f"{text}; it is kept as {self.set_aside(damaged)}")
+        return step
+
+    def is_whole(self, step: int) -> bool:
+        """Whether the checkpoint of this step is on disk, undamaged; the ranks share the checking."""
+        path = self.folder / step_name(step)
+        mine = self.channel.attempt(partial(self._damage, path), what=f"checking {path}")
+        return not self.channel.any(bool(mine), what=f"checking {path}")
+
+    def load(
+        self,
+        step: int,
+        weights: Mapping[str, Tensor],
+        *,
+        gradients: Sequence[str] = (),
+        note: Callable[[str], None] = lambda text: None,
+    ) -> dict[str, Any]:
+        """Copy the weights of the checkpoint at `step`, which `latest_step` has checked, into `weights`, in place;
+        return the state.
+
+        Each rank reads just what it holds. The state under `optimizer` is that of the parameters in `weights`,
+        laid out like them; all other tensors are whole, on the CPU. gradients: as in `Snapshot`. Raises
+        `ArtifactError` when the checkpoint has other tensors than the ranks hold together.
+        """
+        path = self._sources.get(step, self.folder / step_name(step))
+        names = set().union(*self.channel.exchange(list(weights), what=f"loading {path}"))
+        held = {name: weights[name] for name in gradients}
+        return self.channel.attempt(lambda: self._load(path, names, weights, held, note), what=f"loading {path}")
+
+    def set_aside(self, step: int) -> str:
+        """Rename the checkpoint of this step, which is damaged, so that nothing reads or deletes it any more; returns
+        its new name, "" when there is none."""
+        path = self.folder / step_name(step)
+        return self.channel.exchange(
+            self.channel.attempt(partial(self._set_aside, path), what=f"setting {path} aside"), what=f"{path}"
+        )[0]
+
+    def _clear(self) -> str:
+        """Returns what tells this folder from one of its name that was removed: copies in memory belong to it."""
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for leftover in [*self.folder.glob("step-*.partial"), *self.folder.glob("step-*.old")]:
+                shutil.rmtree(leftover, ignore_errors=True)
+            if not (self.folder / TOKEN).exists():
+                write_atomic(self.folder / TOKEN, secrets.token_hex(8))
+            return (self.folder / TOKEN).read_text(encoding="utf-8")
+
+    def _latest_on_disk(self) -> tuple[int, dict[int, str]]:
+        """The step of the newest whole checkpoint (0: none), and what is wrong with those after it, by step."""
+        damages: dict[int, str] = {}
+        for name in reversed(self.channel.exchange([path.name for path in list_checkpoints(self.folder)])[0]):
+            path = self.folder / name
+            mine = self.channel.attempt(partial(self._damage, path), what=f"checking {path}")
+            damage = next(filter(None, self.channel.exchange(mine, what=f"checking {path}")), "")
+            step = int(name.removeprefix("step-"))
+            if not damage:
+                return step, damages
+            damages[step] = damage
+        return 0, damages
+
+    def _goes_with_disk(self, copy: Path) -> bool:
+        """Whether the best checkpoint that a copy refers to is on disk: its writing may have been cut off."""
+        best_step = int(read_state(copy)["best_step"])
+        return not self.channel.any(best_step > 0 and not (self.folder / step_name(best_step)).is_dir())
+
+    def _damage(self, path: Path) -> str:
+        """What is wrong with this rank's share of a checkpoint's files, or nothing."""
+        try:
+            check_checkpoint(path, digest=self.digest, part=self.world.rank, num_parts=self.world.size)
+        except DamagedCheckpointError as error:
+            return str(error)
+        return ""
+
+    def _set_aside(self, path: Path) -> str:
+        if not self.world.is_first or not path.exists():
+            return ""
+        names = chain([f"{path.name}.damaged"], (f"{path.name}.damaged-{number}" for number in count(2)))
+        name = next(name for name in names if not path.with_name(name).exists())
+        with writing(self.folder):
+            os.rename(path, path.with_name(name))
+        return name
+
+    def _load(
+        self,
+        path: Path,
+        names: set[str],
+        weights: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        note: Callable[[str], None],
+    ) -> dict[str, Any]:
+        index, record = read_index(path), read_state(path)
+        model, training = (ShardReader(path, index[part]) for part in PARTS)
+        for name in sorted(names ^ set(model.entries)):
+            raise ArtifactError(f"{path}: {name} is in {'the model' if name in names else 'the checkpoint'} only")
+        for name, weight in weights.items():
+            model.read_into(name, weight)
+        tree = record["state"]
+        optimizer = tree.pop("optimizer", None)
+        state = join(tree, training.read)
+        if optimizer is not None:
+            state["optimizer"] = optimizer_state(optimizer, training, weights)
+        if record["strategy"]:
+            at = seat(self.reduce.rank, self.reduce.size, gradients)
+            try:
+                state["strategy"] = join_transport(record["strategy"], training, at, gradients)
+            except UnplaceableError as error:
+                note(f"{path}: the strategy's state {error} does not fit this layout; the strategy starts afresh")
+                state["strategy"] = {}
+        return state

@@ -1,0 +1,36 @@
+"""Terms of the loss that the model's own layers add (`model/auxiliary_loss.py`): their scale, and their metrics."""
+
+from modelwright.core.compatibility import COMMON_LOSS_SCALE
+from modelwright.model.auxiliary_loss import auxiliary_losses as losses_of
+from modelwright.precision.loss_scale import LossScaler
+from modelwright.train.objective import Batch
+from modelwright.train.runtime import Runtime
+from modelwright.train.technique import Technique, Update
+
+
+def auxiliary_losses(run: Runtime, scaler: LossScaler) -> Technique | None:
+    """None for a model without such layers. Acts on the batch that the model will see, hence last."""
+    mesh, layers = run.mesh, losses_of(run.model)
+    names = sorted({name for names in mesh.world.gather_json([layer.name for layer in layers]) for name in names})
+    if not names:
+        return None
+    num_tokens = 0.0
+
+    def on_batch(step: int, batch: Batch) -> Batch:
+        nonlocal num_tokens
+        own_tokens = float((batch.segments_BT >= 0).sum()) * mesh.speaks_for_rows
+        (num_tokens,) = mesh.world.sums([own_tokens])
+        for layer in layers:
+            layer.begin_step(scaler.value / max(1.0, num_tokens))
+        return batch
+
+    def on_gradients(update: Update) -> None:
+        sums = dict.fromkeys(names, 0.0)
+        for layer in layers:
+            sums[layer.name] += layer.weight * float(layer.total) * mesh.tensor.is_first
+        for name, total in zip(names, mesh.world.sums(list(sums.values())), strict=True):
+            update.metrics[f"auxiliary_loss/{name}"] = total / max(1.0, num_tokens)
+
+    return Technique(
+        name="auxiliary_losses", on_batch=on_batch, on_gradients=on_gradients, needs=frozenset({COMMON_LOSS_SCALE})
+    )
