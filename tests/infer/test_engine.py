@@ -7,6 +7,7 @@ import torch
 
 from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import Engine, EngineConfig, StepOutput
+from modelwright.infer.generate import generate
 from modelwright.infer.head import _can_pack, _packed, fastest_head
 from modelwright.infer.naive import generate_naive
 from modelwright.infer.sequence import SamplingParams
@@ -161,3 +162,21 @@ def test_every_form_of_the_head_gives_the_same_logits(model: Decoder):
         torch.testing.assert_close(fastest_head(model)(hidden), model.logits(hidden), rtol=1e-5, atol=1e-5)
         if _can_pack(model.head_weight):
             torch.testing.assert_close(_packed(model.head_weight)(hidden), model.logits(hidden), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_completions_of_a_model_in_training_are_those_of_single_prompts(model: Decoder, dtype: torch.dtype):
+    copied = Decoder(model.config)
+    copied.load_state_dict(model.state_dict())
+    copied = copied.to(dtype).train()
+    params = [GREEDY, RANDOM, RANDOM, SamplingParams(max_tokens=3, seed=8)]
+    finished: list[int] = []
+    together = generate(copied, prompts(4), params, EngineConfig(max_running=3), on_step=finished.append)
+    assert copied.training
+    assert finished[-1] == 4
+    assert len(together[3].token_ids) == 3
+    for prompt, chosen, completion in zip(prompts(4), params, together, strict=True):
+        naive = generate_naive(copied, prompt, chosen)
+        assert completion.token_ids == [draw.token_id for draw in naive]
+        assert completion.logprobs == pytest.approx([draw.logprob for draw in naive], abs=2e-4)
+        assert completion == generate(copied, [prompt], [chosen])[0]

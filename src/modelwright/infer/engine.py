@@ -12,7 +12,7 @@ import torch
 
 from modelwright.core.errors import ConfigError
 from modelwright.infer.blocks import BlockManager, PagedCache
-from modelwright.infer.head import fastest_head
+from modelwright.infer.head import Product, fastest_head
 from modelwright.infer.invariance import MULTIPLES, stable_row_multiple
 from modelwright.infer.runner import CONTEXT_STEP, Runner
 from modelwright.infer.sampler import SampleRequest, sample
@@ -79,9 +79,13 @@ class EngineStats:
 
 
 class Engine:
-    """Continuous batching over a paged cache."""
+    """Continuous batching over a paged cache.
 
-    def __init__(self, model: Decoder, config: EngineConfig) -> None:
+    head: how logits are made. None takes the fastest way, which is measured, so that two engines may differ in the last
+    bits.
+    """
+
+    def __init__(self, model: Decoder, config: EngineConfig, *, head: Product | None = None) -> None:
         self.config = config
         self.max_seq_len = model.config.max_seq_len
         self.vocab_size = model.config.vocab_size
@@ -95,7 +99,7 @@ class Engine:
         model.eval()
         weight = model.norm.weight
         cache = PagedCache(model.config, num_blocks, config.block_len, dtype=weight.dtype, device=weight.device)
-        head = fastest_head(model)
+        head = head or fastest_head(model)
         multiple = stable_row_multiple(model, head) if config.batch_invariant else 1
         self.is_batch_invariant = config.batch_invariant and multiple > 0
         self._runner = Runner(model, head, cache, row_multiple=multiple or MULTIPLES[-1])

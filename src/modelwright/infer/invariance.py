@@ -25,9 +25,9 @@ def stable_row_multiple(model: Decoder, head: Product) -> int:
     `head` is how its logits are made. 0 when none does on this machine: results may then differ in the last bits with
     the load.
     """
-    products = _distinct_products(model, head)
+    products, dtype = _distinct_products(model, head), model.norm.weight.dtype
     for multiple in MULTIPLES:
-        if all(_is_stable(product, width, multiple) for product, width in products):
+        if all(_is_stable(product, width, multiple, dtype) for product, width in products):
             return multiple
     return 0
 
@@ -42,8 +42,8 @@ def _distinct_products(model: Decoder, head: Product) -> list[tuple[Product, int
     return [*found.values(), (head, model.config.model_dim)]
 
 
-def _is_stable(product: Product, width: int, multiple: int) -> bool:
-    x = torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0))
+def _is_stable(product: Product, width: int, multiple: int, dtype: torch.dtype) -> bool:
+    x = torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
     full = product(x)
     counts = [multiple * n for n in itertools.chain(range(1, 9), (12, 16, 24, 32)) if multiple * n < PROBE_ROWS]
     heads = all(torch.equal(product(x[:count]), full[:count]) for count in counts)

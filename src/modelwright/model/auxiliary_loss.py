@@ -17,18 +17,16 @@ class AuxiliaryLoss(nn.Module):
     hand, so that the parts of a batch add up to the whole. Evaluation leaves it out.
     """
 
-    scale: Tensor
-    total: Tensor
-
     def __init__(self, name: str, weight: float) -> None:
         super().__init__()
         self.name = name
         self.weight = weight
-        self.register_buffer("scale", torch.zeros(()), persistent=False)
-        self.register_buffer("total", torch.zeros(()), persistent=False)
+        self.scale = torch.zeros((), dtype=torch.float64)  # no buffers: `to` would round them
+        self.total = torch.zeros((), dtype=torch.float64)
 
-    def begin_step(self, scale: float) -> None:
+    def begin_step(self, scale: float, device: torch.device) -> None:
         """scale: of the loss, over the number of tokens of the global batch."""
+        self.scale, self.total = self.scale.to(device), self.total.to(device)
         self.scale.fill_(self.weight * scale)
         self.forget()
 

@@ -294,7 +294,8 @@ def train(
     cannot be written, `ArtifactError` for checkpoints of another run, `ModelwrightError` when training has diverged or
     replicas differ, `ConfigError` when the settings do not go together.
     """
-    check_layout(config, parallel, num_processes=world.size, techniques=techniques)
+    learned = Technique(name=type(objective).__name__, needs=objective.needs)
+    check_layout(config, parallel, num_processes=world.size, techniques=[*techniques, learned])
     progress = progress if world.is_first else SilentProgress()
     progress.begin(name, num_steps, "steps")
     hang_after_s = config.guards.hang_after_s if world.size > 1 else 0.0

@@ -5,7 +5,7 @@ number of microbatches and ranks gives the gradient of the whole batch.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -14,17 +14,23 @@ from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
 
 Batch = TokenBatch
-"""What the loop splits, moves and runs the model on; `split` must never cut what belongs together."""
+"""What the loop splits, moves and runs the model on: rows, named extra tensors, and groups that nothing cuts."""
 
 
 class Objective(Protocol):
-    """What is learned."""
+    """What is learned.
+
+    needs: properties of a run that it relies on (`core/compatibility.py`), such as whole rows on every rank.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset()
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[Batch]:
         """This rank's rows of the global batches `first`, `first + 1`, ..., without end.
 
-        The global batch is a function of its number alone, whatever the number of ranks. `model` holds the weights of
-        the moment in which a batch is asked for (rollouts and teachers use it).
+        The global batch is a function of its number, of the weights and of this objective's state, whatever the number
+        of ranks. `model` is what this rank holds of it, with the weights of the moment in which a batch is asked for:
+        rollouts are made here, and what a frozen model says about the rows (`train/frozen_model.py`).
         """
         ...
 
@@ -38,7 +44,11 @@ class Objective(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """What must be in a checkpoint for `batches` to go on with the same bits: a rollout, a KL coefficient. Tensors
-        and JSON values, on every rank its own; nothing by default."""
+        and JSON values; nothing by default.
+
+        All values are equal on all ranks, but for tensors under the key `rows`, whose first dimension is this data
+        rank's rows: a checkpoint has those of the global batch, and any number of data ranks can go on with them.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

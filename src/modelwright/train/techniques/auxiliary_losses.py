@@ -1,5 +1,7 @@
 """Terms of the loss that the model's own layers add (`model/auxiliary_loss.py`): their scale, and their metrics."""
 
+import torch
+
 from modelwright.core.compatibility import COMMON_LOSS_SCALE
 from modelwright.model.auxiliary_loss import auxiliary_losses as losses_of
 from modelwright.precision.loss_scale import LossScaler
@@ -21,13 +23,14 @@ def auxiliary_losses(run: Runtime, scaler: LossScaler) -> Technique | None:
         own_tokens = float((batch.segments_BT >= 0).sum()) * mesh.speaks_for_rows
         (num_tokens,) = mesh.world.sums([own_tokens])
         for layer in layers:
-            layer.begin_step(scaler.value / max(1.0, num_tokens))
+            layer.begin_step(scaler.value / max(1.0, num_tokens), mesh.world.device)
         return batch
 
     def on_gradients(update: Update) -> None:
         sums = dict.fromkeys(names, 0.0)
-        for layer in layers:
-            sums[layer.name] += layer.weight * float(layer.total) * mesh.tensor.is_first
+        totals = torch.stack([layer.total for layer in layers]).tolist() if layers else []
+        for layer, total in zip(layers, totals, strict=True):
+            sums[layer.name] += layer.weight * total * mesh.tensor.is_first
         for name, total in zip(names, mesh.world.sums(list(sums.values())), strict=True):
             update.metrics[f"auxiliary_loss/{name}"] = total / max(1.0, num_tokens)
 

@@ -1,0 +1,55 @@
+"""Completions of many prompts at once, without a server: rollouts, evaluation, data generation."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from modelwright.infer.engine import Engine, EngineConfig
+from modelwright.infer.sequence import SamplingParams
+from modelwright.model.decoder import Decoder
+
+
+@dataclass
+class Completion:
+    """The new tokens of one prompt, with their log-probabilities under the model, before temperature (nats).
+
+    finish_reason: as in `StepOutput`.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str = ""
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    config: EngineConfig | None = None,
+    *,
+    on_step: Callable[[int], None] = lambda num_finished: None,
+) -> list[Completion]:
+    """One completion for each prompt, in their order; `params` are those of each prompt.
+
+    model: whole, with any weights; it may be in training and is left in the mode that it was in. Two calls with the
+    same weights, prompts and seeds give the same completions. on_step: called after each step of the engine with the
+    number of finished completions. Raises `ConfigError` for a prompt that the engine refuses.
+    """
+    was_training = model.training
+    try:
+        engine = Engine(model, config or EngineConfig(), head=model.logits)
+        completions = [Completion() for _ in prompts]
+        for number, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
+            engine.add(str(number), prompt, chosen)
+        num_finished = 0
+        while engine.has_work:
+            for output in engine.step():
+                completion = completions[int(output.request_id)]
+                completion.finish_reason = output.finish_reason
+                num_finished += output.finished
+                if output.finish_reason != "error":
+                    completion.token_ids.append(output.token_id)
+                    completion.logprobs.append(output.logprob)
+            on_step(num_finished)
+        return completions
+    finally:
+        model.train(was_training)

@@ -1,0 +1,79 @@
+"""`FrozenModel`: a teacher or a reference that gives its outputs beside a training, under a layout of its own."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from modelwright.model.decoder import Decoder
+from modelwright.ops.cross_entropy import CHUNK_TOKENS
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import World, lay_out, single
+from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.objective import Batch
+from modelwright.train.parallelize import parallelize
+
+
+class FrozenModel:
+    """A copy of a model that is never trained: the teacher of a distillation, the reference of DPO and PPO.
+
+    Its layout is independent of that of the model in training. sharded: its weights are divided over all ranks of
+    `world` (as ZeRO-3 does) and each layer is gathered when it is needed; then all ranks call together, each with rows
+    of its own and equally many. Otherwise every rank has a whole copy. dtype: of its weights, None for those they have.
+
+    Nothing of it is in a checkpoint: a run that goes on is given the same model again.
+    """
+
+    def __init__(
+        self, model: Decoder, world: World, *, sharded: bool = False, dtype: torch.dtype | None = None
+    ) -> None:
+        parallel = ParallelConfig(shard="full" if sharded else "none")
+        model = copy.deepcopy(model).to(world.device, dtype).requires_grad_(False).eval()
+        self.device = world.device
+        self.executor = parallelize(
+            model,
+            mesh=lay_out(world if sharded else single(world.device), parallel),
+            parallel=parallel,
+            activations=lambda part: part,
+            compile_blocks=False,
+            precision=PrecisionConfig(policy="fp32"),
+        )
+
+    def hidden(self, batch: Batch, *, num_parts: int = 1) -> Tensor:
+        """Hidden states [B, T, D] after the last norm. num_parts: parts in which the rows go through the model."""
+        return self._outputs(batch, num_parts, lambda hidden_BTD, part: hidden_BTD)
+
+    def logits(self, batch: Batch, *, num_parts: int = 1) -> Tensor:
+        """Logits [B, T, V]."""
+        return self._outputs(batch, num_parts, lambda hidden_BTD, part: self.executor.model.logits(hidden_BTD))
+
+    def log_probs(self, batch: Batch, *, num_parts: int = 1, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
+        """log p(label) of every token, [B, T] in FP32 at least; 0 where the label is ignored. Logits stand for
+        `chunk_tokens` tokens at most."""
+
+        def log_probs(hidden_BTD: Tensor, part: Batch) -> Tensor:
+            chunks = zip(
+                hidden_BTD.flatten(0, 1).split(chunk_tokens), part.labels_BT.flatten().split(chunk_tokens), strict=True
+            )
+            found = [self._chunk_log_probs(hidden_CD, labels_C) for hidden_CD, labels_C in chunks]
+            return torch.cat(found).view_as(part.labels_BT)
+
+        return self._outputs(batch, num_parts, log_probs)
+
+    def _chunk_log_probs(self, hidden_CD: Tensor, labels_C: Tensor) -> Tensor:
+        logits_CV = self.executor.model.logits(hidden_CD)
+        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+        return -torch.nn.functional.cross_entropy(logits_CV, labels_C, reduction="none")  # ignores labels of -100
+
+    @torch.no_grad()
+    def _outputs(self, batch: Batch, num_parts: int, output_of: Callable[[Tensor, Batch], Tensor]) -> Tensor:
+        found: list[Tensor] = []
+
+        def keep(hidden_BTD: Tensor, part: Batch) -> Tensor:
+            found.append(output_of(hidden_BTD, part))
+            return found[-1]
+
+        padded = batch.padded(num_parts).to(self.device)
+        self.executor.evaluate(padded.split(num_parts), keep)
+        return torch.cat(found)[: batch.num_rows]
