@@ -3,8 +3,8 @@
     python benchmarks/checkpoint_stall.py [--parameters 60] [--repeats 7] [--folder FOLDER]
 
 One process; weights and AdamW's two moments in FP32, as many millions as asked. Stall: what `CheckpointWriter.save`
-takes before it returns. Synchronous: until the checkpoint is whole on disk (copied, written, flushed, checksummed, renamed).
-The two alternate; medians. The target is a stall below 5% of a synchronous checkpoint.
+takes before it returns. Synchronous: until the checkpoint is whole on disk (copied, written, flushed, checksummed,
+renamed). The two alternate; medians. The target is a stall below 5% of a synchronous checkpoint.
 """
 
 import argparse
