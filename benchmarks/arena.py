@@ -189,7 +189,7 @@ def run(size: str, kind: str, num_steps: int) -> dict[str, Any]:
     if library not in Path("/proc/self/maps").read_text(encoding="utf-8"):
         raise SystemExit(f"{kind}: lib{library} was not preloaded")
     if kind not in KEEPS_FREED_MEMORY:
-        loop.freed_memory_kept = contextlib.nullcontext
+        loop.freed_memory_kept = contextlib.nullcontext  # pyright: ignore[reportPrivateImportUsage]
     train("small", arena=kind == "arena", num_steps=4)
     gc.collect()
     before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

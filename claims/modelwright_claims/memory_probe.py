@@ -267,7 +267,8 @@ def main() -> None:
     probes = [parse(Probe, data) for data in json.loads(path.read_text(encoding="utf-8"))]
     torch.set_num_threads(1)
     if "own-heap" not in sys.argv:
-        loop.freed_memory_kept = contextlib.nullcontext  # see this module's contract
+        # see this module's contract
+        loop.freed_memory_kept = contextlib.nullcontext  # pyright: ignore[reportPrivateImportUsage]
     with join_world() as world:
         found = [_run(probe, world, path.parent / str(number)) for number, probe in enumerate(probes)]
     print(json.dumps([dataclasses.asdict(one) for one in found]), flush=True)

@@ -23,7 +23,6 @@ from modelwright.pipeline.resolve import measured_rates, resolve
 from modelwright.pipeline.runner import survey
 from modelwright.plan.catalog import ComputeRate
 from modelwright.plan.estimate import (
-    MemoryEstimate,
     StageEstimate,
     data_stage,
     duration,
@@ -33,6 +32,7 @@ from modelwright.plan.estimate import (
     training_stage,
 )
 from modelwright.plan.layout import assess
+from modelwright.plan.memory import MemoryEstimate
 from modelwright.plan.traffic import Cluster
 
 BUILTIN_BYTES = {"pretrain": 20e6, "sft": 4e6}
