@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +30,9 @@ class Manifest:
 
     kind: str
     digest: str
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, str] = field(default_factory=dict[str, str])
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def content_digest(self) -> str:
@@ -52,7 +52,7 @@ class ArtifactDraft:
 @contextmanager
 def write_artifact(
     folder: Path, *, kind: str, digest: str, inputs: Mapping[str, str] | None = None
-) -> Iterator[ArtifactDraft]:
+) -> Generator[ArtifactDraft]:
     """Write a folder that appears whole or not at all.
 
     Yields a draft; write files under `draft.path` and figures into `draft.facts`. On a clean exit the files are

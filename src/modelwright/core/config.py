@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 
@@ -29,14 +29,14 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2 floats: `3e-4` is a number, not a string."""
 
 
-_Loader.add_implicit_resolver(
+_Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"),
     list("-+0123456789."),
 )
 
 
-def parse(cls: type[C], data: Mapping[str, Any], path: str = "") -> C:
+def parse(cls: type[C], data: Any, path: str = "") -> C:
     """Build the config dataclass `cls` from a plain mapping.
 
     Raises `ConfigError` that starts with the dotted path of the field: unknown key (naming the nearest known
@@ -46,10 +46,11 @@ def parse(cls: type[C], data: Mapping[str, Any], path: str = "") -> C:
         raise ConfigError(f"{path or cls.__name__}: expected a mapping, got {data!r}")
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
-    for key in data:
+    settings = cast(Mapping[Any, Any], data)
+    for key in settings:
         if key not in fields:
             raise ConfigError(_unknown_key(_join(path, str(key)), str(key), list(fields)))
-    values = {name: _convert(hints[name], data[name], _join(path, name)) for name in fields if name in data}
+    values = {name: _convert(hints[name], settings[name], _join(path, name)) for name in fields if name in settings}
     for name, field in fields.items():
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if name not in values and not has_default:
@@ -65,9 +66,9 @@ def dump(config: Any) -> Any:
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {field.name: dump(getattr(config, field.name)) for field in dataclasses.fields(config)}
     if isinstance(config, Mapping):
-        return {str(key): dump(value) for key, value in config.items()}
+        return {str(key): dump(value) for key, value in cast(Mapping[Any, Any], config).items()}
     if isinstance(config, (tuple, list)):
-        return [dump(value) for value in config]
+        return [dump(value) for value in cast(Sequence[Any], config)]
     if isinstance(config, Path):
         return str(config)
     return config
@@ -77,9 +78,10 @@ def set_dotted(data: dict[str, Any], dotted: str, value: Any) -> None:
     """Set `data["a"]["b"] = value` for `dotted == "a.b"`, making the mappings in between."""
     *parents, last = dotted.split(".")
     for parent in parents:
-        data = data.setdefault(parent, {})
-        if not isinstance(data, dict):
+        group: Any = data.setdefault(parent, {})
+        if not isinstance(group, dict):
             raise ConfigError(f"{dotted}: {parent} is a value, not a group of settings")
+        data = cast(dict[str, Any], group)
     data[last] = value
 
 
@@ -88,7 +90,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = merge(merged[key], value) if both else value
+        merged[key] = merge(merged[key], cast(Mapping[str, Any], value)) if both else value
     return merged
 
 
@@ -103,7 +105,7 @@ def parse_scalar(text: str) -> Any:
 def load_yaml(path: Path | str) -> dict[str, Any]:
     """Read a YAML mapping. Raises `ConfigError` with file and line when it is unreadable, malformed or no mapping."""
     try:
-        data = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        data: Any = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except OSError as error:
@@ -116,7 +118,7 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
         raise ConfigError(f"{where}: is not valid YAML ({getattr(error, 'problem', error)})") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a mapping of settings at the top level")
-    return data
+    return cast(dict[str, Any], data)
 
 
 def save_yaml(path: Path | str, config: Any) -> None:
@@ -149,7 +151,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             raise ConfigError(f"{path}: {value!r} is not one of {known}")
         return value
     if origin is tuple:
-        items = value if isinstance(value, (list, tuple)) else [value]
+        items = cast(Sequence[Any], value) if isinstance(value, (list, tuple)) else [value]
         if len(args) == 2 and args[1] is Ellipsis:
             return tuple(_convert(args[0], item, f"{path}[{i}]") for i, item in enumerate(items))
         if len(items) != len(args):
@@ -158,16 +160,18 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if origin is dict:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path}: expected a mapping, got {value!r}")
-        return {str(key): _convert(args[1], item, f"{path}.{key}") for key, item in value.items()}
+        entries = cast(Mapping[Any, Any], value).items()
+        return {str(key): _convert(args[1], item, f"{path}.{key}") for key, item in entries}
     if dataclasses.is_dataclass(hint):
-        return value if isinstance(value, typing.cast(type, hint)) else parse(typing.cast(type, hint), value, path)
+        cls = cast(type[Any], hint)
+        return value if isinstance(value, cls) else parse(cls, value, path)
     return _convert_scalar(hint, value, path)
 
 
 def _convert_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
     if value is None and type(None) in args:
         return None
-    errors = []
+    errors: list[str] = []
     for arg in args:
         if arg is type(None):
             continue

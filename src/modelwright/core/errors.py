@@ -6,7 +6,7 @@ keeps its traceback.
 
 import errno
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,7 +52,7 @@ STOPPING = (Stopped, KeyboardInterrupt, SystemExit)
 
 
 @contextmanager
-def writing(path: Path | str) -> Iterator[None]:
+def writing(path: Path | str) -> Generator[None]:
     """Turn the operating system's refusal to write `path` into one clear `StorageError`."""
     try:
         yield

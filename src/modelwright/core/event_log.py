@@ -14,9 +14,10 @@ MAX_EVENTS = 1000
 class EventLog:
     """Keeps events in memory on every rank and writes them to `path` on the first one.
 
-    A reader sees whole lines only, whenever the process is killed. Events past `max_events` are dropped. A file that an
-    earlier process left is emptied, since the run repeats its events after a checkpoint, which holds those before it;
-    with `keep_existing` it is continued instead: for events that are not in checkpoints.
+    A kill can cut off the last line, which `read_records` leaves out and the next process removes. Events past
+    `max_events` are dropped. A file that an earlier process left is emptied, since the run repeats its events after a
+    checkpoint, which holds those before it; with `keep_existing` it is continued instead: for events that are not in
+    checkpoints.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class EventLog:
         self.max_events = max_events
         self.events: list[dict[str, Any]] = read_records(path)[:max_events] if keep_existing else []
         if is_first and path.exists():
-            self._rewrite()  # drops a last line that a power failure has cut off
+            self._rewrite()  # drops a last line that was cut off
 
     def append(self, **event: Any) -> bool:
         """Add an event, a line; False when the log is full. Numbers that are not finite become text."""
@@ -49,7 +50,7 @@ class EventLog:
             self._rewrite()
 
     def _append(self, line: str) -> None:
-        """One write to the end of the file, which a kill cannot cut in two. Power failures are left to checkpoints."""
+        """One write to the end of the file, which a kill cuts in two only where a page of the file ends."""
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "ab") as file:

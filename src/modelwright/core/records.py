@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import writing
@@ -22,7 +22,7 @@ class Recorder:
     """
 
     def __init__(self, path: Path, *, tensorboard: Path, first_step: int = 0) -> None:
-        from tensorboardX import FileWriter
+        from tensorboardX import FileWriter  # pyright: ignore[reportMissingTypeStubs]
 
         self.path = path
         with writing(path):
@@ -30,7 +30,7 @@ class Recorder:
             kept = [record for record in read_records(path) if record.get("step", -1) < first_step]
             write_atomic(path, "".join(json_line(record) for record in kept))
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the recorder
-            self._mirror = FileWriter(str(tensorboard), flush_secs=20)
+            self._mirror: Any = FileWriter(str(tensorboard), flush_secs=20)
             self._mirror.add_event(_start(), first_step)
 
     def write(self, step: int, **values: float | int | str | bool) -> None:
@@ -48,26 +48,29 @@ class Recorder:
 
 def _start() -> Any:
     """TensorBoard's message after which it forgets what older files hold of this step and later ones."""
-    from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+    from tensorboardX.proto import event_pb2  # pyright: ignore[reportMissingTypeStubs]
 
-    return Event(session_log=SessionLog(status=SessionLog.START))
+    messages: Any = event_pb2
+    return messages.Event(session_log=messages.SessionLog(status=messages.SessionLog.START))
 
 
 def _summary(values: Mapping[str, float | int | str | bool]) -> Any:
     """TensorBoard's message of all numbers."""
-    from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+    from tensorboardX.proto import summary_pb2  # pyright: ignore[reportMissingTypeStubs]
 
+    messages: Any = summary_pb2
     numbers = {
         name: float(one) for name, one in values.items() if isinstance(one, (int, float)) and not isinstance(one, bool)
     }
-    return Summary(value=[Summary.Value(tag=name, simple_value=one) for name, one in numbers.items()])
+    values_of_all = [messages.Summary.Value(tag=name, simple_value=one) for name, one in numbers.items()]
+    return messages.Summary(value=values_of_all)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """All whole records of a metrics file; a last line cut off by a crash is left out. No file: no records."""
     if not path.exists():
         return []
-    records = []
+    records: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             records.append(json.loads(line))
@@ -112,5 +115,5 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {key: _finite(one) for key, one in cast(Mapping[str, Any], value).items()}
+    return [_finite(one) for one in cast(Sequence[Any], value)] if isinstance(value, (list, tuple)) else value

@@ -70,7 +70,7 @@ def hardware() -> dict[str, Any]:
 
 def versions(*packages: str) -> dict[str, str]:
     """Installed versions by package name; packages that are not installed are left out."""
-    found = {}
+    found: dict[str, str] = {}
     for package in packages:
         try:
             found[package] = importlib.metadata.version(package)

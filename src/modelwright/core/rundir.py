@@ -9,11 +9,11 @@
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from modelwright.core.artifacts import make_folder, write_atomic
 from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, writing
@@ -87,19 +87,20 @@ class RunDir:
     def read_info(self) -> dict[str, Any]:
         """The content of `run.json`. Raises `ArtifactError` when there is none or it is damaged."""
         try:
-            info = json.loads(self.info.read_text(encoding="utf-8"))
+            info: Any = json.loads(self.info.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             raise ArtifactError(f"{self.path}: is no run directory (it has no readable run.json)") from None
         kinds = {"invocations": list, "stages": dict}
-        if not isinstance(info, dict) or not all(isinstance(info.get(name), kind) for name, kind in kinds.items()):
+        found = cast(dict[str, Any], info) if isinstance(info, dict) else {}
+        if not all(isinstance(found.get(name), kind) for name, kind in kinds.items()):
             raise ArtifactError(f"{self.info}: is damaged; remove it and run again, which writes a new one")
-        return info
+        return found
 
     def write_info(self, info: Mapping[str, Any]) -> None:
         write_atomic(self.info, json.dumps(info, indent=1, default=str))
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> Generator[None]:
         """Hold the run for this process. Raises `ModelwrightError` when another process is working in it.
 
         The lock is the operating system's: it goes with the process, also on kill -9.

@@ -5,6 +5,8 @@ The term is not carried to the end of the model. Its gradient begins where the l
 training step says at which scale (`train/techniques/auxiliary_losses.py`).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -35,18 +37,19 @@ class AuxiliaryLoss(nn.Module):
         self.total.zero_()
 
     def forward(self, hidden: Tensor, loss: Tensor) -> Tensor:
-        return _AddTerm.apply(hidden, loss, self.scale, self.total)  # pyright: ignore[reportReturnType]
+        function: Any = _AddTerm
+        return function.apply(hidden, loss, self.scale, self.total)
 
 
 class _AddTerm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, loss, scale, total):
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor, scale: Tensor, total: Tensor) -> Tensor:
         ctx.save_for_backward(loss)
         ctx.scale, ctx.total = scale, total
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (loss,) = ctx.saved_tensors
         ctx.total += loss.detach()  # once for each microbatch, however often forward ran
         return gradients[0], ctx.scale.to(loss.dtype).expand_as(loss), None, None

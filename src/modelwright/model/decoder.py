@@ -8,8 +8,9 @@ Legend: B rows, T tokens, D model width, H query heads, K key/value heads, d hea
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -34,11 +35,11 @@ class Linear(nn.Linear):
     """
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
-        super().__init__(num_inputs, num_outputs, bias=False)
+        super().__init__(num_inputs, num_outputs, bias=False)  # pyright: ignore[reportUnknownMemberType]
         self.product: Product = F.linear
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight)
+    def forward(self, input: Tensor) -> Tensor:
+        return self.product(input, self.weight)
 
 
 class RMSNorm(nn.Module):
@@ -171,8 +172,8 @@ class Decoder(nn.Module):
 
     def projections(self) -> dict[str, Linear]:
         """The linear layers of the blocks that are here, by their names."""
-        found = self.blocks.named_modules(prefix="blocks")
-        return {name: module for name, module in found if isinstance(module, Linear)}
+        named = cast(Iterator[tuple[str, nn.Module]], self.blocks.named_modules())
+        return {f"blocks.{name}": module for name, module in named if isinstance(module, Linear)}
 
     def cross_entropy(self, hidden_BTD: Tensor, labels_BT: Tensor, *, chunk_tokens: int) -> Tensor:
         """Sum of the labels' negative log-likelihoods (nats), FP32; logits stand for `chunk_tokens` tokens at most.

@@ -10,11 +10,11 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from modelwright.core.artifacts import fsync_folder, write_atomic
@@ -116,7 +116,7 @@ def config_from_hf(data: Mapping[str, Any], *, source: str = "config.json") -> M
     _refuse_unsupported(data, source)
     try:
         heads, width = int(data["num_attention_heads"]), int(data["hidden_size"])
-        rope = data.get("rope_parameters") or {}
+        rope: Mapping[str, Any] = data.get("rope_parameters") or {}
         return ModelConfig(
             vocab_size=int(data["vocab_size"]),
             num_layers=int(data["num_hidden_layers"]),
@@ -152,11 +152,12 @@ def hf_name(name: str) -> str:
 
 def _refuse_unsupported(data: Mapping[str, Any], source: str) -> None:
     """Raise `ModelError` for the first setting that changes the computation in a way that the decoder lacks."""
-    rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else rope
+    scaling: Any = data.get("rope_scaling") or data.get("rope_parameters") or {}
+    rope = cast(Mapping[str, Any], scaling) if isinstance(scaling, Mapping) else {"rope_type": scaling}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
     partial = data.get("partial_rotary_factor") or (rope.get("partial_rotary_factor") if rope_type == "default" else 1)
     sliding = data.get("use_sliding_window") or set(data.get("layer_types") or ()) - {"full_attention"}
-    unsupported = {
+    unsupported: dict[str, tuple[Any, str]] = {
         "attention_bias": (data.get("attention_bias"), "biases in attention"),
         "mlp_bias": (data.get("mlp_bias"), "biases in the feed-forward layers"),
         "rope_scaling": (rope_type != "default", f"scaled rotary positions ({rope_type})"),
@@ -173,14 +174,14 @@ def _refuse_unsupported(data: Mapping[str, Any], source: str) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path}: no such file; a model folder in the Hugging Face layout has one") from None
     except ValueError as error:
         raise ModelError(f"{path}: is damaged ({error}); copy the folder again") from None
     if not isinstance(data, dict):
         raise ModelError(f"{path}: is no JSON object; copy the folder again")
-    return data
+    return cast(dict[str, Any], data)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -192,7 +193,8 @@ def _weight_files(folder: Path) -> list[Path]:
         hint = "its weights are pickled; save them again with safe_serialization=True" if pickled else "no weights"
         raise ModelError(f"{folder}: has no {WEIGHTS} ({hint})")
     weight_map = _read_json(folder / WEIGHTS_INDEX).get("weight_map")
-    names = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
+    files = cast(dict[str, Any], weight_map) if isinstance(weight_map, dict) else {}
+    names = sorted({str(name) for name in files.values()})
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
             raise ModelError(f"{folder / name}: a shard named in {WEIGHTS_INDEX} is missing; copy the folder again")
@@ -203,7 +205,8 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in _weight_files(folder):
         try:
-            with safe_open(path, framework="pt") as file:
+            opened: Any = safe_open(path, framework="pt")
+            with opened as file:
                 tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: is damaged or cut off ({error}); copy the folder again") from None

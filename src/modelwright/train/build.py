@@ -39,7 +39,7 @@ from modelwright.train.monitors.watchdog import Watchdog
 from modelwright.train.objective import Batch, Objective
 from modelwright.train.parallelize import activation_pass, parallelize, remove_passes
 from modelwright.train.runner import MicrobatchRunner, Runner
-from modelwright.train.runtime import Runtime
+from modelwright.train.runtime import Report, Runtime, ignore_event
 from modelwright.train.signals import StopRequest
 from modelwright.train.state import TrainResult, TrainState
 from modelwright.train.step import TrainStep
@@ -131,7 +131,7 @@ def build_step(
     store: Store | None,
     exit_stack: ExitStack,
     note: Callable[[str], None] = lambda text: None,
-    report: Callable[[int, str, float, float, str], None] = lambda *event: None,
+    report: Report = ignore_event,
     techniques: Sequence[Technique] = (),
     gradient_sync: GradientTransport | None = None,
     abandon_memory: Callable[[], None] = lambda: None,
@@ -149,7 +149,11 @@ def build_step(
     in_place = mesh.is_only_data_parallel
     num_copies = mesh.data.size * mesh.context.size * config.num_microbatches
     num_rows = config.batch_tokens // num_copies
-    count = partial(lambda shape: shape.num_parameters, model.config)
+    shape = model.config
+
+    def count() -> int:
+        return shape.num_parameters
+
     scale_config, uses_fp16 = config.precision.loss_scale, config.precision.uses_fp16
     scale = loss_scale_for(scale_config, uses_fp16=uses_fp16, count=count)
     layer_scales = layer_scales_for(
@@ -384,7 +388,7 @@ def _train_laid_out(
             store=open_store(config.activations, device=world.device, folder=stage.path),
             exit_stack=exit_stack,
             note=note,
-            report=anomalies.report if anomalies else lambda *event: None,
+            report=anomalies.report if anomalies else ignore_event,
             techniques=techniques,
             gradient_sync=gradient_sync,
             abandon_memory=arena.abandon,

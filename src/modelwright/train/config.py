@@ -179,14 +179,14 @@ class TrainConfig:
 
     def features(self) -> list[Feature]:
         """Everything that is switched on, with what it needs of the run and takes away."""
-        found = []
+        found: list[Feature] = []
         if self.compile:
             found.append(feature("compile", breaks=[EAGER_BLOCKS]))
         if self.optimizer != "adamw":
-            whole = {WHOLE_GRADIENTS} if self.optimizer in ("muon", "deepseek_adam") else set()
-            matrices = {WHOLE_MATRICES} if self.optimizer == "muon" else set()
+            whole = [WHOLE_GRADIENTS] if self.optimizer in ("muon", "deepseek_adam") else []
+            matrices = [WHOLE_MATRICES] if self.optimizer == "muon" else []
             breaks = [] if self.optimizer in PLAIN_ADAMW else [ADAMW_STATES]
-            found.append(feature("optimizer", self.optimizer, needs=whole | matrices, breaks=breaks))
+            found.append(feature("optimizer", self.optimizer, needs=[*whole, *matrices], breaks=breaks))
         if self.offload_optimizer:
             needs = [ADAMW_STATES, WHOLE_GRADIENTS]
             found.append(feature("offload_optimizer", needs=needs, breaks=[RESIDENT_STATES]))

@@ -1,6 +1,10 @@
 """Held-out evaluation inside a run: the objective's own losses, over a whole set, shared among the ranks."""
 
+# PyTorch leaves the types of tolist, split and backward open.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from collections.abc import Callable, Sequence
+from typing import overload
 
 import numpy as np
 import torch
@@ -22,7 +26,13 @@ class HeldoutBatches(Sequence[Batch]):
     def __len__(self) -> int:
         return -(-self.rows.num_rows // self.batch_rows)
 
-    def __getitem__(self, index):
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Batch]: ...
+
+    def __getitem__(self, index: int | slice) -> Batch | list[Batch]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not 0 <= index < len(self):

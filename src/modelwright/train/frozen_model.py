@@ -1,5 +1,8 @@
 """`FrozenModel`: a teacher or a reference that gives its outputs beside a training, under a layout of its own."""
 
+# PyTorch leaves the types of tolist, split and backward open.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 import copy
 from collections.abc import Callable
 

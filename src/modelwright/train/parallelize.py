@@ -146,7 +146,7 @@ def activation_pass(
 def compile_each_block(model: Decoder, *, backend: str = "inductor") -> Decoder:
     """`torch.compile` block by block: one graph serves all of them, so starting costs one compilation."""
     for block in model.blocks.values():
-        block.compile(backend=backend)
+        block.compile(backend=backend)  # pyright: ignore[reportUnknownMemberType]
     return model
 
 
@@ -155,4 +155,4 @@ def remove_passes(model: Decoder) -> None:
     remove_checkpoints(model)
     remove_formats(model)
     for block in model.blocks.values():
-        block._compiled_call_impl = None
+        block._compiled_call_impl = None  # pyright: ignore[reportPrivateUsage]

@@ -4,6 +4,9 @@ An `Executor` runs microbatches through the model, whole (`WholeModel`) or as a 
 (`parallel/pipeline/runner.py`); gradients end up in the parameters.
 """
 
+# PyTorch leaves the types of tolist, split and backward open.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -15,6 +15,10 @@ Report = Callable[[int, str, float, float, str], None]
 """Takes step, kind, value, limit and text of an event that a person should look at."""
 
 
+def ignore_event(step: int, kind: str, value: float, limit: float, text: str) -> None:
+    """A `Report` that nobody reads."""
+
+
 @dataclass(kw_only=True)
 class Runtime:
     """What the builder of a technique may use.

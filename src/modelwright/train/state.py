@@ -31,7 +31,7 @@ class TrainResult:
     mfu: float
     bytes_sent: int | None
     peak_flops: float = 0.0
-    summaries: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    summaries: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
 
     def summary_of(self, technique: str) -> Mapping[str, Any]:
         """What a technique reported; empty where it was off."""

@@ -35,7 +35,7 @@ class Update:
     model_flops: float = 0.0
     grad_norm: float = math.nan
     skip_reason: str = ""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def loss(self) -> float:
@@ -85,7 +85,7 @@ class StepInfo:
     compute_s: float = 0.0
     model_flops: float = 0.0
     peak_flops: float = 0.0
-    scalars: Mapping[str, float] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def skipped(self) -> bool:

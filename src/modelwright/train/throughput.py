@@ -1,7 +1,7 @@
 """What a step computes and how long it takes: work counted from the batch, seconds of each part, the step's record."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -47,7 +47,7 @@ class StepTimer:
         self.seconds = {"data_wait_s": 0.0, "compute_s": 0.0, "exchange_s": 0.0}
 
     @contextmanager
-    def measure(self, name: str) -> Iterator[None]:
+    def measure(self, name: str) -> Generator[None]:
         started = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - started

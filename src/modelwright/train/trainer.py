@@ -102,7 +102,7 @@ class Trainer:
                 self.checkpoints.finish()
                 text = f"stopped after step {self.state.step} of {self.num_steps}; run again to go on from there"
                 raise Stopped(text, stopping)
-            requests = []
+            requests: list[Rollback | Relayout] = []
             interrupted = partial(self.interrupted, stop)
             for info in self.one_step.strategy.steps(
                 self.measured_step, self.state.step, self.next_stop(), interrupted

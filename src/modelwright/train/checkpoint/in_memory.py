@@ -89,7 +89,8 @@ class MemoryCopies:
         key = max(complete)
         step = key[0]
         folder = self.folder / step_name(step)
-        mine = next((held for *copy, _, held in offers[self.channel.rank][1] if tuple(copy) == key), [])
+        own: list[tuple[int, str, list[str], list[str]]] = offers[self.channel.rank][1]
+        mine = next((held for step, digest, _, held in own if (step, digest) == key), list[str]())
         for name in [*needed[key], INDEX, STATE]:
             lacks = name not in mine if name in needed[key] else not mine
             if self.channel.any(lacks, what=f"gathering {name}"):
@@ -104,7 +105,7 @@ class MemoryCopies:
 
     def _offer(self, after: int) -> list[tuple[int, str, list[str], list[str]]]:
         """For each copy here: step, digest, the files that make it up, and those that are here and undamaged."""
-        found = []
+        found: list[tuple[int, str, list[str], list[str]]] = []
         for folder in self._steps():
             step = int(folder.name.removeprefix("step-"))
             if step > after:
@@ -140,7 +141,7 @@ def peers(hosts: Sequence[str]) -> list[tuple[int, int]]:
     that each host keeps about as much as it has. Nobody with one host."""
     places = [(hosts[:rank].count(host), hosts.index(host), rank) for rank, host in enumerate(hosts)]
     ring = [rank for *_, rank in sorted(places)]
-    pairs = []
+    pairs: list[tuple[int, int]] = []
     for position, rank in enumerate(ring):
         others = [other for other in ring[position + 1 :] + ring[:position] if hosts[other] != hosts[rank]]
         if others:

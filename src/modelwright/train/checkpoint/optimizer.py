@@ -1,6 +1,6 @@
 """The optimizer's state by parameter name, so that it fits any order or grouping of parameters."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ def load_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], stat
 
 
 @contextmanager
-def reading_state() -> Iterator[None]:
+def reading_state() -> Generator[None]:
     """Turn the errors of a state of another form into one clear error."""
     try:
         yield

@@ -102,7 +102,7 @@ class CheckpointReader:
         `ArtifactError` when the checkpoint has other tensors than the ranks hold together.
         """
         path = self._sources.get(step, self.folder / step_name(step))
-        names = set().union(*self.channel.exchange(list(weights), what=f"loading {path}"))
+        names = set[str]().union(*self.channel.exchange(list(weights), what=f"loading {path}"))
         held = {name: weights[name] for name in gradients}
         return self.channel.attempt(lambda: self._load(path, names, weights, held, note), what=f"loading {path}")
 
@@ -130,7 +130,8 @@ class CheckpointReader:
         for name in reversed(self.channel.exchange([path.name for path in list_checkpoints(self.folder)])[0]):
             path = self.folder / name
             mine = self.channel.attempt(partial(self._damage, path), what=f"checking {path}")
-            damage = next(filter(None, self.channel.exchange(mine, what=f"checking {path}")), "")
+            told: list[str] = self.channel.exchange(mine, what=f"checking {path}")
+            damage = next((text for text in told if text), "")
             step = int(name.removeprefix("step-"))
             if not damage:
                 return step, damages

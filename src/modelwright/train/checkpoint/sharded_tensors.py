@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -74,9 +74,9 @@ class Piece:
         return (name, self.shape, self.box.offset, self.box.shape)
 
 
-def key_from_json(values: Sequence[Any]) -> tuple:
+def key_from_json(values: Sequence[Any]) -> tuple[Any, ...]:
     """A tuple of names and of shapes, such as `Piece.key`, that has come from another rank as lists."""
-    return tuple(tuple(value) if isinstance(value, list) else value for value in values)
+    return tuple(tuple(cast(list[Any], value)) if isinstance(value, list) else value for value in values)
 
 
 def piece_of(tensor: Tensor) -> Piece:
@@ -101,13 +101,13 @@ def laid_out_like(values: Tensor, target: Tensor) -> Tensor:
     )
 
 
-def share_out(keys: Sequence[Sequence[tuple]]) -> list[list[int]]:
+def share_out(keys: Sequence[Sequence[tuple[Any, ...]]]) -> list[list[int]]:
     """Which of its pieces each rank writes: positions in its list. A piece that several ranks hold goes to the one
     with the fewest values so far; every rank computes the same answer.
 
     keys: for each rank, `Piece.key` of each of its pieces.
     """
-    holders: dict[tuple, list[tuple[int, int]]] = {}
+    holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for rank, held in enumerate(keys):
         for position, key in enumerate(held):
             holders.setdefault(key, []).append((rank, position))

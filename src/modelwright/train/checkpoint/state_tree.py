@@ -14,7 +14,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -30,9 +30,10 @@ def split(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         tensors[name] = tree
         return {_TENSOR: name}
     if isinstance(tree, Mapping):
-        return {key: split(value, f"{name}/{key}" if name else key, tensors) for key, value in tree.items()}
+        entries = cast(Mapping[str, Any], tree).items()
+        return {key: split(value, f"{name}/{key}" if name else key, tensors) for key, value in entries}
     if isinstance(tree, (list, tuple)):
-        return [split(value, f"{name}/{i}", tensors) for i, value in enumerate(tree)]
+        return [split(value, f"{name}/{i}", tensors) for i, value in enumerate(cast(Sequence[Any], tree))]
     if isinstance(tree, float) and not math.isfinite(tree):
         return {_FLOAT: str(tree)}
     return tree
@@ -41,13 +42,14 @@ def split(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 def join(tree: Any, find: Callable[[str], Any]) -> Any:
     """The inverse of `split`; `find` gives the tensor of a name."""
     if isinstance(tree, dict):
+        tree = cast(dict[str, Any], tree)
         for mark in (_TENSOR, _PARAMETERS):
             if set(tree) == {mark}:
                 return find(tree[mark])
         if set(tree) == {_FLOAT}:
             return float(tree[_FLOAT])
         return {key: join(value, find) for key, value in tree.items()}
-    return [join(value, find) for value in tree] if isinstance(tree, list) else tree
+    return [join(value, find) for value in cast(list[Any], tree)] if isinstance(tree, list) else tree
 
 
 def merge(trees: Sequence[Any]) -> Any:
@@ -89,9 +91,9 @@ def split_transport(tree: Any, at: Seat, gradients: Mapping[str, Tensor]) -> tup
             pieces[_name(path, at.rank, str(at.layout))] = piece_of(node)
             return {_TENSOR: path}
         if isinstance(node, Mapping):
-            return {key: walk(value, f"{path}/{key}") for key, value in node.items()}
+            return {key: walk(value, f"{path}/{key}") for key, value in cast(Mapping[str, Any], node).items()}
         if isinstance(node, (list, tuple)):
-            return [walk(value, f"{path}/{i}") for i, value in enumerate(node)]
+            return [walk(value, f"{path}/{i}") for i, value in enumerate(cast(Sequence[Any], node))]
         return split(node, path, {})
 
     return {"rank": at.rank, "size": at.size, "layout": at.layout, "tree": walk(tree, "")}, pieces
@@ -146,16 +148,16 @@ def optimizer_state(tree: Mapping[str, Any], reader: ShardReader, weights: Mappi
 
 
 def _follows_parameters(node: Any, held: Mapping[str, Piece]) -> bool:
+    values = cast(Sequence[Any], node) if isinstance(node, (list, tuple)) else ()
     return (
-        isinstance(node, (list, tuple))
-        and 0 < len(node) == len(held)
-        and all(isinstance(value, Tensor) for value in node)
-        and all(value.shape == piece.values.shape for value, piece in zip(node, held.values(), strict=True))
+        0 < len(values) == len(held)
+        and all(isinstance(value, Tensor) for value in values)
+        and all(value.shape == piece.values.shape for value, piece in zip(values, held.values(), strict=True))
     )
 
 
 def _is_leaf(tree: Any) -> bool:
-    return not isinstance(tree, dict) or any(key.startswith("$") for key in tree)
+    return not isinstance(tree, dict) or any(key.startswith("$") for key in cast(dict[str, Any], tree))
 
 
 def _is_shared(path: str) -> bool:
@@ -169,5 +171,5 @@ def _name(path: str, rank: int, suffix: str) -> str:
 def _marks(tree: Any, path: str) -> str:
     """Which mark stands at a path of the tree."""
     for key in path.split("/")[1:]:
-        tree = tree[int(key)] if isinstance(tree, list) else tree[key]
+        tree = cast(list[Any], tree)[int(key)] if isinstance(tree, list) else tree[key]
     return next(iter(tree))

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save as serialize
-from safetensors.torch import save_file
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from modelwright.core.artifacts import (
@@ -125,7 +125,7 @@ class CheckpointWriter:
         self._channel = reader.channel
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        self._keys: list[tuple] = []
+        self._keys: list[tuple[Any, ...]] = []
         self._written: list[int] = []
         self._host: dict[str, Tensor] = {}
 
@@ -288,10 +288,12 @@ class CheckpointWriter:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _combine(job: _Job, described: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[dict, dict]:
+def _combine(
+    job: _Job, described: Sequence[tuple[dict[str, Any], dict[str, Any]]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """`index.json` and `state.json` out of what all ranks tell."""
     trees = [tree for _, tree in described]
-    record = {
+    record: dict[str, Any] = {
         "step": job.step,
         "best_step": job.best.step,
         "state": merge([tree["state"] for tree in trees]),

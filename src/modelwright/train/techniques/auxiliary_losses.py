@@ -1,5 +1,8 @@
 """Terms of the loss that the model's own layers add (`model/auxiliary_loss.py`): their scale, and their metrics."""
 
+# PyTorch leaves the types of tolist, split and backward open.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 import torch
 
 from modelwright.core.compatibility import COMMON_LOSS_SCALE

@@ -6,6 +6,9 @@ batch; what the choice rests on is in the state. Copies of the model have the sa
 units.
 """
 
+# PyTorch leaves the types of tolist, split and backward open.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,8 +58,8 @@ class SparseUpdates:
     formats: ModelFormats
     send_rows: Callable[[Sequence[Tensor | None]], None] | None = None
     executed: Executed = field(default_factory=Executed)
-    selectors: dict[str, Selector] = field(default_factory=dict)
-    chosen: dict[str, Tensor | None] = field(default_factory=dict)
+    selectors: dict[str, Selector] = field(default_factory=dict[str, Selector])
+    chosen: dict[str, Tensor | None] = field(default_factory=dict[str, "Tensor | None"])
     first: int = 0
     share: float = 1.0
     row_choice: RowChoice = field(init=False)
