@@ -104,8 +104,8 @@ def check_tier(config: ActivationConfig, *, on_cpu: bool) -> None:
     """Raises `ConfigError` for the host's memory when the model lies there already."""
     if config.offload == "host" and on_cpu:
         raise ConfigError(
-            "offload: host moves what is kept to the host's memory, and on the CPU it lies there already; switch it "
-            "off, take disk, or save memory with mode unit, selective or budget"
+            "activations.offload: host moves activations to the host's memory, where those of the CPU lie already; "
+            "switch it off, take disk, or save memory with mode unit, selective or budget"
         )
 
 

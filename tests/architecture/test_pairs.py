@@ -1,0 +1,299 @@
+"""Every pair of switches of a training run either trains two steps or is refused with one clear error.
+
+The switches are checked against the configuration: a new setting that can be switched on must be listed here.
+"""
+
+import dataclasses
+import itertools
+import math
+import sys
+import typing
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+import tiny_run
+
+from distributed import run_distributed
+from modelwright.core.config import parse
+from modelwright.core.errors import ConfigError
+from modelwright.data.batch import TokenBatch
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import World, single
+from modelwright.train import parallelize, trainer
+from modelwright.train.config import TrainConfig
+
+SHAPE = ModelConfig(
+    vocab_size=16, num_layers=2, model_dim=16, num_heads=2, num_kv_heads=2, ffn_dim=32, head_dim=8, max_seq_len=16
+)
+BASE = {
+    "num_steps": 2,
+    "batch_tokens": 8 * 16,
+    "precision": {"policy": "fp32", "onednn": False},
+    "eval_every_steps": 0,
+    "checkpoint_every_steps": 0,
+    "checkpoint_every_minutes": 0.0,
+    "keep_best": False,
+}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "INT8 gradients": {"transport": {"kind": "int8"}},
+    "PowerSGD": {"transport": {"kind": "powersgd", "powersgd_rank": 2}},
+    "three-level compression": {"transport": {"kind": "three_level"}},
+    "planned collectives": {"transport": {"kind": "planned", "collectives": {"algorithm": "ring", "measure_s": 0.01}}},
+    "local steps": {"transport": {"local_steps": {"every": 2}}},
+    "delayed": {"asynchronous": {"mode": "delayed"}},
+    "Hogwild": {"asynchronous": {"mode": "hogwild"}},
+    "optimizer in backward": {"update_in_backward": "unclipped", "clip_norm": 0.0},
+}
+SWITCHES: dict[str, dict[str, Any]] = {
+    **STRATEGIES,
+    "BF16 gradients": {"transport": {"kind": "bf16"}},
+    "clipped by the last norm": {"update_in_backward": "clip_by_last_norm"},
+    "delay compensation": {"asynchronous": {"mode": "delayed", "compensation": 0.5}},
+    "own updates kept": {"transport": {"local_steps": {"every": 2, "keep_own": True}}},
+    "shared second moments": {"transport": {"local_steps": {"every": 2, "moment_every": 2}}},
+    "no overlap": {"transport": {"overlap": False}},
+    "offloaded optimizer": {"offload_optimizer": True},
+    "AdamW, INT8 states": {"optimizer": "adamw_int8"},
+    "AdamW, BF16 states": {"optimizer": "adamw_bf16"},
+    "Lion": {"optimizer": "lion"},
+    "Muon": {"optimizer": "muon"},
+    "DeepSeekAdam": {"optimizer": "deepseek_adam"},
+    "no clipping": {"clip_norm": 0.0},
+    "adaptive clipping": {"adaptive_clip": {"kind": "percentile"}},
+    "dynamic decay": {"dynamic_decay": {"above_norm": 5.0}},
+    "learning-rate rule": {"rate_rule": {"kind": "sqrt"}},
+    "loss spikes": {"spikes": {"num_sigmas": 6.0}},
+    "rollback": {"spikes": {"num_sigmas": 6.0, "rollback_after": 2, "lower_steps": 2}, "checkpoint_every_steps": 2},
+    "frozen prefix": {"sparse": {"kind": "prefix", "keep": 0.5}},
+    "sparse columns": {"sparse": {"kind": "columns", "keep": 0.5}},
+    "batch selection": {"sparse": {"batch": {"signal": "loss", "keep": 0.5, "probe_len": 8}}},
+    "selection by start loss": {
+        "sparse": {"batch": {"signal": "random", "keep": 0.5, "probe_len": 8, "max_start_loss": 2.0}}
+    },
+    "BF16": {"precision": {"policy": "bf16_mixed"}},
+    "FP16": {"precision": {"policy": "fp16_mixed"}},
+    "pure FP16": {"precision": {"policy": "pure_fp16"}},
+    "loss scales per layer": {"precision": {"policy": "fp16_mixed", "loss_scale": {"per_layer": True}}},
+    "FP8": {"precision": {"policy": "fp8"}},
+    "FP8, delayed scaling": {"precision": {"policy": "fp8", "fp8": {"scaling": "delayed", "cache": True}}},
+    "INT8": {"precision": {"policy": "int8"}},
+    "formats by schedule": {"precision": {"adaptive": {"kind": "schedule", "schedule": [[0, 0.5]]}}},
+    "formats by rules": {"precision": {"adaptive": {"kind": "rules", "every": 2}}},
+    "TF32": {"precision": {"tf32": True}},
+    "oneDNN": {"precision": {"onednn": True}},
+    "compiled": {"compile": True},
+    "recomputed": {"activations": {"mode": "unit", "unit_layers": 1}},
+    "selective recomputation": {"activations": {"mode": "selective", "keep": ["attend"]}},
+    "activation budget": {"activations": {"mode": "budget", "budget_bytes": 10**9}},
+    "offloaded activations": {"activations": {"offload": "disk"}},
+    "balanced tokens": {"balance": {"tokens": True}, "num_microbatches": 2},
+    "balanced stages": {"balance": {"stages": True}},
+    "microbatches": {"num_microbatches": 2},
+    "stop when memory is full": {"guards": {"out_of_memory": "stop"}},
+    "checkpoints in memory": {"guards": {"memory_every_steps": 2}},
+    "step arena": {"memory_arena": True},
+    "evaluation": {"eval_every_steps": 2, "keep_best": True},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "copies": {"share_memory": False},
+    "shared memory": {"share_memory": True},
+    "pipeline": {"pipeline": 2},
+    "context": {"context": 2},
+    "ring attention": {"context": 2, "context_attention": "ring"},
+    "tensor": {"tensor": 2},
+    "tensor, whole sequences": {"tensor": 2, "sequence_parallel": False},
+    "ZeRO-1": {"shard": "optimizer"},
+    "ZeRO-2": {"shard": "gradients"},
+    "ZeRO-3": {"shard": "full"},
+}
+WITHIN_A_SWITCH = {
+    "num_tokens": "another unit for the length",
+    "num_epochs": "another unit for the length",
+    "schedule": "the shape of the learning rate, a function of the step",
+    "adaptive_clip": "figures of adaptive clipping",
+    "precision.layers": "another format for a part, of those that policies give",
+    "precision.results": "another format for the residual stream",
+    "precision.evaluation": "formats of the evaluation",
+    "precision.fp8": "figures of FP8",
+    "precision.int8": "figures of INT8",
+    "precision.adaptive.narrow": "a format that a policy can give, too",
+    "precision.loss_scale": "figures of the loss scale, which FP16 switches on",
+    "activations.offload_folder": "where activations are offloaded to",
+    "activations.flops_per_byte": "a figure of the machine",
+    "transport.three_level": "figures of three-level compression",
+    "transport.collectives": "figures of planned collectives",
+    "transport.local_steps.momentum": "a figure of local steps",
+    "spikes.lower_steps": "a figure of rollback",
+    "sparse.course": "how the share of the units changes",
+    "sparse.signal": "how units are chosen",
+    "sparse.feedback": "how units are chosen",
+    "sparse.batch.dense_share": "when rows begin to be chosen",
+    "checkpoint_every_minutes": "another unit for the checkpoints",
+}
+"""Settings, or groups of them, that a switch of the list brings with it, and why they need no switch of their own."""
+
+
+def leaves(cls: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Dotted name, type and default of every setting."""
+    hints = typing.get_type_hints(cls)
+    for entry in dataclasses.fields(cls):
+        hint = hints[entry.name]
+        if dataclasses.is_dataclass(hint):
+            yield from leaves(hint, f"{path}{entry.name}.")
+        else:
+            yield f"{path}{entry.name}", hint, getattr(cls(num_steps=1) if cls is TrainConfig else cls(), entry.name)
+
+
+def dotted(settings: dict[str, Any], path: str = "") -> Iterator[str]:
+    for key, value in settings.items():
+        yield from dotted(value, f"{path}{key}.") if isinstance(value, dict) else [f"{path}{key}"]
+
+
+def test_every_setting_that_can_be_switched_on_is_listed() -> None:
+    listed = {name for settings in SWITCHES.values() for name in dotted(settings)} | set(dotted(BASE))
+    for name, hint, default in leaves(TrainConfig):
+        is_choice = hint is bool or typing.get_origin(hint) is typing.Literal
+        can_be_switched_on = is_choice or (isinstance(default, (int, float)) and default == 0)
+        groups = [".".join(name.split(".")[:length]) for length in range(1, name.count(".") + 2)]
+        explained = any(group in WITHIN_A_SWITCH for group in groups)
+        assert not can_be_switched_on or name in listed or explained, f"{name}: add a switch for it to SWITCHES"
+    names = [name for name, _, _ in leaves(TrainConfig)]
+    for group in WITHIN_A_SWITCH:
+        assert any(name == group or name.startswith(f"{group}.") for name in names), f"{group} is gone"
+
+
+def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Settings of both; where they set one key, the second one's."""
+    both = dict(one)
+    for key, value in other.items():
+        both[key] = merged(both[key], value) if isinstance(value, dict) and isinstance(both.get(key), dict) else value
+    return both
+
+
+def batch(number: int = 0) -> TokenBatch:
+    """Eight rows of two documents; the odd ones end in padding."""
+    ids_BT = (torch.arange(16) * 3 + torch.arange(8)[:, None] + number) % 16
+    segments_BT = (torch.arange(16) >= 6).int().repeat(8, 1)
+    segments_BT[1::2, 12:] = -1
+    labels_BT = torch.cat([ids_BT[:, 1:], ids_BT[:, :1]], dim=1)
+    labels_BT[:, 5] = labels_BT[:, 15] = -100
+    labels_BT[1::2, 11:] = -100
+    positions_BT = torch.cat([torch.arange(6), torch.arange(10)]).repeat(8, 1)
+    return TokenBatch(input_ids_BT=ids_BT, labels_BT=labels_BT, positions_BT=positions_BT, segments_BT=segments_BT)
+
+
+class Rows:
+    num_batches_per_epoch = 5
+
+    def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
+        return batch(index).split(world_size)[rank]
+
+
+def outcome(settings: dict[str, Any], parallel: dict[str, Any], folder: Path, world: World) -> str:
+    """Train two steps: "" when that went well, or the text of the one error that refuses it."""
+    model = Decoder(SHAPE)
+    model.init_weights(0)
+    try:
+        config = parse(TrainConfig, merged(BASE, settings))
+        result = tiny_run.run(
+            folder,
+            config,
+            model=model,
+            objective=Pretrain(Rows()),
+            world=world,
+            parallel=parse(ParallelConfig, parallel),
+            heldout=[batch(9)] if config.eval_every_steps else [],
+        )
+    except ConfigError as error:
+        return str(error)
+    assert result.num_steps == 2
+    assert math.isfinite(result.loss)
+    return ""
+
+
+def outcomes(pairs: list[tuple[str, str]], layout: str, folder: Path, world: World) -> dict[str, str]:
+    """What became of each pair, by name."""
+    torch.set_num_threads(1)
+    eager = partial(parallelize.compile_each_block, backend="eager")
+    ended, failed = {}, {}
+    with (
+        mock.patch.object(parallelize, "compile_each_block", eager),
+        mock.patch.object(trainer, "give_back_memory"),  # a garbage collection, which takes longer than the run
+        warnings.catch_warnings(),
+    ):
+        # torch.compile reads .grad of tensors that have none.
+        warnings.filterwarnings("ignore", module="torch")
+        for number, (one, other) in enumerate(pairs):
+            settings = merged(SWITCHES[one], SWITCHES[other])
+            name = " + ".join(dict.fromkeys([one, other, *([layout] if layout else [])]))
+            try:
+                ended[name] = outcome(settings, LAYOUTS.get(layout, {}), folder / f"{layout}-{number}", world)
+            except Exception as error:
+                if world.size > 1:
+                    raise AssertionError(f"{name}: neither trains nor is refused: {error!r}") from error
+                failed[name] = repr(error)
+    assert not failed, "neither train nor are refused:\n" + "\n".join(f"{k}: {v}" for k, v in failed.items())
+    return ended
+
+
+def assert_clear(text: str) -> None:
+    """A refusal names the setting first, says why, and what to do, on one line."""
+    key, _, why = text.partition(": ")
+    assert why, text
+    assert "\n" not in text
+    root = key.split(".")[0]
+    assert root == "parallel" or root in {entry.name for entry in dataclasses.fields(TrainConfig)}, text
+
+
+@pytest.mark.parametrize("one", [name for name in SWITCHES if name not in STRATEGIES])
+def test_a_pair_of_switches_trains_or_is_refused(one: str, tmp_path: Path) -> None:
+    names = [name for name in SWITCHES if name not in STRATEGIES]
+    pairs = [(one, other) for other in names[names.index(one) :]]
+    for text in outcomes(pairs, "", tmp_path, single()).values():
+        if text:
+            assert_clear(text)
+
+
+def on_two_ranks(world: World, pairs: list[tuple[str, str]], layout: str, folder: Path) -> dict[str, str]:
+    return outcomes(pairs, layout, folder, world)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_switch_and_a_layout_train_or_are_refused(layout: str, tmp_path: Path) -> None:
+    covered = STRATEGIES if layout in ("copies", "shared memory") else {}
+    pairs = [(one, one) for one in SWITCHES if one not in covered]
+    first, second = run_distributed(on_two_ranks, 2, pairs, layout, tmp_path)
+    assert first == second
+    for text in first.values():
+        if text:
+            assert_clear(text)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_and_a_switch_train_or_are_refused(strategy: str, tmp_path: Path) -> None:
+    """On two processes, since a strategy does little on one."""
+    names = list(SWITCHES)
+    pairs = [(strategy, other) for other in names[names.index(strategy) + 1 :]]
+    first, second = run_distributed(on_two_ranks, 2, pairs, "shared memory", tmp_path)
+    assert first == second
+    for text in first.values():
+        if text:
+            assert_clear(text)
+
+
+def test_most_pairs_train(tmp_path: Path) -> None:
+    """A rule that refused everything would pass the other tests."""
+    names = ["BF16", "recomputed", "microbatches", "AdamW, INT8 states", "loss spikes", "balanced tokens", "evaluation"]
+    ended = outcomes(list(itertools.combinations(names, 2)), "", tmp_path, single())
+    assert not any(ended.values()), ended
