@@ -1,5 +1,6 @@
 """The watch list: what it reports, what it leaves alone, what a checkpoint keeps of it."""
 
+import copy
 import math
 import random
 
@@ -57,8 +58,7 @@ def test_resume_cuts_what_came_after_the_checkpoint(tmp_path):
     watch = AnomalyLog(tmp_path / "watch.jsonl", WatchConfig())
     calm(watch, 1, 60)
     watch.observe(info(60, loss=6.0))
-    state = {key: dict(value) if isinstance(value, dict) else list(value) for key, value in watch.state_dict().items()}
-    state["recent"] = {kind: list(values) for kind, values in state["recent"].items()}
+    state = copy.deepcopy(watch.state_dict())
     watch.observe(info(61, loss=7.0))
     resumed = AnomalyLog(tmp_path / "watch.jsonl", WatchConfig())
     resumed.load_state_dict(state)

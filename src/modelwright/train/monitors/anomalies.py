@@ -2,7 +2,6 @@
 
 import json
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,9 @@ from typing import Any
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError, writing
+from modelwright.core.outliers import RecentValues
 from modelwright.train.technique import EMPTY_BATCH, LOSS_SPIKE, NOT_FINITE, StepInfo, Technique
 
-MAD_TO_SIGMA = 1.4826
-"""Median absolute deviation of a normal distribution to its standard deviation."""
 MAX_EVENTS = 1000
 SKIPPED = {
     NOT_FINITE: ("nonfinite_step", "values not finite"),
@@ -25,19 +23,18 @@ SKIPPED = {
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """When a step is worth a line.
-
-    window: finite steps that the median and its deviation are taken over, nothing is judged before a third of them;
-    num_sigmas: robust standard deviations above the median that make a loss spike or a gradient-norm outlier, and
-    min_rise: the least relative rise over the median; stall_fraction and stall_s: the share of the step and the
-    seconds spent waiting for data that make a stall.
-    """
+    """When a step is worth a line."""
 
     window: int = 60
+    """Steps whose losses and gradient norms are compared with the next; none is judged before a third of them."""
     num_sigmas: float = 6.0
+    """Robust standard deviations above the median from which a value is an outlier."""
     min_rise: float = 0.1
+    """Least relative rise over the median of an outlier."""
     stall_fraction: float = 0.5
+    """A data stall takes more than this share of the step"""
     stall_s: float = 0.5
+    """and more than this many seconds."""
 
     def __post_init__(self) -> None:
         if self.window < 6:
@@ -56,7 +53,7 @@ class AnomalyLog:
         self.note = note
         self.events: list[dict[str, Any]] = []
         self.num_events: dict[str, int] = {}
-        self._recent: dict[str, list[float]] = {"loss_spike": [], "gradient_outlier": []}
+        self._recent = {kind: RecentValues(config.window) for kind in ("loss_spike", "gradient_outlier")}
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, "")
@@ -80,25 +77,28 @@ class AnomalyLog:
             self.report(info.step, "data_stall", info.data_wait_s, limit, text)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"events": list(self.events), "num_events": dict(self.num_events), "recent": self._recent}
+        return {
+            "events": list(self.events),
+            "num_events": dict(self.num_events),
+            "recent": {kind: recent.state_dict() for kind, recent in self._recent.items()},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the state and write the watch list as it was at that checkpoint."""
         self.events = list(state["events"])
         self.num_events = dict(state["num_events"])
-        self._recent = {kind: list(values) for kind, values in state["recent"].items()}
+        for kind, recent in self._recent.items():
+            recent.load_state_dict(state["recent"][kind])
         write_atomic(self.path, "".join(_line(event) for event in self.events))
 
     def _judge(self, step: int, kind: str, value: float, name: str) -> None:
+        """Report an outlier among the steps before; it counts as a step for those after it."""
         recent = self._recent[kind]
-        if len(recent) >= self.config.window // 3:
-            middle = statistics.median(recent)
-            spread = MAD_TO_SIGMA * statistics.median(abs(x - middle) for x in recent)
-            limit = max(middle + self.config.num_sigmas * spread, middle * (1 + self.config.min_rise))
+        if level := recent.level:
+            limit = max(level.upper_limit(self.config.num_sigmas, 0.0), level.median * (1 + self.config.min_rise))
             if value > limit:
-                self.report(step, kind, value, limit, f"{name} {value:.4g} against a median of {middle:.4g}")
-        recent.append(value)
-        del recent[: -self.config.window]
+                self.report(step, kind, value, limit, f"{name} {value:.4g} against a median of {level.median:.4g}")
+        recent.add(step, value)
 
     def report(self, step: int, kind: str, value: float, limit: float, text: str) -> None:
         """Add an event, from here or from another monitor."""
