@@ -1,18 +1,16 @@
 """Anomalies: steps that a person should look at."""
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ConfigError, writing
+from modelwright.core.errors import ConfigError
+from modelwright.core.event_log import EventLog
 from modelwright.core.outliers import RecentValues
 from modelwright.train.technique import EMPTY_BATCH, LOSS_SPIKE, NOT_FINITE, StepInfo, Technique
 
-MAX_EVENTS = 1000
 SKIPPED = {
     NOT_FINITE: ("nonfinite_step", "values not finite"),
     EMPTY_BATCH: ("empty_step", "the whole batch has nothing to learn from"),
@@ -32,9 +30,8 @@ class WatchConfig:
     min_rise: float = 0.1
     """Least relative rise over the median of an outlier."""
     stall_fraction: float = 0.5
-    """A data stall takes more than this share of the step"""
+    """Share of the step spent waiting for data above which it is a stall, if it also took longer than `stall_s`."""
     stall_s: float = 0.5
-    """and more than this many seconds."""
 
     def __post_init__(self) -> None:
         if self.window < 6:
@@ -44,19 +41,21 @@ class WatchConfig:
 class AnomalyLog:
     """Finds loss spikes, gradient-norm outliers, skipped steps, data stalls and full memory in finished steps.
 
-    Every event is one JSON line in `path` and one call of `note`. Events: step, kind, value, limit, text.
+    For the first rank. Every event is one JSON line in `path` and one call of `note`. Events: step, kind, value, limit,
+    text.
     """
 
     def __init__(self, path: Path, config: WatchConfig, *, note: Callable[[str], None] = lambda text: None) -> None:
         self.path = path
         self.config = config
         self.note = note
-        self.events: list[dict[str, Any]] = []
         self.num_events: dict[str, int] = {}
+        self._log = EventLog(path)
         self._recent = {kind: RecentValues(config.window) for kind in ("loss_spike", "gradient_outlier")}
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, "")
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return self._log.events
 
     def observe(self, info: StepInfo) -> None:
         if "out_of_memory" in info.scalars:
@@ -78,18 +77,16 @@ class AnomalyLog:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "events": list(self.events),
+            **self._log.state_dict(),
             "num_events": dict(self.num_events),
             "recent": {kind: recent.state_dict() for kind, recent in self._recent.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state and write the watch list as it was at that checkpoint."""
-        self.events = list(state["events"])
+        self._log.load_state_dict(state)
         self.num_events = dict(state["num_events"])
         for kind, recent in self._recent.items():
             recent.load_state_dict(state["recent"][kind])
-        write_atomic(self.path, "".join(_line(event) for event in self.events))
 
     def _judge(self, step: int, kind: str, value: float, name: str) -> None:
         """Report an outlier among the steps before; it counts as a step for those after it."""
@@ -103,13 +100,8 @@ class AnomalyLog:
     def report(self, step: int, kind: str, value: float, limit: float, text: str) -> None:
         """Add an event, from here or from another monitor."""
         self.num_events[kind] = self.num_events.get(kind, 0) + 1
-        if len(self.events) >= MAX_EVENTS:
-            return
-        event = {"step": step, "kind": kind, "value": _plain(value), "limit": _plain(limit), "text": text}
-        self.events.append(event)
-        with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
-            file.write(_line(event))
-        self.note(f"watch: step {step}: {text}")
+        if self._log.append(step=step, kind=kind, value=value, limit=limit, text=text):
+            self.note(f"watch: step {step}: {text}")
 
 
 def anomaly_monitor(log: AnomalyLog) -> Technique:
@@ -119,18 +111,3 @@ def anomaly_monitor(log: AnomalyLog) -> Technique:
         state=log,
         summary=lambda: {"num_events": dict(log.num_events)},
     )
-
-
-def read_watch(path: Path) -> list[dict[str, Any]]:
-    """All events of a watch list, oldest first; a missing file has none."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-
-
-def _line(event: dict[str, Any]) -> str:
-    return json.dumps(event) + "\n"
-
-
-def _plain(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)

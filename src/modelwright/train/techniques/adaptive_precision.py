@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import writing
+from modelwright.core.event_log import EventLog
 from modelwright.core.resources import hardware, peak_resident_bytes
 from modelwright.model.config import ModelConfig
 from modelwright.ops.formats import Format
@@ -54,6 +54,8 @@ TRIAL_TOKENS = 512
 """Tokens per rank, in whole rows, of a trial forward pass. A few suffice: trials compare losses on the same tokens."""
 MACHINE, CHANGES = "formats.json", "formats.jsonl"
 """Files of a stage: what was measured of formats, and how they changed."""
+MAX_CHANGES = 10_000
+"""Changes that are recorded: enough for all parts of a model with 80 layers to change 60 times."""
 
 
 @dataclass(kw_only=True)
@@ -78,7 +80,7 @@ class AdaptivePrecision:
     scale: Callable[[], float]
     """The loss scale."""
     path: Path
-    """Each change is a line there, on the first rank."""
+    """Each change is a line there."""
 
     parts: list[str] = field(init=False)
     """Of the whole model, the same on all ranks."""
@@ -86,6 +88,7 @@ class AdaptivePrecision:
     trials: SensitivityTrials = field(init=False)
     switcher: Switcher = field(init=False)
     period: Period = field(init=False)
+    log: EventLog = field(init=False)
     levels: list[Level] = field(default_factory=list)
     """Of the losses of the last periods since a jump."""
     memory_pressure: float = field(init=False)
@@ -93,7 +96,6 @@ class AdaptivePrecision:
     """Whether a decision waits for a step that is not skipped, since the last step of its period was."""
     last_rate: float = 0.0
     """The learning rate of the step before."""
-    step: int = 0
 
     def __post_init__(
         self, names: Mapping[Tensor, str], num_holders: Sequence[int], trial: Callable[[], float]
@@ -113,6 +115,7 @@ class AdaptivePrecision:
         self.memory_pressure = self.machine.memory_pressure
         self._offer()
         self.period = Period(self._observer())
+        self.log = EventLog(self.path, is_first=self.world.is_first, max_events=MAX_CHANGES)
 
     @property
     def looks(self) -> bool:
@@ -132,8 +135,6 @@ class AdaptivePrecision:
     def begin_step(self, step: int) -> None:
         """Before the forward pass of update `step` (from 0): start to observe in the last steps of a period."""
         self.last_rate = self.optimizer.param_groups[0]["lr"]
-        if step == 0:
-            self._forget_after(0)
         if self.looks and self._is_measured(step):
             self.formats.watch(self.period.observer.watched)
 
@@ -149,9 +150,9 @@ class AdaptivePrecision:
         elif self.config.looks and (step + 1) % self.config.every == 0:
             self._see_memory()
             self._offer()
-        self.step = step + 1
         self._apply()
-        self._record(self.switcher.take_changes())
+        for change in self.switcher.take_changes():
+            self.log.append(**change)
         narrow = sum(chosen != "fp32" for chosen in self.switcher.formats.values())
         update.metrics["narrow_share"] = narrow / max(1, len(self.parts))
 
@@ -264,29 +265,17 @@ class AdaptivePrecision:
         if formats != held:
             self.formats.change(formats)
 
-    def _record(self, changes: Sequence[Mapping[str, Any]]) -> None:
-        if changes and self.world.is_first:
-            with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(change) + "\n" for change in changes)
-
-    def _forget_after(self, step: int) -> None:
-        """Leave out changes that a run which was cut off made after its last checkpoint: they come again."""
-        if not self.world.is_first or not self.path.exists():
-            return
-        kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-        write_atomic(self.path, "".join(f"{line}\n" for line in kept))
-
     def state_dict(self) -> dict[str, Any]:
         observed = [[*key, *value] for key, value in self.period.observer.errors.items()]
         return {
             "switcher": self.switcher.state_dict(),
             **self.period.state_dict(),
             **self.trials.state_dict(),
+            **self.log.state_dict(),
             "observed": {str(self.world.rank): observed},
             "levels": [list(vars(level).values()) for level in self.levels],
             "is_due": self.is_due,
             "memory_pressure": self.memory_pressure,
-            "step": self.step,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -296,8 +285,8 @@ class AdaptivePrecision:
         self.period = Period.from_state_dict(state, self._observer(_own_errors(state["observed"], self.world)))
         self.trials.load_state_dict(state)
         self.levels = [Level(*level) for level in state["levels"]]
-        self.is_due, self.step = bool(state["is_due"]), int(state["step"])
-        self._forget_after(self.step)
+        self.is_due = bool(state["is_due"])
+        self.log.load_state_dict(state)
         self._apply()
 
 
@@ -396,14 +385,6 @@ def momentum_of(state: Mapping[str, Any], group: Mapping[str, Any], num_updates:
     mean, square = average / (1 - betas[0] ** num_updates), local(state["exp_avg_sq"]) / (1 - betas[1] ** num_updates)
     move = float((mean / (square.sqrt() + group["eps"])).square().sum())
     return Momentum(average, kept_noise(betas[0], num_updates), move * group["lr"] ** 2)
-
-
-def _step_of(line: str) -> float:
-    """Of a change; a line that was cut off comes after all others."""
-    try:
-        return json.loads(line)["step"]
-    except ValueError:
-        return math.inf
 
 
 def shapes_of(model: ModelConfig, tensor: int) -> dict[Kind, list[Shape]]:
