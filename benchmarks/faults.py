@@ -49,7 +49,6 @@ from modelwright.parallel.elastic import (
 from modelwright.parallel.mesh import World, single
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
-from modelwright.train.monitors.recovery_time import read_recoveries
 from modelwright_claims import netns
 from modelwright_claims.results import circumstances
 
@@ -264,7 +263,7 @@ def compare(folder: Path, num_steps: int, faults: list[dict[str, Any]]) -> dict[
     }
     plan = {step: [[row, _digest(_tokens(step, row))] for row in range(ROWS)] for step in range(num_steps)}
     seen = trained_rows(folder)
-    recoveries = read_recoveries(folder / "recoveries.jsonl")
+    recoveries = read_records(folder / "recoveries.jsonl")
     final = json.loads((folder / "result.json").read_text())["heldout_loss"]
     gaps = [abs(a - b) for (_, a), (_, b) in zip(losses["disturbed"], losses["alone"], strict=True)]
     return {

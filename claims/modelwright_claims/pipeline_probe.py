@@ -19,8 +19,9 @@ from modelwright.data.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world, lay_out
-from modelwright.parallel.pipeline.partition import agree, measure_layer_times, split_layers
+from modelwright.parallel.pipeline.partition import split_layers
 from modelwright.parallel.pipeline.runner import Pipeline
+from modelwright_claims.layer_times import agree, measure_layer_times
 from modelwright_claims.memory_probe import RandomRows
 from modelwright_claims.workbench import Size
 

@@ -2,8 +2,8 @@
 
 Measured: how long each rank computes (spans around every stage's forward, loss and backward passes) over the length of
 the step, for every schedule and number of microbatches, beside two bounds: the schedule's own with equal stages
-(`equal_durations`), and what its order allows with the stage times that were measured (`replay`). What is missing to
-the second is communication and waiting that the schedule does not ask for.
+(`equal_durations`), and what its order allows with the stage times that were measured (`measured_durations`). What is
+missing to the second is communication and waiting that the schedule does not ask for.
 """
 
 import json
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.parallel.pipeline.trace import Span
-from modelwright.parallel.replay import equal_durations, measured_durations, replay
 from modelwright_claims.claim import Claim, Figure, Result, Setting
 from modelwright_claims.launch import run_ranks
 from modelwright_claims.pipeline_probe import ProbeSize
+from modelwright_claims.pipeline_replay import busy_share, equal_durations, measured_durations
 from modelwright_claims.workbench import Size
 
 SCHEDULES = {
@@ -94,8 +94,8 @@ def step_shares(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     busy_s = [sum(span.busy_s for span in rank) for rank in spans]
     return {
         "measured": statistics.fmean(busy_s) / step_s,
-        "allowed": replay(spans, measured_durations(spans)).share,
-        "equal": replay(spans, equal_durations(spans)).share,
+        "allowed": busy_share(spans, measured_durations(spans)),
+        "equal": busy_share(spans, equal_durations(spans)),
         "step_s": step_s,
     }
 

@@ -3,11 +3,12 @@
 import pytest
 
 from modelwright.core.progress import SilentProgress
+from modelwright.parallel.pipeline.bubble import makespan
 from modelwright.parallel.pipeline.trace import Span
-from modelwright.parallel.replay import equal_durations, measured_durations, replay
 from modelwright_claims import pipeline_utilisation as claim
 from modelwright_claims.claim import Setting
 from modelwright_claims.pipeline_probe import ProbeSize
+from modelwright_claims.pipeline_replay import busy_share, equal_durations, measured_durations, order_taken
 from modelwright_claims.workbench import Size
 
 
@@ -24,24 +25,22 @@ def gpipe(num_stages: int, number: int) -> list[list[Span]]:
 @pytest.mark.parametrize(("num_stages", "number"), [(2, 1), (2, 4), (4, 1), (4, 16), (3, 5)])
 def test_gpipe_is_busy_as_its_paper_says(num_stages, number):
     spans = gpipe(num_stages, number)
-    assert replay(spans, equal_durations(spans)).share == pytest.approx(number / (number + num_stages - 1))
+    assert busy_share(spans, equal_durations(spans)) == pytest.approx(number / (number + num_stages - 1))
 
 
 def test_weight_passes_fill_the_bubble():
     last = [span(1, kind) for kind in ("forward", "loss", "backward_input", "backward_weight")]
     spans = [[span(0, "forward"), span(0, "backward_input"), span(0, "backward_weight")], last]
-    outcome = replay(spans, equal_durations(spans))
-    assert outcome.makespan == 5
-    assert outcome.busy == (3, 3)
+    assert makespan(order_taken(spans), equal_durations(spans)) == 5
+    assert busy_share(spans, equal_durations(spans)) == 3 / 5
 
 
 def test_slow_stage_bounds_the_others():
     spans = gpipe(2, 2)
     durations = measured_durations(spans)
     durations[1] = [3 * seconds for seconds in durations[1]]
-    outcome = replay(spans, durations)
-    assert outcome.busy == (4.0, 18.0)
-    assert outcome.makespan == 1 + 6 + 6 + 6 + 1
+    assert makespan(order_taken(spans), durations) == 1 + 6 + 6 + 6 + 1
+    assert busy_share(spans, durations) == (4.0 + 18.0) / 2 / 20.0
 
 
 def test_share_is_busy_time_over_the_whole_step():

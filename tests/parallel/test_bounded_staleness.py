@@ -14,7 +14,8 @@ from modelwright.core.errors import ConfigError
 from modelwright.optim.delay import compensate, compensate_naive
 from modelwright.parallel.gradient_sync import ExactTransport
 from modelwright.parallel.mesh import World, single, world_apart
-from modelwright.parallel.strategies.delayed import DelayedTransport, StalenessConfig
+from modelwright.parallel.strategies.config import AsynchronousConfig
+from modelwright.parallel.strategies.delayed import DelayedTransport
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 PAYLOAD = 8 * (12 + 3 + 3)
@@ -29,7 +30,7 @@ class Case:
     strength: float = 0.0
 
 
-CASES = {"exact": Case(0), "late": Case(2), "compensated": Case(2, 10.0)}
+CASES = {"next": Case(1), "late": Case(2), "compensated": Case(2, 10.0)}
 
 
 def initial() -> list[Tensor]:
@@ -51,7 +52,7 @@ def train(world: World, weights: list[Tensor], state: dict, *, case: Case, first
     the bytes sent."""
     with DelayedTransport(
         ExactTransport(world_apart(world)),
-        StalenessConfig(delay=case.delay),
+        delay=case.delay,
         weights=weights,
         compensate=partial(compensate, strength=case.strength) if case.strength else None,
     ) as transport:
@@ -101,14 +102,14 @@ def two_ranks(tmp_path_factory):
     return run_distributed(train_whole_and_cut, RANKS, tmp_path_factory.mktemp("stale"))
 
 
-@pytest.mark.parametrize("case", ["exact", "late", "compensated"])
+@pytest.mark.parametrize("case", CASES)
 def test_two_ranks_follow_the_definition_in_float64(two_ranks, case):
     delay, strength = CASES[case].delay, CASES[case].strength
     expected = simulate(delay=delay, strength=strength)
     for first, second, weight in zip(*(rank[case]["whole"] for rank in two_ranks), expected, strict=True):
         assert torch.equal(first, second)
         torch.testing.assert_close(first, weight, **EXACT)
-    one_off = simulate(delay=1 if delay == 0 else delay - 1, strength=strength)
+    one_off = simulate(delay=delay - 1, strength=strength)
     assert furthest(expected, one_off) > 1e-4
     if strength:
         assert furthest(expected, simulate(delay=delay)) > 1e-4
@@ -123,7 +124,7 @@ def test_bytes_are_those_of_the_sums_that_arrived(two_ranks):
             assert after == (NUM_STEPS - 5 - case.delay) * PAYLOAD
 
 
-@pytest.mark.parametrize("case", ["exact", "late", "compensated"])
+@pytest.mark.parametrize("case", CASES)
 def test_a_run_that_was_cut_off_ends_with_the_same_bits(two_ranks, case):
     for rank in two_ranks:
         assert all(map(torch.equal, rank[case]["whole"], rank[case]["cut"]))
@@ -133,34 +134,14 @@ def furthest(one: list[Tensor], other: list[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
-def test_without_delay_it_is_the_inner_transport_bit_for_bit():
-    draw = torch.Generator().manual_seed(0)
-    first = [torch.randn(50, generator=draw), torch.randn(3, 4, generator=draw)]
-    second = [tensor.clone() for tensor in first]
-
-    class Halve(ExactTransport):
-        def reduce(self, gradients):
-            for gradient in gradients:
-                gradient /= 3
-            self.bytes_sent += 7
-
-    plain, late = Halve(single()), DelayedTransport(Halve(single()), StalenessConfig())
-    with late:
-        for _ in range(3):
-            plain.reduce(first)
-            late.reduce(second)
-            assert all(map(torch.equal, first, second))
-    assert late.bytes_sent == plain.bytes_sent == 21
-
-
 def test_state_of_another_delay_begins_anew():
     gradient = torch.ones(3)
-    with DelayedTransport(ExactTransport(single()), StalenessConfig(delay=2)) as two:
+    with DelayedTransport(ExactTransport(single()), delay=2) as two:
         two.reduce([gradient])
         assert torch.equal(gradient, torch.zeros(3))
         two.reduce([torch.full((3,), 2.0)])
         state = two.state_dict()
-    with DelayedTransport(ExactTransport(single()), StalenessConfig(delay=1)) as one:
+    with DelayedTransport(ExactTransport(single()), delay=1) as one:
         one.load_state_dict(state)
         gradient = torch.full((3,), 5.0)
         one.reduce([gradient])
@@ -174,12 +155,13 @@ def test_an_error_in_the_thread_reaches_the_loop():
         def reduce(self, gradients):
             raise RuntimeError("connection closed")
 
-    with DelayedTransport(Broken(single()), StalenessConfig(delay=1)) as late:
+    with DelayedTransport(Broken(single()), delay=1) as late:
         late.reduce([torch.ones(1)])
         with pytest.raises(RuntimeError, match="connection closed"):
             late.reduce([torch.ones(1)])
 
 
-def test_a_negative_delay_is_refused():
-    with pytest.raises(ConfigError, match=r"^delay: must not be negative"):
-        StalenessConfig(delay=-1)
+@pytest.mark.parametrize(("name", "value"), [("delay", 0), ("compensation", -1.0)])
+def test_settings_out_of_range_are_refused(name, value):
+    with pytest.raises(ConfigError, match=rf"^{name}: must "):
+        AsynchronousConfig(mode="delayed", **{name: value})

@@ -18,7 +18,6 @@ from modelwright.core.records import column, read_records
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.ops import cpu_kernels
 from modelwright.parallel.mesh import single
-from modelwright.train.monitors.anomalies import read_watch
 from modelwright.train.techniques.out_of_memory import RetryOutOfMemory, is_out_of_memory
 from rank_processes import run_ranks, start_process, wait_for
 
@@ -45,7 +44,7 @@ def test_a_process_under_a_limit_goes_on_in_smaller_microbatches(tmp_path):
     assert len(parts) == 1
     assert min(parts) > 1
     assert len(found["parts"]) == 2
-    events = read_watch(tmp_path / "limited" / "watch.jsonl")
+    events = read_records(tmp_path / "limited" / "watch.jsonl")
     assert [(event["kind"], event["step"]) for event in events if event["kind"] == "out_of_memory"] == [
         ("out_of_memory", 1)
     ]
@@ -83,7 +82,7 @@ def test_all_ranks_make_the_step_again(runs, layout):
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     found = column(read_records(full / "metrics.jsonl"), "num_microbatches")
     assert found == [(step, 4.0) for step in range(6, 13)]
-    (event,) = [event for event in read_watch(full / "watch.jsonl") if event["kind"] == "out_of_memory"]
+    (event,) = [event for event in read_records(full / "watch.jsonl") if event["kind"] == "out_of_memory"]
     assert (event["step"], event["value"]) == (6, 2)
     weights = [load_file(full / f"{rank}.safetensors") for rank in range(2)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

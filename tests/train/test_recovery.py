@@ -5,7 +5,8 @@ import time
 import pytest
 
 from modelwright.core.errors import StorageError
-from modelwright.train.monitors.recovery_time import RecoveryTime, read_recoveries
+from modelwright.core.records import read_records
+from modelwright.train.monitors.recovery_time import RecoveryTime
 from modelwright.train.technique import StepInfo
 
 
@@ -21,12 +22,12 @@ def test_a_fault_is_measured_from_the_last_step_to_the_next(tmp_path):
     before, started = RecoveryTime(path, num_ranks=2, restart=0), time.time()
     for step in (1, 2, 3, 4):
         before.observe(info(step))
-    assert read_recoveries(path) == []
+    assert read_records(path) == []
     time.sleep(0.2)
     after = RecoveryTime(path, num_ranks=1, restart=1)
     after.observe(info(3))
     after.observe(info(4))
-    [found] = read_recoveries(path)
+    [found] = read_records(path)
     down_s = found.pop("down_s")
     assert 0.2 <= down_s <= time.time() - started
     assert found == {"step": 3, "steps_lost": 2, "num_ranks": 1, "restart": 1}
@@ -38,7 +39,7 @@ def test_a_stop_on_purpose_is_no_fault(tmp_path):
     before.observe(info(1))
     before.stopped()
     RecoveryTime(path, num_ranks=1, restart=0).observe(info(2))
-    assert read_recoveries(path) == []
+    assert read_records(path) == []
 
 
 def test_a_full_disk_is_one_clear_error(tmp_path):

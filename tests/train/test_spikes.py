@@ -13,7 +13,6 @@ from modelwright.core.errors import ConfigError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.train.config import TrainConfig
-from modelwright.train.monitors.anomalies import read_watch
 from modelwright.train.objective import Objective
 from modelwright.train.technique import LOSS_SPIKE, NOT_FINITE, Update
 from modelwright.train.techniques.loss_spikes import LossSpikes, SpikeConfig
@@ -175,7 +174,7 @@ def test_the_run_goes_back_and_on_with_the_following_batches(tiny, tmp_path):
     assert [event["kind"] for event in result.summary_of("loss_spikes")["left_out"]] == ["spike", "spike", "rollback"]
     assert result.summary_of("loss_spikes")["left_out"][-1] == {"kind": "rollback", "step": 9, "batches": [6, 8]}
     assert result.summary_of("anomalies")["num_events"]["rollback"] == 1
-    assert [event["kind"] for event in read_watch(tmp_path / "watch.jsonl")][:3] == [
+    assert [event["kind"] for event in read_records(tmp_path / "watch.jsonl")][:3] == [
         "skipped_spike", "skipped_spike", "rollback",
     ]  # fmt: skip
     records = read_records(tmp_path / "metrics.jsonl")

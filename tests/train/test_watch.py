@@ -1,9 +1,11 @@
 """The watch list: what it reports, what it leaves alone, what a checkpoint keeps of it."""
 
+import copy
 import math
 import random
 
-from modelwright.train.monitors.anomalies import AnomalyLog, WatchConfig, read_watch
+from modelwright.core.records import read_records
+from modelwright.train.monitors.anomalies import AnomalyLog, WatchConfig
 from modelwright.train.technique import StepInfo
 
 
@@ -25,7 +27,7 @@ def test_a_calm_run_has_no_events(tmp_path):
     watch = AnomalyLog(tmp_path / "watch.jsonl", WatchConfig())
     calm(watch, 1, 300)
     assert watch.events == []
-    assert read_watch(watch.path) == []
+    assert read_records(watch.path) == []
 
 
 def test_each_kind_of_event_is_found_noted_and_written(tmp_path):
@@ -36,7 +38,7 @@ def test_each_kind_of_event_is_found_noted_and_written(tmp_path):
     watch.observe(info(61, grad_norm=40.0))
     watch.observe(info(62, loss=math.inf, grad_norm=math.nan, skipped=True))
     watch.observe(info(63, wait=0.8))
-    events = read_watch(watch.path)
+    events = read_records(watch.path)
     kinds = ["loss_spike", "gradient_outlier", "nonfinite_step", "data_stall"]
     assert [(event["step"], event["kind"]) for event in events] == list(zip(range(60, 64), kinds, strict=True))
     assert events == watch.events
@@ -57,11 +59,10 @@ def test_resume_cuts_what_came_after_the_checkpoint(tmp_path):
     watch = AnomalyLog(tmp_path / "watch.jsonl", WatchConfig())
     calm(watch, 1, 60)
     watch.observe(info(60, loss=6.0))
-    state = {key: dict(value) if isinstance(value, dict) else list(value) for key, value in watch.state_dict().items()}
-    state["recent"] = {kind: list(values) for kind, values in state["recent"].items()}
+    state = copy.deepcopy(watch.state_dict())
     watch.observe(info(61, loss=7.0))
     resumed = AnomalyLog(tmp_path / "watch.jsonl", WatchConfig())
     resumed.load_state_dict(state)
-    assert [event["step"] for event in read_watch(resumed.path)] == [60]
+    assert [event["step"] for event in read_records(resumed.path)] == [60]
     resumed.observe(info(61, loss=7.0))
     assert resumed.events == watch.events

@@ -12,8 +12,6 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
 from modelwright.parallel.config import ParallelConfig
 from modelwright.train.config import TrainConfig, check_layout
-from modelwright.train.monitors.anomalies import read_watch
-from modelwright.train.monitors.recovery_time import read_recoveries
 from rank_processes import start_ranks, wait_for
 from wired_cases import COPIES, RARE, SCRIPT, case, ended, losses, run_cases, weights
 
@@ -182,7 +180,7 @@ def test_a_wild_batch_is_left_out_and_recorded(runs):
     (line,) = (runs / "wild" / "spikes.jsonl").read_text().splitlines()
     assert json.loads(line).items() >= {"batches": [10, 10], "kind": "spike"}.items()
     assert ended(runs, "wild")["events"] == {"skipped_spike": 1}
-    (event,) = read_watch(runs / "wild" / "watch.jsonl")
+    (event,) = read_records(runs / "wild" / "watch.jsonl")
     assert (event["step"], event["kind"]) == (11, "skipped_spike")
     assert losses(runs, "wild")[11] < 2 * losses(runs, "wild")[9]
 
@@ -224,7 +222,7 @@ def test_a_killed_run_goes_on_from_memory_and_its_recovery_is_recorded(tmp_path)
     notes = json.loads((folder / "one-0.json").read_text())["notes"]
     went_on = next(int(note.split()[1]) for note in notes if "in the memory of the hosts" in note)
     assert went_on in (15, 18)
-    (recovery,) = read_recoveries(folder / "recoveries.jsonl")
+    (recovery,) = read_records(folder / "recoveries.jsonl")
     assert recovery["step"] == went_on + 1
     assert 0 <= recovery["steps_lost"] <= 5
     assert [step for step, _ in column(read_records(folder / "metrics.jsonl"), "loss")] == list(range(1, 41))

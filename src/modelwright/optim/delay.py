@@ -7,24 +7,10 @@ order 1 does nothing here and one of the order of the predicted tokens in a batc
 ruin a run, so it wants tuning. Knows nothing about where the delay comes from.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-from modelwright.core.errors import ConfigError
-
-
-@dataclass(frozen=True, kw_only=True)
-class DelayConfig:
-    """strength: lambda of the formula; 0 leaves gradients as they are."""
-
-    strength: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.strength < 0:
-            raise ConfigError(f"strength: must not be negative, got {self.strength}; 0 switches compensation off")
 
 
 @torch.no_grad()
@@ -43,12 +29,3 @@ def compensate_naive(
     """The formula, tensor by tensor; the twin of `compensate`."""
     for gradient, here, there in zip(gradients, now, then, strict=True):
         gradient.copy_(gradient + strength * gradient * gradient * (here - there))
-
-
-def compensation(
-    config: DelayConfig,
-) -> Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None] | None:
-    """`compensate` at the configured strength; None when it is switched off."""
-    if config.strength == 0:
-        return None
-    return lambda gradients, now, then: compensate(gradients, now, then, strength=config.strength)

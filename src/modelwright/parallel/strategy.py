@@ -22,6 +22,8 @@ from modelwright.parallel.mesh import Mesh
 Done = TypeVar("Done")
 Unscale = Callable[[list[Tensor]], None]
 """Takes the loss scale out of gradients, in place."""
+Compensate = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
+"""Corrects stale gradients in place: `(gradients, weights now, weights that the gradients belong to)`."""
 
 
 class Strategy(Protocol):

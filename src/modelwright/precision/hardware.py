@@ -1,7 +1,8 @@
 """How fast each format is here: seconds of a layer's three products at the shapes of the run, casts included; and who
 multiplies in FP32 the fastest."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -10,12 +11,47 @@ import torch.nn.functional as F
 from modelwright.core.errors import ConfigError
 from modelwright.ops.formats import Format
 from modelwright.ops.microbenchmark import in_turn, own_clock, seconds_of
+from modelwright.precision.adaptive import ROOMY
 from modelwright.precision.model import ModelFormats, fp32_products
-from modelwright.precision.policy import Kind
+from modelwright.precision.policy import Kind, PrecisionConfig
 
 REPEATS = 5
 Shape = tuple[int, int]
 """Outputs and inputs of a projection."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was measured once, when the run began."""
+
+    seconds: Mapping[tuple[Kind, Format], float]
+    """Of a kind of part in a format, forward and backward."""
+    memory_pressure: float
+    """The share of the machine's memory that weights, gradients, moments and what was there before take: what is in use
+    later is more."""
+
+    def relative_seconds(self, kind: Kind, chosen: Format) -> float:
+        """Seconds of a format over those of FP32."""
+        return self.seconds[kind, chosen] / self.seconds[kind, "fp32"]
+
+    def worthwhile(self, config: PrecisionConfig, widest: Set[Format], memory_pressure: float) -> tuple[Format, ...]:
+        """The candidates to which a part in one of the formats `widest` might gain by changing.
+
+        They are fast enough here or, where memory is short, take fewer bytes however slow they are. To look at any
+        other would cost time in every period for nothing.
+        """
+        candidates: tuple[Format, ...] = config.adaptive.candidates
+        kinds: set[Kind] = {kind for kind, _ in self.seconds}
+        largest = max(map(config.relative_bytes, widest))
+        is_short = memory_pressure >= ROOMY
+        smaller = [chosen for chosen in candidates if is_short and config.relative_bytes(chosen) < largest]
+        gain = config.adaptive.min_gain if not smaller and widest == {"fp32"} else 1.0
+        return tuple(
+            chosen
+            for chosen in candidates
+            if chosen in smaller
+            or any(self.seconds[kind, "fp32"] >= gain * self.seconds[kind, chosen] for kind in kinds)
+        )
 
 
 def measure_speeds(

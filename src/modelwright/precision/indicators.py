@@ -170,17 +170,21 @@ def rounding_error(chosen: Format) -> float:
     return _float_error(torch.randn(64, 256, generator=torch.Generator().manual_seed(0)), FLOATS[chosen])
 
 
+ObservedErrors = dict[tuple[str, str, Format], tuple[float, int]]
+"""Sum and count of relative errors by (part, "input" or "gradient", format)."""
+
+
 @dataclass
 class Observer:
     """Looks at what goes into the products of a model and at the gradients that come back.
 
-    config: how products read their factors; errors: sum and count of relative errors by (part, "input" or "gradient",
-    format); last: the input that was looked at last, which several products may read, with its errors.
+    config: how products read their factors; last: the input that was looked at last, which several products may read,
+    with its errors.
     """
 
     candidates: Sequence[Format]
     config: PrecisionConfig
-    errors: dict[tuple[str, str, Format], tuple[float, int]] = field(default_factory=dict)
+    errors: ObservedErrors = field(default_factory=dict)
     last: tuple[weakref.ref[Tensor], Mapping[Format, float]] | None = None
 
     def watched(self, name: str, product: Product) -> Product:

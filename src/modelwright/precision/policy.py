@@ -168,6 +168,10 @@ class PrecisionConfig:
         eight = {"fp8": torch.bfloat16, "int8": torch.bfloat16 if stream_is_bf16 else torch.float32}
         return FLOATS | (dict.fromkeys(eight, FLOATS[self.results]) if self.results else eight)
 
+    def relative_bytes(self, chosen: Format) -> float:
+        """Bytes of what a format's products give, which is kept for backward, over those of FP32."""
+        return self.result_of[chosen].itemsize / torch.float32.itemsize
+
     def gathered_as(self, kind: Kind) -> torch.dtype:
         """The format in which all that reads a weight of this kind reads it, so that no more need be sent: 16 bits of a
         floating-point format, unless formats change or evaluation has its own."""

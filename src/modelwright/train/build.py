@@ -19,7 +19,7 @@ from modelwright.memory.offload import Store, open_store
 from modelwright.model.auxiliary_loss import auxiliary_losses as layers_with_losses
 from modelwright.model.decoder import Decoder
 from modelwright.optim.build import build_optimizer
-from modelwright.optim.delay import DelayConfig, compensation
+from modelwright.optim.delay import compensate
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.gather import give_weights, take_weights, whole_weights
 from modelwright.parallel.gradient_sync import GradientTransport
@@ -200,11 +200,12 @@ def build_step(
     if gradient_sync is not None:
         strategy: Strategy = AllReduce(replica, gradient_sync, unscale_first=True)
     else:
+        strength = config.asynchronous.compensation
         strategy = build_strategy(
             config.strategy(shares_memory=parallel.share_memory),
             replica,
             everyone.world,
-            compensate=compensation(DelayConfig(strength=config.asynchronous.compensation)),
+            compensate=partial(compensate, strength=strength) if strength else None,
             encode=StepInfo.as_json,
             decode=StepInfo.from_json,
         )

@@ -2,7 +2,7 @@
 
 The order of work of interleaved and zero-bubble schedules is PyTorch's own table
 (`torch.distributed.pipelining.schedules`), the one that `parallel.pipeline` executes. Messages between stages take no
-time here: `plan.traffic` charges them. What a real step did is in `parallel.timeline`.
+time here: `plan.traffic` charges them. What a real step did is in `parallel.pipeline.trace`.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from torch.distributed.pipelining import schedules
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.pipeline.stages import check_microbatches, is_v_shaped, rank_of_stage
 
-Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
+Kind = Literal["forward", "loss", "backward", "backward_input", "backward_weight"]
 Action = tuple[Kind, int, int]
 """What a rank computes without interruption: kind, stage, microbatch."""
 
@@ -24,6 +24,8 @@ _ROUNDS = 8
 """Rounds of microbatches that are simulated; from then on every further round is taken to last equally long. That is
 exact for equal stages; where stages differ by a fifth at random it was at most 1% of a step off."""
 _DIGITS = 6
+_READ_BY_OWN_RANK = ("loss", "backward_weight")
+"""Work that no other rank waits for, and that waits for no other rank."""
 _KINDS: dict[str, Kind] = {
     "FORWARD": "forward",
     "FULL_BACKWARD": "backward",
@@ -86,11 +88,16 @@ def order_of_work(config: ParallelConfig, num_microbatches: int) -> list[list[Ac
 
 
 def simulate(order: Sequence[Sequence[Action]], times: Sequence[StageTime]) -> float:
-    """Seconds until the last rank is done, where every rank does its work in order, each piece as soon as what it
-    reads is there."""
+    """Seconds until the last rank is done. times: of every stage, in order."""
+    return makespan(order, [[_duration(kind, times[stage]) for kind, stage, _ in actions] for actions in order])
+
+
+def makespan(order: Sequence[Sequence[Action]], durations: Sequence[Sequence[float]]) -> float:
+    """Time until the last rank is done, where every rank does its work in order, each piece as soon as what it reads
+    is there. durations: of every piece, in the shape of `order`."""
     done: dict[Action, float] = {}
     clocks, positions = [0.0] * len(order), [0] * len(order)
-    num_stages, left = len(times), sum(map(len, order))
+    num_stages, left = 1 + max(stage for actions in order for _, stage, _ in actions), sum(map(len, order))
     while left:
         left_before = left
         for rank, actions in enumerate(order):
@@ -99,8 +106,8 @@ def simulate(order: Sequence[Sequence[Action]], times: Sequence[StageTime]) -> f
                 start = _start(done, kind, stage, microbatch, num_stages)
                 if start is None:
                     break
-                clocks[rank] = max(clocks[rank], start) + _duration(kind, times[stage])
-                if kind != "backward_weight":  # nobody waits for it
+                clocks[rank] = max(clocks[rank], start) + durations[rank][positions[rank]]
+                if kind not in _READ_BY_OWN_RANK:
                     done["forward" if kind == "forward" else "backward", stage, microbatch] = clocks[rank]
                 positions[rank] += 1
                 left -= 1
@@ -110,8 +117,8 @@ def simulate(order: Sequence[Sequence[Action]], times: Sequence[StageTime]) -> f
 
 def _start(done: dict[Action, float], kind: Kind, stage: int, microbatch: int, num_stages: int) -> float | None:
     """When what an action reads is there; None when that is not known yet."""
-    if kind == "backward_weight":
-        return 0.0  # its rank has computed the gradients that it reads
+    if kind in _READ_BY_OWN_RANK:
+        return 0.0  # its rank has computed what it reads
     if kind == "forward":
         return done.get(("forward", stage - 1, microbatch)) if stage else 0.0
     if stage == num_stages - 1:

@@ -28,8 +28,8 @@ from modelwright.parallel.codecs.quantized import Bf16, Int8, RoundedTransport
 from modelwright.parallel.codecs.topk_quantized import ThreeLevelConfig, ThreeLevelTransport
 from modelwright.parallel.gradient_sync import MANY_BUCKETS, ExactTransport, GradientTransport
 from modelwright.parallel.mesh import World, world_apart
-from modelwright.parallel.strategies.delayed import DelayedTransport, StalenessConfig
-from modelwright.parallel.strategies.hogwild import Compensate, Hogwild
+from modelwright.parallel.strategies.delayed import DelayedTransport
+from modelwright.parallel.strategies.hogwild import Hogwild
 from modelwright.parallel.strategies.local_sgd import LocalSgd, LocalSteps, LocalStepsConfig
 from modelwright.parallel.strategies.optimizer_in_backward import (
     GradientReady,
@@ -40,7 +40,7 @@ from modelwright.parallel.strategies.optimizer_in_backward import (
     room_of_two_buckets,
 )
 from modelwright.parallel.strategies.shared_memory import SharedMemory, fits
-from modelwright.parallel.strategy import AllReduce, Replica, Strategy
+from modelwright.parallel.strategy import AllReduce, Compensate, Replica, Strategy
 from modelwright.parallel.topology.collectives import CollectivesConfig
 from modelwright.parallel.topology.gradient_sync import PlannedTransport
 
@@ -181,8 +181,7 @@ def build_strategy(
 def _delayed(config: StrategyConfig, replica: Replica, compensate: Compensate | None) -> Strategy:
     built = build_sync(config.transport, world_apart(replica.mesh.reduce))
     weights = [local(parameter.detach()) for parameter in replica.names]
-    delay = StalenessConfig(delay=config.asynchronous.delay)
-    late = DelayedTransport(built.sync, delay, weights=weights, compensate=compensate)
+    late = DelayedTransport(built.sync, delay=config.asynchronous.delay, weights=weights, compensate=compensate)
 
     def close() -> None:
         late.close()

@@ -9,7 +9,7 @@ Wraps any transport. What it costs: `delay` more copies of the gradients, and of
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -17,22 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelwright.core.errors import ConfigError
 from modelwright.parallel.gradient_sync import GradientTransport
-
-Compensate = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
-"""(gradients, weights now, weights that the gradients belong to) -> gradients changed in place."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StalenessConfig:
-    """delay: steps between a gradient's computation and its use; 0 is the synchronous run."""
-
-    delay: int = 0
-
-    def __post_init__(self) -> None:
-        if self.delay < 0:
-            raise ConfigError(f"delay: must not be negative, got {self.delay}; 0 waits for every sum")
+from modelwright.parallel.strategy import Compensate
 
 
 @dataclass(frozen=True)
@@ -48,23 +34,24 @@ class _InFlight:
 
 
 class DelayedTransport:
-    """`inner`, delivering `config.delay` steps late, from a thread.
+    """`inner`, delivering `delay` steps late, at least one, from a thread.
 
     inner: works among ranks of a group that nothing else uses (`world_apart`), because its collectives run beside the
-    loop's; with delay 0 it is called directly. weights: what the loop updates, in the order of the gradients; needed
+    loop's. weights: what the loop updates, in the order of the gradients; needed
     for `compensate` only. Call `close` (or leave the `with` block) before the process group is taken down.
     """
 
     def __init__(
         self,
         inner: GradientTransport,
-        config: StalenessConfig,
         *,
+        delay: int,
         weights: Sequence[Tensor] = (),
         compensate: Compensate | None = None,
     ) -> None:
+        assert delay >= 1
         self.inner = inner
-        self.delay = config.delay
+        self.delay = delay
         self.weights = list(weights)
         self.compensate = compensate
         self.bytes_sent = 0
@@ -83,10 +70,6 @@ class DelayedTransport:
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
         """Begin the sum of these gradients, and replace them by that of `delay` steps ago; zeros at the beginning."""
-        if self.delay == 0:
-            self.inner.reduce(gradients)
-            self.bytes_sent = self.inner.bytes_sent
-            return
         self._in_flight.append(self._begin(gradients))
         if len(self._in_flight) <= self.delay:
             torch._foreach_zero_(list(gradients))  # pyright: ignore

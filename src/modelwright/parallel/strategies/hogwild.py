@@ -16,7 +16,7 @@ states, 5.10, 5.22 and 5.13 with own ones (three seeds; 4.40 to 4.65 without sta
 of them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -26,10 +26,7 @@ from modelwright.parallel.mesh import World
 from modelwright.parallel.optimizer_states import make_states
 from modelwright.parallel.shared_memory import share
 from modelwright.parallel.strategies.hogwild_counters import SLOTS, SharedCounters
-from modelwright.parallel.strategy import Done, Replica, Strategy, Unscale
-
-Compensate = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
-"""(gradients, weights now, weights that the gradients belong to) -> gradients changed in place."""
+from modelwright.parallel.strategy import Compensate, Done, Replica, Strategy, Unscale
 
 
 class Hogwild(Strategy):

@@ -1,20 +1,16 @@
 """Anomalies: steps that a person should look at."""
 
-import json
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import ConfigError, writing
+from modelwright.core.errors import ConfigError
+from modelwright.core.event_log import EventLog
+from modelwright.core.outliers import RecentValues
 from modelwright.train.technique import EMPTY_BATCH, LOSS_SPIKE, NOT_FINITE, StepInfo, Technique
 
-MAD_TO_SIGMA = 1.4826
-"""Median absolute deviation of a normal distribution to its standard deviation."""
-MAX_EVENTS = 1000
 SKIPPED = {
     NOT_FINITE: ("nonfinite_step", "values not finite"),
     EMPTY_BATCH: ("empty_step", "the whole batch has nothing to learn from"),
@@ -25,18 +21,16 @@ SKIPPED = {
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """When a step is worth a line.
-
-    window: finite steps that the median and its deviation are taken over, nothing is judged before a third of them;
-    num_sigmas: robust standard deviations above the median that make a loss spike or a gradient-norm outlier, and
-    min_rise: the least relative rise over the median; stall_fraction and stall_s: the share of the step and the
-    seconds spent waiting for data that make a stall.
-    """
+    """When a step is worth a line."""
 
     window: int = 60
+    """Steps whose losses and gradient norms are compared with the next; none is judged before a third of them."""
     num_sigmas: float = 6.0
+    """Robust standard deviations above the median from which a value is an outlier."""
     min_rise: float = 0.1
+    """Least relative rise over the median of an outlier."""
     stall_fraction: float = 0.5
+    """Share of the step spent waiting for data above which it is a stall, if it also took longer than `stall_s`."""
     stall_s: float = 0.5
 
     def __post_init__(self) -> None:
@@ -47,19 +41,21 @@ class WatchConfig:
 class AnomalyLog:
     """Finds loss spikes, gradient-norm outliers, skipped steps, data stalls and full memory in finished steps.
 
-    Every event is one JSON line in `path` and one call of `note`. Events: step, kind, value, limit, text.
+    For the first rank. Every event is one JSON line in `path` and one call of `note`. Events: step, kind, value, limit,
+    text.
     """
 
     def __init__(self, path: Path, config: WatchConfig, *, note: Callable[[str], None] = lambda text: None) -> None:
         self.path = path
         self.config = config
         self.note = note
-        self.events: list[dict[str, Any]] = []
         self.num_events: dict[str, int] = {}
-        self._recent: dict[str, list[float]] = {"loss_spike": [], "gradient_outlier": []}
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, "")
+        self._log = EventLog(path)
+        self._recent = {kind: RecentValues(config.window) for kind in ("loss_spike", "gradient_outlier")}
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return self._log.events
 
     def observe(self, info: StepInfo) -> None:
         if "out_of_memory" in info.scalars:
@@ -80,36 +76,32 @@ class AnomalyLog:
             self.report(info.step, "data_stall", info.data_wait_s, limit, text)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"events": list(self.events), "num_events": dict(self.num_events), "recent": self._recent}
+        return {
+            **self._log.state_dict(),
+            "num_events": dict(self.num_events),
+            "recent": {kind: recent.state_dict() for kind, recent in self._recent.items()},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state and write the watch list as it was at that checkpoint."""
-        self.events = list(state["events"])
+        self._log.load_state_dict(state)
         self.num_events = dict(state["num_events"])
-        self._recent = {kind: list(values) for kind, values in state["recent"].items()}
-        write_atomic(self.path, "".join(_line(event) for event in self.events))
+        for kind, recent in self._recent.items():
+            recent.load_state_dict(state["recent"][kind])
 
     def _judge(self, step: int, kind: str, value: float, name: str) -> None:
+        """Report an outlier among the steps before; it counts as a step for those after it."""
         recent = self._recent[kind]
-        if len(recent) >= self.config.window // 3:
-            middle = statistics.median(recent)
-            spread = MAD_TO_SIGMA * statistics.median(abs(x - middle) for x in recent)
-            limit = max(middle + self.config.num_sigmas * spread, middle * (1 + self.config.min_rise))
+        if level := recent.level:
+            limit = max(level.upper_limit(self.config.num_sigmas, 0.0), level.median * (1 + self.config.min_rise))
             if value > limit:
-                self.report(step, kind, value, limit, f"{name} {value:.4g} against a median of {middle:.4g}")
-        recent.append(value)
-        del recent[: -self.config.window]
+                self.report(step, kind, value, limit, f"{name} {value:.4g} against a median of {level.median:.4g}")
+        recent.add(step, value)
 
     def report(self, step: int, kind: str, value: float, limit: float, text: str) -> None:
         """Add an event, from here or from another monitor."""
         self.num_events[kind] = self.num_events.get(kind, 0) + 1
-        if len(self.events) >= MAX_EVENTS:
-            return
-        event = {"step": step, "kind": kind, "value": _plain(value), "limit": _plain(limit), "text": text}
-        self.events.append(event)
-        with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
-            file.write(_line(event))
-        self.note(f"watch: step {step}: {text}")
+        if self._log.append(step=step, kind=kind, value=value, limit=limit, text=text):
+            self.note(f"watch: step {step}: {text}")
 
 
 def anomaly_monitor(log: AnomalyLog) -> Technique:
@@ -119,18 +111,3 @@ def anomaly_monitor(log: AnomalyLog) -> Technique:
         state=log,
         summary=lambda: {"num_events": dict(log.num_events)},
     )
-
-
-def read_watch(path: Path) -> list[dict[str, Any]]:
-    """All events of a watch list, oldest first; a missing file has none."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-
-
-def _line(event: dict[str, Any]) -> str:
-    return json.dumps(event) + "\n"
-
-
-def _plain(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)

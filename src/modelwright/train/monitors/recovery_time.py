@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from modelwright.core.errors import Stopped, writing
+from modelwright.core.event_log import EventLog
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import StepInfo, Technique
 
@@ -23,28 +24,27 @@ class RecoveryTime:
     """Every recovery is one line in `path`.
 
     A line: step (the first one done again or anew), steps_lost (done before the fault and again after it), down_s
-    (seconds without a finished step), num_ranks and restart (the launcher's number of this start).
+    (seconds without a finished step; their mean is the mean time to recover), num_ranks and restart (the launcher's
+    number of this start). Recoveries of earlier processes are kept.
     """
 
     def __init__(self, path: Path, *, num_ranks: int, restart: int) -> None:
-        self.path = path
         self.num_ranks = num_ranks
         self.restart = restart
+        self._log = EventLog(path, keep_existing=True)
         self._alive = path.with_name(path.name + ".alive")
         self._before = _read(self._alive)
 
     def observe(self, info: StepInfo) -> None:
         now = time.time()
         if self._before is not None:
-            line = {
-                "step": info.step,
-                "steps_lost": max(0, self._before["step"] - info.step + 1),
-                "down_s": now - self._before["time"],
-                "num_ranks": self.num_ranks,
-                "restart": self.restart,
-            }
-            with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            self._log.append(
+                step=info.step,
+                steps_lost=max(0, self._before["step"] - info.step + 1),
+                down_s=now - self._before["time"],
+                num_ranks=self.num_ranks,
+                restart=self.restart,
+            )
             self._before = None
         alive = json.dumps({"step": info.step, "time": now, "num_ranks": self.num_ranks}).ljust(LINE_BYTES)
         with writing(self._alive):
@@ -69,13 +69,6 @@ def recovery_time(run: Runtime, *, num_ranks: int, restart: int) -> Technique:
 
     run.on_exit.push(leave)
     return Technique(name="recovery_time", on_step_end=recovery.observe)
-
-
-def read_recoveries(path: Path) -> list[dict[str, Any]]:
-    """All recoveries of a run, oldest first; their mean `down_s` is the mean time to recover."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -7,8 +7,8 @@ which are measured once and kept in the stage's folder. Each change is a line in
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,126 +17,105 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import writing
+from modelwright.core.event_log import EventLog
 from modelwright.core.resources import hardware, peak_resident_bytes
 from modelwright.model.config import ModelConfig
 from modelwright.ops.formats import Format
 from modelwright.ops.pieces import local
 from modelwright.parallel.mesh import Mesh, World
-from modelwright.precision.adaptive import ROOMY, Switcher, controller_of, scheduled
+from modelwright.precision.adaptive import Switcher, controller_of, scheduled
 from modelwright.precision.adaptive_config import AdaptiveConfig
-from modelwright.precision.hardware import Shape, measure_speeds
+from modelwright.precision.hardware import Machine, Shape, measure_speeds
 from modelwright.precision.indicators import (
     EXPECTING,
     Level,
     Momentum,
+    ObservedErrors,
     Observer,
-    Sample,
     Signs,
     Sums,
-    error_of,
     kept_noise,
     loss_excess,
     outlier_share,
-    relative_rise,
-    sum_of_squares,
     trend,
     variation,
 )
 from modelwright.precision.loss_scale import LossScaler
 from modelwright.precision.model import ModelFormats, kind_of, names_of_projections, part_of
+from modelwright.precision.observation import PartStatistics, Period
 from modelwright.precision.policy import Kind
+from modelwright.precision.sensitivity import Pair, SensitivityTrials
 from modelwright.train.objective import Batch, Objective
 from modelwright.train.runner import Executor
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update
 
-TRIALS = 2
-"""Sensitivities that are tried anew at each decision; what has none is tried before a part changes to it."""
 TRIAL_TOKENS = 512
-"""Of each rank, in whole rows: what a trial tells is a difference on the same tokens, which a few show."""
+"""Tokens per rank, in whole rows, of a trial forward pass. A few suffice: trials compare losses on the same tokens."""
 MACHINE, CHANGES = "formats.json", "formats.jsonl"
 """Files of a stage: what was measured of formats, and how they changed."""
-Pair = tuple[str, Format]
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What was measured once, when the run began: seconds of a kind of part in a format, and the share of the
-    machine's memory that weights, gradients, moments and what was there before take: what is in use later is more."""
-
-    seconds: Mapping[tuple[Kind, Format], float]
-    memory_pressure: float
-
-    def worthwhile(
-        self, config: AdaptiveConfig, widest: Set[Format], smaller: Collection[Format]
-    ) -> tuple[Format, ...]:
-        """The candidates that are fast enough here for a part in a format of `widest` to change to them. To look at any
-        other costs time in every period, and gains none: neither rules nor a bandit are offered it.
-
-        smaller: the formats that take fewer bytes, where memory is short; they are worth while however slow they are.
-        """
-        gain = config.min_gain if not smaller and widest == {"fp32"} else 1.0
-        kinds: set[Kind] = {kind for kind, _ in self.seconds}
-        return tuple(
-            chosen
-            for chosen in config.candidates
-            if chosen in smaller
-            or any(self.seconds[kind, "fp32"] >= gain * self.seconds[kind, chosen] for kind in kinds)
-        )
-
-
-@dataclass
-class Seen:
-    """What the present period has brought so far. overflows: steps that were not finite while a part was in FP16."""
-
-    losses: list[float] = field(default_factory=list)
-    run_norms: list[float] = field(default_factory=list)
-    norms: dict[str, list[float]] = field(default_factory=dict)
-    overflows: dict[str, int] = field(default_factory=dict)
+MAX_CHANGES = 10_000
+"""Changes that are recorded: enough for all parts of a model with 80 layers to change 60 times."""
 
 
 @dataclass(kw_only=True)
 class AdaptivePrecision:
-    """parts: of the whole model, on all ranks alike; names and num_holders: of this rank's tensors.
+    """Observes the steps of a run, lets the switcher decide after each period, and applies and records its changes.
 
-    trial: the loss of some rows of the present batch with the formats as they are, over all ranks; scale: of losses.
-    last_rate: the learning rate of the step before; tried: losses with one part in a format, of the present decision;
-    levels: of the last periods' losses, since a jump; is_due: a decision waits for a step that is not skipped, since
-    the last step of its period was.
+    The model is observed in the last steps of each period of `config.every` steps only, and not at all while no format
+    but the present one is worthwhile.
     """
 
     config: AdaptiveConfig
     formats: ModelFormats
-    names: Mapping[Tensor, str]
-    num_holders: Sequence[int]
+    names: InitVar[Mapping[Tensor, str]]
+    """This rank's parameters."""
+    num_holders: InitVar[Sequence[int]]
+    """For each of them, the number of ranks that hold it."""
     optimizer: Optimizer
     world: World
-    machine: "Machine"
-    trial: Callable[[], float]
+    machine: Machine
+    trial: InitVar[Callable[[], float]]
+    """The loss over all ranks of some rows of the present batch, with the formats in force."""
     scale: Callable[[], float]
+    """The loss scale."""
     path: Path
-    parts: list[str] = field(init=False)
-    switcher: Switcher = field(init=False)
-    observer: Observer = field(init=False)
-    seen: Seen = field(default_factory=Seen)
-    sensitivity: dict[Pair, float] = field(default_factory=dict)
-    next_trial: int = 0
-    tried: dict[Pair, float] = field(default_factory=dict)
-    levels: list[Level] = field(default_factory=list)
-    is_due: bool = False
-    last_rate: float = 0.0
-    memory_pressure: float = field(init=False)
-    step: int = 0
+    """Each change is a line there."""
 
-    def __post_init__(self) -> None:
+    parts: list[str] = field(init=False)
+    """Of the whole model, the same on all ranks."""
+    statistics: PartStatistics = field(init=False)
+    trials: SensitivityTrials = field(init=False)
+    switcher: Switcher = field(init=False)
+    period: Period = field(init=False)
+    log: EventLog = field(init=False)
+    levels: list[Level] = field(default_factory=list)
+    """Of the losses of the last periods since a jump."""
+    memory_pressure: float = field(init=False)
+    is_due: bool = False
+    """Whether a decision waits for a step that is not skipped, since the last step of its period was."""
+    last_rate: float = 0.0
+    """The learning rate of the step before."""
+
+    def __post_init__(
+        self, names: Mapping[Tensor, str], num_holders: Sequence[int], trial: Callable[[], float]
+    ) -> None:
         num_layers = self.formats.model.config.num_layers
         self.parts = list(dict.fromkeys(map(part_of, names_of_projections(num_layers))))
+        self.statistics = PartStatistics(
+            parts=self.parts,
+            config=self.formats.config,
+            names=names,
+            num_holders=num_holders,
+            sum_over_ranks=self.world.sums,
+        )
+        self.trials = SensitivityTrials(formats=self.formats, loss=trial)
         widest: dict[str, Format] = {part: self.formats.config.format_of(kind_of(part)) for part in self.parts}
+        self.switcher = Switcher(self.config, widest, controller_of(self.config), self.trials.rise)
         self.memory_pressure = self.machine.memory_pressure
-        self.switcher = Switcher(self.config, widest, controller_of(self.config), self._probe)
         self._offer()
-        self.observer = Observer(self.candidates, self.formats.config)
+        self.period = Period(self._observer())
+        self.log = EventLog(self.path, is_first=self.world.is_first, max_events=MAX_CHANGES)
 
     @property
     def looks(self) -> bool:
@@ -148,36 +127,21 @@ class AdaptivePrecision:
         present = self.switcher.formats.values()
         return list(dict.fromkeys(["fp32", *self.switcher.widest.values(), *present, *self.switcher.offered]))
 
-    def _offer(self) -> None:
-        """To the switcher what is worth while as memory is now."""
-        if not self.config.looks:
-            return
-        widest, is_short = set(self.switcher.widest.values()), self.memory_pressure >= ROOMY
-        largest = max(map(self._size, widest))
-        candidates = self.config.candidates if is_short else ()
-        smaller: list[Format] = [chosen for chosen in candidates if self._size(chosen) < largest]
-        self.switcher.offered = self.machine.worthwhile(self.config, widest, smaller)
-
-    def _size(self, chosen: Format) -> float:
-        """Bytes of what a format's products give, which is kept for backward, over those of FP32."""
-        return self.formats.config.result_of[chosen].itemsize / torch.float32.itemsize
-
-    def _see_memory(self) -> None:
-        """Of all ranks. Memory that was short stays so, or formats would be left for the relief that they brought."""
-        present = memory_share(self.world.device)
-        self.memory_pressure = max(self.memory_pressure, *self.world.maxima(present))
+    @property
+    def sensitivity(self) -> Mapping[Pair, float]:
+        """Relative rise of the loss by part and format, as far as they were tried."""
+        return self.trials.sensitivity
 
     def begin_step(self, step: int) -> None:
-        """Before the forward pass of update `step` (from 0): look on while the period's last steps are made."""
+        """Before the forward pass of update `step` (from 0): start to observe in the last steps of a period."""
         self.last_rate = self.optimizer.param_groups[0]["lr"]
-        if step == 0:
-            self._forget_after(0)
-        if self.looks and self._measures(step):
-            self.formats.watch(self.observer.watched)
+        if self.looks and self._is_measured(step):
+            self.formats.watch(self.period.observer.watched)
 
     def on_gradients(self, update: Update) -> None:
+        """Once per step, with the gradients of all microbatches: observe, decide when due, apply, record."""
         step = update.step
-        if self.looks and self._measures(step):
+        if self.looks and self._is_measured(step):
             self.formats.watch(None)
         if self.config.kind == "schedule":
             self.switcher.follow(step + 1, scheduled(self.config, step + 1, self.parts, self.switcher.widest))
@@ -186,227 +150,157 @@ class AdaptivePrecision:
         elif self.config.looks and (step + 1) % self.config.every == 0:
             self._see_memory()
             self._offer()
-        self.step = step + 1
-        self._bring(update)
+        self._apply()
+        for change in self.switcher.take_changes():
+            self.log.append(**change)
+        narrow = sum(chosen != "fp32" for chosen in self.switcher.formats.values())
+        update.metrics["narrow_share"] = narrow / max(1, len(self.parts))
 
-    def _own_of(self, observed: Mapping[str, Sequence[Any]]) -> dict[tuple[str, str, Format], tuple[float, int]]:
-        """This rank's observations; those of another number of ranks fall to the first, for only their sum counts."""
-        if len(observed) == self.world.size:
-            own = observed[str(self.world.rank)]
-        else:
-            own = [seen for rank in sorted(observed) for seen in observed[rank]] if self.world.is_first else []
-        errors: dict[tuple[str, str, Format], tuple[float, int]] = {}
-        for part, what, chosen, lost, number in own:
-            total, count = errors.get((part, what, chosen), (0.0, 0))
-            errors[part, what, chosen] = total + lost, count + int(number)
-        return errors
+    def _is_measured(self, step: int) -> bool:
+        return self.is_due or step % self.config.every >= self.config.every - self.config.window
 
     def _look(self, update: Update) -> None:
-        """Formats that a jump has just changed are not judged by what was seen of others: the decision falls out."""
+        """Observe a step, and decide at the end of a period.
+
+        A jump of the loss changes formats at once; a decision that is due then is left out, since what was seen of the
+        other formats tells nothing about the new ones.
+        """
         self.is_due = self.is_due or (update.step + 1) % self.config.every == 0
         if update.is_empty:
             return  # its loss of 0 tells nothing
-        self._count_overflow(update)
-        jumped = self.switcher.see_loss(update.step + 1, update.loss)
-        measures = self._measures(update.step)
-        if jumped:
+        if not (math.isfinite(update.loss) and math.isfinite(update.grad_norm)):  # not if skipped as a spike
+            self.period.add_overflow(self.switcher.formats)
+        is_measured = self._is_measured(update.step)
+        if self.switcher.see_loss(update.step + 1, update.loss):
             self.levels = []
         else:
-            self.seen.losses.append(update.loss)
-            self.seen.run_norms.append(update.grad_norm)
+            self.period.add_loss(update.loss, update.grad_norm)
             if update.skipped:
                 return
-            sums = self._sums(update.step, whole=self.is_due) if measures else {}
-            for part, found in sums.items():
-                self.seen.norms.setdefault(part, []).append(found.gradient**0.5)
+            sums = self._sums(update.step) if is_measured else {}
+            self.period.add_norms(sums)
             if self.is_due:
                 self._decide(update.step + 1, sums)
         if self.is_due:
             self._offer()  # from the next period on, which looks at what is new
-            self.seen, self.observer, self.is_due = Seen(), Observer(self.candidates, self.formats.config), False
+            self.period, self.is_due = Period(self._observer()), False
 
-    def _count_overflow(self, update: Update) -> None:
-        """Of the formats in force at this step; what was skipped as a spike of the loss overflowed nowhere."""
-        if math.isfinite(update.loss) and math.isfinite(update.grad_norm):
-            return
-        for part, chosen in self.switcher.formats.items():
-            if chosen == "fp16":
-                self.seen.overflows[part] = self.seen.overflows.get(part, 0) + 1
+    def _sums(self, step: int) -> dict[str, Sums]:
+        """After `step` updates; only a decision needs more than the gradients'."""
+        if not self.is_due:
+            return self.statistics.gradients()
+        groups = {
+            parameter: {**group, "lr": self.last_rate}
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+        def momentum(parameter: Tensor) -> Momentum | None:
+            return momentum_of(self.optimizer.state.get(parameter, {}), groups[parameter], step)
+
+        return self.statistics.sums(momentum, loss_scale=self.scale())
 
     def _decide(self, step: int, sums: Mapping[str, Sums]) -> None:
         self._see_memory()
         self._try()
         self.switcher.decide(step, self._signs(sums), self._loss_excess())
 
+    def _try(self) -> None:
+        pairs: list[Pair] = [(part, chosen) for part in self.parts for chosen in self.candidates if chosen != "fp32"]
+        self.trials.begin(list(self.switcher.formats.items()), pairs)
+
+    def _signs(self, sums: Mapping[str, Sums]) -> dict[str, Signs]:
+        config, candidates, period = self.formats.config, self.candidates, self.period
+        errors = self.statistics.errors(period.observer, candidates)
+        loss_trend, norm_outliers = trend(period.losses), outlier_share(period.run_norms)
+        return {
+            part: Signs(
+                gradient_noise=sums[part].gradient_noise,
+                gradient_variance=variation(period.norms[part]),
+                update_to_weight=sums[part].update_to_weight,
+                overflow_share=sums[part].overflows / max(1.0, sums[part].elements),
+                underflow_share=sums[part].underflows / max(1.0, sums[part].elements),
+                skipped_share=period.skipped_share(part),
+                weight_error={chosen: errors[part, "weight", chosen] for chosen in candidates},
+                input_error={chosen: errors[part, "input", chosen] for chosen in candidates},
+                gradient_error={chosen: errors[part, "gradient", chosen] for chosen in candidates},
+                sensitivity=self.trials.of_part(part),
+                loss_trend=loss_trend,
+                norm_outliers=norm_outliers,
+                speed={chosen: self.machine.relative_seconds(kind_of(part), chosen) for chosen in candidates},
+                size={chosen: config.relative_bytes(chosen) for chosen in candidates},
+                memory_pressure=self.memory_pressure,
+            )
+            for part in self.parts
+        }
+
     def _loss_excess(self) -> float:
         """Of the period that ends, which then belongs to the past."""
-        now = Level.of(self.seen.losses)
+        now = Level.of(self.period.losses)
         if now is None:
             return 0.0
         excess = loss_excess(self.levels, now)
         self.levels = [*self.levels, now][-EXPECTING:]
         return excess
 
-    def _bring(self, update: Update) -> None:
-        """Let the model follow, and tell."""
-        held: dict[str, Format] = {
-            part: chosen for part, chosen in self.switcher.formats.items() if part in self.formats.formats
-        }
-        if held != self.formats.formats:
-            self.formats.change(held)
-        changes = self.switcher.take_changes()
-        if changes and self.world.is_first:
-            with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(change) + "\n" for change in changes)
-        narrow = sum(chosen != "fp32" for chosen in self.switcher.formats.values())
-        update.metrics["narrow_share"] = narrow / max(1, len(self.parts))
+    def _see_memory(self) -> None:
+        """Take the maximum over ranks, and never lower it: otherwise a narrow format would be dropped as soon as it
+        relieved the shortage."""
+        present = memory_share(self.world.device)
+        self.memory_pressure = max(self.memory_pressure, *self.world.maxima(present))
 
-    def _measures(self, step: int) -> bool:
-        return self.is_due or step % self.config.every >= self.config.every - self.config.window
+    def _offer(self) -> None:
+        """Offer the switcher what is worthwhile with the present shortage of memory."""
+        if self.config.looks:
+            widest = set(self.switcher.widest.values())
+            self.switcher.offered = self.machine.worthwhile(self.formats.config, widest, self.memory_pressure)
 
-    def _sums(self, step: int, *, whole: bool) -> dict[str, Sums]:
-        """Of every part after `step` updates, over all ranks; a tensor that several hold counts once. Only the
-        gradient's, unless `whole`: a decision alone needs the others."""
-        own, scale = dict.fromkeys(self.parts, Sums()), self.scale()
-        groups = {
-            parameter: {**group, "lr": self.last_rate}
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-        }
-        for (parameter, name), holders in zip(self.names.items(), self.num_holders, strict=True):
-            part = _part_of_weight(name)
-            if part in own and parameter.grad is not None:
-                gradient, state = local(parameter.grad), self.optimizer.state.get(parameter, {})
-                if whole:
-                    momentum = momentum_of(state, groups[parameter], step)
-                    found = Sums.of(local(parameter.detach()), gradient, momentum, scale=scale)
-                else:
-                    found = Sums(gradient=sum_of_squares(gradient))
-                own[part] = own[part].plus(found, 1.0 / holders)
-        flat = self.world.sums([value for sums in own.values() for value in sums.values])
-        width = len(Sums().values)
-        return {part: Sums(*flat[i * width : (i + 1) * width]) for i, part in enumerate(self.parts)}
+    def _observer(self, errors: ObservedErrors | None = None) -> Observer:
+        return Observer(self.candidates, self.formats.config, errors or {})
 
-    def _signs(self, sums: Mapping[str, Sums]) -> dict[str, Signs]:
-        errors, now = self._errors(), trend(self.seen.losses)
-        outliers = outlier_share(self.seen.run_norms)
-        return {
-            part: Signs(
-                gradient_noise=sums[part].gradient_noise,
-                gradient_variance=variation(self.seen.norms[part]),
-                update_to_weight=sums[part].update_to_weight,
-                overflow_share=sums[part].overflows / max(1.0, sums[part].elements),
-                underflow_share=sums[part].underflows / max(1.0, sums[part].elements),
-                skipped_share=self.seen.overflows.get(part, 0) / len(self.seen.losses),
-                weight_error={chosen: errors[part, "weight", chosen] for chosen in self.candidates},
-                input_error={chosen: errors[part, "input", chosen] for chosen in self.candidates},
-                gradient_error={chosen: errors[part, "gradient", chosen] for chosen in self.candidates},
-                sensitivity={one: rise for (name, one), rise in self.sensitivity.items() if name == part},
-                loss_trend=now,
-                norm_outliers=outliers,
-                speed={chosen: self._relative_seconds(part, chosen) for chosen in self.candidates},
-                size={chosen: self._size(chosen) for chosen in self.candidates},
-                memory_pressure=self.memory_pressure,
-            )
-            for part in self.parts
-        }
-
-    def _relative_seconds(self, part: str, chosen: Format) -> float:
-        kind = kind_of(part)
-        return self.machine.seconds[kind, chosen] / self.machine.seconds[kind, "fp32"]
-
-    def _errors(self) -> dict[tuple[str, str, Format], float]:
-        """Means over ranks of what each format loses of weights, inputs and gradients."""
-        keys: list[tuple[str, str, Format]] = [
-            (part, what, chosen)
-            for part in self.parts
-            for what in ("weight", "input", "gradient")
-            for chosen in self.candidates
-        ]
-        weights = self._weight_errors()
-        own = [weights.get((part, chosen), (0.0, 0)) if what == "weight" else self.observer.take(part, what, chosen)
-               for part, what, chosen in keys]  # fmt: skip
-        totals = self.world.sums([float(value) for pair in own for value in pair])
-        return {key: totals[2 * i] / max(1.0, totals[2 * i + 1]) for i, key in enumerate(keys)}
-
-    def _weight_errors(self) -> dict[Pair, tuple[float, int]]:
-        found: dict[Pair, tuple[float, int]] = {}
-        for parameter, name in self.names.items():
-            weight, part = local(parameter.detach()), _part_of_weight(name)
-            if weight.dim() != 2 or not weight.numel() or part not in self.parts:
-                continue
-            sample = Sample.of(weight)
-            for chosen in self.candidates:
-                total, count = found.get((part, chosen), (0.0, 0))
-                lost = error_of(sample, chosen, "weight", self.formats.config)
-                found[part, chosen] = total + lost, count + 1
-        return found
-
-    def _try(self) -> None:
-        """A few pairs in turn, all formats of a part one after the other: the model that they are tried on changes."""
-        pairs: list[Pair] = [(part, chosen) for part in self.parts for chosen in self.candidates if chosen != "fp32"]
-        self.tried = dict.fromkeys(self.switcher.formats.items(), self.trial())
-        for _ in range(min(TRIALS, len(pairs))):
-            self._probe(*pairs[self.next_trial % len(pairs)])
-            self.next_trial += 1
-
-    def _probe(self, part: str, chosen: Format) -> float | None:
-        """How much the loss rises when one part computes in a narrower format instead of FP32, while the others stay as
-        they are; None where no row has a label, which tells nothing."""
-        exact, narrow = (self._tried(part, name) for name in ("fp32", chosen))
-        if exact == 0.0:
-            return None
-        self.sensitivity[part, chosen] = relative_rise(exact, narrow)
-        return self.sensitivity[part, chosen]
-
-    def _tried(self, part: str, chosen: Format) -> float:
-        """The loss with this part in this format."""
-        if (part, chosen) not in self.tried:
-            is_here, present = part in self.formats.formats, dict(self.formats.formats)
-            if is_here:
-                self.formats.change({part: chosen})
-            self.tried[part, chosen] = self.trial()
-            if is_here:
-                self.formats.change(present)
-        return self.tried[part, chosen]
-
-    def _forget_after(self, step: int) -> None:
-        """Leave out changes that a run which was cut off made after its last checkpoint: they come again."""
-        if not self.world.is_first or not self.path.exists():
-            return
-        kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-        write_atomic(self.path, "".join(f"{line}\n" for line in kept))
+    def _apply(self) -> None:
+        """Change the formats of those parts that this rank holds."""
+        held = self.formats.formats
+        formats: dict[str, Format] = {part: chosen for part, chosen in self.switcher.formats.items() if part in held}
+        if formats != held:
+            self.formats.change(formats)
 
     def state_dict(self) -> dict[str, Any]:
+        observed = [[*key, *value] for key, value in self.period.observer.errors.items()]
         return {
             "switcher": self.switcher.state_dict(),
-            "losses": list(self.seen.losses),
-            "run_norms": list(self.seen.run_norms),
-            "norms": {part: list(norms) for part, norms in self.seen.norms.items()},
-            "overflows": dict(self.seen.overflows),
-            "observed": {str(self.world.rank): [[*key, *value] for key, value in self.observer.errors.items()]},
-            "sensitivity": [[*key, value] for key, value in self.sensitivity.items()],
-            "next_trial": self.next_trial,
+            **self.period.state_dict(),
+            **self.trials.state_dict(),
+            **self.log.state_dict(),
+            "observed": {str(self.world.rank): observed},
             "levels": [list(vars(level).values()) for level in self.levels],
             "is_due": self.is_due,
             "memory_pressure": self.memory_pressure,
-            "step": self.step,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.switcher.load_state_dict(state["switcher"])
         self.memory_pressure = float(state["memory_pressure"])
         self._offer()
-        norms = {part: list(values) for part, values in state["norms"].items()}
-        self.seen = Seen(list(state["losses"]), list(state["run_norms"]), norms, dict(state["overflows"]))
-        self.observer = Observer(self.candidates, self.formats.config, self._own_of(state["observed"]))
-        self.sensitivity = {(part, chosen): float(value) for part, chosen, value in state["sensitivity"]}
-        self.next_trial = int(state["next_trial"])
+        self.period = Period.from_state_dict(state, self._observer(_own_errors(state["observed"], self.world)))
+        self.trials.load_state_dict(state)
         self.levels = [Level(*level) for level in state["levels"]]
-        self.is_due, self.step = bool(state["is_due"]), int(state["step"])
-        self._forget_after(self.step)
-        held = self.formats.formats
-        self.formats.change({part: chosen for part, chosen in self.switcher.formats.items() if part in held})
+        self.is_due = bool(state["is_due"])
+        self.log.load_state_dict(state)
+        self._apply()
+
+
+def _own_errors(observed: Mapping[str, Sequence[Any]], world: World) -> ObservedErrors:
+    """This rank's observations; those of another number of ranks go to the first, since only their sum counts."""
+    if len(observed) == world.size:
+        own = observed[str(world.rank)]
+    else:
+        own = [one for rank in sorted(observed) for one in observed[rank]] if world.is_first else []
+    errors: ObservedErrors = {}
+    for part, factor, chosen, lost, number in own:
+        total, count = errors.get((part, factor, chosen), (0.0, 0))
+        errors[part, factor, chosen] = total + lost, count + int(number)
+    return errors
 
 
 @dataclass(kw_only=True)
@@ -491,19 +385,6 @@ def momentum_of(state: Mapping[str, Any], group: Mapping[str, Any], num_updates:
     mean, square = average / (1 - betas[0] ** num_updates), local(state["exp_avg_sq"]) / (1 - betas[1] ** num_updates)
     move = float((mean / (square.sqrt() + group["eps"])).square().sum())
     return Momentum(average, kept_noise(betas[0], num_updates), move * group["lr"] ** 2)
-
-
-def _step_of(line: str) -> float:
-    """Of a change; a line that was cut off comes after all others."""
-    try:
-        return json.loads(line)["step"]
-    except ValueError:
-        return math.inf
-
-
-def _part_of_weight(name: str) -> str:
-    """`blocks.3.ffn.up_proj.weight` -> `blocks.3.ffn`."""
-    return part_of(name.removesuffix(".weight"))
 
 
 def shapes_of(model: ModelConfig, tensor: int) -> dict[Kind, list[Shape]]:

@@ -6,7 +6,6 @@ them skip the same updates and have the same scale (PyTorch's own scaler asks no
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +16,8 @@ from modelwright.precision.loss_scale import LossScale, LossScaler, NoLossScaler
 from modelwright.train.technique import Technique, Update
 
 
-class UniformLossScaler:
-    """One scale for all gradients."""
+class UniformLossScale:
+    """One scale for all gradients that follows overflows; also the `LossScaler` of the run."""
 
     def __init__(self, scale: LossScale) -> None:
         self.scale = scale
@@ -31,22 +30,10 @@ class UniformLossScaler:
         if gradients:
             torch._foreach_mul_(gradients, 1.0 / self.scale.value)  # pyright: ignore
 
-
-class DynamicLossScale:
-    """Lets the scale follow overflows. Acts right after the finite check; what skips an update later is no overflow."""
-
-    def __init__(self, scale: LossScale) -> None:
-        self.scale = scale
-
     def on_gradients(self, update: Update) -> None:
+        """Acts right after the finite check; what skips an update later is no overflow."""
         update.metrics["loss_scale"] = self.scale.value
         self.scale.update(update.step, update.skipped)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.scale.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scale.load_state_dict(state)
 
 
 class PerLayerLossScale:
@@ -105,12 +92,6 @@ class PerLayerLossScale:
         update.metrics["loss_scale/highest_layer"] = max(self.scales.values)
         self.scales.update(update.step, overflowed=update.skipped, culprit=culprit, found=found)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.scales.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scales.load_state_dict(state)
-
     def _count_small(self, gradients: Sequence[Tensor], layers: Sequence[int | None]) -> list[float]:
         """For each layer that is due, how many elements of its matrices lie below FP16's normal numbers while they are
         scaled, and then how many there are."""
@@ -129,14 +110,14 @@ def loss_scaling(scale: LossScale | None, per_layer: PerLayerLossScale | None) -
     if scale is None:
         return NoLossScaler(), None
     if per_layer is None:
-        dynamic = DynamicLossScale(scale)
-        return UniformLossScaler(scale), Technique(
-            name="loss_scaling", on_gradients=dynamic.on_gradients, state=dynamic, summary=scale.state_dict
+        uniform = UniformLossScale(scale)
+        return uniform, Technique(
+            name="loss_scaling", on_gradients=uniform.on_gradients, state=scale, summary=scale.state_dict
         )
     return per_layer, Technique(
         name="loss_scaling",
         on_gradients=per_layer.on_gradients,
-        state=per_layer,
+        state=per_layer.scales,
         summary=lambda: {**scale.state_dict(), "layers": per_layer.scales.state_dict()},
     )
 

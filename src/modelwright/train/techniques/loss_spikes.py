@@ -11,9 +11,6 @@ the checkpoint and the present leave no trace; `spikes.jsonl` has their numbers.
 and a run goes back to checkpoints of fixed steps only, so that a run that is killed and started again does the same.
 """
 
-import json
-import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +18,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from modelwright.core.artifacts import write_atomic
 from modelwright.core.compatibility import (
     EQUAL_REPLICAS,
     EXACT_SUMS,
@@ -33,12 +29,12 @@ from modelwright.core.compatibility import (
     feature,
 )
 from modelwright.core.errors import ConfigError
-from modelwright.train.monitors.anomalies import MAD_TO_SIGMA
+from modelwright.core.event_log import EventLog
+from modelwright.core.outliers import RecentValues
 from modelwright.train.objective import Batch
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import LOSS_SPIKE, Rollback, StepInfo, Technique, Update
 
-MAX_KEPT = 1000
 NUM_GOOD = 2
 """Checkpoints that the run may go back to: the newer one may lie too close to the first spike."""
 
@@ -117,15 +113,17 @@ class LossSpikes:
         self.config = config
         self.checkpoint_every = checkpoint_every
         self.agree = agree
-        self.path = path
-        self.is_first = is_first
-        self.events: list[dict[str, Any]] = []
+        self._log = EventLog(path, is_first=is_first)
         self.num_rollbacks = 0
-        self._accepted: list[tuple[int, float, float]] = []
+        self._losses, self._norms = RecentValues(config.window), RecentValues(config.window)  # of accepted updates
         self._recent: list[int] = []
         self._in_a_row = 0
         self._good: list[int] = []
         self._slow_until = 0
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return self._log.events
 
     def lower_rate(self, optimizer: Optimizer, step: int) -> None:
         """After a rollback the rate of update `step` is lower than the scheduled one, which has been set."""
@@ -143,14 +141,16 @@ class LossSpikes:
             self._recent = [*self._recent, update.step]
             update.skip(LOSS_SPIKE)
             update.metrics["spike"] = 1.0
-            values = {"loss": _plain(update.loss), "norm": _plain(update.grad_norm)}
-            self._record(kind="spike", step=update.step + 1, batches=[update.step, update.step], **values)
+            batches, loss, norm = [update.step, update.step], update.loss, update.grad_norm
+            self._log.append(kind="spike", step=update.step + 1, batches=batches, loss=loss, norm=norm)
             return
         if spike:  # a new level
-            self._accepted, self._recent = [], []
+            self._losses.clear()
+            self._norms.clear()
+            self._recent = []
         self._in_a_row = 0
-        accepted = (update.step, update.loss, update.grad_norm)
-        self._accepted = [*self._accepted, accepted][-self.config.window :]
+        self._losses.add(update.step, update.loss)
+        self._norms.add(update.step, update.grad_norm)
 
     @property
     def pinned_checkpoints(self) -> Sequence[int]:
@@ -173,11 +173,12 @@ class LossSpikes:
     def rolled_back(self, step: int, to: int) -> None:
         """After `step` updates, weights and optimizer are those of `to` again."""
         self.num_rollbacks += 1
-        self._accepted = [entry for entry in self._accepted if entry[0] < to]
+        self._losses.drop_from(to)
+        self._norms.drop_from(to)
         self._good = [good for good in self._good if good <= to]
         self._recent, self._in_a_row = [], 0
         self._slow_until = step + self.config.lower_steps
-        self._record(kind="rollback", step=step, batches=[to, step - 1])
+        self._log.append(kind="rollback", step=step, batches=[to, step - 1])
         self._pin(step)
 
     def _pin(self, step: int) -> None:
@@ -190,9 +191,10 @@ class LossSpikes:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "events": list(self.events),
+            **self._log.state_dict(),
             "num_rollbacks": self.num_rollbacks,
-            "accepted": [list(entry) for entry in self._accepted],
+            "losses": self._losses.state_dict(),
+            "norms": self._norms.state_dict(),
             "recent": list(self._recent),
             "in_a_row": self._in_a_row,
             "good": list(self._good),
@@ -200,35 +202,22 @@ class LossSpikes:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state and write the list as it was at that checkpoint."""
-        self.events, self.num_rollbacks = list(state["events"]), int(state["num_rollbacks"])
-        self._accepted = [(int(step), float(loss), float(norm)) for step, loss, norm in state["accepted"]]
+        self._log.load_state_dict(state)
+        self.num_rollbacks = int(state["num_rollbacks"])
+        self._losses.load_state_dict(state["losses"])
+        self._norms.load_state_dict(state["norms"])
         self._recent, self._in_a_row = list(state["recent"]), int(state["in_a_row"])
         self._good, self._slow_until = list(state["good"]), int(state["slow_until"])
-        if self.events or self.path.exists():
-            self._write()
 
     def _is_spike(self, update: Update) -> bool:
-        if len(self._accepted) < self.config.window / 3:
-            return False
-        _, losses, norms = zip(*self._accepted, strict=True)
-        return update.loss > self._limit(losses, self.config.loss_rise) or update.grad_norm > self._limit(
-            norms, self.config.norm_rise
+        judged = (
+            (update.loss, self._losses.level, self.config.loss_rise),
+            (update.grad_norm, self._norms.level, self.config.norm_rise),
         )
-
-    def _limit(self, values: Sequence[float], rise: float) -> float:
-        middle = statistics.median(values)
-        spread = MAD_TO_SIGMA * statistics.median(abs(value - middle) for value in values)
-        return middle + max(self.config.num_sigmas * spread, rise * abs(middle))
-
-    def _record(self, **event: Any) -> None:
-        if len(self.events) < MAX_KEPT:
-            self.events.append(event)
-            self._write()
-
-    def _write(self) -> None:
-        if self.is_first:
-            write_atomic(self.path, "".join(json.dumps(event) + "\n" for event in self.events))
+        return any(
+            level is not None and value > level.upper_limit(self.config.num_sigmas, rise)
+            for value, level, rise in judged
+        )
 
 
 def loss_spikes(
@@ -265,7 +254,3 @@ def loss_spikes(
         summary=lambda: {"left_out": tuple(spikes.events)},
     )
     return detector, Technique(name="rate_after_rollback", on_batch=on_batch)
-
-
-def _plain(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)

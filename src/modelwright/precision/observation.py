@@ -1,0 +1,138 @@
+"""What is measured of every part of a model between two decisions on its formats; `indicators` has the formulas."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from modelwright.ops.formats import Format
+from modelwright.ops.pieces import local
+from modelwright.precision.indicators import Momentum, Observer, Sample, Sums, error_of, sum_of_squares
+from modelwright.precision.model import part_of
+from modelwright.precision.policy import PrecisionConfig
+
+Factor = Literal["weight", "input", "gradient"]
+FACTORS: tuple[Factor, ...] = ("weight", "input", "gradient")
+"""The factors of a layer's three products, each of which a format rounds."""
+Errors = Mapping[tuple[str, Factor, Format], float]
+"""Relative errors by part, factor and format."""
+
+
+@dataclass
+class Period:
+    """The steps since the last decision.
+
+    observer: sees inputs and gradients in the measured steps.
+    """
+
+    observer: Observer
+    losses: list[float] = field(default_factory=list)
+    """Of all steps but those whose loss jumped, skipped ones included."""
+    run_norms: list[float] = field(default_factory=list)
+    """Norms of the whole gradient, of the same steps."""
+    norms: dict[str, list[float]] = field(default_factory=dict)
+    """Gradient norms of each part in the measured steps."""
+    overflows: dict[str, int] = field(default_factory=dict)
+    """For each part, the number of steps that were not finite while the part computed in FP16."""
+
+    def add_loss(self, loss: float, grad_norm: float) -> None:
+        self.losses.append(loss)
+        self.run_norms.append(grad_norm)
+
+    def add_overflow(self, formats: Mapping[str, Format]) -> None:
+        """Count a step that was not finite against the parts that were in FP16; `formats` were in force then."""
+        for part, chosen in formats.items():
+            if chosen == "fp16":
+                self.overflows[part] = self.overflows.get(part, 0) + 1
+
+    def add_norms(self, sums: Mapping[str, Sums]) -> None:
+        for part, total in sums.items():
+            self.norms.setdefault(part, []).append(total.gradient**0.5)
+
+    def skipped_share(self, part: str) -> float:
+        """Share of the steps that overflowed while the part was in FP16."""
+        return self.overflows.get(part, 0) / len(self.losses)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but what the observer has seen, which differs from rank to rank."""
+        return {
+            "losses": list(self.losses),
+            "run_norms": list(self.run_norms),
+            "norms": {part: list(norms) for part, norms in self.norms.items()},
+            "overflows": dict(self.overflows),
+        }
+
+    @staticmethod
+    def from_state_dict(state: Mapping[str, Any], observer: Observer) -> "Period":
+        norms = {part: list(values) for part, values in state["norms"].items()}
+        return Period(observer, list(state["losses"]), list(state["run_norms"]), norms, dict(state["overflows"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartStatistics:
+    """Adds up what is measured of weights and gradients, over the tensors of each part and over all ranks."""
+
+    parts: Sequence[str]
+    """Of the whole model, the same on all ranks."""
+    config: PrecisionConfig
+    names: Mapping[Tensor, str]
+    """This rank's parameters."""
+    num_holders: Sequence[int]
+    """For each of them, the number of ranks that hold it: it counts once."""
+    sum_over_ranks: Callable[[Sequence[float]], list[float]]
+    """Element by element."""
+
+    def gradients(self) -> dict[str, Sums]:
+        """Sums of which only `gradient` is measured, the sum of squares of the gradients."""
+        return self._reduced(lambda parameter, gradient: Sums(gradient=sum_of_squares(gradient)))
+
+    def sums(self, momentum_of: Callable[[Tensor], Momentum | None], *, loss_scale: float) -> dict[str, Sums]:
+        """All sums, which take several passes over weights, gradients and moments.
+
+        momentum_of: what the optimizer knows of a parameter, None before its first update.
+        """
+        return self._reduced(
+            lambda parameter, gradient: Sums.of(
+                local(parameter.detach()), gradient, momentum_of(parameter), scale=loss_scale
+            )
+        )
+
+    def _reduced(self, measure: Callable[[Tensor, Tensor], Sums]) -> dict[str, Sums]:
+        own = dict.fromkeys(self.parts, Sums())
+        for (parameter, name), holders in zip(self.names.items(), self.num_holders, strict=True):
+            part = _part_of_weight(name)
+            if part in own and parameter.grad is not None:
+                own[part] = own[part].plus(measure(parameter, local(parameter.grad)), 1.0 / holders)
+        flat = self.sum_over_ranks([value for sums in own.values() for value in sums.values])
+        width = len(Sums().values)
+        return {part: Sums(*flat[i * width : (i + 1) * width]) for i, part in enumerate(self.parts)}
+
+    def errors(self, observer: Observer, candidates: Sequence[Format]) -> Errors:
+        """Mean relative error that each format makes in weights (measured now), inputs and gradients (observed)."""
+        keys: list[tuple[str, Factor, Format]] = [
+            (part, factor, chosen) for part in self.parts for factor in FACTORS for chosen in candidates
+        ]
+        weights = self._weight_errors(candidates)
+        own = [weights.get((part, chosen), (0.0, 0)) if factor == "weight" else observer.take(part, factor, chosen)
+               for part, factor, chosen in keys]  # fmt: skip
+        totals = self.sum_over_ranks([float(value) for pair in own for value in pair])
+        return {key: totals[2 * i] / max(1.0, totals[2 * i + 1]) for i, key in enumerate(keys)}
+
+    def _weight_errors(self, candidates: Sequence[Format]) -> dict[tuple[str, Format], tuple[float, int]]:
+        """Sum and count over this rank's matrices."""
+        errors: dict[tuple[str, Format], tuple[float, int]] = {}
+        for parameter, name in self.names.items():
+            weight, part = local(parameter.detach()), _part_of_weight(name)
+            if weight.dim() != 2 or not weight.numel() or part not in self.parts:
+                continue
+            sample = Sample.of(weight)
+            for chosen in candidates:
+                total, count = errors.get((part, chosen), (0.0, 0))
+                errors[part, chosen] = total + error_of(sample, chosen, "weight", self.config), count + 1
+        return errors
+
+
+def _part_of_weight(name: str) -> str:
+    """`blocks.3.ffn.up_proj.weight` -> `blocks.3.ffn`."""
+    return part_of(name.removesuffix(".weight"))

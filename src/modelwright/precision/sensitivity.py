@@ -1,0 +1,77 @@
+"""How much the loss rises when one part of the model computes in a narrower format, found by trial forward passes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from modelwright.ops.formats import Format
+from modelwright.precision.indicators import relative_rise
+from modelwright.precision.model import ModelFormats
+
+TRIALS = 2
+"""Pairs that are tried again at each decision; a pair that was never tried is tried before a part changes to it."""
+Pair = tuple[str, Format]
+
+
+@dataclass(kw_only=True)
+class SensitivityTrials:
+    """Tries parts in formats and remembers the relative rise of the loss for each pair.
+
+    Every rank makes the same trials, also of parts that it does not hold.
+    """
+
+    formats: ModelFormats
+    loss: Callable[[], float]
+    """The loss over all ranks of some rows of the present batch, with the formats in force."""
+    sensitivity: dict[Pair, float] = field(default_factory=dict)
+    """Relative rise of the loss with the part in the format instead of FP32, when last tried."""
+    next_trial: int = 0
+    """Counts through the pairs."""
+    losses: dict[Pair, float] = field(default_factory=dict)
+    """With one part in a format and the others as they are, at the present decision."""
+
+    def begin(self, present: Sequence[Pair], pairs: Sequence[Pair]) -> None:
+        """Forget the losses of earlier weights, and try the next few `pairs`.
+
+        present: the format of each part. pairs: all that may be tried, the formats of one part in a row, since the
+        model between two rounds of trials changes.
+        """
+        self.losses = dict.fromkeys(present, self.loss())
+        for _ in range(min(TRIALS, len(pairs))):
+            self.rise(*pairs[self.next_trial % len(pairs)])
+            self.next_trial += 1
+
+    def rise(self, part: str, chosen: Format) -> float | None:
+        """Relative rise of the loss with the part in this format instead of FP32, while the others stay as they are.
+
+        None where no row has a label, which tells nothing.
+        """
+        exact, narrow = (self._loss_with(part, name) for name in ("fp32", chosen))
+        if exact == 0.0:
+            return None
+        self.sensitivity[part, chosen] = relative_rise(exact, narrow)
+        return self.sensitivity[part, chosen]
+
+    def of_part(self, part: str) -> dict[Format, float]:
+        """The rises by format, of those that were tried."""
+        return {chosen: rise for (name, chosen), rise in self.sensitivity.items() if name == part}
+
+    def _loss_with(self, part: str, chosen: Format) -> float:
+        if (part, chosen) not in self.losses:
+            is_here, present = part in self.formats.formats, dict(self.formats.formats)
+            if is_here:
+                self.formats.change({part: chosen})
+            self.losses[part, chosen] = self.loss()
+            if is_here:
+                self.formats.change(present)
+        return self.losses[part, chosen]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "sensitivity": [[*pair, rise] for pair, rise in self.sensitivity.items()],
+            "next_trial": self.next_trial,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sensitivity = {(part, chosen): float(rise) for part, chosen, rise in state["sensitivity"]}
+        self.next_trial = int(state["next_trial"])
