@@ -69,7 +69,7 @@ class Stragglers:
     def look(self, step: int) -> None:
         """Compare the ranks now."""
         mine = torch.tensor(self.own_time_s(), dtype=torch.float64, device=self.world.device)
-        self.judge(step, self.world.all_gather(mine).tolist())
+        self.judge(step, [float(time_s) for time_s in self.world.all_gather(mine).cpu()])
 
     def judge(self, step: int, times_s: Sequence[float]) -> None:
         """One look at every rank's own time. The same on all ranks."""

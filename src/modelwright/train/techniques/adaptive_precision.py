@@ -89,7 +89,7 @@ class AdaptivePrecision:
     switcher: Switcher = field(init=False)
     period: Period = field(init=False)
     log: EventLog = field(init=False)
-    levels: list[Level] = field(default_factory=list)
+    levels: list[Level] = field(default_factory=list[Level])
     """Of the losses of the last periods since a jump."""
     memory_pressure: float = field(init=False)
     is_due: bool = False
@@ -314,7 +314,7 @@ class TrialLoss:
     executor: Executor
     mesh: Mesh
     batch: Batch | None = None
-    weights: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @torch.no_grad()
     def __call__(self) -> float:
@@ -412,7 +412,7 @@ def machine_for(folder: Path, formats: ModelFormats, world: World, *, num_rows: 
     kept = _kept(path, names) if world.is_first else {}
     found = world.maxima(*(kept.get(name, 0.0) for name in names))
     if min(found) <= 0:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng():  # pyright: ignore[reportUnknownMemberType]
             weights = sum(local(parameter.detach()).nbytes for parameter in formats.model.parameters())
             own = measure_speeds(formats, shapes, candidates, num_rows=num_rows, device=world.device)
         found = world.maxima(*(own[key] for key in keys), memory_share(world.device, 3 * weights))

@@ -5,7 +5,7 @@ them skip the same updates and have the same scale (PyTorch's own scaler asks no
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -131,5 +131,7 @@ def layer_of(name: str) -> int | None:
 def _largest(gradients: Sequence[Tensor]) -> list[float]:
     """Of each gradient by magnitude, nan where one is; pieces may be empty."""
     held = [gradient for gradient in gradients if gradient.numel()]
-    norms = iter(torch.stack(torch._foreach_norm(held, math.inf)).tolist()) if held else iter(())  # pyright: ignore
+    norms: Iterator[float] = iter(())
+    if held:
+        norms = iter(torch.stack(torch._foreach_norm(held, math.inf)).tolist())  # pyright: ignore
     return [next(norms) if gradient.numel() else 0.0 for gradient in gradients]
