@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from modelwright.core.errors import ConfigError
-from modelwright.ops.rates import copy_bandwidth, int8_linear_rate, matmul_rate
+from modelwright.ops.rates import int8_linear_rate, matmul_rate
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -19,7 +19,3 @@ def test_int8_linear_rate(backend):
             int8_linear_rate(17, 32, 24, backend=backend, repeats=2)
     else:
         assert int8_linear_rate(17, 32, 24, backend=backend, repeats=2) > 0
-
-
-def test_copy_bandwidth():
-    assert copy_bandwidth(device="cpu", num_bytes=2**20, repeats=2) > 0

@@ -1,5 +1,6 @@
 """What the process and the machine have: peak memory of a piece of work, hardware, versions, commit."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -16,16 +17,15 @@ class ResourceUse:
     """Wall time, CPU time (ended child processes included) and peak resident memory of the `with` block.
 
     Linux can reset the peak (`/proc/self/clear_refs`), so that each block has its own; elsewhere the peak is that
-    of the whole process so far and `peak_is_own` is false.
+    of the whole process so far.
     """
 
     wall_s = 0.0
     cpu_s = 0.0
     peak_bytes = 0
-    peak_is_own = False
 
     def __enter__(self) -> "ResourceUse":
-        self.peak_is_own = _reset_peak()
+        _reset_peak()
         self._wall, self._cpu = time.perf_counter(), _cpu_seconds()
         return self
 
@@ -94,12 +94,9 @@ def _cpu_seconds() -> float:
     return used.user + used.system + used.children_user + used.children_system
 
 
-def _reset_peak() -> bool:
-    try:
+def _reset_peak() -> None:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 def _processor_name() -> str:

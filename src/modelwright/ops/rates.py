@@ -44,13 +44,6 @@ def int8_linear_rate(m: int, k: int, n: int, *, backend: Int8Backend, repeats: i
     return 2.0 * m * k * n / _best_time(call, "cpu", repeats)
 
 
-def copy_bandwidth(*, device: torch.device | str, num_bytes: int = 128 * 2**20, repeats: int = 5) -> float:
-    """Bytes/s of a large copy, read and write both counted."""
-    source = torch.ones(num_bytes // 4, device=device)
-    target = torch.empty_like(source)
-    return 2.0 * num_bytes / _best_time(lambda: target.copy_(source), device, repeats)
-
-
 def _fbgemm_call(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         raise ConfigError("backend: this PyTorch build has no 'fbgemm' engine; use 'int_mm'")

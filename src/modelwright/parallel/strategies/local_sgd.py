@@ -196,13 +196,12 @@ def _copy(tensors: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> 
 
 
 class LocalSgd(Strategy):
-    """Every rank updates its own weights; `local_steps` makes the ranks meet. close: called at the end."""
+    """Every rank updates its own weights; `local_steps` makes the ranks meet."""
 
-    def __init__(self, replica: Replica, local_steps: LocalSteps, *, close: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, replica: Replica, local_steps: LocalSteps) -> None:
         self.replica = replica
         self.mesh = replica.mesh
         self.local_steps = local_steps
-        self.close_transport = close
 
     def begin(self, step: int, num_steps: int) -> None:
         self.local_steps.begin(
@@ -239,9 +238,6 @@ class LocalSgd(Strategy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.local_steps.load_state_dict(state)
-
-    def close(self) -> None:
-        self.close_transport()
 
     def _weights(self) -> list[Tensor]:
         return [local(parameter.detach()) for parameter in self.replica.names]

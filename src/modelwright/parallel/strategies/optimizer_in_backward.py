@@ -233,8 +233,7 @@ def _final(parameter: Tensor) -> Tensor:
 class OptimizerInBackward(Strategy):
     """Updates parameters in backward, unless a loss is not finite or nothing in the batch is learned.
 
-    ready: see `GradientReady`; clip_norm: the limit that the last step's norm is compared with, 0 for none; norm_of:
-    the norm of one shard of a gradient.
+    ready: see `GradientReady`; clip_norm: the limit that the last step's norm is compared with, 0 for none.
     """
 
     def __init__(
@@ -243,13 +242,11 @@ class OptimizerInBackward(Strategy):
         ready: GradientReady,
         *,
         clip_norm: float = 0.0,
-        norm_of: Callable[[list[Tensor]], float] = lambda gradients: float(total_norm(gradients)),
     ) -> None:
         self.replica = replica
         self.mesh = replica.mesh
         self.ready = ready
         self.clip_norm = clip_norm
-        self.norm_of = norm_of
         self.optimizer = replica.optimizer
         """Of what this process updates."""
         self.last_norm = 0.0
@@ -341,7 +338,7 @@ class OptimizerInBackward(Strategy):
             return  # an earlier attempt at this step was given up
         assert shard.grad is not None
         assert parameter not in self._norms, f"the gradient of {self.replica.names[parameter]} came twice"
-        self._norms[parameter] = norm = self.norm_of([local(shard.grad)])
+        self._norms[parameter] = norm = float(total_norm([local(shard.grad)]))
         if not math.isfinite(norm):
             self._not_finite = self._not_finite or self.replica.names[parameter]
         if not self._not_finite:

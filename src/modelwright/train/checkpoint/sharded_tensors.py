@@ -91,16 +91,6 @@ def piece_of(tensor: Tensor) -> Piece:
     return Piece(values, Box(tuple(offset), tuple(shape)), tuple(tensor.shape))
 
 
-def laid_out_like(values: Tensor, target: Tensor) -> Tensor:
-    """This rank's piece of a tensor as a tensor with the layout of `target`, on its device."""
-    if not isinstance(target, DTensor):
-        return values.to(target.device)
-    local = values.to(target.to_local().device)
-    return DTensor.from_local(
-        local, target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
-    )
-
-
 def share_out(keys: Sequence[Sequence[tuple[Any, ...]]]) -> list[list[int]]:
     """Which of its pieces each rank writes: positions in its list. A piece that several ranks hold goes to the one
     with the fewest values so far; every rank computes the same answer.
@@ -190,10 +180,6 @@ class ShardReader:
         if num_found != box.volume:
             raise DamagedCheckpointError(f"{self.folder / INDEX}: does not have all of {name}")
         return result
-
-    def read_like(self, name: str, target: Tensor) -> Tensor:
-        """The tensor with the layout of `target`: each rank reads its own piece."""
-        return laid_out_like(self.read(name, piece_of(target).box), target)
 
     def read_into(self, name: str, target: Tensor) -> None:
         """Copy this rank's piece into `target`, in place."""
