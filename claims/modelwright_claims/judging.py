@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from modelwright_claims.claim import Figure, Verdict
+from modelwright_claims.claim import UNTESTABLE, Claim, Figure, Measurement, Verdict
 from modelwright_claims.statistics import Estimate
 
 
@@ -121,6 +121,16 @@ class Judgment:
 
     def _verdict(self, kind: Literal["short", "not judged"], first: str, said: str) -> Verdict:
         return Verdict(kind=kind, reason=f"{first}. {said}" if said else first, figures=self.figures)
+
+
+def judge(claim: Claim, measurement: Measurement) -> Verdict:
+    """Judge a measurement, new or stored, by the claim's rule."""
+    if UNTESTABLE in measurement.conditions:
+        return Verdict(kind="cannot be tested here", reason=str(measurement.conditions[UNTESTABLE]))
+    try:
+        return claim.judge(Stored(measurement.samples, "samples"), Stored(measurement.conditions, "condition"))
+    except Lacks as lacks:
+        return Verdict(kind="not judged", reason=f"the record lacks {lacks}")
 
 
 def names_between(samples: Mapping[str, Sequence[float]], prefix: str, suffix: str = "") -> list[str]:

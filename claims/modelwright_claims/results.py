@@ -20,8 +20,8 @@ import torch
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ArtifactError
 from modelwright.core.resources import git_commit, hardware, versions
-from modelwright_claims.claim import UNTESTABLE, Claim, Figure, Measurement, Verdict
-from modelwright_claims.judging import Lacks, Stored
+from modelwright_claims.claim import Claim, Figure, Measurement, Verdict
+from modelwright_claims.judging import judge
 
 PACKAGES = ("modelwright", "torch", "numpy", "transformers", "lightning", "tokenizers")
 TEXTS = ("name", "statement", "source", "published", "compared", "target", "headline")
@@ -144,12 +144,7 @@ def judged(claim: Claim, record: Mapping[str, Any], *, date: str, commit: str) -
 
 def verdict_on(claim: Claim, record: Mapping[str, Any]) -> Verdict:
     """Judge samples and conditions of a record by the claim's present rule."""
-    if UNTESTABLE in record["conditions"]:
-        return Verdict(kind="cannot be tested here", reason=str(record["conditions"][UNTESTABLE]))
-    try:
-        verdict = claim.judge(Stored(record["samples"], "samples"), Stored(record["conditions"], "condition"))
-    except Lacks as lacks:
-        verdict = Verdict(kind="not judged", reason=f"the record lacks {lacks}")
+    verdict = judge(claim, Measurement(samples=record["samples"], conditions=record["conditions"]))
     if record["quick"]:
         reason = f"a quick measurement only shows that the measurement runs; {verdict.line}"
         verdict = dataclasses.replace(verdict, kind="not judged", reason=reason)
