@@ -25,7 +25,7 @@ def measure(setting: Setting) -> Measurement:
     """Hosts in network namespaces; quick: the racks without delay alone."""
     if reason := missing():
         return untestable(reason)
-    effort = Effort(repeats=2, calls=2) if setting.quick else Effort()
+    effort = Effort(repeats=1, calls=2) if setting.quick else Effort()
     found = {}
     for name in ["shaped"] if setting.quick else SETTINGS:
         setting.progress.note(f"topology: {name}")
