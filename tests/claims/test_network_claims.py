@@ -99,7 +99,6 @@ def test_links_that_are_all_alike_leave_the_ranks_in_their_order():
 def test_a_quick_measurement_of_topology(tmp_path):
     measured = topology.CLAIM.measure(Setting(quick=True, folder=tmp_path, progress=SilentProgress()))
     found = judge(topology.CLAIM, measured)
-    assert found.kind in ("met", "short")
     assert found.figures["4 KiB shorter than by arrival, flat, 4 KiB"].value > 1.0
 
 
