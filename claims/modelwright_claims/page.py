@@ -125,7 +125,7 @@ def _measurement(claim: Claim, record: Mapping[str, Any]) -> list[str]:
         "| figure | value |",
         "| --- | --- |",
         *[f"| {key} | {show(figure)} |" for key, figure in record[FIGURES].items()],
-        *[f"| {key} (computed when measured; its samples were not kept) | {show(of)} |" for key, of in lost.items()],
+        *[f"| {key} (as computed when measured) | {show(of)} |" for key, of in lost.items()],
         "",
         f"{_circumstances(record)} {conditions}",
     ]

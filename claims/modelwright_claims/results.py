@@ -30,8 +30,8 @@ DIRTY = "-dirty"
 MADE_BY_PROVE = (":(top,exclude)benchmarks/results", ":(top,exclude)docs/claims.md")
 """Files that measuring changes itself."""
 FIGURES, MEASURED_FIGURES = "figures", "figures_of_the_measurement"
-"""Figures computed from the samples by the present rule; and those that were computed when the claim was measured, of
-which the samples are not in the record."""
+"""Figures that the rule computes from the samples; and those of a record from before samples and rule were apart that it
+does not: their samples were not kept, or another figure has taken their place."""
 
 
 def machine() -> dict[str, Any]:
@@ -97,7 +97,7 @@ def shown_kind(claim: Claim, record: Mapping[str, Any]) -> str:
 
 
 def all_figures(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all figures of a record by name, those whose samples it lacks included."""
+    """Return all figures of a record by name, those that only the measurement computed included."""
     return {**record.get(MEASURED_FIGURES, {}), **record[FIGURES]}
 
 
@@ -133,7 +133,8 @@ def judged(claim: Claim, record: Mapping[str, Any], *, date: str, commit: str) -
     if record["target"] != claim.target and verdict.kind != "short":
         return dict(record)
     figures = {name: _as_json(figure) for name, figure in verdict.figures.items()}
-    lost = {name: figure for name, figure in all_figures(record).items() if name not in figures}
+    earlier = record.get(MEASURED_FIGURES, {}) if "judged" in record else record[FIGURES]
+    lost = {name: figure for name, figure in earlier.items() if name not in figures}
     after = {**record, "kind": verdict.kind, "reason": verdict.reason, FIGURES: figures, MEASURED_FIGURES: lost}
     if not lost:
         del after[MEASURED_FIGURES]

@@ -243,7 +243,7 @@ def test_a_changed_target_can_only_take_a_verdict_away():
 
 def test_a_record_that_lacks_samples_is_not_judged_and_keeps_its_figures():
     before = record_of(EASY)
-    del before["samples"]["bytes"]
+    del before["samples"]["bytes"], before["judged"]
     after = again(EASY, before)
     assert (after["kind"], after["reason"]) == ("not judged", "the record lacks samples 'bytes'")
     assert after["figures"] == {}
@@ -251,8 +251,15 @@ def test_a_record_that_lacks_samples_is_not_judged_and_keeps_its_figures():
     assert all_figures(after) == before["figures"]
     assert again(EASY, after) == after
     page = render([EASY], [after])
-    assert "| memory (computed when measured; its samples were not kept) | 3 MiB |" in page
+    assert "| memory (as computed when measured) | 3 MiB |" in page
     assert row_of(page).endswith("| **not judged** |")
+
+
+def test_figures_that_a_later_rule_no_longer_computes_are_dropped():
+    renamed = replace(CLAIM, judge=lambda samples, conditions: Verdict(kind="short", reason="slow"))
+    after = again(renamed, record_of())
+    assert after["figures"] == {}
+    assert results.MEASURED_FIGURES not in after
 
 
 @pytest.fixture

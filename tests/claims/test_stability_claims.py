@@ -150,8 +150,8 @@ def scaled(*, dynamic: int = 95, none: int = 20, fitting: int = 20, lost: float 
 
 def test_a_dynamic_scale_has_to_beat_no_scale_and_every_static_one():
     assert judge(loss_scaling.CLAIM, scaled()).kind == "met"
-    for worse in ({"none": 50}, {"lost": 0.1}, {"dynamic": 60}):
-        assert judge(loss_scaling.CLAIM, scaled(**worse)).kind == "short", worse
+    for worse in (scaled(none=50), scaled(lost=0.1), scaled(dynamic=60)):
+        assert judge(loss_scaling.CLAIM, worse).kind == "short", worse
     beaten = judge(loss_scaling.CLAIM, scaled(fitting=95))
     assert beaten.kind == "short"
     assert beaten.reason.startswith("stable updates over static 2^15 1x")
