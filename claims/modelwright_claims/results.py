@@ -30,8 +30,8 @@ DIRTY = "-dirty"
 MADE_BY_PROVE = (":(top,exclude)benchmarks/results", ":(top,exclude)docs/claims.md")
 """Files that measuring changes itself."""
 FIGURES, MEASURED_FIGURES = "figures", "figures_of_the_measurement"
-"""Figures that the rule computes from the samples; and those of a record from before samples and rule were apart that it
-does not: their samples were not kept, or another figure has taken their place."""
+"""Figures that the rule computes from the samples; and those of a record from before samples and rule were apart that
+the rule does not compute: their samples were not kept, or another figure has taken their place."""
 
 
 def machine() -> dict[str, Any]:
