@@ -4,47 +4,23 @@ Three ways to spend the same tokens: whole batches; the same ones in microbatche
 batches of that size without accumulation, four times as many steps. Each has its own rate, tuned with the same budget.
 """
 
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from modelwright_claims import stability_bench as bench
-from modelwright_claims.claim import Figure, Setting
-from modelwright_claims.statistics import spread
+from modelwright_claims.claim import Conditions, Measurement, Samples, Setting
+from modelwright_claims.judging import Judgment
+from modelwright_claims.statistics import estimate
 
 PARTS = 4
 WHOLE, ACCUMULATED, SMALL = "whole batches", f"{PARTS} microbatches", "small batches, not accumulated"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pace:
-    """By arm and seed: steps to the loss (all of them when it is never reached), tokens and seconds of steps until
-    then, and the rate."""
-
-    target: float
-    steps: Mapping[str, Sequence[float]]
-    tokens: Mapping[str, Sequence[float]]
-    seconds: Mapping[str, Sequence[float]]
-    rates: Mapping[str, float]
-
-    def figures(self) -> dict[str, Figure]:
-        found = {}
-        for arm in self.steps:
-            for name, of, unit in (("steps", self.steps, ""), ("tokens", self.tokens, ""), ("time", self.seconds, "s")):
-                value = Figure(value=statistics.fmean(of[arm]), unit=unit, spread=spread(of[arm]))
-                found[f"{name} to a fixed loss, {arm}"] = value
-        return found
-
-    def words(self) -> str:
-        steps, seconds = ({arm: statistics.fmean(of[arm]) for arm in of} for of in (self.steps, self.seconds))
-        return (
-            f"to a held-out loss of {self.target:.2f}: {steps[WHOLE]:.0f} steps and {seconds[WHOLE]:.1f} s with whole "
-            f"batches, {steps[ACCUMULATED]:.0f} and {seconds[ACCUMULATED]:.1f} s accumulated, {steps[SMALL]:.0f} and "
-            f"{seconds[SMALL]:.1f} s with batches of a {PARTS}th"
-        )
+QUANTITIES = (("steps", ""), ("tokens", ""), ("time", "s"))
+"""What is counted until the loss is reached, with its unit."""
+TARGET = "the fixed loss"
 
 
-def measure_pace(setting: Setting) -> Pace:
+def measure_pace(setting: Setting) -> Measurement:
     """Five paired seeds; in quick mode two, at one rate."""
     size = bench.study_size(setting)
     small = replace(size, batch_rows=size.batch_rows // PARTS, num_steps=size.num_steps * PARTS)
@@ -54,15 +30,32 @@ def measure_pace(setting: Setting) -> Pace:
         SMALL: bench.variant(small, {}),
     }
     found = bench.steps_to_a_loss(setting, variants, plain=WHOLE)
-    steps = {arm: found.steps(arm) for arm in variants}
-    seconds = {
-        arm: [count * outcome.step_s for count, outcome in zip(steps[arm], outcomes, strict=True)]
-        for arm, outcomes in found.samples.runs.items()
-    }
-    return Pace(
-        target=found.target,
-        steps=steps,
-        tokens={arm: [count * variants[arm].size.batch_tokens for count in of] for arm, of in steps.items()},
-        seconds=seconds,
-        rates={arm: found.samples.tuned[arm].size.learning_rate for arm in variants},
+    samples: dict[str, list[float]] = {}
+    for arm, outcomes in found.samples.runs.items():
+        steps = found.steps(arm)
+        samples |= {
+            f"steps to a fixed loss, {arm}": steps,
+            f"tokens to a fixed loss, {arm}": [count * variants[arm].size.batch_tokens for count in steps],
+            f"time to a fixed loss, {arm}": [
+                count * outcome.step_s for count, outcome in zip(steps, outcomes, strict=True)
+            ],
+        }
+    rates = {arm: found.samples.tuned[arm].size.learning_rate for arm in variants}
+    conditions = {f"rate to a fixed loss, {arm}": rate for arm, rate in rates.items()}
+    return Measurement(samples=samples, conditions={**conditions, TARGET: round(found.target, 4)})
+
+
+def say_pace(judgment: Judgment, samples: Samples, conditions: Conditions) -> None:
+    """Add figures and a clause on the way to the loss. No target speaks of them."""
+    means = {}
+    for arm in (WHOLE, ACCUMULATED, SMALL):
+        for what, unit in QUANTITIES:
+            found = estimate(samples[f"{what} to a fixed loss, {arm}"])
+            means[what, arm] = found.mean
+            judgment.figures[f"{what} to a fixed loss, {arm}"] = found.figure(unit)
+    judgment.said.append(
+        f"to a held-out loss of {conditions[TARGET]:.2f}: {means['steps', WHOLE]:.0f} steps and "
+        f"{means['time', WHOLE]:.1f} s with whole batches, {means['steps', ACCUMULATED]:.0f} and "
+        f"{means['time', ACCUMULATED]:.1f} s accumulated, {means['steps', SMALL]:.0f} and {means['time', SMALL]:.1f} s "
+        f"with batches of a {PARTS}th"
     )

@@ -1,6 +1,5 @@
 """Claim: computing activations again in units of layers saves most of their memory for a fraction more compute."""
 
-import statistics
 from collections.abc import Mapping, Sequence
 
 from modelwright.core.config import dump
@@ -10,18 +9,20 @@ from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.plan.estimate import training_memory
 from modelwright_claims import memory_probe
-from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.memory_probe import Measured, Probe
-from modelwright_claims.statistics import spread
+from modelwright_claims.statistics import Estimate, estimate, exact, ratios
 
 SAVED_TARGET = 70.0
 COMPUTE_TARGET = 33.0
 PUBLISHED_UNIT = "unit of 8"
 NONE = "none"
 MEMORY_ERRORS = "memory model's error, %"
+PEAK, STATES, STEP, FLOPS = "peak bytes, ", "bytes of states, ", "step seconds, ", "FLOPs of a step, "
 
 
-def measure(setting: Setting) -> Result:
+def measure(setting: Setting) -> Measurement:
     """A deep and narrow model, every unit size that halves its layers, selection, and a budget of half the memory."""
     num_layers, width, seq_len, rows = (8, 64, 128, 16) if setting.quick else (32, 128, 256, 8)
     model = memory_probe.probe_model(
@@ -35,7 +36,26 @@ def measure(setting: Setting) -> Result:
     estimates = {
         name: estimated_bytes(model, rows * seq_len, config) for name, config in configs(model, rows * seq_len).items()
     }
-    return judge(found, estimates, model, seq_len=seq_len, rows=rows)
+    return Measurement(
+        samples=samples_of(found, estimates),
+        conditions={
+            "parameters": model.num_parameters,
+            "layers": model.num_layers,
+            "width": model.model_dim,
+            "batch": f"{rows} rows of {seq_len} tokens, one microbatch",
+            "format": "fp32",
+        },
+    )
+
+
+def samples_of(found: Mapping[str, Sequence[Measured]], estimates: Mapping[str, int]) -> dict[str, list[float]]:
+    return {
+        **{f"{PEAK}{name}": [m.peak_bytes for m in runs] for name, runs in found.items()},
+        **{f"{STATES}{name}": [m.states_bytes for m in runs] for name, runs in found.items()},
+        **{f"{STEP}{name}": [m.step_s for m in runs] for name, runs in found.items()},
+        **{f"{FLOPS}{name}": [max(m.flops for m in runs)] for name, runs in found.items()},
+        MEMORY_ERRORS: [100 * (estimates[name] / m.peak_bytes - 1) for name, runs in found.items() for m in runs],
+    }
 
 
 def configs(model: ModelConfig, num_tokens: int) -> dict[str, ActivationConfig]:
@@ -69,61 +89,47 @@ def estimated_bytes(model: ModelConfig, num_tokens: int, config: ActivationConfi
     return memory.total - memory.process
 
 
-def judge(
-    found: Mapping[str, Sequence[Measured]],
-    estimates: Mapping[str, int],
-    model: ModelConfig,
-    *,
-    seq_len: int,
-    rows: int,
-) -> Result:
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
     """Met when a unit saves `SAVED_TARGET` of what a step takes above the states for at most `COMPUTE_TARGET` more."""
-    above = {name: statistics.median(m.peak_bytes - m.states_bytes for m in runs) for name, runs in found.items()}
-    saved = {name: 100 * (1 - value / above[NONE]) for name, value in above.items()}
-    flops = {name: max(m.flops for m in runs) for name, runs in found.items()}
-    more = {name: 100 * (value / flops[NONE] - 1) for name, value in flops.items()}
-    ratios = {
-        name: [a.step_s / b.step_s for a, b in zip(runs, found[NONE], strict=True)] for name, runs in found.items()
-    }
-    units = [name for name in found if name.startswith("unit")]
-    best = max(units, key=lambda name: saved[name])
-    met = any(saved[name] >= SAVED_TARGET and more[name] <= COMPUTE_TARGET for name in units)
-    errors = [100 * (estimates[name] / m.peak_bytes - 1) for name, runs in found.items() for m in runs]
-    published = PUBLISHED_UNIT if PUBLISHED_UNIT in found else units[-1]
-    reason = (
-        f"{best} saves {saved[best]:.0f}% of what a step takes above weights and optimizer states for "
-        f"{more[best]:.0f}% more FLOPs; {published} {saved[published]:.0f}% for {more[published]:.0f}%. "
-        "A unit is whole in memory while it runs backward, so larger ones save less from some size on"
+    judgment = Judgment()
+    names = [name for name in names_between(samples, PEAK) if name != NONE]
+    units = [name for name in names if name.startswith("unit")]
+    saved = {name: saved_by(samples, name) for name in names}
+    judgment.figures |= {f"memory saved, {name}": one.figure("%") for name, one in saved.items()}
+    judgment.figures |= {f"time of a step, {name}": time_of(samples, name).figure("x") for name in names}
+    errors = samples[MEMORY_ERRORS]
+    judgment.figures["planner's largest error"] = Figure(value=max(map(abs, errors)), unit="%")
+    best = max(units, key=lambda name: saved[name].mean)
+    published = PUBLISHED_UNIT if PUBLISHED_UNIT in units else units[-1]
+    judgment.said.append(
+        f"{best} saves {saved[best].mean:.0f}% of what a step takes above weights and optimizer states, {published} "
+        f"{saved[published].mean:.0f}%. A unit is whole in memory while it runs backward, so larger ones save less "
+        "from some size on"
     )
-    shown = [name for name in found if name != NONE]
-    return Result(
-        kind="met" if met else "short",
-        reason=reason,
-        figures={
-            **{f"memory saved, {name}": Figure(value=saved[name], unit="%") for name in shown},
-            **{f"more FLOPs, {name}": Figure(value=more[name], unit="%") for name in shown},
-            **{
-                f"time of a step, {name}": Figure(
-                    value=statistics.median(ratios[name]), unit="x", spread=spread(ratios[name])
-                )
-                for name in shown
-            },
-            "planner's largest error": Figure(value=max(map(abs, errors)), unit="%"),
-        },
-        conditions={
-            "parameters": model.num_parameters,
-            "layers": model.num_layers,
-            "width": model.model_dim,
-            "batch": f"{rows} rows of {seq_len} tokens, one microbatch",
-            "format": "fp32",
-        },
-        samples={
-            **{f"peak bytes, {name}": [m.peak_bytes for m in runs] for name, runs in found.items()},
-            **{f"bytes of states, {name}": [m.states_bytes for m in runs] for name, runs in found.items()},
-            **{f"step seconds, {name}": [m.step_s for m in runs] for name, runs in found.items()},
-            MEMORY_ERRORS: errors,
-        },
+    if all(saved[name].lower < SAVED_TARGET for name in units):
+        judgment.at_least(f"memory saved by {best}", saved[best], SAVED_TARGET, "%")
+    with judgment.part():
+        more = {name: 100 * (samples[FLOPS + name][0] / samples[FLOPS + NONE][0] - 1) for name in names}
+        judgment.figures |= {f"more FLOPs, {name}": Figure(value=value, unit="%") for name, value in more.items()}
+        judgment.said.append(f"{more[best]:.0f}% and {more[published]:.0f}% more FLOPs (counted)")
+        enough = [name for name in units if saved[name].lower >= SAVED_TARGET] or units
+        cheapest = min(enough, key=lambda name: more[name])
+        judgment.at_most(f"more FLOPs of {cheapest}", exact(more[cheapest]), COMPUTE_TARGET, "%")
+    return judgment.verdict()
+
+
+def saved_by(samples: Samples, name: str) -> Estimate:
+    """Percent of the memory above the states that a setting saves, repeat by repeat."""
+    above, none = (
+        [peak - states for peak, states in zip(samples[PEAK + one], samples[STATES + one], strict=True)]
+        for one in (name, NONE)
     )
+    return estimate([100 * (1 - own / other) for own, other in zip(above, none, strict=True)])
+
+
+def time_of(samples: Samples, name: str) -> Estimate:
+    """Seconds of a step over those without checkpointing, repeat by repeat."""
+    return ratios(samples[STEP + name], samples[STEP + NONE])
 
 
 CLAIM = Claim(
@@ -138,4 +144,5 @@ CLAIM = Claim(
     target=f"a unit size that saves {SAVED_TARGET:.0f}% or more for at most {COMPUTE_TARGET:.0f}% more FLOPs",
     headline=("memory saved, unit of 1", "more FLOPs, unit of 1", "memory saved, unit of 8", "more FLOPs, unit of 8"),
     measure=measure,
+    judge=judge,
 )

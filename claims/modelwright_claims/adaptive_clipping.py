@@ -4,7 +4,7 @@ In calm runs and among wild batches: in calm ones any limit does, so that a gain
 """
 
 from modelwright_claims import stability_bench as bench
-from modelwright_claims.claim import Claim, Result, Setting
+from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 
 PERCENTILE = {"kind": "percentile", "window": 50, "percentile": 90.0}
 Z_SCORE = {"kind": "zscore", "window": 50, "deviations": 2.0}
@@ -23,9 +23,13 @@ STUDY = bench.Study(
 )
 
 
-def measure(setting: Setting) -> Result:
+def measure(setting: Setting) -> Measurement:
     size = bench.study_size(setting)
-    return bench.judge(setting, STUDY, size, bench.compare(setting, STUDY, size), GAIN)
+    return bench.measurement(size, STUDY, bench.compare(setting, STUDY, size))
+
+
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    return bench.judge(STUDY, GAIN, samples, conditions)
 
 
 CLAIM = Claim(
@@ -41,4 +45,5 @@ CLAIM = Claim(
     target=f"{GAIN:g}x fewer steps to the loss than each fixed limit with p < 0.05 among wild batches, and no more "
     "steps than a limit of 1.0 in calm runs",
     measure=measure,
+    judge=judge,
 )

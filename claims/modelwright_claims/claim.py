@@ -1,7 +1,7 @@
-"""What a claim is: a published statement, the comparison that tests it, and the outcome of measuring it here.
+"""What a claim is: a published statement, the comparison that tests it, and the rule that judges what was measured.
 
-A claim's target is written down before it is measured. The outcome carries the raw samples, so that a reader can
-do the sums again. Knows nothing about any particular technique, nor where results are kept.
+A claim's target is written down before it is measured. `measure` returns raw samples and conditions; `judge` is a pure
+function of these, so that a stored measurement can be judged again. Records on disk are in `results`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,11 @@ from typing import Literal
 
 from modelwright.core.progress import Progress
 
-Kind = Literal["met", "short", "cannot be tested here"]
+Kind = Literal["met", "short", "cannot be tested here", "not judged"]
+Samples = Mapping[str, Sequence[float]]
+Conditions = Mapping[str, str | int | float | bool]
+UNTESTABLE = "cannot be tested here"
+"""The condition that says why nothing could be measured on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,47 +35,62 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One measured number; `spread` is the standard deviation over its repeats (0 where there is one)."""
+    """One number computed from the samples."""
 
     value: float
     unit: str
     spread: float = 0.0
+    """Standard deviation over the repeats; 0 where there is one."""
+    lower: float | None = None
+    """One-sided 95% lower confidence bound of the mean; None where there is none."""
+    upper: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
-    """The outcome of one measurement.
+class Measurement:
+    """The outcome of measuring a claim, before it is judged."""
 
-    `reason`: by how much the target was met or missed, or why it cannot be tested here, in one or two sentences;
-    `conditions`: what a person needs to repeat it; `samples`: the raw values behind the figures.
-    """
+    samples: Samples = field(default_factory=dict)
+    """The raw values, by name; repeats of compared arms are in the same order."""
+    conditions: Conditions = field(default_factory=dict)
+    """What a person needs to repeat the measurement, and what the rule needs beside the samples."""
+
+
+def untestable(reason: str) -> Measurement:
+    """Return the measurement of a claim that this machine cannot test."""
+    return Measurement(conditions={UNTESTABLE: reason})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The judgment of one measurement."""
 
     kind: Kind
     reason: str
-    figures: Mapping[str, Figure]
-    conditions: Mapping[str, str | int | float | bool] = field(default_factory=dict)
-    samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """By how much the target was met or missed, or why it was not judged, in a few sentences."""
+    figures: Mapping[str, Figure] = field(default_factory=dict)
 
     @property
-    def verdict(self) -> str:
+    def line(self) -> str:
         """The verdict as one line: `met: ...`, `short: ...` or `cannot be tested here: ...`."""
         return f"{self.kind}: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A published statement and how it is tested.
-
-    `published`: the figure as published, with its own machine and conditions; `compared`: the two sides of our
-    comparison; `target`: what counts as met, fixed before measuring; `headline`: the figures that answer it, which the
-    overview shows (without one, the first three).
-    """
+    """A published statement and how it is tested."""
 
     name: str
     statement: str
     source: str
     published: str
+    """The figure as published, with its own machine and conditions."""
     compared: str
+    """The two sides of our comparison."""
     target: str
+    """What counts as met, fixed before measuring."""
     headline: Sequence[str] = ()
-    measure: Callable[[Setting], Result]
+    """The figures that answer it, which the overview shows; without one, the first three."""
+    measure: Callable[[Setting], Measurement]
+    judge: Callable[[Samples, Conditions], Verdict]
+    """A pure function of a record. It raises `judging.Lacks` where the record does not hold what it needs at all."""

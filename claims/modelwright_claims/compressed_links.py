@@ -4,10 +4,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict, untestable
 from modelwright_claims.experiment import Experiment, run_experiment
 from modelwright_claims.gradient_compression import METHOD, METHODS
+from modelwright_claims.judging import Judgment
 from modelwright_claims.netns import missing
+from modelwright_claims.statistics import Estimate, estimate, ratios
 from modelwright_claims.training_run import Outcome, Processes, Run
 from modelwright_claims.workbench import Size
 
@@ -21,14 +23,15 @@ NUM_HOSTS = 2
 WARM_UP = 20
 """Steps."""
 REMOVED, SHORTER, THROUGHPUT = 98.0, 20.0, 0.9
+QUANTITIES = ("bytes_per_step", "exchange_ms", "step_ms", "tokens_per_s")
 Runs = Mapping[str, Mapping[float, Sequence[Mapping[str, float]]]]
 """Method -> Mbit/s of the links -> its repeats."""
 
 
-def measure(setting: Setting) -> Result:
+def measure(setting: Setting) -> Measurement:
     """Every method on slow, on faster and on unlimited links, in turn; medians over three rounds."""
     if reason := missing():
-        return Result(kind="cannot be tested here", reason=reason, figures={})
+        return untestable(reason)
     names = (EXACT, AFTER, METHOD) if setting.quick else NAMES
     links = (MBIT, UNLIMITED) if setting.quick else (MBIT, FAST_MBIT, UNLIMITED)
     num_steps = 42 if setting.quick else 60
@@ -40,7 +43,7 @@ def measure(setting: Setting) -> Result:
         name: {mbit: list(map(after_warm_up, samples.runs[f"{name}, {mbit:g} Mbit/s"])) for mbit in links}
         for name in names
     }
-    return judge(runs, size)
+    return measurement(runs, size)
 
 
 def variant(name: str, mbit: float, size: Size) -> Run:
@@ -63,29 +66,15 @@ def after_warm_up(outcome: Outcome) -> dict[str, float]:
     }
 
 
-def judge(runs: Runs, size: Size) -> Result:
-    """Met when the three-level method removes enough bytes, shortens communication enough and keeps the unlimited
-    throughput, all on the slow links. The reason names the best of the methods, too."""
-    figures: dict[str, Figure] = {}
-    reached: dict[str, tuple[float, float, float]] = {}
-    for name, on in runs.items():
-        for mbit in (link for link in on if link != UNLIMITED):
-            one = _beside_exact(runs, name, mbit)
-            figures |= {f"{what}, {name}, {mbit:g} Mbit/s": figure for what, figure in one.items()}
-            if mbit == MBIT and name not in (EXACT, AFTER):
-                reached[name] = (one[_REMOVED].value, one[_SHORTER].value, one[_THROUGHPUT].value)
-    enough = {name: found for name, found in reached.items() if found[0] >= REMOVED} or reached
-    best = max(enough, key=lambda name: enough[name][1])
-    removed, shorter, throughput = reached[METHOD]
-    hidden = _median(runs, EXACT, MBIT, "exchange_ms") / _median(runs, METHOD, MBIT, "exchange_ms")
-    met = removed >= REMOVED and shorter >= SHORTER and throughput >= 100 * THROUGHPUT
-    return Result(
-        kind="met" if met else "short",
-        reason=f"{METHOD} at {MBIT:g} Mbit/s: {removed:.2f}% of the bytes removed (target {REMOVED:g}%), communication "
-        f"{shorter:.1f}x shorter (target {SHORTER:g}x; {hidden:.1f}x against what exact sums that overlap with "
-        f"backward leave visible), {throughput:.0f}% of the unlimited link's throughput (target {100 * THROUGHPUT:g}%"
-        f"); best of those tried: {best}, {reached[best][0]:.2f}%, {reached[best][1]:.1f}x, {reached[best][2]:.0f}%",
-        figures=figures,
+def measurement(runs: Runs, size: Size) -> Measurement:
+    """Return the means of every round."""
+    return Measurement(
+        samples={
+            sample_name(what, name, mbit): [run[what] for run in several]
+            for name, on in runs.items()
+            for mbit, several in on.items()
+            for what in QUANTITIES
+        },
         conditions=size.describe()
         | {
             "hosts": f"{NUM_HOSTS} network namespaces, one process of one thread each",
@@ -95,34 +84,81 @@ def judge(runs: Runs, size: Size) -> Result:
             "history": "exact sums that begin after backward were added after a first look, at which those that "
             "overlap were the only ones to compare with: there int8-local-20 came to 17.8x",
         },
-        samples={
-            f"{what}, {name}, {f'{mbit:g} Mbit/s' if mbit else 'unlimited'}": [run[what] for run in several]
-            for name, on in runs.items()
-            for mbit, several in on.items()
-            for what in ("bytes_per_step", "exchange_ms", "step_ms", "tokens_per_s")
-        },
     )
 
 
+def sample_name(what: str, name: str, mbit: float) -> str:
+    return f"{what}, {name}, {f'{mbit:g} Mbit/s' if mbit else 'unlimited'}"
+
+
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when the three-level method removes enough bytes, shortens communication enough and keeps the unlimited
+    throughput, all on the slow links. The reason names the best of the methods, too."""
+    judgment = Judgment()
+    reached: dict[str, dict[str, Estimate]] = {}
+    for name in NAMES:
+        for mbit in (MBIT, FAST_MBIT):
+            if sample_name("exchange_ms", name, mbit) not in samples:
+                continue
+            exchange = estimate(samples[sample_name("exchange_ms", name, mbit)])
+            judgment.figures[f"exchange, {name}, {mbit:g} Mbit/s"] = exchange.figure("ms a step")
+            found = beside_exact(samples, name, mbit)
+            for what, one in found.items():
+                unit = "x" if what in (_SHORTER, _OVER_EXACT) else "%"
+                judgment.figures[f"{what}, {name}, {mbit:g} Mbit/s"] = one.figure(unit)
+            if mbit == MBIT and name not in (EXACT, AFTER):
+                reached[name] = found
+    method = reached[METHOD]
+    hidden = ratios(*(samples[sample_name("exchange_ms", name, MBIT)] for name in (EXACT, METHOD))).mean
+    judgment.said += [
+        f"{METHOD} at {MBIT:g} Mbit/s: {_in_words(method)}; {hidden:.1f}x shorter than what exact sums that overlap "
+        "with backward leave visible",
+        _best_of(reached),
+    ]
+    judgment.at_least("bytes removed", method[_REMOVED], REMOVED, "%")
+    judgment.at_least("communication shorter", method[_SHORTER], SHORTER, "x")
+    judgment.at_least("throughput of the unlimited link's", method[_THROUGHPUT], 100 * THROUGHPUT, "%")
+    return judgment.verdict()
+
+
 _REMOVED, _SHORTER, _THROUGHPUT = "bytes removed", "communication shorter", "throughput of the unlimited link's"
+_OVER_EXACT = "throughput over exact"
 
 
-def _beside_exact(runs: Runs, name: str, mbit: float) -> dict[str, Figure]:
-    exchange_ms, throughput = (_median(runs, name, mbit, what) for what in ("exchange_ms", "tokens_per_s"))
-    removed = 1 - _median(runs, name, mbit, "bytes_per_step") / _median(runs, EXACT, mbit, "bytes_per_step")
-    found = {
-        "exchange": Figure(value=exchange_ms, unit="ms a step"),
-        _THROUGHPUT: Figure(value=100 * throughput / _median(runs, name, UNLIMITED, "tokens_per_s"), unit="%"),
-        "throughput over exact": Figure(value=throughput / _median(runs, EXACT, mbit, "tokens_per_s"), unit="x"),
-    }
+def beside_exact(samples: Samples, name: str, mbit: float) -> dict[str, Estimate]:
+    """Compare a method with exact sums on the same links, round by round."""
+
+    def of(what: str, other: str, link: float = mbit) -> list[float]:
+        return list(samples[sample_name(what, other, link)])
+
+    unlimited = ratios(of("tokens_per_s", name), of("tokens_per_s", name, UNLIMITED))
+    found = {_THROUGHPUT: _percent(unlimited)}
+    found[_OVER_EXACT] = ratios(of("tokens_per_s", name), of("tokens_per_s", EXACT))
     if name not in (EXACT, AFTER):
-        shorter = _median(runs, AFTER, mbit, "exchange_ms") / exchange_ms
-        found |= {_REMOVED: Figure(value=100 * removed, unit="%"), _SHORTER: Figure(value=shorter, unit="x")}
+        pairs = zip(of("bytes_per_step", name), of("bytes_per_step", EXACT), strict=True)
+        found[_REMOVED] = estimate([100 * (1 - sent / exact) for sent, exact in pairs])
+        found[_SHORTER] = ratios(of("exchange_ms", AFTER), of("exchange_ms", name))
     return found
 
 
-def _median(runs: Runs, name: str, mbit: float, what: str) -> float:
-    return statistics.median(run[what] for run in runs[name][mbit])
+def _percent(share: Estimate) -> Estimate:
+    return replace(
+        share, mean=100 * share.mean, spread=100 * share.spread, lower=100 * share.lower, upper=100 * share.upper
+    )
+
+
+def _in_words(found: Mapping[str, Estimate]) -> str:
+    return (
+        f"{found[_REMOVED].mean:.2f}% of the bytes removed, communication {found[_SHORTER].mean:.1f}x shorter, "
+        f"{found[_THROUGHPUT].mean:.0f}% of the unlimited link's throughput"
+    )
+
+
+def _best_of(reached: Mapping[str, Mapping[str, Estimate]]) -> str:
+    """Name the method with the shortest communication among those that remove enough bytes."""
+    enough = {name: found for name, found in reached.items() if found[_REMOVED].mean >= REMOVED} or reached
+    best = max(enough, key=lambda name: enough[name][_SHORTER].mean)
+    return f"best of those tried: {best}, {_in_words(reached[best])}"
 
 
 CLAIM = Claim(
@@ -139,4 +175,5 @@ CLAIM = Claim(
     f"{SHORTER:g} times shorter and at least {100 * THROUGHPUT:g}% of the unlimited link's throughput",
     headline=tuple(f"{what}, {METHOD}, {MBIT:g} Mbit/s" for what in (_REMOVED, _SHORTER, _THROUGHPUT)),
     measure=measure,
+    judge=judge,
 )

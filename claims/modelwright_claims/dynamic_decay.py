@@ -6,7 +6,7 @@ Beside both stands what papers leave out: simply the lower decay, all the time.
 from modelwright.core.config import dump
 from modelwright.optim.decay import DynamicDecayConfig
 from modelwright_claims import stability_bench as bench
-from modelwright_claims.claim import Claim, Result, Setting
+from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 
 GAIN = 1.05
 STUDY = bench.Study(
@@ -23,9 +23,13 @@ STUDY = bench.Study(
 )
 
 
-def measure(setting: Setting) -> Result:
+def measure(setting: Setting) -> Measurement:
     size = bench.study_size(setting)
-    return bench.judge(setting, STUDY, size, bench.compare(setting, STUDY, size), GAIN)
+    return bench.measurement(size, STUDY, bench.compare(setting, STUDY, size))
+
+
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    return bench.judge(STUDY, GAIN, samples, conditions)
 
 
 CLAIM = Claim(
@@ -40,4 +44,5 @@ CLAIM = Claim(
     target=f"{GAIN:g}x fewer steps to the loss than either with p < 0.05 among wild batches, and no more steps than "
     "0.01 in calm runs",
     measure=measure,
+    judge=judge,
 )

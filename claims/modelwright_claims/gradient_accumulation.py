@@ -26,13 +26,18 @@ from modelwright.parallel.mesh import single
 from modelwright.train.build import train
 from modelwright.train.objective import Objective, forward
 from modelwright_claims import workbench
-from modelwright_claims.accumulation_pace import measure_pace
-from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.accumulation_pace import measure_pace, say_pace
+from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.judging import Judgment
+from modelwright_claims.statistics import exact
 
 MICROBATCHES = (1, 2, 4, 8)
 EXACT = 1e-12
 """Relative error in FP64 that is rounding and nothing else (its unit is 1.1e-16)."""
 SEED = 7
+ERRORS = tuple(
+    f"{name}, {rows}" for rows in ("full", "ragged") for name in ("loop, FP32", "loop, FP64", "mean of means, FP64")
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class Tap:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def measure(setting: Setting) -> Result:
+def measure(setting: Setting) -> Measurement:
     """Errors of the loop's gradient and of the mean of means, on full rows and on ragged ones."""
     size = replace(workbench.size(setting), batch_rows=16)
     text = workbench.prepare_text(setting)
@@ -88,13 +93,16 @@ def measure(setting: Setting) -> Result:
         whole = whole_batch_gradient(model, exact)
         means = [mean_of_means_gradient(model, exact, parts) for parts in MICROBATCHES]
         errors[f"mean of means, FP64, {kind}"] = [relative_error(mean, whole) for mean in means]
-    result, pace = judge(errors, shares, size), measure_pace(setting)
-    return replace(
-        result,
-        reason=f"{result.reason}; {pace.words()}",
-        figures={**result.figures, **pace.figures()},
-        conditions={**result.conditions, **{f"rate to a fixed loss, {arm}": rate for arm, rate in pace.rates.items()}},
-        samples={**result.samples, **{f"steps to a fixed loss, {arm}": of for arm, of in pace.steps.items()}},
+    pace = measure_pace(setting)
+    return Measurement(
+        samples={**errors, **pace.samples},
+        conditions={
+            **size.describe(),
+            "steps": 1,
+            "microbatches": ", ".join(map(str, MICROBATCHES)),
+            "predicted tokens in the ragged batch": f"{100 * shares['ragged']:.0f}%",
+            **pace.conditions,
+        },
     )
 
 
@@ -151,28 +159,25 @@ def relative_error(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> f
     return math.sqrt(difference / math.fsum(float(b.double().square().sum()) for b in reference))
 
 
-def judge(errors: Mapping[str, list[float]], shares: Mapping[str, float], size: workbench.Size) -> Result:
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
     """Met when the loop's FP64 gradient differs by rounding only, for every number of microbatches."""
-    worst = {name: max(values) for name, values in errors.items()}
-    exact = max(worst["loop, FP64, full"], worst["loop, FP64, ragged"])
-    mistake = worst["mean of means, FP64, ragged"]
-    return Result(
-        kind="met" if exact <= EXACT else "short",
-        reason=f"the accumulated gradient differs from the whole batch's by {exact:.1e} of its norm in FP64 (at most "
-        f"{EXACT:.0e} is rounding); the mean of means is off by {100 * mistake:.1f}% on the same ragged batch",
-        figures={
-            "largest relative error, FP64": Figure(value=exact, unit=""),
-            "mean of means, ragged batch": Figure(value=100 * mistake, unit="%"),
-            **{f"largest relative error: {name}": Figure(value=value, unit="") for name, value in worst.items()},
-        },
-        conditions=size.describe()
-        | {
-            "steps": 1,
-            "microbatches": ", ".join(map(str, MICROBATCHES)),
-            "predicted tokens in the ragged batch": f"{100 * shares['ragged']:.0f}%",
-        },
-        samples=errors,
+    judgment = Judgment()
+    worst = {name: max(samples[name]) for name in ERRORS}
+    largest = max(worst["loop, FP64, full"], worst["loop, FP64, ragged"])
+    mistake = 100 * worst["mean of means, FP64, ragged"]
+    judgment.figures |= {
+        "largest relative error, FP64": Figure(value=largest, unit=""),
+        "mean of means, ragged batch": Figure(value=mistake, unit="%"),
+        **{f"largest relative error: {name}": Figure(value=value, unit="") for name, value in worst.items()},
+    }
+    judgment.said.append(
+        f"the accumulated gradient differs from the whole batch's by {largest:.1e} of its norm in FP64 (at most "
+        f"{EXACT:.0e} is rounding); the mean of means is off by {mistake:.1f}% on the same ragged batch"
     )
+    judgment.at_most("relative error in FP64", exact(largest), EXACT)
+    with judgment.beside():
+        say_pace(judgment, samples, conditions)
+    return judgment.verdict()
 
 
 CLAIM = Claim(
@@ -188,4 +193,5 @@ CLAIM = Claim(
     "loss with whole batches, accumulated ones and small ones, each at its own best rate, five seeds",
     target=f"a relative error of at most {EXACT:.0e} in FP64",
     measure=measure,
+    judge=judge,
 )

@@ -1,13 +1,14 @@
 """Claim: three-level compression removes 98% of the bytes of gradient exchange, and the model learns as well."""
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from modelwright.core.errors import ModelwrightError
-from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 from modelwright_claims.experiment import Runner
+from modelwright_claims.judging import Judgment, names_between
+from modelwright_claims.statistics import Estimate, estimate, percent_above
 from modelwright_claims.training_run import Processes, Run
 from modelwright_claims.workbench import Size
 
@@ -46,6 +47,7 @@ METHODS: dict[str, dict[str, Any]] = {
 EXACT, METHOD = "exact", "shared-moment-local-3"
 BESIDE = ("bf16", "powersgd-8", "int8-local-20")
 TARGET_REMOVED, TARGET_GAP = 98.0, 0.3
+LOSS, BYTES = "held-out loss, ", "bytes sent, "
 NUM_RANKS = 2
 SEEDS = (101, 102, 103)
 """Not among those that the method was chosen on."""
@@ -55,7 +57,7 @@ RunName = tuple[str, int, str]
 RATE, CONTINUED_RATE = 8e-3, 8e-4
 
 
-def measure(setting: Setting) -> Result:
+def measure(setting: Setting) -> Measurement:
     """Two processes of one thread; each method from the same weights on the same batches for every seed.
 
     In two regimes: from drawn weights, and as continued training from the end of the seed's exact run.
@@ -65,7 +67,7 @@ def measure(setting: Setting) -> Result:
     names = (EXACT, METHOD) if setting.quick else (EXACT, METHOD, *BESIDE)
     runs = fresh_runs(names, seeds, size, NUM_RANKS)
     runs |= continued_runs(names, seeds, size, NUM_RANKS, learning_rate=CONTINUED_RATE)
-    return judge(make_runs(setting, runs), size)
+    return measurement(make_runs(setting, runs), size)
 
 
 def fresh_runs(names: Sequence[str], seeds: Sequence[int], size: Size, num_ranks: int) -> dict[RunName, Run]:
@@ -101,32 +103,14 @@ def make_runs(setting: Setting, runs: Mapping[RunName, Run]) -> list[dict[str, A
     return found
 
 
-def judge(runs: Sequence[Mapping[str, Any]], size: Size) -> Result:
-    """Met when the method removes enough bytes at a small enough mean gap of held-out loss, in both regimes."""
-    regimes = {regime: [run for run in runs if run["regime"] == regime] for regime in (FRESH, CONTINUED)}
-    figures: dict[str, Figure] = {}
-    samples: dict[str, Sequence[float]] = {}
-    said, met = [], True
-    for regime, of_regime in regimes.items():
-        for name in dict.fromkeys(run["name"] for run in of_regime):
-            samples[f"held-out loss, {name}, {regime}"] = [
-                run["heldout_loss"] for run in of_regime if run["name"] == name
-            ]
-            if name != EXACT:
-                removed, gap = _beside_exact(of_regime, name)
-                figures[f"bytes removed, {name}, {regime}"] = removed
-                figures[f"held-out loss above exact, {name}, {regime}"] = gap
-        removed, gap = _beside_exact(of_regime, METHOD)
-        said.append(f"{regime}: {removed.value:.2f}% of the bytes removed, held-out loss {gap.value:+.2f}% from exact")
-        met &= removed.value >= TARGET_REMOVED and gap.value <= TARGET_GAP
-    before, after = (_exact_losses(regimes[regime]) for regime in (FRESH, CONTINUED))
-    gained = statistics.fmean(100 * (1 - after[seed] / before[seed]) for seed in after)
-    figures["held-out loss that continuing takes off, exact"] = Figure(value=gained, unit="%")
-    return Result(
-        kind="met" if met else "short",
-        reason=f"{'; '.join(said)} (targets {TARGET_REMOVED:g}% and {TARGET_GAP:g}%), means of {len(after)} seeds; "
-        f"continuing takes {gained:.2f}% off the exact run's loss",
-        figures=figures,
+def measurement(runs: Sequence[Mapping[str, Any]], size: Size) -> Measurement:
+    """Return losses and bytes of every method in both regimes, by seed."""
+    samples: dict[str, list[float]] = {}
+    for run in runs:
+        for what, value in ((LOSS, run["heldout_loss"]), (BYTES, run["bytes_sent"])):
+            samples.setdefault(f"{what}{run['name']}, {run['regime']}", []).append(float(value))
+    return Measurement(
+        samples=samples,
         conditions=size.describe()
         | {
             "ranks": NUM_RANKS,
@@ -136,23 +120,42 @@ def judge(runs: Sequence[Mapping[str, Any]], size: Size) -> Result:
             "continued": "as many steps again on the same text in another order, warmup and cosine at "
             f"{CONTINUED_RATE:g}, from the weights with which the exact run ended; optimizer states begin anew",
         },
-        samples=samples,
     )
 
 
-def _beside_exact(runs: Sequence[Mapping[str, Any]], name: str) -> tuple[Figure, Figure]:
-    """Bytes removed, and held-out loss above exact: in percent, paired by seed."""
-    exact = {run["seed"]: run for run in runs if run["name"] == EXACT}
-    mine = [run for run in runs if run["name"] == name]
-    kept = statistics.fmean(run["bytes_sent"] / exact[run["seed"]]["bytes_sent"] for run in mine)
-    gaps = [100 * (run["heldout_loss"] / exact[run["seed"]]["heldout_loss"] - 1) for run in mine]
-    spread = statistics.stdev(gaps) if len(gaps) > 1 else 0.0
-    removed = Figure(value=100 * (1 - kept), unit="%")
-    return removed, Figure(value=statistics.fmean(gaps), unit="%", spread=spread)
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when the method removes enough bytes at a small enough gap of held-out loss, in both regimes."""
+    judgment = Judgment()
+    for regime in (FRESH, CONTINUED):
+        names = [name for name in names_between(samples, LOSS, f", {regime}") if name != EXACT]
+        gaps = {name: loss_above_exact(samples, name, regime) for name in names}
+        for name in names:
+            with judgment.beside():
+                removed = bytes_removed(samples, name, regime)
+                judgment.figures[f"bytes removed, {name}, {regime}"] = removed.figure("%")
+            judgment.figures[f"held-out loss above exact, {name}, {regime}"] = gaps[name].figure("%")
+        judgment.said.append(f"{regime}: held-out loss {gaps[METHOD].mean:+.2f}% from exact")
+        judgment.at_most(f"{regime}: held-out loss above exact", gaps[METHOD], TARGET_GAP, "%")
+        with judgment.part():
+            removed = bytes_removed(samples, METHOD, regime)
+            judgment.said.append(f"{removed.mean:.2f}% of the bytes removed")
+            judgment.at_least(f"{regime}: bytes removed", removed, TARGET_REMOVED, "%")
+    pairs = zip(*(samples[f"{LOSS}{EXACT}, {regime}"] for regime in (FRESH, CONTINUED)), strict=True)
+    gained = estimate([100 * (1 - after / before) for before, after in pairs])
+    judgment.figures["held-out loss that continuing takes off, exact"] = gained.figure("%")
+    judgment.said.append(f"continuing takes {gained.mean:.2f}% off the exact run's loss, means of {gained.count} seeds")
+    return judgment.verdict()
 
 
-def _exact_losses(runs: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    return {run["seed"]: run["heldout_loss"] for run in runs if run["name"] == EXACT}
+def bytes_removed(samples: Samples, name: str, regime: str) -> Estimate:
+    """Percent of the exact sums' bytes, by seed."""
+    pairs = zip(samples[f"{BYTES}{name}, {regime}"], samples[f"{BYTES}{EXACT}, {regime}"], strict=True)
+    return estimate([100 * (1 - sent / exact) for sent, exact in pairs])
+
+
+def loss_above_exact(samples: Samples, name: str, regime: str) -> Estimate:
+    """Percent, by seed."""
+    return percent_above(samples[f"{LOSS}{name}, {regime}"], samples[f"{LOSS}{EXACT}, {regime}"])
 
 
 CLAIM = Claim(
@@ -167,4 +170,5 @@ CLAIM = Claim(
     "INT8 local steps",
     target=f"at least {TARGET_REMOVED:g}% of the bytes removed at a held-out loss at most {TARGET_GAP:g}% above exact",
     measure=measure,
+    judge=judge,
 )

@@ -7,14 +7,15 @@ which 16 cores are asked for here; 2 workers are measured wherever there are 2 c
 
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from modelwright_claims import training_run, workbench
-from modelwright_claims.claim import Claim, Figure, Kind, Result, Setting
+from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict, untestable
 from modelwright_claims.experiment import Runner, Tuning, best_value, tune, with_value
-from modelwright_claims.statistics import paired_t_test, spread
+from modelwright_claims.judging import Judgment, names_between
+from modelwright_claims.statistics import differences, estimate, ratios
 from modelwright_claims.training_run import Processes, Run
 
 PUBLISHED_WORKERS, PUBLISHED_SPEED = 8, 6.8
@@ -31,6 +32,8 @@ NUM_UNTIMED_STEPS = 10
 Method = Literal["hogwild", "synchronous", "compensated"]
 METHODS: tuple[Method, ...] = ("hogwild", "synchronous", "compensated")
 ALONE, IN_TIME = "one process", "synchronous, time of hogwild"
+SINGLE, SYNCHRONOUS_IN_TIME = "alone", "synchronous in time"
+"""The same arms in the names of samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,31 +71,15 @@ class Comparison:
     rates: Mapping[Method, float]
     strength: float
 
-    @property
-    def speeds(self) -> list[float]:
-        """Tokens per second of Hogwild over those of one process."""
-        pairs = zip(self.runs["hogwild"], self.alone, strict=True)
-        return [run.tokens_per_s / alone.tokens_per_s for run, alone in pairs]
 
-    @property
-    def speeds_over_synchronous(self) -> list[float]:
-        pairs = zip(self.runs["hogwild"], self.runs["synchronous"], strict=True)
-        return [run.tokens_per_s / other.tokens_per_s for run, other in pairs]
-
-    @property
-    def gap_in_time(self) -> float:
-        """Held-out loss above the synchronous run of the same time, in nats."""
-        return loss_of(self.runs["hogwild"]) - loss_of(self.in_time)
-
-
-def measure(setting: Setting) -> Result:
+def measure(setting: Setting) -> Measurement:
     """2 workers where there are 2 cores, 8 where there are 16."""
     cores = len(os.sched_getaffinity(0))
     counts = [n for n in (2, PUBLISHED_WORKERS) if cores >= n * (1 if n == 2 else CORES_PER_WORKER)]
     if not counts:
-        return Result(kind="cannot be tested here", reason="there is one core; two workers need two", figures={})
+        return untestable("there is one core; two workers need two")
     size = replace(workbench.size(setting), batch_rows=PUBLISHED_WORKERS)
-    return judge([compare(setting, size, workers) for workers in counts], size, cores=cores)
+    return measurement([compare(setting, size, workers) for workers in counts], size, cores=cores)
 
 
 def compare(setting: Setting, size: workbench.Size, workers: int) -> Comparison:
@@ -131,29 +118,8 @@ def variant(size: workbench.Size, workers: int, mode: str) -> Run:
     return Run(size=size, settings={"asynchronous": {"mode": mode}}, processes=Processes(per_host=workers, threads=1))
 
 
-def loss_of(runs: list[Outcome]) -> float:
-    return statistics.fmean(outcome.heldout_loss for outcome in runs)
-
-
-def judge(comparisons: list[Comparison], size: workbench.Size, *, cores: int) -> Result:
-    """Met when both hold at 8 workers; fewer can only fail it."""
-    reasons, figures, samples, kept = [], {}, {}, True
-    for comparison in comparisons:
-        workers, target = comparison.workers, EFFICIENCY * comparison.workers
-        speed = statistics.fmean(comparison.speeds)
-        kept = kept and speed >= target and comparison.gap_in_time <= MARGIN
-        reasons.append(
-            f"{workers} workers: {speed:.2f}x one process (target {target:.2f}x), at equal time "
-            f"{comparison.gap_in_time:+.3f} nats against synchronous (at most +{MARGIN})"
-        )
-        figures |= figures_of(comparison)
-        samples |= samples_of(comparison)
-    largest = comparisons[-1].workers
-    kind: Kind = "met" if kept else "short"
-    if kept and largest < PUBLISHED_WORKERS:
-        kind = "cannot be tested here"
-        needed = PUBLISHED_WORKERS * CORES_PER_WORKER
-        reasons.insert(0, f"{PUBLISHED_WORKERS} workers need {needed} cores, there are {cores}; what is there holds")
+def measurement(comparisons: Sequence[Comparison], size: workbench.Size, *, cores: int) -> Measurement:
+    """Return losses, pace and staleness of every arm with every number of workers."""
     conditions = {"threads per process": 1, "cores": cores, **size.describe()}
     conditions |= {
         f"rate, {method}, {comparison.workers} workers": rate
@@ -161,46 +127,63 @@ def judge(comparisons: list[Comparison], size: workbench.Size, *, cores: int) ->
         for method, rate in comparison.rates.items()
     }
     conditions |= {f"strength of compensation, {c.workers} workers": c.strength for c in comparisons}
-    return Result(kind=kind, reason="; ".join(reasons), figures=figures, conditions=conditions, samples=samples)
+    samples: dict[str, list[float]] = {}
+    for comparison in comparisons:
+        every = {**comparison.runs, SYNCHRONOUS_IN_TIME: comparison.in_time, SINGLE: comparison.alone}
+        samples |= {
+            f"{name}, {comparison.workers} workers, {what}": [getattr(outcome, what) for outcome in outcomes]
+            for name, outcomes in every.items()
+            for what in ("heldout_loss", "tokens_per_s", "staleness")
+        }
+    return Measurement(samples=samples, conditions=conditions)
 
 
-def figures_of(comparison: Comparison) -> dict[str, Figure]:
-    n, runs = comparison.workers, comparison.runs
-    losses = {**runs, "synchronous, time of hogwild": comparison.in_time, "one process": comparison.alone}
-    gaps = {
-        "hogwild": pairs(runs["hogwild"], runs["synchronous"]),
-        "compensated": pairs(runs["compensated"], runs["synchronous"]),
-    }
-    return {
-        f"speed over one process, {n} workers": _figure(comparison.speeds, "x"),
-        f"speed over synchronous, {n} workers": _figure(comparison.speeds_over_synchronous, "x"),
-        f"staleness, {n} workers": _figure([outcome.staleness for outcome in runs["hogwild"]], "updates"),
-        **{f"loss above synchronous at equal tokens, {name}, {n} workers": gap for name, gap in gaps.items()},
-        f"loss above synchronous at equal time, hogwild, {n} workers": pairs(runs["hogwild"], comparison.in_time),
-        **{
-            f"held-out loss, {name}, {n} workers": _figure([outcome.heldout_loss for outcome in outcomes], "nats")
-            for name, outcomes in losses.items()
-        },
-    }
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when both hold at 8 workers; fewer can only fail it."""
+    judgment = Judgment()
+    counts = [int(workers) for workers in names_between(samples, "hogwild, ", " workers, heldout_loss")]
+    for workers in counts:
+        speed = ratios(*(samples[f"{name}, {workers} workers, tokens_per_s"] for name in ("hogwild", SINGLE)))
+        gap = differences(*(losses_of(samples, name, workers) for name in ("hogwild", SYNCHRONOUS_IN_TIME)))
+        judgment.said.append(
+            f"{workers} workers: {speed.mean:.2f}x one process (target {EFFICIENCY * workers:.2f}x), at equal time "
+            f"{gap.mean:+.3f} nats against synchronous (at most +{MARGIN})"
+        )
+        add_figures(judgment, samples, workers)
+        judgment.at_least(f"{workers} workers: speed", speed, EFFICIENCY * workers, "x")
+        judgment.at_most(f"{workers} workers: loss above synchronous at equal time", gap, MARGIN, " nats")
+    verdict = judgment.verdict()
+    if verdict.kind == "short" or max(counts) >= PUBLISHED_WORKERS:
+        return verdict
+    reason = (
+        f"{PUBLISHED_WORKERS} workers need {PUBLISHED_WORKERS * CORES_PER_WORKER} cores, there are "
+        f"{conditions['cores']}; what is there does not fall short: {verdict.reason}"
+    )
+    return replace(verdict, kind="cannot be tested here", reason=reason)
 
 
-def pairs(method: list[Outcome], baseline: list[Outcome]) -> Figure:
-    """The mean difference of held-out losses, paired by seed."""
-    paired = paired_t_test([run.heldout_loss for run in method], [run.heldout_loss for run in baseline])
-    return Figure(value=paired.mean, unit="nats", spread=paired.std)
+def losses_of(samples: Samples, name: str, workers: int) -> Sequence[float]:
+    return samples[f"{name}, {workers} workers, heldout_loss"]
 
 
-def samples_of(comparison: Comparison) -> dict[str, list[float]]:
-    every = {**comparison.runs, "synchronous in time": comparison.in_time, "alone": comparison.alone}
-    return {
-        f"{name}, {comparison.workers} workers, {what}": [getattr(outcome, what) for outcome in outcomes]
-        for name, outcomes in every.items()
-        for what in ("heldout_loss", "tokens_per_s", "staleness")
-    }
-
-
-def _figure(values: list[float], unit: str) -> Figure:
-    return Figure(value=statistics.fmean(values), unit=unit, spread=spread(values))
+def add_figures(judgment: Judgment, samples: Samples, workers: int) -> None:
+    """Add the figures of one number of workers, paired by seed."""
+    for name, other in (("one process", SINGLE), ("synchronous", "synchronous")):
+        speed = ratios(*(samples[f"{arm}, {workers} workers, tokens_per_s"] for arm in ("hogwild", other)))
+        judgment.figures[f"speed over {name}, {workers} workers"] = speed.figure("x")
+    staleness = estimate(samples[f"hogwild, {workers} workers, staleness"])
+    judgment.figures[f"staleness, {workers} workers"] = staleness.figure("updates")
+    for name, other, when in (
+        ("hogwild", "synchronous", "equal tokens"),
+        ("compensated", "synchronous", "equal tokens"),
+        ("hogwild", SYNCHRONOUS_IN_TIME, "equal time"),
+    ):
+        gap = differences(losses_of(samples, name, workers), losses_of(samples, other, workers))
+        judgment.figures[f"loss above synchronous at {when}, {name}, {workers} workers"] = gap.figure("nats")
+    shown = {SYNCHRONOUS_IN_TIME: IN_TIME, SINGLE: ALONE}
+    for name in (*METHODS, SYNCHRONOUS_IN_TIME, SINGLE):
+        loss = estimate(losses_of(samples, name, workers)).figure("nats")
+        judgment.figures[f"held-out loss, {shown.get(name, name)}, {workers} workers"] = loss
 
 
 CLAIM = Claim(
@@ -217,4 +200,5 @@ CLAIM = Claim(
     f"at most {MARGIN} nats above the synchronous run's; with n = 8",
     headline=("speed over one process, 2 workers", "loss above synchronous at equal time, hogwild, 2 workers"),
     measure=measure,
+    judge=judge,
 )

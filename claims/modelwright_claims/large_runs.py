@@ -14,6 +14,9 @@ from modelwright_claims.experiment import Experiment, open_cache, run_experiment
 from modelwright_claims.training_run import Run
 from modelwright_claims.workbench import Size
 
+NUM_PEAKS = 3
+"""Resident memory differs a little between processes. The bound of two repeats is nearly three times as far away."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Paced:
@@ -42,15 +45,21 @@ def paces(setting: Setting, arms: Mapping[str, Paced], seeds: Sequence[int]) -> 
     return {arm: [run.pace(arms[arm].first) for run in of] for arm, of in samples.runs.items()}
 
 
-def peaks(setting: Setting, arms: Mapping[str, PrecisionConfig], *, batch_rows: int) -> dict[str, int]:
-    """Return each arm's peak memory above the start, in a process of its own. batch_rows: of a full measurement."""
+def peaks(setting: Setting, arms: Mapping[str, PrecisionConfig], *, batch_rows: int) -> dict[str, list[float]]:
+    """Return each arm's peaks of memory above the start, in processes of its own. batch_rows: of a full measurement."""
     size = large_size(setting) if setting.quick else replace(large_size(setting), batch_rows=batch_rows)
+    return repeated_peaks(setting, {arm: (size, precision) for arm, precision in arms.items()})
+
+
+def repeated_peaks(setting: Setting, arms: Mapping[str, tuple[Size, PrecisionConfig]]) -> dict[str, list[float]]:
+    """Return `NUM_PEAKS` peaks of every arm."""
     cache = open_cache(setting, memory_probe)
-    found = {}
-    for arm, precision in arms.items():
-        setting.progress.note(f"memory of {arm}")
-        key = {"peak of": dump(precision), "size": dump(size)}
-        found[arm] = cache.get(key, lambda precision=precision: peak_bytes(size, precision))
+    found: dict[str, list[float]] = {arm: [] for arm in arms}
+    for repeat in range(NUM_PEAKS):
+        for arm, (size, precision) in arms.items():
+            setting.progress.note(f"memory of {arm}, repeat {repeat + 1}")
+            key = {"peak of": dump(precision), "size": dump(size), "repeat": repeat}
+            found[arm].append(cache.get(key, lambda size=size, precision=precision: peak_bytes(size, precision)))
     return found
 
 

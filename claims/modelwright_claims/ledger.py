@@ -1,12 +1,14 @@
 """The ledger: which claims there are, and measuring them by name.
 
-`prove` measures, writes the result files and the page. Knows no technique; each claim module knows one.
+`prove` measures and judges, `rejudge` judges what is stored; both write the result files and the page. Each technique
+is in its claim's module.
 """
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError
@@ -34,9 +36,18 @@ from modelwright_claims import (
     warmup_cosine,
     zero_memory,
 )
-from modelwright_claims.claim import Claim, Result, Setting
+from modelwright_claims.claim import Claim, Setting
 from modelwright_claims.page import render
-from modelwright_claims.results import circumstances, read_results, write_result
+from modelwright_claims.results import (
+    circumstances,
+    judged,
+    measured,
+    read_records,
+    read_results,
+    source_commit,
+    today,
+    write_record,
+)
 
 CLAIMS: tuple[Claim, ...] = (
     gradient_accumulation.CLAIM,
@@ -83,8 +94,8 @@ def listing() -> list[tuple[str, str]]:
 
 def prove(
     names: Sequence[str], *, quick: bool, results: Path, page: Path, progress: Progress
-) -> list[tuple[Claim, Result]]:
-    """Measure the claims called `names` (all for none), one after the other.
+) -> list[tuple[Claim, Mapping[str, Any]]]:
+    """Measure the claims called `names` (all for none), one after the other; return them with their records.
 
     Writes one JSON file per claim into `results` and renews `page` (Markdown) from everything in that folder. What a
     claim has tuned is kept in `results`/tuning: a call that was interrupted goes on from there.
@@ -100,12 +111,34 @@ def prove(
         for claim in select(names):
             around = circumstances()
             start = time.perf_counter()
-            result = claim.measure(setting)
-            wall_s = time.perf_counter() - start
-            write_result(claim, result, quick=quick, wall_s=wall_s, around=around, folder=results)
-            progress.note(f"{claim.name}: {result.verdict}")
+            measurement = claim.measure(setting)
+            record = measured(claim, measurement, quick=quick, wall_s=time.perf_counter() - start, around=around)
+            write_record(record, results)
+            progress.note(f"{claim.name}: {record['kind']}: {record['reason']}")
             write_page(results, page)
-            outcomes.append((claim, result))
+            outcomes.append((claim, record))
+    return outcomes
+
+
+def rejudge(
+    names: Sequence[str], *, results: Path, page: Path
+) -> list[tuple[Claim, Mapping[str, Any], Mapping[str, Any]]]:
+    """Judge the stored samples of the claims called `names` (all for none) by the present rules, and renew the page.
+
+    Returns each claim with its record before and after. A file is written only where its record changes, so that a
+    second call changes nothing.
+    """
+    outcomes = []
+    date, commit = today(), source_commit()
+    records = read_records(results)
+    for claim in select(names):
+        for before in records:
+            if before["name"] == claim.name:
+                after = judged(claim, before, date=date, commit=commit)
+                if after != before:
+                    write_record(after, results)
+                outcomes.append((claim, before, after))
+    write_page(results, page)
     return outcomes
 
 

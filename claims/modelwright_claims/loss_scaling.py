@@ -8,7 +8,6 @@ the elements of the blocks' matrices lost to underflow (exactly zero; in FP32 no
 FP16 on any processor, on most CPUs slowly.
 """
 
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,9 +24,10 @@ from modelwright.parallel.mesh import single
 from modelwright.train.objective import Objective
 from modelwright_claims import stability_bench as bench
 from modelwright_claims import workbench
-from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 from modelwright_claims.experiment import Experiment, run_experiment
-from modelwright_claims.statistics import paired_t_test, spread
+from modelwright_claims.judging import Judgment
+from modelwright_claims.statistics import differences, estimate, paired_t_test, ratios
 from modelwright_claims.training_run import Outcome, Run, train_once
 
 MOST_LOST = 0.1
@@ -44,6 +44,8 @@ NONE, STATIC, DYNAMIC, LAYERS, FP32 = "no scale", "static 2^32", "dynamic from 2
 FITS = "static 2^15", "dynamic from 2^15"
 """Scales that fit this run from the beginning."""
 LOST = "gradient lost"
+RIVALS = (NONE, FITS[0], STATIC)
+STABLE, SKIPPED, GRADIENT_LOST, LOSS = "stable updates, ", "skipped updates, ", "gradient lost, ", "held-out loss, "
 PROJECTIONS = 7
 """Of a block."""
 
@@ -129,12 +131,12 @@ class Stability:
         )
 
 
-def measure(setting: Setting) -> Result:
+def measure(setting: Setting) -> Measurement:
     size = study_size(setting)
     seeds = range(FIRST_SEED, FIRST_SEED + (2 if setting.quick else 5))
     experiment = Experiment(variants={arm: variant(size, precision) for arm, precision in ARMS.items()}, seeds=seeds)
     samples = run_experiment(setting, experiment, execute_noting_losses)
-    return judge(setting, size, {arm: [Stability.of(one) for one in of] for arm, of in samples.runs.items()})
+    return measurement(size, {arm: [Stability.of(one) for one in of] for arm, of in samples.runs.items()})
 
 
 def study_size(setting: Setting) -> workbench.Size:
@@ -163,52 +165,55 @@ def execute_noting_losses(setting: Setting, run: Run, **weights: Path | None) ->
     return replace(outcome, steps={**outcome.steps, LOST: lost.shares})
 
 
-def judge(setting: Setting, size: workbench.Size, runs: Mapping[str, Sequence[Stability]]) -> Result:
-    """Met when the dynamic scale has `TARGET` times the stable updates of no scale and of the static one (none at all
-    counts as one) and keeps `GAIN` times the share of the gradient that no scale does."""
-    stable = {arm: [run.stable for run in of] for arm, of in runs.items()}
-    means = {arm: statistics.fmean(of) for arm, of in stable.items()}
-    kept = {arm: 1.0 - statistics.fmean(run.lost for run in of) for arm, of in runs.items()}
-    losses = {arm: [run.loss for run in of] for arm, of in runs.items()}
-    ratio = means[DYNAMIC] / max(means[NONE], means[STATIC], 1.0)
-    survival = kept[DYNAMIC] / kept[NONE] if kept[NONE] else math.inf
-    gap = paired_t_test(losses[DYNAMIC], losses[FP32])
-    layers = paired_t_test(stable[LAYERS], stable[DYNAMIC])
-    met = ratio >= TARGET and survival >= GAIN
-    figures = {
-        "stable updates, dynamic over none or static 2^32": Figure(value=ratio, unit="x"),
-        "gradient kept, dynamic over none": Figure(value=survival, unit="x"),
-        "loss above FP32, dynamic": Figure(value=gap.mean, unit="nats", spread=gap.std),
-    }
-    for arm, of in runs.items():
-        skipped = statistics.fmean(run.skipped for run in of)
-        loss = Figure(value=statistics.fmean(losses[arm]), unit="nats", spread=spread(losses[arm]))
-        figures[f"stable updates, {arm}"] = Figure(value=means[arm], unit="", spread=spread(stable[arm]))
-        figures[f"skipped updates, {arm}"] = Figure(value=skipped, unit="")
-        figures[f"gradient lost, {arm}"] = Figure(value=100 * (1.0 - kept[arm]), unit="%")
-        figures[f"held-out loss, {arm}"] = loss
-    reason = (
-        f"{means[DYNAMIC]:.0f} stable updates of {size.num_steps} against {means[NONE]:.0f} without a scale and "
-        f"{means[STATIC]:.0f} with a static one of 2^32 ({ratio:.1f}x); {survival:.2f}x of the gradient kept; "
-        f"{gap.mean:+.4f} nats against FP32 (p = {gap.p_value:.2g}); with scales that fit from the beginning "
-        f"{', '.join(f'{arm} {means[arm]:.0f}' for arm in FITS)} stable updates; scales of layers: {layers.mean:+.1f} "
-        f"(p = {layers.p_value:.2g})"
-    )
-    return Result(
-        kind="cannot be tested here" if setting.quick else "met" if met else "short",
-        reason=bench.TOO_SHORT if setting.quick else reason,
-        figures=figures,
+def measurement(size: workbench.Size, runs: Mapping[str, Sequence[Stability]]) -> Measurement:
+    """Return how the runs of every arm went."""
+    return Measurement(
+        samples={
+            **{f"{STABLE}{arm}": [float(run.stable) for run in of] for arm, of in runs.items()},
+            **{f"{SKIPPED}{arm}": [float(run.skipped) for run in of] for arm, of in runs.items()},
+            **{f"{GRADIENT_LOST}{arm}": [run.lost for run in of] for arm, of in runs.items()},
+            **{f"{LOSS}{arm}": [run.loss for run in of] for arm, of in runs.items()},
+        },
         conditions=size.describe()
         | {
             "most of the gradient lost": f"{100 * MOST_LOST:.0f}%",
             "window": WINDOW,
             "copies that a process stands for": COPIES,
         },
-        samples={
-            **{f"stable updates, {arm}": of for arm, of in stable.items()},
-            **{f"held-out loss, {arm}": of for arm, of in losses.items()},
-        },
     )
+
+
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when the dynamic scale has `TARGET` times the stable updates of no scale and of each static one (none at all
+    counts as one) and keeps `GAIN` times the share of the gradient that no scale does."""
+    judgment = Judgment()
+    for rival in RIVALS:
+        with judgment.part():
+            ratio = ratios(samples[STABLE + DYNAMIC], [max(1.0, stable) for stable in samples[STABLE + rival]])
+            judgment.figures[f"stable updates, dynamic over {rival}"] = ratio.figure("x")
+            judgment.at_least(f"stable updates over {rival}", ratio, TARGET, "x")
+    means = {arm: estimate(samples[STABLE + arm]).mean for arm in ARMS}
+    judgment.said.append(
+        f"{means[DYNAMIC]:.0f} stable updates of {conditions['steps']} with the dynamic scale from 2^32, against "
+        + ", ".join(f"{means[arm]:.0f} with {arm}" for arm in (*RIVALS, FITS[1], LAYERS))
+    )
+    with judgment.part():
+        kept = {arm: [1.0 - lost for lost in samples[GRADIENT_LOST + arm]] for arm in (DYNAMIC, NONE)}
+        survival = ratios(kept[DYNAMIC], [max(share, 1e-12) for share in kept[NONE]])
+        judgment.figures["gradient kept, dynamic over none"] = survival.figure("x")
+        judgment.said.append(f"{survival.mean:.2f}x of the gradient kept")
+        judgment.at_least("gradient kept", survival, GAIN, "x")
+    gap = differences(samples[LOSS + DYNAMIC], samples[LOSS + FP32])
+    judgment.figures["loss above FP32, dynamic"] = gap.figure("nats")
+    if gap.count > 1:
+        p_value = paired_t_test(samples[LOSS + DYNAMIC], samples[LOSS + FP32]).p_value
+        judgment.said.append(f"{gap.mean:+.4f} nats against FP32 (p = {p_value:.2g})")
+    for arm in ARMS:
+        for what, unit, factor in ((STABLE, "", 1), (SKIPPED, "", 1), (GRADIENT_LOST, "%", 100), (LOSS, "nats", 1)):
+            with judgment.beside():
+                found = estimate([factor * value for value in samples[what + arm]])
+                judgment.figures[what + arm] = found.figure(unit)
+    return judgment.verdict()
 
 
 CLAIM = Claim(
@@ -222,6 +227,8 @@ CLAIM = Claim(
     compared="no scale, static 2^15 and 2^32, dynamic from 2^15 and 2^32, the latter per layer too, and FP32, as one "
     "of 1,024 processes sees a batch of half a million tokens; same weights and data order per seed, five seeds; an "
     "update is stable when it is made and at most a tenth of its gradient is zero",
-    target=f"{TARGET:g}x the stable updates of no scale and of the static 2^32; {GAIN:g}x of the gradient kept",
+    target=f"{TARGET:g}x the stable updates of no scale and of each static scale, 2^15 and 2^32; {GAIN:g}x of the "
+    "gradient that no scale keeps",
     measure=measure,
+    judge=judge,
 )

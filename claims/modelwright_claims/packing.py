@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from modelwright_claims import workbench
-from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
 from modelwright_claims.experiment import Experiment, Tuning, run_experiment
-from modelwright_claims.statistics import paired_t_test, spread
+from modelwright_claims.judging import Judgment
+from modelwright_claims.statistics import differences, paired_t_test, ratios
 from modelwright_claims.training_run import Outcome, Run
 from modelwright_claims.workbench import real_token_share
 
@@ -15,11 +16,13 @@ LOSS_TARGET = 0.02
 RATES = (5e-4, 1e-3, 2e-3)
 TUNING_SEED = 100
 PACKED, PADDED = "packed", "padded"
+EQUAL_TOKENS, EQUAL_TIME = "padded, equal tokens", "padded, equal time"
+PACE, SHARE = "real tokens per second, ", "real tokens in "
 MOST_BATCHES = 4
 """Of rows, packed, that are put together until a whole number of padded rows holds as many tokens."""
 
 
-def measure(setting: Setting) -> Result:
+def measure(setting: Setting) -> Measurement:
     """Train on the same documents packed and padded.
 
     The padded batch has as many more rows as it takes to hold the real tokens of a packed batch. Twice: with the
@@ -40,7 +43,7 @@ def measure(setting: Setting) -> Result:
     slower = statistics.median(b.step_s / a.step_s for a, b in zip(found.runs[PACKED], found.runs[PADDED], strict=True))
     in_time = replace(padded, size=replace(padded.size, num_steps=max(1, round(size.num_steps / slower))))
     equal_time = run_experiment(setting, Experiment(variants={PADDED: in_time}, seeds=seeds))
-    return judge(
+    return measurement(
         found.runs[PACKED],
         found.runs[PADDED],
         equal_time.runs[PADDED],
@@ -61,7 +64,7 @@ def equal_batches(batch_rows: int, ratio: float) -> tuple[int, int]:
     return packed, max(1, round(packed * ratio))
 
 
-def judge(
+def measurement(
     packed: Sequence[Outcome],
     equal_tokens: Sequence[Outcome],
     equal_time: Sequence[Outcome],
@@ -69,34 +72,17 @@ def judge(
     shares: tuple[float, float],
     size: workbench.Size,
     padded: workbench.Size,
-) -> Result:
-    """Met when packing trains more real tokens per second, loses at most `LOSS_TARGET` per token, wins per time.
-    padded: the runs in equal time."""
-    speed_ups = [a.tokens_per_s / b.tokens_per_s for a, b in zip(packed, equal_tokens, strict=True)]
-    speed_up, bound = statistics.median(speed_ups), shares[0] / shares[1]
-    losses = {
-        "packed": [run.heldout_loss for run in packed],
-        "padded, equal tokens": [run.heldout_loss for run in equal_tokens],
-        "padded, equal time": [run.heldout_loss for run in equal_time],
-    }
-    at_tokens = paired_t_test(losses["packed"], losses["padded, equal tokens"])
-    at_time = paired_t_test(losses["packed"], losses["padded, equal time"])
-    met = speed_up > 1 and at_tokens.mean <= LOSS_TARGET and at_time.mean < 0
-    reason = (
-        f"{speed_up:.2f}x the real tokens per second ({bound:.2f}x is what the padding leaves to gain); held-out loss "
-        f"{at_tokens.mean:+.4f} nats at equal tokens (p = {at_tokens.p_value:.2g}), {at_time.mean:+.3f} at equal time "
-        f"(p = {at_time.p_value:.2g})"
-    )
-    return Result(
-        kind="met" if met else "short",
-        reason=reason,
-        figures={
-            "speed-up in real tokens": Figure(value=speed_up, unit="x", spread=spread(speed_ups)),
-            "loss difference at equal tokens": Figure(value=at_tokens.mean, unit="nats", spread=at_tokens.std),
-            "loss difference at equal time": Figure(value=at_time.mean, unit="nats", spread=at_time.std),
-            "real tokens in packed rows": Figure(value=100 * shares[0], unit="%"),
-            "real tokens in padded rows": Figure(value=100 * shares[1], unit="%"),
-            "possible speed-up": Figure(value=bound, unit="x"),
+) -> Measurement:
+    """Return losses, pace and shares of real tokens. padded: size of the runs in equal time."""
+    return Measurement(
+        samples={
+            PACKED: [run.heldout_loss for run in packed],
+            EQUAL_TOKENS: [run.heldout_loss for run in equal_tokens],
+            EQUAL_TIME: [run.heldout_loss for run in equal_time],
+            f"{PACE}{PACKED}": [run.tokens_per_s for run in packed],
+            f"{PACE}{PADDED}": [run.tokens_per_s for run in equal_tokens],
+            f"{SHARE}{PACKED} rows": [shares[0]],
+            f"{SHARE}{PADDED} rows": [shares[1]],
         },
         conditions=size.describe()
         | {
@@ -105,12 +91,37 @@ def judge(
             "rates tried": ", ".join(f"{rate:g}" for rate in RATES),
             "rates": f"packed {size.learning_rate:g}, padded {padded.learning_rate:g}",
         },
-        samples={
-            **losses,
-            "real tokens per second, packed": [run.tokens_per_s for run in packed],
-            "real tokens per second, padded": [run.tokens_per_s for run in equal_tokens],
-        },
     )
+
+
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when packing trains more real tokens per second, loses at most `LOSS_TARGET` per token, wins per time."""
+    judgment = Judgment()
+    speed_up = ratios(samples[f"{PACE}{PACKED}"], samples[f"{PACE}{PADDED}"])
+    at_tokens, at_time = (differences(samples[PACKED], samples[other]) for other in (EQUAL_TOKENS, EQUAL_TIME))
+    judgment.figures |= {
+        "speed-up in real tokens": speed_up.figure("x"),
+        "loss difference at equal tokens": at_tokens.figure("nats"),
+        "loss difference at equal time": at_time.figure("nats"),
+    }
+    judgment.said.append(f"{speed_up.mean:.2f}x the real tokens per second")
+    with judgment.beside():
+        shares = {name: samples[f"{SHARE}{name} rows"][0] for name in (PACKED, PADDED)}
+        for name, share in shares.items():
+            judgment.figures[f"{SHARE}{name} rows"] = Figure(value=100 * share, unit="%")
+        bound = shares[PACKED] / shares[PADDED]
+        judgment.figures["possible speed-up"] = Figure(value=bound, unit="x")
+        judgment.said.append(f"{bound:.2f}x is what the padding leaves to gain")
+    if at_tokens.count > 1:
+        p_values = [paired_t_test(samples[PACKED], samples[other]).p_value for other in (EQUAL_TOKENS, EQUAL_TIME)]
+        judgment.said.append(
+            f"held-out loss {at_tokens.mean:+.4f} nats at equal tokens (p = {p_values[0]:.2g}), {at_time.mean:+.3f} at "
+            f"equal time (p = {p_values[1]:.2g})"
+        )
+    judgment.above("speed in real tokens", speed_up, 1.0, "x")
+    judgment.at_most("loss difference at equal tokens", at_tokens, LOSS_TARGET, " nats")
+    judgment.below("loss difference at equal time", at_time, 0.0, " nats")
+    return judgment.verdict()
 
 
 CLAIM = Claim(
@@ -124,4 +135,5 @@ CLAIM = Claim(
     "best rate, chosen from the same ones on a seed and a held-out split that are not reported",
     target=f"more real tokens per second, at most {LOSS_TARGET} nats worse at equal tokens, better at equal time",
     measure=measure,
+    judge=judge,
 )

@@ -5,13 +5,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modelwright_claims.claim import Claim
+from modelwright_claims.results import (
+    FIGURES,
+    MEASURED_FIGURES,
+    all_figures,
+    answers_present_claim,
+    is_dirty,
+    is_loaded,
+    shown_kind,
+)
 
 HEADER = """# Claims
 
 Every efficiency technique in this project comes with a published statement about it, and with what we measured.
-This page is generated from `benchmarks/results/*.json` by `modelwright prove`; do not edit it.
+This page is generated from `benchmarks/results/*.json` by `modelwright prove`; do not edit it, nor the records.
 A target is fixed before measuring; where a comparison was changed after a first look, its conditions say so.
-*Met*, *short* and *cannot be tested here* are all results.
+
+- **Margins.** A figure is a mean over paired repeats with its standard deviation and, in brackets, its one-sided 95%
+  confidence bounds (Student's t). "At most x" is met only if the upper bound is at most x, "at least x" only if the
+  lower bound is at least x. Counts of bytes and FLOPs are exact and need no repeats.
+- **Verdicts.** *Short*: the samples miss a part of the target. *Not judged*: none is missed, but the record lacks
+  samples that the present rule needs. *Met*: every part holds. *Cannot be tested here*: this machine cannot decide it.
+- ***Met then*, *short then*.** The claim had another statement, comparison or target when this was measured, and the
+  verdict is on that one. Samples that miss the present target make a record *short* even so.
+- **Marks.** *High load*: more processes than there are cores wanted to compute in the minute before. *Uncommitted
+  changes*: the sources differed from the commit that is named.
 """
 
 
@@ -26,12 +44,13 @@ def render(claims: Sequence[Claim], records: Sequence[Mapping[str, Any]]) -> str
 
 
 def show(figure: Mapping[str, Any]) -> str:
-    """A figure with its unit and spread: `1.53 +- 0.04 x`, with as many digits as carry meaning."""
-    value, spread, unit = figure["value"], figure["spread"], figure["unit"]
-    text = number(value)
-    if spread:
-        text += f" ± {number(spread)}"
-    return f"{text} {unit}".strip()
+    """A figure with spread, bounds and unit: `1.53 ± 0.04 [1.49, 1.57] x`, with as many digits as carry meaning."""
+    text = number(figure["value"])
+    if figure["spread"]:
+        text += f" ± {number(figure['spread'])}"
+    if "lower" in figure:
+        text += f" [{number(figure['lower'])}, {number(figure['upper'])}]"
+    return f"{text} {figure['unit']}".strip()
 
 
 def number(value: float) -> str:
@@ -50,12 +69,24 @@ def _of(claim: Claim, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
 
 
 def _summary(claim: Claim, record: Mapping[str, Any]) -> str:
-    figures = record["figures"]
-    names = [name for name in claim.headline if name in figures] or list(figures)[:3]
-    measured = "; ".join(f"{name} {show(figures[name])}" for name in names)
+    figures = all_figures(record)
+    names = [name for name in claim.headline if name in figures] or list(record[FIGURES] or figures)[:3]
+    measured = "; ".join(f"{name} {show(_without_bounds(figures[name]))}" for name in names)
     quick = " (quick)" if record["quick"] else ""
     on = _machine(record["machine"])
-    return f"| [{claim.name}](#{claim.name}) | {claim.published} | {measured}{quick} | {on} | **{record['kind']}** |"
+    kind = shown_kind(claim, record)
+    verdict = f"**{kind}**" if answers_present_claim(claim, record) else f"*{kind}*"
+    verdict += "".join(f"; {mark}" for mark in _marks(record))
+    return f"| [{claim.name}](#{claim.name}) | {claim.published} | {measured}{quick} | {on} | {verdict} |"
+
+
+def _marks(record: Mapping[str, Any]) -> list[str]:
+    """What casts doubt on the circumstances of a measurement."""
+    return ["high load"] * is_loaded(record) + ["uncommitted changes"] * is_dirty(record)
+
+
+def _without_bounds(figure: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in figure.items() if name not in ("lower", "upper")}
 
 
 def _unmeasured(claim: Claim) -> str:
@@ -79,28 +110,38 @@ def _section(claim: Claim, records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _measurement(claim: Claim, record: Mapping[str, Any]) -> list[str]:
-    depth = "quick measurement" if record["quick"] else "measured"
     conditions = "; ".join(f"{key} {value}" for key, value in record["conditions"].items())
     earlier = [
-        f"- {what}, when this was measured: {then}"
-        for what, then, now in (
-            ("Compared", record["compared"], claim.compared),
-            ("Target", record["target"], claim.target),
-        )
-        if then != now
+        f"- {what}, when this was measured: {record[text]}"
+        for what, text in (("Statement", "statement"), ("Compared", "compared"), ("Target", "target"))
+        if record[text] != getattr(claim, text)
     ]
+    kind = shown_kind(claim, record).capitalize()
+    lost = record.get(MEASURED_FIGURES, {})
     return [
-        f"**{record['kind'].capitalize()}**: {record['reason']}",
+        f"{f'**{kind}**' if answers_present_claim(claim, record) else f'*{kind}*'}: {record['reason']}",
         *(["", *earlier] if earlier else []),
         "",
         "| figure | value |",
         "| --- | --- |",
-        *[f"| {key} | {show(figure)} |" for key, figure in record["figures"].items()],
+        *[f"| {key} | {show(figure)} |" for key, figure in record[FIGURES].items()],
+        *[f"| {key} (as computed when measured) | {show(of)} |" for key, of in lost.items()],
         "",
-        f"{_machine(record['machine'])}; {record['threads']} thread(s); torch {record['versions'].get('torch', '?')}; "
-        f"commit {record['commit'] or 'unknown'}; {depth} on {record['date']} in {record['wall_s']:.0f} s. "
-        f"{conditions}",
+        f"{_circumstances(record)} {conditions}",
     ]
+
+
+def _circumstances(record: Mapping[str, Any]) -> str:
+    depth = "quick measurement" if record["quick"] else "measured"
+    load = record["load_at_start"][0] if record.get("load_at_start") else "unknown"
+    judging = record.get("judged")
+    return (
+        f"{_machine(record['machine'])}; {record['threads']} thread(s); torch {record['versions'].get('torch', '?')}; "
+        f"load {load} at the start on {record['machine']['cores']} cores{' (**high**)' if is_loaded(record) else ''}; "
+        f"commit {record['commit'] or 'unknown'}{' (**uncommitted changes**)' if is_dirty(record) else ''}; "
+        f"{depth} on {record['date']} in {record['wall_s']:.0f} s"
+        + (f"; judged on {judging['date']} by commit {judging['commit'] or 'unknown'}." if judging else ".")
+    )
 
 
 def _machine(machine: Mapping[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """A competent training loop without any technique of this project: what claims about the whole stack compare with.
 
-FP32, one piece of a document a row, padded to the longest of the batch, PyTorch's own operators and nothing compiled,
-whole logits, AdamW, clipping, warmup and cosine; over several hosts `DistributedDataParallel`, which overlaps its exact
-sums with backward. It trains the weights of a `Decoder`, so that both sides begin and are judged alike. Nothing of the
-product uses it.
+FP32, by PyTorch's own products or by oneDNN's (`precision.onednn`), one piece of a document a row, padded to the
+longest of the batch, PyTorch's own operators and nothing compiled, whole logits, AdamW, clipping, warmup and cosine;
+over several hosts `DistributedDataParallel`, which overlaps its exact sums with backward. It trains the weights of a
+`Decoder`, so that both sides begin and are judged alike. Nothing of the product uses it.
 """
 
 import time
@@ -19,6 +19,7 @@ from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Block, Decoder
 from modelwright.optim.schedule import rate_factor
 from modelwright.parallel.mesh import World
+from modelwright.precision.model import fp32_products
 from modelwright.train.config import TrainConfig
 
 
@@ -70,7 +71,14 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def train_plainly(
     model: Decoder, batches: Iterator[TokenBatch], config: TrainConfig, *, num_steps: int, world: World
 ) -> float:
-    """Train the weights in place; seconds of all steps, waiting for batches included."""
+    """Train the weights in place and return the seconds of all steps, waiting for batches included."""
+    with fp32_products(onednn=config.precision.onednn is True):
+        return _train(model, batches, config, num_steps=num_steps, world=world)
+
+
+def _train(
+    model: Decoder, batches: Iterator[TokenBatch], config: TrainConfig, *, num_steps: int, world: World
+) -> float:
     plain = PlainDecoder(model)
     wrapped = DistributedDataParallel(plain) if world.size > 1 else plain
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from modelwright.memory.arena import Arena, plan_arena
+from modelwright.memory.arena import plan_arena
 from modelwright.memory.disk import DiskStore
 from modelwright.memory.lifetimes import Timeline
 from modelwright.model.config import ModelConfig
@@ -27,9 +27,10 @@ from modelwright.plan.traced_step import trace_step
 from modelwright.train.config import TrainConfig
 from modelwright_claims import memory_probe
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
-from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.memory_probe import Measured, Probe
-from modelwright_claims.statistics import spread
+from modelwright_claims.statistics import Estimate, estimate, exact, ratios
 
 REUSE_TARGET = 99.3
 ERROR_TARGET = 10.0
@@ -40,6 +41,11 @@ LARGE = "gpt3-175b"
 PUBLISHED_BYTES = (1.2e12, 480e9)
 HEAP_GAPS = "training's heap above one without gaps"
 PLANNED_HEAP_GAPS = "the planned step's heap above one without gaps"
+CONFIGURED, PLANNED, WITH_DISK = "as configured", "planned", "planned with a disk"
+GAPLESS, IN_ARENA, NO_ARENA = "without gaps", "in the arena", "without the arena"
+PREDICTED, PEAK, STEP = "bytes predicted and measured, ", "peak bytes, ", "step seconds, "
+STATES, FLOPS = "bytes of states, ", "FLOPs of a step, "
+ARENA, LIVE, MADE = "bytes of the arena, ", "least bytes of an arena, ", "bytes that a step makes, "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,70 +88,13 @@ class Pair:
     """By each step of the plan that has a disk."""
     step: Timeline
     """As configured, traced."""
+    planned_step: Timeline
+    """As planned and executed, traced."""
     planned_bytes: int
     """The peak that is predicted of the plan."""
 
-    @property
-    def saved(self) -> float:
-        """Of the measured peak, %."""
-        return self._saved(self.after)
 
-    @property
-    def saved_with_disk(self) -> float:
-        """The same of the plan that has a disk, %."""
-        return self._saved(self.on_disk)
-
-    def _saved(self, planned: Sequence[Measured]) -> float:
-        return 100 * (1 - _peak(planned) / _peak(self.before))
-
-    @property
-    def errors(self) -> dict[str, float]:
-        """Of the plan's predicted peak, %, by where it was measured."""
-        measured = {"in the arena": _peak(self.after), "without gaps": self.mapped_after.peak_bytes}
-        return {f"planned, {where}": 100 * (self.planned_bytes / taken - 1) for where, taken in measured.items()}
-
-    @property
-    def more_flops(self) -> float:
-        """Counted while they ran, %."""
-        return 100 * (self.mapped_after.flops / self.mapped.flops - 1)
-
-    @property
-    def times(self) -> list[float]:
-        """Of a planned step over one as configured, neighbour by neighbour."""
-        return [a.step_s / b.step_s for a, b in zip(self.after, self.before, strict=True)]
-
-    @property
-    def times_with_disk(self) -> list[float]:
-        """The same of the plan that has a disk."""
-        return [a.step_s / b.step_s for a, b in zip(self.on_disk, self.before, strict=True)]
-
-    @property
-    def heap_reuse(self) -> float:
-        """What a real process's heap makes of the tensors of a step, %: its own peak above the states against them."""
-        taken = self.mapped.peak_bytes - self.mapped.states_bytes
-        return 100 * (1 - taken / sum(one.num_bytes for one in self.step.of_step))
-
-    @property
-    def heap_gaps(self) -> float:
-        """How much more the heap of training takes at its peak than one without gaps, %."""
-        return 100 * (_peak(self.before) / self.mapped.peak_bytes - 1)
-
-    @property
-    def planned_heap_gaps(self) -> float:
-        """The same as planned, but without the arena, %."""
-        return 100 * (self.without_arena.peak_bytes / self.mapped_after.peak_bytes - 1)
-
-    @property
-    def arena_gaps(self) -> float:
-        """The same of the executed arena as configured, %."""
-        return 100 * (self.in_arena.peak_bytes / self.mapped.peak_bytes - 1)
-
-
-def _peak(runs: Sequence[Measured]) -> float:
-    return statistics.median(run.peak_bytes for run in runs)
-
-
-def measure(setting: Setting) -> Result:
+def measure(setting: Setting) -> Measurement:
     """Eleven configurations predicted and measured, one planned and measured, and the published size, planned alone."""
     cases = quick_configurations() if setting.quick else configurations()
     setting.progress.note(f"planned_memory: {len(cases)} configurations, traced, then run")
@@ -153,7 +102,8 @@ def measure(setting: Setting) -> Result:
     runs = memory_probe.measure_all([case.probe(case.settings) for case in cases.values()])
     measured = {name: ranks[0].peak_bytes for name, ranks in zip(cases, runs, strict=True)}
     case = planned_case(quick=setting.quick)
-    return judge(predicted, measured, measured_pair(setting, case), case, large={} if setting.quick else large_model())
+    pair = measured_pair(setting, case)
+    return measurement(predicted, measured, pair, case, large={} if setting.quick else large_model())
 
 
 def base(**changes: Any) -> ModelConfig:
@@ -220,6 +170,7 @@ def measured_pair(setting: Setting, case: Case) -> Pair:
         mapped_after=mapped_after,
         moved_bytes=moving.moved_bytes,
         step=plan.before,
+        planned_step=plan.after,
         planned_bytes=plan.after.peak_bytes,
     )
 
@@ -248,83 +199,148 @@ def large_model() -> dict[str, float]:
     return {name: float(case.trace().peak_bytes) for name, case in cases.items()}
 
 
-def judge(
+def measurement(
     predicted: Mapping[str, int], measured: Mapping[str, int], pair: Pair, case: Case, *, large: Mapping[str, float]
-) -> Result:
-    """Met when predictions, savings and reuse all reach their targets."""
-    errors = {name: 100 * (predicted[name] / measured[name] - 1) for name in measured} | pair.errors
-    worst, arena = max(map(abs, errors.values())), plan_arena(pair.step.of_step)
-    reuse = 100 * arena.reuse_share
-    compute = 100 * MORE_COMPUTE
-    planner_met = worst <= ERROR_TARGET and pair.saved >= SAVED_TARGET and pair.more_flops <= compute
-    with_disk = "moves nothing"
-    if pair.on_disk:
-        with_disk = f"takes {pair.saved_with_disk:.0f}% less at {statistics.median(pair.times_with_disk):.2f}x the time"
-    reason = (
-        f"predicted peaks are at most {worst:.1f}% off over {len(measured)} configurations and the planned one, "
-        f"{abs(pair.errors['planned, in the arena']):.1f}% for the planned one in training; there the plan, with its "
-        f"arena, takes {pair.saved:.0f}% less memory for {pair.more_flops:.1f}% more FLOPs (one that may also use a "
-        f"disk {with_disk}); {reuse:.1f}% of the bytes that a step makes are reuse in the planned arena, "
-        f"{pair.heap_reuse:.1f}% in the heap of a real process (published {REUSE_TARGET}%); "
-        f"the heap of training takes {pair.heap_gaps:.0f}% more than one without gaps, {pair.planned_heap_gaps:.0f}% "
-        f"as planned but without the arena, the executed arena {pair.arena_gaps:.0f}%"
-    )
-    if large:
-        reason += "; " + _large_words(large, worst)
-    return Result(
-        kind="met" if planner_met and reuse >= REUSE_TARGET else "short",
-        reason=reason,
-        figures=_figures(errors, pair, arena, large),
+) -> Measurement:
+    """Return bytes, seconds and FLOPs of both sides, and how their tensors share an arena."""
+    errors = [100 * (predicted[name] / measured[name] - 1) for name in measured]
+    taken = (statistics.median(run.peak_bytes for run in pair.after), pair.mapped_after.peak_bytes)
+    errors += [100 * (pair.planned_bytes / one - 1) for one in taken]
+    sides = _sides(pair)
+    return Measurement(
+        samples={
+            MEMORY_ERRORS: errors,
+            **{f"{PREDICTED}{name}": [predicted[name], measured[name]] for name in measured},
+            f"{PREDICTED}planned, {IN_ARENA}": [pair.planned_bytes, taken[0]],
+            f"{PREDICTED}planned, {GAPLESS}": [pair.planned_bytes, taken[1]],
+            **{f"{PEAK}{name}": [m.peak_bytes for m in runs] for name, runs in sides.items()},
+            **{f"{STEP}{name}": [m.step_s for m in runs] for name, runs in sides.items()},
+            f"{STATES}{CONFIGURED}, {GAPLESS}": [pair.mapped.states_bytes],
+            f"{FLOPS}{CONFIGURED}": [pair.mapped.flops],
+            f"{FLOPS}{PLANNED}": [pair.mapped_after.flops],
+            "bytes moved by a step planned with a disk": [pair.moved_bytes],
+            **_arena_samples(CONFIGURED, pair.step),
+            **_arena_samples(PLANNED, pair.planned_step),
+            **{f"{LARGE}, {name}": [value] for name, value in large.items()},
+        },
         conditions={
             "planned model": f"{case.model.num_parameters:,} parameters, {case.model.num_layers} layers",
             "its batch": f"{case.rows} rows of {case.model.max_seq_len} tokens, one microbatch, fp32",
             "large model": f"{LARGE}, traced on fake tensors, one process, one row; nothing of it was run",
         },
-        samples={
-            MEMORY_ERRORS: list(errors.values()),
-            **{f"bytes predicted and measured, {name}": [predicted[name], measured[name]] for name in measured},
-            **{f"peak bytes, {name}": [m.peak_bytes for m in runs] for name, runs in _sides(pair).items()},
-            **{f"step seconds, {name}": [m.step_s for m in runs] for name, runs in _sides(pair).items()},
-        },
     )
 
 
-def _figures(errors: Mapping[str, float], pair: Pair, arena: Arena, large: Mapping[str, float]) -> dict[str, Figure]:
+def _arena_samples(side: str, step: Timeline) -> dict[str, Sequence[float]]:
+    """Bytes of the arena of one side's step, the least it could have, and all bytes that the step makes."""
+    arena = plan_arena(step.of_step)
     return {
-        "bytes reused in the planned arena": Figure(value=100 * arena.reuse_share, unit="%"),
-        "peak saved by the plan": Figure(value=pair.saved, unit="%"),
-        "predicted peaks' largest error": Figure(value=max(map(abs, errors.values())), unit="%"),
-        "more FLOPs": Figure(value=pair.more_flops, unit="%"),
-        "time of a planned step": Figure(value=statistics.median(pair.times), unit="x", spread=spread(pair.times)),
-        **_figures_with_disk(pair),
-        "moved by a step planned with a disk": Figure(value=pair.moved_bytes / 2**20, unit="MiB"),
-        "bytes reused by a real heap": Figure(value=pair.heap_reuse, unit="%"),
-        HEAP_GAPS: Figure(value=pair.heap_gaps, unit="%"),
-        PLANNED_HEAP_GAPS: Figure(value=pair.planned_heap_gaps, unit="%"),
-        "the executed arena above one without gaps": Figure(value=pair.arena_gaps, unit="%"),
-        "peak saved by the executed arena": Figure(
-            value=100 * (1 - pair.in_arena.peak_bytes / _peak(pair.before)), unit="%"
-        ),
-        "arena above its lower bound": Figure(value=100 * (arena.num_bytes / arena.live_bytes - 1), unit="%"),
-        **{f"predicted peak's error, {name}": Figure(value=error, unit="%") for name, error in errors.items()},
-        **{f"{LARGE}, {name}": Figure(value=value / 1e9, unit="GB") for name, value in large.items()},
-    }
-
-
-def _figures_with_disk(pair: Pair) -> dict[str, Figure]:
-    if not pair.on_disk:
-        return {}
-    times = pair.times_with_disk
-    return {
-        "peak saved by the plan with a disk": Figure(value=pair.saved_with_disk, unit="%"),
-        "time of a step planned with a disk": Figure(value=statistics.median(times), unit="x", spread=spread(times)),
+        f"{ARENA}{side}": [arena.num_bytes],
+        f"{LIVE}{side}": [arena.live_bytes],
+        f"{MADE}{side}": [sum(one.num_bytes for one in step.of_step)],
     }
 
 
 def _sides(pair: Pair) -> dict[str, Sequence[Measured]]:
-    with_disk = {"planned with a disk": pair.on_disk} if pair.on_disk else {}
-    without_gaps = {"as configured, without gaps": [pair.mapped], "planned, without gaps": [pair.mapped_after]}
-    return {"as configured": pair.before, "planned": pair.after, **with_disk, **without_gaps}
+    with_disk = {WITH_DISK: pair.on_disk} if pair.on_disk else {}
+    return {
+        CONFIGURED: pair.before,
+        PLANNED: pair.after,
+        **with_disk,
+        f"{CONFIGURED}, {GAPLESS}": [pair.mapped],
+        f"{PLANNED}, {GAPLESS}": [pair.mapped_after],
+        f"{PLANNED}, {NO_ARENA}": [pair.without_arena],
+        f"{CONFIGURED}, {IN_ARENA}": [pair.in_arena],
+    }
+
+
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when predictions, savings and the reuse of the executed plan all reach their targets."""
+    judgment = Judgment()
+    errors = samples[MEMORY_ERRORS]
+    worst = max(map(abs, errors))
+    judgment.said.append(f"predicted peaks are at most {worst:.1f}% off over {len(errors)} measurements (bytes, exact)")
+    judgment.at_most("predicted peaks' largest error", exact(worst), ERROR_TARGET, "%")
+    with judgment.part():
+        saved = saved_by(samples, PLANNED)
+        judgment.figures["peak saved by the plan"] = saved.figure("%")
+        judgment.said.append(f"in training the plan, with its arena, takes {saved.mean:.0f}% less memory")
+        judgment.at_least("peak saved by the plan", saved, SAVED_TARGET, "%")
+    with judgment.part():
+        more = 100 * (samples[f"{FLOPS}{PLANNED}"][0] / samples[f"{FLOPS}{CONFIGURED}"][0] - 1)
+        judgment.figures["more FLOPs"] = Figure(value=more, unit="%")
+        judgment.said.append(f"for {more:.1f}% more FLOPs")
+        judgment.at_most("more FLOPs", exact(more), 100 * MORE_COMPUTE, "%")
+    with judgment.part():
+        reuse = 100 * (1 - samples[f"{ARENA}{PLANNED}"][0] / samples[f"{MADE}{PLANNED}"][0])
+        judgment.figures["bytes reused by the executed plan"] = Figure(value=reuse, unit="%")
+        judgment.said.append(f"{reuse:.1f}% of the bytes that its step makes are reuse (published {REUSE_TARGET}%)")
+        judgment.at_least("bytes reused by the executed plan", exact(reuse), REUSE_TARGET, "%")
+    judgment.figures["predicted peaks' largest error"] = Figure(value=worst, unit="%")
+    for add in (_add_times, _add_heaps, _add_arena, _add_errors, _add_large):
+        with judgment.beside():
+            add(judgment, samples)
+    return judgment.verdict()
+
+
+def saved_by(samples: Samples, side: str) -> Estimate:
+    """Percent of the peak as configured, neighbor by neighbor."""
+    pairs = zip(samples[f"{PEAK}{side}"], samples[f"{PEAK}{CONFIGURED}"], strict=True)
+    return estimate([100 * (1 - own / other) for own, other in pairs])
+
+
+def _add_times(judgment: Judgment, samples: Samples) -> None:
+    times = ratios(samples[f"{STEP}{PLANNED}"], samples[f"{STEP}{CONFIGURED}"])
+    judgment.figures["time of a planned step"] = times.figure("x")
+    moved = samples["bytes moved by a step planned with a disk"][0]
+    judgment.figures["moved by a step planned with a disk"] = Figure(value=moved / 2**20, unit="MiB")
+    if f"{PEAK}{WITH_DISK}" not in samples:
+        judgment.said.append("one that may also use a disk moves nothing")
+        return
+    saved = saved_by(samples, WITH_DISK)
+    times = ratios(samples[f"{STEP}{WITH_DISK}"], samples[f"{STEP}{CONFIGURED}"])
+    judgment.figures["peak saved by the plan with a disk"] = saved.figure("%")
+    judgment.figures["time of a step planned with a disk"] = times.figure("x")
+    judgment.said.append(f"one that may also use a disk takes {saved.mean:.0f}% less at {times.mean:.2f}x the time")
+
+
+def _add_heaps(judgment: Judgment, samples: Samples) -> None:
+    """How much more than a heap without gaps the heaps and the arena take at their peaks."""
+    peaks = {name: statistics.median(samples[PEAK + name]) for name in names_between(samples, PEAK)}
+    gapless, planned = peaks[f"{CONFIGURED}, {GAPLESS}"], peaks[f"{PLANNED}, {GAPLESS}"]
+    gaps = {HEAP_GAPS: 100 * (peaks[CONFIGURED] / gapless - 1)}
+    if f"{PLANNED}, {NO_ARENA}" in peaks:
+        gaps[PLANNED_HEAP_GAPS] = 100 * (peaks[f"{PLANNED}, {NO_ARENA}"] / planned - 1)
+        gaps["the executed arena above one without gaps"] = 100 * (peaks[f"{CONFIGURED}, {IN_ARENA}"] / gapless - 1)
+        saved = 100 * (1 - peaks[f"{CONFIGURED}, {IN_ARENA}"] / peaks[CONFIGURED])
+        judgment.figures["peak saved by the executed arena"] = Figure(value=saved, unit="%")
+    judgment.figures |= {name: Figure(value=value, unit="%") for name, value in gaps.items()}
+    judgment.said.append("; ".join(f"{name} {value:.0f}%" for name, value in gaps.items()))
+
+
+def _add_arena(judgment: Judgment, samples: Samples) -> None:
+    above = 100 * (samples[f"{ARENA}{PLANNED}"][0] / samples[f"{LIVE}{PLANNED}"][0] - 1)
+    judgment.figures["arena above its lower bound"] = Figure(value=above, unit="%")
+    made = samples[f"{MADE}{CONFIGURED}"][0]
+    reuse = 100 * (1 - samples[f"{ARENA}{CONFIGURED}"][0] / made)
+    judgment.figures["bytes reused in an arena as configured"] = Figure(value=reuse, unit="%")
+    gapless = f"{CONFIGURED}, {GAPLESS}"
+    above_states = samples[PEAK + gapless][0] - samples[STATES + gapless][0]
+    judgment.figures["bytes reused by a real heap"] = Figure(value=100 * (1 - above_states / made), unit="%")
+
+
+def _add_errors(judgment: Judgment, samples: Samples) -> None:
+    for name in names_between(samples, PREDICTED):
+        predicted, measured = samples[PREDICTED + name]
+        error = Figure(value=100 * (predicted / measured - 1), unit="%")
+        judgment.figures[f"predicted peak's error, {name}"] = error
+
+
+def _add_large(judgment: Judgment, samples: Samples) -> None:
+    large = {name: samples[f"{LARGE}, {name}"][0] for name in names_between(samples, f"{LARGE}, ")}
+    judgment.figures |= {f"{LARGE}, {name}": Figure(value=of / 1e9, unit="GB") for name, of in large.items()}
+    if large:
+        judgment.said.append(_large_words(large, max(map(abs, samples[MEMORY_ERRORS]))))
 
 
 def _large_words(large: Mapping[str, float], error: float) -> str:
@@ -348,7 +364,8 @@ CLAIM = Claim(
     compared="peaks predicted from traces against peaks of real steps in a heap without gaps, and of the planned step "
     "in training's heap with its arena; in that heap a step as configured, without arena, against the planned one with "
     "it, in processes of their own, FLOPs counted while they ran; reuse: 1 - arena / all bytes that a step makes",
-    target=f"{REUSE_TARGET}% reuse; predictions within {ERROR_TARGET:.0f}%; a peak {SAVED_TARGET:.0f}% lower for at "
-    f"most {100 * MORE_COMPUTE:.0f}% more FLOPs",
+    target=f"{REUSE_TARGET}% reuse in the arena of the executed plan; predictions within {ERROR_TARGET:.0f}%; a peak "
+    f"{SAVED_TARGET:.0f}% lower for at most {100 * MORE_COMPUTE:.0f}% more FLOPs",
     measure=measure,
+    judge=judge,
 )

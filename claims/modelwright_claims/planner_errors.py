@@ -14,7 +14,7 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.plan.measured import DATA_FILE, MeasuredError
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
 from modelwright_claims.planned_memory import HEAP_GAPS, PLANNED_HEAP_GAPS
-from modelwright_claims.results import read_results
+from modelwright_claims.results import all_figures, read_results
 
 RESULTS = Path("benchmarks/results")
 
@@ -30,9 +30,9 @@ def planner_errors(records: Sequence[Mapping[str, Any]]) -> list[MeasuredError]:
             num_predictions=len(record["samples"][MEMORY_ERRORS]),
             max_error_percent=round(max(map(abs, record["samples"][MEMORY_ERRORS])), 2),
             heap_gap_percent={
-                step: round(record["figures"][name]["value"], 1)
+                step: round(all_figures(record)[name]["value"], 1)
                 for step, name in gap_figures.items()
-                if name in record["figures"]
+                if name in all_figures(record)
             },
         )
         for record in records

@@ -5,9 +5,8 @@ products of each format beside them, which say what this machine could gain at b
 is read from the operators in `tests/precision/test_model.py`.
 """
 
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,16 +18,19 @@ from modelwright.precision.hardware import measure_speeds
 from modelwright.precision.model import ModelFormats
 from modelwright.precision.policy import PrecisionConfig
 from modelwright_claims import memory_probe, workbench
-from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
 from modelwright_claims.experiment import Experiment, run_experiment
-from modelwright_claims.large_runs import peak_bytes
-from modelwright_claims.statistics import spread
-from modelwright_claims.training_run import Outcome, Run
+from modelwright_claims.fp32_baseline import BY_ONEDNN, FP32, baseline_conditions, fastest_exact, onednn_is_exact
+from modelwright_claims.judging import Judgment, Lacks, names_between
+from modelwright_claims.large_runs import repeated_peaks
+from modelwright_claims.statistics import Estimate, estimate, percent_above, ratios
+from modelwright_claims.training_run import Run
 from modelwright_claims.workbench import Size
 
-FP32 = "fp32"
+LOSS, PACE, PEAK, PRODUCTS = "held-out loss, ", "tokens per second, ", "peak bytes, ", "bare products over FP32, "
 ARMS: dict[str, dict[str, Any]] = {
-    FP32: {"policy": "fp32"},
+    FP32: {"policy": "fp32", "onednn": False},
+    BY_ONEDNN: {"policy": "fp32", "onednn": True},
     "bf16_mixed": {"policy": "bf16_mixed"},
     "fp16_mixed": {"policy": "fp16_mixed"},
     "pure_fp16": {"policy": "pure_fp16"},
@@ -48,18 +50,34 @@ GAP, GAP_EIGHT = 1.0, 2.0
 FORMATS: tuple[Format, ...] = ("fp32", "bf16", "fp16", "fp8", "int8")
 
 
-def measure(setting: Setting) -> Result:
+def measure(setting: Setting) -> Measurement:
     """All policies of a seed one after the other; memory in processes of their own."""
     if setting.quick:
         size, seeds = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=60), range(1)
     else:
         size, seeds = Size(model_dim=128, num_layers=2, seq_len=128, batch_rows=8, num_steps=600), range(4)
     size = replace(size, learning_rate=LEARNING_RATE)
-    names = [FP32, "bf16_mixed", "int8"] if setting.quick else list(ARMS)
+    names = [FP32, BY_ONEDNN, "bf16_mixed", "int8"] if setting.quick else list(ARMS)
+    if not onednn_is_exact():
+        names.remove(BY_ONEDNN)
     variants = {name: Run(size=size, settings={"precision": ARMS[name]}) for name in names}
-    samples = run_experiment(setting, Experiment(variants=variants, seeds=seeds, timed=True))
-    peaks = {name: peak_bytes(size, run.train_config().precision) for name, run in variants.items()}
-    return judge(samples.runs, peaks, product_speeds(setting), size)
+    runs = run_experiment(setting, Experiment(variants=variants, seeds=seeds, timed=True)).runs
+    return Measurement(
+        samples=samples_beside_fp32(
+            paces={name: [run.tokens_per_s for run in of] for name, of in runs.items()},
+            losses={name: [run.heldout_loss for run in of] for name, of in runs.items()},
+            peaks=repeated_peaks(
+                setting, {name: (size, run.train_config().precision) for name, run in variants.items()}
+            ),
+            products=product_speeds(setting),
+        ),
+        conditions=size.describe()
+        | {
+            "processor": torch.backends.cpu.get_cpu_capability(),
+            "memory": memory_probe.CONDITION,
+            **baseline_conditions(),
+        },
+    )
 
 
 def product_speeds(setting: Setting) -> dict[Format, float]:
@@ -72,85 +90,111 @@ def product_speeds(setting: Setting) -> dict[Format, float]:
     return {chosen: seconds["ffn", "fp32"] / seconds["ffn", chosen] for chosen in FORMATS}
 
 
-@dataclass
-class BesideFp32:
-    """Every arm against FP32: times as fast, percent of loss above, percent of memory saved; figures and samples."""
-
-    speeds: dict[str, float] = field(default_factory=dict)
-    gaps: dict[str, float] = field(default_factory=dict)
-    saved: dict[str, float] = field(default_factory=dict)
-    figures: dict[str, Figure] = field(default_factory=dict)
-    samples: dict[str, Sequence[float]] = field(default_factory=dict)
-
-    def figures_from(self, arm: str) -> dict[str, Figure]:
-        """All figures, this arm's before the others': the page's overview shows the first three."""
-        return dict(sorted(self.figures.items(), key=lambda figure: not figure[0].endswith(f", {arm}")))
-
-
-def beside_fp32(
+def samples_beside_fp32(
+    *,
     paces: Mapping[str, Sequence[float]],
     losses: Mapping[str, Sequence[float]],
-    peaks: Mapping[str, int],
+    peaks: Mapping[str, Sequence[float]],
     products: Mapping[Format, float],
-) -> BesideFp32:
-    """By tokens per second, held-out losses and peaks; values of the same seeds are paired."""
-    found = BesideFp32()
-    for name in paces:
-        found.samples[f"held-out loss, {name}"] = list(losses[name])
-        found.samples[f"tokens per second, {name}"] = list(paces[name])
-        if name == FP32:
-            continue
-        gaps = [100 * (one / exact - 1) for one, exact in zip(losses[name], losses[FP32], strict=True)]
-        ratios = [one / exact for one, exact in zip(paces[name], paces[FP32], strict=True)]
-        found.gaps[name], found.speeds[name] = statistics.fmean(gaps), statistics.median(ratios)
-        found.saved[name] = 100 * (1 - peaks[name] / peaks[FP32])
-        found.figures |= {
-            f"held-out loss above FP32, {name}": Figure(value=found.gaps[name], unit="%", spread=spread(gaps)),
-            f"speed over FP32, {name}": Figure(value=found.speeds[name], unit="x", spread=spread(ratios)),
-            f"memory saved, {name}": Figure(value=found.saved[name], unit="%"),
-        }
-    for chosen, ratio in products.items():
-        found.figures[f"bare products over FP32, {chosen}"] = Figure(value=ratio, unit="x")
-    return found
+) -> dict[str, Sequence[float]]:
+    """Return the samples that `beside_fp32` reads; values of the same seeds are paired."""
+    return {
+        **{f"{LOSS}{name}": of for name, of in losses.items()},
+        **{f"{PACE}{name}": of for name, of in paces.items()},
+        **{f"{PEAK}{name}": of for name, of in peaks.items()},
+        **{f"{PRODUCTS}{name}": [ratio] for name, ratio in products.items()},
+    }
 
 
-def judge(
-    runs: Mapping[str, Sequence[Outcome]],
-    peaks: Mapping[str, int],
-    products: Mapping[Format, float],
-    size: Size,
-) -> Result:
+@dataclass(frozen=True, kw_only=True)
+class BesideFp32:
+    """One arm against exact FP32. What the record lacks raises `Lacks` when it is asked for."""
+
+    name: str
+    samples: Samples
+    conditions: Conditions
+
+    @property
+    def speed(self) -> Estimate:
+        """Tokens per second over PyTorch's own FP32."""
+        return ratios(self.samples[PACE + self.name], self.samples[PACE + FP32])
+
+    @property
+    def fair_speed(self) -> Estimate:
+        """Tokens per second over the faster exact FP32."""
+        fastest = fastest_exact(self.samples, self.conditions, PACE)
+        return ratios(self.samples[PACE + self.name], self.samples[PACE + fastest])
+
+    @property
+    def gap(self) -> Estimate:
+        """Percent of held-out loss above FP32."""
+        return percent_above(self.samples[LOSS + self.name], self.samples[LOSS + FP32])
+
+    @property
+    def saved(self) -> Estimate:
+        """Percent of memory saved."""
+        pairs = zip(self.samples[PEAK + self.name], self.samples[PEAK + FP32], strict=True)
+        return estimate([100 * (1 - own / exact) for own, exact in pairs])
+
+    def add_figures(self, judgment: Judgment) -> None:
+        for what, unit, found in (
+            ("held-out loss above FP32", "%", lambda: self.gap),
+            ("speed over FP32", "x", lambda: self.speed),
+            ("speed over the faster FP32", "x", lambda: self.fair_speed),
+            ("memory saved", "%", lambda: self.saved),
+        ):
+            with judgment.beside():
+                judgment.figures[f"{what}, {self.name}"] = found().figure(unit)
+
+
+def beside_fp32(samples: Samples, conditions: Conditions) -> dict[str, BesideFp32]:
+    """Return every measured arm but FP32 itself."""
+    names = [name for name in names_between(samples, PACE) if name != FP32]
+    return {name: BesideFp32(name=name, samples=samples, conditions=conditions) for name in names}
+
+
+def say_products(judgment: Judgment, samples: Samples) -> None:
+    """Add the speeds of the bare products."""
+    products = {name: samples[f"{PRODUCTS}{name}"][0] for name in names_between(samples, PRODUCTS)}
+    if products:
+        judgment.figures |= {f"{PRODUCTS}{name}": Figure(value=ratio, unit="x") for name, ratio in products.items()}
+        judgment.said.append(
+            f"bare products run at most {max(products.values()):.2f}x as fast as FP32's on this machine "
+            f"({', '.join(f'{name} {ratio:.2f}x' for name, ratio in products.items())}), which bounds every policy"
+        )
+
+
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
     """Met when a 16-bit policy reaches the published speed, memory and loss, and none costs more loss than it may."""
-    paces = {name: [run.tokens_per_s for run in of] for name, of in runs.items()}
-    losses = {name: [run.heldout_loss for run in of] for name, of in runs.items()}
-    beside = beside_fp32(paces, losses, peaks, products)
-    speeds, gaps, saved = beside.speeds, beside.gaps, beside.saved
-    too_far = [name for name, gap in gaps.items() if gap > (GAP_EIGHT if name in EIGHT_BITS else GAP)]
+    judgment = Judgment()
+    arms = beside_fp32(samples, conditions)
+    policies = {name: arm for name, arm in arms.items() if name not in (*EIGHT_BITS, BY_ONEDNN)}
+    best = max(policies, key=lambda name: (_reaches_all(arms[name]), arms[name].speed.mean))
+    for name in (best, *(name for name in arms if name != best)):  # the overview shows the first figures
+        arms[name].add_figures(judgment)
+    judgment.said.append(
+        f"the fastest 16-bit policy{' that reaches all three' if _reaches_all(arms[best]) else ''} is {best}: "
+        f"{arms[best].speed.mean:.2f}x FP32, held-out loss {arms[best].gap.mean:+.2f}%"
+    )
+    with judgment.part():
+        judgment.at_least(f"speed of {best} over the faster FP32", arms[best].fair_speed, SPEED, "x")
+    with judgment.part():
+        judgment.at_least(f"memory saved by {best}", arms[best].saved, MEMORY, "%")
+    with judgment.part():
+        judgment.at_most(f"held-out loss of {best} above FP32", arms[best].gap, PUBLISHED_GAP, "%")
+    for name, arm in arms.items():
+        limit = GAP_EIGHT if name in EIGHT_BITS else GAP
+        judgment.at_most(f"held-out loss of {name} above FP32", arm.gap, limit, "%")
+    say_products(judgment, samples)
+    return judgment.verdict()
 
-    def reaches_all(name: str) -> bool:
-        return speeds[name] >= SPEED and saved[name] >= MEMORY and gaps[name] <= PUBLISHED_GAP
 
-    best = max((name for name in speeds if name not in EIGHT_BITS), key=lambda name: (reaches_all(name), speeds[name]))
-    fast = reaches_all(best)
-    which = "the fastest 16-bit policy that reaches all three" if fast else "the fastest 16-bit policy"
-    reason = (
-        f"{which} is {best}: {speeds[best]:.2f}x FP32 (published {SPEED:g}x), "
-        f"{saved[best]:.0f}% less memory ({MEMORY:g}%), held-out loss {gaps[best]:+.2f}% ({PUBLISHED_GAP:g}%). "
-        f"Bare products here: {', '.join(f'{name} {ratio:.2f}x' for name, ratio in products.items())}. "
-    )
-    reason += (
-        f"Too far from FP32: {', '.join(too_far)}"
-        if too_far
-        else (f"All policies end within {GAP:g}% of FP32's loss, eight-bit ones within {GAP_EIGHT:g}%")
-    )
-    return Result(
-        kind="met" if fast and not too_far else "short",
-        reason=reason,
-        figures=beside.figures_from(best),
-        conditions=size.describe()
-        | {"processor": torch.backends.cpu.get_cpu_capability(), "memory": memory_probe.CONDITION},
-        samples=beside.samples,
-    )
+def _reaches_all(arm: BesideFp32) -> bool:
+    """Whether a policy has the published speed, memory and loss, as far as the record can tell."""
+    try:
+        return arm.fair_speed.lower >= SPEED and arm.saved.lower >= MEMORY and arm.gap.upper <= PUBLISHED_GAP
+    except Lacks:
+        return False
 
 
 CLAIM = Claim(
@@ -160,10 +204,12 @@ CLAIM = Claim(
     source="published guides to DeepSeek-style training; Micikevicius et al. 2018 (arXiv:1710.03740) and 2022 "
     "(arXiv:2209.05433)",
     published="2.3-2.8x speed, 40-55% less memory, < 0.3% quality; FP8: 3x on Hopper",
-    compared="every policy and FP8 recipe against FP32 with the same settings, weights and batches; memory in "
-    "processes of their own; the bare products of each format beside them",
-    target=f"a 16-bit policy with {SPEED:g}x the tokens per second, {MEMORY:g}% less memory and at most "
-    f"{PUBLISHED_GAP:g}% more held-out loss; every policy within {GAP:g}% of FP32's loss, eight-bit ones within "
-    f"{GAP_EIGHT:g}%",
+    compared="every policy and FP8 recipe against FP32, with PyTorch's own products and with oneDNN's where these are "
+    "exact, with the same settings, weights and batches; memory in processes of their own; the bare products of each "
+    "format beside them",
+    target=f"a 16-bit policy with {SPEED:g}x the tokens per second of the faster FP32, {MEMORY:g}% less memory and "
+    f"at most {PUBLISHED_GAP:g}% more held-out loss; every policy within {GAP:g}% of FP32's loss, eight-bit ones "
+    f"within {GAP_EIGHT:g}%",
     measure=measure,
+    judge=judge,
 )

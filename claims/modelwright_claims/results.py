@@ -1,7 +1,8 @@
 """Results on disk: one JSON file per claim and machine under `benchmarks/results/`.
 
-A quick measurement has its own file (`-quick`), so that a smoke test never replaces a published figure. Knows nothing
-about how a figure came about.
+A record holds the claim's texts as they were at the measurement, the samples and conditions, the circumstances, and the
+verdict with the date and commit of the judging. No record is edited by hand: `judged` is the only way to a verdict. A
+quick measurement has its own file (`-quick`), so that a smoke test never replaces a published figure.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ import datetime
 import json
 import os
 import re
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,18 @@ import torch
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ArtifactError
 from modelwright.core.resources import git_commit, hardware, versions
-from modelwright_claims.claim import Claim, Result
+from modelwright_claims.claim import Claim, Figure, Measurement, Verdict
+from modelwright_claims.judging import judge
 
 PACKAGES = ("modelwright", "torch", "numpy", "transformers", "lightning", "tokenizers")
+TEXTS = ("name", "statement", "source", "published", "compared", "target", "headline")
+"""The texts of a claim that its record repeats."""
+DIRTY = "-dirty"
+MADE_BY_PROVE = (":(top,exclude)benchmarks/results", ":(top,exclude)docs/claims.md")
+"""Files that measuring changes itself."""
+FIGURES, MEASURED_FIGURES = "figures", "figures_of_the_measurement"
+"""Figures that the rule computes from the samples; and those of a record from before samples and rule were apart that
+the rule does not compute: their samples were not kept, or another figure has taken their place."""
 
 
 def machine() -> dict[str, Any]:
@@ -37,37 +48,124 @@ def machine_slug(described: Mapping[str, Any]) -> str:
     return re.sub(r"[^a-z0-9]+", "-", str(described.get("accelerator", processor)).lower()).strip("-")
 
 
+def source_commit(folder: Path = Path(__file__).parent) -> str:
+    """The commit of the sources, with "-dirty" when any file differs but those that `prove` writes; "" without one."""
+    commit = git_commit(folder).removesuffix(DIRTY)
+    command = ["git", "-C", str(folder), "status", "--porcelain", "--", ":(top)", *MADE_BY_PROVE]
+    try:
+        changed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        changed = ""
+    return commit + DIRTY if commit and changed else commit
+
+
 def circumstances() -> dict[str, Any]:
-    """Machine, threads, versions, commit and date: what stands beside every published figure."""
+    """Machine, threads, load, versions, commit and date: what stands beside every published figure."""
     return {
         "machine": machine(),
         "threads": torch.get_num_threads(),
         "load_at_start": [round(load, 2) for load in os.getloadavg()],
         "versions": versions(*PACKAGES),
-        "commit": git_commit(Path(__file__).parent),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": source_commit(),
+        "date": today(),
     }
 
 
-def write_result(
-    claim: Claim, result: Result, *, quick: bool, wall_s: float, around: Mapping[str, Any], folder: Path
-) -> Path:
-    """Write one claim's outcome and return the file. `around`: `circumstances()` taken before measuring."""
-    described = {
-        field.name: getattr(claim, field.name) for field in dataclasses.fields(Claim) if field.name != "measure"
+def today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def is_dirty(record: Mapping[str, Any]) -> bool:
+    """Whether the sources had changes that no commit holds when this was measured."""
+    return record["commit"].endswith(DIRTY)
+
+
+def is_loaded(record: Mapping[str, Any]) -> bool:
+    """Whether more processes than there are cores wanted to compute in the minute before this was measured."""
+    return bool(record.get("load_at_start")) and record["load_at_start"][0] > record["machine"]["cores"]
+
+
+def answers_present_claim(claim: Claim, record: Mapping[str, Any]) -> bool:
+    """Whether the verdict is one on the claim as it is now: its statement, its comparison and its target."""
+    return _same_comparison(claim, record) and record.get("judged", record)["target"] == claim.target
+
+
+def shown_kind(claim: Claim, record: Mapping[str, Any]) -> str:
+    """Return the verdict in words: "met then" or "short then" when the claim has changed since."""
+    kind = record["kind"]
+    return kind if answers_present_claim(claim, record) else f"{kind} then"
+
+
+def all_figures(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all figures of a record by name, those that only the measurement computed included."""
+    return {**record.get(MEASURED_FIGURES, {}), **record[FIGURES]}
+
+
+def measured(
+    claim: Claim, measurement: Measurement, *, quick: bool, wall_s: float, around: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the judged record of a new measurement. around: `circumstances()` taken before measuring."""
+    record = {
+        **{name: getattr(claim, name) for name in TEXTS},
+        "kind": "not judged",
+        "reason": "",
+        FIGURES: {},
+        **dataclasses.asdict(measurement),
+        "quick": quick,
+        "wall_s": round(wall_s, 1),
+        **around,
     }
-    record = {**described, **dataclasses.asdict(result), "quick": quick, "wall_s": round(wall_s, 1), **around}
+    record = json.loads(json.dumps(record, default=float))  # what is judged is what is stored
+    return judged(claim, record, date=around["date"], commit=around["commit"])
+
+
+def judged(claim: Claim, record: Mapping[str, Any], *, date: str, commit: str) -> dict[str, Any]:
+    """Return the record with the verdict of the present rule on its samples.
+
+    date, commit: of the judging. A record of another statement or comparison is returned as it is: its samples answer
+    another question. When the target alone has changed since the measurement, samples that miss the present one make
+    the record short; samples that reach it prove nothing, as the target was not fixed before, and the verdict on the
+    earlier target stays.
+    """
+    if not _same_comparison(claim, record):
+        return dict(record)
+    verdict = verdict_on(claim, record)
+    if record["target"] != claim.target and verdict.kind != "short":
+        return dict(record)
+    figures = {name: _as_json(figure) for name, figure in verdict.figures.items()}
+    earlier = record.get(MEASURED_FIGURES, {}) if "judged" in record else record[FIGURES]
+    lost = {name: figure for name, figure in earlier.items() if name not in figures}
+    after = {**record, "kind": verdict.kind, "reason": verdict.reason, FIGURES: figures, MEASURED_FIGURES: lost}
+    if not lost:
+        del after[MEASURED_FIGURES]
+    if "judged" in record and {**after, "judged": record["judged"]} == record:
+        return dict(record)
+    return {**after, "judged": {"date": date, "commit": commit, "target": claim.target}}
+
+
+def verdict_on(claim: Claim, record: Mapping[str, Any]) -> Verdict:
+    """Judge samples and conditions of a record by the claim's present rule."""
+    verdict = judge(claim, Measurement(samples=record["samples"], conditions=record["conditions"]))
+    if record["quick"]:
+        reason = f"a quick measurement only shows that the measurement runs; {verdict.line}"
+        verdict = dataclasses.replace(verdict, kind="not judged", reason=reason)
+    return verdict
+
+
+def record_path(record: Mapping[str, Any], folder: Path) -> Path:
+    return folder / f"{record['name']}-{machine_slug(record['machine'])}{'-quick' if record['quick'] else ''}.json"
+
+
+def write_record(record: Mapping[str, Any], folder: Path) -> Path:
+    """Write one record and return its file."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{claim.name}-{machine_slug(around['machine'])}{'-quick' if quick else ''}.json"
+    path = record_path(record, folder)
     write_atomic(path, json.dumps(record, indent=1, default=float) + "\n")
     return path
 
 
-def read_results(folder: Path) -> list[dict[str, Any]]:
-    """All claim results in `folder`, by claim and machine; files of other benchmarks are left out.
-
-    Where a machine has a full measurement of a claim, its quick one is left out.
-    """
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """All records of claims in `folder`; files of other benchmarks are left out."""
     records = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -76,8 +174,23 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
             raise ArtifactError(f"{path}: is not valid JSON ({error}); measure that claim again") from None
         if isinstance(record, dict) and "statement" in record:
             records.append(record)
+    return records
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """The records of `folder`; where a machine has a full measurement of a claim, its quick one is left out."""
+    records = read_records(folder)
     full = {_key(record) for record in records if not record["quick"]}
     return [record for record in records if not record["quick"] or _key(record) not in full]
+
+
+def _same_comparison(claim: Claim, record: Mapping[str, Any]) -> bool:
+    return all(record[text] == getattr(claim, text) for text in ("statement", "compared"))
+
+
+def _as_json(figure: Figure) -> dict[str, Any]:
+    fields = {name: value for name, value in dataclasses.asdict(figure).items() if value is not None}
+    return json.loads(json.dumps(fields, default=float))
 
 
 def _key(record: Mapping[str, Any]) -> tuple[str, str]:

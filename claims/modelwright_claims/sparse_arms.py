@@ -23,8 +23,8 @@ COUNTS: dict[str, TextKind] = {UPDATE: "code", CLEAN: "code", PRETRAIN: "prose"}
 DENSE, METHOD, CLEANED = "dense", "rows by change", "dense, only useful rows"
 AS_MUCH_TIME = "dense, as much time"
 BASELINES = ("dense, fewer steps", AS_MUCH_TIME, "smaller dense", "random rows", "plain freezing")
-LIMIT_ALONE = ("random rows within the limit", "dense within the limit", "dense within the limit, as much time")
-"""The method's filter without its choice: of as many rows in a batch, or of whole batches of what passes."""
+BEHIND_THE_FILTER = ("random rows within the limit", "dense within the limit", "dense within the limit, as much time")
+"""Rivals behind the method's filter, but without its choice: random rows, or dense batches of what passes."""
 TARGET_FLOPS = 0.40
 SIZE = Size(model_dim=96, num_layers=3, seq_len=128, batch_rows=12, num_steps=3000)
 SMALLER = {"model_dim": 64, "num_layers": 3}
@@ -118,25 +118,6 @@ class Comparison:
     rates: Mapping[str, float]
     final: Mapping[str, Sequence[Outcome]]
 
-    def losses(self, arm: str) -> list[float]:
-        return [found.losses[COUNTS[self.regime]] for found in self.final[arm]]
-
-    def flops(self, arm: str) -> float:
-        return statistics.fmean(map(executed_flops, self.final[arm]))
-
-    def both(self, arm: str) -> float:
-        """Return the mean loss of both texts in their proportion in the stream."""
-        return statistics.fmean(mixed_loss(found, self.regime) for found in self.final[arm])
-
-    def above_dense(self, arm: str) -> list[float]:
-        """Percent, seed by seed."""
-        pairs = zip(self.losses(arm), self.losses(DENSE), strict=True)
-        return [100 * (mine / dense - 1) for mine, dense in pairs]
-
-    def both_above_dense(self, arm: str) -> float:
-        """Percent."""
-        return 100 * (self.both(arm) / self.both(DENSE) - 1)
-
 
 @dataclass
 class Bench:
@@ -203,7 +184,7 @@ class Bench:
 
     def times(self) -> tuple[list[float], list[float]]:
         """Measure the seconds of a step of the method and of dense, in alternated runs that have the machine alone."""
-        names = (METHOD, AS_MUCH_TIME, LIMIT_ALONE[-1])
+        names = (METHOD, AS_MUCH_TIME, BEHIND_THE_FILTER[-1])
         variants = {name: self.run(UPDATE, name, num_steps=NUM_TIMED_STEPS) for name in names}
         seeds = range(FIRST_TIMED_SEED, FIRST_TIMED_SEED + NUM_ROUNDS)
         experiment = Experiment(variants=variants, seeds=seeds, timed=True)
@@ -218,12 +199,12 @@ def executed_flops(outcome: Outcome) -> float:
     return sum(outcome.steps["executed_flops"])
 
 
-def share_of_time(mine: Sequence[float], dense: Sequence[float]) -> float:
-    """The median of the rounds' ratios."""
-    return statistics.median(one / other for one, other in zip(mine, dense, strict=True))
-
-
 def mixed_loss(found: Outcome, regime: str) -> float:
-    """Of both texts in their proportion in the regime's stream."""
-    code = SHARE_OF_CODE[regime] / (1.0 - SHARE_OF_GARBAGE[regime])
-    return (1 - code) * found.losses["prose"] + code * found.losses["code"]
+    """Return the loss of both texts in their proportion in the regime's stream."""
+    return in_proportion(regime, prose=found.losses["prose"], code=found.losses["code"])
+
+
+def in_proportion(regime: str, *, prose: float, code: float) -> float:
+    """Return the mean of two losses, weighted as the texts are in the useful part of the regime's stream."""
+    share = SHARE_OF_CODE[regime] / (1.0 - SHARE_OF_GARBAGE[regime])
+    return (1 - share) * prose + share * code

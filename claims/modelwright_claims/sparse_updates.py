@@ -8,22 +8,23 @@ at equal time: dense with fewer steps, a smaller dense model, rows drawn at rand
 rate, chosen on a seed of its own.
 """
 
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
 from modelwright_claims.experiment import Runner
+from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.sparse_arms import (
     ARMS,
     BASELINES,
     BEFORE,
+    BEHIND_THE_FILTER,
     BUDGETS,
     CLEAN,
     CLEANED,
+    COUNTS,
     DENSE,
     FORMS,
-    LIMIT_ALONE,
     METHOD,
     NUM_ROUNDS,
     NUM_TIMED_STEPS,
@@ -39,17 +40,18 @@ from modelwright_claims.sparse_arms import (
     Bench,
     Comparison,
     at_budget,
-    share_of_time,
+    executed_flops,
+    in_proportion,
 )
-from modelwright_claims.statistics import paired_t_test, spread
+from modelwright_claims.statistics import Estimate, differences, estimate, paired_t_test, percent_above, ratios
 from modelwright_claims.training_run import Outcome, Processes
-from modelwright_claims.workbench import Size
+from modelwright_claims.workbench import KINDS, Size
 
 TARGET_TIME, TARGET_LOSS = 0.60, 0.5
-TOO_SHORT = "so few steps only show that the measurement runs; measure without --quick"
+STEP, FLOPS = "seconds a step, ", "executed FLOPs, "
 
 
-def measure(setting: Setting) -> Result:
+def measure(setting: Setting) -> Measurement:
     """All regimes; in quick mode the first one, shortened."""
     bench = Bench(
         setting=setting,
@@ -71,50 +73,27 @@ def measure(setting: Setting) -> Result:
     times = bench.times()
     outcomes = {regime: bench.compare(regime) for regime in bench.sizes}
     (base,) = Runner(setting).all([bench.base(Arm())])
-    result = judge(outcomes, times, base=base, size=SIZE, before=bench.before)
-    return replace(result, kind="cannot be tested here", reason=TOO_SHORT) if setting.quick else result
+    return measurement(outcomes, times, base=base, size=SIZE, before=bench.before)
 
 
-def judge(
+def measurement(
     outcomes: Mapping[str, Comparison],
     times: tuple[Sequence[float], Sequence[float]],
     *,
     base: Outcome,
     size: Size,
     before: Size,
-) -> Result:
-    """Met when in the uncleaned update FLOPs, time, and the losses of the new text and of both are within their
-    targets, and every baseline is worse in both, in the new text with p < 0.05."""
-    figures, samples = _figures(outcomes)
-    update = outcomes[UPDATE]
-    flops = update.flops(METHOD) / update.flops(DENSE)
-    time = share_of_time(*times)
-    gap, both = statistics.fmean(update.above_dense(METHOD)), update.both_above_dense(METHOD)
-    mine = update.losses(METHOD)
-    paired = {name: paired_t_test(mine, update.losses(name)) for name in (*BASELINES, *LIMIT_ALONE)}
-    figures |= {
-        "executed FLOPs, method to dense": Figure(value=flops, unit="x"),
-        "time of a step, method to dense": Figure(value=time, unit="x"),
-        **{f"loss of the {kind} before the update": Figure(value=x, unit="nats") for kind, x in base.losses.items()},
-        "held-out loss above dense": Figure(value=gap, unit="%", spread=spread(update.above_dense(METHOD))),
-        "loss of both texts above dense": Figure(value=both, unit="%"),
-        **{f"against {name}": Figure(value=one.mean, unit="nats", spread=one.std) for name, one in paired.items()},
-        **{f"p-value against {name}": Figure(value=one.p_value, unit="") for name, one in paired.items()},
-    }
-    samples |= {"seconds a step, method": times[0], "seconds a step, dense": times[1]}
-    worse = {name for name, one in paired.items() if one.mean < 0 and one.p_value < 0.05}
-    better = [name for name in BASELINES if name not in worse or update.both_above_dense(name) <= both]
-    met = flops <= TARGET_FLOPS and time <= TARGET_TIME and not better
-    met &= gap <= TARGET_LOSS and both <= TARGET_LOSS
+) -> Measurement:
+    """Return losses and executed FLOPs of every arm in every regime, and the seconds of a step."""
+    samples: dict[str, Sequence[float]] = {STEP + "method": times[0], STEP + "dense": times[1]}
+    samples |= {f"{kind} before the update": [loss] for kind, loss in base.losses.items()}
+    for regime, outcome in outcomes.items():
+        for name, runs in outcome.final.items():
+            samples |= {f"{kind}, {name}, {regime}": [run.losses[kind] for run in runs] for kind in KINDS}
+            samples[f"{FLOPS}{name}, {regime}"] = [executed_flops(run) for run in runs]
     garbage = SHARE_OF_GARBAGE[UPDATE]
-    return Result(
-        kind="met" if met else "short",
-        reason=f"{UPDATE} from a stream of which {garbage:.0%} is garbage: {flops:.2f} of the FLOPs, {time:.2f} of the "
-        f"time of a step, held-out loss of the new text {gap:+.2f}% from dense at equal tokens (targets "
-        f"{TARGET_FLOPS:g}, {TARGET_TIME:g}, {TARGET_LOSS:g}%), of new and old text {both:+.2f}% ({TARGET_LOSS:g}%); "
-        f"{_beaten(better)}; the limit alone, {_limit_alone(update)}; a perfect cleaner before dense training would "
-        f"leave {update.both_above_dense(CLEANED):+.2f}%{_in_clean_text(outcomes)}{_best_in_pretraining(outcomes)}",
-        figures=figures,
+    return Measurement(
+        samples=samples,
         conditions=size.describe()
         | {
             "regimes": f"{UPDATE}: {SHARE_OF_CODE[UPDATE]:.0%} code, which is new, {garbage:.0%} garbage (half of it "
@@ -135,71 +114,136 @@ def judge(
             "runs": "those that an earlier call of the same sources on this machine had finished were not made again",
             "time": f"{NUM_ROUNDS} alternated runs of {NUM_TIMED_STEPS} steps by one process of one thread, medians",
         },
-        samples=samples,
     )
 
 
-def _figures(outcomes: Mapping[str, Comparison]) -> tuple[dict[str, Figure], dict[str, Sequence[float]]]:
-    figures: dict[str, Figure] = {}
-    samples: dict[str, Sequence[float]] = {}
-    for regime, outcome in outcomes.items():
-        for name, found in outcome.final.items():
-            losses = outcome.losses(name)
-            figures[f"held-out loss, {name}, {regime}"] = Figure(
-                value=statistics.fmean(losses), unit="nats", spread=spread(losses)
-            )
-            share = outcome.flops(name) / outcome.flops(DENSE)
-            figures[f"executed FLOPs, {name}, {regime}"] = Figure(value=share, unit="x dense")
-            if regime != PRETRAIN:
-                above = outcome.both_above_dense(name)
-                figures[f"loss of both texts above dense, {name}, {regime}"] = Figure(value=above, unit="%")
-            for kind in ("prose", "code"):
-                samples[f"{kind}, {name}, {regime}"] = [one.losses[kind] for one in found]
-    return figures, samples
+@dataclass(frozen=True, kw_only=True)
+class Regime:
+    """The samples of one regime. What the record lacks raises `Lacks` when it is asked for."""
+
+    name: str
+    samples: Samples
+
+    @property
+    def arms(self) -> list[str]:
+        return names_between(self.samples, "prose, ", f", {self.name}")
+
+    def losses(self, arm: str) -> Sequence[float]:
+        """Held-out losses of the text that counts, by seed."""
+        return self.samples[f"{COUNTS[self.name]}, {arm}, {self.name}"]
+
+    def both(self, arm: str) -> list[float]:
+        """Held-out losses of both texts in their proportion in the stream, by seed."""
+        pairs = zip(*(self.samples[f"{kind}, {arm}, {self.name}"] for kind in ("prose", "code")), strict=True)
+        return [in_proportion(self.name, prose=prose, code=code) for prose, code in pairs]
+
+    def flops(self, arm: str) -> Estimate:
+        """Executed FLOPs over dense, by seed."""
+        return ratios(*(self.samples[f"{FLOPS}{name}, {self.name}"] for name in (arm, DENSE)))
+
+    def above_dense(self, arm: str) -> Estimate:
+        """Percent of loss of the text that counts above dense."""
+        return percent_above(self.losses(arm), self.losses(DENSE))
+
+    def both_above_dense(self, arm: str) -> Estimate:
+        """Percent of loss of both texts above dense."""
+        return percent_above(self.both(arm), self.both(DENSE))
+
+    def gaps(self, arm: str) -> str:
+        """Name an arm with both of its gaps to dense."""
+        return f"{self.above_dense(arm).mean:+.2f}% and {self.both_above_dense(arm).mean:+.2f}%"
 
 
-def _beaten(better: Sequence[str]) -> str:
-    if better:
-        return f"as good or better at equal FLOPs or time, or not worse with p < 0.05: {', '.join(better)}"
-    return "better than every baseline at equal FLOPs, and than dense at equal time"
-
-
-def _limit_alone(update: Comparison) -> str:
-    """What is the filter's, and not the choice's."""
-    return ", ".join(
-        f"{name} ({update.flops(name) / update.flops(DENSE):.2f} of the FLOPs) "
-        f"{statistics.fmean(update.above_dense(name)):+.2f}% and {update.both_above_dense(name):+.2f}%"
-        for name in LIMIT_ALONE
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when in the uncleaned update FLOPs, time, and the losses of the new text and of both are within their
+    targets, and every rival is worse in both, in the new text with p < 0.05."""
+    judgment = Judgment()
+    update = Regime(name=UPDATE, samples=samples)
+    gap, both = update.above_dense(METHOD), update.both_above_dense(METHOD)
+    judgment.said.append(
+        f"{UPDATE} from a stream of which {SHARE_OF_GARBAGE[UPDATE]:.0%} is garbage: held-out loss of the new text "
+        f"{gap.mean:+.2f}% from dense at equal tokens, of new and old text {both.mean:+.2f}%"
     )
+    judgment.at_most("loss of the new text above dense", gap, TARGET_LOSS, "%")
+    judgment.at_most("loss of both texts above dense", both, TARGET_LOSS, "%")
+    judgment.figures["held-out loss above dense"] = gap.figure("%")
+    judgment.figures["loss of both texts above dense"] = both.figure("%")
+    with judgment.part():
+        flops = update.flops(METHOD)
+        judgment.figures["executed FLOPs, method to dense"] = flops.figure("x")
+        judgment.said.append(f"{flops.mean:.2f} of the FLOPs")
+        judgment.at_most("executed FLOPs", flops, TARGET_FLOPS, "x")
+    with judgment.part():
+        time = ratios(samples[STEP + "method"], samples[STEP + "dense"])
+        judgment.figures["time of a step, method to dense"] = time.figure("x")
+        judgment.said.append(f"{time.mean:.2f} of the time of a step")
+        judgment.at_most("time of a step", time, TARGET_TIME, "x")
+    for rival in (*BASELINES, *BEHIND_THE_FILTER):
+        with judgment.part():
+            _compare(judgment, update, rival)
+    for add in (_add_cleaned, _add_clean_text, _add_pretraining, _add_before):
+        with judgment.beside():
+            add(judgment, samples)
+    for regime in (UPDATE, CLEAN, PRETRAIN):
+        _add_arms(judgment, Regime(name=regime, samples=samples))
+    return judgment.verdict()
 
 
-def _in_clean_text(outcomes: Mapping[str, Comparison]) -> str:
+def _compare(judgment: Judgment, update: Regime, rival: str) -> None:
+    """Judge the method against one rival: it has to be below it in both losses."""
+    mine, other = update.losses(METHOD), update.losses(rival)
+    gap, both = differences(mine, other), differences(update.both(METHOD), update.both(rival))
+    judgment.figures[f"against {rival}"] = gap.figure("nats")
+    judgment.figures[f"against {rival}, both texts"] = both.figure("nats")
+    judgment.below(f"new text: difference to {rival}", gap, 0.0, " nats")
+    judgment.below(f"both texts: difference to {rival}", both, 0.0, " nats")
+    if gap.count > 1:
+        p_value = paired_t_test(mine, other).p_value
+        judgment.figures[f"p-value against {rival}"] = Figure(value=p_value, unit="")
+        judgment.require(p_value < 0.05, f"new text: not different from {rival} with p < 0.05 (p = {p_value:.2g})")
+
+
+def _add_arms(judgment: Judgment, regime: Regime) -> None:
+    for arm in regime.arms:
+        judgment.figures[f"held-out loss, {arm}, {regime.name}"] = estimate(regime.losses(arm)).figure("nats")
+        with judgment.beside():
+            judgment.figures[f"executed FLOPs, {arm}, {regime.name}"] = regime.flops(arm).figure("x dense")
+        if regime.name != PRETRAIN:
+            above = regime.both_above_dense(arm)
+            judgment.figures[f"loss of both texts above dense, {arm}, {regime.name}"] = above.figure("%")
+
+
+def _add_cleaned(judgment: Judgment, samples: Samples) -> None:
+    """What the filter alone, and a perfect one, would give."""
+    update = Regime(name=UPDATE, samples=samples)
+    alone = ", ".join(f"{arm} {update.gaps(arm)}" for arm in BEHIND_THE_FILTER)
+    judgment.said.append(f"the filter without the choice (new text, both texts): {alone}")
+    cleaned = update.both_above_dense(CLEANED).mean
+    judgment.said.append(f"a perfect cleaner before dense training would leave {cleaned:+.2f}%")
+
+
+def _add_clean_text(judgment: Judgment, samples: Samples) -> None:
     """What the same method costs where there is nothing to leave out."""
-    if CLEAN not in outcomes:
-        return ""
-    clean = outcomes[CLEAN]
-    gap = statistics.fmean(clean.above_dense(METHOD))
+    clean = Regime(name=CLEAN, samples=samples)
     others = [name for name in ARMS[CLEAN] if name not in (METHOD, DENSE)]
-    beside = ", ".join(
-        f"{name} {statistics.fmean(clean.above_dense(name)):+.2f}% and {clean.both_above_dense(name):+.2f}%"
-        for name in others
-    )
-    return (
-        f"; {CLEAN}: {gap:+.2f}% from dense on the new text, {clean.both_above_dense(METHOD):+.2f}% on both, at "
-        f"{clean.flops(METHOD) / clean.flops(DENSE):.2f} of the FLOPs ({beside})"
-    )
+    beside = ", ".join(f"{name} {clean.gaps(name)}" for name in others)
+    judgment.said.append(f"{CLEAN}: {clean.gaps(METHOD)} from dense ({beside})")
 
 
-def _best_in_pretraining(outcomes: Mapping[str, Comparison]) -> str:
+def _add_pretraining(judgment: Judgment, samples: Samples) -> None:
     """Which form loses least at each budget."""
-    if PRETRAIN not in outcomes:
-        return ""
-    outcome, said = outcomes[PRETRAIN], []
+    regime, said = Regime(name=PRETRAIN, samples=samples), []
     for budget in BUDGETS:
-        gaps = {form: statistics.fmean(outcome.above_dense(at_budget(form, budget))) for form in FORMS}
+        gaps = {form: regime.above_dense(at_budget(form, budget)).mean for form in FORMS}
         best = min(gaps, key=gaps.__getitem__)
         said.append(f"at {budget:g} of the FLOPs {best}, {gaps[best]:+.2f}% from dense")
-    return f"; {PRETRAIN}, best: {', '.join(said)}"
+    judgment.said.append(f"{PRETRAIN}, best: {', '.join(said)}")
+
+
+def _add_before(judgment: Judgment, samples: Samples) -> None:
+    for kind in KINDS:
+        loss = samples[f"{kind} before the update"][0]
+        judgment.figures[f"loss of the {kind} before the update"] = Figure(value=loss, unit="nats")
 
 
 CLAIM = Claim(
@@ -216,8 +260,8 @@ CLAIM = Claim(
     "and old text; in a continual update from a stream that is half garbage, in one from a clean stream, and, with "
     "other forms beside them, in pretraining",
     target=f"in the uncleaned update executed FLOPs at most {TARGET_FLOPS:g} and time of a step at most "
-    f"{TARGET_TIME:g} of dense, held-out loss at most {TARGET_LOSS:g}% above dense and below every baseline, both of "
-    "the new text and of new and old in their proportion",
+    f"{TARGET_TIME:g} of dense, held-out loss at most {TARGET_LOSS:g}% above dense and below every baseline, dense "
+    "training behind the same filter included, both of the new text and of new and old in their proportion",
     headline=(
         "executed FLOPs, method to dense",
         "time of a step, method to dense",
@@ -225,4 +269,5 @@ CLAIM = Claim(
         "loss of both texts above dense",
     ),
     measure=measure,
+    judge=judge,
 )

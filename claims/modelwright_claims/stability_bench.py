@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from modelwright_claims import workbench
-from modelwright_claims.claim import Figure, Result, Setting
-from modelwright_claims.experiment import Experiment, Runner, Samples, Tuning, run_experiment
-from modelwright_claims.statistics import paired_t_test, spread
+from modelwright_claims import experiment, workbench
+from modelwright_claims.claim import Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.experiment import Experiment, Runner, Tuning, best_value, run_experiment
+from modelwright_claims.judging import Judgment
+from modelwright_claims.statistics import differences, estimate, paired_t_test, ratios
 from modelwright_claims.training_run import Outcome, Run
 from modelwright_claims.wild_batches import Wild
 
@@ -26,7 +27,6 @@ CONSTANT = {"kind": "constant", "warmup_fraction": 0.05}
 FAR_PART = 0.75
 RATES = (5e-4, 1e-3, 2e-3, 6e-3)
 """What every arm chooses from at first."""
-TOO_SHORT = "the quick form only shows that the measurement runs; measure without --quick"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Comparison:
     """One regime: the loss to be reached, and the samples of its experiment."""
 
     target: float
-    samples: Samples
+    samples: experiment.Samples
 
     def steps(self, arm: str) -> list[float]:
         """Return the steps to the target by seed; a run that never gets there counts as all of its steps."""
@@ -99,76 +99,76 @@ def target_of(reference: Outcome, num_steps: int) -> float:
     return min(loss for step, loss in reference.curve if step <= FAR_PART * num_steps and math.isfinite(loss))
 
 
-def judge(setting: Setting, study: Study, size: workbench.Size, found: Mapping[str, Comparison], gain: float) -> Result:
-    """Met when the main arm needs fewer steps than the plain one and than each rival by a factor of `gain` and with
-    p < 0.05 where batches are wild, and is not slower than the plain one with p < 0.05 where all is calm."""
-    met, reasons = True, []
-    figures = {f"fewer steps, {regime}": _fewer(one, study, study.main) for regime, one in found.items()}
+def measurement(size: workbench.Size, study: Study, found: Mapping[str, Comparison]) -> Measurement:
+    """Return the steps to the loss, the last losses and the tuning of every arm in every regime."""
     samples: dict[str, Sequence[float]] = {}
     for regime, comparison in found.items():
-        steps = {arm: comparison.steps(arm) for arm in study.arms}
-        for arm, of in steps.items():
-            figures[f"steps to the loss, {arm}, {regime}"] = Figure(
-                value=statistics.fmean(of), unit="steps", spread=spread(of)
-            )
-            if arm not in (study.plain, study.main):
-                figures[f"fewer steps, {arm}, {regime}"] = _fewer(comparison, study, arm)
-            finals = [outcome.final_loss for outcome in comparison.samples.runs[arm]]
-            ended = [loss for loss in finals if math.isfinite(loss)]
-            if ended:
-                loss = Figure(value=statistics.fmean(ended), unit="nats", spread=spread(ended))
-                figures[f"held-out loss at the end, {arm}, {regime}"] = loss
-            figures[f"best rate, {arm}, {regime}"] = Figure(value=comparison.samples.best(arm), unit="")
+        for arm in study.arms:
+            tuning = comparison.samples.tuning[arm]
             samples |= {
-                f"steps, {arm}, {regime}": of,
-                f"tuning, {arm}, {regime}": list(comparison.samples.tuning[arm].values()),
+                f"steps, {arm}, {regime}": comparison.steps(arm),
+                f"rates, {arm}, {regime}": list(tuning),
+                f"tuning, {arm}, {regime}": list(tuning.values()),
+                f"final loss, {arm}, {regime}": [outcome.final_loss for outcome in comparison.samples.runs[arm]],
             }
-            samples[f"final loss, {arm}, {regime}"] = finals
-        met &= _regime(study, regime, comparison, steps, gain, reasons)
-    kind = "met" if met else "short"
-    text = "; ".join(reasons)
-    if not met:
-        text += f"; the target is {gain:g}x fewer with p < 0.05 among wild batches, and no loss in calm"
-    return Result(
-        kind="cannot be tested here" if setting.quick else kind,
-        reason=TOO_SHORT if setting.quick else text,
-        figures=figures,
-        conditions=size.describe()
-        | {
-            "rates tried": ", ".join(f"{rate:g}" for rate in RATES) + ", and beyond where the best was at an end",
-            "wild batches": "random labels, loss x 20, every 25th batch from the 20th on",
-            "schedule": "warmup over 5%, then constant",
-            **{f"target, {regime}": round(comparison.target, 4) for regime, comparison in found.items()},
-        },
-        samples=samples,
+    conditions = size.describe() | {
+        "rates tried": ", ".join(f"{rate:g}" for rate in RATES) + ", and beyond where the best was at an end",
+        "wild batches": "random labels, loss x 20, every 25th batch from the 20th on",
+        "schedule": "warmup over 5%, then constant",
+        **{f"target, {regime}": round(comparison.target, 4) for regime, comparison in found.items()},
+    }
+    return Measurement(samples=samples, conditions=conditions)
+
+
+def judge(study: Study, gain: float, samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when the main arm needs fewer steps than the plain one and than each rival by a factor of `gain` and with
+    p < 0.05 where batches are wild, and no more than the plain one where all is calm."""
+    judgment = Judgment()
+    for regime, wild in study.regimes.items():
+        for arm in study.arms:
+            with judgment.beside():
+                judgment.figures |= _figures(samples, study, arm, regime)
+        others = (study.plain,) if wild is None else (study.plain, *study.rivals)
+        for other in others:
+            with judgment.part():
+                _compare(judgment, samples, study, regime, other, gain)
+        never = [f"{arm} {n}" for arm in study.arms if (n := _num_missed(samples, conditions, arm, regime))]
+        if never:
+            judgment.said.append(f"{regime}: runs that never reached the loss: {', '.join(never)}")
+    return judgment.verdict()
+
+
+def _compare(judgment: Judgment, samples: Samples, study: Study, regime: str, other: str, gain: float) -> None:
+    """Judge the main arm against another one in one regime."""
+    mine, steps = (samples[f"steps, {arm}, {regime}"] for arm in (study.main, other))
+    ratio, paired = ratios(steps, mine), paired_t_test(mine, steps)
+    judgment.figures[f"fewer steps than {other}, {regime}"] = ratio.figure("x")
+    judgment.said.append(
+        f"{regime}: {statistics.fmean(mine):.0f} steps against {statistics.fmean(steps):.0f} of {other} "
+        f"({ratio.mean:.2f}x, p = {paired.p_value:.2g})"
     )
-
-
-def _fewer(comparison: Comparison, study: Study, arm: str) -> Figure:
-    """How many times as many steps the plain arm takes."""
-    pairs = zip(*(comparison.steps(name) for name in (study.plain, arm)), strict=True)
-    ratios = [plain / own for plain, own in pairs]
-    return Figure(value=statistics.fmean(ratios), unit="x", spread=spread(ratios))
-
-
-def _regime(
-    study: Study,
-    regime: str,
-    comparison: Comparison,
-    steps: Mapping[str, Sequence[float]],
-    gain: float,
-    reasons: list[str],
-) -> bool:
-    others = (study.plain, *study.rivals)
-    paired = {arm: paired_t_test(steps[study.main], steps[arm]) for arm in others}
-    means = {arm: statistics.fmean(steps[arm]) for arm in (study.main, *others)}
-    ratios = {arm: means[arm] / means[study.main] for arm in others}
-    count = paired[study.plain].count
-    missed = ", ".join(f"{arm} {n} of {count} never" for arm in means if (n := comparison.num_missed(arm)))
-    against = ", ".join(
-        f"{means[arm]:.0f} of {arm} ({ratios[arm]:.2f}x, p = {paired[arm].p_value:.2g})" for arm in others
-    )
-    reasons.append(f"{regime}: {means[study.main]:.0f} steps against {against}{'; ' + missed if missed else ''}")
     if study.regimes[regime] is None:
-        return not (paired[study.plain].mean > 0 and paired[study.plain].p_value < 0.05)
-    return all(ratios[arm] >= gain and paired[arm].p_value < 0.05 for arm in others)
+        judgment.at_most(f"{regime}: steps more than {other}", differences(mine, steps), 0.0)
+        return
+    judgment.at_least(f"{regime}: steps fewer than {other}", ratio, gain, "x")
+    judgment.require(paired.p_value < 0.05, f"{regime}: not different from {other} with p < 0.05")
+
+
+def _figures(samples: Samples, study: Study, arm: str, regime: str) -> dict[str, Figure]:
+    steps = samples[f"steps, {arm}, {regime}"]
+    figures = {f"steps to the loss, {arm}, {regime}": estimate(steps).figure("steps")}
+    if arm != study.plain:
+        ratio = ratios(samples[f"steps, {study.plain}, {regime}"], steps)
+        figures[f"fewer steps, {regime}" if arm == study.main else f"fewer steps, {arm}, {regime}"] = ratio.figure("x")
+    ended = [loss for loss in samples[f"final loss, {arm}, {regime}"] if math.isfinite(loss)]
+    if ended:
+        figures[f"held-out loss at the end, {arm}, {regime}"] = estimate(ended).figure("nats")
+    if f"rates, {arm}, {regime}" in samples:
+        losses = dict(zip(samples[f"rates, {arm}, {regime}"], samples[f"tuning, {arm}, {regime}"], strict=True))
+        figures[f"best rate, {arm}, {regime}"] = Figure(value=best_value(losses), unit="")
+    return figures
+
+
+def _num_missed(samples: Samples, conditions: Conditions, arm: str, regime: str) -> int:
+    """Runs that never reached the loss: they count as all of their steps."""
+    return sum(step >= int(conditions["steps"]) for step in samples.get(f"steps, {arm}, {regime}", []))

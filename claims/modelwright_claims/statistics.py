@@ -1,9 +1,17 @@
-"""Paired comparisons of few runs: the difference, its spread and how surprising it is. Standard library only."""
+"""Comparisons of few paired runs: the mean, its one-sided confidence bounds, and how surprising a difference is.
+
+Every margin of a target is judged by these bounds (`judging.Judgment`), not by the mean.
+"""
 
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from modelwright_claims.claim import Figure
+
+CONFIDENCE = 0.95
+"""Of a one-sided bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +60,71 @@ def two_sided_t(t: float, degrees: int) -> float:
             term *= cosine**2 * (2 * k - 1) / (2 * k)
         inside = sine * total
     return max(0.0, 1.0 - inside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The mean of repeats, and what it can be said to be at least and at most."""
+
+    mean: float
+    spread: float
+    """Standard deviation of the repeats; 0 for one."""
+    count: int
+    lower: float
+    """One-sided lower confidence bound of the mean; minus infinity when there are too few repeats for one."""
+    upper: float
+    exact: bool = False
+    """Whether the figure is a deterministic count, whose bounds are the figure itself."""
+
+    def figure(self, unit: str) -> Figure:
+        """Return the figure with its bounds."""
+        bounded = self.count > 1 and not self.exact and math.isfinite(self.lower) and math.isfinite(self.upper)
+        lower, upper = (self.lower, self.upper) if bounded else (None, None)
+        return Figure(value=self.mean, unit=unit, spread=self.spread, lower=lower, upper=upper)
+
+
+def estimate(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
+    """Return the mean of repeats with its one-sided bounds by Student's t.
+
+    A repeat that is not finite (a run that diverged) leaves no bound.
+    """
+    mean, count = statistics.fmean(values), len(values)
+    if count < 2 or not all(map(math.isfinite, values)):
+        return Estimate(mean=mean, spread=0.0, count=count, lower=-math.inf, upper=math.inf)
+    std = statistics.stdev(values)
+    margin = t_quantile(confidence, count - 1) * std / math.sqrt(count)
+    return Estimate(mean=mean, spread=std, count=count, lower=mean - margin, upper=mean + margin)
+
+
+def exact(value: float) -> Estimate:
+    """Return the estimate of a deterministic count, such as bytes or FLOPs: it needs no repeats."""
+    return Estimate(mean=value, spread=0.0, count=1, lower=value, upper=value, exact=True)
+
+
+def differences(method: Sequence[float], baseline: Sequence[float]) -> Estimate:
+    """Estimate `method - baseline` from paired repeats."""
+    return estimate([one - other for one, other in zip(method, baseline, strict=True)])
+
+
+def ratios(method: Sequence[float], baseline: Sequence[float]) -> Estimate:
+    """Estimate `method / baseline` from paired repeats."""
+    return estimate([one / other for one, other in zip(method, baseline, strict=True)])
+
+
+def percent_above(method: Sequence[float], baseline: Sequence[float]) -> Estimate:
+    """Estimate by how many percent `method` is above `baseline`, from paired repeats."""
+    return estimate([100 * (one / other - 1) for one, other in zip(method, baseline, strict=True)])
+
+
+def t_quantile(probability: float, degrees: int) -> float:
+    """Return the t with P(T <= t) = probability, for a probability of at least a half, by bisection."""
+    tail, low, high = 2 * (1 - probability), 0.0, 1.0
+    while two_sided_t(high, degrees) > tail:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if two_sided_t(middle, degrees) > tail else (low, middle)
+    return high
 
 
 def spread(values: Sequence[float]) -> float:

@@ -4,18 +4,20 @@ The published figure names no baseline. The one that it can be held against is p
 wait for each other: n devices then do the work of one, so that no layout can be more than n times as fast per device.
 """
 
+import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright_claims import memory_probe
-from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict, untestable
+from modelwright_claims.judging import Judgment, names_between
+from modelwright_claims.statistics import ratios
 
 TARGET = 4.2
 BASELINE = "layers to devices"
+STEP = "step, s: "
 SEQ_LEN = 256
 NUM_MICROBATCHES = 8
 
@@ -46,12 +48,11 @@ def layouts(num_ranks: int) -> dict[str, Layout]:
     return found
 
 
-def measure(setting: Setting) -> Result:
+def measure(setting: Setting) -> Measurement:
     """As many ranks as there are cores (2, 4 or 8), one thread each, the same global batch under every layout."""
     cores = os.cpu_count() or 1
     if cores < 2:
-        reason = "one core: there is no second device to wait for"
-        return Result(kind="cannot be tested here", reason=reason, figures={})
+        return untestable("one core: there is no second device to wait for")
     num_ranks = max(number for number in (2, 4, 8) if number <= cores)
     width, num_rows, repeats = (128, 16, 1) if setting.quick else (256, 16 * num_ranks, 3)
     model = memory_probe.probe_model(
@@ -69,36 +70,46 @@ def measure(setting: Setting) -> Result:
         setting.progress.note(f"three_dimensional_parallelism: round {repeat + 1} of {repeats}")
         for name, ranks in zip(cases, memory_probe.measure_all(probes, num_ranks=num_ranks), strict=True):
             seconds[name].append(max(measured.step_s for measured in ranks))
-    return judge(seconds, model, num_ranks=num_ranks, num_rows=num_rows)
-
-
-def judge(seconds: Mapping[str, Sequence[float]], model: ModelConfig, *, num_ranks: int, num_rows: int) -> Result:
-    """Met when the fastest layout is the published number of times as fast as the baseline on the same devices."""
-    step_s = {name: statistics.median(samples) for name, samples in seconds.items()}
-    ratios = {name: step_s[BASELINE] / taken for name, taken in step_s.items()}
-    best = max(ratios, key=ratios.__getitem__)
-    tokens = num_rows * SEQ_LEN
-    reason = (
-        f"{ratios[best]:.2f}x tokens per device per second at best ({best}) against {num_ranks} devices that work one "
-        f"after the other, of at most {num_ranks}x that {num_ranks} devices allow"
-    )
-    if num_ranks < TARGET:
-        reason += f"; {TARGET}x needs at least {int(TARGET) + 1}"
-    return Result(
-        kind="met" if ratios[best] >= TARGET else "short",
-        reason=reason,
-        figures={f"against {BASELINE}: {name}": Figure(value=value, unit="x") for name, value in ratios.items()}
-        | {
-            f"tokens per device per second: {name}": Figure(value=tokens / taken / num_ranks, unit="tokens/s")
-            for name, taken in step_s.items()
-        },
+    return Measurement(
+        samples={f"{STEP}{name}": samples for name, samples in seconds.items()},
         conditions={
             "devices": f"{num_ranks} processes of one thread, gloo on this machine",
             "parameters": model.num_parameters,
             "batch": f"{num_rows} rows of {SEQ_LEN} tokens, {NUM_MICROBATCHES} microbatches in pipelines",
+            "tokens a step": num_rows * SEQ_LEN,
         },
-        samples={f"step, s: {name}": list(samples) for name, samples in seconds.items()},
     )
+
+
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when the fastest layout is the published number of times as fast as the baseline on the same devices.
+
+    Fewer devices than that number cannot be as much faster, whatever the layout: they cannot test the claim.
+    """
+    judgment = Judgment()
+    num_ranks = int(str(conditions["devices"]).split()[0])
+    layouts = names_between(samples, STEP)
+    against = {name: ratios(samples[STEP + BASELINE], samples[STEP + name]) for name in layouts if name != BASELINE}
+    best = max(against, key=lambda name: against[name].mean)
+    judgment.figures |= {f"against {BASELINE}: {name}": ratio.figure("x") for name, ratio in against.items()}
+    with judgment.beside():
+        each = int(conditions["tokens a step"]) / num_ranks
+        judgment.figures |= {
+            f"tokens per device per second: {name}": Figure(
+                value=each / statistics.median(samples[STEP + name]), unit="tokens/s"
+            )
+            for name in layouts
+        }
+    judgment.said.append(
+        f"{against[best].mean:.2f}x tokens per device per second at best ({best}) against {num_ranks} devices that "
+        f"work one after the other, of at most {num_ranks}x that {num_ranks} devices allow"
+    )
+    judgment.at_least(f"against {BASELINE}, {best}", against[best], TARGET, "x")
+    verdict = judgment.verdict()
+    if num_ranks >= TARGET:
+        return verdict
+    reason = f"{TARGET}x needs at least {math.ceil(TARGET)} devices, there were {num_ranks}; {judgment.said[0]}"
+    return replace(verdict, kind="cannot be tested here", reason=reason)
 
 
 CLAIM = Claim(
@@ -112,4 +123,5 @@ CLAIM = Claim(
     target=f"the fastest layout at least {TARGET}x the baseline",
     headline=(f"against {BASELINE}: data", f"against {BASELINE}: pipeline", f"against {BASELINE}: tensor"),
     measure=measure,
+    judge=judge,
 )

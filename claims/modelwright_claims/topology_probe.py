@@ -106,7 +106,7 @@ def compare(world: World, out: Path, effort: Effort) -> None:
             "measured_links": {"latency_ms": scaled(links.latency_s, 1e3), "mbit": scaled(links.bytes_per_s, 8e-6)},
             "placed_order": order,
             "plans": plans,
-            "ms": {arm: summary(times) for arm, times in arms.items()},
+            "ms": {arm: rounded(times) for arm, times in arms.items()},
         }
         write_atomic(out, json.dumps(found))
 
@@ -116,11 +116,13 @@ def measure_arms(
 ) -> dict[str, str]:
     """Adds each arm's milliseconds per repeat to `times`; returns which algorithm was chosen per message size."""
     chosen = Collectives(world, links, CollectivesConfig(window=0))
+    doubling = Collectives(world, alike(links), CollectivesConfig(algorithm="doubling", window=0))
     mesh = lay_out(world, LAYOUT)
     arms: dict[str, Callable[[], object]] = {}
     for num_bytes in SIZES:
         message = torch.zeros(num_bytes // 4)
         arms[f"{order}, flat, {num_bytes // KIB} KiB"] = lambda message=message: world.all_reduce_sum(message)
+        arms[f"{order}, doubling, {num_bytes // KIB} KiB"] = lambda message=message: doubling.all_reduce(message)
         arms[f"{order}, chosen, {num_bytes // KIB} KiB"] = lambda message=message: chosen.all_reduce(message)
     small = [torch.zeros(SMALL_BYTES // 4) for _ in range(NUM_SMALL)]
     arms[f"{order}, flat, 64 x 4 KiB"] = lambda: [world.all_reduce_sum(tensor) for tensor in small]
@@ -135,6 +137,20 @@ def measure_arms(
             num_calls = 1 + effort.calls // 10 if "64 x" in name else effort.calls
             times.setdefault(name, []).append(1e3 * timed(world, arm, num_calls))
     return {f"{order}, {num_bytes // KIB} KiB": chosen.plan_for(num_bytes).name for num_bytes in SIZES}
+
+
+def alike(links: Links) -> Links:
+    """Return links of the same hosts that are all the same: an algorithm planned on them knows no topology."""
+    latency_s, bytes_per_s = (
+        statistics.fmean(value for row, line in enumerate(matrix) for column, value in enumerate(line) if row != column)
+        for matrix in (links.latency_s, links.bytes_per_s)
+    )
+    hosts = range(len(links.host_names))
+    return Links(
+        hosts=links.hosts,
+        latency_s=tuple(tuple(latency_s if a != b else links.latency_s[a][a] for b in hosts) for a in hosts),
+        bytes_per_s=tuple(tuple(bytes_per_s if a != b else links.bytes_per_s[a][a] for b in hosts) for a in hosts),
+    )
 
 
 def timed(world: World, call: Callable[[], object], num_calls: int) -> float:
@@ -187,7 +203,7 @@ def follow(world: World, out: Path, effort: Effort) -> None:
             "third_tree": edges(),
             "recovery_noticed": deadline > 0,
             "calls_to_notice": calls_to_notice,
-            "ms": {phase: summary(times) for phase, times in phases.items()},
+            "ms": {phase: rounded(times) for phase, times in phases.items()},
         }
         write_atomic(out, json.dumps(found))
 
@@ -200,13 +216,9 @@ def scaled(matrix: Sequence[Sequence[float]], factor: float) -> list[list[float]
     return [[round(value * factor, 4) for value in row] for row in matrix]
 
 
-def summary(times: Sequence[float]) -> dict[str, Any]:
-    return {
-        "median": round(statistics.median(times), 4),
-        "least": round(min(times), 4),
-        "most": round(max(times), 4),
-        "repeats": len(times),
-    }
+def rounded(times: Sequence[float]) -> list[float]:
+    """Return milliseconds to a tenth of a microsecond."""
+    return [round(time, 4) for time in times]
 
 
 def main() -> None:

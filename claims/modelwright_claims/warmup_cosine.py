@@ -6,14 +6,14 @@ regime was added after the short ones had gone against it. The verdict therefore
 has used.
 """
 
-import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 
-from modelwright_claims import workbench
-from modelwright_claims.claim import Claim, Figure, Result, Setting
-from modelwright_claims.experiment import Experiment, Samples, Tuning, run_experiment
-from modelwright_claims.statistics import paired_t_test, spread
+from modelwright_claims import experiment, workbench
+from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.experiment import Experiment, Tuning, best_value, run_experiment
+from modelwright_claims.judging import Judgment
+from modelwright_claims.statistics import differences, estimate, paired_t_test
 from modelwright_claims.training_run import Run
 
 RATES = (5e-4, 1.5e-3, 5e-3, 1.5e-2)
@@ -21,10 +21,6 @@ TUNING_SEED = 2000
 FIRST_SEED = 2001
 LONG = workbench.Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=1500)
 """About 6 tokens a parameter."""
-TOO_SHORT = (
-    "these steps are too few for a schedule to pay; the figures only show that the measurement runs; measure without "
-    "--quick"
-)
 METHOD, BASELINE = "warmup + cosine", "constant"
 SCHEDULES = {
     METHOD: {"kind": "warmup_cosine", "warmup_fraction": 0.1, "final_fraction": 0.0},
@@ -32,55 +28,68 @@ SCHEDULES = {
 }
 
 
-def measure(setting: Setting) -> Result:
+REGIMES = ("short runs", "long runs")
+
+
+def measure(setting: Setting) -> Measurement:
     """Both regimes; in quick mode one, shortened."""
     if setting.quick:
         regimes = {"short runs": replace(LONG, num_steps=100)}
-        result = judge(regimes, {name: compare(setting, size, num_seeds=3) for name, size in regimes.items()})
-        return replace(result, kind="cannot be tested here", reason=TOO_SHORT)
-    regimes = {"short runs": workbench.size(setting), "long runs": LONG}
-    return judge(regimes, {name: compare(setting, size, num_seeds=5) for name, size in regimes.items()})
+        return measurement(regimes, {name: compare(setting, size, num_seeds=3) for name, size in regimes.items()})
+    regimes: dict[str, workbench.Size] = dict(zip(REGIMES, (workbench.size(setting), LONG), strict=True))
+    return measurement(regimes, {name: compare(setting, size, num_seeds=5) for name, size in regimes.items()})
 
 
-def compare(setting: Setting, size: workbench.Size, *, num_seeds: int) -> Samples:
+def compare(setting: Setting, size: workbench.Size, *, num_seeds: int) -> experiment.Samples:
     variants = {name: Run(size=size, settings={"schedule": schedule}) for name, schedule in SCHEDULES.items()}
     tuning = Tuning(values=RATES, seeds=(TUNING_SEED,))
     seeds = range(FIRST_SEED, FIRST_SEED + num_seeds)
     return run_experiment(setting, Experiment(variants=variants, seeds=seeds, tuning=tuning))
 
 
-def judge(regimes: Mapping[str, workbench.Size], comparisons: Mapping[str, Samples]) -> Result:
-    """Met when the paired difference is below zero with p < 0.05 in every regime."""
-    met, reasons = True, []
-    figures: dict[str, Figure] = {}
+def measurement(regimes: Mapping[str, workbench.Size], comparisons: Mapping[str, experiment.Samples]) -> Measurement:
+    """Return losses, and rates with their tuning losses, of both schedules in every regime."""
     conditions: dict[str, str | int | float | bool] = {}
     samples: dict[str, list[float]] = {}
     for regime, comparison in comparisons.items():
-        paired = paired_t_test(comparison.losses(METHOD), comparison.losses(BASELINE))
-        met &= paired.mean < 0 and paired.p_value < 0.05
-        side = "below" if paired.mean < 0 else "above"
-        reasons.append(
-            f"{regime} ({regimes[regime].num_steps} steps): {abs(paired.mean):.3f} nats {side} the constant rate over "
-            f"{paired.count} paired seeds, p = {paired.p_value:.2g}"
-        )
-        figures[f"difference of held-out losses, {regime}"] = Figure(value=paired.mean, unit="nats", spread=paired.std)
-        figures[f"p-value, {regime}"] = Figure(value=paired.p_value, unit="")
         for name in SCHEDULES:
-            losses, tried = comparison.losses(name), comparison.tuning[name]
-            loss = Figure(value=statistics.fmean(losses), unit="nats", spread=spread(losses))
-            figures[f"held-out loss, {name}, {regime}"] = loss
-            figures[f"best rate, {name}, {regime}"] = Figure(value=comparison.best(name), unit="")
-            samples |= {f"{name}, {regime}": losses, f"tuning, {name}, {regime}": list(tried.values())}
+            tried = comparison.tuning[name]
+            samples |= {
+                f"{name}, {regime}": comparison.losses(name),
+                f"rates, {name}, {regime}": list(tried),
+                f"tuning, {name}, {regime}": list(tried.values()),
+            }
             conditions[f"rates tried, {name}, {regime}"] = ", ".join(f"{rate:g}" for rate in tried)
         conditions |= {f"{key}, {regime}": value for key, value in regimes[regime].describe().items()}
     conditions["history"] = "the long regime was added after short runs had gone against the claim; fresh seeds"
-    return Result(
-        kind="met" if met else "short",
-        reason="; ".join(reasons) + ("" if met else "; the target is below zero with p < 0.05 in both"),
-        figures=figures,
-        conditions=conditions,
-        samples=samples,
-    )
+    return Measurement(samples=samples, conditions=conditions)
+
+
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when the paired difference is below zero with p < 0.05 in every regime."""
+    judgment = Judgment()
+    for regime in REGIMES:
+        with judgment.part():
+            losses = {name: samples[f"{name}, {regime}"] for name in SCHEDULES}
+            gap = differences(losses[METHOD], losses[BASELINE])
+            p_value = paired_t_test(losses[METHOD], losses[BASELINE]).p_value
+            judgment.figures[f"difference of held-out losses, {regime}"] = gap.figure("nats")
+            judgment.figures[f"p-value, {regime}"] = Figure(value=p_value, unit="")
+            for name, of in losses.items():
+                judgment.figures[f"held-out loss, {name}, {regime}"] = estimate(of).figure("nats")
+            judgment.said.append(
+                f"{regime} ({conditions[f'steps, {regime}']} steps): {abs(gap.mean):.3f} nats "
+                f"{'below' if gap.mean < 0 else 'above'} the constant rate over {gap.count} paired seeds, "
+                f"p = {p_value:.2g}"
+            )
+            judgment.below(f"difference in {regime}", gap, 0.0, " nats")
+            judgment.require(p_value < 0.05, f"{regime}: p = {p_value:.2g}, not below 0.05")
+        with judgment.beside():
+            for name in SCHEDULES:
+                rates, tried = samples[f"rates, {name}, {regime}"], samples[f"tuning, {name}, {regime}"]
+                best = best_value(dict(zip(rates, tried, strict=True)))
+                judgment.figures[f"best rate, {name}, {regime}"] = Figure(value=best, unit="")
+    return judgment.verdict()
 
 
 CLAIM = Claim(
@@ -96,4 +105,5 @@ CLAIM = Claim(
     target="a held-out loss below that of the constant rate, p < 0.05 in a paired test, in both regimes",
     headline=("difference of held-out losses, short runs", "difference of held-out losses, long runs"),
     measure=measure,
+    judge=judge,
 )

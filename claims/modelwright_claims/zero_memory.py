@@ -1,6 +1,6 @@
 """Claim: ZeRO divides a model's states by the number of ranks; and the planner's memory model, checked on the way."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from modelwright.core.errors import ConfigError
 from modelwright.memory.activations import Segment, block_shape
@@ -14,16 +14,19 @@ from modelwright.plan.search import propose
 from modelwright.plan.traffic import Cluster
 from modelwright_claims import memory_probe
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
-from modelwright_claims.claim import Claim, Figure, Result, Setting
+from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
+from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.memory_probe import Measured, Probe
+from modelwright_claims.statistics import exact
 
 TARGET = 10.0
+STATES, PEAK, PLANNED = "bytes of states, ", "peak bytes, ", "planned for 175B: "
 LARGE = "gpt3-175b"
 _FP32, _STATES = 4, 12
 Case = tuple[Shard, int]
 
 
-def measure(setting: Setting) -> Result:
+def measure(setting: Setting) -> Measurement:
     """States between steps and the peak of a step, on the first rank of 1, 2, 4 and 8, for each ZeRO stage."""
     width, num_layers, vocab = (512, 4, 2048) if setting.quick else (768, 8, 4096)
     model = memory_probe.probe_model(model_dim=width, num_layers=num_layers, vocab_size=vocab, seq_len=128, head_dim=64)
@@ -35,7 +38,7 @@ def measure(setting: Setting) -> Result:
             setting.progress.note(f"zero_memory: {shard}, {count} ranks")
             found[shard, count] = memory_probe.measure(probe(model, shard, count), num_ranks=count)[0]
     estimates = {case: estimated_bytes(model, *case) for case in found}
-    return judge(found, estimates, model, large=large_model(quick=setting.quick))
+    return measurement(found, estimates, model, large=large_model(quick=setting.quick))
 
 
 def probe(model: ModelConfig, shard: Shard, num_ranks: int) -> Probe:
@@ -43,9 +46,9 @@ def probe(model: ModelConfig, shard: Shard, num_ranks: int) -> Probe:
     return memory_probe.fp32_probe(model, rows=num_ranks, parallel=ParallelConfig(shard=shard, share_memory=False))
 
 
-def theory_bytes(model: ModelConfig, shard: Shard, num_ranks: int) -> float:
+def theory_bytes(num_parameters: int, shard: str, num_ranks: int) -> float:
     """Weights and two optimizer states in FP32 between steps; FSDP2 divides both at every stage."""
-    return _STATES * model.num_parameters / (1 if shard == "none" else num_ranks)
+    return _STATES * num_parameters / (1 if shard == "none" else num_ranks)
 
 
 def estimated_bytes(model: ModelConfig, shard: Shard, num_ranks: int) -> int:
@@ -89,52 +92,65 @@ def large_model(*, quick: bool) -> dict[str, float]:
     return facts
 
 
-def judge(
+def measurement(
     found: Mapping[Case, Measured], estimates: Mapping[Case, int], model: ModelConfig, *, large: Mapping[str, float]
-) -> Result:
-    """Met when states are within `TARGET` percent of theory in every case, and so is the planner's peak."""
-    states = {case: m.states_bytes for case, m in found.items()}
-    off = {case: 100 * (value / theory_bytes(model, *case) - 1) for case, value in states.items()}
-    errors = {case: 100 * (estimates[case] / m.peak_bytes - 1) for case, m in found.items()}
-    worst, worst_error = max(map(abs, off.values())), max(map(abs, errors.values()))
-    reason = (
-        f"states at most {worst:.1f}% off theory over {len(off)} cases, the planner's peaks {worst_error:.1f}%; "
-        f"a model of {MODELS[LARGE].num_parameters / 1e9:.0f} billion parameters has "
-        f"{large['states'] / 1e12:.2f} TB of states here (16 bytes a parameter: FP32 weights, gradients and Adam), "
-        "which dividing does not make less in all"
-    )
-    figures = {
-        "largest error of states against theory": Figure(value=worst, unit="%"),
-        "planner's largest error": Figure(value=worst_error, unit="%"),
-        **{
-            f"states on a rank, {shard}, {count} ranks": Figure(value=value / 2**20, unit="MiB")
-            for (shard, count), value in states.items()
+) -> Measurement:
+    names = {case: f"{case[0]}, {case[1]} ranks" for case in found}
+    return Measurement(
+        samples={
+            **{f"{STATES}{names[case]}": [one.states_bytes] for case, one in found.items()},
+            **{f"{PEAK}{names[case]}": [one.peak_bytes] for case, one in found.items()},
+            MEMORY_ERRORS: [100 * (estimates[case] / one.peak_bytes - 1) for case, one in found.items()],
+            **{f"{PLANNED}{what}": [value] for what, value in large.items()},
         },
-        "175B, states in all, planned": Figure(value=large["states"] / 1e12, unit="TB"),
-    }
-    if "devices" in large:
-        figures["175B, 80 GB devices needed, planned"] = Figure(value=large["devices"], unit="")
-        figures["175B, on each device, planned"] = Figure(value=large["per device"] / 1e9, unit="GB")
-        figures["175B, in all, planned"] = Figure(value=large["devices"] * large["per device"] / 1e12, unit="TB")
-    return Result(
-        kind="met" if max(worst, worst_error) <= TARGET else "short",
-        reason=reason,
-        figures=figures,
         conditions={
             "parameters": model.num_parameters,
             "rows": f"one of {model.max_seq_len} tokens on each rank",
             "states in theory": "12 bytes a parameter between steps, divided by the ranks",
         },
-        samples={
-            **_samples("bytes of states", {case: m.states_bytes for case, m in found.items()}),
-            **_samples("peak bytes", {case: m.peak_bytes for case, m in found.items()}),
-            MEMORY_ERRORS: list(errors.values()),
-        },
     )
 
 
-def _samples(what: str, values: Mapping[Case, int]) -> dict[str, Sequence[float]]:
-    return {f"{what}, {shard}, {count} ranks": [value] for (shard, count), value in values.items()}
+def judge(samples: Samples, conditions: Conditions) -> Verdict:
+    """Met when states are within `TARGET` percent of theory in every case, and so is the planner's peak."""
+    judgment = Judgment()
+    cases = names_between(samples, STATES)
+    states = {case: samples[STATES + case][0] for case in cases}
+    off = {}
+    for case, value in states.items():
+        shard, ranks = case.removesuffix(" ranks").split(", ")
+        off[case] = 100 * (value / theory_bytes(int(conditions["parameters"]), shard, int(ranks)) - 1)
+    worst, worst_error = max(map(abs, off.values())), max(map(abs, samples[MEMORY_ERRORS]))
+    judgment.figures |= {
+        "largest error of states against theory": Figure(value=worst, unit="%"),
+        "planner's largest error": Figure(value=worst_error, unit="%"),
+        **{f"states on a rank, {case}": Figure(value=value / 2**20, unit="MiB") for case, value in states.items()},
+    }
+    judgment.said.append(
+        f"states at most {worst:.1f}% off theory over {len(off)} cases, the planner's peaks {worst_error:.1f}% "
+        "(bytes, exact)"
+    )
+    judgment.at_most("largest error of states", exact(worst), TARGET, "%")
+    judgment.at_most("planner's largest error", exact(worst_error), TARGET, "%")
+    with judgment.beside():
+        _say_large(judgment, samples)
+    return judgment.verdict()
+
+
+def _say_large(judgment: Judgment, samples: Samples) -> None:
+    """What the planner says of a model of the published size."""
+    states = samples[PLANNED + "states"][0]
+    judgment.figures["175B, states in all, planned"] = Figure(value=states / 1e12, unit="TB")
+    judgment.said.append(
+        f"a model of {MODELS[LARGE].num_parameters / 1e9:.0f} billion parameters has {states / 1e12:.2f} TB of states "
+        "here (16 bytes a parameter: FP32 weights, gradients and Adam), which dividing does not make less in all"
+    )
+    devices, each = samples[PLANNED + "devices"][0], samples[PLANNED + "per device"][0]
+    judgment.figures |= {
+        "175B, 80 GB devices needed, planned": Figure(value=devices, unit=""),
+        "175B, on each device, planned": Figure(value=each / 1e9, unit="GB"),
+        "175B, in all, planned": Figure(value=devices * each / 1e12, unit="TB"),
+    }
 
 
 CLAIM = Claim(
@@ -148,4 +164,5 @@ CLAIM = Claim(
     "12 bytes a parameter over n and against the planner; the large model by the planner alone",
     target=f"states within {TARGET:.0f}% of theory and the planner's peaks within {TARGET:.0f}% of what was measured",
     measure=measure,
+    judge=judge,
 )

@@ -1,5 +1,6 @@
 """The whole stack against a plain loop: that the plain loop trains the same model, the arms, the verdict."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -10,22 +11,27 @@ from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.attention import packed_attend
 from modelwright.parallel.mesh import single
 from modelwright.train.config import TrainConfig
-from modelwright_claims import efficiency_20x
-from modelwright_claims.claim import Setting
+from modelwright_claims import efficiency_20x, plain_training
+from modelwright_claims.claim import Setting, Verdict
 from modelwright_claims.efficiency_20x import (
+    CLAIM,
     FULL,
+    NO_NETWORK,
     PLAIN,
+    PLAIN_BY_ONEDNN,
     SEEDS,
     TUNING_SEEDS,
     Scene,
     Tuned,
     arms_of,
-    judge,
+    measurement,
     scenes,
     time_arms,
     tune_arms,
 )
 from modelwright_claims.experiment import Runner
+from modelwright_claims.fp32_baseline import NO_ONEDNN
+from modelwright_claims.judging import judge
 from modelwright_claims.plain_training import PlainDecoder, train_plainly
 from modelwright_claims.training_run import Outcome, Processes, Run
 from modelwright_claims.workbench import Size
@@ -70,6 +76,7 @@ def test_the_plain_loop_learns():
 def test_ingredients_are_added_one_at_a_time_and_left_out_one_at_a_time(monkeypatch, has_bf16):
     """BF16 is one of them where there are instructions for it."""
     monkeypatch.setattr(efficiency_20x, "is_widened", lambda dtype, device: not has_bf16)
+    monkeypatch.setattr(efficiency_20x, "onednn_is_exact", lambda: False)
     arms = arms_of("two hosts", SIZE)
     assert arms[PLAIN] == Run(size=SIZE, loop="plain", mode="pad", processes=Processes(hosts=2))
     assert arms["+ packing"] == Run(size=SIZE, mode="best_fit", processes=Processes(hosts=2))
@@ -85,7 +92,8 @@ def test_ingredients_are_added_one_at_a_time_and_left_out_one_at_a_time(monkeypa
     assert alone["everything + adaptive precision"].settings["optimizer"] == "muon"
 
 
-def test_each_stack_is_also_compared_on_a_wider_model():
+def test_each_stack_is_also_compared_on_a_wider_model(monkeypatch):
+    monkeypatch.setattr(efficiency_20x, "onednn_is_exact", lambda: False)
     found = scenes(quick=False)
     assert list(found) == ["one host", "two hosts", "one host, wide", "two hosts, wide"]
     for name in ("one host", "two hosts"):
@@ -107,6 +115,7 @@ class Bench:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[Run] = []
         monkeypatch.setattr(efficiency_20x, "is_widened", lambda dtype, device: True)
+        monkeypatch.setattr(efficiency_20x, "onednn_is_exact", lambda: False)
         monkeypatch.setattr(
             efficiency_20x, "real_token_share", lambda setting, size, *, mode: 1.0 - 0.5 * (mode == "pad")
         )
@@ -160,33 +169,101 @@ def test_arms_are_timed_on_other_seeds_with_all_cores_or_on_linked_hosts(monkeyp
         bench.made.clear()
 
 
+Runs = dict[str, list[dict[str, float]]]
+EXACT = {NO_ONEDNN: "none here"}
+
+
+def timed(seconds: float, *, plain: float = 100.0, loss: float = 3.0, **others: float) -> Runs:
+    """Two seeds: the plain loop, everything, and other arms by their seconds, of the plain loop's loss."""
+
+    def runs(of: float, heldout: float) -> list[dict[str, float]]:
+        return [{"seconds": of * noise, "heldout_loss": heldout} for noise in (1.0, 1.01)]
+
+    rest = {name: runs(of, 3.0) for name, of in others.items()}
+    return {PLAIN: runs(plain, 3.0), FULL: runs(seconds, loss), **rest}
+
+
+def verdict_on(found: dict[str, Runs], conditions: dict[str, str]) -> Verdict:
+    """Of scenes by name."""
+    tuned = {
+        where: {name: Tuned(size=replace(SIZE, num_steps=50), loss=3.0) for name in arms}
+        for where, arms in found.items()
+    }
+    compared = {
+        where: Scene(arms={PLAIN: Run(size=SIZE, processes=Processes(hosts=2 if "two" in where else 1))}, goal=5.0)
+        for where in found
+    }
+    made = measurement(found, tuned, compared)
+    kept = {name: value for name, value in made.conditions.items() if name != NO_ONEDNN}
+    return judge(CLAIM, replace(made, conditions=kept | conditions))
+
+
 @pytest.mark.parametrize(
     ("one", "two", "loss", "kind"),
-    [(20.0, 5.0, 3.0, "met"), (21.0, 5.0, 3.0, "short"), (20.0, 5.1, 3.0, "short"), (20.0, 5.0, 3.01, "short")],
+    [(20.0, 4.9, 3.0, "met"), (21.0, 4.9, 3.0, "short"), (20.0, 5.1, 3.0, "short"), (20.0, 4.9, 3.01, "short")],
 )
 def test_both_settings_have_to_reach_their_goal_at_no_higher_loss(one, two, loss, kind):
-    def arms(seconds: float) -> dict:
-        return {
-            PLAIN: [{"seconds": 100.0, "heldout_loss": 3.0}],
-            FULL: [{"seconds": seconds, "heldout_loss": loss}],
-        }
-
-    tuned = {PLAIN: Tuned(size=SIZE, loss=3.0), FULL: Tuned(size=replace(SIZE, num_steps=50), loss=3.0)}
-    compared = {
-        "one host": Scene(arms={PLAIN: Run(size=SIZE)}, goal=5.0),
-        "two hosts": Scene(
-            arms={PLAIN: Run(size=replace(SIZE, model_dim=128), processes=Processes(hosts=2))}, goal=20.0
-        ),
-    }
-    found = judge({"one host": arms(one), "two hosts": arms(two)}, dict.fromkeys(compared, tuned), compared)
-    assert found.conditions["parameters, two hosts"] != found.conditions["parameters"]
+    scenes = {"one host": timed(one, loss=loss), "two hosts": timed(two, loss=loss)}
+    found = verdict_on(scenes, EXACT)
     assert found.kind == kind
     assert found.figures["one host: faster, everything"].value == pytest.approx(100 / one)
     assert found.figures["two hosts: steps, everything"].value == 50
 
 
+def test_the_fastest_plain_loop_has_to_be_beaten():
+    """By oneDNN's products, and on two hosts by one of them that leaves the other idle."""
+    fast = {PLAIN_BY_ONEDNN: 50.0}
+    beaten = verdict_on({"one host": timed(19.0, **fast), "two hosts": timed(4.0, **fast)}, {})
+    assert beaten.kind == "short"
+    assert "one host: speed over the fastest plain loop (plain, products by oneDNN, one host) 2.63x" in beaten.reason
+    assert beaten.figures["one host: faster than the fastest plain loop"].value == pytest.approx(50 / 19)
+    assert verdict_on({"one host": timed(9.0, **fast), "two hosts": timed(2.0, **fast)}, {}).kind == "met"
+    alone = verdict_on({"one host": timed(19.0, plain=99.0), "two hosts": timed(30.0, plain=700.0)}, EXACT)
+    assert alone.figures["two hosts: faster, everything"].value == pytest.approx(700 / 30)
+    assert "two hosts: speed over the fastest plain loop (plain, one host) 3.3x" in alone.reason
+    assert alone.kind == "short"
+
+
+def test_a_wide_model_is_compared_with_one_host_of_its_own_width():
+    scenes = {where: timed(1.0) for where in ("one host", "two hosts")}
+    wide = {"one host, wide": timed(10.0, plain=90.0), "two hosts, wide": timed(6.0, plain=600.0)}
+    found = verdict_on(scenes | wide, EXACT)
+    assert "two hosts, wide: speed over the fastest plain loop (plain, one host, wide) 15x" in found.reason
+
+
+def test_products_by_onednn_have_to_be_measured_where_they_are_exact():
+    scenes = {"one host": timed(19.0), "two hosts": timed(4.0)}
+    lacking = verdict_on(scenes, {})
+    assert lacking.line.startswith(
+        "not judged: the record lacks samples 'one host: seconds, plain, products by oneDNN'"
+    )
+
+
 def test_one_setting_alone_does_not_meet_the_claim():
-    runs = {name: [{"seconds": value, "heldout_loss": 3.0}] for name, value in ((PLAIN, 100.0), (FULL, 1.0))}
-    tuned = {name: Tuned(size=SIZE, loss=3.0) for name in runs}
-    alone = Scene(arms={PLAIN: Run(size=SIZE)}, goal=5.0)
-    assert judge({"one host": runs}, {"one host": tuned}, {"one host": alone}).kind == "short"
+    found = verdict_on({"one host": timed(1.0)}, EXACT | {NO_NETWORK: "no root"})
+    assert found.line.startswith("not judged: the record lacks two hosts: no root")
+
+
+def test_the_plain_loop_by_onednn_is_tuned_with_the_plain_one(monkeypatch, tmp_path):
+    bench = Bench(monkeypatch)
+    monkeypatch.setattr(efficiency_20x, "onednn_is_exact", lambda: True)
+    arms = arms_of("one host", SIZE)
+    assert arms[PLAIN_BY_ONEDNN] == replace(arms[PLAIN], settings={"precision": {"onednn": True}})
+    tuned = tune_arms(Setting(folder=tmp_path, quick=False, progress=SilentProgress()), arms)
+    assert list(tuned) == list(arms)
+    assert tuned[PLAIN_BY_ONEDNN] == tuned[PLAIN]
+    assert not any(run.settings == {"precision": {"onednn": True}} for run in bench.made)
+
+
+@pytest.mark.parametrize("onednn", [True, False])
+def test_the_plain_loop_takes_the_products_that_it_is_told_to(monkeypatch, onednn):
+    asked: list[bool] = []
+
+    def products(*, onednn: bool) -> contextlib.AbstractContextManager[None]:
+        asked.append(onednn)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(plain_training, "fp32_products", products)
+    config = Run(size=replace(SIZE, num_steps=1), settings={"precision": {"onednn": onednn}}).train_config()
+    train_plainly(make_decoder(), iter([padded_batch()]), config, num_steps=1, world=single())
+    assert asked == [onednn]

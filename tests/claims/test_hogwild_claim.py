@@ -8,6 +8,7 @@ from modelwright.core.progress import SilentProgress
 from modelwright_claims import hogwild, training_run, workbench
 from modelwright_claims.claim import Setting
 from modelwright_claims.experiment import Runner, with_value
+from modelwright_claims.judging import judge
 
 SIZE = workbench.Size(model_dim=64, num_layers=1, seq_len=32, batch_rows=8, num_steps=14)
 
@@ -24,7 +25,10 @@ def outcomes(loss: float, speed: float) -> list[hogwild.Outcome]:
     ]
 
 
-def comparison(workers: int, *, speed: float, gap: float) -> hogwild.Comparison:
+def comparison(workers: int, *, speed: float, gap: float, uneven: float = 0.0) -> hogwild.Comparison:
+    """uneven: nats by which the gap to the synchronous run of the same time differs between the seeds."""
+    in_time = outcomes(3.0, 90.0 * workers)
+    in_time[1] = replace(in_time[1], heldout_loss=in_time[1].heldout_loss + uneven)
     return hogwild.Comparison(
         workers=workers,
         alone=outcomes(3.0, 100.0),
@@ -33,20 +37,22 @@ def comparison(workers: int, *, speed: float, gap: float) -> hogwild.Comparison:
             "compensated": outcomes(3.0, 90.0),
             "synchronous": outcomes(2.9, 90.0 * workers),
         },
-        in_time=outcomes(3.0, 90.0 * workers),
+        in_time=in_time,
         rates={"hogwild": 1e-3, "synchronous": 1e-3, "compensated": 1e-3},
         strength=256.0,
     )
 
 
 def verdict(*comparisons: hogwild.Comparison) -> str:
-    return hogwild.judge(list(comparisons), SIZE, cores=2).verdict
+    return judge(hogwild.CLAIM, hogwild.measurement(list(comparisons), SIZE, cores=2)).line
 
 
 def test_it_is_met_only_where_the_published_number_of_workers_was_measured():
     two, eight = comparison(2, speed=1.8, gap=0.01), comparison(8, speed=6.9, gap=0.01)
     assert verdict(two).startswith("cannot be tested here: 8 workers need 16 cores, there are 2")
     assert verdict(two, eight).startswith("met: 2 workers: 1.80x one process (target 1.70x)")
+    uneven = comparison(8, speed=6.9, gap=0.01, uneven=0.01)
+    assert verdict(two, uneven).startswith("short: 8 workers: loss above synchronous at equal time 0.005 nats (upper")
     assert verdict(two, comparison(8, speed=6.7, gap=0.0)).startswith("short")
 
 
@@ -56,7 +62,7 @@ def test_two_workers_suffice_to_fall_short_of_it():
 
 
 def test_figures_are_paired_by_seed():
-    figures = hogwild.figures_of(comparison(2, speed=1.8, gap=0.05))
+    figures = judge(hogwild.CLAIM, hogwild.measurement([comparison(2, speed=1.8, gap=0.05)], SIZE, cores=2)).figures
     assert figures["speed over one process, 2 workers"].value == pytest.approx(1.8)
     assert figures["speed over synchronous, 2 workers"].value == pytest.approx(1.0)
     gap = figures["loss above synchronous at equal tokens, hogwild, 2 workers"]
@@ -110,4 +116,5 @@ def test_the_methods_are_tuned_apart_and_the_synchronous_one_gets_as_much_time(s
     ]
     alone = [run for run in made if run.processes.count == 1]
     assert {run.size.learning_rate for run in alone} == {2e-3}
-    assert found.speeds == [0.5] * 5
+    paces = zip(found.runs["hogwild"], found.alone, strict=True)
+    assert [run.tokens_per_s / alone.tokens_per_s for run, alone in paces] == [0.5] * 5

@@ -1,4 +1,5 @@
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -6,25 +7,44 @@ import pytest
 
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.plan.measured import measured_errors
+from modelwright_claims import ledger, results
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
-from modelwright_claims.claim import Claim, Figure, Result, Setting
-from modelwright_claims.ledger import CLAIMS, listing, select
+from modelwright_claims.claim import Claim, Measurement, Samples, Verdict
+from modelwright_claims.command import prove
+from modelwright_claims.judging import Judgment
+from modelwright_claims.ledger import CLAIMS, listing, rejudge, select
 from modelwright_claims.page import number, render, show
 from modelwright_claims.planned_memory import PLANNED_HEAP_GAPS
 from modelwright_claims.planner_errors import planner_errors
-from modelwright_claims.results import circumstances, machine_slug, read_results, write_result
+from modelwright_claims.results import (
+    all_figures,
+    circumstances,
+    judged,
+    machine_slug,
+    measured,
+    read_records,
+    read_results,
+    shown_kind,
+    source_commit,
+    write_record,
+)
+from modelwright_claims.statistics import estimate
 
 ROOT = Path(__file__).parents[2]
+MEASUREMENT = Measurement(samples={"speed": [1.46, 1.54], "bytes": [3.0]}, conditions={"rows": 8})
 
 
-def measure(setting: Setting) -> Result:
-    figures = {
-        "speed-up": Figure(value=1.5, unit="x", spread=0.04),
-        "memory": Figure(value=3.0, unit="MiB"),
-    }
-    return Result(
-        kind="short", reason="by 0.5x", figures=figures, conditions={"rows": 8}, samples={"speed": [1.0, 2.0]}
-    )
+def rule(limit: float):
+    def judge(samples: Samples, conditions: object) -> Verdict:
+        judgment = Judgment()
+        speed = estimate(samples["speed"])
+        judgment.figures["speed-up"] = speed.figure("x")
+        judgment.figures["memory"] = estimate(samples["bytes"]).figure("MiB")
+        judgment.said.append("as expected")
+        judgment.at_least("speed", speed, limit, "x")
+        return judgment.verdict()
+
+    return judge
 
 
 CLAIM = Claim(
@@ -34,17 +54,28 @@ CLAIM = Claim(
     published="2x",
     compared="with against without",
     target="2x",
-    measure=measure,
+    measure=lambda setting: MEASUREMENT,
+    judge=rule(2.0),
 )
+EASY = replace(CLAIM, target="1x", judge=rule(1.0))
+"""An easier target, which the samples reach."""
+QUIET = {"load_at_start": [0.1, 0.1, 0.1], "commit": "0123456789ab"}
+
+
+def record_of(claim: Claim = CLAIM, *, quick: bool = False, **around):
+    return measured(claim, MEASUREMENT, quick=quick, wall_s=1.0, around=circumstances() | QUIET | around)
 
 
 @pytest.fixture
 def written(tmp_path):
-    def write(quick: bool) -> Path:
-        result = measure(Setting(quick=quick, folder=tmp_path, progress=None))  # type: ignore[arg-type]
-        return write_result(CLAIM, result, quick=quick, wall_s=1.0, around=circumstances(), folder=tmp_path)
+    def write(quick: bool = False, claim: Claim = CLAIM, **around) -> Path:
+        return write_record(record_of(claim, quick=quick, **around), tmp_path)
 
     return write
+
+
+def again(claim: Claim, record, date: str = "2030-01-01"):
+    return judged(claim, record, date=date, commit="abc")
 
 
 def test_every_claim_says_what_it_says():
@@ -62,19 +93,39 @@ def test_selection_by_name():
 
 
 def test_a_record_says_where_when_and_how(written):
-    record = json.loads(written(quick=False).read_text())
+    record = json.loads(written(load_at_start=[0.5, 1.0, 1.5]).read_text())
     assert record["machine"]["processor"]
+    assert record["machine"]["cores"] >= 1
+    assert record["load_at_start"] == [0.5, 1.0, 1.5]
     assert record["threads"] >= 1
     assert record["versions"]["torch"]
-    assert record["samples"] == {"speed": [1.0, 2.0]}
-    assert record["figures"]["speed-up"] == {"value": 1.5, "unit": "x", "spread": 0.04}
+    assert record["samples"] == {"speed": [1.46, 1.54], "bytes": [3.0]}
     assert record["published"] == "2x"
+    assert record["kind"] == "short"
+    assert record["judged"] == {"date": record["date"], "commit": QUIET["commit"], "target": "2x"}
+    speed, memory = record["figures"]["speed-up"], record["figures"]["memory"]
+    assert (speed["value"], speed["unit"]) == (1.5, "x")
+    assert speed["lower"] < 1.46 < 1.54 < speed["upper"]
+    assert memory == {"value": 3.0, "unit": "MiB", "spread": 0.0}
+
+
+def test_circumstances_are_those_of_the_machine():
+    around = circumstances()
+    assert len(around["load_at_start"]) == 3
+    assert around["commit"] == source_commit()
 
 
 def test_a_quick_measurement_never_replaces_a_full_one(written, tmp_path):
     quick, full = written(quick=True), written(quick=False)
     assert quick != full
     assert [record["quick"] for record in read_results(tmp_path)] == [False]
+    assert len(read_records(tmp_path)) == 2
+
+
+def test_a_quick_measurement_is_no_verdict():
+    quick = record_of(EASY, quick=True)
+    assert quick["kind"] == "not judged"
+    assert "only shows that the measurement runs; met: as expected" in quick["reason"]
 
 
 def test_damaged_results_are_named(tmp_path):
@@ -83,37 +134,186 @@ def test_damaged_results_are_named(tmp_path):
         read_results(tmp_path)
 
 
-def test_the_page_puts_the_published_figure_beside_ours(written, tmp_path):
-    written(quick=False)
-    page = render([CLAIM], read_results(tmp_path))
+def row_of(page: str) -> str:
     [row] = [line for line in page.splitlines() if line.startswith("| [doubling]")]
-    assert row.startswith("| [doubling](#doubling) | 2x | speed-up 1.5 ± 0.04 x; memory 3 MiB | ")
-    assert row.endswith(" | **short** |")
+    return row
+
+
+def test_the_page_puts_the_published_figure_beside_ours(written, tmp_path):
+    written()
+    page = render([CLAIM], read_results(tmp_path))
+    assert row_of(page).startswith("| [doubling](#doubling) | 2x | speed-up 1.5 ± 0.05657 x; memory 3 MiB | ")
+    assert row_of(page).endswith(" | **short** |")
     assert "A. Author 2020" in page
-    assert "**Short**: by 0.5x" in page
+    assert "**Short**: speed 1.5x (lower bound" in page
+    assert "| speed-up | 1.5 ± 0.05657 [1.247, 1.753] x |" in page
+    assert "load 0.1 at the start on" in page
     assert "not measured yet" in render([CLAIM], [])
 
 
 def test_the_overview_shows_what_the_target_speaks_of(written, tmp_path):
-    written(quick=False)
+    written()
     other = replace(CLAIM, headline=("gone since", "memory"))
-    assert "| 2x | speed-up 1.5 ± 0.04 x; memory 3 MiB |" in render([CLAIM], read_results(tmp_path))
+    assert "| 2x | speed-up 1.5 ± 0.05657 x; memory 3 MiB |" in render([CLAIM], read_results(tmp_path))
     assert "| 2x | memory 3 MiB |" in render([other], read_results(tmp_path))
 
 
-def test_the_page_says_what_was_compared_when_it_was_measured(written, tmp_path):
-    written(quick=False)
-    later = replace(CLAIM, target="at least 9x", compared="something else")
-    assert "when this was measured" not in render([CLAIM], read_results(tmp_path))
-    page = render([later], read_results(tmp_path))
-    assert f"- Target, when this was measured: {CLAIM.target}\n" in page
-    assert f"- Compared, when this was measured: {CLAIM.compared}\n" in page
+@pytest.mark.parametrize("text", ["statement", "compared", "target"])
+def test_a_verdict_on_another_claim_is_met_then_or_short_then_and_never_bold(written, tmp_path, text):
+    for claim, kind in ((CLAIM, "short"), (EASY, "met")):
+        written(claim=claim)
+        records = read_results(tmp_path)
+        assert f"| **{kind}** |" in row_of(render([claim], records))
+        later = replace(claim, **{text: "something else"})
+        page = render([later], records)
+        assert f"| *{kind} then* |" in row_of(page)
+        assert f"\n*{kind.capitalize()} then*: " in page
+        assert f"- {text.capitalize()}, when this was measured: {getattr(claim, text)}\n" in page
+        assert f"**{kind}" not in page.lower().split("\n## ")[1]
+
+
+def test_a_measurement_at_high_load_or_with_uncommitted_changes_is_marked(written, tmp_path):
+    cores = circumstances()["machine"]["cores"]
+
+    def page(**around) -> str:
+        written(**around)
+        return render([CLAIM], read_results(tmp_path))
+
+    assert row_of(page(load_at_start=[cores, 9.0, 9.0])).endswith("| **short** |")
+    loaded = page(load_at_start=[cores + 0.5, 0.0, 0.0])
+    assert row_of(loaded).endswith("| **short**; high load |")
+    assert f"load {cores + 0.5} at the start on {cores} cores (**high**)" in loaded
+    dirty = page(commit="0123456789ab-dirty")
+    assert row_of(dirty).endswith("| **short**; uncommitted changes |")
+    assert "commit 0123456789ab-dirty (**uncommitted changes**)" in dirty
+
+
+def test_changes_of_the_sources_are_seen_and_what_prove_writes_is_not(tmp_path):
+    def git(*words: str) -> None:
+        settings = ("-c", "user.name=n", "-c", "user.email=e")
+        subprocess.run(["git", "-C", str(tmp_path), *settings, *words], check=True, capture_output=True)
+
+    for folder in ("claims", "benchmarks/results", "docs"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("claims/rule.py", "benchmarks/results/r.json", "docs/claims.md"):
+        (tmp_path / name).write_text("1")
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "m")
+    clean = source_commit(tmp_path / "claims")
+    assert len(clean) == 12
+    for name in ("benchmarks/results/r.json", "docs/claims.md"):
+        (tmp_path / name).write_text("2")
+    assert source_commit(tmp_path / "claims") == clean
+    (tmp_path / "claims/rule.py").write_text("2")
+    assert source_commit(tmp_path / "claims") == f"{clean}-dirty"
+    assert source_commit(tmp_path.parent) == ""
+
+
+def test_judging_again_by_a_changed_rule_of_the_same_target_changes_the_verdict():
+    before = record_of()
+    after = again(replace(CLAIM, judge=rule(1.2)), before)
+    assert (before["kind"], after["kind"]) == ("short", "met")
+    assert after["judged"] == {"date": "2030-01-01", "commit": "abc", "target": "2x"}
+    assert {name: after[name] for name in ("samples", "conditions", "date", "commit", "target")} == {
+        name: before[name] for name in ("samples", "conditions", "date", "commit", "target")
+    }
+
+
+def test_judging_again_without_a_change_leaves_the_date():
+    assert again(CLAIM, record_of()) == record_of()
+
+
+def test_a_record_of_another_comparison_is_not_judged_by_the_present_rule():
+    before = record_of(EASY)
+    for text in ("statement", "compared"):
+        assert again(replace(CLAIM, **{text: "another"}), before) == before
+
+
+def test_a_changed_target_can_only_take_a_verdict_away():
+    met, short = record_of(EASY), record_of(CLAIM)
+    assert again(EASY, short) == short  # a target that was fixed after measuring is not met
+    assert shown_kind(EASY, short) == "short then"
+    after = again(CLAIM, met)
+    assert (after["kind"], shown_kind(CLAIM, after)) == ("short", "short")
+    assert (after["target"], after["judged"]["target"]) == ("1x", "2x")
+    assert again(CLAIM, after, date="2031-01-01") == after
+    assert shown_kind(replace(CLAIM, target="3x"), after) == "short then"
+
+
+def test_a_record_that_lacks_samples_is_not_judged_and_keeps_its_figures():
+    before = record_of(EASY)
+    del before["samples"]["bytes"], before["judged"]
+    after = again(EASY, before)
+    assert (after["kind"], after["reason"]) == ("not judged", "the record lacks samples 'bytes'")
+    assert after["figures"] == {}
+    assert after[results.MEASURED_FIGURES] == before["figures"]
+    assert all_figures(after) == before["figures"]
+    assert again(EASY, after) == after
+    page = render([EASY], [after])
+    assert "| memory (as computed when measured) | 3 MiB |" in page
+    assert row_of(page).endswith("| **not judged** |")
+
+
+def test_figures_that_a_later_rule_no_longer_computes_are_dropped():
+    renamed = replace(CLAIM, judge=lambda samples, conditions: Verdict(kind="short", reason="slow"))
+    after = again(renamed, record_of())
+    assert after["figures"] == {}
+    assert results.MEASURED_FIGURES not in after
+
+
+@pytest.fixture
+def small_ledger(monkeypatch):
+    monkeypatch.setattr(ledger, "CLAIMS", (CLAIM,))
+
+
+def test_judging_the_folder_again_changes_nothing(written, tmp_path, small_ledger):
+    old = record_of(EASY) | {"target": CLAIM.target}  # judged by an easier rule
+    del old["judged"]
+    path, page = write_record(old, tmp_path), tmp_path / "claims.md"
+    ((_, before, after),) = rejudge([], results=tmp_path, page=page)
+    assert (before["kind"], after["kind"]) == ("met", "short")
+    first, text = path.read_text(), page.read_text()
+    assert json.loads(first) == after
+    assert after["judged"]["commit"] == source_commit()
+    written_ns = path.stat().st_mtime_ns
+    rejudge([], results=tmp_path, page=page)
+    assert (path.read_text(), page.read_text()) == (first, text)
+    assert path.stat().st_mtime_ns == written_ns
+
+
+def test_the_command_judges_and_says_what_changed(tmp_path, small_ledger, capsys):
+    write_record(record_of(EASY) | {"target": CLAIM.target, "judged": {"target": CLAIM.target}}, tmp_path)
+    folders = ["--results", str(tmp_path), "--page", str(tmp_path / "claims.md")]
+    assert prove(["--judge", *folders]) == 0
+    assert "met -> short: speed 1.5x" in capsys.readouterr().out
+    assert prove(["--judge", "doubling", *folders]) == 0
+    assert "->" not in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--judge measures nothing"):
+        prove(["--judge", "--quick", *folders])
+    with pytest.raises(ConfigError, match="is no claim"):
+        prove(["--judge", "nonsense", *folders])
+
+
+def test_the_command_measures_and_judges(tmp_path, small_ledger, capsys):
+    assert prove(["doubling", "--results", str(tmp_path), "--page", str(tmp_path / "claims.md")]) == 0
+    assert "short: speed 1.5x" in capsys.readouterr().out
+    (record,) = read_records(tmp_path)
+    assert (record["kind"], record["samples"]) == ("short", dict(MEASUREMENT.samples))
+    assert "doubling" in (tmp_path / "claims.md").read_text()
+
+
+def test_the_records_in_the_tree_are_judged_by_the_present_rules():
+    """Run `modelwright prove --judge` when this fails."""
+    known = {claim.name: claim for claim in CLAIMS}
+    for record in read_records(ROOT / "benchmarks/results"):
+        assert again(known[record["name"]], record) == record, record["name"]
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
 def test_headlines_are_figures_that_were_measured(claim):
     records = [one for one in read_results(ROOT / "benchmarks/results") if one["name"] == claim.name]
-    assert set(claim.headline) <= {name for record in records for name in record["figures"]}
+    assert set(claim.headline) <= {name for record in records for name in all_figures(record)}
 
 
 def test_the_page_in_the_tree_is_the_generated_one():

@@ -1,5 +1,7 @@
 """The claims' own machinery on a text of random tokens: small enough for every test run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,8 +11,9 @@ from modelwright.data.loader import PackedLoader
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright_claims import bf16_mixed, gradient_accumulation, int8, packing, warmup_cosine, workbench
-from modelwright_claims.claim import Setting
-from modelwright_claims.experiment import Samples
+from modelwright_claims.claim import Measurement, Setting, Verdict
+from modelwright_claims.fp32_baseline import NO_ONEDNN
+from modelwright_claims.judging import judge
 from modelwright_claims.training_run import Outcome
 
 SIZE = workbench.Size(model_dim=64, num_layers=1, seq_len=32, batch_rows=8, num_steps=6)
@@ -64,63 +67,90 @@ def test_the_definition_of_the_loss_is_the_objective_s(setting):
 
 
 def test_gradient_verdict():
-    errors = {f"{who}, FP64, {rows}": [1e-16] for who in ("loop", "mean of means") for rows in ("full", "ragged")}
-    shares = {"full": 1.0, "ragged": 0.5}
-    assert gradient_accumulation.judge(errors, shares, SIZE).kind == "met"
-    assert gradient_accumulation.judge(errors | {"loop, FP64, ragged": [1e-3]}, shares, SIZE).kind == "short"
+    errors = {name: [1e-16, 1e-16] for name in gradient_accumulation.ERRORS}
+
+    def kind(**changes: list[float]) -> str:
+        return judge(gradient_accumulation.CLAIM, Measurement(samples=errors | changes)).kind
+
+    assert kind() == "met"
+    assert kind(**{"loop, FP64, ragged": [1e-16, 1e-3]}) == "short"
+    assert kind(**{"mean of means, FP64, ragged": [1.0, 1.0]}) == "met"
 
 
 def test_schedule_verdict_needs_a_significant_gain_in_every_regime():
-    def samples(method: list[float]) -> Samples:
-        losses = {"warmup + cosine": method, "constant": [3.0, 3.2, 2.9]}
-        return Samples(
-            runs={name: [run(loss) for loss in of] for name, of in losses.items()},
-            tuning={name: {1e-3: 1.0, 2e-3: 0.5, 4e-3: 0.7} for name in losses},
-            tuned={},
-        )
+    def measurement(*regimes: list[float]) -> Measurement:
+        losses = {
+            f"{name}, {regime}": of
+            for regime, method in zip(warmup_cosine.REGIMES, regimes, strict=False)
+            for name, of in (("warmup + cosine", method), ("constant", [3.0, 3.2, 2.9]))
+        }
+        steps = {f"steps, {regime}": 10 for regime in warmup_cosine.REGIMES}
+        return Measurement(samples=losses, conditions=steps)
 
-    def judge(**regimes: list[float]) -> str:
-        sizes = dict.fromkeys(regimes, SIZE)
-        return warmup_cosine.judge(sizes, {name: samples(losses) for name, losses in regimes.items()}).kind
+    def kind(*regimes: list[float]) -> str:
+        return judge(warmup_cosine.CLAIM, measurement(*regimes)).kind
 
     better, uneven, worse = [2.9, 3.11, 2.8], [2.9, 3.3, 2.8], [3.1, 3.31, 3.0]
-    assert judge(short=better, long=better) == "met"
-    assert judge(short=worse, long=better) == "short"
-    assert judge(short=better, long=uneven) == "short"
+    assert kind(better, better) == "met"
+    assert kind(worse, better) == "short"
+    assert kind(better, uneven) == "short"
+    assert kind(better) == "not judged"
+    assert kind(worse) == "short"
+
+
+def bf16(
+    speeds: tuple[float, ...] = (2.1, 2.15, 2.2), gaps: tuple[float, ...] = (0.001, 0.002), product: float = 3.0
+) -> Verdict:
+    """FP32 alone, at 1,000 tokens per second."""
+    return judge(
+        bf16_mixed.CLAIM,
+        Measurement(
+            samples={
+                "tokens per second, fp32": [1000.0] * len(speeds),
+                "tokens per second, bf16": [1000 * speed for speed in speeds],
+                "held-out loss, fp32": [3.0] * len(gaps),
+                "held-out loss, bf16": [3.0 + gap for gap in gaps],
+                "peak bytes, fp32": [100.0, 101.0],
+                "peak bytes, bf16": [80.0, 81.0],
+                "bare products per second, fp32": [1.0],
+                "bare products per second, bf16": [product],
+            },
+            conditions={NO_ONEDNN: "none here", "instruction set": "AVX2"},
+        ),
+    )
 
 
 def test_bf16_verdict_says_what_fell_short_and_why():
-    rates = {"fp32": 1e11, "bf16": 3e11}
-    peaks = {"fp32": 100, "bf16": 80}
+    assert bf16().kind == "met"
+    assert bf16(speeds=(1.6, 2.1, 2.9)).kind == "short"  # 2.2 on average
+    slow = bf16(speeds=(0.1, 0.2, 0.3), product=0.1)
+    assert slow.kind == "short"
+    assert slow.reason.startswith("speed over fp32 0.2x (lower bound ")
+    assert "0.10x FP32 on this machine (AVX2;" in slow.reason
+    assert "the rest of the step" in bf16(speeds=(1.1, 1.2, 1.3)).reason
+    assert bf16(gaps=(0.2, 0.2)).reason.startswith("held-out loss above FP32 0.2 nats (upper bound 0.2 nats)")
+    assert bf16(gaps=(0.0, 0.03)).kind == "short"  # 0.015 on average, without a bound near it
 
-    def judge(speeds=(1.6, 2.1, 2.3), losses=(3.001, 3.102), rates=rates):
-        paces = {"fp32": [1000.0] * 3, "bf16": [1000 * speed for speed in speeds]}
-        return bf16_mixed.judge(paces, {"fp32": [3.0, 3.1], "bf16": losses}, peaks, rates, SIZE, SIZE)
 
-    assert judge().kind == "met"
-    result = judge(speeds=(0.1, 0.2, 0.3), rates=rates | {"bf16": 1e10})
-    assert result.kind == "short"
-    assert result.reason.startswith("speed short by 1.80x")
-    assert "0.10x FP32" in result.reason
-    assert "the rest of the step" in judge(speeds=(1.1, 1.2, 1.3)).reason
-    assert "loss worse by 0.200 nats" in judge(losses=(3.2, 3.3)).reason
-    paces = {"fp32": [100.0] * 2, "bf16": [300.0, 310.0], bf16_mixed.BY_ONEDNN: [200.0] * 2}
-    fairer = bf16_mixed.judge(paces, {"fp32": [3.0, 3.1], "bf16": [3.001, 3.102]}, peaks, rates, SIZE, SIZE)
-    assert fairer.figures["speed-up over FP32 by oneDNN"].value == pytest.approx(1.525)
-    assert "1.52x FP32 whose products are oneDNN's" in fairer.reason
+def test_one_repeat_is_not_called_met():
+    one = bf16(speeds=(3.0,), gaps=(0.001,))
+    assert one.kind == "not judged"
+    assert "repeats of speed over fp32: one gives no bound" in one.reason
 
 
 def test_packing_verdict():
-    def judge(equal_tokens: float, equal_time: float, speed: float) -> str:
+    def kind(equal_tokens: float, equal_time: float, speed: float, uneven: float = 0.01) -> str:
         padded = [run(equal_tokens, 500.0), run(equal_tokens + 0.1, 500.0)]
-        in_time = [run(equal_time, 500.0), run(equal_time + 0.11, 500.0)]
+        in_time = [run(equal_time, 500.0), run(equal_time + 0.1 + uneven, 500.0)]
         packed = [run(3.0, speed), run(3.1, speed)]
-        return packing.judge(packed, padded, in_time, shares=(1.0, 0.5), size=SIZE, padded=SIZE).kind
+        made = packing.measurement(packed, padded, in_time, shares=(1.0, 0.5), size=SIZE, padded=SIZE)
+        return judge(packing.CLAIM, made).kind
 
-    assert judge(3.0, 3.2, 950.0) == "met"
-    assert judge(2.9, 3.2, 950.0) == "short"
-    assert judge(3.0, 2.9, 950.0) == "short"
-    assert judge(3.0, 3.2, 450.0) == "short"
+    assert kind(3.0, 3.2, 950.0) == "met"
+    assert kind(2.9, 3.2, 950.0) == "short"
+    assert kind(3.0, 2.9, 950.0) == "short"
+    assert kind(3.0, 3.2, 450.0) == "short"
+    assert kind(3.0, 3.2, 950.0, uneven=0.5) == "short"
 
 
 def test_both_sides_of_packing_hold_as_many_tokens_as_whole_rows_allow():
@@ -134,15 +164,23 @@ def test_int8_verdict():
         num_tokens=100, reference_loss=3.0, int8_loss=3.001, divergence=1e-4, same_first=0.99, max_logit_gap=0.1
     )
 
-    def judge(speed: float, num_bytes: tuple[int, int]) -> str:
+    def judged(speeds: tuple[float, ...], num_bytes: tuple[int, int], loss: float = 3.001) -> str:
         pairs = {
-            "decode": SpeedPair(num_streams=1, num_tokens=1, reference_tokens_per_s=100.0, int8_tokens_per_s=speed)
+            name: [
+                SpeedPair(num_streams=1, num_tokens=1, reference_tokens_per_s=100.0, int8_tokens_per_s=speed)
+                for speed in speeds
+            ]
+            for name in int8.SHAPES
         }
-        return int8.judge(agreement, pairs, num_bytes, SIZE.model_config(64), SIZE).verdict
+        made = int8.measurement(replace(agreement, int8_loss=loss), pairs, num_bytes, SIZE.model_config(64), SIZE)
+        return judge(int8.CLAIM, made).line
 
-    assert judge(200.0, (400, 110)).startswith("met")
-    assert judge(120.0, (400, 110)).startswith("short: decode short by 0.30x")
-    assert judge(200.0, (400, 300)).startswith("short: size short by")
+    assert judged((200.0, 201.0), (400, 110)).startswith("met")
+    assert judged((120.0, 121.0), (400, 110)).startswith("short: speed in decode, 1 stream 1.21x (lower bound")
+    assert judged((100.0, 400.0), (400, 110)).startswith("short: speed in decode, 1 stream 2.5x (lower bound")
+    assert judged((200.0,), (400, 110)).startswith("not judged: the record lacks repeats of speed in decode, 1 stream")
+    assert judged((200.0, 201.0), (400, 300)).startswith("short: size 1.33x (exact), not at least 2.4x")
+    assert judged((200.0, 201.0), (400, 110), 3.02).startswith("short: held-out loss above FP32 0.02 nats (exact)")
 
 
 def test_rows_of_a_split_are_made_once(setting):

@@ -5,6 +5,8 @@ import pytest
 from modelwright.memory.config import ActivationConfig
 from modelwright.model.config import ModelConfig
 from modelwright_claims import activation_checkpointing, memory_probe, zero_memory
+from modelwright_claims.claim import Measurement, Verdict
+from modelwright_claims.judging import judge
 from modelwright_claims.memory_probe import Measured
 
 MODEL = ModelConfig(
@@ -16,30 +18,48 @@ def measured(peak: float, *, states: float = 100.0, flops: float = 3.0, step_s: 
     return Measured(rank=0, peak_bytes=int(peak), states_bytes=int(states), step_s=step_s, flops=flops)
 
 
-def judge_checkpointing(peak: float, flops: float):
-    found = {"none": [measured(1100.0)], "unit of 1": [measured(peak, flops=flops, step_s=1.3)]}
-    estimates = {"none": 1100, "unit of 1": int(peak)}
-    return activation_checkpointing.judge(found, estimates, MODEL, seq_len=64, rows=2)
+def judge_checkpointing(peaks: list[float], flops: float) -> Verdict:
+    found = {
+        "none": [measured(1100.0), measured(1101.0)],
+        "unit of 1": [measured(peak, flops=flops, step_s=1.3) for peak in peaks],
+    }
+    samples = activation_checkpointing.samples_of(found, {"none": 1100, "unit of 1": 350})
+    return judge(activation_checkpointing.CLAIM, Measurement(samples=samples))
 
 
 def test_checkpointing_is_met_when_enough_is_saved_for_little_enough():
-    met = judge_checkpointing(350.0, 3.9)
+    met = judge_checkpointing([350.0, 351.0], 3.9)
     assert met.kind == "met"
-    assert met.figures["memory saved, unit of 1"].value == 75.0
+    assert met.figures["memory saved, unit of 1"].value == pytest.approx(75.0, abs=0.1)
     assert round(met.figures["more FLOPs, unit of 1"].value) == 30
     assert met.figures["time of a step, unit of 1"].value == 1.3
-    assert judge_checkpointing(500.0, 3.9).kind == "short"
-    assert judge_checkpointing(350.0, 4.2).kind == "short"
+    assert judge_checkpointing([500.0, 501.0], 3.9).kind == "short"
+    assert judge_checkpointing([350.0, 351.0], 4.2).kind == "short"
+    assert judge_checkpointing([350.0, 420.0], 3.9).kind == "short"  # 71.5% on average, without a bound near it
 
 
-def judge_zero(states: float, peak: float):
-    theory = zero_memory.theory_bytes(MODEL, "full", 2)
-    cases = {("full", 2): measured(peak * 1000, states=states * theory)}
-    return zero_memory.judge(cases, {("full", 2): 1000}, MODEL, large={"states": 2.8e12})
+def test_counted_flops_have_to_be_in_the_record():
+    samples = activation_checkpointing.samples_of(
+        {name: [measured(peak)] * 2 for name, peak in (("none", 1100.0), ("unit of 1", 350.0))},
+        {"none": 1100, "unit of 1": 350},
+    )
+    kept = {name: of for name, of in samples.items() if not name.startswith(activation_checkpointing.FLOPS)}
+    lacking = judge(activation_checkpointing.CLAIM, Measurement(samples=kept))
+    assert lacking.line.startswith("not judged: the record lacks samples 'FLOPs of a step, unit of 1'")
+
+
+def judge_zero(states: float, peak: float) -> Verdict:
+    theory = zero_memory.theory_bytes(MODEL.num_parameters, "full", 2)
+    cases: dict[zero_memory.Case, Measured] = {("full", 2): measured(peak * 1000, states=states * theory)}
+    large = {"states": 2.8e12, "devices": 64.0, "per device": 7e10}
+    return judge(zero_memory.CLAIM, zero_memory.measurement(cases, {("full", 2): 1000}, MODEL, large=large))
 
 
 def test_zero_is_met_when_states_and_peaks_are_near():
-    assert judge_zero(1.05, 1.05).kind == "met"
+    met = judge_zero(1.05, 1.05)
+    assert met.kind == "met"
+    assert "(bytes, exact)" in met.reason
+    assert met.figures["175B, in all, planned"].value == pytest.approx(4.48)
     assert judge_zero(1.20, 1.05).kind == "short"
     assert judge_zero(1.05, 1.20).kind == "short"
 

@@ -1,12 +1,15 @@
 """The bounds are the textbook's, and the measurement runs."""
 
+from dataclasses import replace
+
 import pytest
 
 from modelwright.core.progress import SilentProgress
 from modelwright.parallel.pipeline.bubble import makespan
 from modelwright.parallel.pipeline.trace import Span
 from modelwright_claims import pipeline_utilisation as claim
-from modelwright_claims.claim import Setting
+from modelwright_claims.claim import Measurement, Setting
+from modelwright_claims.judging import judge
 from modelwright_claims.pipeline_probe import ProbeSize
 from modelwright_claims.pipeline_replay import busy_share, equal_durations, measured_durations, order_taken
 from modelwright_claims.workbench import Size
@@ -57,19 +60,35 @@ def test_share_is_busy_time_over_the_whole_step():
     assert shares["equal"] == 0.5
 
 
-def test_verdict_asks_for_the_share_and_for_the_bound():
-    model = Size(model_dim=64, num_layers=4, seq_len=8, batch_rows=16, num_steps=1)
-    size = ProbeSize(model=model, vocab_size=64, num_repeats=1)
+def measurement(
+    *, share: float = 0.8, allowed: float = 0.85, step_s: float = 0.6, uneven: float = 0.005
+) -> Measurement:
+    values = {
+        claim.case_name("1F1B", 2, 1): {"measured": 0.5, "allowed": 0.5, "equal": 0.5, "step_s": 1.0},
+        claim.case_name("1F1B", 2, 16): {"measured": share, "allowed": allowed, "equal": 0.94, "step_s": step_s},
+    }
+    samples = {
+        f"{name}{suffix}": [(1 + sign * uneven) * of[key] for sign in (-1, 0, 1)]
+        for name, of in values.items()
+        for key, suffix in claim.SUFFIXES.items()
+    }
+    return Measurement(samples=samples, conditions={"ranks": "2"})
 
-    def verdict(share: float, allowed: float) -> str:
-        low = {"measured": 0.5, "allowed": 0.5, "equal": 0.5, "step_s": 1.0}
-        shares = {claim.case_name("1F1B", 2, 1): low}
-        shares[claim.case_name("1F1B", 2, 16)] = {**low, "measured": share, "allowed": allowed}
-        return claim.judge(shares, {name: [0.5] for name in shares}, size, (1, 16), [2]).kind
 
-    assert verdict(0.8, 0.85) == "met"
-    assert verdict(0.7, 0.75) == "short"
-    assert verdict(0.8, 0.95) == "short"
+def test_verdict_asks_for_the_share_for_the_bound_and_for_a_shorter_step():
+    met = judge(claim.CLAIM, measurement())
+    assert met.kind == "met"
+    assert met.figures["time of a step, 1F1B, 16 microbatches over one"].value == pytest.approx(0.6)
+    for worse in ({"share": 0.7, "allowed": 0.75}, {"allowed": 0.95}, {"step_s": 1.0}, {"uneven": 0.05}):
+        assert judge(claim.CLAIM, measurement(**worse)).kind == "short", worse
+
+
+def test_times_of_steps_have_to_be_in_the_record():
+    found = measurement()
+    samples = {name: of for name, of in found.samples.items() if not name.endswith(claim.SUFFIXES["step_s"])}
+    lacking = judge(claim.CLAIM, replace(found, samples=samples))
+    assert lacking.kind == "not judged"
+    assert "1F1B, 2 ranks, 16 microbatches: step, s" in lacking.reason
 
 
 def test_quick_measurement(tmp_path, monkeypatch):
@@ -77,7 +96,7 @@ def test_quick_measurement(tmp_path, monkeypatch):
     size = ProbeSize(model=model, vocab_size=64, num_repeats=1)
     monkeypatch.setattr(claim, "probe_size", lambda setting: size)
     monkeypatch.setattr(claim, "microbatch_counts", lambda setting: (1, 4))
-    result = claim.measure(Setting(quick=True, folder=tmp_path, progress=SilentProgress()))
+    result = judge(claim.CLAIM, claim.measure(Setting(quick=True, folder=tmp_path, progress=SilentProgress())))
     theory = {name: figure.value for name, figure in result.figures.items() if name.endswith("theory, equal stages")}
     assert theory["1F1B, 2 ranks, 1 microbatches: theory, equal stages"] == pytest.approx(50)
     assert theory["GPipe, 2 ranks, 4 microbatches: theory, equal stages"] == pytest.approx(80)

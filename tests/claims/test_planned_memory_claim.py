@@ -1,11 +1,14 @@
 """The verdict of the claim on planned memory from given figures."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from modelwright.memory.lifetimes import Lifetime, Timeline
 from modelwright_claims import planned_memory
+from modelwright_claims.claim import Measurement, Verdict
+from modelwright_claims.judging import judge
 from modelwright_claims.memory_probe import Measured
 from modelwright_claims.planned_memory import Case, Pair
 
@@ -16,55 +19,76 @@ def measured(peak: int, flops: float = 3.0, step_s: float = 1.0) -> Measured:
     return Measured(rank=0, peak_bytes=peak, states_bytes=100, step_s=step_s, flops=flops)
 
 
-def judge(
+def following(num_tensors: int) -> Timeline:
+    """Tensors of 640 bytes that follow each other: one place serves them all."""
+    tensors = [Lifetime(num_bytes=640, birth=t, death=t + 1, kind="temporary") for t in range(num_tensors)]
+    return Timeline(lifetimes=tuple(tensors), length=num_tensors)
+
+
+def measurement(
     *,
-    peak: int = 600,
+    peaks: tuple[int, int] = (600, 601),
     flops: float = 3.3,
     predicted: int = 950,
     planned: int = 580,
     num_tensors: int = 200,
     on_disk=None,
-):
-    """Tensors of 640 bytes that follow each other: one place serves them all."""
-    following = [Lifetime(num_bytes=640, birth=t, death=t + 1, kind="temporary") for t in range(num_tensors)]
-    step = Timeline(lifetimes=tuple(following), length=num_tensors)
+) -> Measurement:
     pair = Pair(
-        before=[measured(1100)],
-        after=[measured(peak, step_s=1.2)],
-        on_disk=[measured(550, step_s=1.5)] if on_disk is None else on_disk,
+        before=[measured(1100), measured(1101)],
+        after=[measured(peak, step_s=1.2) for peak in peaks],
+        on_disk=[measured(550, step_s=1.5)] * 2 if on_disk is None else on_disk,
         without_arena=measured(900),
         in_arena=measured(1010),
         mapped=measured(1000),
         mapped_after=measured(600, flops),
         moved_bytes=2**20 if on_disk is None else 0,
-        step=step,
+        step=following(500),
+        planned_step=following(num_tensors),
         planned_bytes=planned,
     )
-    return planned_memory.judge({"a": predicted}, {"a": 1000}, pair, CASE, large={})
+    return planned_memory.measurement({"a": predicted}, {"a": 1000}, pair, CASE, large={})
+
+
+def judged(**values: Any) -> Verdict:
+    return judge(planned_memory.CLAIM, measurement(**values))
 
 
 def test_met_only_when_prediction_saving_compute_and_reuse_are():
-    met = judge()
+    met = judged()
     assert met.kind == "met"
-    assert met.figures["bytes reused in the planned arena"].value == 99.5
-    assert met.figures["peak saved by the plan"].value == pytest.approx(100 * 5 / 11)
+    assert met.figures["bytes reused by the executed plan"].value == 99.5
+    assert met.figures["bytes reused in an arena as configured"].value == pytest.approx(99.8)
+    assert met.figures["peak saved by the plan"].value == pytest.approx(100 * 5 / 11, abs=0.1)
     assert round(met.figures["more FLOPs"].value) == 10
     assert round(met.figures["training's heap above one without gaps"].value) == 10
     assert round(met.figures["the planned step's heap above one without gaps"].value) == 50
     assert round(met.figures["the executed arena above one without gaps"].value) == 1
-    assert round(met.figures["bytes reused by a real heap"].value, 1) == 99.3
-    assert met.samples[planned_memory.MEMORY_ERRORS] == pytest.approx([-5.0, -100 / 30, -100 / 30])
-    short_plans: list[dict[str, Any]] = [{"peak": 800}, {"peak": 700}, {"planned": 530}]
+    assert measurement().samples[planned_memory.MEMORY_ERRORS] == pytest.approx([-5.0, -3.41, -3.33], abs=0.01)
+    short_plans: list[dict[str, Any]] = [{"peaks": (800, 801)}, {"peaks": (740, 800)}, {"planned": 530}]
     others: list[dict[str, Any]] = [{"flops": 3.7}, {"predicted": 880}, {"num_tensors": 100}]
     for worse in short_plans + others:
-        assert judge(**worse).kind == "short", worse
+        assert judged(**worse).kind == "short", worse
+
+
+def test_the_reuse_is_that_of_the_plan_and_not_of_the_step_as_configured():
+    short = judged(num_tensors=100)
+    assert short.figures["bytes reused in an arena as configured"].value > planned_memory.REUSE_TARGET
+    assert short.reason.startswith("bytes reused by the executed plan 99% (exact), not at least 99.3%")
+
+
+def test_the_arena_of_the_executed_plan_has_to_be_in_the_record():
+    found = measurement()
+    samples = {name: of for name, of in found.samples.items() if name != "bytes of the arena, planned"}
+    lacking = judge(planned_memory.CLAIM, replace(found, samples=samples))
+    assert lacking.line.startswith("not judged: the record lacks samples 'bytes of the arena, planned'")
 
 
 def test_a_disk_that_the_plan_does_not_use_has_no_figures():
-    used = judge()
+    used = judged()
     assert used.figures["time of a step planned with a disk"].value == 1.5
     assert "disk takes 50% less at 1.50x the time" in used.reason
-    unused = judge(on_disk=[])
+    unused = judged(on_disk=[])
     assert not any(name.endswith("planned with a disk") and "moved" not in name for name in unused.figures)
     assert "disk moves nothing" in unused.reason
 

@@ -7,9 +7,11 @@ import pytest
 from modelwright.core.config import parse
 from modelwright.core.progress import SilentProgress
 from modelwright.precision.policy import PrecisionConfig
-from modelwright_claims import adaptive_precision, large_runs, precision_policies
-from modelwright_claims.claim import Setting
+from modelwright_claims import adaptive_precision, bf16_mixed, large_runs, precision_policies
+from modelwright_claims.claim import Measurement, Setting, Verdict
 from modelwright_claims.experiment import Experiment, Samples
+from modelwright_claims.fp32_baseline import BY_ONEDNN, FP32, NO_ONEDNN
+from modelwright_claims.judging import judge
 from modelwright_claims.training_run import Outcome, Run, execute
 from modelwright_claims.workbench import Size
 
@@ -17,8 +19,7 @@ SIZE = Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_steps=10)
 PRODUCTS = {"fp32": 1.0, "bf16": 2.5, "fp16": 0.1, "fp8": 0.1, "int8": 4.0}
 
 
-def runs(loss: float, speed: float) -> list[Outcome]:
-    return [Outcome(heldout_loss=loss, seconds=4.0, steps={"num_tokens": [speed] * 4, "step_time_s": [1.0] * 4})]
+NO_RIVAL = {NO_ONEDNN: "none here"}
 
 
 def test_every_format_has_a_speed(tmp_path):
@@ -35,57 +36,102 @@ def test_arms_are_configurations():
     assert set(precision_policies.EIGHT_BITS) < set(precision_policies.ARMS)
 
 
+def samples(paces: dict[str, float], losses: dict[str, float], peaks: dict[str, float], uneven: float = 0.0):
+    """Three seeds of every arm, FP32's all alike. uneven: share by which the others' values differ between them."""
+
+    def three(name: str, value: float) -> list[float]:
+        return [value * (1 + sign * uneven * (name != FP32)) for sign in (-1, 0, 1)]
+
+    return precision_policies.samples_beside_fp32(
+        paces={name: three(name, of) for name, of in paces.items()},
+        losses={name: [of] * 3 for name, of in losses.items()},
+        peaks={name: [of] * 2 for name, of in peaks.items()},
+        products=PRODUCTS,  # type: ignore[arg-type]
+    )
+
+
+def policies(
+    *, loss: float = 4.01, speed: float = 240.0, peak: float = 50.0, int8: float = 4.07, uneven: float = 0.0
+) -> Measurement:
+    paces = {FP32: 100.0, "bf16_mixed": speed, "int8": 10.0}
+    losses = {FP32: 4.0, "bf16_mixed": loss, "int8": int8}
+    peaks = {FP32: 100.0, "bf16_mixed": peak, "int8": 90.0}
+    return Measurement(samples=samples(paces, losses, peaks, uneven), conditions=NO_RIVAL)
+
+
 def test_a_16_bit_policy_has_to_reach_all_three_and_none_may_cost_too_much():
-    def judged(loss=4.01, speed=240.0, peak=50, int8=4.07):
-        arms = {"fp32": runs(4.0, 100.0), "bf16_mixed": runs(loss, speed), "int8": runs(int8, 10.0)}
-        return precision_policies.judge(arms, {"fp32": 100, "bf16_mixed": peak, "int8": 90}, PRODUCTS, SIZE)
+    def judged(**values: float) -> Verdict:
+        return judge(precision_policies.CLAIM, policies(**values))
 
     met = judged()
     assert met.kind == "met"
     assert met.figures["speed over FP32, bf16_mixed"].value == pytest.approx(2.4)
     assert met.figures["held-out loss above FP32, int8"].value == pytest.approx(1.75)
     assert "bf16 2.50x" in met.reason
-    for worse in ({"loss": 4.013}, {"speed": 220.0}, {"peak": 61}):
-        assert judged(**worse).kind == "short"
-    arms = {"fp32": runs(4.0, 100.0), "bf16_mixed": runs(4.0, 240.0), "pure_fp16": runs(4.0, 250.0)}
-    both = precision_policies.judge(arms, {"fp32": 100, "bf16_mixed": 50, "pure_fp16": 80}, PRODUCTS, SIZE)
-    assert both.kind == "met"  # the one that is not the fastest
-    assert "reaches all three is bf16_mixed" in both.reason
+    for worse in ({"loss": 4.013}, {"speed": 220.0}, {"peak": 61.0}, {"uneven": 0.05}):
+        assert judged(**worse).kind == "short", worse
     too_far = judged(int8=4.09)
-    assert too_far.kind == "short"
-    assert "Too far from FP32: int8" in too_far.reason
+    assert too_far.reason.startswith("held-out loss of int8 above FP32 2.25%")
 
 
-def losses(**of: float) -> dict[str, list[Outcome]]:
-    return {name: runs(loss, 100.0) for name, loss in of.items()}
+def test_the_policy_that_reaches_all_three_need_not_be_the_fastest():
+    paces = {FP32: 100.0, "bf16_mixed": 240.0, "pure_fp16": 250.0}
+    peaks = {FP32: 100.0, "bf16_mixed": 50.0, "pure_fp16": 80.0}
+    found = Measurement(samples=samples(paces, dict.fromkeys(paces, 4.0), peaks), conditions=NO_RIVAL)
+    both = judge(precision_policies.CLAIM, found)
+    assert both.kind == "met"
+    assert "reaches all three is bf16_mixed" in both.reason
+
+
+@pytest.mark.parametrize("claim", [precision_policies.CLAIM, bf16_mixed.CLAIM], ids=lambda claim: claim.name)
+def test_the_faster_exact_fp32_is_the_baseline_and_has_to_be_measured(claim):
+    paces = {FP32: 100.0, BY_ONEDNN: 200.0, "bf16_mixed": 240.0}
+    found = samples(paces, dict.fromkeys(paces, 4.0), dict.fromkeys(paces, 100.0) | {"bf16_mixed": 50.0})
+    found |= {name.replace("bf16_mixed", "bf16"): of for name, of in found.items()}
+    short = judge(claim, Measurement(samples=found))
+    assert short.kind == "short"
+    assert "fp32 by oneDNN 1.2x" in short.reason or "over the faster FP32 1.2x" in short.reason
+    without = {name: of for name, of in found.items() if BY_ONEDNN not in name}
+    lacking = judge(claim, Measurement(samples=without))
+    assert lacking.line.startswith("not judged: the record lacks samples 'tokens per second, fp32 by oneDNN'")
+    assert judge(claim, Measurement(samples=without, conditions=NO_RIVAL)).kind == "met"
+
+
+def controllers(*, speed: float = 390.0, loss: float = 4.01, peak: float = 55.0, onednn: float = 0.0) -> Measurement:
+    paces = {FP32: 100.0, "all INT8": 380.0, "rules": speed} | ({BY_ONEDNN: onednn} if onednn else {})
+    losses = dict.fromkeys(paces, 4.0) | {"all INT8": 4.05, "rules": loss}
+    peaks = dict.fromkeys(paces, 100.0) | {"all INT8": 50.0, "rules": peak}
+    return Measurement(samples=samples(paces, losses, peaks), conditions={} if onednn else NO_RIVAL)
 
 
 def test_a_controller_has_to_beat_the_trivial_policies():
-    def judged(speed=390.0, loss=4.01, peak=55):
-        paces = {"fp32": [100.0], "all INT8": [380.0], "rules": [speed]}
-        made = losses(**{"fp32": 4.0, "all INT8": 4.05, "rules": loss})
-        peaks = {"fp32": 100, "all INT8": 50, "rules": peak}
-        return adaptive_precision.judge(paces, made, peaks, PRODUCTS, SIZE, SIZE)
+    def judged(**values: float) -> Verdict:
+        return judge(adaptive_precision.CLAIM, controllers(**values))
 
-    assert judged().kind == "met"
-    for worse in ({"speed": 370.0}, {"loss": 4.03}, {"peak": 61}):
-        assert judged(**worse).kind == "short"
-    assert "all INT8 at 3.80x" in judged().reason
-    assert all(name.endswith(", rules") for name in list(judged().figures)[:3])
-    assert "at most 4.00x as fast" in judged().reason
-    assert "oneDNN" not in judged().reason
+    met = judged()
+    assert met.kind == "met"
+    for worse in ({"speed": 370.0}, {"loss": 4.03}, {"peak": 61.0}, {"onednn": 140.0}):
+        assert judged(**worse).kind == "short", worse
+    assert "all INT8 at 3.80x" in met.reason
+    assert all(name.endswith(", rules") for name in list(met.figures)[:3])
+    assert "at most 4.00x as fast" in met.reason
+    assert "oneDNN" not in met.reason
+    beside = judged(onednn=125.0)
+    assert beside.kind == "met"
+    assert "rules: 3.90x FP32, 3.12x FP32 by oneDNN," in beside.reason
 
 
-def test_a_controller_is_named_beside_the_fastest_fp32_and_with_the_formats_it_ends_in():
-    paces = {"fp32": [100.0], adaptive_precision.BY_ONEDNN: [200.0], "all INT8": [380.0], "rules": [390.0]}
-    made = losses(**dict.fromkeys(paces, 4.0))
+def test_the_formats_that_a_controller_ends_in_are_samples():
     changed = dict.fromkeys(("blocks.0.ffn", "blocks.0.attention"), "int8") | {"blocks.1.ffn": "fp32"}
-    made["rules"] = [replace(made["rules"][0], formats=changed)]
-    peaks = dict.fromkeys(paces, 100) | {"rules": 55}
-    found = adaptive_precision.judge(paces, made, peaks, PRODUCTS, replace(SIZE, num_layers=2), SIZE)
-    assert "3.90x FP32 (target 3x), 1.95x FP32 by oneDNN," in found.reason
-    assert found.figures["parts in int8 at the end, rules"].value == 50.0
-    assert found.figures["parts in bf16 at the end, rules"].value == 25.0
+    runs = {name: [Outcome(heldout_loss=4.0, seconds=1.0)] * 2 for name in (FP32, "rules")}
+    runs["rules"] = [replace(runs["rules"][0], formats=changed)] * 2
+    alike = {name: [100.0, 100.0] for name in runs}
+    size = replace(SIZE, num_layers=2)
+    found = adaptive_precision.measurement(alike, runs, alike, PRODUCTS, size, size)  # type: ignore[arg-type]
+    assert found.samples["parts in int8 at the end, rules"] == [50.0, 50.0]
+    figures = judge(adaptive_precision.CLAIM, found).figures
+    assert figures["parts in int8 at the end, rules"].value == 50.0
+    assert figures["parts in bf16 at the end, rules"].value == 25.0
 
 
 @pytest.mark.parametrize("fastest", ["int8", "fp32"])

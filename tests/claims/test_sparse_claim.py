@@ -7,8 +7,9 @@ import pytest
 from modelwright.core.progress import SilentProgress
 from modelwright_claims import sparse_arms as arms
 from modelwright_claims import sparse_updates as claim
-from modelwright_claims.claim import Setting
+from modelwright_claims.claim import Measurement, Setting, Verdict
 from modelwright_claims.experiment import Runner
+from modelwright_claims.judging import judge
 from modelwright_claims.mixed_text import Mixture
 from modelwright_claims.training_run import Outcome, Run
 from modelwright_claims.workbench import KINDS, Size
@@ -22,48 +23,97 @@ def found(loss: float, flops: float) -> Outcome:
     )
 
 
-def outcome(method: float, flops: float, *, baseline: float = 2.2, regime: str = arms.UPDATE) -> arms.Comparison:
-    losses = {arms.DENSE: 2.0, arms.METHOD: method, arms.CLEANED: 1.9} | dict.fromkeys(arms.LIMIT_ALONE, 1.99)
+def outcome(
+    method: float,
+    flops: float,
+    *,
+    baseline: float = 2.2,
+    filtered: float = 2.1,
+    regime: str = arms.UPDATE,
+    uneven: float = 0.0,
+) -> arms.Comparison:
+    """filtered: loss of the rivals behind the same filter; uneven: of the method's losses between the seeds."""
+    losses = {arms.DENSE: 2.0, arms.METHOD: method, arms.CLEANED: 1.9}
+    losses |= dict.fromkeys(arms.BEHIND_THE_FILTER, filtered)
     losses |= dict.fromkeys(arms.BASELINES, baseline)
     costs = {arms.DENSE: 1.0, arms.METHOD: flops}
     final = {
-        name: [found(loss + noise, costs.get(name, 0.4)) for noise in (0.0, 0.01, 0.02)]
+        name: [
+            found(loss + noise + sign * uneven * (name == arms.METHOD), costs.get(name, 0.4))
+            for noise, sign in ((0.0, -1), (0.01, 0), (0.02, 1))
+        ]
         for name, loss in losses.items()
     }
     return arms.Comparison(regime=regime, rates=dict.fromkeys(losses, 1e-3), final=final)
 
 
-def judge(given: arms.Comparison, time: float = 0.5, **others: arms.Comparison):
+def measurement(given: arms.Comparison, time: float = 0.5, **others: arms.Comparison) -> Measurement:
     times = ([0.1 * time] * 3, [0.1] * 3)
     outcomes = {one.regime: one for one in (given, *others.values())}
-    return claim.judge(outcomes, times, base=found(2.1, 1.0), size=SIZE, before=SIZE)
+    return claim.measurement(outcomes, times, base=found(2.1, 1.0), size=SIZE, before=SIZE)
+
+
+def judged(given: arms.Comparison, time: float = 0.5, **others: arms.Comparison) -> Verdict:
+    return judge(claim.CLAIM, measurement(given, time, **others))
 
 
 def test_met_needs_flops_time_loss_and_every_baseline():
-    met = judge(outcome(2.005, 0.39))
+    met = judged(outcome(2.005, 0.39))
     assert met.kind == "met"
     assert met.figures["held-out loss above dense"].value == pytest.approx(0.25, abs=0.01)
     assert met.figures["executed FLOPs, method to dense"].value == pytest.approx(0.39)
-    assert "better than every baseline" in met.reason
+    assert met.figures["loss of the code before the update"].value == 2.1
     assert "a perfect cleaner before dense training would leave -4.98%" in met.reason
-    assert "the limit alone, random rows within the limit (0.40 of the FLOPs) -0.50% and -0.50%" in met.reason
-    assert judge(outcome(2.005, 0.41)).kind == "short"
-    assert judge(outcome(2.005, 0.39), time=0.61).kind == "short"
-    assert judge(outcome(2.02, 0.39)).kind == "short"
-    beaten = judge(outcome(2.005, 0.39, baseline=2.004))
+    assert judged(outcome(2.005, 0.41)).kind == "short"
+    assert judged(outcome(2.005, 0.39), time=0.61).kind == "short"
+    assert judged(outcome(2.02, 0.39)).kind == "short"
+    beaten = judged(outcome(2.005, 0.39, baseline=2.004))
     assert beaten.kind == "short"
-    assert "not worse with p < 0.05: dense, fewer steps, dense, as much time" in beaten.reason
+    assert "new text: difference to dense, fewer steps 0.001 nats" in beaten.reason
     noisy = outcome(2.005, 0.39)
     noisy.final["random rows"][:] = [found(loss, 0.4) for loss in (2.0, 2.03, 2.4)]  # type: ignore[index]
-    assert "p < 0.05: random rows;" in judge(noisy).reason
+    assert "not different from random rows with p < 0.05" in judged(noisy).reason
+
+
+def test_the_upper_bound_of_the_loss_has_to_be_inside():
+    assert judged(outcome(2.005, 0.39, uneven=0.001)).kind == "met"
+    uneven = judged(outcome(2.005, 0.39, uneven=0.01))
+    assert uneven.figures["held-out loss above dense"].value == pytest.approx(0.25, abs=0.01)
+    assert uneven.kind == "short"
+
+
+@pytest.mark.parametrize("rival", arms.BEHIND_THE_FILTER)
+def test_dense_training_behind_the_same_filter_is_a_rival(rival):
+    given = outcome(2.005, 0.39)
+    given.final[rival][:] = [found(loss, 0.4) for loss in (2.0, 2.01, 2.02)]  # type: ignore[index]
+    beaten = judged(given)
+    assert beaten.kind == "short"
+    assert f"both texts: difference to {rival} 0.005 nats" in beaten.reason
+
+
+def test_both_texts_have_to_be_below_a_rival_too():
+    given = outcome(2.005, 0.39)
+    runs = [
+        replace(run, losses={"prose": 1.5, "code": 2.2 + 0.01 * seed})
+        for seed, run in enumerate(given.final[arms.DENSE])
+    ]
+    given.final["plain freezing"][:] = runs  # type: ignore[index]
+    beaten = judged(given)
+    assert "both texts: difference to plain freezing" in beaten.reason
+    assert "new text" not in beaten.reason.split(". ")[0]
+
+
+def test_flops_that_were_not_kept_are_lacking():
+    found = measurement(outcome(2.005, 0.39))
+    samples = {name: of for name, of in found.samples.items() if not name.startswith("executed FLOPs")}
+    lacking = judge(claim.CLAIM, replace(found, samples=samples))
+    assert lacking.line.startswith("not judged: the record lacks samples 'executed FLOPs, rows by change, continual")
 
 
 def test_the_row_says_what_the_method_costs_in_a_clean_stream():
-    reason = judge(outcome(1.99, 0.39), clean=outcome(2.02, 0.38, baseline=2.01, regime=arms.CLEAN)).reason
-    assert (
-        "clean continual update: +1.00% from dense on the new text, +1.00% on both, at 0.38 of the FLOPs "
-        "(dense, as much time +0.50% and +0.50%)" in reason
-    )
+    reason = judged(outcome(1.99, 0.39), clean=outcome(2.02, 0.38, baseline=2.01, regime=arms.CLEAN)).reason
+    expected = "clean continual update: +1.00% and +1.00% from dense (dense, as much time +0.50% and +0.50%)"
+    assert expected in reason
 
 
 def test_pretraining_names_the_best_form_at_every_budget():
@@ -73,7 +123,7 @@ def test_pretraining_names_the_best_form_at_every_budget():
     losses |= {arms.at_budget("columns", 0.6): 1.89, arms.DENSE: 2.0}
     final = {name: [found(loss, 1.0)] * 3 for name, loss in losses.items()}
     pretraining = arms.Comparison(regime=arms.PRETRAIN, rates=dict.fromkeys(final, 1e-3), final=final)
-    reason = judge(outcome(2.005, 0.39), pretraining=pretraining).reason
+    reason = judged(outcome(2.005, 0.39), pretraining=pretraining).reason
     assert reason.endswith(
         "pretraining, best: at 0.2 of the FLOPs smaller dense, +10.00% from dense, at 0.4 of the FLOPs columns, +3.00% "
         "from dense, at 0.6 of the FLOPs columns, -5.50% from dense"
@@ -118,7 +168,7 @@ def test_every_arm_runs_at_its_best_rate_and_baselines_at_equal_compute(tmp_path
 
     monkeypatch.setattr(Runner, "all", pretend)
     monkeypatch.setattr(Runner, "timed", pretend)
-    result = claim.measure(Setting(quick=quick, folder=tmp_path, progress=SilentProgress()))
+    result = judge(claim.CLAIM, claim.measure(Setting(quick=quick, folder=tmp_path, progress=SilentProgress())))
     update = [run for run in made if run.start_from and run.mixture != Mixture(code=arms.SHARE_OF_CODE[arms.CLEAN])]
     final = [run for run in update if run.seed in arms.SEEDS]
     assert {run.size.learning_rate for run in final} == {1e-3}
@@ -136,9 +186,10 @@ def test_every_arm_runs_at_its_best_rate_and_baselines_at_equal_compute(tmp_path
     mixtures = {name: run.mixture for name, run in runs.items()}
     assert mixtures.pop(arms.CLEANED) == Mixture(code=0.5)
     assert set(mixtures.values()) == {Mixture(code=0.25, garbage=0.5)}
-    assert {run.start_from.size.model_dim for run in runs.values()} == {arms.SIZE.model_dim, arms.SMALLER["model_dim"]}
-    assert runs["smaller dense"].start_from.size.model_dim == runs["smaller dense"].size.model_dim
-    assert result.kind == ("cannot be tested here" if quick else "short")
+    begun = {name: run.start_from.size.model_dim for name, run in runs.items() if run.start_from}
+    assert set(begun.values()) == {arms.SIZE.model_dim, arms.SMALLER["model_dim"]}
+    assert begun["smaller dense"] == runs["smaller dense"].size.model_dim
+    assert result.kind == "short"
     assert result.figures["time of a step, method to dense"].value == pytest.approx(0.62)
     timed = [run for run in made if run.seed >= arms.FIRST_TIMED_SEED]
     assert [bool(run.settings["sparse"]) for run in timed] == [True, False, True] * arms.NUM_ROUNDS

@@ -7,8 +7,9 @@ import pytest
 from modelwright.core.progress import SilentProgress
 from modelwright_claims import adaptive_clipping, dynamic_decay, loss_scaling, workbench
 from modelwright_claims import stability_bench as bench
-from modelwright_claims.claim import Setting
+from modelwright_claims.claim import Measurement, Setting, Verdict
 from modelwright_claims.experiment import Samples
+from modelwright_claims.judging import judge
 from modelwright_claims.loss_scaling import Stability, execute_noting_losses, variant
 from modelwright_claims.training_run import Outcome, Run
 
@@ -67,28 +68,47 @@ def comparison(plain: list[float], main: list[float], rival: list[float] | None 
     return bench.Comparison(target=2.0, samples=samples)
 
 
-def test_a_gain_must_be_there_among_wild_batches_and_no_loss_in_calm(setting):
-
-    def kind(calm: bench.Comparison, wild: bench.Comparison) -> str:
-        found = {"calm": calm, "wild batches": wild}
-        return bench.judge(setting, adaptive_clipping.STUDY, LONG, found, adaptive_clipping.GAIN).kind
-
-    plain = [300.0, 320.0, 280.0]
-    same, faster, slower = [301.0, 318.0, 281.0], [200.0, 221.0, 180.0], [400.0, 421.0, 380.0]
-    assert kind(comparison(plain, same), comparison(plain, faster)) == "met"
-    assert kind(comparison(plain, same), comparison(plain, same)) == "short"
-    assert kind(comparison(plain, slower), comparison(plain, faster)) == "short"
-    assert kind(comparison(plain, same), comparison(plain, faster, rival=faster)) == "short"
-    assert kind(comparison(plain, same), comparison([300.0, 0.0, 280.0], plain)) == "short"
+def judged(calm: bench.Comparison, wild: bench.Comparison) -> Verdict:
+    found = {"calm": calm, "wild batches": wild}
+    return judge(adaptive_clipping.CLAIM, bench.measurement(LONG, adaptive_clipping.STUDY, found))
 
 
-def test_what_never_gets_there_is_counted_and_named(setting):
-    found = {"calm": comparison([300.0] * 3, [300.0] * 3), "wild batches": comparison([0.0] * 3, [250.0] * 3)}
-    result = bench.judge(setting, adaptive_clipping.STUDY, LONG, found, 1.1)
+PLAIN, FASTER = [300.0, 320.0, 280.0], [200.0, 221.0, 180.0]
+
+
+def test_a_gain_must_be_there_among_wild_batches_and_no_loss_in_calm():
+    same, slower = [300.0, 319.0, 279.0], [400.0, 421.0, 380.0]
+    assert judged(comparison(PLAIN, PLAIN), comparison(PLAIN, FASTER)).kind == "met"
+    assert judged(comparison(PLAIN, PLAIN), comparison(PLAIN, same)).kind == "short"
+    assert judged(comparison(PLAIN, slower), comparison(PLAIN, FASTER)).kind == "short"
+    assert judged(comparison(PLAIN, PLAIN), comparison(PLAIN, FASTER, rival=FASTER)).kind == "short"
+    assert judged(comparison(PLAIN, PLAIN), comparison([300.0, 0.0, 280.0], PLAIN)).kind == "short"
+
+
+def test_no_loss_in_calm_means_that_the_upper_bound_is_none():
+    uneven = judged(comparison(PLAIN, [290.0, 331.0, 270.0]), comparison(PLAIN, FASTER))
+    assert uneven.figures["fewer steps, calm"].value > 1.0
+    assert uneven.kind == "short"
+    assert "calm: steps more than fixed at 1.0" in uneven.reason
+
+
+def test_what_never_gets_there_is_counted_and_named():
+    never, there = [0.0] * 3, [250.0] * 3
+    result = judged(comparison([300.0] * 3, [300.0] * 3), comparison(never, there))
     assert result.kind == "met"
-    assert "fixed at 1.0 3 of 3 never" in result.reason
-    assert "250 steps against 500 of fixed at 1.0 (2.00x, p = 0), 500 of fixed at 0.3" in result.reason
-    assert result.samples["steps, fixed at 1.0, wild batches"] == [500] * 3
+    assert "wild batches: runs that never reached the loss: fixed at 1.0 3," in result.reason
+    assert "250 steps against 500 of fixed at 1.0 (2.00x, p = 0)" in result.reason
+
+
+def test_a_rival_that_was_never_measured_is_lacking():
+    measurement = bench.measurement(
+        LONG,
+        adaptive_clipping.STUDY,
+        {"calm": comparison(PLAIN, PLAIN), "wild batches": comparison(PLAIN, FASTER)},
+    )
+    samples = {name: of for name, of in measurement.samples.items() if "fixed at 0.3" not in name}
+    lacking = judge(adaptive_clipping.CLAIM, replace(measurement, samples=samples))
+    assert lacking.line.startswith("not judged: the record lacks samples 'steps, fixed at 0.3, wild batches'")
 
 
 def test_every_arm_is_a_configuration():
@@ -115,20 +135,34 @@ def test_underflow_is_seen_without_a_scale_and_not_with_one(setting):
     assert found[loss_scaling.STATIC].stable == 0
 
 
-def test_loss_scaling_verdict(setting):
-    def run(stable: int, lost: float) -> Stability:
-        return Stability(stable=stable, skipped=100 - stable, lost=lost, loss=4.0)
+def scaled(*, dynamic: int = 95, none: int = 20, fitting: int = 20, lost: float = 0.5) -> Measurement:
+    def runs(stable: int, share: float) -> list[Stability]:
+        return [Stability(stable=stable + more, skipped=5, lost=share, loss=4.0) for more in (0, 1, 0)]
 
-    def kind(dynamic: int, none: int, lost: float) -> str:
-        runs = {arm: [run(95, 0.0)] * 2 for arm in loss_scaling.ARMS}
-        runs[loss_scaling.DYNAMIC] = [run(dynamic, 0.0)] * 2
-        runs[loss_scaling.NONE] = [run(none, lost)] * 2
-        runs[loss_scaling.STATIC] = [run(0, 1.0)] * 2
-        return loss_scaling.judge(setting, SIZE, runs).kind
+    found = {arm: runs(95, 0.0) for arm in loss_scaling.ARMS} | {
+        loss_scaling.DYNAMIC: runs(dynamic, 0.0),
+        loss_scaling.NONE: runs(none, lost),
+        loss_scaling.FITS[0]: runs(fitting, 0.0),
+        loss_scaling.STATIC: runs(-1, 1.0),
+    }
+    return loss_scaling.measurement(SIZE, found)
 
-    assert kind(95, 20, 0.5) == "met"
-    assert kind(95, 50, 0.5) == "short"
-    assert kind(95, 20, 0.1) == "short"
+
+def test_a_dynamic_scale_has_to_beat_no_scale_and_every_static_one():
+    assert judge(loss_scaling.CLAIM, scaled()).kind == "met"
+    for worse in (scaled(none=50), scaled(lost=0.1), scaled(dynamic=60)):
+        assert judge(loss_scaling.CLAIM, worse).kind == "short", worse
+    beaten = judge(loss_scaling.CLAIM, scaled(fitting=95))
+    assert beaten.kind == "short"
+    assert beaten.reason.startswith("stable updates over static 2^15 1x")
+    assert beaten.figures["stable updates, dynamic over static 2^32"].value > loss_scaling.TARGET
+
+
+def test_what_was_lost_of_the_gradient_has_to_be_in_the_record():
+    measurement = scaled()
+    samples = {name: of for name, of in measurement.samples.items() if not name.startswith("gradient lost")}
+    lacking = judge(loss_scaling.CLAIM, replace(measurement, samples=samples))
+    assert lacking.line.startswith("not judged: the record lacks samples 'gradient lost, ")
 
 
 def test_an_update_that_is_skipped_keeps_nothing_of_its_gradient(setting):

@@ -1,0 +1,146 @@
+"""Judge a record: check each part of a target against its bound, and note what the record lacks.
+
+The rule for all claims: a part of the target that the samples miss makes the verdict "short", whatever else is
+missing; otherwise a part that the samples cannot answer makes it "not judged"; only when all parts hold is it "met".
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from modelwright_claims.claim import UNTESTABLE, Claim, Figure, Measurement, Verdict
+from modelwright_claims.statistics import Estimate
+
+
+class Lacks(KeyError):
+    """The record does not hold what the rule asks for; the text says what."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Stored(Mapping[str, Any]):
+    """Samples or conditions of a record. A name that is not there raises `Lacks`."""
+
+    def __init__(self, values: Mapping[str, Any], noun: str) -> None:
+        self.values_by_name = values
+        self.noun = noun
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.values_by_name:
+            raise Lacks(f"{self.noun} {name!r}")
+        return self.values_by_name[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.values_by_name
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_by_name)
+
+    def __len__(self) -> int:
+        return len(self.values_by_name)
+
+
+@dataclass
+class Judgment:
+    """Collects the parts of a verdict."""
+
+    figures: dict[str, Figure] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+    """Clauses of the reason, whatever the verdict is."""
+    missed: list[str] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """A part of the target: it ends where the record lacks something, and the verdict says what that is."""
+        try:
+            yield
+        except Lacks as lacks:
+            if str(lacks) not in self.lacking:
+                self.lacking.append(str(lacks))
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Figures that no target speaks of: they are left out where the record lacks their samples."""
+        with suppress(Lacks):
+            yield
+
+    def at_least(self, what: str, found: Estimate, limit: float, unit: str = "") -> bool:
+        """Ask for a lower bound of at least this much."""
+        return self.check(what, found, limit, unit, "at least", found.lower >= limit)
+
+    def at_most(self, what: str, found: Estimate, limit: float, unit: str = "") -> bool:
+        """Ask for an upper bound of at most this much."""
+        return self.check(what, found, limit, unit, "at most", found.upper <= limit)
+
+    def above(self, what: str, found: Estimate, limit: float, unit: str = "") -> bool:
+        """Ask for a lower bound above this."""
+        return self.check(what, found, limit, unit, "above", found.lower > limit)
+
+    def below(self, what: str, found: Estimate, limit: float, unit: str = "") -> bool:
+        """Ask for an upper bound below this."""
+        return self.check(what, found, limit, unit, "below", found.upper < limit)
+
+    def check(
+        self,
+        what: str,
+        found: Estimate,
+        limit: float,
+        unit: str,
+        relation: Literal["at least", "at most", "above", "below"],
+        holds: bool,
+    ) -> bool:
+        if holds:
+            return True
+        is_floor = relation in ("at least", "above")
+        has_bound = found.exact or found.count > 1
+        if not has_bound and (found.mean > limit if is_floor else found.mean < limit):
+            self.lacking.append(f"repeats of {what}: one gives no bound")
+            return False
+        side, bound = ("lower", found.lower) if is_floor else ("upper", found.upper)
+        basis = f"{side} bound {_number(bound)}{unit}" if has_bound else "one repeat, no bound"
+        basis = "exact" if found.exact else basis
+        self.missed.append(f"{what} {_number(found.mean)}{unit} ({basis}), not {relation} {limit:g}{unit}")
+        return False
+
+    def require(self, holds: bool, otherwise: str) -> None:
+        """Ask for anything else; `otherwise` says what was missed."""
+        if not holds:
+            self.missed.append(otherwise)
+
+    def verdict(self) -> Verdict:
+        """Return the verdict; missed parts are named first."""
+        said = "; ".join(self.said)
+        if self.missed:
+            return self._verdict("short", "; ".join(self.missed), said)
+        if self.lacking:
+            return self._verdict("not judged", f"the record lacks {', '.join(self.lacking)}", said)
+        return Verdict(kind="met", reason=said, figures=self.figures)
+
+    def _verdict(self, kind: Literal["short", "not judged"], first: str, said: str) -> Verdict:
+        return Verdict(kind=kind, reason=f"{first}. {said}" if said else first, figures=self.figures)
+
+
+def judge(claim: Claim, measurement: Measurement) -> Verdict:
+    """Judge a measurement, new or stored, by the claim's rule."""
+    if UNTESTABLE in measurement.conditions:
+        return Verdict(kind="cannot be tested here", reason=str(measurement.conditions[UNTESTABLE]))
+    try:
+        return claim.judge(Stored(measurement.samples, "samples"), Stored(measurement.conditions, "condition"))
+    except Lacks as lacks:
+        return Verdict(kind="not judged", reason=f"the record lacks {lacks}")
+
+
+def names_between(samples: Mapping[str, Sequence[float]], prefix: str, suffix: str = "") -> list[str]:
+    """Return what stands between `prefix` and `suffix` in the names of samples, in their order."""
+    return [
+        name[len(prefix) : len(name) - len(suffix)]
+        for name in samples
+        if name.startswith(prefix) and name.endswith(suffix) and len(name) > len(prefix) + len(suffix)
+    ]
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
