@@ -39,6 +39,7 @@ IMPORTED = (
     "tensorboardX",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "freeze_imports",
 )
 
 
