@@ -6,6 +6,7 @@ so a rank starts in a fraction of a second. Use `rank_processes.start_process` f
 """
 
 import ctypes
+import gc
 import importlib.util
 import os
 import signal
@@ -234,6 +235,7 @@ class _Call:
 def _run_rank(call: _Call) -> None:
     """The life of a forked process."""
     end_with_parent()
+    gc.freeze()  # garbage collections need not look at what the server has imported
     folder = call.folder / str(call.rank)
     folder.mkdir()
     with open(folder / "output", "a") as file:

@@ -6,6 +6,7 @@ process of its own: environment, arguments, working folder, output, and a status
 """
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import runpy
@@ -39,7 +40,6 @@ IMPORTED = (
     "tensorboardX",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
-    "freeze_imports",
 )
 
 
@@ -149,6 +149,7 @@ def end_with_parent() -> None:
 def _become(words: list[str], is_module: bool, environment: dict[str, str], cwd: Path | None, folder: Path) -> None:
     """The rest of the life of a forked process."""
     end_with_parent()
+    gc.freeze()  # garbage collections need not look at what the server has imported
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         with open(folder / name, "a") as file:
             os.dup2(file.fileno(), descriptor)
