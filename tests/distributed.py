@@ -6,6 +6,7 @@ so a rank starts in a fraction of a second. Use `rank_processes.start_process` f
 """
 
 import ctypes
+import gc
 import importlib.util
 import os
 import signal
@@ -233,6 +234,7 @@ class _Call:
 
 def _run_rank(call: _Call) -> None:
     """The life of a forked process."""
+    gc.freeze()  # otherwise every full collection copies the pages of all modules that the server has imported
     end_with_parent()
     folder = call.folder / str(call.rank)
     folder.mkdir()

@@ -6,6 +6,7 @@ process of its own: environment, arguments, working folder, output, and a status
 """
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import runpy
@@ -147,6 +148,7 @@ def end_with_parent() -> None:
 
 def _become(words: list[str], is_module: bool, environment: dict[str, str], cwd: Path | None, folder: Path) -> None:
     """The rest of the life of a forked process."""
+    gc.freeze()  # otherwise every full collection copies the pages of all modules that the server has imported
     end_with_parent()
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         with open(folder / name, "a") as file:
