@@ -234,8 +234,8 @@ class _Call:
 
 def _run_rank(call: _Call) -> None:
     """The life of a forked process."""
+    gc.freeze()  # otherwise every full collection copies the pages of all modules that the server has imported
     end_with_parent()
-    gc.freeze()  # garbage collections need not look at what the server has imported
     folder = call.folder / str(call.rank)
     folder.mkdir()
     with open(folder / "output", "a") as file:

@@ -148,8 +148,8 @@ def end_with_parent() -> None:
 
 def _become(words: list[str], is_module: bool, environment: dict[str, str], cwd: Path | None, folder: Path) -> None:
     """The rest of the life of a forked process."""
+    gc.freeze()  # otherwise every full collection copies the pages of all modules that the server has imported
     end_with_parent()
-    gc.freeze()  # garbage collections need not look at what the server has imported
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         with open(folder / name, "a") as file:
             os.dup2(file.fileno(), descriptor)

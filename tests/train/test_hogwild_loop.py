@@ -1,27 +1,61 @@
 """THE loop in processes that share weights: the same batches, metrics, checkpoints and (nearly) losses."""
 
-import json
+import os
+import signal
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tiny_run
 import torch
 from safetensors.torch import load_file
 
+from distributed import run_distributed, start_distributed
+from modelwright.core.errors import ModelwrightError
 from modelwright.core.records import column, read_records
-from rank_processes import run_ranks, start_ranks, wait_for
+from modelwright.data.batch import TokenBatch
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.parallel.mesh import World
 
-SCRIPT = Path(__file__).with_name("hogwild_run.py")
 NUM_STEPS, DIE_AT, EVERY, LOST = 60, 33, 20, 3
+NEVER = NUM_STEPS
+
+
+@dataclass(frozen=True)
+class Deadly(tiny_run.Rows):
+    """Rows of which batch `die_at` or a later one kills the process once there is a checkpoint."""
+
+    die_at: int = NEVER
+    checkpoints: Path = Path()
+
+    def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
+        if index >= self.die_at and list(self.checkpoints.glob("step-*[0-9]")):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().batch(index, rank=rank, world_size=world_size)
+
+
+def train(world: World, folder: Path, die_at: int) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Train with shared weights; the last rank dies at batch `die_at`. Returns weights and indices of batches."""
+    model = tiny_run.tiny_model()
+    rows = Deadly(die_at=die_at if world.rank == world.size - 1 else NEVER, checkpoints=folder / "checkpoints")
+    config = tiny_run.settings(
+        num_steps=NUM_STEPS, eval_every_steps=EVERY, checkpoint_every_steps=EVERY, asynchronous={"mode": "hogwild"}
+    )
+    try:
+        tiny_run.run(folder, config, objective=Pretrain(rows), model=model, world=world)
+    except ModelwrightError as error:
+        print(error, flush=True)
+        os._exit(LOST)  # the process group cannot be taken down with a member gone
+    return {name: weight.clone() for name, weight in model.state_dict().items()}, rows.calls
 
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
     """A run on two processes of which one is killed, and the same command again."""
     folder = tmp_path_factory.mktemp("hogwild")
-    ended = wait_for(start_ranks(SCRIPT, folder, NUM_STEPS, DIE_AT, size=2))
-    left = sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*[0-9]"))
-    run_ranks(SCRIPT, folder, NUM_STEPS, -1, size=2)
-    return folder, ended, left
+    exits = start_distributed(train, 2, folder, DIE_AT).wait()
+    saved = sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*[0-9]"))
+    return folder, exits, saved, run_distributed(train, 2, folder, NEVER)
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +92,19 @@ def load_tree(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_killed_process_ends_the_run_with_its_last_checkpoint_whole(two_processes):
-    _, ((survivor, said, _), (victim, _, _)), left = two_processes
-    assert (survivor, victim) == (LOST, -9)
-    assert "has ended (rank 1)" in said
-    assert left
-    assert left[-1] in (EVERY, 2 * EVERY)
+    _, (survivor, victim), saved, _ = two_processes
+    assert (survivor.code, victim.code) == (LOST, -9)
+    assert "has ended (rank 1)" in survivor.output
+    assert saved
+    assert saved[-1] in (EVERY, 2 * EVERY)
 
 
 def test_every_update_is_made_once_and_recorded_in_order(two_processes):
-    folder, _, left = two_processes
+    folder, _, saved, results = two_processes
     assert [step for step, _ in values(folder, "loss")] == list(range(1, NUM_STEPS + 1))
     assert {worker for step, worker in values(folder, "worker")} == {0, 1}
-    drawn = [number for rank in range(2) for number in json.loads((folder / f"rank{rank}.json").read_text())]
-    assert sorted(drawn) == list(range(left[-1], NUM_STEPS))
+    drawn = [number for _, numbers in results for number in numbers]
+    assert sorted(drawn) == list(range(saved[-1], NUM_STEPS))
 
 
 def test_schedule_and_counts_are_those_of_the_synchronous_run(two_processes, synchronous):
@@ -80,8 +114,8 @@ def test_schedule_and_counts_are_those_of_the_synchronous_run(two_processes, syn
 
 
 def test_processes_end_with_equal_weights_which_the_checkpoint_holds(two_processes):
-    first, second = (load_file(two_processes[0] / f"rank{rank}.safetensors") for rank in range(2))
-    saved = load_tree(two_processes[0])
+    folder, _, _, ((first, _), (second, _)) = two_processes
+    saved = load_tree(folder)
     for name, weight in first.items():
         assert torch.equal(weight, second[name])
         assert any(torch.equal(weight, value) for key, value in saved.items() if key.endswith(name))

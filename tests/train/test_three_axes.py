@@ -1,19 +1,30 @@
 """A checkpoint of pipeline 2 x data 2 x tensor 2 goes on under any other layout: the next losses are the same."""
 
-import json
-import os
 import shutil
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tiny_run
 
+from distributed import run_distributed
+from modelwright.core.config import parse
 from modelwright.core.records import column, read_records
+from modelwright.model.decoder import Decoder
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import World
 from tolerances import TOLERANCES
 
-SCRIPT = Path(__file__).with_name("three_axes_run.py")
 SAVED_AT, END = 4, 10
+SETTINGS = {
+    "num_steps": END,
+    "num_microbatches": 2,
+    "eval_every_steps": 0,
+    "checkpoint_every_steps": SAVED_AT,
+    "keep_best": False,
+    "keep_last": 5,
+}
 LOSS = TOLERANCES["fp32_loss"]
 CUBE = {"pipeline": 2, "data": 2, "tensor": 2}
 LAYOUTS = {
@@ -26,43 +37,24 @@ LAYOUTS = {
 }
 
 
+def train(world: World, folder: Path, layout: dict[str, Any]) -> None:
+    model = Decoder(replace(tiny_run.SHAPE, num_kv_heads=4))  # four ranks can share its heads
+    model.init_weights(0)
+    parallel = parse(ParallelConfig, layout)
+    tiny_run.run(folder, tiny_run.settings(**SETTINGS), model=model, world=world, parallel=parallel)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("three-axes")
-    settings = {
-        "num_microbatches": 2,
-        "eval_every_steps": 0,
-        "checkpoint_every_steps": SAVED_AT,
-        "keep_best": False,
-        "keep_last": 5,
-    }
-    start(folder, [{"folder": "saved", "size": 8, "parallel": CUBE, "settings": {**settings, "num_steps": END}}])
-    for name in LAYOUTS:
+    run_distributed(train, 8, folder / "saved", CUBE)
+    for name, (size, layout) in LAYOUTS.items():
         shutil.copytree(folder / "saved", folder / name)
         for path in (folder / name / "checkpoints").glob("step-*"):
             if path.name != f"step-{SAVED_AT:08d}":
                 shutil.rmtree(path)
-    start(
-        folder,
-        [
-            {"folder": name, "size": size, "parallel": parallel, "settings": {**settings, "num_steps": END}}
-            for name, (size, parallel) in LAYOUTS.items()
-        ],
-    )
+        run_distributed(train, size, folder / name, layout)
     return folder
-
-
-def start(folder: Path, cases: list[dict]) -> None:
-    (folder / "cases.json").write_text(json.dumps(cases))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder), str(folder / "cases.json")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def losses(folder: Path) -> list[float]:
