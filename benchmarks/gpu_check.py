@@ -2,7 +2,7 @@
 
 Needs torch and pytest as they are installed; nothing is downloaded. Times training of a GPT-2-sized decoder (124 M
 parameters) on random tokens in FP32, BF16, FP8 by each recipe and INT8, some with compiled blocks, and measures the
-bare matrix products beside it, so that utilisation is of what the card does and not of a data sheet; says for each FP8
+bare matrix products beside it, so that utilization is of what the card does and not of a data sheet; says for each FP8
 recipe whether the card has a kernel that agrees with the definition. Writes
 `benchmarks/results/gpu-check-<card>.json`. Without a GPU it says so and stops, unless asked for `--device cpu`.
 """
@@ -74,7 +74,7 @@ class RandomRows:
 
 @dataclass
 class Speeds:
-    """Keeps step times and utilisation."""
+    """Keeps step times and utilization."""
 
     every: int = 1
     steps: list[StepInfo] = field(default_factory=list)
@@ -154,7 +154,7 @@ def product_rates(device: str) -> dict[str, float]:
 
 
 def measure(options: argparse.Namespace, rates: dict[str, float]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Each way of training in turn: median speed after the first steps, utilisation, memory, last loss."""
+    """Each way of training in turn: median speed after the first steps, utilization, memory, last loss."""
     shape = ModelConfig(
         vocab_size=options.vocab,
         num_layers=options.layers,

@@ -90,7 +90,7 @@ def parse() -> argparse.Namespace:
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> Task:
-    """Tokenize, pack, initialise, and write down the very batches that our loader gives."""
+    """Tokenize, pack, initialize, and write down the very batches that our loader gives."""
     recipe = RECIPES[options.recipe]()
     text = read_text(fraction=0.4, vocab_size=recipe.tokenizer.vocab_size, heldout_bytes=150_000)["prose"]
     for split, sequences in (("shards", text.train), ("heldout", text.test)):

@@ -1,6 +1,6 @@
-"""Claim: gradient accumulation with the right normaliser gives the gradient of the whole batch, ragged or not.
+"""Claim: gradient accumulation with the right normalizer gives the gradient of the whole batch, ragged or not.
 
-The loop's gradient is caught where it would leave for the network, after its own microbatching and normalising. It is
+The loop's gradient is caught where it would leave for the network, after its own microbatching and normalizing. It is
 compared with autograd on the whole batch at once, and beside it stands the usual mistake: the mean of the
 microbatches' mean losses. What accumulation means for the way to a fixed loss stands there too (`accumulation_pace`).
 """

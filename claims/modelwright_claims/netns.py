@@ -314,15 +314,15 @@ class Network:
             self._ip(node, "route", "replace", self.address(target), *via, "dev", interface)
 
     def _next_hops(self, start: str) -> dict[str, str]:
-        """For every other node the neighbour through which it is reached over the fewest links."""
+        """For every other node the neighbor through which it is reached over the fewest links."""
         hops: dict[str, str] = {}
-        waiting = collections.deque((neighbour, neighbour) for node, neighbour in self._interfaces if node == start)
+        waiting = collections.deque((neighbor, neighbor) for node, neighbor in self._interfaces if node == start)
         while waiting:
             node, hop = waiting.popleft()
             if node == start or node in hops:
                 continue
             hops[node] = hop
-            waiting.extend((neighbour, hop) for end, neighbour in self._interfaces if end == node)
+            waiting.extend((neighbor, hop) for end, neighbor in self._interfaces if end == node)
         return hops
 
     def _link(self, a: str, b: str) -> tuple[tuple[str, str], tuple[str, str]]:

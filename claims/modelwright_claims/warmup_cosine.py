@@ -1,6 +1,6 @@
 """Claim: linear warmup then cosine decay ends lower than a constant rate, at equal steps, each at its own best rate.
 
-In two regimes, because the answer depends on it: the bench's usual short run, where the distance travelled is the
+In two regimes, because the answer depends on it: the bench's usual short run, where the distance traveled is the
 limit, and a run long for its size, where gradient noise is. The claim was first written for short runs alone; the long
 regime was added after the short ones had gone against it. The verdict therefore asks for both, on seeds that no trial
 has used.

@@ -75,8 +75,8 @@ def test_probe_counts_what_a_step_computes():
     head = 2 * MODEL.vocab_size * MODEL.model_dim
     products = 128 * (MODEL.flops_per_token(0) - head)
     attention = 128 * (MODEL.flops_per_token(65 / 2) - MODEL.flops_per_token(0))
-    labelled = 126  # the last token of a row predicts nothing
-    assert plain[0].flops == pytest.approx(3 * products + 3.5 * attention + 3 * labelled * head, rel=1e-6)
+    labeled = 126  # the last token of a row predicts nothing
+    assert plain[0].flops == pytest.approx(3 * products + 3.5 * attention + 3 * labeled * head, rel=1e-6)
     last = 128 * 2 * MODEL.num_layers * MODEL.ffn_dim * MODEL.model_dim
     assert again[0].flops - plain[0].flops == pytest.approx(products - last + attention, rel=1e-6)
     assert plain[0].states_bytes > 0

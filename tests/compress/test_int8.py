@@ -59,7 +59,7 @@ def test_largest_values_do_not_saturate(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_row_does_not_depend_on_its_neighbours(backend):
+def test_a_row_does_not_depend_on_its_neighbors(backend):
     weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(3))
     linear = Int8Linear(*quantize_rows(weight), backend)
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(4))

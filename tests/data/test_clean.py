@@ -11,7 +11,7 @@ from modelwright.data.clean import CleanConfig, CleanReport, clean_documents, re
 from modelwright.data.document import Document
 from modelwright.data.steps.duplicates import DuplicatesConfig
 from modelwright.data.steps.length import LengthConfig
-from modelwright.data.steps.normalise import normalise
+from modelwright.data.steps.normalize import normalize
 from modelwright.data.steps.repetition import RepetitionConfig, data_share, duplicate_share, is_data_line
 
 
@@ -49,7 +49,7 @@ def test_everything_is_kept_or_dropped_and_counted(tmp_path: Path) -> None:
     assert reasons(tmp_path) == {
         "d1": ("length", "too short"),
         "d2": ("length", "empty"),
-        "d3": ("normalise", "binary data"),
+        "d3": ("normalize", "binary data"),
         "d4": ("repetition", "table of data"),
         "d5": ("repetition", "repeated lines"),
         "d6": ("duplicates", "duplicate"),
@@ -140,12 +140,12 @@ def test_config_is_checked() -> None:
     ("    indented\n\ttabbed", "    indented\n\ttabbed"),
     ("👩‍🚀 مرحبا", "👩‍🚀 مرحبا"),
 ])  # fmt: skip
-def test_normalise(raw: str, expected: str) -> None:
-    assert normalise(raw) == expected
-    assert normalise(expected) == expected
+def test_normalize(raw: str, expected: str) -> None:
+    assert normalize(raw) == expected
+    assert normalize(expected) == expected
 
 
-def test_normalise_reaches_conversations(tmp_path: Path) -> None:
+def test_normalize_reaches_conversations(tmp_path: Path) -> None:
     clean(tmp_path, pair("What\r\nis e\u0301?", "It is an  e \x07with an accent.  "))
     (kept,) = read_kept(tmp_path)
     assert kept.meta == {"question": "What\nis é?", "answer": "It is an  e with an accent."}

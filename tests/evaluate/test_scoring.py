@@ -40,7 +40,7 @@ def test_packed_windows_equal_one_sequence_at_a_time(model: Decoder, first: int)
     np.testing.assert_allclose(nats(model, sequences), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_neighbours_and_batch_size_change_nothing(model: Decoder) -> None:
+def test_neighbors_and_batch_size_change_nothing(model: Decoder) -> None:
     sequences = random_sequences([4, 10, 31, 60, 12])
     together = nats(model, sequences)
     alone = np.concatenate([nats(model, [scored]) for scored in sequences])

@@ -1,4 +1,4 @@
-"""The decoder: no leak between documents or from the future, initialisation, compile and BF16."""
+"""The decoder: no leak between documents or from the future, initialization, compile and BF16."""
 
 from functools import partial
 

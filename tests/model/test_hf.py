@@ -137,7 +137,7 @@ def test_older_config_spelling(folder):
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
         ({"num_experts": 8}, "mixture of experts"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized weights"),
         ({"num_key_value_heads": 3}, "num_kv_heads: 3 must divide"),
         ({"vocab_size": "many"}, "a size is no number"),
         ({"hidden_size": 16}, "tensors of another shape .*embed_tokens"),

@@ -12,7 +12,7 @@ from modelwright.ops import cpu_kernels
 from modelwright.ops.attention import document_mask, masked_attention_naive, packed_attention, packed_cuts, packed_tiles
 from modelwright.ops.norm import rms_norm, rms_norm_naive
 from modelwright.ops.rope import apply_rope, apply_rope_naive, rope_tables
-from modelwright.ops.scaled import ROWWISE, dequantise, quantise, quantise_naive, scaled_product, scaled_product_naive
+from modelwright.ops.scaled import ROWWISE, dequantize, quantize, quantize_naive, scaled_product, scaled_product_naive
 from modelwright.ops.swiglu import swiglu, swiglu_naive
 from tolerances import TOLERANCES
 
@@ -124,8 +124,8 @@ def test_int8_codes_are_those_of_the_definition(shape, dtype, across):
     x = made(*shape, dtype=dtype).detach()
     x[0] = 0.0
     x = x.T if across else x
-    codes, scales = quantise(x, ROWWISE, torch.int8)
-    for ours, wanted in zip((codes, scales), quantise_naive(x, ROWWISE, torch.int8), strict=True):
+    codes, scales = quantize(x, ROWWISE, torch.int8)
+    for ours, wanted in zip((codes, scales), quantize_naive(x, ROWWISE, torch.int8), strict=True):
         assert torch.equal(ours, wanted)
     assert codes.stride() == x.stride()
 
@@ -135,29 +135,29 @@ def test_int8_codes_are_those_of_the_definition(shape, dtype, across):
 def test_random_rounding_is_right_in_the_mean_and_follows_the_seed(across):
     x = torch.rand(32, 48, generator=torch.Generator().manual_seed(0)) * 3 - 1.5
     x = x.T if across else x
-    exact = x / quantise(x, ROWWISE, torch.int8)[1]
+    exact = x / quantize(x, ROWWISE, torch.int8)[1]
     torch.manual_seed(1)
-    drawn = [quantise(x, ROWWISE, torch.int8, stochastic=True)[0].float() for _ in range(2000)]
+    drawn = [quantize(x, ROWWISE, torch.int8, stochastic=True)[0].float() for _ in range(2000)]
     assert all(((codes - exact).abs() < 1.0 + 1e-4).all() for codes in drawn)
     mean = torch.stack(drawn).mean(0)
     deviation = ((exact - exact.floor()) * (exact.ceil() - exact) / len(drawn)).sqrt()
     assert ((mean - exact).abs() <= 5.5 * deviation + 1e-4).all()
     torch.manual_seed(1)
-    assert torch.equal(quantise(x, ROWWISE, torch.int8, stochastic=True)[0].float(), drawn[0])
+    assert torch.equal(quantize(x, ROWWISE, torch.int8, stochastic=True)[0].float(), drawn[0])
     assert not torch.equal(drawn[0], drawn[1])
 
 
 @needs_kernels
 @pytest.mark.parametrize("result", FORMATS)
 def test_scaled_product(result):
-    a, b = (quantise(made(rows, 80, seed=rows).detach(), ROWWISE, torch.int8) for rows in (33, 24))
+    a, b = (quantize(made(rows, 80, seed=rows).detach(), ROWWISE, torch.int8) for rows in (33, 24))
     ours = scaled_product(a, b, (ROWWISE, ROWWISE), result)
     wanted = scaled_product_naive(a, b, (ROWWISE, ROWWISE), torch.float32)
     assert ours.dtype == result
     torch.testing.assert_close(
         ours.float(), wanted, **TOLERANCES["bf16_gradient" if result != torch.float32 else "fp32_op"]
     )
-    torch.testing.assert_close(dequantise(*a, ROWWISE) @ dequantise(*b, ROWWISE).T, wanted)
+    torch.testing.assert_close(dequantize(*a, ROWWISE) @ dequantize(*b, ROWWISE).T, wanted)
 
 
 @needs_kernels
@@ -181,7 +181,7 @@ def test_int8_products_of_what_is_no_number_are_none(wrong, place, across):
     x[3, place] = wrong
     x = x.T.contiguous().T if across else x
     found = scaled_product(
-        quantise(x, ROWWISE, torch.int8), quantise(torch.ones(7, 40), ROWWISE, torch.int8), (ROWWISE, ROWWISE), x.dtype
+        quantize(x, ROWWISE, torch.int8), quantize(torch.ones(7, 40), ROWWISE, torch.int8), (ROWWISE, ROWWISE), x.dtype
     )
     assert found.isnan().any(dim=1).nonzero().flatten().tolist() == [3]
     assert found[3].isnan().all()
@@ -207,7 +207,7 @@ def test_fake_tensors_have_the_shapes_and_keep_the_bytes():
         x, gate = torch.randn(2, 5, 32, requires_grad=True), torch.randn(2, 5, 32, requires_grad=True)
         y = rms_norm(x, torch.ones(32), 1e-5, out_dtype=torch.bfloat16)
         turned = apply_rope(x.view(2, 5, 1, 32), torch.ones(2, 5, 1, 32), torch.ones(2, 5, 1, 32))
-        codes = quantise(x.view(10, 32), ROWWISE, torch.int8, stochastic=True)[0]
+        codes = quantize(x.view(10, 32), ROWWISE, torch.int8, stochastic=True)[0]
         out = swiglu(x, gate)
         (out.sum() + y.float().sum() + turned.sum()).backward()
         return [(one.shape, one.dtype, one.stride()) for one in (y, turned, codes, out, x.grad, gate.grad)]

@@ -14,10 +14,10 @@ from modelwright.ops.scaled import (
     ROWWISE,
     SQUARE_BLOCKS,
     TENSORWISE,
-    dequantise,
+    dequantize,
     group_maxima,
     int8_product,
-    quantise,
+    quantize,
     scaled_mm,
     scaled_product,
     scaled_product_naive,
@@ -53,10 +53,10 @@ def test_each_group_has_the_largest_of_its_own_elements(grid):
 def test_values_come_back_to_half_a_step(grid, dtype, step):
     """INT8: half a step of the group's largest; FP8: half a unit in the last place of the value itself."""
     x = values()
-    codes, scales = quantise(x, grid, dtype)
+    codes, scales = quantize(x, grid, dtype)
     assert codes.dtype == dtype
-    lost = (dequantise(codes, scales, grid) - x).abs()
-    largest = dequantise(torch.ones_like(codes), scales, grid) * (
+    lost = (dequantize(codes, scales, grid) - x).abs()
+    largest = dequantize(torch.ones_like(codes), scales, grid) * (
         127 if dtype == torch.int8 else torch.finfo(dtype).max
     )
     allowed = largest * step / 2 if dtype == torch.int8 else x.abs() * step + largest * 2.0**-15
@@ -66,7 +66,7 @@ def test_values_come_back_to_half_a_step(grid, dtype, step):
 def test_finer_groups_lose_less():
     x = values()
     lost = {
-        name: float((dequantise(*quantise(x, grid, torch.int8), grid) - x).square().sum())
+        name: float((dequantize(*quantize(x, grid, torch.int8), grid) - x).square().sum())
         for name, grid in GRIDS.items()
     }
     assert lost["row blocks"] < lost["row"] < lost["tensor"]
@@ -74,8 +74,8 @@ def test_finer_groups_lose_less():
 
 def test_random_rounding_is_right_in_the_mean_where_rounding_to_the_nearest_is_not():
     x = torch.cat([torch.full((1, 4000), 0.3), torch.full((1, 1), 127.0)], dim=1)
-    nearest, _ = quantise(x, ROWWISE, torch.int8)
-    at_random, _ = quantise(x, ROWWISE, torch.int8, stochastic=True)
+    nearest, _ = quantize(x, ROWWISE, torch.int8)
+    at_random, _ = quantize(x, ROWWISE, torch.int8, stochastic=True)
     assert nearest[0, :-1].float().mean() == 0.0
     assert at_random[0, :-1].float().mean().item() == pytest.approx(0.3, abs=0.04)
 
@@ -85,8 +85,8 @@ def earlier(now: torch.Tensor) -> torch.Tensor:
 
 
 def test_known_maxima_cut_off_what_is_larger():
-    codes, scales = quantise(torch.tensor([[1.0, 8.0]]), TENSORWISE, E4M3, maxima=earlier)
-    assert dequantise(codes, scales, TENSORWISE).tolist() == [[1.0, 2.0]]
+    codes, scales = quantize(torch.tensor([[1.0, 8.0]]), TENSORWISE, E4M3, maxima=earlier)
+    assert dequantize(codes, scales, TENSORWISE).tolist() == [[1.0, 2.0]]
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.int8], ids=str)
@@ -95,11 +95,11 @@ def test_known_maxima_cut_off_what_is_larger():
 def test_known_maxima_hide_no_overflow(grid, value, dtype):
     """What shares a scale with it becomes not finite, as under present maxima; other groups stay as they are."""
     x = torch.tensor([[1.0, value], [1.0, 0.5]])
-    codes, scales = quantise(x, grid, dtype, maxima=earlier)
-    found = dequantise(codes, scales, grid)
+    codes, scales = quantize(x, grid, dtype, maxima=earlier)
+    found = dequantize(codes, scales, grid)
     assert not found[0].isfinite().any()
     assert found[1].isfinite().all() == (grid == ROWWISE)
-    ones = quantise(torch.ones(3, 2), grid, dtype)
+    ones = quantize(torch.ones(3, 2), grid, dtype)
     result = scaled_product((codes, scales), ones, (grid, grid), torch.float32)
     assert not result[0].isfinite().any()
 
@@ -114,7 +114,7 @@ def test_integer_products_are_exact(shape):
 @pytest.mark.parametrize("result", [torch.float32, torch.bfloat16])
 def test_an_int8_product_is_its_definition(result):
     grids = (ROWWISE, ROWWISE)
-    a, b = quantise(values(40, 96), ROWWISE, torch.int8), quantise(values(24, 96), ROWWISE, torch.int8)
+    a, b = quantize(values(40, 96), ROWWISE, torch.int8), quantize(values(24, 96), ROWWISE, torch.int8)
     found, wanted = scaled_product(a, b, grids, result), scaled_product_naive(a, b, grids, torch.float32)
     torch.testing.assert_close(found.float(), wanted, rtol=1e-5 if result == torch.float32 else 2**-8, atol=1e-4)
 
@@ -122,7 +122,7 @@ def test_an_int8_product_is_its_definition(result):
 @pytest.mark.parametrize("grids", [(TENSORWISE, TENSORWISE), (ROWWISE, ROWWISE)], ids=["tensorwise", "rowwise"])
 def test_the_definition_is_what_pytorch_multiplies(grids):
     """`torch._scaled_mm` runs on the CPU too, slowly, for these two recipes."""
-    a, b = (quantise(values(32, 64), grid, E4M3) for grid in grids)
+    a, b = (quantize(values(32, 64), grid, E4M3) for grid in grids)
     (a_codes, a_scales), (b_codes, b_scales) = a, b
     if grids[0] == TENSORWISE:
         a_scales, b_scales = a_scales.view(()), b_scales.view(())
@@ -169,7 +169,7 @@ def test_cuda_s_product_takes_the_layouts_of_all_three_products(monkeypatch, rec
     factors = []
     for num_rows, grid, is_view in zip((384, 256), grids, WAYS[way], strict=True):
         x = values(num_summed, num_rows).T if is_view else values(num_rows, num_summed)
-        factors.append(quantise(x, grid, E4M3))
+        factors.append(quantize(x, grid, E4M3))
         assert factors[-1][0].is_contiguous() != is_view
     scaled_mm(factors[0], factors[1], grids, torch.bfloat16)
     assert checked == [((384, 256), torch.bfloat16)]
@@ -189,7 +189,7 @@ def test_the_summed_dimension_is_what_the_recipe_s_kernel_wants(monkeypatch, rec
     """A card stands here: PyTorch's "meta" device, whose tensors have shapes only."""
     calls = []
     monkeypatch.setattr(scaled, "fp8_kernel", lambda *_: lambda a, b: calls.append(recipe))
-    a, b = (quantise(torch.ones(32, num_summed, device="meta"), grid, E4M3) for grid in RECIPES[recipe])
+    a, b = (quantize(torch.ones(32, num_summed, device="meta"), grid, E4M3) for grid in RECIPES[recipe])
     scaled_product(a, b, RECIPES[recipe], torch.bfloat16)
     assert calls == [recipe] * fits
 

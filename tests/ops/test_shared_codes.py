@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from modelwright.ops.formats import E4M3, E5M2
-from modelwright.ops.scaled import ROWWISE, TENSORWISE, quantise
+from modelwright.ops.scaled import ROWWISE, TENSORWISE, quantize
 from modelwright.ops.shared_codes import SharedCodes
 
 
-def test_views_of_one_tensor_have_the_codes_of_quantise_once():
+def test_views_of_one_tensor_have_the_codes_of_quantize_once():
     shared, x = SharedCodes(), torch.randn(2, 3, 8)
     codes, scales = shared(x.flatten(0, -2), TENSORWISE, E4M3)
     again = shared(x.flatten(0, -2), TENSORWISE, E4M3)
     assert again[0] is codes
     assert again[1] is scales
-    wanted = quantise(x.flatten(0, -2), TENSORWISE, E4M3)
+    wanted = quantize(x.flatten(0, -2), TENSORWISE, E4M3)
     assert torch.equal(codes.float(), wanted[0].float())
     assert torch.equal(scales, wanted[1])
 
@@ -33,13 +33,13 @@ def test_views_of_one_tensor_have_the_codes_of_quantise_once():
     }.items(),
     ids=lambda one: one[0],
 )
-def test_anything_else_is_quantised_anew(change):
+def test_anything_else_is_quantized_anew(change):
     shared, x = SharedCodes(), torch.randn(8, 8)
     before = shared(x, TENSORWISE, E4M3)
     given = change[1](x)
     codes, scales = shared(*given)
     assert codes is not before[0]
-    wanted = quantise(*given)
+    wanted = quantize(*given)
     assert torch.equal(codes.float(), wanted[0].float())
     assert torch.equal(scales, wanted[1])
 

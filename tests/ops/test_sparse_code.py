@@ -1,4 +1,4 @@
-"""Selection, quantisation and place codes: against plain definitions, at odd sizes, and to the byte."""
+"""Selection, quantization and place codes: against plain definitions, at odd sizes, and to the byte."""
 
 import numpy as np
 import pytest
@@ -31,19 +31,19 @@ def test_sampled_threshold_keeps_about_the_share_and_never_a_zero():
 
 
 @pytest.mark.parametrize("bits", range(2, 17))
-def test_quantised_values_are_the_nearest_levels(bits):
+def test_quantized_values_are_the_nearest_levels(bits):
     values = normal(999)
-    quantised = sc.quantise(values, bits)
+    quantized = sc.quantize(values, bits)
     levels = np.linspace(np.abs(values).min(), np.abs(values).max(), 1 << (bits - 1))
     nearest = np.sign(values) * levels[np.abs(np.abs(values)[:, None] - levels).argmin(axis=1)]
-    np.testing.assert_allclose(quantised.values(), nearest, rtol=1e-5, atol=1e-6)
-    assert np.abs(quantised.values() - values).max() <= (levels[1] - levels[0]) / 2 + 1e-6
+    np.testing.assert_allclose(quantized.values(), nearest, rtol=1e-5, atol=1e-6)
+    assert np.abs(quantized.values() - values).max() <= (levels[1] - levels[0]) / 2 + 1e-6
 
 
 @pytest.mark.parametrize("values", [[], [0.0], [-3.0], [2.0, 2.0, -2.0], [0.0, 0.0], [1e-45, 3e38], [1e-42, -2e-42]])
-def test_quantisation_of_degenerate_values(values):
+def test_quantization_of_degenerate_values(values):
     values = np.array(values, np.float32)
-    found = sc.quantise(values, 4).values()
+    found = sc.quantize(values, 4).values()
     assert np.isfinite(found).all()
     if len(values):
         assert np.abs(found - values).max() <= np.abs(values).max() / 14 + 1e-44
@@ -51,15 +51,15 @@ def test_quantisation_of_degenerate_values(values):
 
 def test_width_is_the_narrowest_that_meets_the_error():
     values = normal(5000)
-    errors = {bits: sc.relative_error(values, sc.quantise(values, bits)) for bits in range(4, 17)}
+    errors = {bits: sc.relative_error(values, sc.quantize(values, bits)) for bits in range(4, 17)}
     for target in (0.5, 0.1, 0.03, 0.01, 1e-3):
-        bits = sc.quantise_within(values, min_bits=4, max_bits=16, max_error=target).bits
+        bits = sc.quantize_within(values, min_bits=4, max_bits=16, max_error=target).bits
         assert bits == min(width for width, error in errors.items() if error <= target)
-    assert sc.quantise_within(values, min_bits=4, max_bits=6, max_error=1e-9).bits == 6
+    assert sc.quantize_within(values, min_bits=4, max_bits=6, max_error=1e-9).bits == 6
     heavy = values**9
     assert (
-        sc.quantise_within(heavy, min_bits=4, max_bits=16, max_error=0.02).bits
-        > sc.quantise_within(values, min_bits=4, max_bits=16, max_error=0.02).bits
+        sc.quantize_within(heavy, min_bits=4, max_bits=16, max_error=0.02).bits
+        > sc.quantize_within(values, min_bits=4, max_bits=16, max_error=0.02).bits
     )
 
 
@@ -108,10 +108,10 @@ def test_places_of_one_percent_cost_close_to_their_entropy():
 def test_buckets_come_back_one_after_the_other(size, share, bits):
     values = normal(size)
     kept = sc.top_k(torch.from_numpy(values), round(share * size)).numpy() if share else np.zeros(0, np.int64)
-    quantised = sc.quantise(values[kept], bits)
-    data = sc.encode(kept, quantised, size)
+    quantized = sc.quantize(values[kept], bits)
+    data = sc.encode(kept, quantized, size)
     for tail in (np.zeros(0, np.uint8), data):
         indices, found, used = sc.decode(np.concatenate([data, tail]), size)
         assert used == len(data)
         assert indices.tolist() == kept.tolist()
-        np.testing.assert_array_equal(found, quantised.values())
+        np.testing.assert_array_equal(found, quantized.values())

@@ -52,7 +52,7 @@ def test_no_order_is_cheaper_by_brute_force(axes, seed):
         assert step_seconds(links, axes, order, TRAFFIC) == pytest.approx(best_by_brute_force(links, axes))
 
 
-def test_tensor_neighbours_sit_on_one_host():
+def test_tensor_neighbors_sit_on_one_host():
     hosts = ["a", "b", "c", "d", "a", "b", "c", "d"]
     axes = {"pipeline": 2, "replicate": 2, "shard": 1, "context": 1, "tensor": 2}
     order = place(scattered(hosts), axes)

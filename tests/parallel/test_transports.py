@@ -457,7 +457,7 @@ def test_residuals_of_other_parameters_are_refused():
         transport.reduce([torch.ones(4)])
 
 
-def test_buckets_cover_everything_and_small_tensors_join_their_neighbour():
+def test_buckets_cover_everything_and_small_tensors_join_their_neighbor():
     assert bucket_bounds([10, 20, 5000, 64, 64, 9000, 1], 4500) == [0, 10 + 20, 2530, 5158, 9658, 14159]
     assert bucket_bounds([3], 256) == [0, 3]
 

@@ -14,7 +14,7 @@ def seats(folder: Path, hosts: str, *fields: str) -> list[dict[str, Any]]:
     return [json.loads((folder / f"seat-{rank}.json").read_text()) for rank in range(len(hosts))]
 
 
-def test_tensor_neighbours_come_to_sit_on_one_host(tmp_path: Path) -> None:
+def test_tensor_neighbors_come_to_sit_on_one_host(tmp_path: Path) -> None:
     """The hosts take turns in the numbers that the processes come with."""
     hosts = "abab"
     found = seats(tmp_path, hosts, "tensor=2")

@@ -140,7 +140,7 @@ def test_the_slowest_and_the_fullest_rank_may_be_in_the_middle():
     assert uneven.compute_s > 1.1 * plain.compute_s, "six layers against four and the head"
     assert uneven.memory.total > plain.memory.total
     for found in propose(JOB, cluster(num_hosts=1)).fitting:
-        assert found.utilisation(cluster(num_hosts=1)) < cluster().compute.efficiency * (1 + 1e-9)
+        assert found.utilization(cluster(num_hosts=1)) < cluster().compute.efficiency * (1 + 1e-9)
 
 
 def assessed(devices: int = 8, rows: int = 1, activations: ActivationConfig | None = None, **parallel):

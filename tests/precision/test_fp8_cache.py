@@ -9,7 +9,7 @@ from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
 from modelwright.ops import formats as format_operators
 from modelwright.ops import shared_codes
-from modelwright.ops.scaled import quantise
+from modelwright.ops.scaled import quantize
 from modelwright.ops.shared_codes import SharedCodes
 from modelwright.precision.model import ModelFormats
 from modelwright.precision.policy import PrecisionConfig
@@ -70,23 +70,23 @@ def test_a_block_keeps_one_byte_for_each_input_that_nothing_else_keeps(recipe, s
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_shared_codes_change_no_bit(recipe, monkeypatch):
     found = outcome(model_of(recipe, cache=True)[0])
-    monkeypatch.setattr(SharedCodes, "__call__", lambda _, *given: quantise(*given))
+    monkeypatch.setattr(SharedCodes, "__call__", lambda _, *given: quantize(*given))
     alone = outcome(model_of(recipe, cache=True)[0])
     assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
 
 
-def test_an_input_is_quantised_once_in_forward(monkeypatch):
+def test_an_input_is_quantized_once_in_forward(monkeypatch):
     calls: list[str] = []
 
     def counted(name: str):
         def run_counted(*given, **more):
             calls.append(name)
-            return quantise(*given, **more)
+            return quantize(*given, **more)
 
         return run_counted
 
-    monkeypatch.setattr(shared_codes, "quantise", counted("shared"))
-    monkeypatch.setattr(format_operators, "quantise", counted("own"))
+    monkeypatch.setattr(shared_codes, "quantize", counted("shared"))
+    monkeypatch.setattr(format_operators, "quantize", counted("own"))
     run(model_of("tensorwise", cache=True)[0])
     assert calls.count("shared") == 3
     assert calls.count("own") == 7 + 1  # all weights, and the input of o_proj
@@ -101,9 +101,9 @@ def test_a_recomputed_block_gives_the_same():
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns about its own internals
-def test_a_compiled_block_quantises_each_time_with_the_same_result(monkeypatch):
+def test_a_compiled_block_quantizes_each_time_with_the_same_result(monkeypatch):
     results = []
-    for call in (SharedCodes.__call__, lambda _, *given: quantise(*given)):
+    for call in (SharedCodes.__call__, lambda _, *given: quantize(*given)):
         torch.compiler.reset()
         monkeypatch.setattr(SharedCodes, "__call__", call)
         results.append(outcome(compile_each_block(model_of("tensorwise", cache=True)[0], backend="eager")))

@@ -10,7 +10,7 @@ import torch
 from modelwright.core.config import parse
 from modelwright.ops import formats
 from modelwright.ops.formats import Format, Role
-from modelwright.ops.scaled import dequantise
+from modelwright.ops.scaled import dequantize
 from modelwright.precision import indicators
 from modelwright.precision.indicators import (
     Level,
@@ -158,16 +158,16 @@ def test_errors_are_those_of_the_products_own_codes(monkeypatch, name, num_rows)
     x, weight, gradient = (uneven(*shape, seed=i) for i, shape in enumerate([(num_rows, 48), (32, 48), (num_rows, 32)]))
     factors: dict[Role, torch.Tensor] = {"x": x, "weight": weight, "grad": gradient}
     lost: dict[Role, float] = dict.fromkeys(factors, 0.0)
-    usual = formats.quantise
+    usual = formats.quantize
 
-    def quantise(factor, grid, dtype, **given):
+    def quantize(factor, grid, dtype, **given):
         codes, scales = usual(factor, grid, dtype, **given)
         (role,) = (role for role, whole in factors.items() if sorted(whole.shape) == sorted(factor.shape))
-        error = (dequantise(codes, scales, grid) - factor).norm() / factor.norm()
+        error = (dequantize(codes, scales, grid) - factor).norm() / factor.norm()
         lost[role] = max(lost[role], float(error))
         return codes, scales
 
-    monkeypatch.setattr(formats, "quantise", quantise)
+    monkeypatch.setattr(formats, "quantize", quantize)
     product = ModelFormats(make_decoder(), made).product("", chosen)
     torch.manual_seed(0)
     wide_x = x.to(made.result_of[chosen]).requires_grad_()

@@ -105,7 +105,7 @@ def test_products_run_in_the_formats_of_the_policy(policy, formats, monkeypatch)
 
 
 def test_fp8_casts_both_factors_of_all_products_in_every_projection():
-    """Gradients to E5M2, all else to E4M3, also where the product itself is computed of dequantised factors."""
+    """Gradients to E5M2, all else to E4M3, also where the product itself is computed of dequantized factors."""
     forward: dict[str, dict[torch.dtype, int]] = {}
 
     def watched(name, product):

@@ -163,7 +163,7 @@ def test_what_needs_the_whole_gradient_is_refused(tiny, field, more):
 def test_a_batch_without_a_label_moves_no_weight(tiny, tmp_path, mode):
     """Momentum would carry them on, and decay would hold."""
 
-    class Unlabelled(tiny.Rows):
+    class Unlabeled(tiny.Rows):
         def batch(self, index, *, rank=0, world_size=1):
             found = super().batch(index, rank=rank, world_size=world_size)
             return replace(found, labels_BT=torch.full_like(found.labels_BT, IGNORED)) if index >= 2 else found
@@ -173,7 +173,7 @@ def test_a_batch_without_a_label_moves_no_weight(tiny, tmp_path, mode):
         settings = {"num_steps": num_steps, "weight_decay": 0.5, "eval_every_steps": 0, "update_in_backward": mode}
         settings |= {"clip_norm": 0.0 if mode != "clip_by_last_norm" else 0.5, "schedule": {"kind": "constant"}}
         model, folder = tiny.tiny_model(), tmp_path / str(num_steps)
-        tiny.run(folder, tiny.settings(**settings), model=model, objective=Pretrain(Unlabelled()), heldout=[])
+        tiny.run(folder, tiny.settings(**settings), model=model, objective=Pretrain(Unlabeled()), heldout=[])
         ends.append(model.state_dict())
     assert equal(*ends)
     records = read_records(next(folder.rglob("metrics.jsonl")))

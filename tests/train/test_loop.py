@@ -116,7 +116,7 @@ def _mean_context(tiny):
     return ((batch.positions_BT + 1)[real]).double().mean().item()
 
 
-def test_heldout_loss_is_normalised_over_the_whole_set(tiny, tmp_path):
+def test_heldout_loss_is_normalized_over_the_whole_set(tiny, tmp_path):
     model, heldout = tiny.tiny_model(), [tiny.Rows().batch(7), tiny.Rows(num_rows=1).batch(8)]
     result = tiny.run(tmp_path, tiny.settings(num_steps=1), model=model, heldout=heldout)
     total = count = 0.0

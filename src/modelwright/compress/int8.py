@@ -1,7 +1,7 @@
-"""INT8 models: quantise a finished decoder, choose the fastest backend by measuring, save and load.
+"""INT8 models: quantize a finished decoder, choose the fastest backend by measuring, save and load.
 
-Folder format: `config.json` with `format: "modelwright-int8"`, the model's shape and the quantisation's parameters;
-`model.safetensors` with, for each quantised matrix `NAME`, `NAME.weight` (int8, [out, in]) and `NAME.scale` (float32,
+Folder format: `config.json` with `format: "modelwright-int8"`, the model's shape and the quantization's parameters;
+`model.safetensors` with, for each quantized matrix `NAME`, `NAME.weight` (int8, [out, in]) and `NAME.scale` (float32,
 [out]), and every other tensor in float32 under its own name. The embedding is one of them; a head that is tied to it
 is not stored again.
 """
@@ -110,7 +110,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def _matrices(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """The matrices that are quantised, by module name; a tied head goes by the name of the embedding."""
+    """The matrices that are quantized, by module name; a tied head goes by the name of the embedding."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             yield name, module.weight
@@ -129,7 +129,7 @@ def _assemble(shape: ModelConfig, tensors: dict[str, Tensor], config: Int8Config
     expected |= {name for name, _ in model.named_parameters() if name.removesuffix(".weight") not in matrices}
     if expected != set(tensors):
         wrong = ", ".join(sorted(expected ^ set(tensors))[:4])
-        raise ModelError(f"INT8 weights: missing or unknown tensors ({wrong}); quantise the model again")
+        raise ModelError(f"INT8 weights: missing or unknown tensors ({wrong}); quantize the model again")
     backend = _choose(config, {name: (tensors[f"{name}.weight"], tensors[f"{name}.scale"]) for name in matrices})
     for name, tensor_shape in matrices.items():
         quantized, scale = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.scale")

@@ -5,11 +5,11 @@
 `q` in [-64, 64] with one scale `s` per output channel, activations in [-127, 127] with one scale per token. All sums
 are exact integers, so every backend gives the same result up to one rounding of the scales.
 
-Why 64: FBGEMM multiplies unsigned by signed bytes and adds neighbouring products in 16 bits, which saturates without
+Why 64: FBGEMM multiplies unsigned by signed bytes and adds neighboring products in 16 bits, which saturates without
 VNNI instructions at 2 * 255 * 127 > 32767. PyTorch's answer is `reduce_range` (7-bit activations); 7-bit weights lose
 less, since activations have the outliers, and give the same numbers on every machine. Why per token: PyTorch's
 `linear_dynamic` takes one scale for the whole batch, so one loud token coarsens all others and a request's
-answer would depend on its neighbours.
+answer would depend on its neighbors.
 
 Legend: N tokens, D input width, O output width, B any leading dimensions.
 """

@@ -145,7 +145,7 @@ def _package(name: str) -> Path | None:
 
 def _read(path: Path, skip: SkipFile) -> str:
     try:
-        with tokenize.open(path) as file:  # honours the file's own encoding line
+        with tokenize.open(path) as file:  # honors the file's own encoding line
             return file.read()
     except (OSError, SyntaxError, UnicodeDecodeError):
         skip("not readable as Python source", str(path))

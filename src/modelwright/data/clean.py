@@ -2,10 +2,10 @@
 
 The order, final (those in brackets join later at their place):
 
-    [schema: records against a JSON Schema] -> [repair: HTML, mojibake] -> normalise -> length -> repetition
+    [schema: records against a JSON Schema] -> [repair: HTML, mojibake] -> normalize -> length -> repetition
     -> [quality filters] -> duplicates -> [near-duplicates] -> [personal data]
 
-Cheap steps stand before dear ones, repairs before judgements, and personal data last, on the text that stays.
+Cheap steps stand before dear ones, repairs before judgments, and personal data last, on the text that stays.
 
     kept.jsonl.zst      documents, one JSON object a line
     dropped.jsonl.zst   the same with `step` and `reason`
@@ -27,7 +27,7 @@ from modelwright.core.progress import Progress
 from modelwright.data.document import Document, Kind, Split
 from modelwright.data.steps.duplicates import Duplicates, DuplicatesConfig
 from modelwright.data.steps.length import Length, LengthConfig
-from modelwright.data.steps.normalise import Normalise, NormaliseConfig
+from modelwright.data.steps.normalize import Normalize, NormalizeConfig
 from modelwright.data.steps.repetition import Repetition, RepetitionConfig
 from modelwright.data.steps.step import Step
 
@@ -39,7 +39,7 @@ _PROGRESS_EVERY = 500
 class CleanConfig:
     """The steps' settings, in their order."""
 
-    normalise: NormaliseConfig = field(default_factory=NormaliseConfig)
+    normalize: NormalizeConfig = field(default_factory=NormalizeConfig)
     length: LengthConfig = field(default_factory=LengthConfig)
     repetition: RepetitionConfig = field(default_factory=RepetitionConfig)
     duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
@@ -64,7 +64,7 @@ class CleanReport:
 
 
 _SETTINGS = {
-    "binary data": "normalise.max_control_share",
+    "binary data": "normalize.max_control_share",
     "too short": "length.min_chars",
     "too long": "length.max_chars",
     "repeated lines": "repetition.max_duplicate_share",
@@ -88,7 +88,7 @@ def describe_drops(report: CleanReport, config: CleanConfig) -> str:
 def build_steps(config: CleanConfig, scratch: Path) -> list[Step]:
     """The steps in their order; `scratch` is a folder for what waits on disk."""
     return [
-        Normalise(config.normalise),
+        Normalize(config.normalize),
         Length(config.length),
         Repetition(config.repetition),
         Duplicates(config.duplicates, scratch),

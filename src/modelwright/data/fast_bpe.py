@@ -1,7 +1,7 @@
 """A byte-level BPE `tokenizer.json` as a `tiktoken` encoding: the same ids, several times faster.
 
 Only for tokenizers whose meaning both libraries share: BPE without dropout or byte fallback, byte-level alphabet, one
-splitting pattern, no normaliser, ids of merged tokens in the order of the merges. Others give None.
+splitting pattern, no normalizer, ids of merged tokens in the order of the merges. Others give None.
 """
 
 import json

@@ -37,7 +37,7 @@ def select_documents(
 ) -> list[HeldOut]:
     """Non-empty documents of `kinds`, of each kind a sample of at most `max_bytes_per_kind` bytes (0: all).
 
-    Documents are drawn at random and passed over when they no longer fit, so a tight cap favours short ones; at least
+    Documents are drawn at random and passed over when they no longer fit, so a tight cap favors short ones; at least
     one of a kind is taken. The sample depends on `seed` and the documents' ids and texts alone, not on their order. The
     result is in the order of kinds, then of ids.
     """

@@ -5,7 +5,7 @@ answer. Longer answers are less likely, so the log-likelihood is divided by a le
 
 - `byte` (default): by UTF-8 bytes. The length of a text is its own; it is the unit of the bits-per-byte table, and
   models with different tokenizers can be compared.
-- `token`: by tokens. An artefact of the tokenizer: a rare word cut into many pieces gains, as its last pieces are
+- `token`: by tokens. An artifact of the tokenizer: a rare word cut into many pieces gains, as its last pieces are
   nearly free.
 - `gain`: how much the question helps, per byte: the log-likelihood less that of the same candidate after a question
   that names nothing (Holtzman et al. 2021). Takes out how plain a candidate is by itself; costs a second pass.

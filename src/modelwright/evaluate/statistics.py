@@ -11,9 +11,9 @@ def wilson_interval(num_correct: int, num_trials: int, z: float = Z_95) -> tuple
     if num_trials == 0:
         return 0.0, 1.0
     share, spread = num_correct / num_trials, z * z / num_trials
-    centre = (share + spread / 2) / (1 + spread)
+    center = (share + spread / 2) / (1 + spread)
     half = z * math.sqrt(share * (1 - share) / num_trials + spread / (4 * num_trials)) / (1 + spread)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return max(0.0, center - half), min(1.0, center + half)
 
 
 def log10_binomial_tail(num_correct: int, num_trials: int, chance: float) -> float:

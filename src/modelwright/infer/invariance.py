@@ -1,4 +1,4 @@
-"""Measure how this machine's matrix products must be padded so that a row's result does not depend on its neighbours.
+"""Measure how this machine's matrix products must be padded so that a row's result does not depend on its neighbors.
 
 A BLAS chooses its kernel by the number of rows: one row goes through a matrix-vector kernel that sums in another
 order than the blocked kernel that many rows get. The last bits of a sequence's logits would then depend on how many

@@ -1,7 +1,7 @@
 """One step of the model over a paged cache: flatten the plan's tokens, compute, return the rows that need logits.
 
 All tokens of a step pass through the linears as one flat row of N tokens; only attention is taken apart. To keep
-every sequence's numbers independent of its neighbours, a decoding sequence attends over its own length rounded up to
+every sequence's numbers independent of its neighbors, a decoding sequence attends over its own length rounded up to
 `CONTEXT_STEP` and shares a call only with sequences of the same rounded length.
 
 Legend: N tokens, B sequences, C tokens of a chunk, D model width, H query heads, K key/value heads, G = H / K,

@@ -38,7 +38,7 @@ class SampleRequest:
 def sample(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> list[Draw]:
     """One draw per row of `logits_BV`."""
     logits_BV = logits_BV.float()
-    scores_BV = _penalised(logits_BV, requests)
+    scores_BV = _penalized(logits_BV, requests)
     tokens = scores_BV.argmax(dim=-1)
     random_rows = [row for row, request in enumerate(requests) if request.params.temperature > 0]
     for row in random_rows:
@@ -49,7 +49,7 @@ def sample(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> list[Draw]:
     return [Draw(token, logprob, _alternatives(logits_BV[row], r.params)) for token, logprob, r, row in draws]
 
 
-def _penalised(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
+def _penalized(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
     scores_BV = logits_BV
     for row, request in enumerate(requests):
         params = request.params

@@ -72,7 +72,7 @@ class BlockShape:
     def whole_bytes(self) -> int:
         """All that backward needs when nothing is computed again.
 
-        Two norms: normalised input in FP32 and one divisor; what they hand to the products. Q/K-norm: the same for each
+        Two norms: normalized input in FP32 and one divisor; what they hand to the products. Q/K-norm: the same for each
         head. Attention: rotated q and k, v, output, log of the softmax's denominator. Feed-forward: gate, up,
         silu(gate), their product. Where fused, norms keep their input instead, which the stream has in FP32 and the
         products of queries and keys give in their own format, and silu(gate) is not kept.

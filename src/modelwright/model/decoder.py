@@ -198,7 +198,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Normal initialisation, residual projections scaled by 1/sqrt(2 * layers) (GPT-2); norms to one.
+        """Normal initialization, residual projections scaled by 1/sqrt(2 * layers) (GPT-2); norms to one.
 
         Drawn on the CPU from `seed` in parameter order, so that every device and every layout starts equal.
         """

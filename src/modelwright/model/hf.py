@@ -165,7 +165,7 @@ def _refuse_unsupported(data: Mapping[str, Any], source: str) -> None:
         "use_sliding_window": (sliding, "sliding-window attention"),
         "num_experts": (data.get("num_experts") or data.get("num_local_experts"), "mixture of experts"),
         "hidden_act": (data.get("hidden_act", "silu") != "silu", f"activation {data.get('hidden_act')!r}"),
-        "quantization_config": (data.get("quantization_config"), "quantised weights"),
+        "quantization_config": (data.get("quantization_config"), "quantized weights"),
     }
     for name, (present, what) in unsupported.items():
         if present:

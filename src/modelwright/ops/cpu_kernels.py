@@ -165,7 +165,7 @@ def rotate(x_BTHd: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor, *, back: bool) ->
     return y
 
 
-def quantise(x_RK: Tensor, *, stochastic: bool) -> tuple[Tensor, Tensor]:
+def quantize(x_RK: Tensor, *, stochastic: bool) -> tuple[Tensor, Tensor]:
     """INT8 codes [R, K], which lie as `x_RK` does (row by row or column by column), and FP32 scales [R, 1]. Random
     rounding takes one number of PyTorch's generator as its seed."""
     by_column = not x_RK.is_contiguous()
@@ -175,7 +175,7 @@ def quantise(x_RK: Tensor, *, stochastic: bool) -> tuple[Tensor, Tensor]:
     seed = int(torch.randint(2**63 - 1, ())) if stochastic and type(x_RK) is not FakeTensor else 0
     own = -(-given.shape[1] // LANES) * LANES
     scratch = given.new_empty((torch.get_num_threads() + 1, own if by_column else 0), dtype=torch.float32)
-    _call(f"quantise_{NAMES[x_RK.dtype]}", given, *given.shape, by_column, stochastic, seed, codes, scales, scratch)
+    _call(f"quantize_{NAMES[x_RK.dtype]}", given, *given.shape, by_column, stochastic, seed, codes, scales, scratch)
     return codes.T if by_column else codes, scales
 
 

@@ -24,8 +24,8 @@ from modelwright.ops.scaled import (
     SQUARE_BLOCKS,
     TENSORWISE,
     Grid,
-    dequantise,
-    quantise,
+    dequantize,
+    quantize,
     scaled_product,
 )
 from modelwright.ops.shared_codes import Codes, SharedCodes
@@ -89,7 +89,7 @@ class Fp8:
     """FP8 products by a recipe.
 
     result: format of what comes out. gradients: format of the gradients' codes. wide_weight_gradient: the gradient of
-    the weight is computed of unquantised factors. cache: backward reads the input as it was quantised, so that forward
+    the weight is computed of unquantized factors. cache: backward reads the input as it was quantized, so that forward
     keeps one byte an element. shared: where layers that read one input find its codes. maxima: for delayed scaling,
     tensorwise only; without `shared`, for every layer has its own.
     """
@@ -116,10 +116,10 @@ class Fp8:
     def _grid(self, role: Role) -> Grid:
         return GRIDS[self.recipe][role == "weight"]
 
-    def _quantised(self, factor: Tensor, role: Role) -> Codes:
+    def _quantized(self, factor: Tensor, role: Role) -> Codes:
         dtype = self.gradients if role == "grad" else E4M3
         maxima = partial(self.maxima, role) if self.maxima else None
-        return quantise(factor, self._grid(role), dtype, maxima=maxima)
+        return quantize(factor, self._grid(role), dtype, maxima=maxima)
 
     def _product(self, kind: Kind, a: Codes, b: Codes) -> Tensor:
         left, right = FACTORS[kind]
@@ -128,25 +128,25 @@ class Fp8:
 
     def _forward(self, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
         x = self._pack(x_NI)
-        return self._product("forward", x, self._quantised(weight_OI, "weight"))
+        return self._product("forward", x, self._quantized(weight_OI, "weight"))
 
     def _input_gradient(self, dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
-        dy = self._quantised(dy_NO, "grad")
-        return self._product("input gradient", dy, self._quantised(weight_OI.T, "weight"))
+        dy = self._quantized(dy_NO, "grad")
+        return self._product("input gradient", dy, self._quantized(weight_OI.T, "weight"))
 
     def _weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
-        dy = self._quantised(dy_NO.T, "grad")
-        return self._product("weight gradient", dy, self._quantised(x_NI.T, "x"))
+        dy = self._quantized(dy_NO.T, "grad")
+        return self._product("weight gradient", dy, self._quantized(x_NI.T, "x"))
 
     def _wide_weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
         return product(dy_NO.T, x_NI.to(dy_NO.dtype))
 
     def _pack(self, x_NI: Tensor) -> Codes:
-        return self.shared(x_NI, self._grid("x"), E4M3) if self.shared else self._quantised(x_NI, "x")
+        return self.shared(x_NI, self._grid("x"), E4M3) if self.shared else self._quantized(x_NI, "x")
 
     def _unpack(self, *packed: Tensor) -> Tensor:
         codes_NI, scales = packed
-        return dequantise(codes_NI, scales, self._grid("x")).to(self.result)
+        return dequantize(codes_NI, scales, self._grid("x")).to(self.result)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +168,8 @@ class Int8:
         )
 
     def _product(self, left: Tensor, right: Tensor, *, stochastic: bool) -> Tensor:
-        a = quantise(left, ROWWISE, torch.int8, stochastic=stochastic)
-        b = quantise(right, ROWWISE, torch.int8)
+        a = quantize(left, ROWWISE, torch.int8, stochastic=stochastic)
+        b = quantize(right, ROWWISE, torch.int8)
         return scaled_product(a, b, (ROWWISE, ROWWISE), self.result)
 
     def _forward(self, x_NI: Tensor, weight_OI: Tensor) -> Tensor:

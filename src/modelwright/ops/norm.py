@@ -1,9 +1,9 @@
-"""Root-mean-square normalisation (Zhang and Sennrich 2019).
+"""Root-mean-square normalization (Zhang and Sennrich 2019).
 
 PyTorch's own `rms_norm` is composed of many elementwise passes on a CPU, forward and backward; here both directions
 are one kernel each (`cpu_kernels`) or, where there is none, written out with as few passes as eager code allows.
 
-Legend: D normalised width, the last dimension.
+Legend: D normalized width, the last dimension.
 """
 
 import torch
@@ -70,7 +70,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _RmsNormByKernel(torch.autograd.Function):
-    """Keeps its input, which the residual stream keeps in any case, where the other keeps a normalised copy."""
+    """Keeps its input, which the residual stream keeps in any case, where the other keeps a normalized copy."""
 
     @staticmethod
     def forward(ctx, x, weight_D, eps, out_dtype):

@@ -31,10 +31,10 @@ def matmul_rate(m: int, k: int, n: int, *, dtype: torch.dtype, device: torch.dev
 
 
 def int8_linear_rate(m: int, k: int, n: int, *, backend: Int8Backend, repeats: int = 5) -> float:
-    """Operations/s (2 * m * k * n) of a dynamically quantised linear on the CPU, the input's quantisation included.
+    """Operations/s (2 * m * k * n) of a dynamically quantized linear on the CPU, the input's quantization included.
 
     `fbgemm`: PyTorch's packed `quantized.linear_dynamic` (only on builds with that engine); `int_mm`: per-token
-    quantisation around `torch._int_mm`. Raises `ConfigError` when this build does not have the backend.
+    quantization around `torch._int_mm`. Raises `ConfigError` when this build does not have the backend.
     """
     x = torch.randn(m, k)
     if backend == "fbgemm":
@@ -54,8 +54,8 @@ def _fbgemm_call(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
         torch.backends.quantized.engine = "fbgemm"  # the engine is chosen when the weight is packed
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*quantized tensor creation functions.*")
-            quantised = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
-        packed = torch.ops.quantized.linear_prepack(quantised, None)
+            quantized = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+        packed = torch.ops.quantized.linear_prepack(quantized, None)
     finally:
         torch.backends.quantized.engine = engine
     return lambda: torch.ops.quantized.linear_dynamic(x, packed)
@@ -67,8 +67,8 @@ def _int_mm_call(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
 
     def call() -> Tensor:
         scale = x.abs().amax(dim=1, keepdim=True) / 127.0
-        quantised = (x / scale).round_().to(torch.int8)
-        return int_mm(quantised, columns).float() * scale
+        quantized = (x / scale).round_().to(torch.int8)
+        return int_mm(quantized, columns).float() * scale
 
     return call
 

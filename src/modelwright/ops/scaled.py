@@ -56,7 +56,7 @@ def group_maxima(x_RK: Tensor, grid: Grid) -> Tensor:
     return x.float()
 
 
-def quantise(
+def quantize(
     x_RK: Tensor, grid: Grid, dtype: torch.dtype, *, maxima: Maxima | None = None, stochastic: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Codes [R, K] in `dtype` (INT8 or an FP8 format) and FP32 scales, one for each group: x is about code * scale.
@@ -69,14 +69,14 @@ def quantise(
     """
     in_one_piece = x_RK.is_contiguous() or x_RK.T.is_contiguous()
     if (grid, dtype, maxima) == (ROWWISE, torch.int8, None) and in_one_piece and cpu_kernels.take(x_RK):
-        return cpu_kernels.quantise(x_RK.detach(), stochastic=stochastic)
-    return quantise_naive(x_RK, grid, dtype, maxima=maxima, stochastic=stochastic)
+        return cpu_kernels.quantize(x_RK.detach(), stochastic=stochastic)
+    return quantize_naive(x_RK, grid, dtype, maxima=maxima, stochastic=stochastic)
 
 
-def quantise_naive(
+def quantize_naive(
     x_RK: Tensor, grid: Grid, dtype: torch.dtype, *, maxima: Maxima | None = None, stochastic: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The definition, by PyTorch's operators; the twin of `quantise`."""
+    """The definition, by PyTorch's operators; the twin of `quantize`."""
     found = group_maxima(x_RK, grid)
     if maxima is not None:
         found = torch.where(found.isfinite(), maxima(found), found)
@@ -88,7 +88,7 @@ def quantise_naive(
     return scaled_RK.clamp_(-largest(dtype), largest(dtype)).to(dtype), scales
 
 
-def dequantise(codes_RK: Tensor, scales: Tensor, grid: Grid) -> Tensor:
+def dequantize(codes_RK: Tensor, scales: Tensor, grid: Grid) -> Tensor:
     """FP32 [R, K]."""
     return codes_RK.float() * _spread(scales, codes_RK, grid)
 
@@ -97,7 +97,7 @@ def scaled_product_naive(
     a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], grids: tuple[Grid, Grid], result: torch.dtype
 ) -> Tensor:
     """a_MK b_NK', [M, N] in `result`, of codes and scales: the definition, with sums in FP32; the twin."""
-    return (dequantise(*a, grids[0]) @ dequantise(*b, grids[1]).T).to(result)
+    return (dequantize(*a, grids[0]) @ dequantize(*b, grids[1]).T).to(result)
 
 
 def scaled_product(
@@ -168,7 +168,7 @@ Kernel = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], Tensor]
 @cache
 def _say_that_it_is_slow(name: str, reason: str) -> None:
     log.warning(
-        "%s: the device has no kernel for %s. FP32 products of dequantised factors take its place, more slowly.",
+        "%s: the device has no kernel for %s. FP32 products of dequantized factors take its place, more slowly.",
         name,
         reason,
     )
@@ -226,7 +226,7 @@ def _agrees(
 ) -> bool:
     generator = torch.Generator(device).manual_seed(0)
     factors = [torch.randn(2 * BLOCK, 256, device=device, generator=generator).T for _ in dtypes]  # as in backward
-    a, b = (quantise(x, grid, dtype) for x, grid, dtype in zip(factors, grids, dtypes, strict=True))
+    a, b = (quantize(x, grid, dtype) for x, grid, dtype in zip(factors, grids, dtypes, strict=True))
     try:
         found, wanted = kernel(a, b), scaled_product_naive(a, b, grids, torch.float32)
     except (RuntimeError, ValueError, NotImplementedError):  # this build or device has none for these grids

@@ -52,7 +52,7 @@ def above(values_N: Tensor, threshold: float) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantised:
+class Quantized:
     """Values as signs and levels: level c of a magnitude stands for low + c (high - low) / (2 ** (bits - 1) - 1)."""
 
     bits: int
@@ -68,7 +68,7 @@ class Quantised:
         return np.where(self.codes_K >> (self.bits - 1), -magnitudes, magnitudes)
 
 
-def quantise(values_K: NDArray[np.float32], bits: int) -> Quantised:
+def quantize(values_K: NDArray[np.float32], bits: int) -> Quantized:
     """Signs and evenly spaced magnitudes between the lowest and the highest one, to the nearest level."""
     assert 2 <= bits <= 16
     magnitudes = np.abs(values_K)
@@ -77,26 +77,26 @@ def quantise(values_K: NDArray[np.float32], bits: int) -> Quantised:
     scale = levels / (high - low) if high > low else 0.0
     codes = np.rint((magnitudes - np.float32(low)).astype(np.float64) * (scale if math.isfinite(scale) else 0.0))
     signs = np.signbit(values_K).astype(np.uint16) << np.uint16(bits - 1)
-    return Quantised(bits=bits, low=low, high=high, codes_K=np.bitwise_or(codes.astype(np.uint16), signs))
+    return Quantized(bits=bits, low=low, high=high, codes_K=np.bitwise_or(codes.astype(np.uint16), signs))
 
 
-def relative_error(values_K: NDArray[np.float32], quantised: Quantised) -> float:
-    """Norm of what quantisation changed over the norm of the values; 0 when there is nothing but zeros."""
+def relative_error(values_K: NDArray[np.float32], quantized: Quantized) -> float:
+    """Norm of what quantization changed over the norm of the values; 0 when there is nothing but zeros."""
     norm = float(np.linalg.norm(values_K))
-    return float(np.linalg.norm(values_K - quantised.values())) / norm if norm > 0 else 0.0
+    return float(np.linalg.norm(values_K - quantized.values())) / norm if norm > 0 else 0.0
 
 
-def quantise_within(values_K: NDArray[np.float32], *, min_bits: int, max_bits: int, max_error: float) -> Quantised:
+def quantize_within(values_K: NDArray[np.float32], *, min_bits: int, max_bits: int, max_error: float) -> Quantized:
     """The narrowest width in [min_bits, max_bits] whose observed relative error is at most `max_error`.
 
     The next width to try comes from the error seen: each bit halves it. At `max_bits` any error is accepted.
     """
     bits = min_bits
     while True:
-        quantised = quantise(values_K, bits)
-        error = relative_error(values_K, quantised)
+        quantized = quantize(values_K, bits)
+        error = relative_error(values_K, quantized)
         if error <= max_error or bits >= max_bits:
-            return quantised
+            return quantized
         # One bit fewer than the error asks for: the rule is rough at few levels, and a bit too many stays for good.
         missing = math.ceil(math.log2(error / max_error)) if max_error > 0 else max_bits
         bits = min(max_bits, bits + max(1, missing - 1))
@@ -170,13 +170,13 @@ def decode_places(kind: int, data: Bytes, count: int, numel: int) -> NDArray[np.
     return np.cumsum(rice_decode(data, count, kind - _RICE) + 1) - 1 if count else np.zeros(0, np.int64)
 
 
-def encode(indices_K: NDArray[np.int64], quantised: Quantised, numel: int) -> Bytes:
-    """One bucket of `numel` entries, of which those at `indices_K` (ascending) have the quantised values."""
+def encode(indices_K: NDArray[np.int64], quantized: Quantized, numel: int) -> Bytes:
+    """One bucket of `numel` entries, of which those at `indices_K` (ascending) have the quantized values."""
     kind, places = encode_places(indices_K, numel)
     header = np.array(
-        [(kind, quantised.bits, len(indices_K), len(places), quantised.low, quantised.high)], dtype=_HEADER
+        [(kind, quantized.bits, len(indices_K), len(places), quantized.low, quantized.high)], dtype=_HEADER
     )
-    return np.concatenate([header.view(np.uint8), places, pack_bits(quantised.codes_K, quantised.bits)])
+    return np.concatenate([header.view(np.uint8), places, pack_bits(quantized.codes_K, quantized.bits)])
 
 
 def decode(data: Bytes, numel: int) -> tuple[NDArray[np.int64], NDArray[np.float32], int]:
@@ -187,5 +187,5 @@ def decode(data: Bytes, numel: int) -> tuple[NDArray[np.int64], NDArray[np.float
     indices = decode_places(int(header["places"]), data[size : size + place_bytes], count, numel)
     first, last = size + place_bytes, size + place_bytes + (count * bits + 7) // 8
     codes = unpack_bits(data[first:last], count, bits).astype(np.uint16)
-    quantised = Quantised(bits=bits, low=float(header["low"]), high=float(header["high"]), codes_K=codes)
-    return indices, quantised.values(), last
+    quantized = Quantized(bits=bits, low=float(header["low"]), high=float(header["high"]), codes_K=codes)
+    return indices, quantized.values(), last

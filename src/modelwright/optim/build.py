@@ -11,7 +11,7 @@ from modelwright.optim.combined import Combined
 from modelwright.optim.lion import Lion
 from modelwright.optim.muon import Muon
 from modelwright.optim.offload import OffloadedAdamW
-from modelwright.optim.quantised import QuantisedAdamW
+from modelwright.optim.quantized import QuantizedAdamW
 
 OptimizerKind = Literal["adamw", "deepseek_adam", "adamw_int8", "adamw_bf16", "lion", "muon"]
 """AdamW (Loshchilov and Hutter 2019), fused; the combination published as DeepSeekAdam: AdamW with FP32 weights and
@@ -45,9 +45,9 @@ def build_optimizer(
         case "adamw" | "deepseek_adam":
             return AdamW(groups, **adam, fused=True)
         case "adamw_int8":
-            return QuantisedAdamW(groups, **adam, states="int8")
+            return QuantizedAdamW(groups, **adam, states="int8")
         case "adamw_bf16":
-            return QuantisedAdamW(groups, **adam, states="bf16")
+            return QuantizedAdamW(groups, **adam, states="bf16")
         case "lion":
             return Lion(groups, lr=learning_rate, betas=betas)
         case "muon":

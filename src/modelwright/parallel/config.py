@@ -30,7 +30,7 @@ class ParallelConfig:
     shard: what is divided among copies instead of kept by each: nothing (ZeRO-0), optimizer states (1), gradients too
     (2), parameters too (3). Weights are FP32; those of projections that compute in BF16 or FP16 are gathered in that
     format, all others in FP32, and gradients are summed in FP32. shard_group: copies that share one whole model, 0 for
-    all of them; fewer is hybrid sharding: sharded within groups of neighbouring ranks, replicated across groups.
+    all of them; fewer is hybrid sharding: sharded within groups of neighboring ranks, replicated across groups.
     context: processes that share the tokens of each row. context_attention: how they attend to each other's tokens:
     `all_gather` collects the keys and values of whole rows in every layer; `ring` passes them from rank to rank, in
     less memory. tensor: processes that share each layer's heads, FFN columns and the vocabulary; with
@@ -82,7 +82,7 @@ class ParallelConfig:
     def axes(self, num_processes: int) -> dict[str, int]:
         """Ranks along each axis of the mesh, slowest first: pipeline, replicate, shard, context, tensor.
 
-        Neighbouring ranks are the ones that talk most. Raises `ConfigError` when the product cannot be
+        Neighboring ranks are the ones that talk most. Raises `ConfigError` when the product cannot be
         `num_processes`.
         """
         others = self.pipeline * self.context * self.tensor

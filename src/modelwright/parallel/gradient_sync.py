@@ -1,6 +1,6 @@
 """The gradient-transport seam: how gradients cross the network, and how many bytes their messages have.
 
-Gradients come in as each rank's share of one sum (already divided by the global normaliser) and leave as the sum.
+Gradients come in as each rank's share of one sum (already divided by the global normalizer) and leave as the sum.
 Knows nothing about losses or optimizers. `transports/` holds those that send fewer bytes.
 
 A transport's state differs from rank to rank, and a checkpoint keeps it for each rank. What stands under a key
@@ -101,7 +101,7 @@ class Buckets:
         return buckets
 
     def cut(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Neighbours of one format in each, in their order; the last ones first."""
+        """Neighbors of one format in each, in their order; the last ones first."""
         return cut_into_buckets(tensors, self.bucket_bytes, many=self.many)
 
     def _finished(self, parameter: Tensor) -> None:
@@ -116,7 +116,7 @@ class Buckets:
 
 
 def cut_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int, *, many: int = 1) -> list[list[Tensor]]:
-    """Neighbours of one format in each, in their order, together at most `bucket_bytes` if not one, and no more than
+    """Neighbors of one format in each, in their order, together at most `bucket_bytes` if not one, and no more than
     makes about so `many` buckets, unless they would be smaller than `SMALL_BUCKET_BYTES`; the last ones first."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     most = min(bucket_bytes, max(-(-sum(sizes) // many), SMALL_BUCKET_BYTES))

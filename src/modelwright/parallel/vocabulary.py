@@ -86,8 +86,8 @@ def _loss_and_gradient(rows: range, axis: World, logits_CU: Tensor, labels_C: Te
     exponentials_CU = scores_CU.sub_(largest_C[:, None]).exp_()
     parts_R3C = axis.all_gather(torch.stack([largest_C, exponentials_CU.sum(dim=-1), chosen_C]))
     maxima_RC, sums_RC, chosen_RC = parts_R3C.unbind(1)
-    normaliser_C = (maxima_RC + sums_RC.log()).logsumexp(dim=0)
-    loss = (normaliser_C - chosen_RC.sum(dim=0)).sum()
-    grad_CU = exponentials_CU.mul_((largest_C - normaliser_C).exp()[:, None])
+    normalizer_C = (maxima_RC + sums_RC.log()).logsumexp(dim=0)
+    loss = (normalizer_C - chosen_RC.sum(dim=0)).sum()
+    grad_CU = exponentials_CU.mul_((largest_C - normalizer_C).exp()[:, None])
     grad_CU.scatter_add_(1, places_C1, -here_C[:, None].to(grad_CU.dtype))
     return loss, grad_CU

@@ -1,7 +1,7 @@
 """`doctor`: what the machine is and how fast it multiplies matrices of a model's own shapes.
 
 The rates settle two questions by measuring instead of assuming: which compute format is fastest here, and what the
-denominator of model FLOPs utilisation is. Changes nothing on the machine.
+denominator of model FLOPs utilization is. Changes nothing on the machine.
 """
 
 import math

@@ -80,7 +80,7 @@ class Assessment:
     def bubble_share(self) -> float:
         return bubble_share(bubble=self.bubble_s, work=self.compute_s + self.recompute_s)
 
-    def utilisation(self, cluster: Cluster) -> float:
+    def utilization(self, cluster: Cluster) -> float:
         """Model FLOPs as a share of what the devices' peak rate would compute."""
         return self.model_flops / (self.step_s * self.layout.num_devices * cluster.compute.peak_flops_per_s)
 

@@ -244,5 +244,5 @@ def _tables(model: ModelConfig, part: RankPart) -> int:
 
 
 def _outside_blocks(model: ModelConfig, part: RankPart) -> int:
-    """Rotary tables; the final norm's normalised input and output, and the gradient that the head makes at once."""
+    """Rotary tables; the final norm's normalized input and output, and the gradient that the head makes at once."""
     return _tables(model, part) + FP32_BYTES * part.num_tokens * 3 * model.model_dim * part.has_head

@@ -57,7 +57,7 @@ def proposal_data(job: Job, cluster: Cluster, proposal: Proposal) -> dict[str, A
             "step_s": found.step_s,
             "bubble_share": found.bubble_share,
             "communication_s": dict(found.communication_s),
-            "utilisation": found.utilisation(cluster),
+            "utilization": found.utilization(cluster),
         }
 
     return {
@@ -103,7 +103,7 @@ def _row(found: Assessment, cluster: Cluster) -> str:
         f"{axes['pipeline']:>4}{data:>9}{axes['context']:>4}{axes['tensor']:>4}  {layout.parallel.shard:<10}"
         f"{schedule:<16}{rows:>11}  {_activations(layout.activations):<11}{_decimal(found.memory.total):>11}"
         f"{_decimal(found.memory.total * layout.num_devices):>9}{found.step_s:>8.3g}s{found.bubble_share:>8.1%}"
-        f"{communication:>7.1%}{found.utilisation(cluster):>6.2f}"
+        f"{communication:>7.1%}{found.utilization(cluster):>6.2f}"
     )
 
 

@@ -52,7 +52,7 @@ class Cluster:
         return self.compute.peak_flops_per_s * self.compute.efficiency
 
     def seconds(self, num_bytes: float, num_messages: float, *, reach: int) -> float:
-        """`reach`: how many neighbouring ranks the axis spans from its first to its last rank."""
+        """`reach`: how many neighboring ranks the axis spans from its first to its last rank."""
         inside = reach <= self.devices_per_host
         rate = self.host_bytes_per_s if inside else self.network_bytes_per_s
         return num_bytes / rate + num_messages * (self.host_latency_s if inside else self.network_latency_s)

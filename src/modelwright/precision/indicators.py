@@ -36,7 +36,7 @@ from torch import Tensor
 from modelwright.core.outliers import ratio_limit
 from modelwright.model.decoder import Product
 from modelwright.ops.formats import E4M3, FLOATS, GRIDS, Format, Role
-from modelwright.ops.scaled import BLOCK, ROWWISE, TENSORWISE, Grid, dequantise, quantise
+from modelwright.ops.scaled import BLOCK, ROWWISE, TENSORWISE, Grid, dequantize, quantize
 from modelwright.precision.model import part_of
 from modelwright.precision.policy import PrecisionConfig
 
@@ -83,7 +83,7 @@ def in_pieces(values_NK: Tensor) -> Sequence[Tensor]:
 
 @dataclass(frozen=True)
 class Sample:
-    """Some of [N, K] values, FP32: rows at equal distances, and neighbours. Of all: the largest magnitude of each
+    """Some of [N, K] values, FP32: rows at equal distances, and neighbors. Of all: the largest magnitude of each
     column, and the mean square."""
 
     rows_RK: Tensor
@@ -138,11 +138,11 @@ def _error_of_codes(sample: Sample, chosen: Format, role: Role, config: Precisio
         maxima = sample.maxima_K.max().view(1, 1)
     elif grid == ROWWISE and transposed:
         maxima = sample.maxima_K.unsqueeze(1)
-    codes, scales = quantise(x, grid, dtype, maxima=None if maxima is None else lambda present: maxima)
-    lost = dequantise(codes, scales, grid) - x
+    codes, scales = quantize(x, grid, dtype, maxima=None if maxima is None else lambda present: maxima)
+    lost = dequantize(codes, scales, grid) - x
     squares = lost.square()
     if chosen == "int8" and role == "grad" and config.int8.stochastic:
-        squares = dequantise(torch.ones_like(codes), scales, grid) * lost.abs() - squares
+        squares = dequantize(torch.ones_like(codes), scales, grid) * lost.abs() - squares
     is_shared = chosen == "int8" and transposed
     return _share(squares, sample.mean_square * x.numel() if is_shared else x.square().sum())
 

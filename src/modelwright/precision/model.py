@@ -71,7 +71,7 @@ class DelayedMaxima:
         return found
 
     def push(self, maxima: Sequence[float]) -> None:
-        """The step is over; the maxima of all ranks. Values that are not finite are left out: `quantise` has made the
+        """The step is over; the maxima of all ranks. Values that are not finite are left out: `quantize` has made the
         step's gradients not finite by them."""
         for role, value in zip(ROLES, maxima, strict=True):
             if 0.0 < value < float("inf"):

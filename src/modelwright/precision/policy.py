@@ -76,7 +76,7 @@ class Fp8Config:
     scaling: by the present values, or by the largest of the last `history` steps (tensorwise only). That saves no pass:
     the present largest is taken all the same, for later steps and to tell an overflow.
     gradients: format of gradients; "" is what the recipe's source takes (E5M2; E4M3 blockwise). weight_gradient: of
-    unquantised factors where `wide`. cache: backward reads inputs as they were quantised, at one byte an element, kept
+    unquantized factors where `wide`. cache: backward reads inputs as they were quantized, at one byte an element, kept
     once for all projections that read them (for each one under delayed scaling).
     """
 

@@ -1,6 +1,6 @@
 """`Objective`: what is learned; `Batch` and `BatchSource`: what it is learned from.
 
-An objective gives sums and the weights that normalise them; the loop divides. It never divides itself, so that any
+An objective gives sums and the weights that normalize them; the loop divides. It never divides itself, so that any
 number of microbatches and ranks gives the gradient of the whole batch.
 """
 

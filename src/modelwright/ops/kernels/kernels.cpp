@@ -24,9 +24,9 @@ ATTENTION(fp32, float)
 ATTENTION(bf16, Bf16)
 
 #define INT8(NAME, T)                                                                                                  \
-  extern "C" void quantise_##NAME(const T* x, int64_t num_rows, int64_t num_columns, int by_column, int stochastic,    \
+  extern "C" void quantize_##NAME(const T* x, int64_t num_rows, int64_t num_columns, int by_column, int stochastic,    \
                                   uint64_t seed, int8_t* codes, float* scales, float* scratch, int threads) {          \
-    quantise(x, num_rows, num_columns, by_column, stochastic, seed, codes, scales, scratch, threads);                  \
+    quantize(x, num_rows, num_columns, by_column, stochastic, seed, codes, scales, scratch, threads);                  \
   }                                                                                                                    \
   extern "C" void rescale_##NAME(const int32_t* sums, int64_t num_rows, int64_t num_columns, const float* of_rows,     \
                                  const float* of_columns, T* to, int threads) {                                        \

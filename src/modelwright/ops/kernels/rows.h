@@ -33,7 +33,7 @@ inline Bytes code(Vector scaled, bool stochastic, uint32_t number, uint32_t seed
 constexpr float kSmallest = 0x1p-100f;
 
 template <class T>
-void quantise(const T* x, int64_t num_rows, int64_t num_columns, bool by_column, bool stochastic, uint64_t seed,
+void quantize(const T* x, int64_t num_rows, int64_t num_columns, bool by_column, bool stochastic, uint64_t seed,
               int8_t* codes, float* scales, float* scratch, int threads) {
   const uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
   const int64_t padded = up(num_columns, kLanes);

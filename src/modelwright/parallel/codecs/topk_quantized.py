@@ -1,4 +1,4 @@
-"""The three-level compressor: keep what matters, quantise what is kept, code where it was.
+"""The three-level compressor: keep what matters, quantize what is kept, code where it was.
 
 1. Selection by importance: the largest magnitudes of every bucket, or of all by one sampled threshold; what is not
    sent is kept and joins the next message (error feedback), with momentum correction if wanted (Lin et al. 2018).
@@ -34,7 +34,7 @@ NUM_SAMPLES = 65_536
 class ThreeLevelConfig:
     """What the compressor keeps.
 
-    keep: share of the entries that travels once the warm-up is over; 1 sends all of them (quantisation alone).
+    keep: share of the entries that travels once the warm-up is over; 1 sends all of them (quantization alone).
     selection: `bucket` keeps that share of every bucket, `global` of all entries together.
     bucket_numel: most entries of one bucket, which has one width and one range of magnitudes.
     values: `even`, levels evenly spaced from the bucket's lowest to its highest magnitude, or `means` (`levels.py`).
@@ -198,10 +198,10 @@ def _encode(
 ) -> sparse_code.Bytes:
     if config.values == "means":
         return encode_levels(indices_K, values_K, numel)
-    quantised = sparse_code.quantise_within(
+    quantized = sparse_code.quantize_within(
         values_K, min_bits=config.min_bits, max_bits=config.max_bits, max_error=config.max_error
     )
-    return sparse_code.encode(indices_K, quantised, numel)
+    return sparse_code.encode(indices_K, quantized, numel)
 
 
 def decode_flat(message: Tensor, bounds: Sequence[int], coded: Literal["even", "means"] = "even") -> Sparse:

@@ -43,7 +43,7 @@ def flop_costs(config: ModelConfig, *, mean_context: float) -> LayerCosts:
 def split_layers(
     costs: LayerCosts, num_stages: int, *, slowness: Sequence[float] = (), min_layers: int = 1
 ) -> tuple[int, ...]:
-    """Layers per stage that minimise the cost of the slowest stage, and among those the sum of squared costs.
+    """Layers per stage that minimize the cost of the slowest stage, and among those the sum of squared costs.
 
     slowness: what each stage's device makes of a cost, 1 for all when empty; min_layers: of every stage. Exact, by
     dynamic programming over (stages, layers): O(stages * layers^2). Raises `ConfigError` when there are too few
@@ -75,7 +75,7 @@ def _best_cuts(
     join: Callable[[float, float], float],
     bound: float,
 ) -> tuple[float, tuple[int, ...]]:
-    """The cut of all layers that minimises `join` over the stages' costs, none of which is above `bound`."""
+    """The cut of all layers that minimizes `join` over the stages' costs, none of which is above `bound`."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(num_stages):
         longer: dict[int, tuple[float, tuple[int, ...]]] = {}

@@ -177,7 +177,7 @@ class Collectives:
         return tensor
 
     def all_reduce_many(self, tensors: Sequence[Tensor]) -> None:
-        """Sum each tensor in place; neighbours of one dtype that are small go in one message."""
+        """Sum each tensor in place; neighbors of one dtype that are small go in one message."""
         for message in self._messages(tensors):
             if len(message) == 1:
                 self.all_reduce(message[0])

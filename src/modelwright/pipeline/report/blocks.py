@@ -90,7 +90,7 @@ Block = Chart | Table | Note | Samples | Fold
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the report. Neighbouring charts share a row where there is room."""
+    """One part of the report. Neighboring charts share a row where there is room."""
 
     anchor: str
     title: str

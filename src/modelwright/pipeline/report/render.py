@@ -18,5 +18,5 @@ def render(page: Page) -> str:
 
 
 def _runs(blocks: Sequence[Block]) -> list[tuple[str, list[Block]]]:
-    """Neighbours of the same kind together, so that charts can share a row."""
+    """Neighbors of the same kind together, so that charts can share a row."""
     return [(kind, list(group)) for kind, group in groupby(blocks, key=lambda block: block.kind)]

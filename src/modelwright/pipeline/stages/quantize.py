@@ -35,7 +35,7 @@ def quantize_stage(config: RunConfig, *, evaluated: bool) -> Stage:
     """
     return Stage(
         name="quantize",
-        title="Quantising to INT8",
+        title="Quantizing to INT8",
         settings={"quantize": dump(config.quantize), "evaluate": dump(config.evaluate)},
         parents=("clean", "pack", final_model(config), *(("evaluate",) if evaluated else ())),
         run=lambda context: _run(context, config),
@@ -46,7 +46,7 @@ def _run(context: StageContext, config: RunConfig) -> None:
     out, name = context.output.path, final_model(config)
     source = context.parents[name]
     reference, tokenizer = load_model(source), Tokenizer.load(source)
-    context.progress.begin("quantise", 0, "tensors")
+    context.progress.begin("quantize", 0, "tensors")
     save_int8(quantize_model(reference, config.quantize), out)
     tokenizer.save(out, max_length=config.model.max_seq_len)
     int8 = load_int8(out, config.quantize)

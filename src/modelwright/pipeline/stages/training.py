@@ -113,7 +113,7 @@ def _learn(
         restart=context.restart,
     )
     peaks = _peaks_after(context, config, training, result)
-    used_share = _utilisation(result, peaks, context.ranks.size)
+    used_share = _utilization(result, peaks, context.ranks.size)
     context.progress.note(_summary(name, num_steps, result, used_share))
     taken = _take_best(model, context, training, result)
     return _facts(result, model, num_steps, loader, taken, context) | peaks
@@ -196,8 +196,8 @@ def _peaks_after(
     return {"live_peak_flops": live, "peak_flops": max(live, result.peak_flops, after)}
 
 
-def _utilisation(result: TrainResult, peaks: dict[str, float], num_ranks: int) -> float:
-    """Model FLOPs utilisation of the whole training in [0, 1], 0 when there is no peak rate."""
+def _utilization(result: TrainResult, peaks: dict[str, float], num_ranks: int) -> float:
+    """Model FLOPs utilization of the whole training in [0, 1], 0 when there is no peak rate."""
     if not peaks["peak_flops"] or not result.train_time_s:
         return 0.0
     return result.model_flops / result.train_time_s / (peaks["peak_flops"] * num_ranks)

@@ -68,7 +68,7 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
     return torch.where(values.isfinite(), rounded, values).bfloat16()
 
 
-class QuantisedAdamW(Optimizer):
+class QuantizedAdamW(Optimizer):
     """An `Optimizer` by its interface; `state` shows FP32 tensors and takes them, as AdamW's does.
 
     Random bits of `bf16` follow the number of the step alone, so that copies of a parameter stay equal on all ranks.
@@ -133,7 +133,7 @@ class QuantisedAdamW(Optimizer):
 class _Unpacked(MutableMapping[Tensor, dict[str, Any]]):
     """The states by parameter as AdamW has them: step, exp_avg and exp_avg_sq, FP32, laid out like the parameter."""
 
-    def __init__(self, optimizer: QuantisedAdamW) -> None:
+    def __init__(self, optimizer: QuantizedAdamW) -> None:
         self.optimizer = optimizer
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Normalise: one spelling of the same text, and no bytes that are no text.
+"""Normalize: one spelling of the same text, and no bytes that are no text.
 
 Unicode NFC, line ends as LF, no byte order marks, control characters or trailing spaces, at most two blank lines in a
 row (one page break less). Documents that were binary data are dropped.
@@ -20,7 +20,7 @@ _BLANK_LINES = re.compile(r"\n{4,}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormaliseConfig:
+class NormalizeConfig:
     """`max_control_share`: a text with a larger share of control and replacement characters is binary data."""
 
     max_control_share: float = 0.05
@@ -31,16 +31,16 @@ class NormaliseConfig:
 
 
 @dataclass(frozen=True)
-class Normalise:
-    config: NormaliseConfig
-    name: str = "normalise"
+class Normalize:
+    config: NormalizeConfig
+    name: str = "normalize"
 
     def __call__(self, documents: Iterator[Document], drop: Drop) -> Iterator[Document]:
         for document in documents:
             if control_share(document.text) > self.config.max_control_share:
                 drop(document, "binary data")
             else:
-                yield document.map_text(normalise)
+                yield document.map_text(normalize)
 
 
 def control_share(text: str) -> float:
@@ -48,8 +48,8 @@ def control_share(text: str) -> float:
     return (len(_CONTROL.findall(text)) + text.count("\ufffd")) / max(1, len(text))
 
 
-def normalise(text: str) -> str:
-    """The normal form; normalising it again changes nothing."""
+def normalize(text: str) -> str:
+    """The normal form; normalizing it again changes nothing."""
     text = _CONTROL.sub("", _LINE_END.sub("\n", text))
     text = unicodedata.normalize("NFC", text)
     return _BLANK_LINES.sub("\n\n\n", _TRAILING_SPACE.sub("", text)).strip("\n")
