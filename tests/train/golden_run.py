@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from wired_cases import run_cases
+from wired_cases import Runs
 
 MODULES = ("test_wired", "test_wired_in_backward", "test_wired_updates", "test_wired_precision", "test_wired_sparse")
 METRICS = ("loss", "grad_norm", "heldout_loss", "skipped")
@@ -28,13 +28,12 @@ def run_all(folder: Path) -> Golden:
     found: Golden = {}
     for name in MODULES:
         module = importlib.import_module(name)
-        runs = folder / name
-        runs.mkdir()
+        (folder / name).mkdir()
         if name == "test_wired_precision":
-            module.write_speeds(runs)
-        run_cases(runs, module.CASES)
+            module.write_speeds(folder / name)
+        runs = Runs(folder / name, module.CASES)
         for case in module.CASES:
-            found[f"{name}/{case['name']}"] = outcome(runs / case["folder"], case["name"])
+            found[f"{name}/{case['name']}"] = outcome(runs.folder(case["name"]), case["name"])
         print(f"{name}: {len(module.CASES)} cases", flush=True)
     return found
 

@@ -1,23 +1,18 @@
 """kill -9 amid steps and amid checkpoints: the final weights are the undisturbed run's, bit for bit."""
 
-import os
 import signal
-import subprocess
-import sys
 
+import tiny_run
 import torch
 
+from distributed import run_distributed
 from modelwright.core.records import column, read_records
 
 
 def test_killed_runs_end_with_the_same_bits(tiny, tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, tiny.__file__, "kills", str(tmp_path / "killed"), "0"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    *kills, last = map(int, done.stdout.split())
-    assert kills.count(signal.SIGKILL) >= 4, (kills, done.stderr)
-    assert last == 0, done.stderr
+    ((*signals, last),) = run_distributed(tiny_run.train_under_fire, 1, tmp_path / "killed", 0, 6, joins_world=False)
+    assert signals.count(signal.SIGKILL) >= 4, signals
+    assert last == 0
 
     tiny.run(tmp_path / "whole")
     whole, killed = (tiny.final_weights(tmp_path / name) for name in ("whole", "killed"))

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+import wired_run
 
-from rank_processes import start_ranks, wait_for
-from wired_cases import SCRIPT, case, losses, run_cases, values, weights
+from distributed import start_distributed
+from wired_cases import Runs, case, losses, values, weights
 
 SECONDS = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0}
 FOLLOWING = {
@@ -42,14 +43,12 @@ def test_a_killed_run_ends_as_one_that_was_left_alone(tmp_path, kind):
             known = {f"{part}/{name}": value for part in ("attention", "ffn") for name, value in SECONDS.items()}
             (tmp_path / folder / "formats.json").write_text(json.dumps({**known, "memory": 0.1}))
     die = case("dies", "killed", settings=settings, mishap={"kind": "die", "step": 9, "rank": 1})
-    (tmp_path / "cases.json").write_text(json.dumps([die]))
-    statuses = [status for status, _, _ in wait_for(start_ranks(SCRIPT, tmp_path, tmp_path / "cases.json", size=2))]
-    assert statuses[1] == -9
-    run_cases(tmp_path, [case("whole", settings=settings), case("again", "killed", settings=settings)])
-    assert losses(tmp_path, "killed") == losses(tmp_path, "whole")
+    assert start_distributed(wired_run.run_cases, 2, tmp_path, [die]).wait()[1].code == -9
+    runs = Runs(tmp_path, [case("whole", settings=settings), case("again", "killed", settings=settings)])
+    assert losses(runs, "killed") == losses(runs, "whole")
     for metric in ("clip_norm", "decay_factor", "loss_scale", *(("sparse_share",) if kind == "sparse" else ())):
-        assert values(tmp_path, "killed", metric) == values(tmp_path, "whole", metric)
-    once, again = weights(tmp_path, "whole"), weights(tmp_path, "again", rank=1)
+        assert values(runs, "killed", metric) == values(runs, "whole", metric)
+    once, again = weights(runs, "whole"), weights(runs, "again", rank=1)
     assert all(torch.equal(once[name], again[name]) for name in once)
     if kind == "formats":
         changes = [(tmp_path / folder / "formats.jsonl").read_text() for folder in ("whole", "killed")]

@@ -13,7 +13,7 @@ from modelwright.core.records import column, read_records
 from modelwright.memory import arena_build, arena_run
 from modelwright.memory.arena_run import StepAllocator
 from modelwright.objectives.pretrain import Pretrain
-from wired_cases import COPIES, case, run_cases, values, weights
+from wired_cases import COPIES, Runs, case, values, weights
 
 pytestmark = pytest.mark.skipif(
     platform.system() != "Linux" or shutil.which("g++") is None, reason="is built on Linux, by g++"
@@ -111,7 +111,7 @@ def test_two_processes(tmp_path):
         for arena in ("without", "with")
     ]
     hogwild = {"memory_arena": True, "asynchronous": {"mode": "hogwild"}}
-    runs = run_cases(tmp_path, [*cases, case("hogwild", settings=hogwild, shape=WIDE)])
+    runs = Runs(tmp_path, [*cases, case("hogwild", settings=hogwild, shape=WIDE)])
     assert values(runs, "hogwild", "arena_served")
     for name in layouts:
         assert values(runs, f"{name}-with", "arena_served")

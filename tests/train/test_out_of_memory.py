@@ -9,30 +9,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import full_memory
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from distributed import run_distributed
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.records import column, read_records
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.ops import cpu_kernels
 from modelwright.parallel.mesh import single
 from modelwright.train.techniques.out_of_memory import RetryOutOfMemory, is_out_of_memory
-from rank_processes import run_ranks, start_process, wait_for
+from rank_processes import all_well, start_process, wait_for
 
-SCRIPT = Path(__file__).with_name("full_memory_run.py")
 MARGIN = (30 if cpu_kernels.are_used_on("cpu") else 70) * 2**20
 """Too little for the whole batch at once, enough for half of it."""
-LEAN = {"MALLOC_ARENA_MAX": "1"}
 linux = pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux's")
 
 
 def limited(folder: Path, margin: int, *, num_microbatches: int = 1, num_rows: int = 32, arena: int = 0) -> dict:
-    folder.mkdir()
-    started = start_process(SCRIPT, "limit", folder, margin, num_microbatches, num_rows, arena, environment=LEAN)
-    ((status, output, errors),) = wait_for([started])
-    assert status == 0, errors
+    arguments = (folder, margin, num_microbatches, num_rows, arena)
+    started = start_process(Path(full_memory.__file__), *arguments, environment={"MALLOC_ARENA_MAX": "1"})
+    (output,) = all_well(wait_for([started]))
     return json.loads(output.splitlines()[-1])
 
 
@@ -66,17 +64,21 @@ def test_a_memory_arena_under_a_limit(tmp_path):
     assert found["losses"] == asked["losses"]
 
 
+Runs = tuple[Path, list[dict[str, full_memory.Ended]]]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
+def runs(tmp_path_factory) -> Runs:
+    """The folder, and how each run ended by rank and name."""
     folder = tmp_path_factory.mktemp("full")
-    run_ranks(SCRIPT, "ranks", folder, size=2)
-    return folder
+    return folder, run_distributed(full_memory.on_ranks, 2, folder)
 
 
 @pytest.mark.parametrize("layout", ["one-copy", "copies"])
 def test_all_ranks_make_the_step_again(runs, layout):
     """Batch 5 on does not fit on the second rank: 1, 2, then 4 microbatches of its 4 rows."""
-    whole, full = (runs / f"{layout}-{name}" for name in ("whole", "full"))
+    folder, ended = runs
+    whole, full = (folder / f"{layout}-{name}" for name in ("whole", "full"))
     losses = [[value for _, value in column(read_records(run / "metrics.jsonl"), "loss")] for run in (whole, full)]
     assert losses[1][:5] == losses[0][:5]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -84,23 +86,23 @@ def test_all_ranks_make_the_step_again(runs, layout):
     assert found == [(step, 4.0) for step in range(6, 13)]
     (event,) = [event for event in read_records(full / "watch.jsonl") if event["kind"] == "out_of_memory"]
     assert (event["step"], event["value"]) == (6, 2)
-    weights = [load_file(full / f"{rank}.safetensors") for rank in range(2)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    first, second = (of_rank[full.name].weights for of_rank in ended)
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
 
 
 @pytest.mark.parametrize("layout", ["one-copy", "copies"])
 def test_a_run_that_goes_on_remembers(runs, layout):
-    once, twice = (load_file(runs / f"{layout}-{name}" / "1.safetensors") for name in ("full", "twice"))
+    folder, ended = runs
+    once, twice = (ended[1][f"{layout}-{name}"].weights for name in ("full", "twice"))
     assert all(torch.equal(once[name], twice[name]) for name in once)
-    found = column(read_records(runs / f"{layout}-twice" / "metrics.jsonl"), "num_microbatches")
+    found = column(read_records(folder / f"{layout}-twice" / "metrics.jsonl"), "num_microbatches")
     assert found == [(step, 4.0) for step in range(6, 13)]
 
 
 @pytest.mark.parametrize("layout", ["one-copy", "copies"])
 def test_all_ranks_give_up_together(runs, layout):
-    for rank in range(2):
-        found = json.loads((runs / f"{layout}-never" / f"ended-{rank}.json").read_text())
-        assert "microbatch of one row" in found["error"]
+    for ended in runs[1]:
+        assert "microbatch of one row" in ended[f"{layout}-never"].error
 
 
 class Limited:
@@ -233,20 +235,19 @@ def test_parts_of_unequal_numbers_of_rows_make_the_gradient_of_the_whole_batch(t
 
 @pytest.mark.parametrize("layout", ["one-copy", "copies"])
 def test_nothing_is_said_where_a_step_can_be_made_again(runs, layout):
-    for rank in range(2):
-        assert json.loads((runs / f"{layout}-full" / f"notes-{rank}.json").read_text()) == []
+    for ended in runs[1]:
+        assert ended[f"{layout}-full"].notes == []
 
 
 @pytest.mark.parametrize(
     ("layout", "why"), {"overlap": "transport.overlap, which", "tensor": r"the layout \(parallel: tensor 2\)"}.items()
 )
 def test_where_no_step_can_be_made_again_the_first_rank_says_so_and_the_error_too(runs, layout, why):
-    folder = runs / f"{layout}-full"
-    notes, none = (json.loads((folder / f"notes-{rank}.json").read_text()) for rank in range(2))
-    assert none == []
-    (note,) = [note for note in notes if "out-of-memory retry" in note]
+    first, second = (ended[f"{layout}-full"] for ended in runs[1])
+    assert second.notes == []
+    (note,) = first.notes
     assert re.search(f"out-of-memory retry is disabled: {why}", note)
-    errors = [json.loads((folder / f"ended-{rank}.json").read_text())["error"] for rank in range(2)]
+    errors = [first.error, second.error]
     for error in errors:
         assert error.startswith("out of memory: ")
         assert error.endswith(note)

@@ -1,36 +1,55 @@
 """One and two real processes, which share weights or keep copies, one to four microbatches, ragged batches: one and the
 same training."""
 
-import os
-import socket
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+import tiny_run
 import torch
-from safetensors.torch import load_file
 
+from distributed import run_distributed
 from modelwright.core.records import column, read_records
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import World
 from tolerances import TOLERANCES
 
 EXACT = {"rtol": 1e-11, "atol": 1e-13}
 LOSS = TOLERANCES["fp32_loss"]
+CASES = {
+    "1": (1, ParallelConfig()),
+    "2": (2, ParallelConfig()),
+    "4": (4, ParallelConfig()),
+    "copies": (2, ParallelConfig(share_memory=False)),
+}
+"""Number of microbatches and layout."""
+
+
+def train(world: World, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Train every case in FP32 and in FP64; the weights of the latter. Then go on from a checkpoint of one process."""
+    weights = {}
+    for name, (num_microbatches, parallel) in CASES.items():
+        config = tiny_run.settings(num_microbatches=num_microbatches, num_steps=6)
+        tiny_run.run(folder / f"fp32-{name}", config, world=world, parallel=parallel)
+        model = tiny_run.run_in_float64(folder / f"fp64-{name}", config, world=world, parallel=parallel)
+        weights[name] = {key: weight.clone() for key, weight in model.state_dict().items()}
+    tiny_run.run(folder / "moved", tiny_run.settings(num_microbatches=4), world=world)
+    return weights
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tiny, tmp_path_factory):
+    """The folder, and the weights by rank and case."""
     folder = tmp_path_factory.mktemp("ranks")
     stop_after(tiny, folder / "moved", 4)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen([sys.executable, tiny.__file__, "ranks", str(folder)], env={**shared, "RANK": str(rank)})
-        for rank in range(2)
-    ]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
-    return folder
+    return folder, run_distributed(train, 2, folder)
+
+
+@pytest.fixture(scope="module")
+def one_rank(tiny, tmp_path_factory):
+    """The folder of a run of one process in FP32, and the weights of one in FP64."""
+    folder = tmp_path_factory.mktemp("one")
+    tiny.run(folder, tiny.settings(num_steps=6))
+    return folder, tiny.run_in_float64(folder / "fp64", tiny.settings(num_steps=6)).state_dict()
 
 
 def stop_after(tiny, folder, step):
@@ -43,31 +62,29 @@ def stop_after(tiny, folder, step):
             path.rmdir()
 
 
-@pytest.mark.parametrize("case", ["1", "2", "4", "copies"])
-def test_losses_equal_those_of_one_process(tiny, two_ranks, tmp_path, case):
-    tiny.run(tmp_path, tiny.settings(num_steps=6))
+@pytest.mark.parametrize("case", CASES)
+def test_losses_equal_those_of_one_process(one_rank, two_ranks, case):
     for metric in ("loss", "heldout_loss", "num_tokens"):
         single, ranks = (
             torch.tensor(column(read_records(path / "metrics.jsonl"), metric))
-            for path in (tmp_path, two_ranks / f"fp32-{case}")
+            for path in (one_rank[0], two_ranks[0] / f"fp32-{case}")
         )
         torch.testing.assert_close(ranks, single, **LOSS)
 
 
-@pytest.mark.parametrize("case", ["1", "2", "4", "copies"])
-def test_weights_are_exact_in_float64(tiny, two_ranks, tmp_path, case):
-    model = tiny.run_in_float64(tmp_path, tiny.settings(num_steps=6))
-    ranks = [load_file(two_ranks / f"fp64-{case}" / f"rank{rank}.safetensors") for rank in range(2)]
-    for name, weight in model.state_dict().items():
-        assert torch.equal(ranks[0][name], ranks[1][name])
-        torch.testing.assert_close(ranks[0][name], weight, **EXACT)
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_exact_in_float64(one_rank, two_ranks, case):
+    first, second = (weights[case] for weights in two_ranks[1])
+    for name, weight in one_rank[1].items():
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name], weight, **EXACT)
 
 
 def test_bytes_sent_are_those_of_the_gradients(tiny, two_ranks):
     """Where the processes keep copies, beside sums of a few values: on one copy there is nothing else to send."""
     gradient_bytes, small = 4 * tiny.SHAPE.num_parameters, 16 * 1024
     shared, copied = (
-        column(read_records(two_ranks / f"fp32-{case}" / "metrics.jsonl"), "bytes_sent") for case in ("1", "copies")
+        column(read_records(two_ranks[0] / f"fp32-{case}" / "metrics.jsonl"), "bytes_sent") for case in ("1", "copies")
     )
     assert 0 < shared[0][1] < small
     assert gradient_bytes < copied[0][1] < 1.05 * gradient_bytes + small
@@ -78,7 +95,8 @@ def test_bytes_sent_are_those_of_the_gradients(tiny, two_ranks):
 def test_checkpoint_of_one_process_goes_on_with_two_ranks_and_four_microbatches(tiny, two_ranks, tmp_path):
     tiny.run(tmp_path)
     single, moved = (
-        torch.tensor(column(read_records(path / "metrics.jsonl"), "loss")) for path in (tmp_path, two_ranks / "moved")
+        torch.tensor(column(read_records(path / "metrics.jsonl"), "loss"))
+        for path in (tmp_path, two_ranks[0] / "moved")
     )
     assert torch.equal(single[:4], moved[:4])
     torch.testing.assert_close(moved, single, **LOSS)

@@ -16,7 +16,7 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World
 from tolerances import TOLERANCES
 
-SAVED_AT, END = 4, 10
+SAVED_AT, END = 3, 6
 SETTINGS = {
     "num_steps": END,
     "num_microbatches": 2,

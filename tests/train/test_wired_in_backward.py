@@ -2,14 +2,13 @@
 waits for all gradients; norms, clipping, losses that are not finite, and stops.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from modelwright.core.records import column, read_records
-from wired_cases import RARE, case, ended, losses, run_cases, values, weights
+from wired_cases import RARE, Runs, case, ended, losses, values, weights
 
 PLAIN = {**RARE, "clip_norm": 0.0}
 WITHIN = {**PLAIN, "update_in_backward": "unclipped"}
@@ -66,22 +65,22 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
-    return run_cases(tmp_path_factory.mktemp("two"), CASES)
+def runs(tmp_path_factory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("two"), CASES)
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory) -> Path:
+def four(tmp_path_factory) -> Runs:
     shape = {"num_kv_heads": 4}
     cases = [{**one, "shape": shape} for one in both_ways(FOUR)]
-    return run_cases(tmp_path_factory.mktemp("four"), cases, size=4)
+    return Runs(tmp_path_factory.mktemp("four"), cases, size=4)
 
 
 @pytest.mark.parametrize("name", [*TWO, *FOUR])
 def test_same_bits_as_after_backward(request, name):
     """But for ZeRO-1 of several microbatches, whose gradients are then summed one by one."""
     size = 4 if name in FOUR else 2
-    runs: Path = request.getfixturevalue("four" if name in FOUR else "runs")
+    runs: Runs = request.getfixturevalue("four" if name in FOUR else "runs")
     assert ended(runs, f"{name}-within")["error"] == ""
     for metric, tolerance in (("loss", 0.0), ("grad_norm", 1e-5)):
         within, after = (values(runs, f"{name}-{way}", metric) for way in ("within", "after"))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from wired_cases import COPIES, RARE, case, ended, losses, run_cases, values, weights
+from wired_cases import COPIES, RARE, Runs, case, ended, losses, values, weights
 
 POLICIES = ("bf16_mixed", "fp16_mixed", "pure_fp16", "hybrid", "fp8", "int8")
 LAYOUTS = {
@@ -76,10 +76,10 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
+def runs(tmp_path_factory) -> Runs:
     folder = tmp_path_factory.mktemp("precision")
     write_speeds(folder)
-    return run_cases(folder, CASES)
+    return Runs(folder, CASES)
 
 
 def write_speeds(folder: Path) -> None:
@@ -90,8 +90,8 @@ def write_speeds(folder: Path) -> None:
         (folder / name / "formats.json").write_text(json.dumps({**speeds, "memory": 0.1}))
 
 
-def changes(runs: Path, folder: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (runs / folder / "formats.jsonl").read_text().splitlines()]
+def changes(runs: Runs, folder: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (runs.folder(folder) / "formats.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -148,9 +148,9 @@ def test_a_run_that_stops_amid_a_look_goes_on_with_what_every_rank_had_seen(runs
     assert once["observed"]["1"]
 
 
-def states(runs: Path, folder: str) -> dict[str, Any]:
+def states(runs: Runs, folder: str) -> dict[str, Any]:
     """Of adaptive precision at the end of a run."""
-    last = max((runs / folder / "checkpoints").glob("step-*/state.json"))
+    last = max((runs.folder(folder) / "checkpoints").glob("step-*/state.json"))
     return json.loads(last.read_text())["state"]["techniques"]["adaptive_precision"]
 
 
@@ -171,5 +171,5 @@ def test_ranks_that_hold_parts_decide_alike(runs, name):
 def test_a_schedule_needs_no_measuring(runs):
     shares = values(runs, "schedule", "narrow_share")
     assert (shares[0], shares[5], shares[-1]) == (0.0, 0.5, 1.0)
-    assert not (runs / "schedule" / "formats.json").exists()
+    assert not (runs.folder("schedule") / "formats.json").exists()
     assert {change["reason"] for change in changes(runs, "schedule")} == {"by schedule"}

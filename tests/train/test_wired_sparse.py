@@ -1,11 +1,9 @@
 """Sparse updates on two processes, through THE loop: one choice on both, less to send, the same bits after a stop."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from wired_cases import COPIES, RARE, case, ended, losses, run_cases, values, weights
+from wired_cases import COPIES, RARE, Runs, case, ended, losses, values, weights
 
 FORMS = {
     "columns": {"kind": "columns", "keep": 0.5, "refresh_every": 2},
@@ -32,8 +30,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
-    return run_cases(tmp_path_factory.mktemp("sparse"), CASES)
+def runs(tmp_path_factory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("sparse"), CASES)
 
 
 @pytest.mark.parametrize("name", FORMS)

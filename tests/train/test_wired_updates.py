@@ -1,12 +1,11 @@
 """Loss scales, optimizers, adaptive clipping and decay in a run of two processes, through THE loop."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from wired_cases import COPIES, RARE, case, ended, losses, run_cases, values, weights
+from wired_cases import COPIES, RARE, Runs, case, ended, losses, values, weights
 
 SCALED = {"precision": {"policy": "fp32", "loss_scale": {"use": "always", "initial": 1024.0, "window": 4}}}
 OVERFLOW = {"kind": "overflow", "step": 5, "rank": 1}
@@ -99,8 +98,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
-    return run_cases(tmp_path_factory.mktemp("updates"), CASES)
+def runs(tmp_path_factory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("updates"), CASES)
 
 
 def test_a_loss_scale_changes_nothing_that_does_not_overflow(runs):

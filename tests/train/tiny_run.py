@@ -1,13 +1,8 @@
-"""A tiny training run that ends in a second: called in the test's process, or as a script in processes of its own.
-
-tiny_run.py kills FOLDER SEED     train in child processes, kill them with SIGKILL, until the run is finished
-tiny_run.py ranks FOLDER          train as one rank of the world that the environment describes
-"""
+"""A tiny training run that ends in a second, and the parts to build other runs like it."""
 
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 
 from modelwright.core.config import parse
 from modelwright.core.progress import SilentProgress
@@ -25,8 +19,7 @@ from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
-from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import join_world, single
+from modelwright.parallel.mesh import single
 from modelwright.train.build import train
 from modelwright.train.checkpoint import writer as checkpoint
 from modelwright.train.config import TrainConfig
@@ -205,9 +198,12 @@ def final_weights(folder: Path, step: int = 12) -> dict[str, torch.Tensor]:
     return checkpoint.read_weights(folder / "checkpoints", step)
 
 
-def train_under_fire(folder: Path, seed: int, num_kills: int) -> None:
-    """Start the run again and again in forked processes; kill each at a random moment or amid a checkpoint."""
-    draw = random.Random(seed)
+def train_under_fire(folder: Path, seed: int, num_kills: int) -> list[int]:
+    """Start the run again and again in forked processes; kill each at a random moment or amid a checkpoint.
+
+    Returns the signal that ended each of them, and the exit code of a last run, which is left alone.
+    """
+    draw, signals = random.Random(seed), []
     for attempt in range(num_kills):
         if attempt % 2:
             child = _start(folder, die_in_file=draw.randint(1, 5))
@@ -221,8 +217,12 @@ def train_under_fire(folder: Path, seed: int, num_kills: int) -> None:
                 time.sleep(0.001)
             time.sleep(draw.uniform(0.0, 0.05))
             os.kill(child, signal.SIGKILL)
-        print(-os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(_start(folder), 0)[1]))
+        signals.append(-_exit_code(child))
+    return [*signals, _exit_code(_start(folder))]
+
+
+def _exit_code(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _num_records(folder: Path) -> int:
@@ -253,32 +253,3 @@ def _die_while_writing(num_files: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     checkpoint.save_file = save_half
-
-
-def train_as_rank(folder: Path) -> None:
-    """The configurations of the parity test, one after the other, each in a folder of its own."""
-    with join_world(torch.device("cpu")) as world:
-        cases = {str(number): (number, ParallelConfig()) for number in (1, 2, 4)}
-        cases["copies"] = (2, ParallelConfig(share_memory=False))
-        for name, (num_microbatches, parallel) in cases.items():
-            config = settings(num_microbatches=num_microbatches, num_steps=6)
-            run(folder / f"fp32-{name}", config, world=world, parallel=parallel)
-            exact = folder / f"fp64-{name}"
-            model = run_in_float64(exact, config, world=world, parallel=parallel)
-            save_file(model.state_dict(), exact / f"rank{world.rank}.safetensors")
-        run(folder / "moved", settings(num_microbatches=4), world=world)
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    command, folder = sys.argv[1], Path(sys.argv[2])
-    if command == "kills":
-        import tensorboardX  # noqa: F401 - imported before the forks, to save time
-
-        train_under_fire(folder, int(sys.argv[3]), num_kills=6)
-    else:
-        train_as_rank(folder)
-
-
-if __name__ == "__main__":
-    main()

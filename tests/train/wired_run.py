@@ -1,13 +1,12 @@
-"""Runs of the tiny model, one after the other in the same processes; a script for `test_wired`.
+"""Runs of the tiny model, one after the other on the same ranks; the cases are those of `wired_cases`.
 
-wired_run.py FOLDER CASES.json: each case has a name, settings, a layout and a mishap. Each rank writes
-FOLDER/<folder of the case>/<name>-<rank>.json: how the run ended, and its last weights beside that.
+Each case has a name, settings, a layout and a mishap. Each rank writes FOLDER/<folder of the case>/<name>-<rank>.json:
+how the run ended, and its last weights beside that.
 """
 
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from modelwright.data.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, join_world
+from modelwright.parallel.mesh import World
 from modelwright.train.objective import Objective
 from modelwright.train.technique import StepInfo
 
@@ -134,14 +133,7 @@ def run_case(folder: Path, case: dict[str, Any], world: World) -> None:
     (folder / case["folder"] / f"{case['name']}-{world.rank}.json").write_text(json.dumps(found))
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
-    with join_world(torch.device("cpu")) as world:
-        for case in json.loads(Path(sys.argv[2]).read_text()):
-            run_case(folder, case, world)
-            world.barrier()
-
-
-if __name__ == "__main__":
-    main()
+def run_cases(world: World, folder: Path, cases: list[dict[str, Any]]) -> None:
+    for case in cases:
+        run_case(folder, case, world)
+        world.barrier()

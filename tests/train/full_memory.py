@@ -1,9 +1,6 @@
-"""Runs that meet the end of their memory; a script for `test_out_of_memory`.
+"""Runs that meet the end of their memory, for `test_out_of_memory`.
 
-full_memory_run.py limit FOLDER MARGIN_BYTES MICROBATCHES ROWS ARENA: one process, whose address space may grow by so
-much (0: as it likes) once its model stands, with a memory arena or (0) without. Prints the losses, and the numbers of
-microbatches that were not the one asked for.
-full_memory_run.py ranks FOLDER: two processes; on the second one parts of more than so many rows do not fit.
+As a script, `full_memory.py FOLDER MARGIN_BYTES MICROBATCHES ROWS ARENA` runs `under_limit` and prints what it returns.
 """
 
 import json
@@ -15,7 +12,6 @@ from typing import Any
 
 import tiny_run
 import torch
-from safetensors.torch import save_file
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.progress import SilentProgress
@@ -24,7 +20,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, join_world, single
+from modelwright.parallel.mesh import World, single
 from modelwright.train.technique import StepInfo
 from modelwright_claims.memory_probe import RandomRows
 
@@ -55,9 +51,13 @@ class LiftLimit:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def under_limit(folder: Path, margin: int, num_microbatches: int, num_rows: int, arena: int) -> None:
-    """The first step of a small model first: libraries make buffers, and threads, of their own."""
-    tiny_run.run(folder / "warm", tiny_run.settings(num_steps=1, memory_arena=bool(arena)))
+def under_limit(folder: Path, margin: int, num_microbatches: int, num_rows: int, arena: bool) -> dict[str, list[float]]:
+    """Train two steps; return the losses, and the numbers of microbatches that were not the one asked for.
+
+    margin: bytes by which the address space may grow once the model stands; 0 means no limit. A step of a small model
+    comes first, because libraries make buffers and threads of their own.
+    """
+    tiny_run.run(folder / "warm", tiny_run.settings(num_steps=1, memory_arena=arena))
     model = Decoder(SHAPE)
     model.init_weights(0)
     if margin:
@@ -70,31 +70,39 @@ def under_limit(folder: Path, margin: int, num_microbatches: int, num_rows: int,
         eval_every_steps=0,
         checkpoint_every_steps=0,
         keep_best=False,
-        memory_arena=bool(arena),
+        memory_arena=arena,
     )
     rows = RandomRows(num_rows, BATCH_TOKENS // num_rows, SHAPE.vocab_size)
-    try:
-        arguments = {"objective": Pretrain(rows), "model": model, "heldout": [], "world": single()}
-        tiny_run.run(folder, config, techniques=tiny_run.watching(lift=LiftLimit()), **arguments)
-    except ModelwrightError as error:
-        print(json.dumps({"error": str(error)}))
-        return
+    arguments = {"objective": Pretrain(rows), "model": model, "heldout": [], "world": single()}
+    tiny_run.run(folder, config, techniques=tiny_run.watching(lift=LiftLimit()), **arguments)
     records = read_records(folder / "metrics.jsonl")
     parts = [value for _, value in column(records, "num_microbatches")]
-    print(json.dumps({"losses": [value for _, value in column(records, "loss")], "parts": parts}))
+    return {"losses": [value for _, value in column(records, "loss")], "parts": parts}
 
 
-def on_ranks(folder: Path, world: World) -> None:
+@dataclass(frozen=True)
+class Ended:
+    """How a rank's run ended."""
+
+    weights: dict[str, torch.Tensor]
+    error: str = ""
+    notes: list[str] = field(default_factory=list)
+    """What was said about the retry of steps."""
+
+
+def on_ranks(world: World, folder: Path) -> dict[str, Ended]:
     """Where the second start of `twice` has room for all, its number of microbatches comes from the checkpoint."""
+    ended = {}
     rigid = {"overlap": (ParallelConfig(share_memory=False), True), "tensor": (ParallelConfig(tensor=2), False)}
     for name, (layout, overlap) in rigid.items():
         full = tiny_run.Full(Pretrain(tiny_run.Rows()), 0, 100, 1)
-        run_on_rank(folder / f"{name}-full", full, layout, world, 0, overlap=overlap)
+        ended[f"{name}-full"] = run_on_rank(folder / f"{name}-full", full, layout, world, 0, overlap=overlap)
     cases = [("whole", 100, 0), ("full", 1, 0), ("never", 0, 0), ("twice", 1, 8), ("twice", 100, 0)]
     for name, layout in {"one-copy": ParallelConfig(), "copies": ParallelConfig(share_memory=False)}.items():
         for what, most_rows, stop in cases:
             full = tiny_run.Full(Pretrain(tiny_run.Rows()), 5, 100, most_rows if world.rank == 1 else 100)
-            run_on_rank(folder / f"{name}-{what}", full, layout, world, stop)
+            ended[f"{name}-{what}"] = run_on_rank(folder / f"{name}-{what}", full, layout, world, stop)
+    return ended
 
 
 @dataclass
@@ -115,33 +123,22 @@ def run_on_rank(
     stop: int,
     *,
     overlap: bool = False,
-) -> None:
-    model, found, progress = tiny_run.tiny_model(), {}, Notes()
+) -> Ended:
+    model, progress, problem = tiny_run.tiny_model(), Notes(), ""
     config = tiny_run.settings(eval_every_steps=0, transport={"overlap": overlap})
     arguments = {"objective": objective, "model": model, "parallel": parallel, "heldout": [], "world": world}
     arguments["progress"] = progress
     try:
         tiny_run.run(folder, config, techniques=tiny_run.watching(stop=tiny_run.StopAfter(stop)), **arguments)
     except ModelwrightError as error:
-        found = {"error": str(error)}
-    (folder / f"ended-{world.rank}.json").write_text(json.dumps(found))
-    noted = [note for note in progress.notes if "out-of-memory retry" in note]
-    (folder / f"notes-{world.rank}.json").write_text(json.dumps(noted))
-    if found and stop == 0:
-        return  # a model that was laid out has no values after an error
-    weights = {key: value.contiguous() for key, value in model.state_dict().items()}
-    save_file(weights, folder / f"{world.rank}.safetensors")
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    command, folder = sys.argv[1], Path(sys.argv[2])
-    if command == "limit":
-        under_limit(folder, *map(int, sys.argv[3:7]))
-        return
-    with join_world(torch.device("cpu")) as world:
-        on_ranks(folder, world)
+        problem = str(error)
+    notes = [note for note in progress.notes if "out-of-memory retry" in note]
+    # A model that was laid out has no values after an error.
+    weights = {} if problem else {key: value.clone() for key, value in model.state_dict().items()}
+    return Ended(weights, problem, notes)
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    margin, num_microbatches, num_rows, arena = map(int, sys.argv[2:])
+    print(json.dumps(under_limit(Path(sys.argv[1]), margin, num_microbatches, num_rows, bool(arena))))
