@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_model
 
 from modelwright.compress.compare import Agreement, SpeedPair, measure_agreement, measure_speed
-from modelwright.compress.int8 import Int8Config, quantize_model, save_int8
+from modelwright.compress.int8 import Int8WeightsConfig, quantize_model, save_int8
 from modelwright.core.seeds import derive_seed
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
@@ -47,10 +47,10 @@ def measure(setting: Setting) -> Measurement:
         load_model(trained, weights)
     heldout = workbench.packed_rows(setting, seq_len=size.seq_len, mode="best_fit", split="test")
     tokens_BT = next(heldout.batches(16 if setting.quick else 64)).input_ids_BT
-    agreement = measure_agreement(trained, quantize_model(trained, Int8Config()), tokens_BT)
+    agreement = measure_agreement(trained, quantize_model(trained, Int8WeightsConfig()), tokens_BT)
     reference = Decoder(quickstart().model)
     reference.init_weights(derive_seed(0, "weights"))
-    quantized = quantize_model(reference, Int8Config())
+    quantized = quantize_model(reference, Int8WeightsConfig())
     repeats = 5 if setting.quick else 15
     speed: dict[str, list[SpeedPair]] = {name: [] for name in SHAPES}
     for _ in range(2 if setting.quick else NUM_ROUNDS):

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from modelwright.parallel.pipeline.trace import Span
+from modelwright.parallel.pipeline.trace import StageSpan
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
 from modelwright_claims.judging import Judgment, names_between
 from modelwright_claims.launch import run_ranks
@@ -103,7 +103,7 @@ def measure_cases(
 
 def step_shares(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """One step: busy share measured, allowed by the order and the measured stage times, and with equal stages."""
-    spans = [[Span(**span) for span in rank["spans"]] for rank in ranks]
+    spans = [[StageSpan(**span) for span in rank["spans"]] for rank in ranks]
     step_s = max(rank["end"] for rank in ranks) - min(rank["start"] for rank in ranks)
     busy_s = [sum(span.busy_s for span in rank) for rank in spans]
     return {

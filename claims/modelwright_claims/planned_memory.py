@@ -16,7 +16,7 @@ import torch
 
 from modelwright.memory.arena import plan_arena
 from modelwright.memory.disk import DiskStore
-from modelwright.memory.lifetimes import Timeline
+from modelwright.memory.lifetimes import MemoryTimeline
 from modelwright.model.config import ModelConfig
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.plan.catalog import MODELS
@@ -63,7 +63,7 @@ class Case:
     def probe(self, train: TrainConfig, *, count_flops: bool = False) -> Probe:
         return Probe(model=self.model, train=train, seq_len=self.model.max_seq_len, count_flops=count_flops)
 
-    def trace(self) -> Timeline:
+    def trace(self) -> MemoryTimeline:
         return trace_step(self.model, self.settings, Pretrain, seq_len=self.model.max_seq_len)
 
 
@@ -86,9 +86,9 @@ class Pair:
     mapped_after: Measured
     moved_bytes: int
     """By each step of the plan that has a disk."""
-    step: Timeline
+    step: MemoryTimeline
     """As configured, traced."""
-    planned_step: Timeline
+    planned_step: MemoryTimeline
     """As planned and executed, traced."""
     planned_bytes: int
     """The peak that is predicted of the plan."""
@@ -231,7 +231,7 @@ def measurement(
     )
 
 
-def _arena_samples(side: str, step: Timeline) -> dict[str, Sequence[float]]:
+def _arena_samples(side: str, step: MemoryTimeline) -> dict[str, Sequence[float]]:
     """Bytes of the arena of one side's step, the least it could have, and all bytes that the step makes."""
     arena = plan_arena(step.of_step)
     return {

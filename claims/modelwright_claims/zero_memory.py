@@ -8,7 +8,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.parallel.config import ParallelConfig, Shard
 from modelwright.plan.catalog import DEVICES, MODELS
-from modelwright.plan.layout import Job
+from modelwright.plan.layout import TrainingJob
 from modelwright.plan.memory import RankPart, rank_memory
 from modelwright.plan.search import propose
 from modelwright.plan.traffic import Cluster
@@ -81,7 +81,7 @@ def large_model(*, quick: bool) -> dict[str, float]:
             host_bytes_per_s=card.host_bytes_per_s,
             network_bytes_per_s=card.network_bytes_per_s,
         )
-        job = Job(model=model, seq_len=model.max_seq_len, batch_tokens=model.max_seq_len * 1536)
+        job = TrainingJob(model=model, seq_len=model.max_seq_len, batch_tokens=model.max_seq_len * 1536)
         try:
             fitting = propose(job, cluster).fitting
         except ConfigError:

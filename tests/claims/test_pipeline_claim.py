@@ -6,7 +6,7 @@ import pytest
 
 from modelwright.core.progress import SilentProgress
 from modelwright.parallel.pipeline.bubble import makespan
-from modelwright.parallel.pipeline.trace import Span
+from modelwright.parallel.pipeline.trace import StageSpan
 from modelwright_claims import pipeline_utilisation as claim
 from modelwright_claims.claim import Measurement, Setting
 from modelwright_claims.judging import judge
@@ -15,11 +15,11 @@ from modelwright_claims.pipeline_replay import busy_share, equal_durations, meas
 from modelwright_claims.workbench import Size
 
 
-def span(stage: int, kind: str, seconds: float = 1.0) -> Span:
-    return Span(stage=stage, kind=kind, start_s=0.0, end_s=seconds)
+def span(stage: int, kind: str, seconds: float = 1.0) -> StageSpan:
+    return StageSpan(stage=stage, kind=kind, start_s=0.0, end_s=seconds)
 
 
-def gpipe(num_stages: int, number: int) -> list[list[Span]]:
+def gpipe(num_stages: int, number: int) -> list[list[StageSpan]]:
     ranks = [[span(stage, "forward")] * number + [span(stage, "backward")] * number for stage in range(num_stages)]
     ranks[-1] = [*ranks[-1][:number], *[span(num_stages - 1, "loss")] * number, *ranks[-1][number:]]
     return ranks

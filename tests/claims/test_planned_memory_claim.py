@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from modelwright.memory.lifetimes import Lifetime, Timeline
+from modelwright.memory.lifetimes import Lifetime, MemoryTimeline
 from modelwright_claims import planned_memory
 from modelwright_claims.claim import Measurement, Verdict
 from modelwright_claims.judging import judge
@@ -19,10 +19,10 @@ def measured(peak: int, flops: float = 3.0, step_s: float = 1.0) -> Measured:
     return Measured(rank=0, peak_bytes=peak, states_bytes=100, step_s=step_s, flops=flops)
 
 
-def following(num_tensors: int) -> Timeline:
+def following(num_tensors: int) -> MemoryTimeline:
     """Tensors of 640 bytes that follow each other: one place serves them all."""
     tensors = [Lifetime(num_bytes=640, birth=t, death=t + 1, kind="temporary") for t in range(num_tensors)]
-    return Timeline(lifetimes=tuple(tensors), length=num_tensors)
+    return MemoryTimeline(lifetimes=tuple(tensors), length=num_tensors)
 
 
 def measurement(

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from modelwright.compress.compare import compare
-from modelwright.compress.int8 import Int8Config, is_int8_folder, load_int8, quantize_model, save_int8, weight_bytes
+from modelwright.compress.int8 import (
+    Int8WeightsConfig,
+    is_int8_folder,
+    load_int8,
+    quantize_model,
+    save_int8,
+    weight_bytes,
+)
 from modelwright.compress.int8_linear import Int8Linear, int8_linear_naive, quantize_rows
 from modelwright.core.errors import ModelError
 from modelwright.infer.engine import Engine, EngineConfig
@@ -75,7 +82,7 @@ def test_zero_input_gives_zero():
 @pytest.mark.parametrize("tie", [True, False])
 def test_whole_model_is_small_and_close(tie):
     model = build(tie)
-    int8 = quantize_model(model, Int8Config())
+    int8 = quantize_model(model, Int8WeightsConfig())
     result = compare(model, int8, tokens(), shapes=((4, 1), (1, 8)))
     assert result.int8_bytes < result.reference_bytes * (0.3 if tie else 0.52)
     assert result.agreement.divergence < 0.02
@@ -87,9 +94,9 @@ def test_whole_model_is_small_and_close(tie):
 
 @pytest.mark.parametrize("tie", [True, False])
 def test_file_round_trip_is_exact(tie, tmp_path):
-    int8 = quantize_model(build(tie), Int8Config(backend="int_mm"))
+    int8 = quantize_model(build(tie), Int8WeightsConfig(backend="int_mm"))
     save_int8(int8, tmp_path / "m")
-    loaded = load_int8(tmp_path / "m", Int8Config(backend="int_mm"))
+    loaded = load_int8(tmp_path / "m", Int8WeightsConfig(backend="int_mm"))
     assert is_int8_folder(tmp_path / "m")
     assert weight_bytes(loaded) == weight_bytes(int8)
     size = (tmp_path / "m" / "model.safetensors").stat().st_size
@@ -102,23 +109,23 @@ def test_file_round_trip_is_exact(tie, tmp_path):
 
 def test_damage_is_named(tmp_path):
     with pytest.raises(ModelError, match="no INT8 model folder"):
-        load_int8(tmp_path, Int8Config())
+        load_int8(tmp_path, Int8WeightsConfig())
     folder = tmp_path / "m"
-    save_int8(quantize_model(build(), Int8Config(backend="int_mm")), folder)
+    save_int8(quantize_model(build(), Int8WeightsConfig(backend="int_mm")), folder)
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     with pytest.raises(ModelError, match="damaged"):
-        load_int8(folder, Int8Config())
+        load_int8(folder, Int8WeightsConfig())
     (folder / "model.safetensors").write_bytes(weights)
     description = json.loads((folder / "config.json").read_text())
     description["model"]["num_layers"] = 3
     (folder / "config.json").write_text(json.dumps(description))
     with pytest.raises(ModelError, match=r"blocks\.2"):
-        load_int8(folder, Int8Config())
+        load_int8(folder, Int8WeightsConfig())
 
 
 def test_engine_runs_an_int8_model_the_same_alone_and_in_a_batch():
-    int8 = quantize_model(build(), Int8Config())
+    int8 = quantize_model(build(), Int8WeightsConfig())
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=4)
     prompts = [[n, n + 1, n + 2] for n in range(6)]
     together = Engine(int8, EngineConfig())

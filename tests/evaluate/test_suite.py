@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelwright.compress.int8 import Int8Config, quantize_model
+from modelwright.compress.int8 import Int8WeightsConfig, quantize_model
 from modelwright.core.progress import SilentProgress
 from modelwright.data.batch import TokenBatch
 from modelwright.evaluate.config import EvaluateConfig, MultipleChoiceConfig
@@ -34,7 +34,7 @@ def train_rows() -> list[TokenBatch]:
 
 def test_fp32_and_int8_models_go_through_the_same_suite(model, tokenizer, documents, tmp_path: Path) -> None:
     folders = {}
-    for name, subject in {"fp32": model, "int8": quantize_model(model, Int8Config(backend="int_mm"))}.items():
+    for name, subject in {"fp32": model, "int8": quantize_model(model, Int8WeightsConfig(backend="int_mm"))}.items():
         folders[name] = tmp_path / name
         folders[name].mkdir()
         result = evaluate_model(

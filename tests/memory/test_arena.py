@@ -5,7 +5,7 @@ import random
 import pytest
 
 from modelwright.memory.arena import check_arena, least_arena_naive, plan_arena
-from modelwright.memory.lifetimes import KINDS, Lifetime, Timeline, live_bytes_naive
+from modelwright.memory.lifetimes import KINDS, Lifetime, MemoryTimeline, live_bytes_naive
 
 
 def tensors(seed: int, number: int, length: int = 40) -> list[Lifetime]:
@@ -20,7 +20,7 @@ def tensors(seed: int, number: int, length: int = 40) -> list[Lifetime]:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_timeline_against_its_definition(seed):
     found = tensors(seed, 60)
-    timeline = Timeline(lifetimes=tuple(found), length=40)
+    timeline = MemoryTimeline(lifetimes=tuple(found), length=40)
     assert timeline.live_bytes() == [live_bytes_naive(found, time) for time in range(40)]
     peak = timeline.peak_time
     assert timeline.peak_bytes == live_bytes_naive(found, peak) == sum(timeline.by_kind(peak).values())
@@ -34,7 +34,7 @@ def test_no_two_tensors_share_memory_while_both_live(seed):
     found = tensors(seed, 150, length=200)
     arena = plan_arena(found)
     check_arena(arena)
-    assert arena.live_bytes == Timeline(lifetimes=tuple(found), length=200).peak_bytes
+    assert arena.live_bytes == MemoryTimeline(lifetimes=tuple(found), length=200).peak_bytes
     assert arena.live_bytes <= arena.num_bytes <= 1.25 * arena.live_bytes
     assert arena.reuse_share == 1 - arena.num_bytes / sum(one.num_bytes for one in found)
 

@@ -6,16 +6,25 @@ import pytest
 
 from modelwright.core.errors import ConfigError
 from modelwright.memory.activations import Segment, block_shape, peak_bytes, total_recomputed_flops
-from modelwright.memory.budget import Budget, Choice, block_choices, least_budget, peak, solve, solve_naive, total_cost
+from modelwright.memory.budget import (
+    Budget,
+    SegmentChoice,
+    block_choices,
+    least_budget,
+    peak,
+    solve,
+    solve_naive,
+    total_cost,
+)
 from modelwright.model.config import ModelConfig
 
 STEP = 1000
 """Bytes in the random problems are multiples of the solver's rounding, so that its answer is exact."""
 
 
-def random_choices(draw: random.Random) -> list[Choice]:
+def random_choices(draw: random.Random) -> list[SegmentChoice]:
     found = [
-        Choice(
+        SegmentChoice(
             segment=Segment(num_layers=draw.choice((1, 1, 2, 3)), recompute=True),
             kept_bytes=STEP * draw.randrange(1, 40),
             moment_bytes=STEP * draw.randrange(0, 60),
@@ -25,7 +34,7 @@ def random_choices(draw: random.Random) -> list[Choice]:
     ]
     return [
         *found,
-        Choice(segment=Segment(num_layers=1, recompute=False), kept_bytes=60 * STEP, moment_bytes=0, cost=0),
+        SegmentChoice(segment=Segment(num_layers=1, recompute=False), kept_bytes=60 * STEP, moment_bytes=0, cost=0),
     ]
 
 

@@ -5,7 +5,7 @@ import torch
 
 from modelwright.ops.attention import document_mask, masked_attention_naive
 from modelwright.ops.partial_attention import (
-    Block,
+    VisibleBlock,
     add_keys,
     empty_output,
     gradients_of_keys,
@@ -80,4 +80,4 @@ def test_blocks_are_those_of_the_mask():
 
 def test_whole_spans_before_the_queries_are_one_block():
     row = torch.zeros(1, ROW_LEN, dtype=torch.int32)
-    assert visible_blocks(row, [(10, 20)], [(0, 10), (20, 30)]).blocks == [Block(0, 0, 10, 0, 10, False)]
+    assert visible_blocks(row, [(10, 20)], [(0, 10), (20, 30)]).blocks == [VisibleBlock(0, 0, 10, 0, 10, False)]

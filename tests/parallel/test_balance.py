@@ -21,7 +21,7 @@ from modelwright.parallel.pipeline.rebalance import (
     balanced_order,
     better_split,
 )
-from modelwright.parallel.pipeline.trace import Span, Timeline
+from modelwright.parallel.pipeline.trace import StageSpan, StageTimeline
 from modelwright.train.objective import forward
 
 EVEN = LayerCosts(embedding=0.0, layers=(1.0,) * 8, head=0.0)
@@ -70,8 +70,8 @@ def test_balance_waits_for_a_full_window_and_takes_the_median():
     assert balance.propose(mesh) == (6, 2)
 
 
-def span(stage: int, seconds: float) -> Span:
-    return Span(stage=stage, kind="forward", start_s=0.0, end_s=seconds)
+def span(stage: int, seconds: float) -> StageSpan:
+    return StageSpan(stage=stage, kind="forward", start_s=0.0, end_s=seconds)
 
 
 def test_bad_limits_are_refused():
@@ -82,7 +82,7 @@ def test_bad_limits_are_refused():
 
 
 def test_timeline_keeps_the_newest_step():
-    timeline = Timeline(torch.device("cpu"))
+    timeline = StageTimeline(torch.device("cpu"))
     work = timeline.timed(lambda x: x + 1, 3, "forward")
     timeline.begin()
     work(1)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from distributed import run_distributed
 from modelwright.parallel.codecs.bucketed import BucketedTransport
-from modelwright.parallel.codecs.quantized import Bf16, RoundedTransport
+from modelwright.parallel.codecs.quantized import Bf16Codec, RoundedTransport
 from modelwright.parallel.gradient_sync import GradientTransport
 from modelwright.parallel.mesh import World, single, world_apart
 from parallel.transport_cases import CASES, SHAPES, build, copied, gradients
@@ -76,7 +76,7 @@ def test_buckets_in_backward_are_those_of_after_it_and_their_state_follows_the_p
 
 
 def test_one_process_alone_gets_what_was_held_back():
-    transport = BucketedTransport(single(), lambda world: RoundedTransport(world, Bf16()), bucket_bytes=8)
+    transport = BucketedTransport(single(), lambda world: RoundedTransport(world, Bf16Codec()), bucket_bytes=8)
     transport.load_state_dict({"residuals": [torch.ones(2), torch.full((3,), 2.0)], "shared": [{}, {}]})
     gradients = [torch.zeros(2), torch.zeros(3)]
     transport.arm(gradients)

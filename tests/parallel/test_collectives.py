@@ -15,8 +15,8 @@ from modelwright.core.errors import ConfigError
 from modelwright.parallel.mesh import World
 from modelwright.parallel.topology import algorithms as plans
 from modelwright.parallel.topology.algorithms import (
-    Plan,
-    Step,
+    AllReducePlan,
+    TransferStep,
     binomial,
     check_plan,
     chunk_bounds,
@@ -192,20 +192,29 @@ def test_plans_sum_every_rank_once_and_alike(num_ranks):
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ((Step(0, 1, 0, 1, True),), "different sums"),
-        ((Step(0, 1, 0, 1, False), Step(1, 0, 0, 1, False)), "different sums"),
-        ((Step(0, 1, 0, 1, True), Step(0, 1, 0, 1, True)), "twice in one round"),
+        ((TransferStep(0, 1, 0, 1, True),), "different sums"),
+        ((TransferStep(0, 1, 0, 1, False), TransferStep(1, 0, 0, 1, False)), "different sums"),
+        ((TransferStep(0, 1, 0, 1, True), TransferStep(0, 1, 0, 1, True)), "twice in one round"),
     ],
 )
 def test_wrong_plans_are_found(steps, message):
     with pytest.raises(ValueError, match=message):
-        check_plan(Plan("wrong", 2, 1, (steps,)))
+        check_plan(AllReducePlan("wrong", 2, 1, (steps,)))
 
 
 def test_a_value_that_counts_twice_is_found():
     with pytest.raises(ValueError, match="once"):
         check_plan(
-            Plan("wrong", 2, 1, ((Step(0, 1, 0, 1, True),), (Step(1, 0, 0, 1, True),), (Step(0, 1, 0, 1, False),)))
+            AllReducePlan(
+                "wrong",
+                2,
+                1,
+                (
+                    (TransferStep(0, 1, 0, 1, True),),
+                    (TransferStep(1, 0, 0, 1, True),),
+                    (TransferStep(0, 1, 0, 1, False),),
+                ),
+            )
         )
 
 
@@ -250,7 +259,7 @@ def test_costs_of_plans_are_the_formulas_of_the_model():
 
 def test_ranks_of_one_rack_share_the_way_out():
     links = racks([2, 2], 1e-5, 1e9, across_latency_s=1e-3, across_bytes_per_s=1e6)
-    crossing = Plan("crossing", 4, 1, ((Step(0, 2, 0, 1, True), Step(1, 3, 0, 1, True)),))
+    crossing = AllReducePlan("crossing", 4, 1, ((TransferStep(0, 2, 0, 1, True), TransferStep(1, 3, 0, 1, True)),))
     assert plan_seconds(crossing, links, 1e6) == pytest.approx(2 + 1e-3)
 
 

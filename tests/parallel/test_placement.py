@@ -7,7 +7,7 @@ import random
 import pytest
 
 from modelwright.parallel.topology.link_costs import Links, uniform
-from modelwright.parallel.topology.rank_mapping import DEFAULT_TRAFFIC, Traffic, hops, place, step_seconds
+from modelwright.parallel.topology.rank_mapping import DEFAULT_TRAFFIC, AxisTraffic, hops, place, step_seconds
 
 AXES = [
     {"data": 4},
@@ -17,7 +17,7 @@ AXES = [
     {"pipeline": 2, "data": 3},
     {"pipeline": 6, "tensor": 1},
 ]
-TRAFFIC = {**DEFAULT_TRAFFIC, "data": Traffic(num_messages=2, num_bytes=2**24)}
+TRAFFIC = {**DEFAULT_TRAFFIC, "data": AxisTraffic(num_messages=2, num_bytes=2**24)}
 
 
 def scattered(hosts, seed=0):

@@ -10,7 +10,7 @@ from distributed import run_distributed
 from modelwright.core.config import dump, parse
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.parallel.codecs.error_feedback import flatten
-from modelwright.parallel.codecs.quantized import GROUP, MAX_CODE, Int8
+from modelwright.parallel.codecs.quantized import GROUP, MAX_CODE, Int8Codec
 from modelwright.parallel.codecs.topk_quantized import ThreeLevelConfig, bucket_bounds, decode_flat, encode_flat
 from modelwright.parallel.gradient_sync import ExactTransport, GradientTransport
 from modelwright.parallel.mesh import World, single
@@ -229,7 +229,7 @@ def test_int8_keeps_what_is_not_finite_within_its_group(bad):
     values[1, GROUP + 7] = bad
     values[0, :GROUP] = 0.0
     values[0, GROUP : 2 * GROUP] *= 1e-38
-    found = Int8().decode(Int8().encode(values), values.shape[1])
+    found = Int8Codec().decode(Int8Codec().encode(values), values.shape[1])
     assert not found[1, GROUP : 2 * GROUP].isfinite().any()
     found[1, GROUP : 2 * GROUP] = values[1, GROUP : 2 * GROUP] = 0.0
     step = values.abs().max() / MAX_CODE

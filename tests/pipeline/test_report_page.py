@@ -10,7 +10,18 @@ from typing import Literal
 import pytest
 from PIL import Image
 
-from modelwright.pipeline.report.blocks import Chart, Excerpt, Fact, Fold, Note, Page, Sample, Samples, Section, Table
+from modelwright.pipeline.report.blocks import (
+    Chart,
+    Excerpt,
+    Fact,
+    Fold,
+    Note,
+    Page,
+    Samples,
+    Section,
+    Table,
+    TextSample,
+)
 from modelwright.pipeline.report.charts import Line, bar_chart, line_chart, smooth
 from modelwright.pipeline.report.format import compact, number, seconds, size
 from modelwright.pipeline.report.render import render
@@ -47,7 +58,7 @@ def sample_page() -> Page:
         Table(["row", *(f"column {i}" for i in range(8)), "last"], [["first row", *["123,456"] * 9]], "Wide table"),
         Table(["row", "value"], [["only row", "1"]], "Narrow table"),
         Note("Watch <out>", "warning"),
-        Samples([Sample("What does `len` do?", "Return the number of items.", "12 tokens")], "Answers"),
+        Samples([TextSample("What does `len` do?", "Return the number of items.", "12 tokens")], "Answers"),
         Fold("Examples", [Excerpt("dropped: too short", "<script>alert(1)</script>")]),
     ]
     return Page(

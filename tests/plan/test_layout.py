@@ -15,7 +15,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.pipeline.schedule import microbatches_in_flight
 from modelwright.plan.catalog import DEVICES, MODELS
-from modelwright.plan.layout import Job, Layout, assess, expected_traffic
+from modelwright.plan.layout import Layout, TrainingJob, assess, expected_traffic
 from modelwright.plan.measured import MeasuredError, error_text, measured_errors
 from modelwright.plan.proposal_text import proposal_data, proposal_text
 from modelwright.plan.search import MARGIN, layouts, propose
@@ -26,7 +26,7 @@ MODEL = ModelConfig(
     vocab_size=32_000, num_layers=16, model_dim=2048, num_heads=16, num_kv_heads=8, head_dim=128, ffn_dim=5632,
     max_seq_len=2048,
 )  # fmt: skip
-JOB = Job(model=MODEL, seq_len=2048, batch_tokens=64 * 2048)
+JOB = TrainingJob(model=MODEL, seq_len=2048, batch_tokens=64 * 2048)
 
 
 def cluster(num_hosts: int = 2, devices_per_host: int = 4, memory: float = 80e9, **changes) -> Cluster:
@@ -70,7 +70,7 @@ def test_the_bubble_of_zero_bubble_follows_from_the_number_of_microbatches():
     no_head = replace(MODEL, vocab_size=8, tie_embeddings=False)
     shares = []
     for rows in (4, 8, 16):
-        job = Job(model=no_head, seq_len=32, batch_tokens=rows * 32)
+        job = TrainingJob(model=no_head, seq_len=32, batch_tokens=rows * 32)
         parallel = ParallelConfig(pipeline=4, schedule="zero_bubble", stages_per_rank=2)
         layout = Layout(parallel=parallel, num_devices=4, microbatch_rows=1, activations=ActivationConfig())
         shares.append(assess(job, layout, cluster(num_hosts=1)).bubble_share)
@@ -202,7 +202,7 @@ def test_a_proposed_layout_is_one_that_training_accepts():
 
 def test_a_batch_that_nothing_divides_is_refused():
     with pytest.raises(ConfigError, match=r"^hosts: no layout"):
-        propose(Job(model=MODEL, seq_len=2048, batch_tokens=2048), cluster(num_hosts=3, devices_per_host=1))
+        propose(TrainingJob(model=MODEL, seq_len=2048, batch_tokens=2048), cluster(num_hosts=3, devices_per_host=1))
 
 
 def test_gpt3_needs_terabytes_and_the_command_says_so(capsys):

@@ -13,7 +13,7 @@ from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.memory import arena_build
 from modelwright.memory.arena import check_arena, plan_arena
-from modelwright.memory.lifetimes import Lifetime, Timeline
+from modelwright.memory.lifetimes import Lifetime, MemoryTimeline
 from modelwright.model.config import ModelConfig
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.plan import memory_plan
@@ -62,7 +62,7 @@ def settings(**changes) -> TrainConfig:
     return parse(TrainConfig, {**SETTINGS, **changes})
 
 
-def trace(train: TrainConfig, *, model: ModelConfig = SHAPE, fake: bool = True) -> Timeline:
+def trace(train: TrainConfig, *, model: ModelConfig = SHAPE, fake: bool = True) -> MemoryTimeline:
     return trace_step(model, train, Pretrain, seq_len=model.max_seq_len, fake=fake)
 
 
@@ -195,7 +195,7 @@ def test_peaks_that_do_not_fall_along_the_candidates(monkeypatch, budget, peak):
 
     def traced(model, settings, objective_of, *, seq_len):
         block = Lifetime(num_bytes=known.get(settings, 300), birth=0, death=1, kind="temporary")
-        return Timeline(lifetimes=(block,), length=1)
+        return MemoryTimeline(lifetimes=(block,), length=1)
 
     monkeypatch.setattr(memory_plan, "trace_step", traced)
     plan = lambda: plan_step(SMALL, train, Pretrain, seq_len=128, budget_bytes=budget, more_compute=1.0)  # noqa: E731

@@ -16,8 +16,8 @@ from modelwright.precision.indicators import (
     Level,
     Momentum,
     Observer,
-    Sample,
     Sums,
+    ValueSample,
     error_of,
     kept_noise,
     loss_excess,
@@ -123,7 +123,7 @@ def observer(candidates: list[Format]) -> Observer:
 
 
 def error(x: torch.Tensor, chosen: Format, role: Role = "x") -> float:
-    return error_of(Sample.of(x), chosen, role, config())
+    return error_of(ValueSample.of(x), chosen, role, config())
 
 
 def test_formats_lose_what_their_mantissa_cannot_hold():
@@ -174,7 +174,7 @@ def test_errors_are_those_of_the_products_own_codes(monkeypatch, name, num_rows)
     product(wide_x, weight.clone().requires_grad_()).backward(gradient.to(made.result_of[chosen]))
     near = 0.05 if num_rows == 100 else 0.35
     for role, factor in factors.items():
-        assert error_of(Sample.of(factor), chosen, role, made) == pytest.approx(lost[role], rel=near), role
+        assert error_of(ValueSample.of(factor), chosen, role, made) == pytest.approx(lost[role], rel=near), role
 
 
 def test_an_observer_sees_inputs_and_gradients_of_each_part_and_changes_nothing():
@@ -194,7 +194,9 @@ def test_an_observer_sees_inputs_and_gradients_of_each_part_and_changes_nothing(
 
 def test_products_that_read_one_tensor_share_a_look_at_it(monkeypatch):
     watching, looks = observer(["int8"]), []
-    monkeypatch.setattr(indicators.Sample, "of", lambda values, of=Sample.of: looks.append(values) or of(values))
+    monkeypatch.setattr(
+        indicators.ValueSample, "of", lambda values, of=ValueSample.of: looks.append(values) or of(values)
+    )
     queries, keys = (watching.watched(f"blocks.0.attention.{name}_proj", torch.nn.functional.linear) for name in "qk")
     x, other, weight = torch.randn(6, 8), torch.randn(6, 8), torch.randn(4, 8)
     for product, values in ((queries, x), (keys, x), (queries, other), (keys, x)):
@@ -208,7 +210,7 @@ def test_products_that_read_one_tensor_share_a_look_at_it(monkeypatch):
 def test_a_sample_is_the_same_however_many_pieces_it_is_read_in(monkeypatch, dtype):
     x = torch.randn(2, 37, 24, generator=torch.Generator().manual_seed(3)).to(dtype)
     monkeypatch.setattr(indicators, "AT_ONCE", 100)
-    found = Sample.of(x)
+    found = ValueSample.of(x)
     assert torch.equal(found.maxima_K, x.flatten(0, 1).abs().amax(0).float())
     torch.testing.assert_close(found.mean_square, x.float().square().mean())
 

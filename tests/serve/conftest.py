@@ -9,7 +9,7 @@ import pytest
 import torch
 from openai import OpenAI
 
-from modelwright.compress.int8 import Int8Config, quantize_model, save_int8
+from modelwright.compress.int8 import Int8WeightsConfig, quantize_model, save_int8
 from modelwright.data.tokenizer import SPECIAL_TOKENS, Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.infer.engine import EngineConfig
 from modelwright.model.config import ModelConfig
@@ -92,6 +92,6 @@ def slow_server() -> Iterator[Callable[..., ServerThread]]:
 def model_folder(tmp_path: Path) -> Path:
     """A folder that the server can load."""
     folder = tmp_path / "model"
-    save_int8(quantize_model(make_model(320), Int8Config()), folder)
+    save_int8(quantize_model(make_model(320), Int8WeightsConfig()), folder)
     make_tokenizer().save(folder)
     return folder

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelwright.compress.int8 import Int8Config
+from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.compress.int8_linear import Int8Linear
 from modelwright.core.errors import ModelError, ModelwrightError
 from modelwright.model.attention import causal_attend
@@ -19,7 +19,7 @@ def test_hugging_face_folder(server: ServerThread, tmp_path: Path):
     model = server.service.worker.engine._runner._model
     save_model(model, tmp_path, eos_id=1)
     server.service.codec._tokenizer.save(tmp_path)
-    loaded, codec = load_folder(tmp_path, Int8Config())
+    loaded, codec = load_folder(tmp_path, Int8WeightsConfig())
     tokens = torch.tensor([codec.encode_chat([{"role": "user", "content": "the quick brown fox"}])])
     positions = torch.arange(tokens.shape[1])[None]
     with torch.inference_mode():
@@ -28,20 +28,20 @@ def test_hugging_face_folder(server: ServerThread, tmp_path: Path):
 
 
 def test_int8_folder(model_folder: Path):
-    model, codec = load_folder(model_folder, Int8Config(backend="int_mm"))
+    model, codec = load_folder(model_folder, Int8WeightsConfig(backend="int_mm"))
     assert isinstance(model.blocks["0"].ffn.up_proj, Int8Linear)
     assert codec.decode(codec.encode("the quick")) == "the quick"
 
 
 def test_folders_that_do_not_fit_are_named(model_folder: Path):
     with pytest.raises(ModelError, match="no such model folder"):
-        load_folder(model_folder / "absent", Int8Config())
+        load_folder(model_folder / "absent", Int8WeightsConfig())
     definition = json.loads((model_folder / "tokenizer.json").read_text())
     vocab = definition["model"]["vocab"]
     vocab |= {f"zz{number}": len(vocab) + number for number in range(20)}
     (model_folder / "tokenizer.json").write_text(json.dumps(definition))
     with pytest.raises(ModelError, match="do not belong together"):
-        load_folder(model_folder, Int8Config())
+        load_folder(model_folder, Int8WeightsConfig())
     (model_folder / "tokenizer.json").unlink()
     with pytest.raises(ModelwrightError, match=r"tokenizer\.json"):
-        load_folder(model_folder, Int8Config())
+        load_folder(model_folder, Int8WeightsConfig())

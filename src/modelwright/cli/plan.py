@@ -11,7 +11,7 @@ from modelwright.core.quantities import parse_quantity
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load
     from modelwright.plan.catalog import ComputeFormat, ComputeRate
-    from modelwright.plan.layout import Job
+    from modelwright.plan.layout import TrainingJob
     from modelwright.plan.traffic import Cluster
     from modelwright.precision.policy import PrecisionConfig
 
@@ -94,7 +94,7 @@ def number(text: str, name: str) -> float:
 def _job(options: argparse.Namespace):
     """The job, and notes on what was chosen for it."""
     from modelwright.plan.catalog import MODELS
-    from modelwright.plan.layout import Job
+    from modelwright.plan.layout import TrainingJob
 
     if options.target in MODELS:
         model, seq_len, batch_tokens, wanted = MODELS[options.target], 0, 2**22, "bf16"
@@ -111,7 +111,7 @@ def _job(options: argparse.Namespace):
     elif batch_tokens % seq_len:
         raise ConfigError(f"--batch-tokens: must be a multiple of a row's {seq_len} tokens; {batch_tokens} is none")
     compute, notes = (options.compute, []) if options.compute else _on_device(wanted, options.device)
-    return Job(model=model, seq_len=seq_len, batch_tokens=batch_tokens, compute=compute), notes
+    return TrainingJob(model=model, seq_len=seq_len, batch_tokens=batch_tokens, compute=compute), notes
 
 
 def _format_of(precision: "PrecisionConfig", device: str | None) -> "ComputeFormat":
@@ -148,7 +148,7 @@ def _check_measurable(model) -> None:
         )
 
 
-def _cluster(options: argparse.Namespace, job: "Job") -> "Cluster":
+def _cluster(options: argparse.Namespace, job: "TrainingJob") -> "Cluster":
     from modelwright.core.resources import hardware
     from modelwright.plan.catalog import DEVICES
     from modelwright.plan.traffic import Cluster
@@ -178,7 +178,7 @@ def _cluster(options: argparse.Namespace, job: "Job") -> "Cluster":
     )
 
 
-def _compute_rate(options: argparse.Namespace, job: "Job", peak: float) -> "ComputeRate":
+def _compute_rate(options: argparse.Namespace, job: "TrainingJob", peak: float) -> "ComputeRate":
     """Take the rate from the device's data sheet or from `peak` (0: not given), or measure it on this machine."""
     from dataclasses import replace
 

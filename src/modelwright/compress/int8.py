@@ -40,14 +40,14 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Int8Config:
+class Int8WeightsConfig:
     """`backend`: who multiplies INT8 matrices. "fastest" measures them at the model's own shapes when it is loaded;
     all give the same numbers up to rounding of the last bit."""
 
     backend: Literal["fastest", "fbgemm", "int_mm"] = "fastest"
 
 
-def quantize_model(model: Decoder, config: Int8Config) -> Decoder:
+def quantize_model(model: Decoder, config: Int8WeightsConfig) -> Decoder:
     """A new decoder with all linears in INT8, the head and the embedding's table too; norms stay as they are.
 
     `model` is left as it was. The result is for inference: it has no gradients.
@@ -90,7 +90,7 @@ def is_int8_folder(folder: Path) -> bool:
         return False
 
 
-def load_int8(folder: Path, config: Int8Config) -> Decoder:
+def load_int8(folder: Path, config: Int8WeightsConfig) -> Decoder:
     """Read an INT8 decoder. Raises `ModelError` when the folder is of another kind, incomplete or damaged."""
     if not is_int8_folder(folder):
         raise ModelError(f"{folder}: is no INT8 model folder (its config.json does not say format {FORMAT!r})")
@@ -120,7 +120,7 @@ def _is_tied_head(model: Decoder, name: str) -> bool:
     return name == "head" and model.config.tie_embeddings
 
 
-def _assemble(shape: ModelConfig, tensors: dict[str, Tensor], config: Int8Config) -> Decoder:
+def _assemble(shape: ModelConfig, tensors: dict[str, Tensor], config: Int8WeightsConfig) -> Decoder:
     """A decoder from stored tensors. Raises `ModelError` on a missing, surplus or ill-shaped tensor."""
     with torch.device("meta"):
         model = Decoder(shape)
@@ -152,7 +152,7 @@ def _place(model: Decoder, name: str, quantized: Tensor, scale: Tensor, backend:
     setattr(model.get_submodule(parent), leaf, Int8Linear(quantized, scale, backend))
 
 
-def _choose(config: Int8Config, matrices: dict[str, tuple[Tensor, Tensor]]) -> Backend:
+def _choose(config: Int8WeightsConfig, matrices: dict[str, tuple[Tensor, Tensor]]) -> Backend:
     if config.backend != "fastest":
         require_backend(config.backend)
         return config.backend

@@ -35,7 +35,7 @@ SHIELD = "\ufdd0"
 
 
 @dataclass(frozen=True)
-class Span:
+class TextSpan:
     """A part of a rendered conversation; `spoken` when the assistant says it (its end token included)."""
 
     text: str
@@ -73,7 +73,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise DataError(f"the chat template refuses these messages: {error}") from None
 
-    def spans(self, messages: Sequence[Message]) -> list[Span]:
+    def spans(self, messages: Sequence[Message]) -> list[TextSpan]:
         """The conversation cut where the assistant begins and ends to speak; the joined texts are the rendering.
 
         Raises `DataError` when an earlier turn's rendering depends on a later one, so that there is no such cut.
@@ -83,9 +83,9 @@ class ChatTemplate:
             raise DataError("the chat template renders earlier turns differently once later ones follow; split them")
         done, spans = _joined(answers)
         whole = self.render(messages, add_generation_prompt=False)
-        return [*spans, Span(whole[len(done) :], False)] if len(whole) > len(done) else spans
+        return [*spans, TextSpan(whole[len(done) :], False)] if len(whole) > len(done) else spans
 
-    def training_spans(self, messages: Sequence[Message]) -> list[list[Span]]:
+    def training_spans(self, messages: Sequence[Message]) -> list[list[TextSpan]]:
         """The texts to learn a conversation from, up to its last answer: one with all answers, or one for each answer
         where the template renders earlier turns differently once later ones follow (Qwen3's leaves reasoning out)."""
         answers = self._answers(messages)
@@ -115,11 +115,11 @@ def _is_chain(answers: Sequence[tuple[str, str]]) -> bool:
     return all(prompt.startswith(answered) for (_, answered), (prompt, _) in pairwise(answers))
 
 
-def _joined(answers: Sequence[tuple[str, str]]) -> tuple[str, list[Span]]:
+def _joined(answers: Sequence[tuple[str, str]]) -> tuple[str, list[TextSpan]]:
     """The rendering up to the last answer, whole and in spans."""
     done, spans = "", []
     for prompt, answered in answers:
-        spans += [Span(prompt[len(done) :], False), Span(answered[len(prompt) :], True)]
+        spans += [TextSpan(prompt[len(done) :], False), TextSpan(answered[len(prompt) :], True)]
         done = answered
     return done, spans
 

@@ -29,7 +29,7 @@ from modelwright.data.steps.duplicates import Duplicates, DuplicatesConfig
 from modelwright.data.steps.length import Length, LengthConfig
 from modelwright.data.steps.normalize import Normalize, NormalizeConfig
 from modelwright.data.steps.repetition import Repetition, RepetitionConfig
-from modelwright.data.steps.step import Step
+from modelwright.data.steps.step import CleaningStep
 
 KEPT, DROPPED, REPORT = "kept.jsonl.zst", "dropped.jsonl.zst", "report.json"
 _PROGRESS_EVERY = 500
@@ -85,7 +85,7 @@ def describe_drops(report: CleanReport, config: CleanConfig) -> str:
     return f"{report.num_dropped:,} dropped" + (f": {', '.join(reasons)}" if reasons else "")
 
 
-def build_steps(config: CleanConfig, scratch: Path) -> list[Step]:
+def build_steps(config: CleanConfig, scratch: Path) -> list[CleaningStep]:
     """The steps in their order; `scratch` is a folder for what waits on disk."""
     return [
         Normalize(config.normalize),
@@ -138,7 +138,7 @@ def read_dropped(folder: Path) -> Iterator[tuple[Document, str, str]]:
 
 
 def _run(
-    step: Step, documents: Iterator[Document], dropped: "_DocumentFile", report: CleanReport
+    step: CleaningStep, documents: Iterator[Document], dropped: "_DocumentFile", report: CleanReport
 ) -> Iterator[Document]:
     def drop(document: Document, reason: str) -> None:
         dropped.write(json.dumps({"step": step.name, "reason": reason, **vars(document)}, ensure_ascii=False))

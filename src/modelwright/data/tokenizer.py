@@ -24,7 +24,7 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.resources import num_usable_cores
 from modelwright.core.seeds import derive_seed
-from modelwright.data.chat import DEFAULT_TEMPLATE, ChatTemplate, Span, unshield
+from modelwright.data.chat import DEFAULT_TEMPLATE, ChatTemplate, TextSpan, unshield
 from modelwright.data.document import Message
 from modelwright.data.fast_bpe import fast_encoding, is_byte_level, token_bytes
 from modelwright.data.streaming import ByteStream, LibraryStream, TextStream
@@ -234,7 +234,7 @@ class Tokenizer:
         one for each answer, whichever the chat template allows (`ChatTemplate.training_spans`)."""
         return [self._encode_spans(spans) for spans in self.chat_template.training_spans(messages)]
 
-    def _encode_spans(self, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
+    def _encode_spans(self, spans: Sequence[TextSpan]) -> tuple[np.ndarray, np.ndarray]:
         ids: list[int] = []
         mask: list[int] = []
         for span in spans:

@@ -14,7 +14,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.infer.blocks import BlockManager, PagedCache
 from modelwright.infer.head import Product, fastest_head
 from modelwright.infer.invariance import MULTIPLES, stable_row_multiple
-from modelwright.infer.runner import CONTEXT_STEP, Runner
+from modelwright.infer.runner import CONTEXT_STEP, ModelRunner
 from modelwright.infer.sampler import SampleRequest, sample
 from modelwright.infer.scheduler import Scheduler
 from modelwright.infer.sequence import SamplingParams, Sequence
@@ -102,7 +102,7 @@ class Engine:
         head = head or fastest_head(model)
         multiple = stable_row_multiple(model, head) if config.batch_invariant else 1
         self.is_batch_invariant = config.batch_invariant and multiple > 0
-        self._runner = Runner(model, head, cache, row_multiple=multiple or MULTIPLES[-1])
+        self._runner = ModelRunner(model, head, cache, row_multiple=multiple or MULTIPLES[-1])
         self._scheduler = Scheduler(
             BlockManager(num_blocks, config.block_len),
             max_running=config.max_running,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from modelwright.infer.blocks import PagedCache
 from modelwright.infer.head import Product
-from modelwright.infer.scheduler import Chunk, Plan
+from modelwright.infer.scheduler import Chunk, SchedulerOutput
 from modelwright.infer.sequence import Sequence
 from modelwright.model.decoder import Attend, Decoder
 from modelwright.ops.attention import causal_attention, masked_attention
@@ -60,7 +60,7 @@ class StepTensors:
     logit_rows: Tensor
 
 
-class Runner:
+class ModelRunner:
     """Runs plans on one model and one cache. `row_multiple`: the rows of every product are padded to a multiple."""
 
     def __init__(self, model: Decoder, head: Product, cache: PagedCache, *, row_multiple: int) -> None:
@@ -71,7 +71,7 @@ class Runner:
         self._device = model.norm.weight.device
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> tuple[list[Sequence], Tensor]:
+    def run(self, plan: SchedulerOutput) -> tuple[list[Sequence], Tensor]:
         """Compute a plan; returns the sequences that get a new token and their logits [B, V]."""
         step = self._prepare(plan)
         hidden_1ND = self._model(step.tokens_1N, step.positions_1N, self._attend(step))
@@ -82,7 +82,7 @@ class Runner:
         rows_BD = hidden_1ND[0].index_select(0, step.logit_rows)
         return step.sampled, self._head(rows_BD)[: len(step.sampled)] if step.sampled else rows_BD[:0]
 
-    def _prepare(self, plan: Plan) -> StepTensors:
+    def _prepare(self, plan: SchedulerOutput) -> StepTensors:
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []

@@ -24,7 +24,7 @@ class Chunk:
 
 
 @dataclass
-class Plan:
+class SchedulerOutput:
     """One step: sequences that get one token computed, and chunks of prompts."""
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -54,9 +54,9 @@ class Scheduler:
             self.waiting.remove(sequence)
         self.blocks.release(sequence)
 
-    def plan(self) -> Plan:
+    def plan(self) -> SchedulerOutput:
         """Choose the next step. An empty plan means that there is no work."""
-        plan = Plan(decodes=self._reserve_decodes())
+        plan = SchedulerOutput(decodes=self._reserve_decodes())
         budget = self._prefill_budget
         for sequence in [sequence for sequence in self.running if sequence.in_prefill]:
             budget = self._take_chunk(sequence, plan, budget)
@@ -95,7 +95,7 @@ class Scheduler:
         self.running.append(self.waiting.popleft())
         return True
 
-    def _take_chunk(self, sequence: Sequence, plan: Plan, budget: int) -> int:
+    def _take_chunk(self, sequence: Sequence, plan: SchedulerOutput, budget: int) -> int:
         """Plan the next chunk of a prompt if any budget is left; one a step, since a chunk needs those before it."""
         if budget <= 0:
             return budget

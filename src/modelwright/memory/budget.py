@@ -25,7 +25,7 @@ _CAPS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class SegmentChoice:
     """One way to treat the blocks of `segment`: bytes kept to backward, bytes besides while it runs backward, cost."""
 
     segment: Segment
@@ -47,7 +47,9 @@ class Budget:
     end_bytes: int = 0
 
 
-def block_choices(shape: BlockShape, num_tokens: int, num_layers: int, *, flops_per_byte: float = 0.0) -> list[Choice]:
+def block_choices(
+    shape: BlockShape, num_tokens: int, num_layers: int, *, flops_per_byte: float = 0.0
+) -> list[SegmentChoice]:
     """The choices for homogeneous blocks: keep all; keep the outputs that cost most per byte; units of blocks.
 
     flops_per_byte: what is kept may also wait elsewhere, which costs as much as so many FLOPs for each byte that goes
@@ -62,7 +64,7 @@ def block_choices(shape: BlockShape, num_tokens: int, num_layers: int, *, flops_
     if flops_per_byte:
         segments += [replace(segment, offload=True) for segment in segments]
     return [
-        Choice(
+        SegmentChoice(
             segment=segment,
             kept_bytes=num_tokens * shape.kept_bytes(segment),
             moment_bytes=num_tokens * shape.moment_bytes(segment),
@@ -72,7 +74,7 @@ def block_choices(shape: BlockShape, num_tokens: int, num_layers: int, *, flops_
     ]
 
 
-def solve(choices: Sequence[Choice], num_layers: int, budget: Budget) -> list[Choice]:
+def solve(choices: Sequence[SegmentChoice], num_layers: int, budget: Budget) -> list[SegmentChoice]:
     """The cheapest sequence of choices for `num_layers` blocks within the budget.
 
     Exact up to rounding kept bytes to 1/8192 of the budget. With several microbatches in flight the others hold all
@@ -87,13 +89,13 @@ def solve(choices: Sequence[Choice], num_layers: int, budget: Budget) -> list[Ch
     )
 
 
-def solve_naive(choices: Sequence[Choice], num_layers: int, budget: Budget) -> list[Choice] | None:
+def solve_naive(choices: Sequence[SegmentChoice], num_layers: int, budget: Budget) -> list[SegmentChoice] | None:
     """All sequences, the cheapest that fits (the one that keeps least, among equals); the twin of `solve`."""
     fitting = [way for way in _all_ways(choices, num_layers) if peak(way, budget) <= budget.num_bytes]
     return min(fitting, key=lambda way: (total_cost(way), peak(way, budget)), default=None)
 
 
-def peak(way: Sequence[Choice], budget: Budget) -> int:
+def peak(way: Sequence[SegmentChoice], budget: Budget) -> int:
     """The most bytes held at once."""
     kept = itertools.accumulate(choice.kept_bytes for choice in way)
     moments = [before + choice.moment_bytes for before, choice in zip(kept, way, strict=True)]
@@ -101,11 +103,11 @@ def peak(way: Sequence[Choice], budget: Budget) -> int:
     return (budget.in_flight - 1) * total + max(*moments, total + budget.end_bytes)
 
 
-def total_cost(way: Sequence[Choice]) -> float:
+def total_cost(way: Sequence[SegmentChoice]) -> float:
     return math.fsum(choice.cost for choice in way)
 
 
-def least_budget(choices: Sequence[Choice], num_layers: int, budget: Budget) -> int:
+def least_budget(choices: Sequence[SegmentChoice], num_layers: int, budget: Budget) -> int:
     """The smallest budget that has a solution, to about a percent."""
     low, high = 1, max(1, budget.num_bytes)
     while _best(choices, num_layers, _with_bytes(budget, high)) is None:
@@ -117,7 +119,7 @@ def least_budget(choices: Sequence[Choice], num_layers: int, budget: Budget) -> 
     return high
 
 
-def _best(choices: Sequence[Choice], num_layers: int, budget: Budget) -> list[Choice] | None:
+def _best(choices: Sequence[SegmentChoice], num_layers: int, budget: Budget) -> list[SegmentChoice] | None:
     others = budget.in_flight - 1
     if not others:
         return _solve_capped(choices, num_layers, budget, budget.num_bytes)
@@ -126,7 +128,9 @@ def _best(choices: Sequence[Choice], num_layers: int, budget: Budget) -> list[Ch
     return min((way for way in ways if way), key=total_cost, default=None)
 
 
-def _solve_capped(choices: Sequence[Choice], num_layers: int, budget: Budget, cap: int) -> list[Choice] | None:
+def _solve_capped(
+    choices: Sequence[SegmentChoice], num_layers: int, budget: Budget, cap: int
+) -> list[SegmentChoice] | None:
     """One microbatch in flight; at most `cap` bytes kept in all."""
     quantum = max(1, budget.num_bytes // _QUANTA)
     steps = budget.num_bytes // quantum
@@ -151,7 +155,9 @@ def _solve_capped(choices: Sequence[Choice], num_layers: int, budget: Budget, ca
     return _trace(choices, sizes, taken, num_layers, int(np.argmin(costs[num_layers, : last + 1])))
 
 
-def _trace(choices: Sequence[Choice], sizes: Sequence[int], taken: np.ndarray, layer: int, kept: int) -> list[Choice]:
+def _trace(
+    choices: Sequence[SegmentChoice], sizes: Sequence[int], taken: np.ndarray, layer: int, kept: int
+) -> list[SegmentChoice]:
     way = []
     while layer:
         index = int(taken[layer, kept])
@@ -160,7 +166,7 @@ def _trace(choices: Sequence[Choice], sizes: Sequence[int], taken: np.ndarray, l
     return way[::-1]
 
 
-def _all_ways(choices: Sequence[Choice], num_layers: int) -> Iterator[list[Choice]]:
+def _all_ways(choices: Sequence[SegmentChoice], num_layers: int) -> Iterator[list[SegmentChoice]]:
     if num_layers == 0:
         yield []
     for choice in choices:

@@ -36,7 +36,7 @@ class Lifetime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
+class MemoryTimeline:
     """The lifetimes of one step, from operator 0 up to `length`; phases: where each of them begins, in order."""
 
     lifetimes: tuple[Lifetime, ...]
@@ -85,5 +85,5 @@ class Timeline:
 
 
 def live_bytes_naive(lifetimes: Sequence[Lifetime], time: int) -> int:
-    """By the definition; the twin of `Timeline.live_bytes`."""
+    """By the definition; the twin of `MemoryTimeline.live_bytes`."""
     return sum(one.num_bytes for one in lifetimes if one.birth <= time < one.death)

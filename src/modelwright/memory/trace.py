@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from modelwright.memory.lifetimes import Kind, Lifetime, Phase, Timeline
+from modelwright.memory.lifetimes import Kind, Lifetime, MemoryTimeline, Phase
 
 LARGEST_REAL_BYTES = 2**20
 """Of a tensor made from nothing amid a traced step on fake tensors; larger ones are fake."""
@@ -71,13 +71,13 @@ class StepTrace(TorchDispatchMode):
             block.birth = 0
         self._blocks = [block for block, _ in self._living.values()]
 
-    def timeline(self) -> Timeline:
+    def timeline(self) -> MemoryTimeline:
         """Since `begin`."""
         length = self._time + 1
         phases = self._phases()
         starts = [time for time, phase in phases if phase == "backward"]
         found = [self._lifetime(block, starts, length) for block in self._blocks]
-        return Timeline(lifetimes=tuple(one for one in found if one.num_bytes), length=length, phases=phases)
+        return MemoryTimeline(lifetimes=tuple(one for one in found if one.num_bytes), length=length, phases=phases)
 
     @contextmanager
     def places(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ Span = tuple[int, int]
 """`(start, end)` of consecutive tokens of a row."""
 
 
-class Block(NamedTuple):
+class VisibleBlock(NamedTuple):
     """Queries and keys of one row that see each other: all of them, or, on the diagonal, each query the keys up to its
     own. All four bounds count places in the tensors of queries and keys, which may hold some of the row's tokens only.
     """
@@ -40,7 +40,7 @@ class Block(NamedTuple):
 class Blocks:
     """What the queries of one rank see of the keys of one rank, as a list of blocks: for a CPU."""
 
-    blocks: Sequence[Block]
+    blocks: Sequence[VisibleBlock]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def visible_blocks(segments_BT: Tensor, query_spans: Sequence[Span], key_spans: 
     segments_BT: the document of each token of the whole rows, on the CPU. Two spans are equal or do not overlap. A
     tensor of queries or keys holds one span after another.
     """
-    blocks: list[Block] = []
+    blocks: list[VisibleBlock] = []
     for row, segments_T in enumerate(segments_BT):
         start = 0
         for length in torch.unique_consecutive(segments_T, return_counts=True)[1].tolist():
@@ -68,7 +68,7 @@ def visible_blocks(segments_BT: Tensor, query_spans: Sequence[Span], key_spans: 
                 for key, key_place in _within(document, key_spans):
                     if key[0] <= query[0]:
                         ends = query_place + query[1] - query[0], key_place + key[1] - key[0]
-                        blocks.append(Block(row, query_place, ends[0], key_place, ends[1], key == query))
+                        blocks.append(VisibleBlock(row, query_place, ends[0], key_place, ends[1], key == query))
             start += length
     return Blocks(blocks)
 
@@ -155,7 +155,7 @@ def gradients_of_keys(
     return grad_q, grad_k, grad_v
 
 
-def _places(block: Block) -> tuple[tuple[int, slice], tuple[int, slice]]:
+def _places(block: VisibleBlock) -> tuple[tuple[int, slice], tuple[int, slice]]:
     return (block.row, slice(block.query_start, block.query_end)), (block.row, slice(block.key_start, block.key_end))
 
 

@@ -7,7 +7,7 @@ Each section is the config of the component that the stage drives, defined besid
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from modelwright.compress.int8 import Int8Config
+from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.core.errors import ConfigError
 from modelwright.data.clean import CleanConfig
 from modelwright.data.pack import PackConfig
@@ -105,7 +105,7 @@ class RunConfig:
     pretrain: TrainConfig
     sft: TrainConfig
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    quantize: Int8Config = field(default_factory=Int8Config)
+    quantize: Int8WeightsConfig = field(default_factory=Int8WeightsConfig)
     serve: ServeCheckConfig = field(default_factory=ServeCheckConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
 

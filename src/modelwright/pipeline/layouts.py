@@ -2,15 +2,17 @@
 
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.config import RunConfig
-from modelwright.plan.layout import Job, Layout
+from modelwright.plan.layout import Layout, TrainingJob
 from modelwright.train.config import TrainConfig
 
 
-def planned(config: RunConfig, training: TrainConfig, layout: ParallelConfig, num_processes: int) -> tuple[Job, Layout]:
+def planned(
+    config: RunConfig, training: TrainConfig, layout: ParallelConfig, num_processes: int
+) -> tuple[TrainingJob, Layout]:
     """Of one of the run's trainings. Raises `ConfigError` when the batch does not divide as the layout asks."""
     copies = training.num_copies(layout.axes(num_processes))
     rows = training.batch_rows(config.pack.seq_len, num_copies=copies)
-    job = Job(
+    job = TrainingJob(
         model=config.model,
         seq_len=config.pack.seq_len,
         batch_tokens=training.batch_tokens,

@@ -23,7 +23,7 @@ from modelwright.parallel.elastic import join_as_fits
 from modelwright.parallel.heartbeat import Heartbeat
 from modelwright.parallel.mesh import World, join_world
 from modelwright.parallel.topology.link_costs import LinksConfig
-from modelwright.parallel.topology.rank_mapping import DEFAULT_TRAFFIC, Placement, Traffic, find_places, take_places
+from modelwright.parallel.topology.rank_mapping import DEFAULT_TRAFFIC, AxisTraffic, Placement, find_places, take_places
 from modelwright.pipeline.check import within
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.layouts import planned
@@ -105,7 +105,7 @@ def join_ranks(config: RunConfig, *, links: Path, num_rows: int = 0, host: str =
             yield PatientRanks(world, layout, waiting, placement)
 
 
-def _traffic(config: RunConfig, layout: ParallelConfig, num_processes: int) -> dict[str, Traffic]:
+def _traffic(config: RunConfig, layout: ParallelConfig, num_processes: int) -> dict[str, AxisTraffic]:
     """What the first training of the run will send along each axis, as far as is known before its data is there."""
     config = settle_model(config)
     training = config.pretrain if "pretrain" in config.stages else config.sft

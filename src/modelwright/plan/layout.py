@@ -19,14 +19,14 @@ from modelwright.parallel.pipeline.bubble import StageTime, bubble_s
 from modelwright.parallel.pipeline.partition import flop_costs, split_layers
 from modelwright.parallel.pipeline.schedule import bubble_share, microbatches_in_flight
 from modelwright.parallel.pipeline.stages import rank_of_stage
-from modelwright.parallel.topology.rank_mapping import Traffic
+from modelwright.parallel.topology.rank_mapping import AxisTraffic
 from modelwright.plan.catalog import PLANNED_AS, ComputeFormat
 from modelwright.plan.memory import MemoryEstimate, RankPart, head_workspace, rank_memory
 from modelwright.plan.traffic import Cluster, axis_seconds, axis_traffic
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TrainingJob:
     """What is trained: rows of `seq_len` tokens, `batch_tokens` to an update."""
 
     model: ModelConfig
@@ -85,7 +85,7 @@ class Assessment:
         return self.model_flops / (self.step_s * self.layout.num_devices * cluster.compute.peak_flops_per_s)
 
 
-def assess(job: Job, layout: Layout, cluster: Cluster) -> Assessment:
+def assess(job: TrainingJob, layout: Layout, cluster: Cluster) -> Assessment:
     """Memory and time. Raises `ConfigError` when the model or the batch does not divide as the layout asks."""
     parallel, axes = layout.parallel, layout.axes
     shape = _shape(job, layout)
@@ -118,7 +118,7 @@ def assess(job: Job, layout: Layout, cluster: Cluster) -> Assessment:
     )
 
 
-def expected_traffic(job: Job, layout: Layout) -> dict[str, Traffic]:
+def expected_traffic(job: TrainingJob, layout: Layout) -> dict[str, AxisTraffic]:
     """What a rank with most layers sends along each axis in a step. Raises `ConfigError` like `assess`."""
     parallel = layout.parallel
     layers = parallel.layers_per_stage or _split(job.model, parallel.pipeline * parallel.stages_per_rank, job.seq_len)
@@ -134,7 +134,7 @@ def _split(model: ModelConfig, num_stages: int, seq_len: int) -> tuple[int, ...]
     return split_layers(flop_costs(model, mean_context=seq_len / 2), num_stages)
 
 
-def _shape(job: Job, layout: Layout) -> BlockShape:
+def _shape(job: TrainingJob, layout: Layout) -> BlockShape:
     parallel = layout.parallel
     return block_shape(
         job.model,
@@ -146,7 +146,7 @@ def _shape(job: Job, layout: Layout) -> BlockShape:
 
 
 def _part(
-    job: Job, layout: Layout, shape: BlockShape, layers: tuple[int, ...], rank: int, num_microbatches: int
+    job: TrainingJob, layout: Layout, shape: BlockShape, layers: tuple[int, ...], rank: int, num_microbatches: int
 ) -> RankPart:
     parallel, axes = layout.parallel, layout.axes
     stages = _stages(parallel, rank)

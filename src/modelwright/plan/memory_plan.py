@@ -22,7 +22,7 @@ from modelwright.memory.activations import (
 from modelwright.memory.budget import Budget, block_choices, least_budget
 from modelwright.memory.checkpointing import segments_for
 from modelwright.memory.config import ActivationConfig, Tier
-from modelwright.memory.lifetimes import Timeline
+from modelwright.memory.lifetimes import MemoryTimeline
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
@@ -43,8 +43,8 @@ class StepPlan:
     the step's model FLOPs, and present_flops: as configured; moved_bytes: that a step's activations write to another
     place and read again, in all."""
 
-    before: Timeline
-    after: Timeline
+    before: MemoryTimeline
+    after: MemoryTimeline
     train: TrainConfig
     present_flops: float
     more_flops: float
@@ -109,7 +109,7 @@ def plan_step(
     numbers = itertools.count(1)
 
     @cache
-    def trace(settings: TrainConfig) -> Timeline:
+    def trace(settings: TrainConfig) -> MemoryTimeline:
         found = trace_step(model, settings, objective_of, seq_len=seq_len)
         progress.advance(next(numbers))
         return found

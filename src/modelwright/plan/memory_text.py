@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelwright.memory.arena import Arena, plan_arena
-from modelwright.memory.lifetimes import KINDS, Lifetime, Timeline
+from modelwright.memory.lifetimes import KINDS, Lifetime, MemoryTimeline
 from modelwright.plan.estimate import size
 from modelwright.plan.memory_plan import StepPlan
 from modelwright.train.config import TrainConfig
@@ -68,7 +68,7 @@ def plan_data(plan: StepPlan, configured: TrainConfig, *, top: int) -> dict[str,
     }
 
 
-def timeline_lines(name: str, timeline: Timeline, *, top: int, scale: int = 0) -> list[str]:
+def timeline_lines(name: str, timeline: MemoryTimeline, *, top: int, scale: int = 0) -> list[str]:
     """A picture of what is alive when, by kind, and the largest tensors at the peak. scale: bytes of a full bar."""
     time, live = timeline.peak_time, timeline.live_bytes()
     scale = scale or max(live)
@@ -91,7 +91,7 @@ def arena_line(arena: Arena) -> str:
     )
 
 
-def _phase_line(timeline: Timeline) -> str:
+def _phase_line(timeline: MemoryTimeline) -> str:
     """A letter for each column: f, b or u."""
     last = max(1, timeline.length - 1)
     times = [round(column * last / (WIDTH - 1)) for column in range(WIDTH)]
@@ -124,7 +124,7 @@ def _setting_lines(settings: Mapping[str, object]) -> list[str]:
     return [*(f"{name}: {value}" for name, value in shown.items()), f"activations: {{{own}}}"]
 
 
-def _timeline_data(timeline: Timeline, top: int) -> dict[str, Any]:
+def _timeline_data(timeline: MemoryTimeline, top: int) -> dict[str, Any]:
     time, arena = timeline.peak_time, plan_arena(timeline.of_step)
     return {
         "peak_bytes": timeline.peak_bytes,

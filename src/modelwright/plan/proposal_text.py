@@ -7,7 +7,7 @@ from typing import Any
 from modelwright.core.config import dump
 from modelwright.memory.config import ActivationConfig
 from modelwright.plan.estimate import size
-from modelwright.plan.layout import Assessment, Job
+from modelwright.plan.layout import Assessment, TrainingJob
 from modelwright.plan.memory import MemoryEstimate
 from modelwright.plan.search import Proposal
 from modelwright.plan.traffic import Cluster
@@ -16,7 +16,7 @@ _NO_ERROR = "the model's error has not been measured here (modelwright prove zer
 
 
 def proposal_text(
-    job: Job, cluster: Cluster, proposal: Proposal, *, top: int, known_error: str, notes: Sequence[str] = ()
+    job: TrainingJob, cluster: Cluster, proposal: Proposal, *, top: int, known_error: str, notes: Sequence[str] = ()
 ) -> str:
     """The best layouts as a table, the first one in full, and the smallest of those that do not fit with reasons.
 
@@ -42,7 +42,7 @@ def proposal_text(
     return "\n".join(lines)
 
 
-def proposal_data(job: Job, cluster: Cluster, proposal: Proposal) -> dict[str, Any]:
+def proposal_data(job: TrainingJob, cluster: Cluster, proposal: Proposal) -> dict[str, Any]:
     """The same as plain data."""
 
     def plain(found: Assessment) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def proposal_data(job: Job, cluster: Cluster, proposal: Proposal) -> dict[str, A
     }
 
 
-def _job_lines(job: Job, cluster: Cluster) -> list[str]:
+def _job_lines(job: TrainingJob, cluster: Cluster) -> list[str]:
     model, states = job.model, 16 * job.model.num_parameters
     memory, total = cluster.memory_bytes, cluster.num_devices * cluster.memory_bytes
     inside, between, rate = cluster.host_bytes_per_s / 1e9, cluster.network_bytes_per_s / 1e9, cluster.compute
@@ -107,7 +107,7 @@ def _row(found: Assessment, cluster: Cluster) -> str:
     )
 
 
-def _details(job: Job, found: Assessment) -> list[str]:
+def _details(job: TrainingJob, found: Assessment) -> list[str]:
     """The settings that make the first layout, and its memory and time by part."""
     layout, memory = found.layout, found.memory
     plain = {"pipeline", "data", "context", "tensor", "shard", "shard_group", "schedule", "stages_per_rank"}

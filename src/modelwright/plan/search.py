@@ -13,7 +13,7 @@ from modelwright.memory.config import ActivationConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig, Schedule, Shard
 from modelwright.parallel.pipeline.stages import check_microbatches, is_v_shaped
-from modelwright.plan.layout import Assessment, Job, Layout, assess
+from modelwright.plan.layout import Assessment, Layout, TrainingJob, assess
 from modelwright.plan.traffic import Cluster
 
 ACTIVATIONS = (
@@ -37,7 +37,7 @@ class Proposal:
     refused: Sequence[str] = field(default_factory=tuple)
 
 
-def propose(job: Job, cluster: Cluster, *, memory_share: float = MARGIN) -> Proposal:
+def propose(job: TrainingJob, cluster: Cluster, *, memory_share: float = MARGIN) -> Proposal:
     """All layouts, assessed. Raises `ConfigError` when not even one divides the model, the batch and the devices."""
     room = memory_share * cluster.memory_bytes
     fitting: dict[tuple, Assessment] = {}
@@ -69,7 +69,7 @@ def propose(job: Job, cluster: Cluster, *, memory_share: float = MARGIN) -> Prop
     )
 
 
-def layouts(job: Job, cluster: Cluster) -> Iterator[Layout]:
+def layouts(job: TrainingJob, cluster: Cluster) -> Iterator[Layout]:
     """Every layout that divides the devices, the rows and the layers without a rest."""
     for parallel in meshes(job, cluster):
         axes = parallel.axes(cluster.num_devices)
@@ -90,7 +90,7 @@ def layouts(job: Job, cluster: Cluster) -> Iterator[Layout]:
                 )
 
 
-def meshes(job: Job, cluster: Cluster) -> Iterator[ParallelConfig]:
+def meshes(job: TrainingJob, cluster: Cluster) -> Iterator[ParallelConfig]:
     """Tensor parallelism stays within a host; context parallelism is tried for long rows only."""
     devices, model = cluster.num_devices, job.model
     contexts = [c for c in _divisors(devices) if c == 1 or job.seq_len // c >= 4096]

@@ -17,7 +17,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.memory.config import Tier
 from modelwright.memory.disk import MOST_QUEUED_BYTES, READ_AHEAD
-from modelwright.memory.lifetimes import Timeline
+from modelwright.memory.lifetimes import MemoryTimeline
 from modelwright.memory.offload import Nowhere
 from modelwright.memory.trace import StepTrace, fake_model
 from modelwright.model.config import ModelConfig
@@ -46,7 +46,7 @@ class SameRows:
 
 def trace_step(
     model: ModelConfig, train: TrainConfig, objective_of: ObjectiveOf, *, seq_len: int, fake: bool = True
-) -> Timeline:
+) -> MemoryTimeline:
     """The timeline of one step on one process, on the CPU. fake: without computing anything, nor memory.
 
     Raises `ConfigError` when the batch does not divide into rows and microbatches.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from modelwright.core.errors import ConfigError
 from modelwright.memory.activations import FP32_BYTES
 from modelwright.model.config import ModelConfig
-from modelwright.parallel.topology.rank_mapping import Traffic
+from modelwright.parallel.topology.rank_mapping import AxisTraffic
 from modelwright.plan.catalog import ComputeRate
 from modelwright.plan.memory import RankPart, block_parameters, root_parameters
 
@@ -74,13 +74,13 @@ def axis_seconds(
     return found
 
 
-def axis_traffic(model: ModelConfig, part: RankPart, axes: Mapping[str, int]) -> dict[str, Traffic]:
+def axis_traffic(model: ModelConfig, part: RankPart, axes: Mapping[str, int]) -> dict[str, AxisTraffic]:
     """What crosses each hop of every axis of more than one rank in a step."""
     found = {}
     for axis, size in axes.items():
         if size > 1:
             num_bytes, num_messages = _axis_traffic(axis, model, part, axes)
-            found[axis] = Traffic(num_messages=num_messages, num_bytes=num_bytes / num_messages)
+            found[axis] = AxisTraffic(num_messages=num_messages, num_bytes=num_bytes / num_messages)
     return found
 
 

@@ -25,7 +25,7 @@ _FEATURES = 11
 
 
 @dataclass(frozen=True)
-class Choice:
+class FormatChoice:
     """A format for a part, and why."""
 
     chosen: Format
@@ -66,7 +66,7 @@ def shortage(signs: Signs) -> float:
 class Controller(Protocol):
     """Proposes a format for a part; `learn` hears what the last one brought."""
 
-    def propose(self, part: str, signs: Signs, present: Format, candidates: Sequence[Format]) -> Choice: ...
+    def propose(self, part: str, signs: Signs, present: Format, candidates: Sequence[Format]) -> FormatChoice: ...
 
     def learn(self, part: str, signs: Signs, chosen: Format, loss_excess: float) -> None: ...
 
@@ -81,20 +81,22 @@ class Rules:
     def __init__(self, config: AdaptiveConfig) -> None:
         self.config = config
 
-    def propose(self, part: str, signs: Signs, present: Format, candidates: Sequence[Format]) -> Choice:
+    def propose(self, part: str, signs: Signs, present: Format, candidates: Sequence[Format]) -> FormatChoice:
         harm = {chosen: damage(signs, chosen) for chosen in candidates}
         allowed: list[Format] = [chosen for chosen in candidates if harm[chosen] <= self.config.tolerance]
         is_short = signs.memory_pressure >= ROOMY
         best = min(allowed, key=lambda chosen: (signs.size[chosen] if is_short else 0.0, signs.speed[chosen]))
         if harm[present] > self.config.tolerance:
-            return Choice(best, f"damage of {present} {harm[present]:.3g} is above {self.config.tolerance:g}")
+            return FormatChoice(best, f"damage of {present} {harm[present]:.3g} is above {self.config.tolerance:g}")
         if is_short:
             bytes_of = f"{signs.size[best]:g} of FP32's bytes, {present} {signs.size[present]:g}"
-            return Choice(best, f"{bytes_of}: {signs.memory_pressure:.0%} of memory in use, damage {harm[best]:.3g}")
+            return FormatChoice(
+                best, f"{bytes_of}: {signs.memory_pressure:.0%} of memory in use, damage {harm[best]:.3g}"
+            )
         if signs.speed[present] < self.config.min_gain * signs.speed[best]:
-            return Choice(present, f"{best} would not be {self.config.min_gain:g}x as fast")
+            return FormatChoice(present, f"{best} would not be {self.config.min_gain:g}x as fast")
         gain = signs.speed[present] / signs.speed[best]
-        return Choice(best, f"{gain:.2f}x as fast as {present}, damage {harm[best]:.3g}")
+        return FormatChoice(best, f"{gain:.2f}x as fast as {present}, damage {harm[best]:.3g}")
 
     def learn(self, part: str, signs: Signs, chosen: Format, loss_excess: float) -> None: ...
 
@@ -149,10 +151,10 @@ class Bandit:
         hoped = float(inverse @ rewards @ seen + self.config.explore * math.sqrt(seen @ inverse @ seen))
         return min(hoped, self.reward(signs, chosen, 0.0))
 
-    def propose(self, part: str, signs: Signs, present: Format, candidates: Sequence[Format]) -> Choice:
+    def propose(self, part: str, signs: Signs, present: Format, candidates: Sequence[Format]) -> FormatChoice:
         bounds = {chosen: self._bound(signs, chosen) for chosen in candidates}
         best = max(candidates, key=lambda chosen: bounds[chosen])
-        return Choice(best, f"reward of up to {bounds[best]:.3g} expected, {bounds[present]:.3g} of {present}")
+        return FormatChoice(best, f"reward of up to {bounds[best]:.3g} expected, {bounds[present]:.3g} of {present}")
 
     def reward(self, signs: Signs, chosen: Format, loss_excess: float) -> float:
         harm = damage(signs, chosen) + max(0.0, loss_excess)
@@ -231,7 +233,7 @@ class Switcher:
         for part in sorted(narrow):
             if part in self.last_signs and back[part] != self.formats[part]:  # of what may have brought the jump
                 self.controller.learn(part, self.last_signs.pop(part), self.formats[part], harm)
-            self._switch(step, part, Choice(back[part], f"the loss jumped to {loss:.4g}"))
+            self._switch(step, part, FormatChoice(back[part], f"the loss jumped to {loss:.4g}"))
             self.resting[part] = self.config.hold
         self.good = dict(self.formats)
         return True
@@ -254,7 +256,7 @@ class Switcher:
                 self._switch(step, part, choice)
                 self.resting[part] = self.config.hold
 
-    def _proved(self, part: str) -> Choice:
+    def _proved(self, part: str) -> FormatChoice:
         """What the controller proposes when it knows the rise of the loss with what it proposes."""
         candidates = self.candidates(part)
         while True:
@@ -273,13 +275,13 @@ class Switcher:
         """Take over what a schedule says."""
         for part, chosen in formats.items():
             if chosen != self.formats[part]:
-                self._switch(step, part, Choice(chosen, "by schedule"))
+                self._switch(step, part, FormatChoice(chosen, "by schedule"))
 
     def take_changes(self) -> list[dict[str, Any]]:
         taken, self.changes = self.changes, []
         return taken
 
-    def _switch(self, step: int, part: str, choice: Choice) -> None:
+    def _switch(self, step: int, part: str, choice: FormatChoice) -> None:
         if choice.chosen == self.formats[part]:
             return
         self.changes.append(

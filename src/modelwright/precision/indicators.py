@@ -82,7 +82,7 @@ def in_pieces(values_NK: Tensor) -> Sequence[Tensor]:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ValueSample:
     """Some of [N, K] values, FP32: rows at equal distances, and neighbors. Of all: the largest magnitude of each
     column, and the mean square."""
 
@@ -92,7 +92,7 @@ class Sample:
     mean_square: Tensor
 
     @staticmethod
-    def of(values: Tensor) -> "Sample":
+    def of(values: Tensor) -> "ValueSample":
         """Of [..., K] values, of which there is at least one row."""
         all_NK = values.detach().flatten(0, -2) if values.dim() > 2 else values.detach()
         num_rows = all_NK.shape[0]
@@ -102,7 +102,7 @@ class Sample:
             magnitudes_PK = piece_PK.abs().float()
             maxima.append(magnitudes_PK.amax(0))
             squares.append(magnitudes_PK.square_().sum())
-        return Sample(
+        return ValueSample(
             all_NK[:: max(1, num_rows // MAX_ROWS)].float(),
             all_NK[start : start + MAX_ROWS].float(),
             torch.stack(maxima).amax(0),
@@ -110,7 +110,7 @@ class Sample:
         )
 
 
-def error_of(sample: Sample, chosen: Format, role: Role, config: PrecisionConfig) -> float:
+def error_of(sample: ValueSample, chosen: Format, role: Role, config: PrecisionConfig) -> float:
     """What a format loses of values, relative, by the codes and grids with which its products read them as `role`.
 
     Products in eight bits read all values twice, as they are and transposed; the larger loss counts. Scales are those
@@ -124,7 +124,9 @@ def error_of(sample: Sample, chosen: Format, role: Role, config: PrecisionConfig
     return max(_error_of_codes(sample, chosen, role, config, transposed=side) for side in sides)
 
 
-def _error_of_codes(sample: Sample, chosen: Format, role: Role, config: PrecisionConfig, *, transposed: bool) -> float:
+def _error_of_codes(
+    sample: ValueSample, chosen: Format, role: Role, config: PrecisionConfig, *, transposed: bool
+) -> float:
     """Rounded at random, a value that lies d of a step s from the nearest code has lost s^2 d (1 - d) in the mean.
 
     INT8's steps along a column are as large for small rows as for large ones: what they lose is a share of all rows'
@@ -211,7 +213,7 @@ class Observer:
         they do not loses all of them."""
         if not values.numel():
             return {}
-        sample, found = Sample.of(values), {}
+        sample, found = ValueSample.of(values), {}
         if not bool(sample.maxima_K.isfinite().all()):
             return {}
         for chosen in self.candidates:

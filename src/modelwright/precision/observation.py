@@ -8,7 +8,7 @@ from torch import Tensor
 
 from modelwright.ops.formats import Format
 from modelwright.ops.pieces import local
-from modelwright.precision.indicators import Momentum, Observer, Sample, Sums, error_of, sum_of_squares
+from modelwright.precision.indicators import Momentum, Observer, Sums, ValueSample, error_of, sum_of_squares
 from modelwright.precision.model import part_of
 from modelwright.precision.policy import PrecisionConfig
 
@@ -126,7 +126,7 @@ class PartStatistics:
             weight, part = local(parameter.detach()), _part_of_weight(name)
             if weight.dim() != 2 or not weight.numel() or part not in self.parts:
                 continue
-            sample = Sample.of(weight)
+            sample = ValueSample.of(weight)
             for chosen in candidates:
                 total, count = errors.get((part, chosen), (0.0, 0))
                 errors[part, chosen] = total + error_of(sample, chosen, "weight", self.config), count + 1

@@ -100,7 +100,7 @@ class Fp8Config:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Int8Config:
+class Int8MatmulConfig:
     """How INT8 is used. stochastic: gradients are rounded at random; weight_gradient: as in `Fp8Config`."""
 
     stochastic: bool = True
@@ -131,7 +131,7 @@ class PrecisionConfig:
     tf32: bool = False
     onednn: Literal[True, False, "fastest"] = "fastest"
     fp8: Fp8Config = field(default_factory=Fp8Config)
-    int8: Int8Config = field(default_factory=Int8Config)
+    int8: Int8MatmulConfig = field(default_factory=Int8MatmulConfig)
     adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
 

@@ -1,6 +1,6 @@
 """tiny: every stage of the pipeline in well under a minute on one core. Learns next to nothing, on purpose."""
 
-from modelwright.compress.int8 import Int8Config
+from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.data.pack import PackConfig
 from modelwright.data.sources import SourceConfig
 from modelwright.data.tokenizer import TokenizerConfig
@@ -62,6 +62,6 @@ def tiny() -> RunConfig:
             bootstrap_resamples=200,
             multiple_choice=MultipleChoiceConfig(num_questions=40),
         ),
-        quantize=Int8Config(backend="int_mm"),
+        quantize=Int8WeightsConfig(backend="int_mm"),
         serve=ServeCheckConfig(questions=("What does `len` do?",), num_heldout_questions=2, max_tokens=16),
     )

@@ -13,8 +13,8 @@ from modelwright.serve.codec import Codec
 from modelwright.serve.errors import ApiError
 from modelwright.serve.limits import too_many_answers
 from modelwright.serve.protocol import GenerationRequest
-from modelwright.serve.text import AnswerText, Piece, TokenInfo
-from modelwright.serve.worker import EngineWorker, Job, Stream
+from modelwright.serve.text import AnswerText, Delta, TokenInfo
+from modelwright.serve.worker import EngineWorker, GenerationJob, Stream
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Generation:
     stream: Stream
     created: int = field(default_factory=lambda: int(time.time()))
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def pieces(self) -> AsyncIterator[tuple[int, Delta]]:
         """`(answer number, piece)` as they become final; closes the engine's stream however it ends."""
         try:
             async for index, output in self.stream:
@@ -99,7 +99,7 @@ def start(
         limit = _answer_limit(len(prompt), max_tokens, default_max_tokens, worker.engine.max_seq_len)
         params = _sampling(request, codec, limit, num_logprobs)
         seeds = [seed, *(derive_seed(seed, "choice", index) for index in range(1, num_choices))]
-        jobs += [Job(prompt, replace(params, seed=choice_seed)) for choice_seed in seeds]
+        jobs += [GenerationJob(prompt, replace(params, seed=choice_seed)) for choice_seed in seeds]
     stream = worker.submit(jobs)
     num_prompt_tokens = sum(len(prompt) for prompt in prompts)
     worker.metrics.prompt_tokens.inc(num_prompt_tokens)
@@ -108,7 +108,7 @@ def start(
     return Generation(request, model, answer_id, codec, num_prompt_tokens, answers, stream)
 
 
-def _pieces(text: AnswerText, output: Any) -> list[Piece]:
+def _pieces(text: AnswerText, output: Any) -> list[Delta]:
     """The pieces that one token of the engine makes; a stop token itself is not shown."""
     if output.finish_reason == "stop":
         return [text.finish("stop")]

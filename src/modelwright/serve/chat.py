@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from modelwright.serve.answers import Generation
-from modelwright.serve.text import Piece, TokenInfo
+from modelwright.serve.text import Delta, TokenInfo
 
 
 def full(generation: Generation) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def opening(generation: Generation) -> list[dict[str, Any]]:
     return [_chunk(generation, [_choice(index, delta, None, None)]) for index in range(len(generation.answers))]
 
 
-def chunk(generation: Generation, index: int, piece: Piece) -> dict[str, Any]:
+def chunk(generation: Generation, index: int, piece: Delta) -> dict[str, Any]:
     """One event of a stream."""
     delta = {"content": piece.text} if piece.text else {}
     logprobs = _logprobs(generation, piece.tokens)

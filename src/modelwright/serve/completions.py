@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from modelwright.serve.answers import Generation
-from modelwright.serve.text import Piece, TokenInfo
+from modelwright.serve.text import Delta, TokenInfo
 
 
 def full(generation: Generation) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def opening(generation: Generation) -> list[dict[str, Any]]:
     return []
 
 
-def chunk(generation: Generation, index: int, piece: Piece) -> dict[str, Any]:
+def chunk(generation: Generation, index: int, piece: Delta) -> dict[str, Any]:
     """One event of a stream."""
     return _envelope(generation, [_choice(generation, index, piece.text, piece.tokens, piece.finish_reason)])
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from modelwright.compress.int8 import Int8Config
+from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import EngineConfig
 
@@ -28,7 +28,7 @@ class ServeConfig:
     drain_timeout_s: float = 30.0
     api_key_env: str = ""
     engine: EngineConfig = field(default_factory=EngineConfig)
-    int8: Int8Config = field(default_factory=Int8Config)
+    int8: Int8WeightsConfig = field(default_factory=Int8WeightsConfig)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelwright.compress.int8 import Int8Config, is_int8_folder, load_int8
+from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
 from modelwright.core.errors import ModelError
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
@@ -31,7 +31,7 @@ class ModelSource:
         return f"{self.stage} of {self.name} ({self.folder}, sha256 {self.digest[:SHORT_DIGEST]})"
 
 
-def load_folder(folder: Path, int8: Int8Config) -> tuple[Decoder, Codec]:
+def load_folder(folder: Path, int8: Int8WeightsConfig) -> tuple[Decoder, Codec]:
     """The model and its tokenizer. Raises `ModelError` when files are missing or do not fit together."""
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such model folder")

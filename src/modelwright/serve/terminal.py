@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 
-from modelwright.compress.int8 import Int8Config
+from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.codec import Codec
@@ -75,7 +75,7 @@ def chat(
 ) -> None:
     """Read questions and write answers until the end of input. Ctrl-C ends an answer, and raises `KeyboardInterrupt`
     elsewhere. Raises `ModelError` when the folder cannot be loaded."""
-    model, codec = load_folder(folder, Int8Config())
+    model, codec = load_folder(folder, Int8WeightsConfig())
     engine = Engine(model, EngineConfig(max_running=1, cache_tokens=-(-model.config.max_seq_len // 16) * 16))
     params = SamplingParams(temperature=temperature, top_p=top_p)
     conversation = Conversation(engine, codec, params)

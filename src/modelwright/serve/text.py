@@ -19,7 +19,7 @@ class TokenInfo:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Delta:
     """Text that is final, the tokens that belong to it, and why the answer is over ("" while it goes on)."""
 
     text: str
@@ -37,7 +37,7 @@ class AnswerText:
     _num_shown: int = 0
     _pending: list[TokenInfo] = field(default_factory=list)
 
-    def push(self, token_id: int, logprob: float, alternatives: tuple[tuple[int, float], ...]) -> Piece:
+    def push(self, token_id: int, logprob: float, alternatives: tuple[tuple[int, float], ...]) -> Delta:
         """Take a token; the piece has `finish_reason` "stop" when it completes a stop string."""
         self._pending.append(TokenInfo(token_id, logprob, alternatives, self._num_shown + len(self._held)))
         self._held += self._step(token_id)
@@ -47,7 +47,7 @@ class AnswerText:
             return self._release(len(self._held), "stop")
         return self._release(len(self._held) - self._num_doubtful(), "")
 
-    def finish(self, reason: str) -> Piece:
+    def finish(self, reason: str) -> Delta:
         """The rest of the text when the engine has ended the answer."""
         self._held += self.stream.finish()
         cut = self._find_stop()
@@ -73,9 +73,9 @@ class AnswerText:
                 return length
         return 0
 
-    def _release(self, length: int, reason: str) -> Piece:
+    def _release(self, length: int, reason: str) -> Delta:
         text, self._held = self._held[:length], self._held[length:]
         self._num_shown += length
         ready = [info for info in self._pending if info.offset < self._num_shown]
         self._pending = [info for info in self._pending if info.offset >= self._num_shown]
-        return Piece(text, tuple(ready), reason)
+        return Delta(text, tuple(ready), reason)

@@ -40,7 +40,7 @@ class _Stop:
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationJob:
     """One answer to compute."""
 
     prompt_ids: Sequence[int]
@@ -130,7 +130,7 @@ class EngineWorker:
         if self.num_open + count > self._capacity:
             raise queue_full(RETRY_AFTER_S)
 
-    def submit(self, jobs: Sequence[Job]) -> Stream:
+    def submit(self, jobs: Sequence[GenerationJob]) -> Stream:
         """Start the answers of one request, all or none. Raises like `require_room`."""
         self.require_room(len(jobs))
         number = next(self._numbers)

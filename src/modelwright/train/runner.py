@@ -18,7 +18,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ContextAttention
 from modelwright.parallel.context import attention_of
 from modelwright.parallel.mesh import World
-from modelwright.parallel.pipeline.trace import Span
+from modelwright.parallel.pipeline.trace import StageSpan
 from modelwright.parallel.shard import scatter_gradients
 from modelwright.train.objective import Batch
 
@@ -37,7 +37,7 @@ class Executor(Protocol):
         """Of all stages of a pipeline; empty for a whole model."""
         ...
 
-    def stage_spans(self) -> list[Span]:
+    def stage_spans(self) -> list[StageSpan]:
         """What the pipeline stages of this rank did in the newest training step."""
         ...
 
@@ -142,7 +142,7 @@ class WholeModel:
     def layers_per_stage(self) -> tuple[int, ...]:
         return ()
 
-    def stage_spans(self) -> list[Span]:
+    def stage_spans(self) -> list[StageSpan]:
         return []
 
     def num_stages_with(self, name: str) -> int:

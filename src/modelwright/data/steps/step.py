@@ -16,7 +16,7 @@ Drop = Callable[[Document, str], None]
 """Told `(document, reason)`."""
 
 
-class Step(Protocol):
+class CleaningStep(Protocol):
     """One cleaning step; `name` is what the counters and the dropped documents carry."""
 
     @property

@@ -29,7 +29,7 @@ class WireFormat(Protocol):
         ...
 
 
-class Bf16:
+class Bf16Codec:
     def encode(self, values_RC: Tensor) -> Tensor:
         return values_RC.bfloat16().view(torch.uint8)
 
@@ -37,7 +37,7 @@ class Bf16:
         return messages_RB.view(torch.bfloat16).float()
 
 
-class Int8:
+class Int8Codec:
     """Rounded to the nearest of 255 levels, the largest magnitude of a group the highest; scales lie before codes."""
 
     def encode(self, values_RC: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch, part_sizes
 from modelwright.parallel.mesh import Mesh
 from modelwright.parallel.pipeline.partition import LayerCosts, split_layers
-from modelwright.parallel.pipeline.trace import Span
+from modelwright.parallel.pipeline.trace import StageSpan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class StageBalance:
         self.config = config
         self._recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=config.window))
 
-    def observe(self, spans: Sequence[Span]) -> None:
+    def observe(self, spans: Sequence[StageSpan]) -> None:
         """One training step of this rank's stages (`Timeline.spans`)."""
         busy: dict[int, float] = defaultdict(float)
         for span in spans:

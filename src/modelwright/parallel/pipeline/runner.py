@@ -37,7 +37,7 @@ from modelwright.parallel.pipeline.stages import (
     layers_of_stages,
     rank_of_stage,
 )
-from modelwright.parallel.pipeline.trace import Span, Timeline
+from modelwright.parallel.pipeline.trace import StageSpan, StageTimeline
 from modelwright.parallel.shard import sharded_modules
 from modelwright.parallel.tensor import stage_tokens
 
@@ -48,7 +48,7 @@ Microbatch = tuple[Attend, TokenBatch]
 TIED = "embedding.weight"
 
 
-class Stage:
+class ModelStage:
     """One stage: a part of the model that takes hidden states and gives hidden states.
 
     What else a microbatch consists of (tokens, positions, documents) every rank has: `feed` hands it out in order.
@@ -104,14 +104,14 @@ class Pipeline:
         self.owners = rank_of_stage(config)
         self.weight_dtype = model.embedding.weight.dtype
         self.stages = [
-            Stage(model, self.layers[index], index, len(self.owners), passes=passes)
+            ModelStage(model, self.layers[index], index, len(self.owners), passes=passes)
             for index, owner in enumerate(self.owners)
             if owner == mesh.pipeline.rank
         ]
         for stage in self.stages:
             check_blocks(stage.part, config)
         self.model = join([stage.part for stage in self.stages])
-        self.timeline = Timeline(mesh.world.device)
+        self.timeline = StageTimeline(mesh.world.device)
         self._schedules: dict[tuple[int, torch.Size], Schedule] = {}
         self._microbatches: Sequence[Microbatch] = ()
         self._loss_of: Callable[[Tensor, TokenBatch], Tensor] | None = None
@@ -120,7 +120,7 @@ class Pipeline:
     def layers_per_stage(self) -> tuple[int, ...]:
         return tuple(len(layers) for layers in self.layers)
 
-    def stage_spans(self) -> list[Span]:
+    def stage_spans(self) -> list[StageSpan]:
         return self.timeline.spans()
 
     def num_stages_with(self, name: str) -> int:
@@ -210,7 +210,7 @@ class Pipeline:
             several = ScheduleZBVZeroBubble if is_v_shaped(self.config) else ScheduleInterleavedZeroBubble
         return several(stages, num_microbatches, loss_fn=loss_fn, scale_grads=False)  # pyright: ignore
 
-    def _pipeline_stage(self, stage: Stage, shape: torch.Size) -> PipelineStage:
+    def _pipeline_stage(self, stage: ModelStage, shape: torch.Size) -> PipelineStage:
         travels = torch.empty(self._hidden_shape(shape), dtype=self.dtype, device="meta", requires_grad=True)
         wrapped = PipelineStage(
             stage.part,

@@ -13,7 +13,7 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class StageSpan:
     """Uninterrupted work for one microbatch. kind: forward, loss, backward, backward_input or backward_weight;
     start_s and end_s count from the step's beginning on this rank."""
 
@@ -27,7 +27,7 @@ class Span:
         return self.end_s - self.start_s
 
 
-class Timeline:
+class StageTimeline:
     """Spans of the newest step. On CUDA events mark the stream, so that nothing waits before `spans` is asked for."""
 
     def __init__(self, device: torch.device) -> None:
@@ -52,12 +52,12 @@ class Timeline:
 
         return timed_work
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[StageSpan]:
         """In the order in which they ended."""
         if self._uses_events and self._marks:
             self._marks[-1][3].synchronize()
         return [
-            Span(stage=stage, kind=kind, start_s=self._since(start), end_s=self._since(end))
+            StageSpan(stage=stage, kind=kind, start_s=self._since(start), end_s=self._since(end))
             for stage, kind, start, end in self._marks
         ]
 

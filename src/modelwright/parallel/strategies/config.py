@@ -24,7 +24,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.ops.pieces import local
 from modelwright.parallel.codecs.bucketed import BucketedTransport
 from modelwright.parallel.codecs.powersgd import PowerSgdTransport
-from modelwright.parallel.codecs.quantized import Bf16, Int8, RoundedTransport
+from modelwright.parallel.codecs.quantized import Bf16Codec, Int8Codec, RoundedTransport
 from modelwright.parallel.codecs.topk_quantized import ThreeLevelConfig, ThreeLevelTransport
 from modelwright.parallel.gradient_sync import MANY_BUCKETS, ExactTransport, GradientTransport
 from modelwright.parallel.mesh import World, world_apart
@@ -226,9 +226,9 @@ def _codec(config: TransportConfig, world: World) -> GradientTransport:
         case "planned":
             return PlannedTransport(world, config.collectives)
         case "bf16":
-            return RoundedTransport(world, Bf16())
+            return RoundedTransport(world, Bf16Codec())
         case "int8":
-            return RoundedTransport(world, Int8())
+            return RoundedTransport(world, Int8Codec())
         case "powersgd":
             return PowerSgdTransport(world, rank=config.powersgd_rank)
         case "three_level":

@@ -21,7 +21,7 @@ from modelwright.parallel.topology.link_costs import Links
 
 
 @dataclass(frozen=True)
-class Step:
+class TransferStep:
     """Rank `source` sends chunks first, ..., last - 1 to rank `target`, which adds them or puts them in place."""
 
     source: int
@@ -31,11 +31,11 @@ class Step:
     adds: bool
 
 
-Round = tuple[Step, ...]
+Round = tuple[TransferStep, ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class AllReducePlan:
     """name: the algorithm; num_chunks: equal parts of the vector; rounds: their steps read values from before them."""
 
     name: str
@@ -54,25 +54,25 @@ def chunk_bounds(length: int, num_chunks: int) -> list[int]:
     return [length * chunk // num_chunks for chunk in range(num_chunks + 1)]
 
 
-def ring(order: Sequence[int]) -> Plan:
+def ring(order: Sequence[int]) -> AllReducePlan:
     """Reduce-scatter, then all-gather around a ring: 2 (n - 1) rounds of 1/n of the vector. Best for long vectors."""
-    return Plan("ring", len(order), len(order), tuple(_ring_rounds(order, len(order))))
+    return AllReducePlan("ring", len(order), len(order), tuple(_ring_rounds(order, len(order))))
 
 
-def doubling(order: Sequence[int]) -> Plan:
+def doubling(order: Sequence[int]) -> AllReducePlan:
     """Partners at distance 1, 2, 4, ... exchange everything: log2 n rounds, the least latency there is.
 
     Ranks beyond the largest power of two hand their values to a partner first and get the sum from it at the end.
     """
-    return Plan("doubling", len(order), 1, tuple(_doubling_rounds(order, 1)))
+    return AllReducePlan("doubling", len(order), 1, tuple(_doubling_rounds(order, 1)))
 
 
-def tree(parents: Sequence[tuple[int, int]], num_ranks: int) -> Plan:
+def tree(parents: Sequence[tuple[int, int]], num_ranks: int) -> AllReducePlan:
     """Sum towards the root of a tree, then copy outwards. parents: (parent, child) in the order of the copying."""
-    return Plan("tree", num_ranks, 1, (*_towards_root(parents, 1), *_outwards(parents, 1)))
+    return AllReducePlan("tree", num_ranks, 1, (*_towards_root(parents, 1), *_outwards(parents, 1)))
 
 
-def hierarchical(groups: Sequence[Sequence[int]], across: str) -> Plan:
+def hierarchical(groups: Sequence[Sequence[int]], across: str) -> AllReducePlan:
     """Sum inside each group to its first rank, among those ranks by "ring" or "doubling", copy inside the groups."""
     leaders = [group[0] for group in groups]
     num_chunks = len(groups) if across == "ring" else 1
@@ -83,10 +83,10 @@ def hierarchical(groups: Sequence[Sequence[int]], across: str) -> Plan:
         *between,
         *_side_by_side([_outwards(parents, num_chunks) for parents in inside]),
     )
-    return Plan(f"hierarchical_{across}", sum(map(len, groups)), num_chunks, rounds)
+    return AllReducePlan(f"hierarchical_{across}", sum(map(len, groups)), num_chunks, rounds)
 
 
-def sharded(groups: Sequence[Sequence[int]]) -> Plan:
+def sharded(groups: Sequence[Sequence[int]]) -> AllReducePlan:
     """Hierarchical for long vectors and groups of one size: reduce-scatter inside each group, rings across, all-gather.
 
     Every rank carries one part of the vector across, so that the links inside are passed by less than two vectors.
@@ -105,7 +105,7 @@ def sharded(groups: Sequence[Sequence[int]]) -> Plan:
         *_side_by_side(across),
         *_side_by_side([rounds[size - 1 :] for rounds in inside]),
     )
-    return Plan("sharded", num_chunks, num_chunks, rounds)
+    return AllReducePlan("sharded", num_chunks, num_chunks, rounds)
 
 
 def binomial(order: Sequence[int]) -> list[tuple[int, int]]:
@@ -155,38 +155,38 @@ def _ring_rounds(order: Sequence[int], num_chunks: int) -> list[Round]:
         steps = []
         for place in range(size):
             first = (place - shift) % size * width
-            steps.append(Step(order[place], order[(place + 1) % size], first, first + width, adds))
+            steps.append(TransferStep(order[place], order[(place + 1) % size], first, first + width, adds))
         return tuple(steps)
 
     summing = [turn(shift, True) for shift in range(size - 1)]
     return summing + [turn(shift - 1, False) for shift in range(size - 1)]
 
 
-def _shifted(step: Step, by: int) -> Step:
-    return Step(step.source, step.target, step.first + by, step.last + by, step.adds)
+def _shifted(step: TransferStep, by: int) -> TransferStep:
+    return TransferStep(step.source, step.target, step.first + by, step.last + by, step.adds)
 
 
 def _doubling_rounds(order: Sequence[int], num_chunks: int) -> list[Round]:
     power = 1 << (len(order).bit_length() - 1)
     extra = list(zip(order[power:], order, strict=False))
-    rounds = [tuple(Step(late, partner, 0, num_chunks, True) for late, partner in extra)]
+    rounds = [tuple(TransferStep(late, partner, 0, num_chunks, True) for late, partner in extra)]
     distance = 1
     while distance < power:
         pairs = ((place, place ^ distance) for place in range(power))
-        rounds.append(tuple(Step(order[a], order[b], 0, num_chunks, True) for a, b in pairs))
+        rounds.append(tuple(TransferStep(order[a], order[b], 0, num_chunks, True) for a, b in pairs))
         distance *= 2
-    rounds.append(tuple(Step(partner, late, 0, num_chunks, False) for late, partner in extra))
+    rounds.append(tuple(TransferStep(partner, late, 0, num_chunks, False) for late, partner in extra))
     return [steps for steps in rounds if steps]
 
 
 def _outwards(parents: Sequence[tuple[int, int]], num_chunks: int) -> list[Round]:
     """Copies down a tree; a rank sends one message per round."""
-    rounds: list[list[Step]] = []
+    rounds: list[list[TransferStep]] = []
     next_round: dict[int, int] = {}
     for parent, child in parents:
         number = next_round.get(parent, 0)
         rounds += [[] for _ in range(number + 1 - len(rounds))]
-        rounds[number].append(Step(parent, child, 0, num_chunks, False))
+        rounds[number].append(TransferStep(parent, child, 0, num_chunks, False))
         next_round[parent] = next_round[child] = number + 1
     return [tuple(steps) for steps in rounds]
 
@@ -194,7 +194,7 @@ def _outwards(parents: Sequence[tuple[int, int]], num_chunks: int) -> list[Round
 def _towards_root(parents: Sequence[tuple[int, int]], num_chunks: int) -> list[Round]:
     """The copies of `_outwards` backwards in time, as additions."""
     backwards = reversed(_outwards(parents, num_chunks))
-    return [tuple(Step(step.target, step.source, 0, num_chunks, True) for step in steps) for steps in backwards]
+    return [tuple(TransferStep(step.target, step.source, 0, num_chunks, True) for step in steps) for steps in backwards]
 
 
 def _side_by_side(parts: Sequence[Sequence[Round]]) -> list[Round]:
@@ -204,7 +204,7 @@ def _side_by_side(parts: Sequence[Sequence[Round]]) -> list[Round]:
     return [tuple(step for steps in together for step in steps) for together in zip(*padded, strict=True)]
 
 
-def plan_seconds(plan: Plan, links: Links, num_bytes: float) -> float:
+def plan_seconds(plan: AllReducePlan, links: Links, num_bytes: float) -> float:
     """What the cost model says of a plan for a vector of that size.
 
     Every rank has a clock; a step ends one message's time after both of its ranks are free. Messages of one round
@@ -231,7 +231,7 @@ def plan_seconds(plan: Plan, links: Links, num_bytes: float) -> float:
     return max(clocks)
 
 
-def _paths(step: Step, hosts: Sequence[str], group_of: dict[int, int]) -> list[tuple[Any, ...]]:
+def _paths(step: TransferStep, hosts: Sequence[str], group_of: dict[int, int]) -> list[tuple[Any, ...]]:
     """What a message passes that others may pass too, each way by itself."""
     a, b = hosts[step.source], hosts[step.target]
     if a == b:
@@ -242,7 +242,7 @@ def _paths(step: Step, hosts: Sequence[str], group_of: dict[int, int]) -> list[t
     return paths
 
 
-def check_plan(plan: Plan) -> None:
+def check_plan(plan: AllReducePlan) -> None:
     """Raise `ValueError` unless the plan leaves the sum of all ranks on all ranks, with the same bits."""
     values: list[list[tuple[Any, ...]]] = [[(rank,) for _ in range(plan.num_chunks)] for rank in range(plan.num_ranks)]
     for steps in plan.rounds:

@@ -26,8 +26,8 @@ from modelwright.ops.microbenchmark import repeated, seconds_of
 from modelwright.parallel.gradient_sync import ring_bytes
 from modelwright.parallel.mesh import World
 from modelwright.parallel.topology.algorithms import (
-    Plan,
-    Step,
+    AllReducePlan,
+    TransferStep,
     chunk_bounds,
     doubling,
     fastest_tree,
@@ -38,7 +38,7 @@ from modelwright.parallel.topology.algorithms import (
     tree,
 )
 from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure_links
-from modelwright.parallel.topology.rank_mapping import Traffic, place
+from modelwright.parallel.topology.rank_mapping import AxisTraffic, place
 
 Algorithm = Literal["auto", "flat", "ring", "doubling", "tree", "hierarchical_ring", "hierarchical_doubling", "sharded"]
 """Those that need groups of near ranks (hierarchical, sharded) are a ring where the links show none."""
@@ -105,18 +105,18 @@ class Planner:
         self.links = links
         self.flat = flat
         num_ranks = links.num_ranks
-        traffic = {"ring": Traffic(num_messages=1, num_bytes=2**16)}
+        traffic = {"ring": AxisTraffic(num_messages=1, num_bytes=2**16)}
         order = place(links, {"ring": num_ranks}, traffic, max_evaluations=RING_EVALUATIONS)
         at = {rank: number for number, rank in enumerate(order)}
         by_place = [sorted(group, key=at.__getitem__) for group in links.groups()]
         self.order = order
         self.groups = sorted(by_place, key=lambda group: at[group[0]])
 
-    def candidates(self, num_bytes: float) -> dict[str, Plan]:
+    def candidates(self, num_bytes: float) -> dict[str, AllReducePlan]:
         """All algorithms that these links allow, by name."""
         num_ranks = self.links.num_ranks
         plans = [
-            Plan("flat", num_ranks, 1, ()),
+            AllReducePlan("flat", num_ranks, 1, ()),
             ring(self.order),
             doubling(self.order),
             tree(fastest_tree(self.links, num_bytes), num_ranks),
@@ -127,10 +127,10 @@ class Planner:
                 plans.append(sharded(self.groups))
         return {plan.name: plan for plan in plans}
 
-    def seconds(self, plan: Plan, num_bytes: float) -> float:
+    def seconds(self, plan: AllReducePlan, num_bytes: float) -> float:
         return self.flat.seconds(num_bytes) if plan.name == "flat" else plan_seconds(plan, self.links, num_bytes)
 
-    def choose(self, num_bytes: float) -> Plan:
+    def choose(self, num_bytes: float) -> AllReducePlan:
         """The cheapest plan for a message of that size; the first of equals, the backend's own before all."""
         return min(self.candidates(num_bytes).values(), key=lambda plan: self.seconds(plan, num_bytes))
 
@@ -187,7 +187,7 @@ class Collectives:
             for tensor, part in zip(message, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
 
-    def plan_for(self, num_bytes: int) -> Plan:
+    def plan_for(self, num_bytes: int) -> AllReducePlan:
         """The plan that a message of that size takes now."""
         return self._course(num_bytes).plan
 
@@ -237,7 +237,7 @@ class Collectives:
             for part, arriving in exchange.additions:
                 part.add_(arriving)
 
-    def _exchange(self, steps: Sequence[Step], vector: Tensor, bounds: Sequence[int]) -> "_Exchange":
+    def _exchange(self, steps: Sequence[TransferStep], vector: Tensor, bounds: Sequence[int]) -> "_Exchange":
         exchange = _Exchange()
         for step in steps:
             part = vector[bounds[step.first] : bounds[step.last]]
@@ -279,8 +279,8 @@ class Collectives:
 class _Course:
     """What this rank does for messages of one size."""
 
-    plan: Plan
-    own_rounds: Sequence[Sequence[Step]]
+    plan: AllReducePlan
+    own_rounds: Sequence[Sequence[TransferStep]]
     predicted_s: float
 
 

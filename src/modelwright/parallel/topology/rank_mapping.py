@@ -27,7 +27,7 @@ MAX_EVALUATIONS = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class AxisTraffic:
     """What crosses each hop of an axis in one step: messages one after the other, and bytes in each."""
 
     num_messages: float
@@ -35,11 +35,11 @@ class Traffic:
 
 
 DEFAULT_TRAFFIC = {
-    "pipeline": Traffic(num_messages=16, num_bytes=2**20),
-    "replicate": Traffic(num_messages=2, num_bytes=2**24),
-    "shard": Traffic(num_messages=96, num_bytes=2**20),
-    "context": Traffic(num_messages=64, num_bytes=2**20),
-    "tensor": Traffic(num_messages=256, num_bytes=2**20),
+    "pipeline": AxisTraffic(num_messages=16, num_bytes=2**20),
+    "replicate": AxisTraffic(num_messages=2, num_bytes=2**24),
+    "shard": AxisTraffic(num_messages=96, num_bytes=2**20),
+    "context": AxisTraffic(num_messages=64, num_bytes=2**20),
+    "tensor": AxisTraffic(num_messages=256, num_bytes=2**20),
 }
 """For when nothing better is known: the order in which a transformer's axes depend on their links (tensor: several
 messages per layer and microbatch; context: per layer; shard: weights of each layer; pipeline: per microbatch;
@@ -63,7 +63,7 @@ def find_places(
     world: World,
     axes: Mapping[str, int],
     config: LinksConfig,
-    traffic: Mapping[str, Traffic] = DEFAULT_TRAFFIC,
+    traffic: Mapping[str, AxisTraffic] = DEFAULT_TRAFFIC,
     *,
     host: str = "",
 ) -> Placement:
@@ -80,7 +80,7 @@ def find_places(
 def place(
     links: Links,
     axes: Mapping[str, int],
-    traffic: Mapping[str, Traffic] = DEFAULT_TRAFFIC,
+    traffic: Mapping[str, AxisTraffic] = DEFAULT_TRAFFIC,
     *,
     max_evaluations: int = MAX_EVALUATIONS,
 ) -> tuple[int, ...]:
@@ -106,7 +106,7 @@ def place(
 
 
 def step_seconds(
-    links: Links, axes: Mapping[str, int], order: Sequence[int], traffic: Mapping[str, Traffic] = DEFAULT_TRAFFIC
+    links: Links, axes: Mapping[str, int], order: Sequence[int], traffic: Mapping[str, AxisTraffic] = DEFAULT_TRAFFIC
 ) -> float:
     """What the messages of one step cost when position i is held by rank order[i]."""
     return _Cost(links, axes, traffic)(order)[0]
@@ -149,7 +149,7 @@ def take_places(world: World, order: Sequence[int]) -> World:
 class _Cost:
     """Seconds per step of an order: the sum over axes of their slowest hop; then the mean hop, to break ties."""
 
-    def __init__(self, links: Links, axes: Mapping[str, int], traffic: Mapping[str, Traffic]) -> None:
+    def __init__(self, links: Links, axes: Mapping[str, int], traffic: Mapping[str, AxisTraffic]) -> None:
         self._axes = []
         for name, pairs in hops(axes).items():
             of_axis = traffic[name]

@@ -51,7 +51,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Sample:
+class TextSample:
     """A question and its answer, with a small line about the circumstances."""
 
     question: str
@@ -63,7 +63,7 @@ class Sample:
 class Samples:
     """Questions and answers, one below the other."""
 
-    items: Sequence[Sample]
+    items: Sequence[TextSample]
     title: str = ""
     kind: Literal["samples"] = "samples"
 

@@ -5,7 +5,7 @@ from importlib.resources import files
 
 from jinja2 import Environment, StrictUndefined
 
-from modelwright.memory.lifetimes import Kind, Timeline
+from modelwright.memory.lifetimes import Kind, MemoryTimeline
 from modelwright.pipeline.report.charts import Line, line_chart
 from modelwright.plan.estimate import size
 from modelwright.plan.memory_plan import StepPlan
@@ -41,11 +41,11 @@ def _chart(lines: list[Line], name: str) -> str:
     return line_chart(lines, name=name, x_label="operator", y_label="MiB", from_zero=True)
 
 
-def _lines(timeline: Timeline) -> list[Line]:
+def _lines(timeline: MemoryTimeline) -> list[Line]:
     return [Line(kind, _points(timeline, kind), color=number) for number, kind in enumerate(_OF_STEP)]
 
 
-def _points(timeline: Timeline, kind: Kind | None = None) -> list[tuple[float, float]]:
+def _points(timeline: MemoryTimeline, kind: Kind | None = None) -> list[tuple[float, float]]:
     """The most of each stretch of operators, in MiB: few enough points to be drawn all."""
     values = timeline.live_bytes(kind)
     edges = [number * len(values) // NUM_POINTS for number in range(NUM_POINTS + 1)]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from modelwright.pipeline.report.blocks import Block, Chart, Excerpt, Fold, Note, Sample, Samples, Section, Table
+from modelwright.pipeline.report.blocks import Block, Chart, Excerpt, Fold, Note, Samples, Section, Table, TextSample
 from modelwright.pipeline.report.charts import bar_chart
 from modelwright.pipeline.report.format import count, kind_title, number, percent, plural, seconds, size
 from modelwright.pipeline.report.run_data import RunData
@@ -98,7 +98,7 @@ def serving_section(data: RunData) -> Section | None:
         return None
     result = stage.json("answers.json")
     items = [
-        Sample(
+        TextSample(
             entry["question"],
             entry["answer"].strip() or "(an empty answer)",
             _answer_detail(entry),

@@ -62,7 +62,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """This rank's part of a tensor: its values, its place, and the shape of the whole."""
 
     values: Tensor
@@ -75,27 +75,27 @@ class Piece:
 
 
 def key_from_json(values: Sequence[Any]) -> tuple[Any, ...]:
-    """A tuple of names and of shapes, such as `Piece.key`, that has come from another rank as lists."""
+    """A tuple of names and of shapes, such as `TensorShard.key`, that has come from another rank as lists."""
     return tuple(tuple(cast(list[Any], value)) if isinstance(value, list) else value for value in values)
 
 
-def piece_of(tensor: Tensor) -> Piece:
+def piece_of(tensor: Tensor) -> TensorShard:
     """What this rank holds of a tensor, sharing its memory."""
     if not isinstance(tensor, DTensor):
-        return Piece(tensor.detach(), whole(tensor.shape), tuple(tensor.shape))
+        return TensorShard(tensor.detach(), whole(tensor.shape), tuple(tensor.shape))
     if any(placement.is_partial() for placement in tensor.placements):
         raise ArtifactError(f"a tensor laid out as {tensor.placements} holds unfinished sums and cannot be saved")
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     values = tensor.to_local().detach()
     assert tuple(values.shape) == tuple(shape), (values.shape, shape, tensor.placements)
-    return Piece(values, Box(tuple(offset), tuple(shape)), tuple(tensor.shape))
+    return TensorShard(values, Box(tuple(offset), tuple(shape)), tuple(tensor.shape))
 
 
 def share_out(keys: Sequence[Sequence[tuple[Any, ...]]]) -> list[list[int]]:
     """Which of its pieces each rank writes: positions in its list. A piece that several ranks hold goes to the one
     with the fewest values so far; every rank computes the same answer.
 
-    keys: for each rank, `Piece.key` of each of its pieces.
+    keys: for each rank, `TensorShard.key` of each of its pieces.
     """
     holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for rank, held in enumerate(keys):
@@ -117,7 +117,7 @@ def checksum(tensor: Tensor) -> int:
     return zlib.crc32(flat.numpy().data)
 
 
-def describe_pieces(file: str, pieces: Mapping[str, Piece]) -> dict[str, Any]:
+def describe_pieces(file: str, pieces: Mapping[str, TensorShard]) -> dict[str, Any]:
     """Index entries of the pieces that were written to `file`."""
     return {
         name: {

@@ -19,7 +19,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from modelwright.ops.pieces import laid_out_as
-from modelwright.train.checkpoint.sharded_tensors import Piece, ShardReader, piece_of
+from modelwright.train.checkpoint.sharded_tensors import ShardReader, TensorShard, piece_of
 
 _TENSOR, _FLOAT, _PARAMETERS = "$tensor", "$float", "$parameters"
 
@@ -77,15 +77,17 @@ def seat(rank: int, size: int, gradients: Mapping[str, Tensor]) -> Seat:
     return Seat(rank, size, zlib.crc32(json.dumps(keys).encode()))
 
 
-def split_transport(tree: Any, at: Seat, gradients: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Piece]]:
+def split_transport(
+    tree: Any, at: Seat, gradients: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, TensorShard]]:
     """What `state.json` keeps of this rank's transport, and its tensors by name."""
     held = {name: piece_of(tensor) for name, tensor in gradients.items()}
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, TensorShard] = {}
 
     def walk(node: Any, path: str) -> Any:
         if _follows_parameters(node, held):
             for value, (name, place) in zip(node, held.items(), strict=True):
-                pieces[_name(path, at.rank, name)] = Piece(value, place.box, place.shape)
+                pieces[_name(path, at.rank, name)] = TensorShard(value, place.box, place.shape)
             return {_PARAMETERS: path}
         if isinstance(node, Tensor):
             pieces[_name(path, at.rank, str(at.layout))] = piece_of(node)
@@ -147,7 +149,7 @@ def optimizer_state(tree: Mapping[str, Any], reader: ShardReader, weights: Mappi
     }
 
 
-def _follows_parameters(node: Any, held: Mapping[str, Piece]) -> bool:
+def _follows_parameters(node: Any, held: Mapping[str, TensorShard]) -> bool:
     values = cast(Sequence[Any], node) if isinstance(node, (list, tuple)) else ()
     return (
         0 < len(values) == len(held)

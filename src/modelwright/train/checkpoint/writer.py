@@ -58,7 +58,7 @@ from modelwright.train.checkpoint.reader import CheckpointReader
 from modelwright.train.checkpoint.sharded_tensors import (
     INDEX,
     DamagedCheckpointError,
-    Piece,
+    TensorShard,
     describe_pieces,
     key_from_json,
     merge_indexes,
@@ -103,7 +103,7 @@ class _Job:
     """What one rank hands to its writer: the pieces that it writes, on the host, and its state without tensors."""
 
     step: int
-    pieces: Mapping[str, Mapping[str, Piece]]
+    pieces: Mapping[str, Mapping[str, TensorShard]]
     tree: Any
     best: Best
     also: Sequence[int] = ()
@@ -195,13 +195,13 @@ class CheckpointWriter:
             at = seat(self.reader.reduce.rank, self.reader.reduce.size, gradients)
             tree["strategy"], found = split_transport(transport, at, gradients)
             pieces |= {("training", name): piece for name, piece in found.items()}
-        copies: dict[str, dict[str, Piece]] = {part: {} for part in PARTS}
+        copies: dict[str, dict[str, TensorShard]] = {part: {} for part in PARTS}
         for (part, name), piece in self._mine(pieces).items():
             values = self._host_copy(f"{part}/{name}", piece.values)
-            copies[part][name] = Piece(values, piece.box, piece.shape)
+            copies[part][name] = TensorShard(values, piece.box, piece.shape)
         return _Job(snapshot.step, copies, tree, best)
 
-    def _mine(self, pieces: dict[tuple[str, str], Piece]) -> dict[tuple[str, str], Piece]:
+    def _mine(self, pieces: dict[tuple[str, str], TensorShard]) -> dict[tuple[str, str], TensorShard]:
         """The pieces that this rank writes; settled among the ranks when any rank's pieces have changed."""
         if self.world.size == 1:
             return pieces
