@@ -165,7 +165,7 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
 
 CLAIM = Claim(
     name="pipeline_utilisation",
-    statement="Micro-batching raises the utilization of a pipeline from 35% to 78%.",
+    statement="Micro-batching raises the utilisation of a pipeline from 35% to 78%.",
     source="GPipe: Huang et al. 2019 (https://arxiv.org/abs/1811.06965), section 2.3; 1F1B and interleaving: Narayanan "
     "et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2; zero bubble: Qi et al. 2023 "
     "(https://arxiv.org/abs/2401.10241)",

@@ -161,7 +161,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
 
 
 def test_a_model_on_the_host_is_refused():
-    with pytest.raises(ConfigError, match=r"activations\.offload: host"):
+    with pytest.raises(ConfigError, match="offload: host"):
         open_store(ActivationConfig(offload="host"), device=torch.device("cpu"), folder=offload.Path())
     assert open_store(ActivationConfig(), device=torch.device("cpu"), folder=offload.Path()) is None
 

@@ -100,6 +100,7 @@ def test_bf16_stays_near_fp32():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch's own tracer
 def test_blocks_compile_without_graph_breaks():
+    torch.compiler.reset()  # other tests of this process may have used up the number of recompilations
     tokens, positions, segments = make_row(9, 20, 3)
     gradients = []
     for compiled in (True, False):

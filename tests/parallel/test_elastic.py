@@ -1,6 +1,5 @@
 """Processes and hosts that are killed under a real torchrun: the run goes on by itself and ends as it would have."""
 
-import importlib.util
 import os
 import signal
 import socket
@@ -9,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_run
 import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
@@ -26,10 +26,6 @@ SCRIPT = Path(__file__).with_name("elastic_run.py")
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The losses of one process alone."""
-    spec = importlib.util.spec_from_file_location("tiny_run", SCRIPT.parents[1] / "train" / "tiny_run.py")
-    tiny_run = importlib.util.module_from_spec(spec)
-    sys.modules["tiny_run"] = tiny_run
-    spec.loader.exec_module(tiny_run)
     folder = tmp_path_factory.mktemp("undisturbed")
     tiny_run.run(folder, tiny_run.settings(num_steps=16))
     return losses(folder)

@@ -104,7 +104,7 @@ def check_tier(config: ActivationConfig, *, on_cpu: bool) -> None:
     """Raises `ConfigError` for the host's memory when the model lies there already."""
     if config.offload == "host" and on_cpu:
         raise ConfigError(
-            "activations.offload: host moves activations to the host's memory, where those of the CPU lie already; "
+            "offload: host moves activations to the host's memory, where those of the CPU lie already; "
             "switch it off, take disk, or save memory with mode unit, selective or budget"
         )
 

@@ -116,4 +116,4 @@ class TrainStep:
         before_last_backward = partial(self.strategy.before_last_backward, sums, is_empty=is_empty)
         self.runner.train(batch, loss_fn, begin=begin, before_last_backward=before_last_backward)
         sums *= mesh.tensor.is_first  # ranks of the tensor axis compute the same losses
-        return dict(zip(scale, mesh.world.sums(list(map(float, sums.cpu()))), strict=True))
+        return dict(zip(scale, mesh.world.sums(sums.tolist()), strict=True))  # pyright: ignore
