@@ -19,7 +19,7 @@ from modelwright.objectives.pretrain import Pretrain
 from modelwright.plan import memory_plan
 from modelwright.plan.catalog import MODELS
 from modelwright.plan.measured import MeasuredError, heap_gap_text
-from modelwright.plan.memory_plan import Elsewhere, plan_step
+from modelwright.plan.memory_plan import Elsewhere, StepPlan, plan_step
 from modelwright.plan.memory_text import Known, heap_lines, plan_text
 from modelwright.plan.traced_step import trace_step
 from modelwright.train.config import TrainConfig
@@ -103,14 +103,21 @@ def test_predicted_peaks_against_real_processes():
         assert predicted == pytest.approx(measured.peak_bytes, rel=0.1, abs=SLACK_BYTES), config
 
 
-def test_a_plan_takes_less_memory_for_a_bounded_share_of_compute():
-    train = settings(batch_tokens=1024)
-    plan = plan_step(SMALL, train, Pretrain, seq_len=128)
+PLANNED = settings(batch_tokens=1024)
+
+
+@pytest.fixture(scope="module")
+def plan() -> StepPlan:
+    """The plan of `PLANNED`, which several tests compare with others."""
+    return plan_step(SMALL, PLANNED, Pretrain, seq_len=128)
+
+
+def test_a_plan_takes_less_memory_for_a_bounded_share_of_compute(plan):
     assert plan.more_flops <= 0.2
     assert plan.saved_share > 0.3
     assert plan.train.update_in_backward == "unclipped"
     assert plan.after.peak_bytes == trace(plan.train, model=SMALL).peak_bytes
-    assert set(plan.settings(train)) == {"activations", "update_in_backward"}
+    assert set(plan.settings(PLANNED)) == {"activations", "update_in_backward"}
 
 
 @linux
@@ -173,13 +180,13 @@ def test_a_plan_holds_its_budget_with_as_little_as_that_takes():
 
 
 @pytest.mark.parametrize("mode", [{"mode": "unit", "unit_layers": 2}, {"mode": "selective"}], ids=["unit", "selective"])
-def test_a_plan_is_the_same_whatever_blocks_keep_as_configured(mode):
-    free, train = (settings(batch_tokens=1024, activations=one) for one in ({}, mode))
-    wanted, found = (plan_step(SMALL, one, Pretrain, seq_len=128) for one in (free, train))
-    assert found.train == wanted.train
-    assert (found.after.peak_bytes, found.more_flops) == (wanted.after.peak_bytes, wanted.more_flops)
+def test_a_plan_is_the_same_whatever_blocks_keep_as_configured(plan, mode):
+    train = settings(batch_tokens=1024, activations=mode)
+    found = plan_step(SMALL, train, Pretrain, seq_len=128)
+    assert found.train == plan.train
+    assert (found.after.peak_bytes, found.more_flops) == (plan.after.peak_bytes, plan.more_flops)
     assert found.before.peak_bytes == trace(train, model=SMALL).peak_bytes
-    assert wanted.present_flops == 0.0
+    assert plan.present_flops == 0.0
     if mode["mode"] == "unit":
         assert found.present_flops > found.more_flops
         assert f"more FLOPs ({found.present_flops:.1%} as configured)" in plan_text(found, train, top=3, known=Known())
