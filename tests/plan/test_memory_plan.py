@@ -241,9 +241,8 @@ def test_a_model_that_no_machine_here_could_hold_is_traced():
     assert found.peak_bytes > 16 * model.num_parameters
 
 
-def test_the_picture(capsys, tmp_path):
-    train = settings()
-    text = plan_text(plan_step(SMALL, train, Pretrain, seq_len=128), train, top=3, known=Known())
+def test_the_picture(plan, capsys, tmp_path):
+    text = plan_text(plan, PLANNED, top=3, known=Known())
     assert "as configured: peak" in text
     assert "update_in_backward: unclipped" in text
     assert max(map(len, text.splitlines())) <= 130
@@ -253,13 +252,19 @@ def test_the_picture(capsys, tmp_path):
     assert "activations" in shown
     assert "reused" in shown
     assert page.read_text().count("<svg") == 3
+
+
+def test_the_picture_of_activations_that_wait_elsewhere(capsys):
     moving = ["plan", "tiny", "--memory", "--offload", "disk"]
     assert main(moving) == 0
     assert "as configured" in capsys.readouterr().out
-    assert main(["plan", "tiny", "--memory", "--flops-per-byte", "3"]) == 2
-    assert "--flops-per-byte: must be above 0 and goes with --offload" in capsys.readouterr().err
     assert main([*moving, "--flops-per-byte", "0.01", "--batch-tokens", "8192"]) == 0
     assert "written and read again in each step" in capsys.readouterr().out
+
+
+def test_a_picture_that_cannot_be_drawn(capsys, tmp_path):
+    assert main(["plan", "tiny", "--memory", "--flops-per-byte", "3"]) == 2
+    assert "--flops-per-byte: must be above 0 and goes with --offload" in capsys.readouterr().err
     for words, said in (
         (["--more-compute", "-1"], "--more-compute: must not be negative"),
         (["--seq-len", "-5"], "--seq-len: must be from 1 to"),
@@ -267,6 +272,9 @@ def test_the_picture(capsys, tmp_path):
     ):
         assert main(["plan", "tiny", "--memory", *words]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_the_picture_as_json(capsys):
     assert main(["plan", "tiny", "--memory", "--json", "--batch-tokens", "2048", "--top", "2"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["after"]["peak_bytes"] <= data["before"]["peak_bytes"]
