@@ -31,7 +31,8 @@ from modelwright.parallel.mesh import join_world
 from modelwright_claims import netns
 from rank_processes import TIMEOUT_S, end_with_parent, fork_context
 
-Case, Result = TypeVar("Case"), TypeVar("Result")
+Case = TypeVar("Case")
+Result = TypeVar("Result")
 CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
 """Flags of Linux's unshare(2) and setns(2): host name and network."""
 
