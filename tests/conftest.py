@@ -3,8 +3,40 @@
 import gc
 import signal
 
+import pytest
+
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+SLOW_FILES = (
+    "test_launch.py",
+    "test_memory_plan.py",
+    "test_wired_in_backward.py",
+    "test_compression_claim.py",
+    "test_wired_updates.py",
+    "test_signals.py",
+    "test_pairs.py",
+    "test_pipeline.py",
+    "test_wired.py",
+    "test_gather_formats.py",
+    "test_elastic.py",
+    "test_end_to_end.py",
+    "test_wired_precision.py",
+    "test_memory.py",
+    "test_parity.py",
+    "test_damaged_checkpoints.py",
+    "test_traffic.py",
+    "test_objectives.py",
+    "test_memory_arena.py",
+    "test_three_axes.py",
+    "test_out_of_memory.py",
+)
+"""Files that take longest, the longest first. They begin first, or the last of them would leave other cores idle."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: number for number, name in enumerate(SLOW_FILES)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 def pytest_collection_finish() -> None:

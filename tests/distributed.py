@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 from unittest import mock
 
 import torch
@@ -31,6 +31,8 @@ from modelwright.parallel.mesh import join_world
 from modelwright_claims import netns
 from rank_processes import TIMEOUT_S, end_with_parent, fork_context
 
+Case = TypeVar("Case")
+Result = TypeVar("Result")
 CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
 """Flags of Linux's unshare(2) and setns(2): host name and network."""
 
@@ -199,6 +201,23 @@ def start_distributed(
             process.start()
         processes.append(process)
     return Ranks(processes, folder, store)
+
+
+@dataclass(frozen=True)
+class OnDemand(Generic[Case, Result]):
+    """Groups of cases. The first test that asks for a case runs it and the others of its group."""
+
+    groups: Sequence[Sequence[Case]]
+    run: Callable[[Sequence[Case]], Result]
+    results: dict[int, Result] = field(default_factory=dict)
+    """By the group's number."""
+
+    def __getitem__(self, case: Case) -> Result:
+        """Return what `run` returned for the group of the case."""
+        number = next(number for number, group in enumerate(self.groups) if case in group)
+        if number not in self.results:
+            self.results[number] = self.run(self.groups[number])
+        return self.results[number]
 
 
 def hosts_of(network: netns.Network, *, ranks_per_host: int = 1) -> list[Host]:

@@ -1,26 +1,17 @@
-"""The tiny run under a layout: losses and final whole weights, to compare with those of one process.
+"""The tiny run under a layout, to compare its losses and final whole weights with those of one process."""
 
-parity_run.py FOLDER CASES.json: as one rank, run a list of objects with the fields of `Case`, one after the other. Each
-leaves FOLDER/NAME/metrics.jsonl (first rank) and FOLDER/NAME/rank<r>.safetensors (every rank).
-"""
-
-import json
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
-
 import tiny_run as tiny
+import torch
 
 from modelwright.core.config import parse
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, join_world, single
+from modelwright.parallel.mesh import World, single
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +52,7 @@ def run_case(case: Case, folder: Path, world: World | None = None) -> dict[str, 
     return model.state_dict()
 
 
-def main() -> None:
-    folder, listing = map(Path, sys.argv[1:])
-    torch.set_num_threads(1)
-    with join_world(torch.device("cpu")) as world:
-        for fields in json.loads(listing.read_text()):
-            case = Case(**fields)
-            weights = run_case(case, folder, world)
-            save_file(weights, folder / case.name / f"rank{world.rank}.safetensors")
-
-
-if __name__ == "__main__":
-    main()
+def run_cases(world: World, folder: Path, cases: Sequence[Case]) -> dict[str, dict[str, torch.Tensor]]:
+    """Run the cases one after the other; their weights by name."""
+    weights = {case.name: run_case(case, folder, world) for case in cases}
+    return {name: {key: weight.clone() for key, weight in found.items()} for name, found in weights.items()}

@@ -1,22 +1,19 @@
-"""A tiny run as one rank of a pipeline: pipeline_run.py FOLDER CASE..., a folder for each case."""
+"""A tiny run as one rank of a pipeline, with a folder for each case."""
 
 import shutil
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import tiny_run as tiny
 import torch
 from safetensors.torch import save_file
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
-
-import tiny_run as tiny
 
 from modelwright.data.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import join_world
+from modelwright.parallel.mesh import World
 
 STEPS = 3
 
@@ -60,12 +57,6 @@ class Case:
     def single(self) -> str:
         """The folder of the run of one process that this one has to equal."""
         return f"one-{self.tied}-{self.exact}-{self.num_layers}-{self.rows}"
-
-    @classmethod
-    def parse(cls, name: str) -> "Case":
-        kinds = {"int": int, "bool": lambda text: text == "True", "str": str}
-        values = zip(cls.__dataclass_fields__.items(), name.split("-"), strict=True)
-        return cls(**{key: kinds[getattr(field.type, "__name__", field.type)](text) for (key, field), text in values})
 
 
 @dataclass(frozen=True)
@@ -130,12 +121,6 @@ def run_case(case: Case, folder: Path, world=None) -> None:
     save_file(weights, folder / f"rank{rank}.safetensors")
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    with join_world(torch.device("cpu")) as world:
-        for name in sys.argv[2:]:
-            run_case(Case.parse(name), Path(sys.argv[1]) / name, world)
-
-
-if __name__ == "__main__":
-    main()
+def run_cases(world: World, folder: Path, cases: Sequence[Case]) -> None:
+    for case in cases:
+        run_case(case, folder / case.name, world)

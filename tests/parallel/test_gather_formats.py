@@ -1,13 +1,15 @@
 """FSDP gathers weights in the format in which products read them: fewer bytes, the same bits."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_run as tiny
 import torch
 
-from distributed import run_distributed
+from distributed import OnDemand, run_distributed
 from modelwright.core.config import parse
 from modelwright.model.decoder import Decoder
 from modelwright.parallel import shard
@@ -16,7 +18,6 @@ from modelwright.parallel.mesh import World
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train import parallelize as passes
 from modelwright.train.technique import StepInfo, Technique
-from train import tiny_run as tiny
 
 SHAPE = replace(tiny.SHAPE, num_layers=4, model_dim=64, ffn_dim=128, head_dim=16)
 ONCE = {"num_steps": 4, "num_microbatches": 2, "eval_every_steps": 2, "checkpoint_every_steps": 0, "keep_best": False}
@@ -113,20 +114,26 @@ def run_cases(world: World, folder: Path, cases: list[dict[str, Any]]) -> dict[s
     return {case["name"]: run_case(world, folder, case) for case in cases}
 
 
-Runs = dict[str, dict[str, Any]]
+Runs = Callable[[str], dict[str, Any]]
+"""By case, what the first rank returned."""
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Runs:
-    """By case, what the first rank returned."""
     folder = tmp_path_factory.mktemp("gathers")
-    return run_distributed(run_cases, 2, folder, TWO)[0] | run_distributed(run_cases, 4, folder, FOUR)[0]
+
+    def run(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        group = [case for case in TWO + FOUR if case["name"] in names]
+        return run_distributed(run_cases, 2 if group[0] in TWO else 4, folder, group)[0]
+
+    groups = OnDemand([[case["name"] for case in group] for group in (TWO[:6], TWO[6:], FOUR[:2], FOUR[2:])], run)
+    return lambda name: groups[name][name]
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_narrow_gathers_train_to_the_same_bits(runs, name):
-    assert runs[name]["losses"] == runs[f"{name}-wide"]["losses"]
-    narrow, wide = (runs[one]["weights"] for one in (name, f"{name}-wide"))
+    assert runs(name)["losses"] == runs(f"{name}-wide")["losses"]
+    narrow, wide = (runs(one)["weights"] for one in (name, f"{name}-wide"))
     assert narrow.keys() == wide.keys()
     for key, weight in narrow.items():
         # ZeRO-1 sums over ranks and microbatches; for norms, which go with the root, in another order.
@@ -151,7 +158,7 @@ def test_narrow_gathers_train_to_the_same_bits(runs, name):
 )
 def test_each_weight_is_gathered_in_the_format_of_its_products(runs, name, attention, ffn):
     """Norms, embedding and head in FP32."""
-    for parameter, found in runs[name]["formats"].items():
+    for parameter, found in runs(name)["formats"].items():
         of_part = {"attention": attention, "ffn": ffn}
         part = parameter.split(".")[2] if "_proj" in parameter else ""
         assert found == of_part.get(part, "float32"), parameter
@@ -164,7 +171,7 @@ def test_narrow_gathers_send_half_the_bytes_of_their_weights(runs, name, gathers
     shape = SHAPE
     attention = shape.model_dim * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
     narrow = shape.num_layers * (3 * shape.model_dim * shape.ffn_dim + (name != "ffn") * attention)
-    saved = runs[f"{name}-wide"]["sent"] - runs[name]["sent"]
+    saved = runs(f"{name}-wide")["sent"] - runs(name)["sent"]
     assert saved == pytest.approx(2 * gathers * 0.5 * 2 * narrow, rel=0.15)
 
 

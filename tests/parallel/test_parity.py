@@ -4,19 +4,17 @@ In float64 with the definition of the loss, where a wrong gradient cannot hide b
 people train in, with the fused loss.
 """
 
-import json
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from distributed import OnDemand, run_distributed
 from modelwright.core.records import column, read_records
-from parallel import parity_run
-from parallel.parity_run import Case, run_case
-from rank_processes import Started, all_well, start_ranks, wait_for
+from parallel.parity_run import Case, run_case, run_cases
 from tolerances import TOLERANCES
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -88,23 +86,23 @@ def single(tmp_path_factory):
     return of
 
 
+Ranks = OnDemand[Case, tuple[Path, list[dict[str, dict[str, torch.Tensor]]]]]
+"""The folder of a group's runs, and the final weights by rank and case."""
+
+
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """All cases, on two and on four processes at the same time."""
+def ranks(tmp_path_factory) -> Ranks:
     folder = tmp_path_factory.mktemp("ranks")
-    all_well(wait_for([*start(folder, TWO, size=2), *start(folder, FOUR, size=4)]))
-    return folder
+
+    def run(group: Sequence[Case]):
+        return folder, run_distributed(run_cases, 2 if group[0] in TWO else 4, folder, group)
+
+    return OnDemand([TWO[:6], TWO[6:], FOUR[:4], FOUR[4:8], FOUR[8:]], run)
 
 
-def start(folder: Path, cases: list[Case], *, size: int) -> list[Started]:
-    listing = folder / f"cases-{size}.json"
-    listing.write_text(json.dumps([asdict(case) for case in cases]))
-    return start_ranks(Path(parity_run.__file__), folder, listing, size=size)
-
-
-def weights_of(ranks: Path, case: Case) -> dict[str, torch.Tensor]:
+def weights_of(ranks: Ranks, case: Case) -> dict[str, torch.Tensor]:
     """The whole final weights, after a check that all ranks left with the same ones."""
-    first, *others = [load_file(path) for path in sorted((ranks / case.name).glob("rank*.safetensors"))]
+    first, *others = [weights[case.name] for weights in ranks[case][1]]
     assert len(others) == (1 if case in TWO else 3)
     for other in others:
         assert all(torch.equal(other[name], weight) for name, weight in first.items())
@@ -123,7 +121,7 @@ def test_losses_and_weights_are_those_of_one_process(single, ranks, case):
     is_exact = case.compute == "fp64"
     for name in METRICS:
         tolerance = EXACT if is_exact else TOLERANCES["fp32_loss"]
-        torch.testing.assert_close(metric(ranks / case.name, name), metric(folder, name), **tolerance)
+        torch.testing.assert_close(metric(ranks[case][0] / case.name, name), metric(folder, name), **tolerance)
     found = weights_of(ranks, case)
     assert set(found) == set(weights)
     for name, weight in weights.items():
@@ -137,7 +135,7 @@ def test_bf16_is_no_further_from_fp32_than_one_process_is(single, ranks, case):
     fp32 = single(case, compute="fp32")
     found = weights_of(ranks, case)
     torch.testing.assert_close(
-        metric(ranks / case.name, "loss"), metric(folder, "loss"), **TOLERANCES["bf16_op"], check_dtype=False
+        metric(ranks[case][0] / case.name, "loss"), metric(folder, "loss"), **TOLERANCES["bf16_op"], check_dtype=False
     )
     assert 0 < distance(found, fp32) < 1.5 * distance(one, fp32)
 

@@ -1,5 +1,6 @@
 """Every schedule, on two and four real processes, is one and the same training as a single process."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from distributed import OnDemand, run_distributed
 from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
 from modelwright.memory.activations import Segment
@@ -27,11 +29,9 @@ from modelwright.train.checkpoint.writer import read_weights
 from modelwright.train.parallelize import compile_each_block
 from parallel import pipeline_run
 from parallel.pipeline_run import Case
-from rank_processes import all_well, start_ranks, wait_for
 from tolerances import TOLERANCES
 
 EXACT = {"rtol": 1e-11, "atol": 1e-13}
-SCRIPT = Path(pipeline_run.__file__)
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2)]
 TWO = [
@@ -72,35 +72,44 @@ FOUR += [
 ]
 
 
+GROUPS = [
+    TWO[:5],
+    [*TWO[5:], *FP32],
+    [*MIXED, Case(), *MOVED],
+    RAGGED,
+    *(FOUR[n : n + 4] for n in range(0, len(FOUR), 4)),
+    RAGGED_COPIES,
+]
+"""Cases that run on one process group; those that move layers after the ones whose checkpoints they take."""
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """All cases, on two and on four processes at the same time, and beside them what one process makes of each."""
+def runs(tmp_path_factory) -> OnDemand[Case, Path]:
+    """The folder of a group's runs, and of what one process makes of each case."""
     torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("pipeline")
-    two, four = TWO + MIXED + FP32 + RAGGED + MOVED, FOUR + RAGGED_COPIES
-    ranks = [
-        rank
-        for size, cases in ((2, two), (4, four))
-        for rank in start_ranks(SCRIPT, folder, *(case.name for case in cases), size=size)
-    ]
-    for single, case in {case.single: case for case in two + four}.items():
-        pipeline_run.run_case(case, folder / single)
-    all_well(wait_for(ranks))
-    return folder
+
+    def run(group: Sequence[Case]) -> Path:
+        folder = tmp_path_factory.mktemp("pipeline")
+        run_distributed(pipeline_run.run_cases, group[0].num_ranks, folder, group)
+        for single, case in {case.single: case for case in group}.items():
+            pipeline_run.run_case(case, folder / single)
+        return folder
+
+    return OnDemand(GROUPS, run)
 
 
 @pytest.mark.parametrize("case", TWO + FOUR + MIXED + FP32, ids=lambda case: case.name)
-def test_losses_and_weights_equal_those_of_one_process(folder, case):
-    check_against_one_process(folder, case)
+def test_losses_and_weights_equal_those_of_one_process(runs, case):
+    check_against_one_process(runs, case)
 
 
 @pytest.mark.parametrize("case", RAGGED + RAGGED_COPIES, ids=lambda case: case.name)
-def test_ragged_microbatches_train_like_one_process(folder, case):
-    check_against_one_process(folder, case)
+def test_ragged_microbatches_train_like_one_process(runs, case):
+    check_against_one_process(runs, case)
 
 
-def check_against_one_process(folder, case):
-    single, ranks = folder / case.single, folder / case.name
+def check_against_one_process(runs, case):
+    single, ranks = runs[case] / case.single, runs[case] / case.name
     for metric in ("loss", "heldout_loss", "grad_norm", "num_tokens"):
         of_one, of_ranks = (
             torch.tensor(column(read_records(path / "metrics.jsonl"), metric), dtype=torch.float64)
@@ -114,26 +123,26 @@ def check_against_one_process(folder, case):
 
 
 @pytest.mark.parametrize("case", MOVED, ids=lambda case: case.name)
-def test_layers_move_at_a_checkpoint(folder, case):
+def test_layers_move_at_a_checkpoint(runs, case):
     moved, stayed = (
-        column(read_records(folder / c.name / "metrics.jsonl"), "loss") for c in (case, replace(case, layers=""))
+        column(read_records(runs[case] / c.name / "metrics.jsonl"), "loss") for c in (case, replace(case, layers=""))
     )
     assert [step for step, _ in moved] == [3]
     assert moved[0][1] == pytest.approx(stayed[2][1], rel=1e-12)
 
 
 @pytest.mark.parametrize("case", [Case(), FOUR[3], FOUR[-2]], ids=lambda case: case.name)
-def test_checkpoint_holds_the_whole_model(folder, case):
-    whole = load_file(folder / case.single / "rank0.safetensors")
-    saved = read_weights(folder / case.name / "checkpoints", pipeline_run.STEPS)
+def test_checkpoint_holds_the_whole_model(runs, case):
+    whole = load_file(runs[case] / case.single / "rank0.safetensors")
+    saved = read_weights(runs[case] / case.name / "checkpoints", pipeline_run.STEPS)
     assert saved.keys() == whole.keys()
     for name, weight in whole.items():
         torch.testing.assert_close(saved[name], weight, **EXACT)
 
 
-def test_training_changed_the_weights(folder):
+def test_training_changed_the_weights(runs):
     before = pipeline_run.tiny_model(tied=False, num_layers=Case().num_layers)
-    after = load_file(folder / Case().single / "rank0.safetensors")
+    after = load_file(runs[Case()] / Case().single / "rank0.safetensors")
     assert all(not torch.equal(weight.double(), after[name]) for name, weight in before.state_dict().items())
 
 

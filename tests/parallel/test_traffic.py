@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_run as tiny
 
 from distributed import hosts_of, run_distributed
 from modelwright.core.config import parse
@@ -18,7 +19,6 @@ from modelwright.parallel.traffic import Traffic, connections_sent
 from modelwright.train.technique import StepInfo, Technique
 from modelwright_claims import netns
 from modelwright_claims.training_run import interface_bytes
-from train import tiny_run as tiny
 
 SHAPE = replace(tiny.SHAPE, num_layers=4, model_dim=128, ffn_dim=256, head_dim=32)
 NUM_STEPS = 7

@@ -19,7 +19,7 @@ from modelwright.objectives.pretrain import Pretrain
 from modelwright.plan import memory_plan
 from modelwright.plan.catalog import MODELS
 from modelwright.plan.measured import MeasuredError, heap_gap_text
-from modelwright.plan.memory_plan import Elsewhere, plan_step
+from modelwright.plan.memory_plan import Elsewhere, StepPlan, plan_step
 from modelwright.plan.memory_text import Known, heap_lines, plan_text
 from modelwright.plan.traced_step import trace_step
 from modelwright.train.config import TrainConfig
@@ -103,14 +103,21 @@ def test_predicted_peaks_against_real_processes():
         assert predicted == pytest.approx(measured.peak_bytes, rel=0.1, abs=SLACK_BYTES), config
 
 
-def test_a_plan_takes_less_memory_for_a_bounded_share_of_compute():
-    train = settings(batch_tokens=1024)
-    plan = plan_step(SMALL, train, Pretrain, seq_len=128)
+PLANNED = settings(batch_tokens=1024)
+
+
+@pytest.fixture(scope="module")
+def plan() -> StepPlan:
+    """The plan of `PLANNED`, which several tests compare with others."""
+    return plan_step(SMALL, PLANNED, Pretrain, seq_len=128)
+
+
+def test_a_plan_takes_less_memory_for_a_bounded_share_of_compute(plan):
     assert plan.more_flops <= 0.2
     assert plan.saved_share > 0.3
     assert plan.train.update_in_backward == "unclipped"
     assert plan.after.peak_bytes == trace(plan.train, model=SMALL).peak_bytes
-    assert set(plan.settings(train)) == {"activations", "update_in_backward"}
+    assert set(plan.settings(PLANNED)) == {"activations", "update_in_backward"}
 
 
 @linux
@@ -173,13 +180,13 @@ def test_a_plan_holds_its_budget_with_as_little_as_that_takes():
 
 
 @pytest.mark.parametrize("mode", [{"mode": "unit", "unit_layers": 2}, {"mode": "selective"}], ids=["unit", "selective"])
-def test_a_plan_is_the_same_whatever_blocks_keep_as_configured(mode):
-    free, train = (settings(batch_tokens=1024, activations=one) for one in ({}, mode))
-    wanted, found = (plan_step(SMALL, one, Pretrain, seq_len=128) for one in (free, train))
-    assert found.train == wanted.train
-    assert (found.after.peak_bytes, found.more_flops) == (wanted.after.peak_bytes, wanted.more_flops)
+def test_a_plan_is_the_same_whatever_blocks_keep_as_configured(plan, mode):
+    train = settings(batch_tokens=1024, activations=mode)
+    found = plan_step(SMALL, train, Pretrain, seq_len=128)
+    assert found.train == plan.train
+    assert (found.after.peak_bytes, found.more_flops) == (plan.after.peak_bytes, plan.more_flops)
     assert found.before.peak_bytes == trace(train, model=SMALL).peak_bytes
-    assert wanted.present_flops == 0.0
+    assert plan.present_flops == 0.0
     if mode["mode"] == "unit":
         assert found.present_flops > found.more_flops
         assert f"more FLOPs ({found.present_flops:.1%} as configured)" in plan_text(found, train, top=3, known=Known())
@@ -234,9 +241,8 @@ def test_a_model_that_no_machine_here_could_hold_is_traced():
     assert found.peak_bytes > 16 * model.num_parameters
 
 
-def test_the_picture(capsys, tmp_path):
-    train = settings()
-    text = plan_text(plan_step(SMALL, train, Pretrain, seq_len=128), train, top=3, known=Known())
+def test_the_picture(plan, capsys, tmp_path):
+    text = plan_text(plan, PLANNED, top=3, known=Known())
     assert "as configured: peak" in text
     assert "update_in_backward: unclipped" in text
     assert max(map(len, text.splitlines())) <= 130
@@ -246,13 +252,19 @@ def test_the_picture(capsys, tmp_path):
     assert "activations" in shown
     assert "reused" in shown
     assert page.read_text().count("<svg") == 3
+
+
+def test_the_picture_of_activations_that_wait_elsewhere(capsys):
     moving = ["plan", "tiny", "--memory", "--offload", "disk"]
     assert main(moving) == 0
     assert "as configured" in capsys.readouterr().out
-    assert main(["plan", "tiny", "--memory", "--flops-per-byte", "3"]) == 2
-    assert "--flops-per-byte: must be above 0 and goes with --offload" in capsys.readouterr().err
     assert main([*moving, "--flops-per-byte", "0.01", "--batch-tokens", "8192"]) == 0
     assert "written and read again in each step" in capsys.readouterr().out
+
+
+def test_a_picture_that_cannot_be_drawn(capsys, tmp_path):
+    assert main(["plan", "tiny", "--memory", "--flops-per-byte", "3"]) == 2
+    assert "--flops-per-byte: must be above 0 and goes with --offload" in capsys.readouterr().err
     for words, said in (
         (["--more-compute", "-1"], "--more-compute: must not be negative"),
         (["--seq-len", "-5"], "--seq-len: must be from 1 to"),
@@ -260,6 +272,9 @@ def test_the_picture(capsys, tmp_path):
     ):
         assert main(["plan", "tiny", "--memory", *words]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_the_picture_as_json(capsys):
     assert main(["plan", "tiny", "--memory", "--json", "--batch-tokens", "2048", "--top", "2"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["after"]["peak_bytes"] <= data["before"]["peak_bytes"]

@@ -1,15 +1,12 @@
-"""Checkpoints of ranks that hold different pieces, as a script in processes of its own.
-
-shard_run.py FOLDER ACTION...     as one rank; see `ACTIONS`
+"""Checkpoints of ranks that hold different pieces, for `test_shards`.
 
 Every tensor's values are a function of its name, and PyTorch's own parallel parts cut them up, so what was loaded under
-any layout is compared with what those parts make of the truth. Each rank's last line is "ok" or the error that a user
-would see.
+any layout is compared with what those parts make of the truth.
 """
 
 import os
-import sys
 import zlib
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -122,16 +119,17 @@ def save(run: Run, folder: Path, *steps: str, keep: bool = False) -> None:
         found.close()
 
 
-def check(run: Run, folder: Path, num_copies: str, step: str) -> None:
-    """Load into a model of zeros and compare; `num_copies`: ranks of the transport that wrote the checkpoint."""
+def check(run: Run, folder: Path, num_copies: str, step: str) -> list[str]:
+    """Load into a model of zeros, compare, and return the notes on the first rank.
+
+    num_copies: ranks of the transport that wrote the checkpoint.
+    """
     target = Run(run.layout, run.world, scale=0.0)
     found = target.checkpoints(folder)
     notes: list[str] = []
     assert found.reader.latest_step(notes.append) == int(step), notes
     state = found.reader.load(int(step), target.weights, gradients=list(target.weights), note=notes.append)
     found.close()
-    if run.world.is_first:
-        print(*notes, sep="\n")
     expected = run.state()
     assert list(state["optimizer"]) == list(expected["optimizer"])
     for name, weight in run.weights.items():
@@ -149,6 +147,7 @@ def check(run: Run, folder: Path, num_copies: str, step: str) -> None:
     ):
         torch.testing.assert_close(residual, _local(weight) * share)
         same(anchor, _local(weight))
+    return notes if run.world.is_first else []
 
 
 def same(found: Tensor, expected: Tensor) -> None:
@@ -187,18 +186,14 @@ ACTIONS = {
 """LAYOUT:FOLDER:NAME:WORDS..."""
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    root, *actions = sys.argv[1:]
+def act(root: Path, actions: Sequence[str]) -> str:
+    """Do it as one rank; return the notes and "ok", or the error that a user would see."""
+    notes: list[str] = []
     try:
         with join_world(torch.device("cpu")) as world:
             for action in actions:
                 layout, folder, name, *words = action.split(":")
-                ACTIONS[name](Run(layout, world), Path(root) / folder, *words)
-            print("ok")
+                notes += ACTIONS[name](Run(layout, world), root / folder, *words) or []
     except ModelwrightError as error:
-        print(f"{type(error).__name__}: {error}")
-
-
-if __name__ == "__main__":
-    main()
+        return f"{type(error).__name__}: {error}"
+    return "\n".join([*notes, "ok"])

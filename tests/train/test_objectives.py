@@ -7,17 +7,14 @@ bits after it was stopped or killed, and with the same weights on one process an
 import inspect
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
 import small_objectives
 import tiny_run
+import torch
+from torch import Tensor
 
 from distributed import RankError, run_distributed, start_distributed
 from modelwright.core.errors import ConfigError, Stopped

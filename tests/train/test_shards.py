@@ -2,26 +2,25 @@
 
 import os
 import shutil
-from pathlib import Path
 
 import pytest
+import shard_run
 from safetensors.torch import load_file
 
+from distributed import start_distributed
 from modelwright.train.checkpoint.in_memory import peers
 from modelwright.train.checkpoint.writer import list_checkpoints, read_weights
-from rank_processes import start_ranks, wait_for
 
-SCRIPT = Path(__file__).with_name("shard_run.py")
 DIED = 9
 NUM_COPIES = {"copies2": 2, "fsdp2tp2": 1, "pp2fsdp2": 1, "hybrid2x2": 2}
 """The layouts that are written, and how many ranks of each a transport joins."""
 
 
 def launch(folder, size, *actions):
-    """What each rank said; all are well but those that were told to die."""
-    ended = wait_for(start_ranks(SCRIPT, folder, *actions, size=size))
-    assert all(code in (0, DIED) for code, _, _ in ended), [errors[-3000:] for _, _, errors in ended]
-    return [said.strip() for _, said, _ in ended]
+    """What each rank returned; all are well but those that were told to die."""
+    exits = start_distributed(shard_run.act, size, folder, actions, joins_world=False).wait()
+    assert all(rank.code in (0, DIED) for rank in exits), [rank.output[-3000:] for rank in exits]
+    return [rank.result or "" for rank in exits]
 
 
 @pytest.fixture(scope="module")
