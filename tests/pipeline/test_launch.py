@@ -179,7 +179,7 @@ def test_a_process_lost_in_preparation_comes_back(tmp_path: Path, small_words: S
 def test_a_process_lost_in_training_comes_back(run: Path) -> None:
     """Three processes, of which four rows in two microbatches have use for two; one of them is killed."""
     steps = ("--pretrain.num_steps=40", "--pretrain.num_microbatches=2")
-    process = start("launch", "--nproc", "3", *training(run, *steps))
+    process = start("launch", "--nproc", "3", "run", str(run), "--stages", "pretrain", *steps)
     metrics = run / "pretrain" / "metrics.jsonl"
     wait_until(process, lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 20)
     os.kill(workers(process)[0], signal.SIGKILL)
