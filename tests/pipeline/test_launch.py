@@ -177,9 +177,8 @@ def test_a_process_lost_in_preparation_comes_back(tmp_path: Path, small_words: S
 
 
 def test_a_process_lost_in_training_comes_back(run: Path) -> None:
-    """Three processes, of which four rows in two microbatches have use for two; one of them is killed."""
-    steps = ("--pretrain.num_steps=40", "--pretrain.num_microbatches=2")
-    process = start("launch", "--nproc", "3", "run", str(run), "--stages", "pretrain", *steps)
+    words = ("run", str(run), "--stages", "pretrain", "--pretrain.num_steps=40")
+    process = start("launch", "--nproc", "2", *words)
     metrics = run / "pretrain" / "metrics.jsonl"
     wait_until(process, lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 20)
     os.kill(workers(process)[0], signal.SIGKILL)
@@ -191,6 +190,13 @@ def test_a_process_lost_in_training_comes_back(run: Path) -> None:
     _, first, last = RunDir(run).read_info()["invocations"]
     assert first["restart"] == 0 < last["restart"]
     assert first["world_size"] == last["world_size"] == 2
+
+
+def test_a_process_too_many_waits(run: Path, command: Command) -> None:
+    """Four rows in two microbatches have use for two of three processes; test_elastic.py kills one of three."""
+    done = command("launch", "--nproc", "3", "run", str(run), "--stages", "pretrain", "--pretrain.num_microbatches=2")
+    assert done.returncode == 0, done.stderr
+    assert RunDir(run).read_info()["invocations"][-1]["world_size"] == 2
 
 
 @pytest.mark.parametrize(
