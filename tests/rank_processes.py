@@ -94,18 +94,23 @@ def fork_context() -> ForkServerContext:
 
 
 def start_process(
-    script: Path | str, *arguments: object, environment: Mapping[str, str] | None = None, cwd: Path | None = None
+    script: Path | str,
+    *arguments: object,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stdin: Path | str = os.devnull,
 ) -> Started:
     """What `python -W error script arguments...` would start, or `python -m` for the name of a module.
 
     environment: added to this process's, with one thread. The output goes to files, so nobody has to read it.
+    stdin: file or named pipe that the process reads as its standard input.
     """
     folder = Path(tempfile.mkdtemp(prefix="process-"))
     for name in ("stdout", "stderr"):
         (folder / name).touch()
     wanted = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     words = [str(script), *map(str, arguments)]
-    arguments = (words, isinstance(script, str), wanted, cwd, folder)
+    arguments = (words, isinstance(script, str), wanted, cwd, folder, stdin)
     process = fork_context().Process(target=_become, args=arguments, daemon=True)  # ends with the tests at the latest
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # the first start is that of the server, too
         process.start()
@@ -146,7 +151,9 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
-def _become(words: list[str], is_module: bool, environment: dict[str, str], cwd: Path | None, folder: Path) -> None:
+def _become(
+    words: list[str], is_module: bool, environment: dict[str, str], cwd: Path | None, folder: Path, stdin: Path | str
+) -> None:
     """The rest of the life of a forked process."""
     gc.freeze()  # otherwise every full collection copies the pages of all modules that the server has imported
     end_with_parent()
@@ -158,9 +165,10 @@ def _become(words: list[str], is_module: bool, environment: dict[str, str], cwd:
     if cwd is not None:
         os.chdir(cwd)
     sys.argv = words
-    if is_module:
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-    else:
-        warnings.simplefilter("error")
-        sys.path.insert(0, str(Path(words[0]).parent))
-        runpy.run_path(words[0], run_name="__main__")
+    with open(stdin) as sys.stdin:
+        if is_module:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        else:
+            warnings.simplefilter("error")
+            sys.path.insert(0, str(Path(words[0]).parent))
+            runpy.run_path(words[0], run_name="__main__")

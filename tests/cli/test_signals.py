@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -113,32 +111,24 @@ def test_serving(model_folder: Path, number: signal.Signals) -> None:
 
 @BOTH
 @pytest.mark.parametrize("is_answering", [False, True])
-def test_chatting(model_folder: Path, number: signal.Signals, is_answering: bool) -> None:
+def test_chatting(model_folder: Path, tmp_path: Path, number: signal.Signals, is_answering: bool) -> None:
     """Ctrl-C at the prompt ends the chat; during an answer it ends the answer only."""
-    command = [sys.executable, "-u", "-m", "modelwright.cli.main", "chat", str(model_folder)]
-    environment, pipe = {**os.environ, "OMP_NUM_THREADS": "1"}, subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            shown = b""
-            while b"> " not in shown:
-                shown += process.stdout.read(1)
-            if is_answering:
-                process.stdin.write(b"what does this do?\n")
-                process.stdin.flush()
-                process.stdout.read(1)
-                process.send_signal(number)
-                if number == signal.SIGINT:
-                    while b"[stopped]\n\n> " not in shown:
-                        shown += process.stdout.read(1)
-            if not is_answering or number == signal.SIGINT:
-                process.send_signal(number)
-            _, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    code, word = CODES[number]
-    assert (process.returncode, errors.decode()) == (code, f"modelwright: {word}\n")
+    pipe = tmp_path / "stdin"
+    os.mkfifo(pipe)
+    with open(pipe, "r+b", buffering=0) as questions:
+        started = start_process("modelwright.cli.main", "chat", model_folder, stdin=pipe)
+        wait_until(lambda: started.is_alive, lambda: started.output.endswith("> "))
+        if is_answering:
+            num_shown = len(started.output)
+            questions.write(b"what does this do?\n")
+            wait_until(lambda: started.is_alive, lambda: len(started.output) > num_shown)
+            started.send_signal(number)
+            if number == signal.SIGINT:
+                wait_until(lambda: started.is_alive, lambda: started.output.endswith("[stopped]\n\n> "))
+        if not is_answering or number == signal.SIGINT:
+            started.send_signal(number)
+        code, _, errors = started.end()
+    assert (code, errors) == (CODES[number][0], f"modelwright: {CODES[number][1]}\n")
 
 
 @BOTH

@@ -1,16 +1,15 @@
 """What the end-to-end tests share: a small corpus that is the same everywhere, and the command line as a process."""
 
 import json
-import os
 import random
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from modelwright.cli.main import main
+from rank_processes import start_process
 
 SMALL = (
     "--pack.seq_len=128", "--model.max_seq_len=128", "--pretrain.batch_tokens=512", "--sft.batch_tokens=512",
@@ -51,12 +50,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command() -> Command:
     """`modelwright ...` as a process; stdout and stderr as text."""
 
-    def run(*words: str, cwd: Path | None = None, timeout_s: float = 240, env: dict[str, str] | None = None):
-        return subprocess.run(
-            [sys.executable, "-m", "modelwright.cli.main", *words],
-            capture_output=True, text=True, cwd=cwd, timeout=timeout_s,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-        )  # fmt: skip
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        code, output, errors = start_process("modelwright.cli.main", *words).end()
+        return subprocess.CompletedProcess(words, code, output, errors)
 
     return run
 

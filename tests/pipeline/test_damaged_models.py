@@ -3,8 +3,10 @@
 import io
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +28,7 @@ from modelwright.pipeline.stage import OneProcess
 from modelwright.pipeline.stages.folder import save_model_folder
 from modelwright.pipeline.stages.init import init_stage
 from modelwright.recipes.tiny import tiny
+from rank_processes import start_process
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -122,21 +125,20 @@ def test_the_server_says_which_model_it_has(run: RunDir) -> None:
     add_model(run, "sft", 2)
     artifact = run.stage("sft").artifact
     digest = read_manifest(artifact).content_digest
-    command = [sys.executable, "-m", "modelwright.cli.main", "serve", str(run.path), "--port=0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    started = start_process("modelwright.cli.main", "serve", run.path, "--port=0")
     try:
-        assert process.stdout is not None
-        url = process.stdout.readline().split(" at ")[1].split()[0]
+        while started.is_alive and "\n" not in started.output:
+            time.sleep(0.02)
+        url = started.output.split(" at ")[1].split()[0]
         with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as reply:
             listed = json.loads(reply.read())["data"][0]
-        process.terminate()
-        said = process.stdout.read()
+        started.send_signal(signal.SIGTERM)
+        _, said, _ = started.end()
     finally:
-        process.kill()
-        process.communicate()
+        started.process.kill()
     wanted = {"id": "tiny", "stage": "sft", "root": str(artifact), "digest": digest}
     assert {name: listed.get(name) for name in wanted} == wanted
-    assert said.strip() == f"Model: sft of tiny ({artifact}, sha256 {digest[:12]})"
+    assert said.splitlines()[1:] == [f"Model: sft of tiny ({artifact}, sha256 {digest[:12]})"]
 
 
 def test_training_does_not_start_from_a_damaged_artifact(run: RunDir, tmp_path: Path) -> None:

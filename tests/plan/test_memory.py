@@ -31,10 +31,10 @@ def test_peaks_of_one_rank():
         "unit": ActivationConfig(mode="unit", unit_layers=2),
         "selective": ActivationConfig(mode="selective"),
     }
-    probes = [probe(SHAPE, 4, config, count_flops=False) for config in configs.values()]
+    probes = [replace(probe(SHAPE, 2, config, count_flops=False), num_steps=2) for config in configs.values()]
     found = memory_probe.measure_all(probes)
     for config, (measured,) in zip(configs.values(), found, strict=True):
-        estimate = estimated_bytes(SHAPE, 4 * 256, config)
+        estimate = estimated_bytes(SHAPE, 2 * SHAPE.max_seq_len, config)
         assert estimate == pytest.approx(measured.peak_bytes, rel=TOLERANCE, abs=SLACK_BYTES), config.mode
         assert 12 * SHAPE.num_parameters == pytest.approx(measured.states_bytes, rel=TOLERANCE, abs=SLACK_BYTES)
     peaks = [measured.peak_bytes for (measured,) in found]
@@ -45,7 +45,8 @@ def test_peaks_of_one_rank():
 def test_peaks_and_states_of_two_ranks():
     """Whole on each rank, and divided with FSDP2: two gloo processes."""
     shards = ("none", "full")
-    found = memory_probe.measure_all([zero_memory.probe(SHAPE, shard, 2) for shard in shards], num_ranks=2)
+    probes = [replace(zero_memory.probe(SHAPE, shard, 2), num_steps=2) for shard in shards]
+    found = memory_probe.measure_all(probes, num_ranks=2)
     for shard, ranks in zip(shards, found, strict=True):
         for measured in ranks:
             estimate = zero_memory.estimated_bytes(SHAPE, shard, 2)
