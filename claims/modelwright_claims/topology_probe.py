@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,8 @@ def compare(world: World, out: Path, effort: Effort) -> None:
     arms: dict[str, list[float]] = {}
     plans = measure_arms(world, links, "arrival", arms, effort)
     world = take_places(world, order)
-    plans |= measure_arms(world, links.renumbered(order), "placed", arms, effort)
+    placed = replace(links, hosts=tuple(links.hosts[rank] for rank in order))
+    plans |= measure_arms(world, placed, "placed", arms, effort)
     if world.is_first:
         found = {
             "measured_links": {"latency_ms": scaled(links.latency_s, 1e3), "mbit": scaled(links.bytes_per_s, 8e-6)},

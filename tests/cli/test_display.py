@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from modelwright.cli.display import LiveDisplay, Pace, PlainDisplay, choose_display, describe, duration
+from modelwright.cli.display import LiveDisplay, PlainDisplay, TaskProgress, choose_display, duration
 
 
 def test_plain_lines_come_at_a_limited_rate() -> None:
@@ -46,7 +46,7 @@ def test_live_line_leaves_only_notes_behind() -> None:
 
 
 def test_unknown_total_has_no_time_left() -> None:
-    assert describe(Pace(0), "documents", {}) == "0 documents"
+    assert str(TaskProgress("clean", 0, "documents")) == "0 documents"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.44, "0.4 s"), (59.9, "59.9 s"), (61, "0:01:01"), (3661, "1:01:01")])

@@ -9,10 +9,10 @@ from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import Engine, EngineConfig, StepOutput
 from modelwright.infer.generate import generate
 from modelwright.infer.head import _can_pack, _packed, fastest_head
-from modelwright.infer.naive import generate_naive
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from naive_generation import generate_naive
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 RANDOM = SamplingParams(max_tokens=24, temperature=1.3, top_p=0.95, top_k=40, seed=5)

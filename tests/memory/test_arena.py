@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from modelwright.memory.arena import check_arena, least_arena_naive, plan_arena
-from modelwright.memory.lifetimes import KINDS, Lifetime, MemoryTimeline, live_bytes_naive
+from memory_references import check_arena, least_arena_naive, live_bytes_naive
+from modelwright.memory.arena import plan_arena
+from modelwright.memory.lifetimes import KINDS, Lifetime, MemoryTimeline
 
 
 def tensors(seed: int, number: int, length: int = 40) -> list[Lifetime]:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import memory_references
+from memory_references import ReplayNaive
 from modelwright.core.errors import ConfigError
-from modelwright.memory import arena_replay, arena_run
+from modelwright.memory import arena_run
 from modelwright.memory.arena_build import built, check_machine
-from modelwright.memory.arena_replay import OUTLIVES, Planned, ReplayNaive
-from modelwright.memory.arena_run import Figures, Mode, StepAllocator, StepArena, step_arena
+from modelwright.memory.arena_run import OUTLIVES, Figures, Mode, Planned, StepAllocator, StepArena, step_arena
 
 pytestmark = pytest.mark.skipif(
     platform.system() != "Linux" or shutil.which("g++") is None, reason="is built on Linux, by g++"
@@ -253,7 +254,7 @@ def test_what_comes_too_often_or_not_at_all_does_not_carry_the_step_away(used, m
     def layers(number: int) -> list[int]:
         return [size for _ in range(40) for size in (2**20, *[2**16] * number, 2**19, 2**20 + 4096)]
 
-    monkeypatch.setattr(arena_replay, "SKIP", skip)
+    monkeypatch.setattr(memory_references, "SKIP", skip)
     places = itertools.accumulate(layers(3), initial=0)
     planned = [Planned(size, place) for size, place in zip(layers(3), places, strict=False)]
     used.plan(planned, sum(layers(3)))

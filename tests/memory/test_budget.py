@@ -4,18 +4,10 @@ import random
 
 import pytest
 
+from memory_references import solve_naive
 from modelwright.core.errors import ConfigError
 from modelwright.memory.activations import Segment, block_shape, peak_bytes, total_recomputed_flops
-from modelwright.memory.budget import (
-    Budget,
-    SegmentChoice,
-    block_choices,
-    least_budget,
-    peak,
-    solve,
-    solve_naive,
-    total_cost,
-)
+from modelwright.memory.budget import Budget, SegmentChoice, block_choices, least_budget, peak, solve, total_cost
 from modelwright.model.config import ModelConfig
 
 STEP = 1000

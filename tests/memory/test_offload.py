@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from memory_references import solve_naive
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.memory import disk, offload
 from modelwright.memory.activations import BlockShape, Segment, block_shape, peak_bytes, total_recomputed_flops
-from modelwright.memory.budget import Budget, block_choices, peak, solve, solve_naive, total_cost
+from modelwright.memory.budget import Budget, block_choices, peak, solve, total_cost
 from modelwright.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
 from modelwright.memory.config import ActivationConfig
 from modelwright.memory.disk import DiskStore

@@ -1,6 +1,7 @@
 """Late gradients over real gloo processes, against one process that simulates the delay by its definition."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,12 +51,13 @@ def share_of_gradient(weights: Sequence[Tensor], step: int, rank: int) -> list[T
 def train(world: World, weights: list[Tensor], state: dict, *, case: Case, first: int, last: int) -> tuple[dict, int]:
     """Make steps `first` to below `last` on the weights in place, from a transport's state; return the next state and
     the bytes sent."""
-    with DelayedTransport(
+    made = DelayedTransport(
         ExactTransport(world_apart(world)),
         delay=case.delay,
         weights=weights,
         compensate=partial(compensate, strength=case.strength) if case.strength else None,
-    ) as transport:
+    )
+    with closing(made) as transport:
         if state:
             transport.load_state_dict(state)
         for step in range(first, last):
@@ -136,12 +138,12 @@ def furthest(one: list[Tensor], other: list[Tensor]) -> float:
 
 def test_state_of_another_delay_begins_anew():
     gradient = torch.ones(3)
-    with DelayedTransport(ExactTransport(single()), delay=2) as two:
+    with closing(DelayedTransport(ExactTransport(single()), delay=2)) as two:
         two.reduce([gradient])
         assert torch.equal(gradient, torch.zeros(3))
         two.reduce([torch.full((3,), 2.0)])
         state = two.state_dict()
-    with DelayedTransport(ExactTransport(single()), delay=1) as one:
+    with closing(DelayedTransport(ExactTransport(single()), delay=1)) as one:
         one.load_state_dict(state)
         gradient = torch.full((3,), 5.0)
         one.reduce([gradient])
@@ -155,7 +157,7 @@ def test_an_error_in_the_thread_reaches_the_loop():
         def reduce(self, gradients):
             raise RuntimeError("connection closed")
 
-    with DelayedTransport(Broken(single()), delay=1) as late:
+    with closing(DelayedTransport(Broken(single()), delay=1)) as late:
         late.reduce([torch.ones(1)])
         with pytest.raises(RuntimeError, match="connection closed"):
             late.reduce([torch.ones(1)])

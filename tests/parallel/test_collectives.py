@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from distributed import hosts_of, run_distributed, start_distributed
+from link_cases import renumbered, uniform
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError
 from modelwright.parallel.mesh import World
@@ -18,7 +19,6 @@ from modelwright.parallel.topology.algorithms import (
     AllReducePlan,
     TransferStep,
     binomial,
-    check_plan,
     chunk_bounds,
     fastest_tree,
     plan_seconds,
@@ -31,13 +31,41 @@ from modelwright.parallel.topology.collectives import (
     Planner,
     _Watch,
 )
-from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure_links, uniform
+from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure_links
 from modelwright_claims import netns
 from tolerances import TOLERANCES
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 SIZES = (2, 3, 4, 5, 8)
 SLOW_FLAT = FlatCost(latency_s=1.0, s_per_byte=1.0)
+
+
+def check_plan(plan: AllReducePlan) -> None:
+    """Raise `ValueError` unless the plan leaves the sum of all ranks on all ranks, with the same bits."""
+    values: list[list[tuple[Any, ...]]] = [[(rank,) for _ in range(plan.num_chunks)] for rank in range(plan.num_ranks)]
+    for steps in plan.rounds:
+        before = [list(chunks) for chunks in values]
+        written = set()
+        for step in steps:
+            for chunk in range(step.first, step.last):
+                if (step.target, chunk) in written:
+                    raise ValueError(f"{plan.name}: rank {step.target} receives chunk {chunk} twice in one round")
+                written.add((step.target, chunk))
+                sent = before[step.source][chunk]
+                own = before[step.target][chunk]
+                values[step.target][chunk] = tuple(sorted((own, sent), key=repr)) if step.adds else sent
+    for chunk in range(plan.num_chunks):
+        results = {chunks[chunk] for chunks in values}
+        if len(results) > 1:
+            raise ValueError(f"{plan.name}: ranks end with different sums of chunk {chunk}")
+        if sorted(_leaves(results.pop())) != list(range(plan.num_ranks)):
+            raise ValueError(f"{plan.name}: chunk {chunk} is not the sum of every rank's value once")
+
+
+def _leaves(expression: tuple[Any, ...]) -> list[int]:
+    if isinstance(expression[0], int):
+        return [expression[0]]
+    return [leaf for part in expression for leaf in _leaves(part)]
 
 
 def two_racks(size: int) -> Links:
@@ -273,7 +301,7 @@ def test_choice_follows_the_message_size():
 def test_choice_crosses_slow_links_least():
     """Interleaved racks: the plans that are chosen cross the uplink as seldom as can be, small and large."""
     near = racks([4, 4], 1e-5, 1e9, across_latency_s=5e-3, across_bytes_per_s=1e7)
-    links = near.renumbered([0, 4, 1, 5, 2, 6, 3, 7])
+    links = renumbered(near, [0, 4, 1, 5, 2, 6, 3, 7])
     planner = Planner(links, SLOW_FLAT)
     assert [sorted(group) for group in planner.groups] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     naive = plans.ring(range(8))

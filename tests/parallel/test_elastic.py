@@ -17,7 +17,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.records import column, read_records
 from modelwright.parallel import elastic
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.elastic import LaunchConfig, fit, num_used, torchrun_command, torchrun_environment
+from modelwright.parallel.elastic import LaunchConfig, fit, num_used, torchrun_environment, torchrun_options
 from tolerances import TOLERANCES
 
 SCRIPT = Path(__file__).with_name("elastic_run.py")
@@ -37,7 +37,8 @@ def losses(folder):
 
 def start(folder, fault, *, host="a", **config):
     """torchrun of one host, in a process group of its own so that nothing of it stays behind."""
-    command = torchrun_command(LaunchConfig(**config), [str(SCRIPT), str(folder), fault])
+    options = torchrun_options(LaunchConfig(**config), "c10d")
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(SCRIPT), str(folder), fault]
     environment = torchrun_environment({**os.environ, "HOST_NAME": host}, threads=1)
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from distributed import hosts_of, run_distributed
+from link_cases import renumbered, uniform
 from modelwright.core.errors import ConfigError
 from modelwright.parallel.mesh import World, single
-from modelwright.parallel.topology.link_costs import Links, LinksConfig, _tournament, measure_links, uniform
+from modelwright.parallel.topology.link_costs import Links, LinksConfig, _tournament, measure_links
 from modelwright.parallel.topology.rank_mapping import take_places
 from modelwright_claims import netns
 
@@ -89,8 +90,8 @@ def test_message_takes_latency_and_bytes():
     assert links.seconds(0, 2, 100) == 2.0 + 5.0
     assert links.seconds(0, 2, 100, sharing=3) == 2.0 + 15.0
     assert links.costs(100)[2] == (7.0, 11.0, 0.0)
-    assert links.renumbered([2, 0, 1]).hosts == ("a", "b", "a")
-    assert links.renumbered([2, 0, 1]).seconds(0, 2, 100) == links.seconds(2, 1, 100)
+    assert renumbered(links, [2, 0, 1]).hosts == ("a", "b", "a")
+    assert renumbered(links, [2, 0, 1]).seconds(0, 2, 100) == links.seconds(2, 1, 100)
 
 
 def test_one_rank_on_each_host_leaves_the_diagonal_unused():

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from modelwright.parallel.topology.link_costs import Links, uniform
+from link_cases import uniform
+from modelwright.parallel.topology.link_costs import Links
 from modelwright.parallel.topology.rank_mapping import DEFAULT_TRAFFIC, AxisTraffic, hops, place, step_seconds
 
 AXES = [

@@ -22,9 +22,9 @@ from modelwright.core.rundir import RunDir
 from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.parallel.mesh import single
 from modelwright.pipeline.journal import begin_attempt
 from modelwright.pipeline.runner import run_stages
-from modelwright.pipeline.stage import OneProcess
 from modelwright.pipeline.stages.folder import save_model_folder
 from modelwright.pipeline.stages.init import init_stage
 from modelwright.recipes.tiny import tiny
@@ -146,4 +146,4 @@ def test_training_does_not_start_from_a_damaged_artifact(run: RunDir, tmp_path: 
     flip_byte(folder / "model.safetensors")
     stage = init_stage(replace(tiny(), init_from=str(folder)))
     with pytest.raises(ArtifactError, match=r"model\.safetensors: is damaged"):
-        run_stages(RunDir(tmp_path / "second").create(), [stage], ranks=OneProcess(), progress=SilentProgress())
+        run_stages(RunDir(tmp_path / "second").create(), [stage], ranks=single(), progress=SilentProgress())

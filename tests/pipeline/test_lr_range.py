@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.errors import ConfigError, ModelwrightError
-from modelwright.pipeline.lr_range import RangeConfig, judge, smooth
+from modelwright.pipeline.lr_range import SMOOTHING, RangeConfig, judge
+from modelwright.pipeline.report.charts import smooth
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 SMALL = ("--data.heldout_fraction=0.15", "--tokenizer.vocab_size=400")
@@ -30,8 +31,8 @@ def test_lowest_and_steepest_are_found_within_the_lag_of_smoothing():
 
 
 def test_smoothing_is_unbiased_at_its_start():
-    assert smooth([(1.0, 3.0)] * 4) == [(1.0, pytest.approx(3.0))] * 4
-    values = [value for _, value in smooth([(1.0, 0.0), (2.0, 1.0)])]
+    assert smooth([(1.0, 3.0)] * 4, SMOOTHING) == [(1.0, pytest.approx(3.0))] * 4
+    values = [value for _, value in smooth([(1.0, 0.0), (2.0, 1.0)], SMOOTHING)]
     assert values == pytest.approx([0.0, 0.1 / 0.19])
 
 

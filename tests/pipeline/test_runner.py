@@ -11,9 +11,10 @@ from modelwright.core import artifacts
 from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError, Stopped
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
+from modelwright.parallel.mesh import single
 from modelwright.pipeline.journal import read_attempts
 from modelwright.pipeline.runner import run_stages, survey
-from modelwright.pipeline.stage import OneProcess, Stage, StageContext
+from modelwright.pipeline.stage import Stage, StageContext
 
 
 class Chain:
@@ -42,7 +43,7 @@ class Chain:
 
     def go(self, run: RunDir, **options: object) -> list[str]:
         self.ran.clear()
-        run_stages(run, self.stages(), ranks=OneProcess(), progress=SilentProgress(), **options)  # type: ignore[arg-type]
+        run_stages(run, self.stages(), ranks=single(), progress=SilentProgress(), **options)  # type: ignore[arg-type]
         return list(self.ran)
 
 

@@ -14,11 +14,12 @@ from modelwright.data.document import Document
 from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.parallel.mesh import single
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.results import serving_section
 from modelwright.pipeline.report.run_data import read_run
 from modelwright.pipeline.runner import run_stages
-from modelwright.pipeline.stage import OneProcess, Stage, StageContext
+from modelwright.pipeline.stage import Stage, StageContext
 from modelwright.pipeline.stages.folder import save_model_folder
 from modelwright.pipeline.stages.serve import serve_stage
 from modelwright.recipes.tiny import tiny
@@ -80,7 +81,7 @@ def serve(folder: Path, heldout: list[str], **settings) -> tuple[RunConfig, RunD
     config = replace(config, stages=config.stages[:-1], serve=replace(check, **settings))
     run, notes = RunDir(folder / "run").create(), Notes()
     stages = [clean_stage(heldout), model_stage(), serve_stage(config)]
-    run_stages(run, stages, ranks=OneProcess(), progress=notes)
+    run_stages(run, stages, ranks=single(), progress=notes)
     return config, run, notes.notes
 
 

@@ -8,12 +8,13 @@ from unittest import mock
 
 import pytest
 
+from memory_references import check_arena
 from modelwright.cli.main import main
 from modelwright.core.compiled import has_compiler
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.memory import arena_build
-from modelwright.memory.arena import check_arena, plan_arena
+from modelwright.memory.arena import plan_arena
 from modelwright.memory.lifetimes import Lifetime, MemoryTimeline
 from modelwright.model.config import ModelConfig
 from modelwright.objectives.pretrain import Pretrain

@@ -10,9 +10,9 @@ import pytest
 from openai import OpenAI
 
 from modelwright.data.tokenizer import SPECIAL_TOKENS
-from modelwright.infer.naive import generate_naive
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.server import ServerThread
+from naive_generation import generate_naive
 
 QUESTION = [{"role": "user", "content": "what does this do?"}]
 

@@ -9,9 +9,8 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from modelwright.cli.overrides import read_overrides, split_words
+from modelwright.cli.overrides import read_overrides, split_settings, split_words
 from modelwright.core.errors import ConfigError, Stopped
 
 LEAVING_S = 120
@@ -47,8 +46,11 @@ def config(words: Sequence[str]) -> int:
     from modelwright.pipeline.config import RunConfig
     from modelwright.recipes.load import load
 
-    target, overrides = _target(words, "config", RunConfig)
-    print(yaml.safe_dump(dump(load(target, overrides).config), sort_keys=False, allow_unicode=True), end="")
+    leading, options = split_words(words)
+    if len(leading) != 1:
+        raise ConfigError("config: name one recipe, YAML file or run directory, before any option")
+    settings = load(leading[0], read_overrides(RunConfig, options)).config
+    print(yaml.safe_dump(dump(settings), sort_keys=False, allow_unicode=True), end="")
     return 0
 
 
@@ -80,9 +82,8 @@ def serve(words: Sequence[str]) -> int:
     parser.add_argument("--name", default="", help="what clients call the model (default: the run's name)")
     parser.add_argument("--with-parent", action="store_true", help="stop when the process that started it has gone")
     parser.epilog = "Every other setting of the server can be given by its name, --port 0 takes a free port."
-    leading, options = split_words(words)
-    own, rest = _split_own(leading, options, ("stage", "int8", "name", "with-parent", "help"), words)
-    parsed = parser.parse_args(own)
+    leading, own, rest = split_settings(words, ("stage", "int8", "name", "with-parent", "help"))
+    parsed = parser.parse_args([*leading, *own])
     from modelwright.core.config import dump, merge, parse
     from modelwright.pipeline.models import find_model
     from modelwright.serve.config import ServeConfig
@@ -172,27 +173,6 @@ def prove(words: Sequence[str]) -> int:
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"modelwright {name}", description=description)
-
-
-def _target(words: Sequence[str], name: str, config: type) -> tuple[str, dict[str, Any]]:
-    leading, options = split_words(words)
-    if len(leading) != 1:
-        raise ConfigError(f"{name}: name one recipe, YAML file or run directory, before any option")
-    return leading[0], read_overrides(config, options)
-
-
-def _split_own(
-    leading: Sequence[str], options: Sequence[tuple[str, list[str]]], own: Sequence[str], words: Sequence[str]
-) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Words for the parser, and the options that are settings. `own`: the parser's options."""
-    spelled = list(leading) + (["--help"] if "-h" in words else [])
-    rest = []
-    for name, values in options:
-        if name in own:
-            spelled += [f"--{name}", *values]
-        else:
-            rest.append((name, values))
-    return spelled, rest
 
 
 def _run_or_folder(word: str) -> Path:

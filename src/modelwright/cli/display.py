@@ -25,18 +25,20 @@ def choose_display(stream: TextIO) -> Progress:
     return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay(stream)
 
 
-class Pace:
-    """Rate and time left, from what was done in the last seconds (so that a resumed run starts afresh)."""
+class TaskProgress:
+    """What is being done, with rate and time left from the last seconds (so that a resumed run starts afresh)."""
 
-    def __init__(self, total: float) -> None:
-        self.total = total
+    def __init__(self, name: str = "", total: float = 0, unit: str = "") -> None:
+        self.name, self.total, self.unit = name, total, unit
+        self.fields: dict[str, float | str] = {}
         self.done = 0.0
         self.started = time.monotonic()
         self._marks: list[tuple[float, float]] = []
 
-    def update(self, done: float) -> None:
+    def update(self, done: float, fields: dict[str, float | str]) -> None:
         moment = time.monotonic()
         self.done = done
+        self.fields |= fields
         self._marks.append((moment, done))
         while len(self._marks) > 2 and moment - self._marks[1][0] > RATE_WINDOW_S:
             self._marks.pop(0)
@@ -49,9 +51,17 @@ class Pace:
         (start, before), (end, after) = self._marks[0], self._marks[-1]
         return (after - before) / (end - start) if end > start else 0.0
 
-    @property
-    def left_s(self) -> float | None:
-        return (self.total - self.done) / self.rate if self.total and self.rate > 0 else None
+    def __str__(self) -> str:
+        """`1,024/2,000 steps, 0:05:12 left, loss 2.31, mfu 52%, 3.1 steps/s`: what matters most stands first."""
+        rate = self.rate
+        parts = [f"{self.done:,.0f}{f'/{self.total:,.0f}' if self.total else ''} {self.unit}"]
+        if self.total and rate > 0:
+            parts.append(f"{duration((self.total - self.done) / rate)} left")
+        ordered = sorted(self.fields, key=lambda key: _FIRST.index(key) if key in _FIRST else len(_FIRST))
+        parts += [f"{key} {show(self.fields[key], key)}" for key in ordered]
+        if rate > 0:
+            parts.append(f"{rate:,.4g} {self.unit}/s")
+        return ", ".join(parts)
 
 
 class PlainDisplay:
@@ -59,33 +69,30 @@ class PlainDisplay:
 
     def __init__(self, stream: TextIO, every_s: float = LINE_EVERY_S) -> None:
         self._stream, self._every_s = stream, every_s
-        self._name = self._unit = ""
-        self._pace = Pace(0)
-        self._fields: dict[str, float | str] = {}
+        self._work = TaskProgress()
         self._last_line = 0.0
         self._is_open = False
 
     def begin(self, name: str, total: float, unit: str) -> None:
-        self._name, self._unit, self._pace, self._fields = name, unit, Pace(total), {}
+        self._work = TaskProgress(name, total, unit)
         self._last_line = time.monotonic()
         self._is_open = True
 
     def advance(self, done: float, **fields: float | str) -> None:
-        self._pace.update(done)
-        self._fields |= fields
+        self._work.update(done, fields)
         if time.monotonic() - self._last_line >= self._every_s:
             self._last_line = time.monotonic()
-            self._print(f"{self._name}: {describe(self._pace, self._unit, self._fields)}")
+            self._print(f"{self._work.name}: {self._work}")
 
     def note(self, text: str) -> None:
         self._print(text)
 
     def end(self) -> None:
-        took = time.monotonic() - self._pace.started
+        took = time.monotonic() - self._work.started
         if self._is_open and took >= 1.0:
-            fields = "".join(f", {key} {show(value)}" for key, value in self._fields.items())
-            count = f"{self._pace.done:,.0f} {self._unit} in " if self._pace.done else ""
-            self._print(f"{self._name}: {count}{duration(took)}{fields}")
+            fields = "".join(f", {key} {show(value)}" for key, value in self._work.fields.items())
+            count = f"{self._work.done:,.0f} {self._work.unit} in " if self._work.done else ""
+            self._print(f"{self._work.name}: {count}{duration(took)}{fields}")
         self._is_open = False
 
     def _print(self, text: str) -> None:
@@ -98,19 +105,16 @@ class LiveDisplay:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live: Live | None = None
-        self._name = self._unit = ""
-        self._pace = Pace(0)
-        self._fields: dict[str, float | str] = {}
+        self._work = TaskProgress()
 
     def begin(self, name: str, total: float, unit: str) -> None:
         self.end()
-        self._name, self._unit, self._pace, self._fields = name, unit, Pace(total), {}
+        self._work = TaskProgress(name, total, unit)
         self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4, transient=True)
         self._live.start()
 
     def advance(self, done: float, **fields: float | str) -> None:
-        self._pace.update(done)
-        self._fields |= fields
+        self._work.update(done, fields)
 
     def note(self, text: str) -> None:
         self._console.print(Text(text))
@@ -122,23 +126,10 @@ class LiveDisplay:
 
     def _render(self) -> Table:
         table = Table.grid(padding=(0, 1), expand=False)
-        bar = ProgressBar(total=self._pace.total or None, completed=self._pace.done, width=14)
-        words = describe(self._pace, self._unit, self._fields)
-        table.add_row(Text(self._name, style="bold"), bar, Text(words, overflow="ellipsis", no_wrap=True))
+        bar = ProgressBar(total=self._work.total or None, completed=self._work.done, width=14)
+        words = Text(str(self._work), overflow="ellipsis", no_wrap=True)
+        table.add_row(Text(self._work.name, style="bold"), bar, words)
         return table
-
-
-def describe(pace: Pace, unit: str, fields: dict[str, float | str]) -> str:
-    """`1,024/2,000 steps, 0:05:12 left, loss 2.31, mfu 52%, 3.1 steps/s`: what matters most stands first."""
-    total = f"/{pace.total:,.0f}" if pace.total else ""
-    parts = [f"{pace.done:,.0f}{total} {unit}"]
-    if pace.left_s is not None:
-        parts.append(f"{duration(pace.left_s)} left")
-    ordered = sorted(fields, key=lambda key: _FIRST.index(key) if key in _FIRST else len(_FIRST))
-    parts += [f"{key} {show(fields[key], key)}" for key in ordered]
-    if pace.rate > 0:
-        parts.append(f"{pace.rate:,.4g} {unit}/s")
-    return ", ".join(parts)
 
 
 def show(value: float | str, key: str = "") -> str:

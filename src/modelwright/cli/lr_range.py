@@ -4,10 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from modelwright.cli.display import choose_display
-from modelwright.cli.overrides import read_overrides, split_words
+from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.core.errors import ConfigError
 
 _FLAGS = ("first", "last", "steps", "run-dir", "out", "help")
@@ -33,12 +32,13 @@ def parser() -> argparse.ArgumentParser:
 
 def lr_range(words: Sequence[str]) -> int:
     """`modelwright lr-range`"""
-    options, overrides = _read(words)
+    options, settings = _read(words)
+    from modelwright.pipeline.config import RunConfig
     from modelwright.pipeline.lr_range import RangeConfig, range_test
     from modelwright.recipes.load import load
 
     test = RangeConfig(first=options.first, last=options.last, num_steps=options.steps)
-    request = load(options.target, overrides(), options.run_dir)
+    request = load(options.target, read_overrides(RunConfig, settings), options.run_dir)
     folder = Path(options.out) if options.out else request.run.path.with_name(f"{request.run.path.name}-lr-range")
     if folder.resolve() == request.run.path.resolve():
         raise ConfigError(f"--out: {folder} is the run's own folder, which the test leaves alone; choose another one")
@@ -56,19 +56,8 @@ def lr_range(words: Sequence[str]) -> int:
     return 0
 
 
-def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any]:
-    leading, options = split_words(words)
-    own = [word for name, values in options if name in _FLAGS for word in (f"--{name}", *values)]
-    rest = [(name, values) for name, values in options if name not in _FLAGS]
-    if "-h" in words:
-        own.append("--help")
+def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Sequence[tuple[str, list[str]]]]:
+    leading, own, settings = split_settings(words, _FLAGS)
     if not leading and "--help" not in own:
         raise ConfigError("lr-range: name a recipe, a YAML file or a run directory first")
-    parsed = parser().parse_args([*leading, *own])
-
-    def overrides() -> dict[str, Any]:
-        from modelwright.pipeline.config import RunConfig
-
-        return read_overrides(RunConfig, rest)
-
-    return parsed, overrides
+    return parser().parse_args([*leading, *own]), settings

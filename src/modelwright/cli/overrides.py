@@ -33,6 +33,18 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, list[s
     return leading, options
 
 
+def split_settings(
+    words: Sequence[str], own: Sequence[str]
+) -> tuple[list[str], list[str], list[tuple[str, list[str]]]]:
+    """Split into the words before the first option, the options in `own` as words for a parser, and all other options,
+    which are settings. `-h` becomes `--help`, which `own` should name."""
+    leading, options = split_words(words)
+    spelled = [word for name, values in options if name in own for word in (f"--{name}", *values)]
+    if "-h" in words:
+        spelled.append("--help")
+    return leading, spelled, [option for option in options if option[0] not in own]
+
+
 def read_overrides(config: type, options: Sequence[tuple[str, list[str]]]) -> dict[str, Any]:
     """The mapping that the options spell, for the dataclass `config`.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from modelwright.cli.display import choose_display, duration
 from modelwright.cli.launch import is_started, supervise
-from modelwright.cli.overrides import read_overrides, split_words
+from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.core.errors import ConfigError
 
 _FLAGS = ("run-dir", "dry-run", "restart", "stages", "nproc", "help")
@@ -117,15 +117,16 @@ def launch(words: Sequence[str]) -> int:
 def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
     """Work on the request in this process, or start others that do; `line`: the whole command line; `hosts`: the
     `LaunchConfig`, None for processes on this machine only."""
-    options, overrides = _read(words)
+    options, settings = _read(words)
     if hosts and options.nproc != 1:
         raise ConfigError("--nproc: belongs to launch, before the word run")
+    from modelwright.pipeline.config import RunConfig
     from modelwright.pipeline.execute import check_request, execute
     from modelwright.pipeline.plan import describe_plan
     from modelwright.recipes.load import load
 
     only = _stages(options.stages)
-    request = load(options.target, overrides(), options.run_dir, only)
+    request = load(options.target, read_overrides(RunConfig, settings), options.run_dir, only)
     if options.dry_run or not is_started():
         start = hosts or _local(options.nproc)
         num_processes = start.processes * start.min_hosts
@@ -187,25 +188,14 @@ def _start(start: Any, line: Sequence[str], request: Any, only: Sequence[str]) -
     )
 
 
-def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Any]:
-    leading, options = split_words(words)
-    own = [(name, values) for name, values in options if name in _FLAGS]
-    rest = [(name, values) for name, values in options if name not in _FLAGS]
-    spelled = [word for name, values in own for word in (f"--{name}", *values)]
-    if any(word in ("-h",) for word in words):
-        spelled.append("--help")
-    if not leading and not any(word == "--help" for word in spelled):
+def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Sequence[tuple[str, list[str]]]]:
+    leading, own, settings = split_settings(words, _FLAGS)
+    if not leading and "--help" not in own:
         raise ConfigError("run: name a recipe, a YAML file or a run directory first (modelwright recipes lists them)")
-    parsed = parser().parse_args([*leading[:1], *spelled])
+    parsed = parser().parse_args([*leading[:1], *own])
     if len(leading) > 1:
         raise ConfigError(f"run: one target at a time, got {' '.join(leading)}")
-
-    def overrides() -> dict[str, Any]:
-        from modelwright.pipeline.config import RunConfig
-
-        return read_overrides(RunConfig, rest)
-
-    return parsed, overrides
+    return parsed, settings
 
 
 def _summary(done: Any, request: Any, wall_s: float) -> str:

@@ -9,22 +9,23 @@ from typing import Any
 
 from modelwright.core.progress import Progress
 from modelwright.data.batch import TokenBatch
+from modelwright.data.document import Document
+from modelwright.data.tokenizer import Tokenizer
 from modelwright.evaluate.bigram import document_nats, train_bigram, training_pairs
-from modelwright.evaluate.bits_per_byte import DocumentScore, summarize_scores
+from modelwright.evaluate.bits_per_byte import document_scores, start_id, summarize_scores
 from modelwright.evaluate.compressors import compressed_bits
 from modelwright.evaluate.config import EvaluateConfig
-from modelwright.evaluate.seams import HeldOut, TextEncoder, start_id
 
 
-def compressor_table(documents: Sequence[HeldOut]) -> dict[str, dict[str, dict[str, float]]]:
+def compressor_table(documents: Sequence[Document]) -> dict[str, dict[str, dict[str, float]]]:
     """Per kind what `compressed_bits` says."""
     kinds = dict.fromkeys(document.kind for document in documents)
     return {kind: compressed_bits([d.text for d in documents if d.kind == kind]) for kind in kinds}
 
 
 def bigram_table(
-    tokenizer: TextEncoder,
-    documents: Sequence[HeldOut],
+    tokenizer: Tokenizer,
+    documents: Sequence[Document],
     config: EvaluateConfig,
     *,
     train_rows: Iterable[TokenBatch],
@@ -36,16 +37,7 @@ def bigram_table(
     bigram = train_bigram(training_pairs(train_rows, max_tokens=config.bigram_tokens), vocab_size=vocab_size)
     encoded = [tokenizer.encode(document.text) for document in documents]
     nats = document_nats(bigram, encoded, start_id=start_id(tokenizer))
-    scores = [
-        DocumentScore(
-            id=document.id,
-            kind=document.kind,
-            num_tokens=len(ids),
-            num_bytes=len(document.text.encode("utf-8")),
-            nats=float(cost),
-        )
-        for document, ids, cost in zip(documents, encoded, nats, strict=True)
-    ]
+    scores = document_scores(documents, encoded, nats)
     progress.end()
     return {
         "discount": bigram.discount,

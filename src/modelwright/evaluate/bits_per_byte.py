@@ -16,9 +16,11 @@ import numpy as np
 
 from modelwright.core.progress import Progress
 from modelwright.core.seeds import derive_seed
+from modelwright.data.document import Document
+from modelwright.data.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.scoring import Scored, sequence_nats
-from modelwright.evaluate.seams import HeldOut, LanguageModel, TextEncoder, start_id
+from modelwright.model.decoder import Decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,20 +34,25 @@ class DocumentScore:
     nats: float
 
 
+def start_id(tokenizer: Tokenizer) -> int:
+    """What stands before a text: the begin token, or the end token of the text before it where there is none."""
+    return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+
+
 def select_documents(
-    documents: Iterable[HeldOut], *, kinds: Sequence[str], max_bytes_per_kind: int, seed: int
-) -> list[HeldOut]:
+    documents: Iterable[Document], *, kinds: Sequence[str], max_bytes_per_kind: int, seed: int
+) -> list[Document]:
     """Non-empty documents of `kinds`, of each kind a sample of at most `max_bytes_per_kind` bytes (0: all).
 
     Documents are drawn at random and passed over when they no longer fit, so a tight cap favors short ones; at least
     one of a kind is taken. The sample depends on `seed` and the documents' ids and texts alone, not on their order. The
     result is in the order of kinds, then of ids.
     """
-    by_kind: dict[str, list[HeldOut]] = {kind: [] for kind in kinds}
+    by_kind: dict[str, list[Document]] = {kind: [] for kind in kinds}
     for document in documents:
         if document.kind in by_kind and document.text:
             by_kind[document.kind].append(document)
-    chosen: list[HeldOut] = []
+    chosen: list[Document] = []
     for group in by_kind.values():
         taken, size = [], 0
         for document in sorted(group, key=lambda d: _draw(seed, d)):
@@ -58,9 +65,9 @@ def select_documents(
 
 
 def score_documents(
-    model: LanguageModel,
-    tokenizer: TextEncoder,
-    documents: Sequence[HeldOut],
+    model: Decoder,
+    tokenizer: Tokenizer,
+    documents: Sequence[Document],
     config: EvaluateConfig,
     *,
     progress: Progress,
@@ -76,6 +83,13 @@ def score_documents(
         progress=progress,
         name="bits per byte",
     )
+    return document_scores(documents, encoded, nats)
+
+
+def document_scores(
+    documents: Sequence[Document], encoded: Sequence[Sequence[int]], nats: Iterable[float]
+) -> list[DocumentScore]:
+    """The scores of documents with their token ids and costs in nats."""
     return [
         DocumentScore(
             id=document.id,
@@ -130,6 +144,6 @@ def _summarize_kind(scores: Sequence[DocumentScore], resamples: int, seed: int) 
     }
 
 
-def _draw(seed: int, document: HeldOut) -> bytes:
+def _draw(seed: int, document: Document) -> bytes:
     text_hash = hashlib.sha256(document.text.encode("utf-8")).hexdigest()
     return hashlib.sha256(f"{seed}/{document.id}/{text_hash}".encode()).digest()

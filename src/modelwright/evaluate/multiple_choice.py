@@ -14,25 +14,27 @@ Which one ranks is fixed in the config before the run. Knows nothing about how q
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from modelwright.core.progress import Progress
+from modelwright.data.tokenizer import Tokenizer
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.questions import CHANCE, NUM_CANDIDATES, Question, words_of
 from modelwright.evaluate.scoring import Scored, sequence_nats
-from modelwright.evaluate.seams import ChatEncoder, LanguageModel
 from modelwright.evaluate.statistics import log10_binomial_tail, wilson_interval
+from modelwright.model.decoder import Decoder
 
 NEUTRAL_QUESTION = "What does it do?"
 """Stands in for the question where `gain` needs the candidate's likelihood without one."""
 
 
 def answer_questions(
-    model: LanguageModel,
-    tokenizer: ChatEncoder,
+    model: Decoder,
+    tokenizer: Tokenizer,
     questions: Sequence[Question],
     config: EvaluateConfig,
     *,
@@ -82,13 +84,13 @@ def summarize_answers(records: Sequence[Mapping[str, Any]], *, score: str) -> di
         "score": score,
         "by_score": {name: sum(r["choices"][name] == r["answer"] for r in records) / total for name in names},
         "cues": _cues(records),
-        "tiers": _count(record["tier"] for record in records),
+        "tiers": dict(Counter(record["tier"] for record in records)),
     }
 
 
 def _candidate_nats(
-    model: LanguageModel,
-    tokenizer: ChatEncoder,
+    model: Decoder,
+    tokenizer: Tokenizer,
     encoded: Sequence[Sequence[int]],
     questions: Sequence[str],
     config: EvaluateConfig,
@@ -149,10 +151,3 @@ def _cues(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _credit(values: Sequence[float], answer: int) -> float:
     best = max(values)
     return (values[answer] == best) / sum(value == best for value in values)
-
-
-def _count(names: Iterable[str]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-    return counts

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from modelwright.data.document import Document
 from modelwright.evaluate.config import MultipleChoiceConfig
-from modelwright.evaluate.seams import HeldOut
 
 NUM_CANDIDATES = 4
 CHANCE = 1 / NUM_CANDIDATES
@@ -49,7 +49,7 @@ class _Entry:
     words: tuple[str, ...]
 
 
-def build_questions(documents: Iterable[HeldOut], config: MultipleChoiceConfig) -> list[Question]:
+def build_questions(documents: Iterable[Document], config: MultipleChoiceConfig) -> list[Question]:
     """Up to `config.num_questions` questions from the documents of kind "qa"; fewer when the documents do not suffice.
 
     A document needs `meta["question"]` and `meta["answer"]`; `meta["module"]` and `meta["name"]` are used where
@@ -89,7 +89,7 @@ TIERS: dict[str, Callable[[_Entry, _Entry], bool]] = {
 """Where distractors may come from, the first that has enough of them wins."""
 
 
-def _entries(documents: Iterable[HeldOut], config: MultipleChoiceConfig) -> list[_Entry]:
+def _entries(documents: Iterable[Document], config: MultipleChoiceConfig) -> list[_Entry]:
     """Eligible documents by rising answer length; of equal questions the one with the first id."""
     found: dict[tuple[str, ...], _Entry] = {}
     for document in sorted((d for d in documents if d.kind == "qa"), key=lambda d: d.id):
@@ -99,7 +99,7 @@ def _entries(documents: Iterable[HeldOut], config: MultipleChoiceConfig) -> list
     return sorted(found.values(), key=lambda e: (e.num_bytes, e.id))
 
 
-def _entry(document: HeldOut) -> _Entry:
+def _entry(document: Document) -> _Entry:
     question, answer = str(document.meta.get("question", "")), str(document.meta.get("answer", ""))
     module = str(document.meta.get("module", document.source))
     quoted = re.search(r"`([^`]+)`", question)

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modelwright.core.progress import Progress
-from modelwright.evaluate.seams import LanguageModel
 from modelwright.evaluate.windows import Window, cut_windows, pack_windows
 from modelwright.model.attention import packed_attend
+from modelwright.model.decoder import Decoder
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 
 
@@ -28,7 +28,7 @@ class Scored:
 
 @torch.no_grad()
 def sequence_nats(
-    model: LanguageModel,
+    model: Decoder,
     sequences: Sequence[Scored],
     *,
     context_overlap: float,
@@ -63,7 +63,7 @@ def sequence_nats(
     return nats
 
 
-def _score_rows(model: LanguageModel, sequences: Sequence[Scored], rows: list[list[Window]], nats: np.ndarray) -> None:
+def _score_rows(model: Decoder, sequences: Sequence[Scored], rows: list[list[Window]], nats: np.ndarray) -> None:
     """Run one batch of rows and add each window's counted predictions to its sequence in `nats`."""
     length = max(sum(window.length for window in row) for row in rows)
     inputs, labels, positions = (np.zeros((len(rows), length), dtype=np.int64) for _ in range(3))
@@ -86,7 +86,7 @@ def _score_rows(model: LanguageModel, sequences: Sequence[Scored], rows: list[li
     np.add.at(nats, owner[counted], token_nats_N.double().cpu().numpy())
 
 
-def _label_nats(model: LanguageModel, hidden_ND: Tensor, labels_N: Tensor) -> Tensor:
+def _label_nats(model: Decoder, hidden_ND: Tensor, labels_N: Tensor) -> Tensor:
     """-log p(label) [N] in FP32, by the model's own head (an INT8 head too), a chunk of logits at a time."""
     chunks = zip(hidden_ND.split(CHUNK_TOKENS), labels_N.split(CHUNK_TOKENS), strict=True)
     return torch.cat([F.cross_entropy(model.logits(h).float(), labels, reduction="none") for h, labels in chunks])

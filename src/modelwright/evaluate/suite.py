@@ -5,8 +5,9 @@ Works for FP32 and INT8 models alike. Expects held-out documents only; choosing 
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,24 @@ from modelwright.core.progress import Progress
 from modelwright.core.records import read_records
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import TokenBatch
+from modelwright.data.document import Document
+from modelwright.data.tokenizer import Tokenizer
 from modelwright.evaluate.baselines import bigram_table, compressor_table
 from modelwright.evaluate.bits_per_byte import bootstrap_ratio, score_documents, select_documents, summarize_scores
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.multiple_choice import answer_questions, summarize_answers
 from modelwright.evaluate.questions import build_questions
-from modelwright.evaluate.seams import ChatEncoder, HeldOut, LanguageModel
 from modelwright.evaluate.statistics import log10_sign_test
+from modelwright.model.decoder import Decoder
 
 DOCUMENTS_FILE = "documents.jsonl"
 QUESTIONS_FILE = "questions.jsonl"
 
 
 def evaluate_model(
-    model: LanguageModel,
-    tokenizer: ChatEncoder,
-    documents: Iterable[HeldOut],
+    model: Decoder,
+    tokenizer: Tokenizer,
+    documents: Iterable[Document],
     config: EvaluateConfig,
     *,
     train_rows: Iterable[TokenBatch],
@@ -97,15 +100,15 @@ def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     write_atomic(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
-def is_lossless(tokenizer: ChatEncoder, texts: Sequence[str]) -> bool:
+def is_lossless(tokenizer: Tokenizer, texts: Sequence[str]) -> bool:
     """Whether decoding gives back every text; if not, bits per byte flatter the model."""
     return all(tokenizer.decode(tokenizer.encode(text)) == text for text in texts)
 
 
 def _baselines(
-    model: LanguageModel,
-    tokenizer: ChatEncoder,
-    documents: Sequence[HeldOut],
+    model: Decoder,
+    tokenizer: Tokenizer,
+    documents: Sequence[Document],
     config: EvaluateConfig,
     train_rows: Iterable[TokenBatch],
     progress: Progress,
@@ -113,13 +116,8 @@ def _baselines(
     first = next(rows := iter(train_rows), None)
     if first is None or not documents:
         return {}
-    vocab_size = model.config.vocab_size
-
-    def again() -> Iterator[TokenBatch]:
-        yield first
-        yield from rows
-
-    bigram = bigram_table(tokenizer, documents, config, train_rows=again(), vocab_size=vocab_size, progress=progress)
+    whole, size = chain([first], rows), model.config.vocab_size
+    bigram = bigram_table(tokenizer, documents, config, train_rows=whole, vocab_size=size, progress=progress)
     return {"bigram": bigram, "compressors": compressor_table(documents)}
 
 

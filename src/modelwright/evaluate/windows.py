@@ -3,10 +3,12 @@
 A sequence of n + 1 tokens has n predictions; prediction i is of token i + 1 from the tokens up to i.
 """
 
-import bisect
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
+from modelwright.data.pack import best_fit
 
 
 @dataclass(frozen=True)
@@ -38,26 +40,13 @@ def cut_windows(sequence: int, num_predictions: int, first: int, *, context: int
 
 
 def pack_windows(windows: Sequence[Window], row_len: int) -> list[list[Window]]:
-    """Rows of windows whose lengths sum to at most `row_len`: best fit, longest first (Johnson 1973).
+    """Rows of windows whose lengths sum to at most `row_len`: best fit, longest first.
 
     Deterministic; fuller rows come first, so that rows of like fill share a batch.
     """
-    rows: list[list[Window]] = []
-    by_space: dict[int, list[int]] = defaultdict(list)
-    spaces: list[int] = []
-    for window in sorted(windows, key=lambda w: (-w.length, w.sequence, w.start)):
-        place = bisect.bisect_left(spaces, window.length)
-        if place == len(spaces):
-            row, space = len(rows), row_len
-            rows.append([])
-        else:
-            space = spaces[place]
-            row = by_space[space].pop()
-            if not by_space[space]:
-                spaces.pop(place)
+    ordered = sorted(windows, key=lambda w: (-w.length, w.sequence, w.start))
+    row_of = best_fit(np.array([window.length for window in ordered], dtype=np.int64), row_len).tolist()
+    rows: list[list[Window]] = [[] for _ in range(max(row_of, default=-1) + 1)]
+    for window, row in zip(ordered, row_of, strict=True):
         rows[row].append(window)
-        left = space - window.length
-        if not by_space[left]:
-            bisect.insort(spaces, left)
-        by_space[left].append(row)
     return sorted(rows, key=lambda row: -sum(window.length for window in row))

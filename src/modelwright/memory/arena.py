@@ -3,10 +3,9 @@
 Offsets by size: the largest tensor first, each into the smallest gap between those that live when it does (Pisarchyk
 and Lee 2020, "Efficient Memory Management for Deep Neural Net Inference", section 4.3: greedy by size, best fit), and
 by birth, as an allocator would have to; the smaller arena wins. No arena is smaller than what is alive at the peak.
-`least_arena_naive` finds the best there is, for a few tensors. Knows only lifetimes.
+Knows only lifetimes.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,18 +54,6 @@ def plan_arena(lifetimes: Sequence[Lifetime], *, alignment: int = ALIGNMENT) -> 
     )
 
 
-def check_arena(arena: Arena) -> None:
-    """Assert that no two tensors that are alive at once share a byte."""
-    for (left, at), (right, there) in itertools.combinations(zip(arena.lifetimes, arena.offsets, strict=True), 2):
-        apart = at + left.num_bytes <= there or there + right.num_bytes <= at
-        assert apart or not _together(left, right), (left, at, right, there)
-
-
-def least_arena_naive(lifetimes: Sequence[Lifetime]) -> int:
-    """The size of the smallest arena there is: every order, each tensor as low as it can be. For up to eight or so."""
-    return min((_lowest_first(order) for order in itertools.permutations(lifetimes)), default=0)
-
-
 def _place(sizes: np.ndarray, births: np.ndarray, deaths: np.ndarray, order: np.ndarray) -> np.ndarray:
     """Each into the smallest gap that it fits into among those placed before it, else on top."""
     offsets, placed = np.zeros_like(sizes), np.zeros(len(sizes), dtype=bool)
@@ -95,17 +82,3 @@ def _most_alive(sizes: np.ndarray, births: np.ndarray, deaths: np.ndarray) -> in
     np.add.at(changes, births, sizes)
     np.subtract.at(changes, deaths, sizes)
     return int(changes.cumsum().max(initial=0))
-
-
-def _lowest_first(order: Sequence[Lifetime]) -> int:
-    placed: list[tuple[Lifetime, int]] = []
-    for one in order:
-        near = [(at, at + other.num_bytes) for other, at in placed if _together(one, other)]
-        places = sorted({0, *(end for _, end in near)})
-        lowest = next(p for p in places if all(p + one.num_bytes <= start or p >= end for start, end in near))
-        placed.append((one, lowest))
-    return max(at + one.num_bytes for one, at in placed)
-
-
-def _together(left: Lifetime, right: Lifetime) -> bool:
-    return left.birth < right.death and right.birth < left.death

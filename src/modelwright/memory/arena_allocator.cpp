@@ -3,7 +3,7 @@
 // Between `arena_begin` and `arena_end` the larger allocations of the thread that called them are either recorded (and
 // mapped one by one, so that recording leaves no gaps in the heap), or replayed: put where a plan says. All other
 // allocations go to PyTorch's own allocator. A place is given out only when nothing that is alive overlaps it, so a
-// plan that does not fit the step costs misses, never memory that two tensors share. `arena_replay.py` is the twin.
+// plan that does not fit the step costs misses, never memory that two tensors share. The reference is `ReplayNaive` in the tests.
 //
 // Functions return 0 or an errno. They are called by the thread that trains; frees may come from any thread.
 
@@ -200,6 +200,10 @@ class StepAllocator final : public c10::Allocator {
     return block;
   }
 
+  // Steps need not be alike. Sizes that come equally often in steps say where in the plan a step stands: each takes the
+  // next planned block of its size, unless more of the plan would be passed over than has come without a place; else
+  // one that was passed over. What varies in number or size (attention tiles of packed rows, say) is planned with some
+  // room; it takes a block of that kind nearby which fits and is free, and moves nothing else.
   void* replay(size_t num_bytes) {
     std::lock_guard<std::mutex> guard(mutex_);
     auto size = static_cast<int64_t>(num_bytes);

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +25,6 @@ import torch
 from modelwright.memory.allocator import give_back_freed_memory
 from modelwright.memory.arena import plan_arena
 from modelwright.memory.arena_build import allocator, check_machine
-from modelwright.memory.arena_replay import OUTLIVES, Planned
 from modelwright.memory.lifetimes import Lifetime
 
 LEAST_BYTES = 2**16
@@ -40,6 +40,18 @@ ROOM = 1.125
 MOST_PLANS = 4
 """Plans in a row that did not hold for `HELD_STEPS` steps, and the arena is given up."""
 HELD_STEPS = 50
+
+OUTLIVES = -1
+"""The offset of a block that was still alive when its step ended: it comes from PyTorch's own allocator."""
+
+
+class Planned(NamedTuple):
+    """One allocation of a step. One that varies from step to step serves blocks of half its bytes to all of them, and
+    never outlives the step."""
+
+    num_bytes: int
+    offset: int
+    varies: bool = False
 
 
 class Mode(IntEnum):

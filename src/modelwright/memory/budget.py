@@ -4,19 +4,19 @@ their input, and whose share waits elsewhere.
 Blocks run backward from the last to the first, so while a segment runs, what all segments before it keep is still
 there: the budget holds at every such moment. Chosen by dynamic programming over (blocks done, bytes kept so far),
 after the knapsack form of Beaumont et al. 2021, "Efficient Combination of Rematerialization and Offloading" and of
-PyTorch's memory-budget partitioner; `solve_naive` tries everything. Knows no model: choices come as bytes and costs.
+PyTorch's memory-budget partitioner. Knows no model: choices come as bytes and costs.
 """
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from modelwright.core.errors import ConfigError
 from modelwright.memory.activations import BlockShape, Segment
-from modelwright.memory.config import OPERATORS, Operator
+from modelwright.memory.config import OPERATORS
 
 _QUANTA = 2**13
 """Steps into which the budget is divided; what is kept is rounded up to whole steps, so the budget always holds."""
@@ -58,7 +58,8 @@ def block_choices(
     by_cost = sorted(OPERATORS, key=lambda name: shape.flops(name) / shape.output_bytes(name), reverse=True)
     segments = [Segment(num_layers=1, recompute=False)]
     for count in range(1, len(by_cost) + 1):
-        segments.append(Segment(num_layers=1, recompute=True, keep=_in_order(by_cost[:count])))
+        keep = tuple(sorted(by_cost[:count], key=OPERATORS.index))
+        segments.append(Segment(num_layers=1, recompute=True, keep=keep))
     units = range(1, min(_MAX_UNIT_LAYERS, num_layers) + 1)
     segments += [Segment(num_layers=n, recompute=True) for n in units]
     if flops_per_byte:
@@ -89,12 +90,6 @@ def solve(choices: Sequence[SegmentChoice], num_layers: int, budget: Budget) -> 
     )
 
 
-def solve_naive(choices: Sequence[SegmentChoice], num_layers: int, budget: Budget) -> list[SegmentChoice] | None:
-    """All sequences, the cheapest that fits (the one that keeps least, among equals); the twin of `solve`."""
-    fitting = [way for way in _all_ways(choices, num_layers) if peak(way, budget) <= budget.num_bytes]
-    return min(fitting, key=lambda way: (total_cost(way), peak(way, budget)), default=None)
-
-
 def peak(way: Sequence[SegmentChoice], budget: Budget) -> int:
     """The most bytes held at once."""
     kept = itertools.accumulate(choice.kept_bytes for choice in way)
@@ -110,11 +105,11 @@ def total_cost(way: Sequence[SegmentChoice]) -> float:
 def least_budget(choices: Sequence[SegmentChoice], num_layers: int, budget: Budget) -> int:
     """The smallest budget that has a solution, to about a percent."""
     low, high = 1, max(1, budget.num_bytes)
-    while _best(choices, num_layers, _with_bytes(budget, high)) is None:
+    while _best(choices, num_layers, replace(budget, num_bytes=high)) is None:
         high *= 2
     while high - low > high // 100:
         middle = (low + high) // 2
-        found = _best(choices, num_layers, _with_bytes(budget, middle))
+        found = _best(choices, num_layers, replace(budget, num_bytes=middle))
         low, high = (low, middle) if found else (middle, high)
     return high
 
@@ -124,7 +119,9 @@ def _best(choices: Sequence[SegmentChoice], num_layers: int, budget: Budget) -> 
     if not others:
         return _solve_capped(choices, num_layers, budget, budget.num_bytes)
     caps = [budget.num_bytes * step // (_CAPS * budget.in_flight) for step in range(1, _CAPS + 1)]
-    ways = [_solve_capped(choices, num_layers, _with_bytes(budget, budget.num_bytes - others * c), c) for c in caps]
+    ways = [
+        _solve_capped(choices, num_layers, replace(budget, num_bytes=budget.num_bytes - others * c), c) for c in caps
+    ]
     return min((way for way in ways if way), key=total_cost, default=None)
 
 
@@ -164,20 +161,3 @@ def _trace(
         way.append(choices[index])
         layer, kept = layer - choices[index].segment.num_layers, kept - sizes[index]
     return way[::-1]
-
-
-def _all_ways(choices: Sequence[SegmentChoice], num_layers: int) -> Iterator[list[SegmentChoice]]:
-    if num_layers == 0:
-        yield []
-    for choice in choices:
-        if choice.segment.num_layers <= num_layers:
-            for rest in _all_ways(choices, num_layers - choice.segment.num_layers):
-                yield [choice, *rest]
-
-
-def _in_order(names: Sequence[Operator]) -> tuple[Operator, ...]:
-    return tuple(name for name in OPERATORS if name in names)
-
-
-def _with_bytes(budget: Budget, num_bytes: int) -> Budget:
-    return Budget(num_bytes=num_bytes, in_flight=budget.in_flight, end_bytes=budget.end_bytes)

@@ -4,7 +4,7 @@ Time counts operators. A tensor is alive from its birth up to and including the 
 tensor, only names and numbers of bytes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, get_args
@@ -82,8 +82,3 @@ class MemoryTimeline:
     def of_step(self) -> tuple[Lifetime, ...]:
         """Those that come and go within the step: all but weights and optimizer states."""
         return tuple(one for one in self.lifetimes if one.kind not in ("weights", "optimizer"))
-
-
-def live_bytes_naive(lifetimes: Sequence[Lifetime], time: int) -> int:
-    """By the definition; the twin of `MemoryTimeline.live_bytes`."""
-    return sum(one.num_bytes for one in lifetimes if one.birth <= time < one.death)

@@ -8,7 +8,6 @@ start goes on from the last checkpoint. Knows nothing about steps or checkpoints
 import math
 import os
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,12 +84,8 @@ class LaunchConfig:
             raise ConfigError("rendezvous: several hosts need HOST:PORT of one of them, equal on all")
 
 
-def torchrun_command(config: LaunchConfig, command: Sequence[str]) -> list[str]:
-    """The command line that starts `command` (a Python script or `-m MODULE`, and its arguments) on this host."""
-    return [sys.executable, "-m", "torch.distributed.run", *_torchrun_options(config, "c10d"), *command]
-
-
-def _torchrun_options(config: LaunchConfig, backend: str) -> list[str]:
+def torchrun_options(config: LaunchConfig, backend: str) -> list[str]:
+    """The options with which `torchrun` starts the processes of this host. backend: of the rendezvous."""
     waits = {
         "join_timeout": config.join_timeout_s,
         "last_call_timeout": config.last_call_s,
@@ -116,7 +111,7 @@ def _torchrun_options(config: LaunchConfig, backend: str) -> list[str]:
 
 
 def torchrun_environment(environment: Mapping[str, str], *, threads: int) -> dict[str, str]:
-    """The environment that goes with `torchrun_command`; threads: of each process.
+    """The environment that goes with `torchrun_options`; threads: of each process.
 
     A store that the rendezvous and the workers share keeps addresses of processes that are gone, so restarts over gloo
     fail now and then: each start gets a store of its own. What PyTorch warns of when a process loses another one, page
@@ -163,7 +158,7 @@ def launch(
         return gates[-1]  # pyright: ignore[reportReturnType]
 
     rendezvous_handler_registry.register(backend, gate)
-    options = _torchrun_options(config, backend)
+    options = torchrun_options(config, backend)
     arguments = parse_args([*options, f"--log-dir={logs}", "--module", "--", module, *words])
     arguments.signals_to_handle = "none"  # torch's own handlers would take the place of these
     try:

@@ -77,7 +77,7 @@ class Buckets:
 
     def arm(self, parameters: Sequence[Tensor]) -> None:
         """Before the last backward of a step."""
-        if not _same(self._hooked, parameters):
+        if list(map(id, self._hooked)) != list(map(id, parameters)):
             self.close()
             self._hooked = list(parameters)
             self._buckets = self.cut(parameters)
@@ -199,7 +199,3 @@ def _rows_of(gradient: Tensor, rows: Tensor | None) -> Tensor:
 
 def _shape_of(gradient: Tensor, rows: Tensor | None) -> torch.Size:
     return gradient.shape if rows is None else torch.Size([len(rows), *gradient.shape[1:]])
-
-
-def _same(hooked: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
-    return len(hooked) == len(parameters) and all(a is b for a, b in zip(hooked, parameters, strict=True))

@@ -192,20 +192,22 @@ def lay_out(world: World, config: ParallelConfig) -> Mesh:
 
 def _lay_out_anew(world: World, sizes: Mapping[str, int], *, copies_weights: bool) -> Mesh:
     devices = init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    axes = {name: _axis(devices[name].get_group(), world) for name in sizes}
+    axes = {name: axis_world(devices[name], world.device) for name in sizes}
     joint = {"data": ("replicate", "shard"), "sharing": ("shard", "context")}
     joined = {name: devices[parts]._flatten(name) for name, parts in joint.items()}
-    axes |= {name: _axis(mesh.get_group(), world) for name, mesh in joined.items()}
+    axes |= {name: axis_world(mesh, world.device) for name, mesh in joined.items()}
     if copies_weights:
         copies = devices["replicate", "context"]._flatten("copies")
-        axes["reduce"] = _axis(copies.get_group(), world)
+        axes["reduce"] = axis_world(copies, world.device)
     else:
         axes["reduce"] = axes["replicate"]
     return Mesh(world=world, devices=devices, sharing_devices=joined["sharing"], **axes)
 
 
-def _axis(group: dist.ProcessGroup, world: World) -> World:
-    return World(rank=group.rank(), size=group.size(), device=world.device, group=group)
+def axis_world(mesh: DeviceMesh, device: torch.device) -> World:
+    """The ranks along a mesh of one dimension."""
+    group = mesh.get_group()
+    return World(rank=group.rank(), size=group.size(), device=device, group=group)
 
 
 def world_apart(world: World) -> World:

@@ -29,7 +29,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Attention, Block, Decoder, FeedForward, Linear, RMSNorm
 from modelwright.parallel import vocabulary
 from modelwright.parallel.conjugates import enter, gather, gather_same, leave, scatter_sum
-from modelwright.parallel.mesh import World
+from modelwright.parallel.mesh import World, axis_world
 
 TOKENS = 1
 """The dimension of tokens in [B, T, D]."""
@@ -42,7 +42,8 @@ def shard_layers(model: Decoder, tensor: DeviceMesh, *, sequence_parallel: bool)
     of them on every rank. Raises `ConfigError` when the model's shape does not divide.
     """
     check_shape(model.config, tensor.size())
-    layers = _Layers(mesh=tensor, axis=_world(tensor), sequence_parallel=sequence_parallel)
+    axis = axis_world(tensor, torch.device(tensor.device_type))
+    layers = _Layers(mesh=tensor, axis=axis, sequence_parallel=sequence_parallel)
     for block in model.blocks.values():
         assert isinstance(block, Block)
         _share_block(layers, block, model.config)
@@ -119,11 +120,6 @@ class _Layers:
             return leave(part_BTD, self.axis)
         stage_tokens(part_BTD.shape[TOKENS], self.axis.size, sequence_parallel=True)
         return scatter_sum(part_BTD, self.axis, TOKENS)
-
-
-def _world(mesh: DeviceMesh) -> World:
-    group = mesh.get_group()
-    return World(rank=group.rank(), size=group.size(), device=torch.device(mesh.device_type), group=group)
 
 
 def _share_block(layers: _Layers, block: Block, config: ModelConfig) -> None:

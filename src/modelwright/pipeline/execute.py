@@ -4,8 +4,8 @@ The only place that knows all of them; what a stage does and what the terminal s
 """
 
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,18 @@ def execute(
             config = parse(RunConfig, load_yaml(run.config))
             stages = _stages(config, run, only, ranks)
         use_threads(config.hardware.num_threads)
-        return _run(config, run, stages, only, origin, words, ranks, shown, restart=restart)
+        with _journal(run, config, origin, words, ranks) as after_stage:
+            outcomes = run_stages(
+                run,
+                stages,
+                ranks=ranks,
+                progress=shown,
+                only=("init", *only) if only else (),
+                restart=restart,
+                after_stage=after_stage,
+            )
+        has_model = any(run.stage(name).artifact.is_dir() for name in config.trained_stages)
+        return Done(outcomes, ranks.rank == 0, has_model)
 
 
 def check_request(
@@ -166,29 +177,17 @@ def previous_config(run: RunDir) -> RunConfig | None:
         raise ArtifactError(f"{run.config}: {error}; {remedy}") from None
 
 
-def _run(
-    config: RunConfig,
-    run: RunDir,
-    stages: Sequence[Stage],
-    only: Sequence[str],
-    origin: str,
-    words: Sequence[str],
-    ranks: PatientRanks,
-    progress: Progress,
-    *,
-    restart: bool,
-) -> Done:
+@contextmanager
+def _journal(
+    run: RunDir, config: RunConfig, origin: str, words: Sequence[str], ranks: PatientRanks
+) -> Iterator[Callable[[Stage, Manifest], None]]:
+    """Keep run.json on the first process: how the block ends, and each stage that the yielded function is told of.
+
+    A collective that fails because another process has left is raised as `PeerLost`.
+    """
     journal = _RunJournal(run, config, origin, words, ranks) if ranks.rank == 0 else None
     try:
-        outcomes = run_stages(
-            run,
-            stages,
-            ranks=ranks,
-            progress=progress,
-            only=("init", *only) if only else (),
-            restart=restart,
-            after_stage=journal.stage_done if journal else lambda stage, manifest: None,
-        )
+        yield journal.stage_done if journal else lambda stage, manifest: None
     except BaseException as error:
         if journal:
             journal.end("stopped" if isinstance(error, STOPPING) else "failed", str(error))
@@ -197,8 +196,6 @@ def _run(
         raise
     if journal:
         journal.end("done", "")
-    has_model = any(run.stage(name).artifact.is_dir() for name in config.trained_stages)
-    return Done(outcomes, ranks.rank == 0, has_model)
 
 
 class _RunJournal:
@@ -236,11 +233,8 @@ class _RunJournal:
 
     def end(self, state: str, error: str) -> None:
         self._entry |= {"ended": now(), "state": state} | ({"error": error} if error else {})
-        try:
+        with nullcontext() if state == "done" else suppress(OSError):
             self._run.write_info(self._info)
-        except OSError:
-            if state == "done":
-                raise
 
 
 def own_commit() -> str:

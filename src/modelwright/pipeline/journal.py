@@ -8,7 +8,7 @@ import json
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -72,7 +72,8 @@ def begin_attempt(folder: StageDir, digest: str, ranks: int) -> Iterator[Attempt
         raise
     finally:
         attempt.wall_s, attempt.cpu_s, attempt.peak_bytes = use.wall_s, use.cpu_s, use.peak_bytes
-        _write_quietly(folder, digest, [*before, asdict(attempt)], must=attempt.state == "done")
+        with nullcontext() if attempt.state == "done" else suppress(OSError):  # it must not hide the failure
+            _write(folder, digest, [*before, asdict(attempt)])
 
 
 class StageLog:
@@ -123,13 +124,9 @@ class StageLog:
 
     def _line(self, text: str, *, must: bool = True) -> None:
         assert self._file is not None
-        try:
-            with writing(self._path):
-                self._file.write(f"{now()} {text}\n")
-                self._file.flush()
-        except OSError:
-            if must:
-                raise
+        with nullcontext() if must else suppress(OSError), writing(self._path):
+            self._file.write(f"{now()} {text}\n")
+            self._file.flush()
 
 
 def _short(value: float | str) -> str:
@@ -149,12 +146,3 @@ def _read(folder: StageDir) -> dict[str, Any]:
 
 def _write(folder: StageDir, digest: str, attempts: list[dict[str, Any]]) -> None:
     write_atomic(folder.path / "stage.json", json.dumps({"digest": digest, "attempts": attempts}, indent=1))
-
-
-def _write_quietly(folder: StageDir, digest: str, attempts: list[dict[str, Any]], *, must: bool) -> None:
-    """The record of a failure must not hide the failure: on a full disk it is left out."""
-    try:
-        _write(folder, digest, attempts)
-    except OSError:
-        if must:
-            raise

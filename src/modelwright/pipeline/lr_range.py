@@ -20,7 +20,6 @@ from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir, StageDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.loader import PackedLoader, PackedRows
-from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.optim.schedule import ScheduleConfig
@@ -30,10 +29,11 @@ from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.execute import execute, settle
 from modelwright.pipeline.ranks import use_threads
 from modelwright.pipeline.report.blocks import Chart, Fact, Page, Section, Table
-from modelwright.pipeline.report.charts import Line, line_chart
+from modelwright.pipeline.report.charts import Line, line_chart, smooth
 from modelwright.pipeline.report.format import number
 from modelwright.pipeline.report.render import render
 from modelwright.pipeline.runner import survey
+from modelwright.pipeline.stages.training import fresh_model
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.technique import StepInfo, Technique
@@ -90,7 +90,7 @@ class Follow:
 
     def observe(self, info: StepInfo) -> None:
         self.points.append((info.learning_rate, info.loss))
-        values = [value for _, value in smooth(self.points)]
+        values = [value for _, value in smooth(self.points, SMOOTHING)]
         away = len(values) > self.num_steps // 10 and values[-1] > AWAY * min(values)
         if away or not math.isfinite(info.loss):
             raise RanAwayError(f"step {info.step}: the loss runs away at a rate of {info.learning_rate:g}")
@@ -125,7 +125,7 @@ def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) 
     with tempfile.TemporaryDirectory(prefix="modelwright-lr-range-") as scratch:
         try:
             train(
-                _initial_model(config),
+                load_model(Path(config.init_from)) if config.init_from else fresh_model(config),
                 Pretrain(loader),
                 training,
                 num_steps=test.num_steps,
@@ -166,12 +166,11 @@ def judge(points: Sequence[tuple[float, float]], *, diverged: bool) -> Sweep:
     Raises `ModelwrightError` when the loss ran away at once.
     """
     finite = [(rate, loss) for rate, loss in points if math.isfinite(loss)]
-    smoothed = smooth(finite)
+    smoothed = smooth(finite, SMOOTHING)
     if len(smoothed) < 3:
         raise ModelwrightError("the loss ran away within the first steps; begin at a lower rate (--first)")
-    slopes = [
-        (b[1] - a[1]) / math.log(b[0] / a[0]) for a, b in zip(smoothed, smoothed[2:], strict=False)
-    ]  # over two steps each, about the one between
+    # over two steps each, about the one between
+    slopes = [(b[1] - a[1]) / math.log(b[0] / a[0]) for a, b in zip(smoothed, smoothed[2:], strict=False)]
     return Sweep(
         points=finite,
         smoothed=smoothed,
@@ -179,16 +178,6 @@ def judge(points: Sequence[tuple[float, float]], *, diverged: bool) -> Sweep:
         steepest=smoothed[1 + slopes.index(min(slopes))][0],
         diverged=diverged,
     )
-
-
-def smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Exponential moving average of the second values."""
-    mean, weight, found = 0.0, 0.0, []
-    for rate, loss in points:
-        mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
-        weight = SMOOTHING * weight + (1 - SMOOTHING)
-        found.append((rate, mean / weight))
-    return found
 
 
 def write_sweep(found: Sweep, config: RunConfig, test: RangeConfig, folder: Path) -> None:
@@ -232,11 +221,3 @@ def _rows(config: RunConfig, run: RunDir, folder: Path, words: Sequence[str], pr
         data = replace(config, stages=stages)
         execute(data, place, only=(), origin="lr-range", words=words, progress=progress)
     return place.stage("pack").artifact / "pretrain" / "train"
-
-
-def _initial_model(config: RunConfig) -> Decoder:
-    if config.init_from:
-        return load_model(Path(config.init_from))
-    model = Decoder(config.model)
-    model.init_weights(derive_seed(config.seed, "init"))
-    return model

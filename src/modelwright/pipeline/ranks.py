@@ -8,7 +8,7 @@ what layout, is settled here, before any group is built.
 import math
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -88,7 +88,9 @@ def join_ranks(config: RunConfig, *, links: Path, num_rows: int = 0, host: str =
     links: where measured links are kept; num_rows: above 0 (`shared_rows`) the layout is made to fit the processes that
     are there, and one that is left over waits at the context's end; host: this process's host, "" for its network name.
     """
-    with _join(config.parallel, _own_device(settled_device(config.hardware.device)), num_rows) as joined:
+    device = _own_device(settled_device(config.hardware.device))
+    fitted = join_as_fits(config.parallel, num_rows=num_rows, device=device) if num_rows else None
+    with fitted or _join_all(config.parallel, device) as joined:
         if joined is None:
             yield None
             return
@@ -120,12 +122,6 @@ def _traffic(config: RunConfig, layout: ParallelConfig, num_processes: int) -> d
 def _join_all(parallel: ParallelConfig, device: torch.device) -> Iterator[tuple[World, ParallelConfig]]:
     with join_world(device) as world:
         yield world, parallel
-
-
-def _join(
-    parallel: ParallelConfig, device: torch.device, num_rows: int
-) -> AbstractContextManager[tuple[World, ParallelConfig] | None]:
-    return join_as_fits(parallel, num_rows=num_rows, device=device) if num_rows else _join_all(parallel, device)
 
 
 def shared_rows(config: RunConfig) -> int:

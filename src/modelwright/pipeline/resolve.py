@@ -217,12 +217,9 @@ def _settle_int8(config: RunConfig, previous: RunConfig | None, progress: Progre
 
     times = undisturbed(measure, OtherProcesses()).value
     best = min(times, key=lambda name: times[name])
-    progress.note("INT8 backend: " + best + _shown({name: f"{1e3 * value:.2f} ms" for name, value in times.items()}))
+    shown = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in times.items())
+    progress.note(f"INT8 backend: {best} ({shown})")
     return replace(config, quantize=replace(config.quantize, backend=best))
-
-
-def _shown(values: dict[str, str]) -> str:
-    return " (" + ", ".join(f"{name} {value}" for name, value in values.items()) + ")"
 
 
 def _absolute(source: str) -> str:

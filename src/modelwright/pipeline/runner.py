@@ -8,6 +8,7 @@ earlier invocation finished is verified against its manifest before it is used. 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from modelwright.core.artifacts import ArtifactDraft, Manifest, is_finished, read_manifest, write_artifact
@@ -138,26 +139,16 @@ def _work(
     inputs = {name: contents[name] for name in stage.parents}
     parents = {name: run.stage(name).artifact for name in stage.parents}
 
-    def context(output: ArtifactDraft, told: Progress) -> StageContext:
-        return StageContext(
-            folder=folder,
-            output=output,
-            parents=parents,
-            digest=digest,
-            ranks=ranks,
-            progress=told,
-            restart=restart,
-        )
-
+    context = partial(StageContext, folder=folder, parents=parents, digest=digest, ranks=ranks, restart=restart)
     if not first:
-        stage.run(context(ArtifactDraft(folder.artifact), progress))
+        stage.run(context(output=ArtifactDraft(folder.artifact), progress=progress))
         return
     with (
         begin_attempt(folder, digest, ranks.size) as attempt,
         StageLog(folder.log, progress, stage.title) as log,
         write_artifact(folder.artifact, kind=stage.name, digest=digest, inputs=inputs) as draft,
     ):
-        stage.run(context(draft, log))
+        stage.run(context(output=draft, progress=log))
         attempt.child_peak_bytes = int(draft.facts.get("child_peak_bytes", 0))
 
 

@@ -30,15 +30,6 @@ class Ranks(Protocol):
     def barrier(self) -> None: ...
 
 
-class OneProcess:
-    """The usual case: nobody to wait for."""
-
-    rank = 0
-    size = 1
-
-    def barrier(self) -> None: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class StageContext:
     """What a stage's function is handed.

@@ -5,7 +5,7 @@ recipe: the caller says how many tokens each stage sees.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from modelwright.memory.activations import FP32_BYTES, Compute, block_shape, total_recomputed_flops
 from modelwright.memory.checkpointing import segments_for
@@ -46,43 +46,18 @@ def training_memory(
 ) -> MemoryEstimate:
     """Memory of training on one rank that holds everything; `tokens_per_microbatch`: padding included; fused: see
     `BlockShape`."""
+    part = _whole_model(model, tokens_per_microbatch, compute, activations, fused=fused)
+    part = replace(part, num_microbatches=num_microbatches, head_chunk_tokens=head_chunk_tokens)
+    return rank_memory(model, replace(part, async_checkpoints=async_checkpoints))
+
+
+def _whole_model(
+    model: ModelConfig, num_tokens: int, compute: Compute, activations: ActivationConfig, *, fused: bool
+) -> RankPart:
+    """The part of a rank that holds everything, with one microbatch of `num_tokens` tokens."""
     shape = block_shape(model, compute=compute, mean_context=model.max_seq_len / 2, fused=fused)
-    segments = segments_for(activations, model.num_layers, shape=shape, num_tokens=tokens_per_microbatch)
-    part = RankPart(
-        segments=tuple(segments),
-        shape=shape,
-        num_tokens=tokens_per_microbatch,
-        num_microbatches=num_microbatches,
-        head_chunk_tokens=head_chunk_tokens,
-        async_checkpoints=async_checkpoints,
-    )
-    return rank_memory(model, part)
-
-
-def forward_flops(model: ModelConfig, *, num_tokens: float, mean_context: float) -> float:
-    """FLOPs of scoring or prefilling `num_tokens` tokens; see `ModelConfig.flops_per_token`."""
-    return num_tokens * model.flops_per_token(mean_context)
-
-
-def training_flops(model: ModelConfig, *, num_tokens: float, mean_context: float) -> float:
-    """Model FLOPs of training on `num_tokens` tokens: forward and twice that for backward (PaLM, appendix B)."""
-    return 3.0 * forward_flops(model, num_tokens=num_tokens, mean_context=mean_context)
-
-
-def recomputed_flops(
-    model: ModelConfig,
-    *,
-    num_tokens: float,
-    tokens_per_microbatch: int,
-    mean_context: float,
-    compute: Compute,
-    activations: ActivationConfig,
-    fused: bool = False,
-) -> float:
-    """FLOPs that activation checkpointing adds; they take time but are no MFU."""
-    shape = block_shape(model, compute=compute, mean_context=mean_context, fused=fused)
-    segments = segments_for(activations, model.num_layers, shape=shape, num_tokens=tokens_per_microbatch)
-    return num_tokens * total_recomputed_flops(shape, segments)
+    segments = segments_for(activations, model.num_layers, shape=shape, num_tokens=num_tokens)
+    return RankPart(segments=tuple(segments), shape=shape, num_tokens=num_tokens)
 
 
 def training_stage(
@@ -102,25 +77,12 @@ def training_stage(
 ) -> StageEstimate:
     """A training stage. `flops_per_s`: measured rate of the model's products on one rank (`doctor.measure_rates`)."""
     num_tokens = float(num_steps * batch_tokens)
-    flops = training_flops(model, num_tokens=num_tokens, mean_context=mean_context)
+    # forward and twice that for backward (PaLM, appendix B)
+    flops = 3.0 * num_tokens * model.flops_per_token(mean_context)
     tokens_per_microbatch = batch_tokens // (num_microbatches * world_size)
-    again = recomputed_flops(
-        model,
-        num_tokens=num_tokens,
-        tokens_per_microbatch=tokens_per_microbatch,
-        mean_context=mean_context,
-        compute=compute,
-        activations=activations,
-        fused=fused,
-    )
-    memory = training_memory(
-        model,
-        tokens_per_microbatch=tokens_per_microbatch,
-        num_microbatches=num_microbatches,
-        compute=compute,
-        activations=activations,
-        fused=fused,
-    )
+    part = _whole_model(model, tokens_per_microbatch, compute, activations, fused=fused)
+    again = num_tokens * total_recomputed_flops(replace(part.shape, mean_context=mean_context), part.segments)
+    memory = rank_memory(model, replace(part, num_microbatches=num_microbatches))
     return StageEstimate(
         name=name,
         tokens=num_tokens,
@@ -142,7 +104,7 @@ def scoring_stage(
 ) -> StageEstimate:
     """Evaluation of `num_tokens` tokens; an upper bound, as if all lay in documents longer than the context."""
     run = num_tokens / (1.0 - context_overlap)
-    flops = forward_flops(model, num_tokens=run, mean_context=model.max_seq_len / 2)
+    flops = run * model.flops_per_token(model.max_seq_len / 2)
     shape = block_shape(model, compute="fp32", mean_context=0)
     per_token = shape.workspace_bytes + FP32_BYTES * 2 * model.model_dim
     head = FP32_BYTES * model.vocab_size * 2 * min(CHUNK_TOKENS, batch_tokens)

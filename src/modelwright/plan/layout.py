@@ -149,7 +149,7 @@ def _part(
     job: TrainingJob, layout: Layout, shape: BlockShape, layers: tuple[int, ...], rank: int, num_microbatches: int
 ) -> RankPart:
     parallel, axes = layout.parallel, layout.axes
-    stages = _stages(parallel, rank)
+    stages = [stage for stage, owner in enumerate(rank_of_stage(parallel)) if owner == rank]
     num_layers = sum(layers[stage] for stage in stages)
     in_flight = microbatches_in_flight(
         parallel.schedule,
@@ -180,10 +180,6 @@ def _part(
         end_bytes=head_workspace(job.model, part),
     )
     return replace(part, segments=tuple(segments))
-
-
-def _stages(parallel: ParallelConfig, rank: int) -> list[int]:
-    return [stage for stage, owner in enumerate(rank_of_stage(parallel)) if owner == rank]
 
 
 def _ranks_that_decide(layers: tuple[int, ...], parallel: ParallelConfig) -> list[int]:

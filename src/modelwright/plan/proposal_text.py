@@ -133,13 +133,9 @@ def _parts(memory: MemoryEstimate) -> str:
 
 def _reason(found: Assessment, cluster: Cluster) -> str:
     memory = found.memory
-    kind = "its states alone" if memory.states > cluster.memory_bytes else "mostly " + _largest(memory)
-    return f"needs {_decimal(memory.total)} on its fullest device, {kind} ({_parts(memory)})"
-
-
-def _largest(memory: MemoryEstimate) -> str:
     parts = asdict(memory)
-    return max(parts, key=lambda name: parts[name])
+    kind = "its states alone" if memory.states > cluster.memory_bytes else f"mostly {max(parts, key=parts.__getitem__)}"
+    return f"needs {_decimal(memory.total)} on its fullest device, {kind} ({_parts(memory)})"
 
 
 def _short(found: Assessment) -> str:

@@ -49,7 +49,7 @@ def propose(job: TrainingJob, cluster: Cluster, *, memory_share: float = MARGIN)
         except ConfigError as error:
             refused.setdefault(str(error))
             continue
-        key = _mesh(layout)
+        key = (*layout.axes.values(), layout.parallel.shard)
         if found.memory.total <= room and (key not in fitting or _rank(found) < _rank(fitting[key])):
             fitting[key] = found
         if key not in smallest or found.memory.total < smallest[key].memory.total:
@@ -76,7 +76,7 @@ def layouts(job: TrainingJob, cluster: Cluster) -> Iterator[Layout]:
         copies = axes["replicate"] * axes["shard"]
         if job.num_rows % copies:
             continue
-        for rows in _powers_of_two(min(_MAX_MICROBATCH_ROWS, job.num_rows // copies)):
+        for rows in (2**k for k in range(min(_MAX_MICROBATCH_ROWS, job.num_rows // copies).bit_length())):
             num_microbatches = job.num_rows // copies // rows
             if job.num_rows % (copies * rows) or not _schedulable(job.model, parallel, num_microbatches):
                 continue
@@ -120,10 +120,6 @@ def _rank(found: Assessment) -> tuple[float, int]:
     return found.step_s, found.memory.total
 
 
-def _mesh(layout: Layout) -> tuple:
-    return *layout.axes.values(), layout.parallel.shard
-
-
 def _shard_groups(cluster: Cluster, data: int, context: int, tensor: int) -> Iterator[tuple[Shard, int]]:
     yield "none", 0
     if data == 1:
@@ -163,7 +159,3 @@ def _schedulable(model: ModelConfig, parallel: ParallelConfig, num_microbatches:
 
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
-
-
-def _powers_of_two(most: int) -> list[int]:
-    return [2**k for k in range(most.bit_length()) if 2**k <= most]

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import IGNORED, TokenBatch
-from modelwright.memory.config import Tier
 from modelwright.memory.disk import MOST_QUEUED_BYTES, READ_AHEAD
 from modelwright.memory.lifetimes import MemoryTimeline
 from modelwright.memory.offload import Nowhere
@@ -59,6 +58,7 @@ def trace_step(
     assert isinstance(decoder, Decoder)
     if not fake:
         decoder.init_weights(0)
+    on_disk = train.activations.offload == "disk"
     trace = StepTrace(decoder)
     with ExitStack() as exit_stack, trace.places():
         one_step = build_step(
@@ -70,7 +70,7 @@ def trace_step(
             num_steps=2,
             seed=0,
             folder=Path(os.devnull),
-            store=_traced_store(train.activations.offload),
+            store=Nowhere(queued_bytes=MOST_QUEUED_BYTES, read_ahead=READ_AHEAD) if on_disk else Nowhere(),
             exit_stack=exit_stack,
             wrap_strategy=WithoutNorms,
         ).one_step
@@ -106,10 +106,6 @@ class WithoutNorms(Strategy):
 
     def optimizer_step(self) -> None:
         self.strategy.optimizer_step()
-
-
-def _traced_store(tier: Tier) -> Nowhere:
-    return Nowhere(queued_bytes=MOST_QUEUED_BYTES, read_ahead=READ_AHEAD) if tier == "disk" else Nowhere()
 
 
 def _rows(num_rows: int, seq_len: int, vocab_size: int) -> TokenBatch:

@@ -67,6 +67,11 @@ class Generation:
         async for _ in self.pieces():
             pass
 
+    def envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The body of a reply or of an event; kind: its `object`."""
+        head = {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
+        return {**head, "choices": choices}
+
     def usage(self) -> dict[str, Any]:
         completion = sum(answer.num_tokens for answer in self.answers)
         return {

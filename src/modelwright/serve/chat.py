@@ -6,6 +6,8 @@ from typing import Any
 from modelwright.serve.answers import Generation
 from modelwright.serve.text import Delta, TokenInfo
 
+CHUNK = "chat.completion.chunk"
+
 
 def full(generation: Generation) -> dict[str, Any]:
     """The answer in one piece."""
@@ -18,39 +20,25 @@ def full(generation: Generation) -> dict[str, Any]:
         }
         for index, answer in enumerate(generation.answers)
     ]
-    return _envelope(generation, "chat.completion", choices) | {"usage": generation.usage()}
+    return generation.envelope("chat.completion", choices) | {"usage": generation.usage()}
 
 
 def opening(generation: Generation) -> list[dict[str, Any]]:
     """The first events of a stream: who speaks."""
     delta = {"role": "assistant", "content": ""}
-    return [_chunk(generation, [_choice(index, delta, None, None)]) for index in range(len(generation.answers))]
+    return [generation.envelope(CHUNK, [_choice(index, delta, None, None)]) for index in range(len(generation.answers))]
 
 
 def chunk(generation: Generation, index: int, piece: Delta) -> dict[str, Any]:
     """One event of a stream."""
     delta = {"content": piece.text} if piece.text else {}
     logprobs = _logprobs(generation, piece.tokens)
-    return _chunk(generation, [_choice(index, delta, logprobs, piece.finish_reason or None)])
+    return generation.envelope(CHUNK, [_choice(index, delta, logprobs, piece.finish_reason or None)])
 
 
 def usage_chunk(generation: Generation) -> dict[str, Any]:
     """The last event, when the client asked for it."""
-    return _chunk(generation, []) | {"usage": generation.usage()}
-
-
-def _chunk(generation: Generation, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    return _envelope(generation, "chat.completion.chunk", choices)
-
-
-def _envelope(generation: Generation, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "id": generation.answer_id,
-        "object": kind,
-        "created": generation.created,
-        "model": generation.model,
-        "choices": choices,
-    }
+    return generation.envelope(CHUNK, []) | {"usage": generation.usage()}
 
 
 def _choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ def full(generation: Generation) -> dict[str, Any]:
         _choice(generation, index, answer.shown, answer.tokens, answer.finish_reason)
         for index, answer in enumerate(generation.answers)
     ]
-    return _envelope(generation, choices) | {"usage": generation.usage()}
+    return generation.envelope("text_completion", choices) | {"usage": generation.usage()}
 
 
 def opening(generation: Generation) -> list[dict[str, Any]]:
@@ -23,22 +23,13 @@ def opening(generation: Generation) -> list[dict[str, Any]]:
 
 def chunk(generation: Generation, index: int, piece: Delta) -> dict[str, Any]:
     """One event of a stream."""
-    return _envelope(generation, [_choice(generation, index, piece.text, piece.tokens, piece.finish_reason)])
+    choice = _choice(generation, index, piece.text, piece.tokens, piece.finish_reason)
+    return generation.envelope("text_completion", [choice])
 
 
 def usage_chunk(generation: Generation) -> dict[str, Any]:
     """The last event, when the client asked for it."""
-    return _envelope(generation, []) | {"usage": generation.usage()}
-
-
-def _envelope(generation: Generation, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "id": generation.answer_id,
-        "object": "text_completion",
-        "created": generation.created,
-        "model": generation.model,
-        "choices": choices,
-    }
+    return generation.envelope("text_completion", []) | {"usage": generation.usage()}
 
 
 def _choice(generation: Generation, index: int, text: str, tokens: Sequence[TokenInfo], reason: str) -> dict[str, Any]:

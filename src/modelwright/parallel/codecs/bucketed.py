@@ -72,7 +72,8 @@ class BucketedTransport:
         for name in (name for name in states[0] if name != "shared"):
             parts = [state[name] for state in states]
             if any(parts):  # a bucket that holds nothing back stands beside those that do
-                parts = [part or _zeros(shapes) for part, shapes in zip(parts, reversed(self._shapes), strict=True)]
+                whole = zip(parts, reversed(self._shapes), strict=True)
+                parts = [part or list(map(torch.zeros, shapes)) for part, shapes in whole]
             lists[name] = [tensor for part in parts for tensor in part]
         return {**lists, "shared": [state.get("shared", {}) for state in states]}
 
@@ -96,18 +97,10 @@ class BucketedTransport:
             return
         shared = state.get("shared") or [transport.state_dict().get("shared", {}) for transport in self._transports]
         if len(shared) != len(buckets):
-            shared = [_afresh(shared[0])] * len(buckets)
+            shared = [{k: [] if isinstance(v, list) else v for k, v in shared[0].items()}] * len(buckets)
         left = {name: list(value) for name, value in state.items() if name != "shared"}
         for transport, bucket, own in zip(reversed(self._transports), reversed(buckets), shared, strict=True):
             size = None if bucket is buckets[0] else len(bucket)  # the last one takes all: what is too much shows there
             lists = {name: value[:size] for name, value in left.items()}
             left = {name: value[len(bucket) :] for name, value in left.items()}
             transport.load_state_dict({**transport.state_dict(), **lists, "shared": own})
-
-
-def _zeros(shapes: Sequence[torch.Size]) -> list[Tensor]:
-    return [torch.zeros(shape) for shape in shapes]
-
-
-def _afresh(shared: dict[str, Any]) -> dict[str, Any]:
-    return {name: [] if isinstance(value, list) else value for name, value in shared.items()}

@@ -38,7 +38,7 @@ class DelayedTransport:
 
     inner: works among ranks of a group that nothing else uses (`world_apart`), because its collectives run beside the
     loop's. weights: what the loop updates, in the order of the gradients; needed
-    for `compensate` only. Call `close` (or leave the `with` block) before the process group is taken down.
+    for `compensate` only. Call `close` before the process group is taken down.
     """
 
     def __init__(
@@ -57,12 +57,6 @@ class DelayedTransport:
         self.bytes_sent = 0
         self._in_flight: deque[_InFlight] = deque()
         self._thread = ThreadPoolExecutor(1, "gradients", torch.set_num_threads, (torch.get_num_threads(),))
-
-    def __enter__(self) -> "DelayedTransport":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Wait for what is in flight; all ranks have begun the same sums, so they end."""

@@ -108,14 +108,6 @@ class Links:
                     group_of = [new if group == old else group for group in group_of]
         return tuple(tuple(rank for rank in ranks if group_of[rank] == group) for group in sorted(set(group_of)))
 
-    def renumbered(self, permutation: Sequence[int]) -> "Links":
-        """The same links when position i is held by rank permutation[i]."""
-        return Links(
-            hosts=tuple(self.hosts[rank] for rank in permutation),
-            latency_s=self.latency_s,
-            bytes_per_s=self.bytes_per_s,
-        )
-
     def worst_change(self, other: "Links", num_bytes: float = 2**16) -> float:
         """The largest factor, at least 1, by which a pair's cost differs between two measurements."""
         pairs = zip(sum(self.costs(num_bytes), ()), sum(other.costs(num_bytes), ()), strict=True)
@@ -123,16 +115,6 @@ class Links:
 
     def _host(self, rank: int) -> int:
         return self.host_names.index(self.hosts[rank])
-
-
-def uniform(num_ranks: int, *, latency_s: float, bytes_per_s: float) -> Links:
-    """Equal links between ranks on hosts of their own."""
-    hosts = tuple(f"{rank:05d}" for rank in range(num_ranks))
-    return Links(
-        hosts=hosts,
-        latency_s=((latency_s,) * num_ranks,) * num_ranks,
-        bytes_per_s=((bytes_per_s,) * num_ranks,) * num_ranks,
-    )
 
 
 def measure_links(world: World, config: LinksConfig | None = None, *, host: str = "") -> Links:

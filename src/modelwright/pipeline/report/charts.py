@@ -126,12 +126,13 @@ def bar_chart(
     return _svg(figure, name)
 
 
-def smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Exponential moving average over about a fortieth of the points (two at least, fifty at most).
+def smooth(points: Sequence[tuple[float, float]], weight: float = 0.0) -> list[tuple[float, float]]:
+    """Exponential moving average of the finite values; weight: of the past, 0 for an average over about a fortieth of
+    the points (two at least, fifty at most).
 
     With bias correction (Adam's), so that the start is not dragged to zero.
     """
-    weight = 1 - 1 / min(50.0, max(2.0, len(points) / 40))
+    weight = weight or 1 - 1 / min(50.0, max(2.0, len(points) / 40))
     result, mean, norm = [], 0.0, 0.0
     for x, y in points:
         if math.isfinite(y):

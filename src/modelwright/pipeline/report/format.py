@@ -1,6 +1,7 @@
 """Numbers formatted for reading: grouped, rounded, with a unit."""
 
 import math
+from collections.abc import Sequence
 
 
 def compact(value: float) -> str:
@@ -11,6 +12,12 @@ def compact(value: float) -> str:
         if abs(value) >= limit:
             return f"{value / limit:.3g}{letter}"
     return f"{value:.4g}"
+
+
+def first_lines(lines: Sequence[str], most: int, rest_in: str = "") -> str:
+    """The first `most` lines as one text, with the number of those left out and the file that has them all."""
+    rest = [f"... and {len(lines) - most} more{f' in {rest_in}' if rest_in else ''}"] if len(lines) > most else []
+    return "\n".join([*lines[:most], *rest])
 
 
 def flop_rate(value: float) -> str:

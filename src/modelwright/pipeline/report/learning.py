@@ -8,7 +8,7 @@ from typing import Any
 from modelwright.core.records import column, summarize
 from modelwright.pipeline.report.blocks import Block, Chart, Excerpt, Fold, Note, Section, Table
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
-from modelwright.pipeline.report.format import count, number, percent, plural, seconds
+from modelwright.pipeline.report.format import count, first_lines, number, percent, plural, seconds
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.report.stability import scale_blocks, spike_blocks
 from modelwright.precision.policy import PrecisionConfig
@@ -170,13 +170,13 @@ def _format_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[
         percent=True,
     )
     chart = Chart("Number formats", svg, f"{plural(len(changes), 'format change')}.")
+    if not changes:
+        return [chart]
     lines = [
-        f"step {one['step']:>6}  {one['part']:24} {one['from']} -> {one['to']}: {one['reason']}"
-        for one in changes[:_EVENTS_SHOWN]
+        f"step {one['step']:>6}  {one['part']:24} {one['from']} -> {one['to']}: {one['reason']}" for one in changes
     ]
-    if len(changes) > _EVENTS_SHOWN:
-        lines.append(f"... and {len(changes) - _EVENTS_SHOWN} more in formats.jsonl")
-    return [chart, Fold("Changes of number formats", [Excerpt("", "\n".join(lines))])] if changes else [chart]
+    text = first_lines(lines, _EVENTS_SHOWN, "formats.jsonl")
+    return [chart, Fold("Changes of number formats", [Excerpt("", text)])]
 
 
 def _watch_blocks(stage: StageData) -> list[Block]:
@@ -185,7 +185,6 @@ def _watch_blocks(stage: StageData) -> list[Block]:
         return [Note("Watch list: no loss spike, gradient-norm outlier, non-finite step or data stall.", "good")]
     kinds = Counter(event["kind"] for event in events)
     found = ", ".join(f"{_KINDS.get(kind, kind)}: {times}" for kind, times in kinds.most_common())
-    text = "\n".join(f"step {event['step']:>6}  {event['text']}" for event in events[:_EVENTS_SHOWN])
-    if len(events) > _EVENTS_SHOWN:
-        text += f"\n... and {len(events) - _EVENTS_SHOWN} more in watch.jsonl"
+    lines = [f"step {event['step']:>6}  {event['text']}" for event in events]
+    text = first_lines(lines, _EVENTS_SHOWN, "watch.jsonl")
     return [Note(f"Watch list: {found}.", "warning"), Fold("Steps on the watch list", [Excerpt("", text)])]

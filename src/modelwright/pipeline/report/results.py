@@ -101,7 +101,8 @@ def serving_section(data: RunData) -> Section | None:
         TextSample(
             entry["question"],
             entry["answer"].strip() or "(an empty answer)",
-            _answer_detail(entry),
+            f"{entry['num_tokens']} tokens in {entry['latency_s']:.2f} s ({entry['finish_reason']})"
+            + (f". Reference answer: {_short(entry['reference'])}" if entry["reference"] else ""),
         )
         for entry in result["answers"]
     ]
@@ -117,11 +118,6 @@ def serving_section(data: RunData) -> Section | None:
     if result.get("left_out"):
         blocks.insert(0, Note(f"{result['left_out']}.", "warning"))
     return Section("serving", "Served answers", blocks, lead)
-
-
-def _answer_detail(entry: Mapping[str, Any]) -> str:
-    words = f"{entry['num_tokens']} tokens in {entry['latency_s']:.2f} s ({entry['finish_reason']})"
-    return f"{words}. Reference answer: {_short(entry['reference'])}" if entry["reference"] else words
 
 
 def _stream_words(result: Mapping[str, Any]) -> str:

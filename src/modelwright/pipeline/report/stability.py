@@ -6,7 +6,7 @@ from typing import Any
 from modelwright.core.records import column
 from modelwright.pipeline.report.blocks import Block, Chart, Excerpt, Fold, Note, Table
 from modelwright.pipeline.report.charts import Line, line_chart
-from modelwright.pipeline.report.format import count, number, plural
+from modelwright.pipeline.report.format import count, first_lines, number, plural
 from modelwright.pipeline.report.run_data import StageData
 
 _CHANGES_SHOWN = 60
@@ -35,9 +35,7 @@ def scale_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[Bl
     changes = [(step, f"step {step:>6}  {_power(value)}") for step, value in state["history"]]
     if layers:
         changes += [(step, f"step {step:>6}  {_power(value)}  layer {at}") for step, at, value in layers["history"]]
-    text = "\n".join(line for _, line in sorted(changes)[:_CHANGES_SHOWN])
-    if len(changes) > _CHANGES_SHOWN:
-        text += f"\n... and {len(changes) - _CHANGES_SHOWN} more"
+    text = first_lines([line for _, line in sorted(changes)], _CHANGES_SHOWN)
     blocks: list[Block] = [Chart("Loss scale", chart, words)]
     if len(changes) > 1:  # the first entry is the initial scale
         blocks.append(Fold("Changes of the loss scale", [Excerpt("", text)]))
@@ -55,9 +53,7 @@ def spike_blocks(stage: StageData) -> list[Block]:
     if rollbacks:
         lost = sum(event["batches"][1] - event["batches"][0] + 1 for event in rollbacks)
         words += f"; {plural(len(rollbacks), 'rollback')} undid {plural(lost, 'update')}"
-    text = "\n".join(map(_event_words, events[:_CHANGES_SHOWN]))
-    if len(events) > _CHANGES_SHOWN:
-        text += f"\n... and {len(events) - _CHANGES_SHOWN} more in spikes.jsonl"
+    text = first_lines([*map(_event_words, events)], _CHANGES_SHOWN, "spikes.jsonl")
     return [Note(words + ".", "warning"), Fold("Skipped batches", [Excerpt("", text)])]
 
 

@@ -1,6 +1,5 @@
 """tokenize: a byte-level BPE tokenizer trained on the kept training text."""
 
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -19,7 +18,8 @@ def tokenize_stage(config: RunConfig) -> Stage:
     def run(context: StageContext) -> None:
         clean = context.parents["clean"]
         context.progress.begin("tokenizer", 0, "documents")
-        tokenizer = train_tokenizer(_training_texts(clean), config.tokenizer)
+        texts = (document.text for document in read_kept(clean, split="train"))
+        tokenizer = train_tokenizer(texts, config.tokenizer)
         tokenizer.save(context.output.path, max_length=config.model.max_seq_len)
         fertility = _bytes_per_token(clean, tokenizer)
         context.output.facts |= {"vocab_size": tokenizer.vocab_size, "bytes_per_token": fertility}
@@ -34,10 +34,6 @@ def tokenize_stage(config: RunConfig) -> Stage:
         parents=("clean",),
         run=run,
     )
-
-
-def _training_texts(clean: Path) -> Iterator[str]:
-    return (document.text for document in read_kept(clean, split="train"))
 
 
 def _bytes_per_token(clean: Path, tokenizer: Tokenizer) -> dict[str, float]:

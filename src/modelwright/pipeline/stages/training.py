@@ -64,7 +64,8 @@ def _stage(config: RunConfig, name: str, title: str, training: TrainConfig, lear
 
 
 def _run(context: StageContext, config: RunConfig, name: str, training: TrainConfig, learn: Learn) -> None:
-    model = initial_model(context, config, name)
+    before = model_before(config, name)
+    model = load_model(context.parents[before]) if before else fresh_model(config)
     rows = context.parents["pack"] / name / "train"
     if rows.is_dir():
         facts = _learn(context, config, name, training, learn, model, rows)
@@ -74,14 +75,13 @@ def _run(context: StageContext, config: RunConfig, name: str, training: TrainCon
     else:
         raise DataError(f"{name}: no prose or code document is left to learn from; see dropped text in the clean stage")
     if context.ranks.rank == 0:
-        _save(context, model, Tokenizer.load(context.parents[tokenizer_stage(config)]), facts)
+        tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
+        save_model_folder(model, tokenizer, context.output.path)
+        context.output.facts |= facts
 
 
-def initial_model(context: StageContext, config: RunConfig, name: str) -> Decoder:
-    """The model of the stage before, or one with random weights that the seed fixes."""
-    before = model_before(config, name)
-    if before:
-        return load_model(context.parents[before])
+def fresh_model(config: RunConfig) -> Decoder:
+    """A model with random weights that the seed fixes."""
     model = Decoder(config.model)
     model.init_weights(derive_seed(config.seed, "init"))
     return model
@@ -208,11 +208,6 @@ def _read_peak(context: StageContext) -> dict[str, Any]:
         return json.loads((context.folder.path / "peak.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-
-
-def _save(context: StageContext, model: Decoder, tokenizer: Tokenizer, facts: dict[str, Any]) -> None:
-    save_model_folder(model, tokenizer, context.output.path)
-    context.output.facts |= facts
 
 
 def _summary(name: str, num_steps: int, result: TrainResult, used_share: float) -> str:

@@ -1,4 +1,4 @@
-"""Generation by whole forward passes: no cache, one sequence, one token at a time. The engine's twin in tests."""
+"""Generation by whole forward passes: no cache, one sequence, one token at a time. The engine's reference."""
 
 from collections import Counter
 from collections.abc import Sequence

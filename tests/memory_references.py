@@ -1,18 +1,14 @@
-"""How a step's allocations find their planned places: by the definition, the twin of `arena_allocator.cpp`.
+"""Slow references for `modelwright.memory`: what lifetimes, arenas, budgets and replays are by their definitions."""
 
-Steps need not be alike. Sizes that come equally often in steps say where in the plan a step stands: each takes the next
-planned block of its size, unless more of the plan would be passed over than has come without a place; else one that was
-passed over. What varies in number or size (attention tiles of packed rows, say) is planned with some room; it takes a
-block of that kind nearby which fits and is free, and moves nothing else. A place is given out only while nothing alive
-overlaps it. All else comes from the usual allocator. Knows no tensor.
-"""
-
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-OUTLIVES = -1
-"""The offset of a block that was still alive when its step ended: it comes from the usual allocator."""
+from modelwright.memory.arena import Arena
+from modelwright.memory.arena_run import OUTLIVES, Planned
+from modelwright.memory.budget import Budget, SegmentChoice, peak, total_cost
+from modelwright.memory.lifetimes import Lifetime
+
 WINDOW = 64
 """How far back a block of equal size is looked for, counted in blocks that do not vary."""
 NEAR = 4
@@ -21,18 +17,61 @@ SKIP = 2
 """Bytes of the plan that may be passed over, for each byte that has come without a place."""
 
 
-class Planned(NamedTuple):
-    """One allocation of a step. One that varies from step to step serves blocks of half its bytes to all of them, and
-    never outlives the step."""
+def live_bytes_naive(lifetimes: Sequence[Lifetime], time: int) -> int:
+    """The bytes alive at one operator, by the definition; the reference for `MemoryTimeline.live_bytes`."""
+    return sum(one.num_bytes for one in lifetimes if one.birth <= time < one.death)
 
-    num_bytes: int
-    offset: int
-    varies: bool = False
+
+def check_arena(arena: Arena) -> None:
+    """Assert that no two tensors that are alive at once share a byte."""
+    for (left, at), (right, there) in itertools.combinations(zip(arena.lifetimes, arena.offsets, strict=True), 2):
+        apart = at + left.num_bytes <= there or there + right.num_bytes <= at
+        assert apart or not _together(left, right), (left, at, right, there)
+
+
+def least_arena_naive(lifetimes: Sequence[Lifetime]) -> int:
+    """The size of the smallest arena there is: every order, each tensor as low as it can be. For up to eight or so."""
+    return min((_lowest_first(order) for order in itertools.permutations(lifetimes)), default=0)
+
+
+def _lowest_first(order: Sequence[Lifetime]) -> int:
+    placed: list[tuple[Lifetime, int]] = []
+    for one in order:
+        near = [(at, at + other.num_bytes) for other, at in placed if _together(one, other)]
+        places = sorted({0, *(end for _, end in near)})
+        lowest = next(p for p in places if all(p + one.num_bytes <= start or p >= end for start, end in near))
+        placed.append((one, lowest))
+    return max(at + one.num_bytes for one, at in placed)
+
+
+def _together(left: Lifetime, right: Lifetime) -> bool:
+    return left.birth < right.death and right.birth < left.death
+
+
+def solve_naive(choices: Sequence[SegmentChoice], num_layers: int, budget: Budget) -> list[SegmentChoice] | None:
+    """All sequences, the cheapest that fits (the one that keeps least, among equals); the reference for `solve`."""
+    fitting = [way for way in _all_ways(choices, num_layers) if peak(way, budget) <= budget.num_bytes]
+    return min(fitting, key=lambda way: (total_cost(way), peak(way, budget)), default=None)
+
+
+def _all_ways(choices: Sequence[SegmentChoice], num_layers: int) -> Iterator[list[SegmentChoice]]:
+    if num_layers == 0:
+        yield []
+    for choice in choices:
+        if choice.segment.num_layers <= num_layers:
+            for rest in _all_ways(choices, num_layers - choice.segment.num_layers):
+                yield [choice, *rest]
 
 
 @dataclass
 class ReplayNaive:
-    """One step after the other by one plan: its allocations in their order.
+    """Replays steps by one plan: its allocations in their order.
+
+    Steps need not be alike. Sizes that come equally often in steps say where in the plan a step stands: each takes the
+    next planned block of its size, unless more of the plan would be passed over than has come without a place; else one
+    that was passed over. What varies in number or size (attention tiles of packed rows, say) is planned with some room;
+    it takes a block of that kind nearby which fits and is free, and moves nothing else. A place is given out only while
+    nothing alive overlaps it. All else comes from the usual allocator.
 
     living: where blocks in the arena begin and end; due: the number of the next block that does not vary, counted
     among those; refused_bytes: of blocks that do not vary and had no place since the last one that had.
