@@ -1,4 +1,4 @@
-"""Memory and time of training with its tensors in a planned arena (`memory_arena`), beside other allocators.
+"""Memory and time of training with its tensors in a planned arena (`step_arena`), beside other allocators.
 
     python benchmarks/arena.py [--sizes small medium] [--kinds glibc heap arena ...] [--rounds 3] [--steps 20]
     python benchmarks/arena.py --sizes small --rounds 1 --steps 8 --results /tmp  # quick: resident memory only
@@ -8,7 +8,7 @@ to step, with an evaluation amid them. The kinds alternate:
 
     heap              what training does without the arena (`memory.allocator`: glibc, freed memory is kept)
     mapped            glibc with a mapping for every larger tensor, given back at once: no gaps, but page faults
-    arena             `memory_arena`
+    arena             `step_arena`
     glibc             the C library as it is, without any setting of ours
     jemalloc          preloaded, as it is (Debian: libjemalloc2)
     jemalloc_pytorch  preloaded, with the settings of PyTorch's own launcher (torch.backends.xeon.run_cpu)
@@ -156,7 +156,7 @@ def train(size: str, *, arena: bool, num_steps: int) -> Meter:
         num_steps=num_steps + 1,
         batch_tokens=BATCH_TOKENS,
         precision=PrecisionConfig(policy="fp32"),
-        memory_arena=arena,
+        step_arena=arena,
         eval_every_steps=EVALUATION_AT,
         keep_best=False,
         checkpoint_every_minutes=0.0,

@@ -115,7 +115,7 @@ def run(folder: Path, num_steps: int, world: World, *, layout: ParallelConfig, s
     settings = {
         "num_steps": num_steps, "batch_tokens": ROWS * LENGTH, "learning_rate": 3e-3,
         "precision": {"policy": "fp32"}, "eval_every_steps": 0, "checkpoint_every_steps": CHECKPOINT_EVERY,
-        "checkpoint_every_minutes": 0.0, "keep_best": False, "guards": {"hang_after_s": HANG_AFTER_S},
+        "checkpoint_every_minutes": 0.0, "keep_best": False, "fault_tolerance": {"watchdog_timeout_s": HANG_AFTER_S},
     }  # fmt: skip
     heldout = [Rows(folder / "heldout.jsonl").batch(10**6 + number) for number in range(4)]
     rows = Rows(notes, int(attempt), pause_s=0.0 if world.size == 1 else PAUSE_S)
@@ -130,7 +130,7 @@ def run(folder: Path, num_steps: int, world: World, *, layout: ParallelConfig, s
 def work(folder: Path, num_steps: int) -> None:
     """What the launcher starts."""
     torch.set_num_threads(1)
-    with join_as_fits(ParallelConfig(share_memory=False), num_rows=ROWS, device=torch.device("cpu")) as joined:
+    with join_as_fits(ParallelConfig(shared_memory=False), num_rows=ROWS, device=torch.device("cpu")) as joined:
         if joined is None:  # three hosts cannot share eight rows: this one waits, however long
             return
         world, layout = joined

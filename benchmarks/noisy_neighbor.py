@@ -168,11 +168,11 @@ def main() -> int:
     missed = []
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder) / "small", options.context)
-        config = ServeConfig(port=0, engine=EngineConfig(cache_tokens=max(16_384, options.context)))
+        config = ServeConfig(port=0, engine=EngineConfig(kv_cache_tokens=max(16_384, options.context)))
         limits = Limits(
-            context=options.context, max_choices=config.max_choices, max_token_bytes=0, max_body_bytes=LARGE
+            context=options.context, max_choices=config.max_completions, max_token_bytes=0, max_body_bytes=LARGE
         )
-        sizes = [LARGE] if options.quick else [LARGE, limits.body_bytes(config.max_choices)]
+        sizes = [LARGE] if options.quick else [LARGE, limits.body_bytes(config.max_completions)]
         with start_server(Path(folder) / "small", config, Path(folder), 120) as server:
             stream_gaps(server.url, "small", options.tokens)
             print(f"{'body':<16} {'bytes':>9} {'quiet p99':>10} {'noisy p99':>10} {'longest':>9} {'ratio':>6}  answers")

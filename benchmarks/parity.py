@@ -62,10 +62,10 @@ class Case:
 
 TIED = {"tie_embeddings": True}
 BEFORE, AFTER = "before.safetensors", "weights.safetensors"
-UNIT = {"activations": {"mode": "unit", "unit_layers": 1}}
-TWO = {"num_microbatches": 2}
+UNIT = {"activation_checkpointing": {"mode": "full", "layers_per_segment": 1}}
+TWO = {"gradient_accumulation_steps": 2}
 CASES = (
-    Case(name="data 2", num_processes=2, layout={"share_memory": False}, settings=TWO),
+    Case(name="data 2", num_processes=2, layout={"shared_memory": False}, settings=TWO),
     Case(name="data 2, one copy in shared memory", num_processes=2, layout={}, settings=TWO),
     Case(name="tensor 2", num_processes=2, layout={"tensor": 2}, settings=TWO),
     Case(name="tensor 2, no sequence parallelism", num_processes=2, layout={"tensor": 2, "sequence_parallel": False}),
@@ -73,32 +73,32 @@ CASES = (
     Case(name="context 4", num_processes=4, layout={"context": 4}),
     Case(name="context 2, ring", num_processes=2, layout={"context": 2, "context_attention": "ring"}, settings=TWO),
     Case(name="context 4, ring", num_processes=4, layout={"context": 4, "context_attention": "ring"}),
-    Case(name="ZeRO-1, 2", num_processes=2, layout={"shard": "optimizer"}, settings=TWO),
-    Case(name="ZeRO-2, 2", num_processes=2, layout={"shard": "gradients"}, settings=TWO),
-    Case(name="ZeRO-3, 4", num_processes=4, layout={"shard": "full"}, settings=TWO),
-    Case(name="hybrid 2 x 2", num_processes=4, layout={"shard": "full", "shard_group": 2}, settings=TWO),
+    Case(name="ZeRO-1, 2", num_processes=2, layout={"zero_stage": 1}, settings=TWO),
+    Case(name="ZeRO-2, 2", num_processes=2, layout={"zero_stage": 2}, settings=TWO),
+    Case(name="ZeRO-3, 4", num_processes=4, layout={"zero_stage": 3}, settings=TWO),
+    Case(name="hybrid 2 x 2", num_processes=4, layout={"zero_stage": 3, "shard_group_size": 2}, settings=TWO),
     Case(name="pipeline 2, GPipe", num_processes=2, layout={"pipeline": 2, "schedule": "gpipe"}, settings=TWO),
-    Case(name="pipeline 2, 1F1B", num_processes=2, layout={"pipeline": 2}, settings={"num_microbatches": 4}),
+    Case(name="pipeline 2, 1F1B", num_processes=2, layout={"pipeline": 2}, settings={"gradient_accumulation_steps": 4}),
     Case(name="pipeline 2, layers to devices", num_processes=2, layout={"pipeline": 2}),
     Case(
-        name="pipeline 2, interleaved", num_processes=2, settings={"num_microbatches": 4},
+        name="pipeline 2, interleaved", num_processes=2, settings={"gradient_accumulation_steps": 4},
         layout={"pipeline": 2, "schedule": "interleaved", "stages_per_rank": 2},
     ),
     Case(
-        name="pipeline 2, zero bubble", num_processes=2, settings={"num_microbatches": 4},
+        name="pipeline 2, zero bubble", num_processes=2, settings={"gradient_accumulation_steps": 4},
         layout={"pipeline": 2, "schedule": "zero_bubble", "stages_per_rank": 2},
     ),
-    Case(name="pipeline 4", num_processes=4, layout={"pipeline": 4}, settings={"num_microbatches": 4}),
+    Case(name="pipeline 4", num_processes=4, layout={"pipeline": 4}, settings={"gradient_accumulation_steps": 4}),
     Case(name="pipeline 2, tied", num_processes=2, layout={"pipeline": 2}, settings=TWO, model=TIED),
     Case(name="tensor 2, tied", num_processes=2, layout={"tensor": 2}, settings=TWO, model=TIED),
     Case(name="data 2 x tensor 2", num_processes=4, layout={"tensor": 2}, settings=TWO),
-    Case(name="ZeRO-3 2 x tensor 2", num_processes=4, layout={"tensor": 2, "shard": "full"}, settings=TWO),
-    Case(name="ZeRO-3 2 x context 2", num_processes=4, layout={"context": 2, "shard": "full"}, settings=TWO),
+    Case(name="ZeRO-3 2 x tensor 2", num_processes=4, layout={"tensor": 2, "zero_stage": 3}, settings=TWO),
+    Case(name="ZeRO-3 2 x context 2", num_processes=4, layout={"context": 2, "zero_stage": 3}, settings=TWO),
     Case(name="pipeline 2 x tensor 2", num_processes=4, layout={"pipeline": 2, "tensor": 2}, settings=TWO),
     Case(name="pipeline 2 x data 2 x tensor 2", num_processes=8, layout={"pipeline": 2, "tensor": 2},
          settings={**TWO, **UNIT}),
     Case(name="pipeline 2 x ZeRO-3 2 x tensor 2", num_processes=8,
-         layout={"pipeline": 2, "tensor": 2, "shard": "full"}, settings={**TWO, **UNIT}),
+         layout={"pipeline": 2, "tensor": 2, "zero_stage": 3}, settings={**TWO, **UNIT}),
 )  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def settings_of(case: Case, compute: str, num_steps: int) -> TrainConfig:
         "precision": {"policy": POLICIES[compute]},
         "eval_every_steps": 0, "checkpoint_every_minutes": 0.0, "keep_best": False,
     }  # fmt: skip
-    return parse(TrainConfig, {**plain, **case.settings})
+    return parse(TrainConfig, {**plain, **case.settings}, constants=True)
 
 
 def train_once(case: Case, compute: str, num_steps: int, folder: Path, *, layout: bool) -> None:

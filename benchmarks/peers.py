@@ -32,7 +32,7 @@ from modelwright.model.hf import load_model, save_model
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import lay_out, single
-from modelwright.recipes.load import RECIPES
+from modelwright.recipes.load import RECIPES, recipe
 from modelwright.train.evaluation import heldout_losses
 from modelwright.train.runner import WholeModel
 from modelwright_claims.results import circumstances, machine_slug
@@ -91,12 +91,12 @@ def parse() -> argparse.Namespace:
 
 def prepare(folder: Path, options: argparse.Namespace) -> Task:
     """Tokenize, pack, initialize, and write down the very batches that our loader gives."""
-    recipe = RECIPES[options.recipe]()
-    text = read_text(fraction=0.4, vocab_size=recipe.tokenizer.vocab_size, heldout_bytes=150_000)["prose"]
+    base = recipe(options.recipe)
+    text = read_text(fraction=0.4, vocab_size=base.tokenizer.vocab_size, heldout_bytes=150_000)["prose"]
     for split, sequences in (("shards", text.train), ("heldout", text.test)):
-        config = PackConfig(seq_len=recipe.pack.seq_len)
+        config = PackConfig(seq_len=base.pack.seq_len)
         pack(((ids, None) for ids in sequences), folder / split, config, vocab_size=text.vocab_size, eos_id=text.eos_id)
-    model = Decoder(replace(recipe.model, vocab_size=text.vocab_size))
+    model = Decoder(replace(base.model, vocab_size=text.vocab_size))
     model.init_weights(seed=0)
     save_model(model, folder / "model", eos_id=text.eos_id)
     task = Task(
@@ -105,7 +105,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> Task:
         num_steps=options.steps,
         warmup_steps=options.warmup,
         batch_rows=options.rows,
-        seq_len=recipe.pack.seq_len,
+        seq_len=base.pack.seq_len,
         threads=options.threads,
         device=options.device,
     )

@@ -30,7 +30,7 @@ RESULTS = Path(__file__).parent / "results"
 FP8_SCALING, FP8_RECIPE = "--pretrain.precision.fp8.scaling", "--pretrain.precision.fp8.recipe"
 POLICIES: dict[str, list[str]] = {
     "fp32": ["fp32"],
-    "fp32, two microbatches": ["fp32", "--pretrain.num_microbatches", "2"],
+    "fp32, two microbatches": ["fp32", "--pretrain.gradient_accumulation_steps", "2"],
     "bf16_mixed": ["bf16_mixed"],
     "fp16_mixed": ["fp16_mixed"],
     "pure_fp16": ["pure_fp16"],

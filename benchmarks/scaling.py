@@ -32,7 +32,7 @@ def measure(prepared: Path, folder: Path, num_processes: int, num_steps: int, ba
     settings = [
         "--nproc", str(num_processes), "--pretrain.num_steps", str(num_steps), "--pretrain.precision.policy", "fp32",
         *batch, "--pretrain.num_epochs", "0", "--pretrain.num_tokens", "0", "--pretrain.eval_every_steps", "0",
-        "--heldout_tokens", "2048",
+        "--validation_tokens", "2048",
     ]  # fmt: skip
     records = pretrain(prepared, folder, settings, threads=num_processes)
     median = {

@@ -14,7 +14,7 @@ from distributed import run_distributed
 from modelwright.core.records import column, read_records
 
 RARE = {"eval_every_steps": 0, "checkpoint_every_steps": 0}
-COPIES = {"parallel": {"share_memory": False}}
+COPIES = {"parallel": {"shared_memory": False}}
 GROUP_SIZE = 8
 """Minimum number of cases that run together on one process group."""
 

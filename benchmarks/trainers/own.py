@@ -69,7 +69,7 @@ def run(task: Task, out: Path) -> Trained:
         learning_rate=LEARNING_RATE,
         betas=BETAS,
         weight_decay=WEIGHT_DECAY,
-        clip_norm=CLIP_NORM,
+        max_grad_norm=CLIP_NORM,
         schedule=ScheduleConfig(kind="constant", warmup_fraction=0.0),
         precision=PrecisionConfig(policy="bf16_mixed" if task.compute == "bf16" else "fp32"),
     )

@@ -26,7 +26,7 @@ def measure_pace(setting: Setting) -> Measurement:
     small = replace(size, batch_rows=size.batch_rows // PARTS, num_steps=size.num_steps * PARTS)
     variants = {
         WHOLE: bench.variant(size, {}),
-        ACCUMULATED: bench.variant(size, {"num_microbatches": PARTS}),
+        ACCUMULATED: bench.variant(size, {"gradient_accumulation_steps": PARTS}),
         SMALL: bench.variant(small, {}),
     }
     found = bench.steps_to_a_loss(setting, variants, plain=WHOLE)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from modelwright.core.config import dump
 from modelwright.memory.activations import block_shape
-from modelwright.memory.config import ActivationConfig
+from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.plan.estimate import training_memory
@@ -58,25 +58,25 @@ def samples_of(found: Mapping[str, Sequence[Measured]], estimates: Mapping[str, 
     }
 
 
-def configs(model: ModelConfig, num_tokens: int) -> dict[str, ActivationConfig]:
+def configs(model: ModelConfig, num_tokens: int) -> dict[str, ActivationCheckpointingConfig]:
     """What is compared, by name; units from 1 to all layers."""
     fused = cpu_kernels.are_used_on("cpu")
     shape = block_shape(model, compute="fp32", mean_context=model.max_seq_len / 2, fused=fused)
     whole = num_tokens * (model.num_layers * shape.whole_bytes + shape.workspace_bytes)
     units = [2**k for k in range(model.num_layers.bit_length()) if 2**k <= model.num_layers]
     return {
-        NONE: ActivationConfig(),
-        **{f"unit of {n}": ActivationConfig(mode="unit", unit_layers=n) for n in units},
-        "selective": ActivationConfig(mode="selective"),
-        "budget of half": ActivationConfig(mode="budget", budget_bytes=whole // 2),
+        NONE: ActivationCheckpointingConfig(),
+        **{f"unit of {n}": ActivationCheckpointingConfig(mode="full", layers_per_segment=n) for n in units},
+        "selective": ActivationCheckpointingConfig(mode="selective"),
+        "budget of half": ActivationCheckpointingConfig(mode="budget", budget_bytes=whole // 2),
     }
 
 
-def probe(model: ModelConfig, rows: int, config: ActivationConfig, *, count_flops: bool) -> Probe:
+def probe(model: ModelConfig, rows: int, config: ActivationCheckpointingConfig, *, count_flops: bool) -> Probe:
     return memory_probe.fp32_probe(model, rows=rows, count_flops=count_flops, activations=dump(config))
 
 
-def estimated_bytes(model: ModelConfig, num_tokens: int, config: ActivationConfig) -> int:
+def estimated_bytes(model: ModelConfig, num_tokens: int, config: ActivationCheckpointingConfig) -> int:
     """What the planner says of the same run."""
     memory = training_memory(
         model,

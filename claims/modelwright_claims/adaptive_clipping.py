@@ -11,12 +11,12 @@ Z_SCORE = {"kind": "zscore", "window": 50, "deviations": 2.0}
 GAIN = 1.1
 STUDY = bench.Study(
     arms={
-        "fixed at 1.0": {"clip_norm": 1.0},
-        "fixed at 0.3": {"clip_norm": 0.3},
-        "fixed at 0.1": {"clip_norm": 0.1},
-        "90th percentile, at least 0.1": {"clip_norm": 0.1, "adaptive_clip": PERCENTILE},
-        "90th percentile, at least 1.0": {"clip_norm": 1.0, "adaptive_clip": PERCENTILE},
-        "mean + 2 deviations, at least 0.1": {"clip_norm": 0.1, "adaptive_clip": Z_SCORE},
+        "fixed at 1.0": {"max_grad_norm": 1.0},
+        "fixed at 0.3": {"max_grad_norm": 0.3},
+        "fixed at 0.1": {"max_grad_norm": 0.1},
+        "90th percentile, at least 0.1": {"max_grad_norm": 0.1, "adaptive_clip": PERCENTILE},
+        "90th percentile, at least 1.0": {"max_grad_norm": 1.0, "adaptive_clip": PERCENTILE},
+        "mean + 2 deviations, at least 0.1": {"max_grad_norm": 0.1, "adaptive_clip": Z_SCORE},
     },
     main="90th percentile, at least 0.1",
     rivals=("fixed at 0.3", "fixed at 0.1"),

@@ -17,7 +17,7 @@ EXACT, AFTER = "exact", "exact-after"
 NAMES = (EXACT, AFTER, "bf16", "powersgd-8", "int8-local-20", METHOD)
 MBIT, FAST_MBIT = 100.0, 1000.0
 UNLIMITED = 0.0
-LINK_METHODS = {**METHODS, "exact-after": {"transport": {"overlap": False}}}
+LINK_METHODS = {**METHODS, "exact-after": {"gradient_sync": {"overlap": False}}}
 """`exact-after`: exact sums that begin when backward has ended, so that all of their time shows."""
 NUM_HOSTS = 2
 WARM_UP = 20

@@ -4,7 +4,7 @@ Beside both stands what papers leave out: simply the lower decay, all the time.
 """
 
 from modelwright.core.config import dump
-from modelwright.optim.decay import DynamicDecayConfig
+from modelwright.optim.decay import WeightDecayScheduleConfig
 from modelwright_claims import stability_bench as bench
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 
@@ -14,7 +14,7 @@ STUDY = bench.Study(
         "0.01": {"weight_decay": 0.01},
         "0.01, and 0.001 above a norm of 5": {
             "weight_decay": 0.01,
-            "dynamic_decay": dump(DynamicDecayConfig.published()),
+            "weight_decay_schedule": dump(WeightDecayScheduleConfig(grad_norm_threshold=5.0)),
         },
         "0.001": {"weight_decay": 0.001},
     },

@@ -46,13 +46,24 @@ BASE, BF16 = "own loop and operators", "BF16"
 INGREDIENTS: dict[str, dict[str, Any]] = {
     BASE: {"loop": "modelwright"},
     "packing": {"mode": "best_fit"},
-    BF16: {"settings": {"precision": {"policy": "bf16_mixed", "results": "bf16", "layers": {"embedding": "bf16"}}}},
-    "Muon": {"settings": {"optimizer": "muon"}},
-    "INT8 local steps": {"settings": {"transport": {"kind": "int8", "local_steps": {"every": 20}}}},
-    "sparse rows": {
-        "settings": {"sparse": {"batch": {"signal": "loss", "keep": 1 / 3, "explore": 0.2, "dense_share": 0.03}}}
+    BF16: {
+        "settings": {"precision": {"policy": "bf16_mixed", "output_dtype": "bf16", "overrides": {"embedding": "bf16"}}}
     },
-    "adaptive precision": {"settings": {"precision": {"adaptive": {"kind": "rules", "every": 50, "window": 4}}}},
+    "Muon": {"settings": {"optimizer": "muon"}},
+    "INT8 local steps": {"settings": {"gradient_sync": {"kind": "int8", "local_sgd": {"sync_every_steps": 20}}}},
+    "sparse rows": {
+        "settings": {
+            "batch_selection": {
+                "signal": "loss",
+                "keep_fraction": 1 / 3,
+                "random_fraction": 0.2,
+                "dense_fraction": 0.03,
+            }
+        }
+    },
+    "adaptive precision": {
+        "settings": {"precision": {"adaptive": {"kind": "rules", "decide_every_steps": 50, "measure_steps": 4}}}
+    },
 }
 """What each changes in a run. Adaptive precision begins with the formats of the arm that it is added to."""
 STACKS = {"one host": (BASE, "packing", BF16, "Muon"), "two hosts": (BASE, "packing", BF16, "Muon", "INT8 local steps")}
@@ -102,7 +113,7 @@ def ingredients_of(where: str) -> list[str]:
 
 def arms_of(where: str, size: Size) -> dict[str, Run]:
     """Return the plain arms, ingredients added one by one, everything, everything without each, and what is on top."""
-    plain = Run(size=size, loop="plain", mode="pad", processes=Processes(hosts=NUM_HOSTS[where]))
+    plain = Run(size=size, loop="plain", mode="one_per_row", processes=Processes(hosts=NUM_HOSTS[where]))
     names = ingredients_of(where)
     arms = {PLAIN: plain}
     if onednn_is_exact():
@@ -197,13 +208,13 @@ def _with_equal_tokens(setting: Setting, arm: Run) -> Run:
     """Return an arm whose batches hold as many real tokens as packed ones, in multiples of two rows."""
     if arm.mode == "best_fit":
         return arm
-    packed, padded = (real_token_share(setting, arm.size, mode=mode) for mode in ("best_fit", "pad"))
+    packed, padded = (real_token_share(setting, arm.size, mode=mode) for mode in ("best_fit", "one_per_row"))
     return replace(arm, size=replace(arm.size, batch_rows=2 * max(1, round(arm.size.batch_rows * packed / padded / 2))))
 
 
 def _whole_periods(num_steps: int, arm: Run) -> int:
     """Local steps end with a meeting in any case; a run of whole periods wastes none."""
-    every = arm.settings.get("transport", {}).get("local_steps", {}).get("every", 1)
+    every = arm.settings.get("gradient_sync", {}).get("local_sgd", {}).get("sync_every_steps", 1)
     return max(every, num_steps // every * every)
 
 

@@ -79,7 +79,7 @@ def measure(setting: Setting) -> Measurement:
     text = workbench.prepare_text(setting)
     errors: dict[str, list[float]] = {}
     shares = {}
-    modes: dict[str, workbench.Mode] = {"full": "best_fit", "ragged": "pad"}
+    modes: dict[str, workbench.Mode] = {"full": "best_fit", "ragged": "one_per_row"}
     for kind, mode in modes.items():
         rows = workbench.packed_rows(setting, seq_len=size.seq_len, mode=mode, split="train")
         loader = PackedLoader(rows, batch_rows=size.batch_rows, seed=SEED)

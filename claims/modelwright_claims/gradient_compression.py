@@ -13,32 +13,32 @@ from modelwright_claims.training_run import Processes, Run
 from modelwright_claims.workbench import Size
 
 METHODS: dict[str, dict[str, Any]] = {
-    "exact": {"clip_norm": 0.5},
-    "bf16": {"transport": {"kind": "bf16"}},
-    "powersgd-8": {"transport": {"kind": "powersgd"}},
-    "three-level-step": {"transport": {"kind": "three_level", "three_level": {"keep": 0.05}}},
-    "diloco-10": {"transport": {"local_steps": {"every": 10}}},
-    "int8-local-20": {"transport": {"kind": "int8", "local_steps": {"every": 20}}},
+    "exact": {"max_grad_norm": 0.5},
+    "bf16": {"gradient_sync": {"kind": "bf16"}},
+    "powersgd-8": {"gradient_sync": {"kind": "powersgd"}},
+    "three-level-step": {"gradient_sync": {"kind": "topk_quantized", "topk_quantized": {"topk_fraction": 0.05}}},
+    "diloco-10": {"gradient_sync": {"local_sgd": {"sync_every_steps": 10}}},
+    "int8-local-20": {"gradient_sync": {"kind": "int8", "local_sgd": {"sync_every_steps": 20}}},
     "three-level-local-5": {
-        "transport": {
-            "kind": "three_level",
-            "three_level": {"keep": 0.25},
-            "local_steps": {"every": 5, "keep_own": True},
+        "gradient_sync": {
+            "kind": "topk_quantized",
+            "topk_quantized": {"topk_fraction": 0.25},
+            "local_sgd": {"sync_every_steps": 5, "keep_residual": True},
         }
     },
     "three-level-local-1": {
-        "transport": {
-            "kind": "three_level",
-            "three_level": {"keep": 0.05},
-            "local_steps": {"every": 1, "keep_own": True},
+        "gradient_sync": {
+            "kind": "topk_quantized",
+            "topk_quantized": {"topk_fraction": 0.05},
+            "local_sgd": {"sync_every_steps": 1, "keep_residual": True},
         }
     },
     "shared-moment-local-3": {
-        "clip_norm": 0.5,
-        "transport": {
-            "kind": "three_level",
-            "three_level": {"keep": 0.35, "selection": "global", "values": "means"},
-            "local_steps": {"every": 3, "keep_own": True, "moment_every": 7},
+        "max_grad_norm": 0.5,
+        "gradient_sync": {
+            "kind": "topk_quantized",
+            "topk_quantized": {"topk_fraction": 0.35, "selection": "global", "codebook": "means"},
+            "local_sgd": {"sync_every_steps": 3, "keep_residual": True, "sync_second_moment_every": 7},
         },
     },
 }

@@ -90,7 +90,7 @@ def compare(setting: Setting, size: workbench.Size, workers: int) -> Comparison:
     runner = Runner(setting)
     rate = {method: best_value(of) for method, of in tune(runner, base, rates).items()}
     tuned = {method: with_value(run, "learning_rate", rate[method]) for method, run in base.items()}
-    strength = Tuning(values=strengths, seeds=(TUNING_SEED,), setting="asynchronous.compensation")
+    strength = Tuning(values=strengths, seeds=(TUNING_SEED,), setting="async_updates.delay_compensation")
     best_strength = best_value(tune(runner, {"compensated": tuned["hogwild"]}, strength)["compensated"])
     tuned["compensated"] = with_value(tuned["hogwild"], strength.setting, best_strength)
     alone = replace(tuned["synchronous"], processes=Processes(threads=1))
@@ -115,7 +115,7 @@ def compare(setting: Setting, size: workbench.Size, workers: int) -> Comparison:
 
 def variant(size: workbench.Size, workers: int, mode: str) -> Run:
     """Return a run of so many workers, processes of one thread."""
-    return Run(size=size, settings={"asynchronous": {"mode": mode}}, processes=Processes(per_host=workers, threads=1))
+    return Run(size=size, settings={"async_updates": {"mode": mode}}, processes=Processes(per_host=workers, threads=1))
 
 
 def measurement(comparisons: Sequence[Comparison], size: workbench.Size, *, cores: int) -> Measurement:

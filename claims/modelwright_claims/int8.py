@@ -13,7 +13,7 @@ from modelwright.core.seeds import derive_seed
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import save_model
-from modelwright.recipes.quickstart import quickstart
+from modelwright.recipes.load import recipe
 from modelwright_claims import workbench
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
 from modelwright_claims.judging import Judgment
@@ -48,7 +48,7 @@ def measure(setting: Setting) -> Measurement:
     heldout = workbench.packed_rows(setting, seq_len=size.seq_len, mode="best_fit", split="test")
     tokens_BT = next(heldout.batches(16 if setting.quick else 64)).input_ids_BT
     agreement = measure_agreement(trained, quantize_model(trained, Int8WeightsConfig()), tokens_BT)
-    reference = Decoder(quickstart().model)
+    reference = Decoder(recipe("quickstart").model)
     reference.init_weights(derive_seed(0, "weights"))
     quantized = quantize_model(reference, Int8WeightsConfig())
     repeats = 5 if setting.quick else 15

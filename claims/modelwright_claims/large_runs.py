@@ -70,7 +70,9 @@ def peak_bytes(size: Size, precision: PrecisionConfig) -> int:
             model=size.model_config(workbench.VOCAB_SIZE),
             train=size.train_config(precision=precision),
             seq_len=size.seq_len,
-            num_steps=2 * precision.adaptive.every + 2 if precision.adaptive.looks else memory_probe.NUM_STEPS,
+            num_steps=2 * precision.adaptive.decide_every_steps + 2
+            if precision.adaptive.looks
+            else memory_probe.NUM_STEPS,
         )
     )
     return found.peak_bytes

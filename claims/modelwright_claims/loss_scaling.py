@@ -51,7 +51,7 @@ PROJECTIONS = 7
 
 
 def _fp16(**scale: Any) -> dict[str, Any]:
-    return {"policy": "fp16_mixed", "evaluation": "fp32", "loss_scale": {"largest": 2.0**40, **scale}}
+    return {"policy": "fp16_mixed", "evaluation": "fp32", "loss_scale": {"max_scale": 2.0**40, **scale}}
 
 
 ARMS: dict[str, dict[str, Any]] = {

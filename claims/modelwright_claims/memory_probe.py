@@ -78,7 +78,7 @@ def fp32_probe(
         "checkpoint_every_minutes": 0,
         "keep_best": False,
     }
-    train = parse(TrainConfig, {**shared, "batch_tokens": rows * model.max_seq_len, **settings})
+    train = parse(TrainConfig, {**shared, "batch_tokens": rows * model.max_seq_len, **settings}, constants=True)
     return Probe(model=model, train=train, parallel=parallel, seq_len=model.max_seq_len, count_flops=count_flops)
 
 

@@ -30,11 +30,11 @@ def measure(setting: Setting) -> Measurement:
     times being the median over the seeds. Each at its own best rate.
     """
     size = workbench.size(setting)
-    packed_share, padded_share = (real_token_share(setting, size, mode=mode) for mode in ("best_fit", "pad"))
+    packed_share, padded_share = (real_token_share(setting, size, mode=mode) for mode in ("best_fit", "one_per_row"))
     packed_rows, padded_rows = equal_batches(size.batch_rows, packed_share / padded_share)
     variants = {
         PACKED: Run(size=replace(size, batch_rows=packed_rows), mode="best_fit"),
-        PADDED: Run(size=replace(size, batch_rows=padded_rows), mode="pad"),
+        PADDED: Run(size=replace(size, batch_rows=padded_rows), mode="one_per_row"),
     }
     tuning = Tuning(values=RATES[1:2] if setting.quick else RATES, seeds=(TUNING_SEED,))
     seeds = range(2 if setting.quick else 5)

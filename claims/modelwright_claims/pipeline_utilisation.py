@@ -69,7 +69,7 @@ def measure(setting: Setting) -> Measurement:
             "ranks": ", ".join(map(str, num_ranks)),
             "cores": os.cpu_count() or 1,
             "threads a rank": 1,
-            "transport": "gloo on this machine",
+            "gradient_sync": "gloo on this machine",
             "layers per stage": "by measured layer times",
         },
     )
@@ -81,7 +81,7 @@ def case(label: str, num_ranks: int, num_microbatches: int) -> dict[str, Any]:
     return {
         "name": case_name(label, num_ranks, num_microbatches),
         "layout": layout,
-        "num_microbatches": num_microbatches,
+        "gradient_accumulation_steps": num_microbatches,
     }
 
 

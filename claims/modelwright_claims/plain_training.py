@@ -72,7 +72,7 @@ def train_plainly(
     model: Decoder, batches: Iterator[TokenBatch], config: TrainConfig, *, num_steps: int, world: World
 ) -> float:
     """Train the weights in place and return the seconds of all steps, waiting for batches included."""
-    with fp32_products(onednn=config.precision.onednn is True):
+    with fp32_products(onednn=config.precision.fp32_matmul == "onednn"):
         return _train(model, batches, config, num_steps=num_steps, world=world)
 
 
@@ -94,6 +94,6 @@ def _train(
         loss = wrapped(batch.input_ids_BT[:, :longest], batch.labels_BT[:, :longest])
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
         optimizer.step()
     return time.perf_counter() - started

@@ -58,7 +58,7 @@ class Case:
 
     @property
     def settings(self) -> TrainConfig:
-        return memory_probe.fp32_probe(self.model, rows=self.rows, **{"clip_norm": 0.0, **self.train}).train
+        return memory_probe.fp32_probe(self.model, rows=self.rows, **{"max_grad_norm": 0.0, **self.train}).train
 
     def probe(self, train: TrainConfig, *, count_flops: bool = False) -> Probe:
         return Probe(model=self.model, train=train, seq_len=self.model.max_seq_len, count_flops=count_flops)
@@ -117,17 +117,23 @@ def configurations() -> dict[str, Case]:
     wide = {"model_dim": 512, "num_heads": 8, "num_kv_heads": 4, "ffn_dim": 1408, "tie_embeddings": True}
     return {
         "6 layers of width 256": Case(model=base(), rows=4, train={}),
-        "4 microbatches, clipped": Case(model=base(), rows=8, train={"num_microbatches": 4, "clip_norm": 1.0}),
+        "4 microbatches, clipped": Case(
+            model=base(), rows=8, train={"gradient_accumulation_steps": 4, "max_grad_norm": 1.0}
+        ),
         "12 layers": Case(model=base(num_layers=12), rows=2, train={}),
         "width 512, tied": Case(model=base(**wide), rows=2, train={}),
         "vocabulary of 16,384": Case(model=base(vocab_size=16384), rows=1, train={}),
         "units of 2 layers": Case(
-            model=base(num_layers=12), rows=4, train={"activations": {"mode": "unit", "unit_layers": 2}}
+            model=base(num_layers=12),
+            rows=4,
+            train={"activation_checkpointing": {"mode": "full", "layers_per_segment": 2}},
         ),
-        "activations on disk": Case(model=base(num_layers=12), rows=4, train={"activations": {"offload": "disk"}}),
-        "selection": Case(model=base(), rows=4, train={"activations": {"mode": "selective"}}),
-        "updates in backward": Case(model=base(**wide), rows=1, train={"update_in_backward": "unclipped"}),
-        "states in 8 bits": Case(model=base(), rows=2, train={"optimizer": "adamw_int8"}),
+        "activations on disk": Case(
+            model=base(num_layers=12), rows=4, train={"activation_checkpointing": {"offload": "disk"}}
+        ),
+        "selection": Case(model=base(), rows=4, train={"activation_checkpointing": {"mode": "selective"}}),
+        "updates in backward": Case(model=base(**wide), rows=1, train={"optimizer_in_backward": True}),
+        "states in 8 bits": Case(model=base(), rows=2, train={"optimizer": "adamw_8bit"}),
         "Lion, rows of 1,024": Case(model=base(max_seq_len=1024), rows=2, train={"optimizer": "lion"}),
     }
 
@@ -136,7 +142,7 @@ def quick_configurations() -> dict[str, Case]:
     small = base(num_layers=3, max_seq_len=256)
     return {
         "3 layers": Case(model=small, rows=2, train={}),
-        "updates in backward": Case(model=small, rows=2, train={"update_in_backward": "unclipped"}),
+        "updates in backward": Case(model=small, rows=2, train={"optimizer_in_backward": True}),
     }
 
 
@@ -159,13 +165,13 @@ def measured_pair(setting: Setting, case: Case) -> Pair:
             setting.progress.note(f"planned_memory: {name}, repeat {repeat + 1}")
             found[name].append(_in_training(case, train))
     mapped, mapped_after = (
-        memory_probe.measure(case.probe(replace(train, memory_arena=False), count_flops=True))[0]
+        memory_probe.measure(case.probe(replace(train, step_arena=False), count_flops=True))[0]
         for train in (case.settings, plan.train)
     )
     return Pair(
         **found,
-        without_arena=_in_training(case, replace(plan.train, memory_arena=False)),
-        in_arena=_in_training(case, replace(case.settings, memory_arena=True)),
+        without_arena=_in_training(case, replace(plan.train, step_arena=False)),
+        in_arena=_in_training(case, replace(case.settings, step_arena=True)),
         mapped=mapped,
         mapped_after=mapped_after,
         moved_bytes=moving.moved_bytes,
@@ -192,8 +198,8 @@ def large_model() -> dict[str, float]:
     whole context, BF16 products, FP32 weights."""
     model = MODELS[LARGE]
     plain: dict[str, Any] = {"precision": {"policy": "bf16_mixed"}}
-    units = {"activations": {"mode": "unit", "unit_layers": 8}}
-    lean = {"optimizer": "adamw_int8", "update_in_backward": "unclipped", **units}
+    units = {"activation_checkpointing": {"mode": "full", "layers_per_segment": 8}}
+    lean = {"optimizer": "adamw_8bit", "optimizer_in_backward": True, **units}
     ways = {"as configured": {}, "units of 8 layers": units, "and updates in backward, states in 8 bits": lean}
     cases = {name: Case(model=model, rows=1, train={**plain, **way}) for name, way in ways.items()}
     return {name: float(case.trace().peak_bytes) for name, case in cases.items()}

@@ -47,13 +47,13 @@ NUM_TIMED_STEPS, NUM_ROUNDS, FIRST_TIMED_SEED = 60, 3, 900
 class Arm:
     """One way to train.
 
-    sparse: as in a configuration file; shape: changes to the model; flops: it makes as many steps as this share of the
+    settings: as in a configuration file; shape: changes to the model; flops: it makes as many steps as this share of the
     dense run's FLOPs pays for, at most all; 0: all; equal_time: as many as take the method's time; num_batches: of
     rows that a step looks at, so that fewer steps read the same stream; cleaned: its stream is without garbage, and
     only as much shorter.
     """
 
-    sparse: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     shape: dict[str, int] = field(default_factory=dict)
     flops: float = 0.0
     equal_time: bool = False
@@ -61,24 +61,39 @@ class Arm:
     cleaned: bool = False
 
 
-BY_CHANGE = {"signal": "change", "keep": 1 / 3, "probe_len": 8, "max_start_loss": 1.0}
+BY_CHANGE = {"signal": "loss_change", "keep_fraction": 1 / 3, "probe_tokens": 8, "max_initial_loss": 1.0}
 WITHIN = {**BY_CHANGE, "signal": "random"}
-FILTERED = Arm(sparse={"batch": {**WITHIN, "keep": 0.5}}, num_batches=2)
+FILTERED = Arm(settings={"batch_selection": {**WITHIN, "keep_fraction": 0.5}}, num_batches=2)
 """Twice the rows, of which about half pass and all of these are learned: dense batches of what the limit leaves."""
-BY_LOSS = {"signal": "loss", "keep": 1 / 3, "probe_len": 16, "explore": 0.2, "dense_share": 0.03}
+BY_LOSS = {
+    "signal": "loss",
+    "keep_fraction": 1 / 3,
+    "probe_tokens": 16,
+    "random_fraction": 0.2,
+    "dense_fraction": 0.03,
+}
 
 BASELINE_FORMS = {
     "dense, fewer steps": Arm(),
     "smaller dense": Arm(shape=SMALLER),
-    "random rows": Arm(sparse={"batch": {"signal": "random", "keep": 0.4}}),
-    "plain freezing": Arm(sparse={"kind": "prefix", "keep": 0.25}),
+    "random rows": Arm(settings={"batch_selection": {"signal": "random", "keep_fraction": 0.4}}),
+    "plain freezing": Arm(settings={"sparse_updates": {"kind": "freeze_prefix", "keep_fraction": 0.25}}),
 }
 FORMS = BASELINE_FORMS | {
-    "rows by loss": Arm(sparse={"batch": BY_LOSS}),
-    "columns": Arm(sparse={"kind": "columns", "keep": 0.25}),
-    "weight rows": Arm(sparse={"kind": "rows", "keep": 0.25}),
-    "layers": Arm(sparse={"kind": "layers", "keep": 0.5, "signal": "momentum"}),
-    "growing prefix": Arm(sparse={"kind": "prefix", "keep": 0.25, "course": "dense_first", "ramp": 0.6}),
+    "rows by loss": Arm(settings={"batch_selection": BY_LOSS}),
+    "columns": Arm(settings={"sparse_updates": {"kind": "columns", "keep_fraction": 0.25}}),
+    "weight rows": Arm(settings={"sparse_updates": {"kind": "rows", "keep_fraction": 0.25}}),
+    "layers": Arm(settings={"sparse_updates": {"kind": "layers", "keep_fraction": 0.5, "signal": "momentum"}}),
+    "growing prefix": Arm(
+        settings={
+            "sparse_updates": {
+                "kind": "freeze_prefix",
+                "keep_fraction": 0.25,
+                "density_schedule": "dense_first",
+                "ramp_fraction": 0.6,
+            }
+        }
+    ),
 }
 
 
@@ -92,16 +107,16 @@ ARMS: dict[str, dict[str, Arm]] = {
         DENSE: Arm(),
         **{name: replace(arm, flops=TARGET_FLOPS) for name, arm in BASELINE_FORMS.items()},
         AS_MUCH_TIME: Arm(equal_time=True),
-        "random rows within the limit": Arm(sparse={"batch": WITHIN}),
+        "random rows within the limit": Arm(settings={"batch_selection": WITHIN}),
         "dense within the limit": replace(FILTERED, flops=TARGET_FLOPS),
         "dense within the limit, as much time": replace(FILTERED, equal_time=True),
         CLEANED: Arm(flops=TARGET_FLOPS, cleaned=True),
-        METHOD: Arm(sparse={"batch": BY_CHANGE}),
+        METHOD: Arm(settings={"batch_selection": BY_CHANGE}),
     },
     CLEAN: {
         DENSE: Arm(),
         AS_MUCH_TIME: Arm(equal_time=True),
-        METHOD: Arm(sparse={"batch": BY_CHANGE}),
+        METHOD: Arm(settings={"batch_selection": BY_CHANGE}),
     },
     PRETRAIN: {
         DENSE: Arm(),
@@ -145,7 +160,7 @@ class Bench:
         batch_rows = self.sizes[regime].batch_rows * arm.num_batches
         return Run(
             size=replace(self.sizes[regime], **arm.shape, batch_rows=batch_rows, num_steps=num_steps),
-            settings={"sparse": arm.sparse},
+            settings=arm.settings,
             model=UNTIED,
             seed=seed,
             mixture=Mixture(code=share_of_code, garbage=0.0 if arm.cleaned else garbage),

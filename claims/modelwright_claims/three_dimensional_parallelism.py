@@ -37,7 +37,7 @@ def layouts(num_ranks: int) -> dict[str, Layout]:
         "pipeline": Layout(parallel=ParallelConfig(pipeline=num_ranks), num_microbatches=NUM_MICROBATCHES),
         "tensor": Layout(parallel=ParallelConfig(tensor=num_ranks)),
         "data": Layout(parallel=ParallelConfig(data=num_ranks)),
-        "data, sharded": Layout(parallel=ParallelConfig(data=num_ranks, shard="full")),
+        "data, sharded": Layout(parallel=ParallelConfig(data=num_ranks, zero_stage=3)),
     }
     if num_ranks % 4 == 0:
         two_by_two = ParallelConfig(pipeline=2, data=num_ranks // 2)

@@ -23,7 +23,7 @@ import torch
 from modelwright.core.artifacts import write_atomic
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world, lay_out
-from modelwright.parallel.topology.collectives import Collectives, CollectivesConfig
+from modelwright.parallel.topology.collectives import Collectives, TopologyConfig
 from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure_links
 from modelwright.parallel.topology.rank_mapping import place, take_places
 from modelwright_claims.launch import Rank, finish_ranks, start_ranks
@@ -116,8 +116,8 @@ def measure_arms(
     world: World, links: Links, order: str, times: dict[str, list[float]], effort: Effort
 ) -> dict[str, str]:
     """Adds each arm's milliseconds per repeat to `times`; returns which algorithm was chosen per message size."""
-    chosen = Collectives(world, links, CollectivesConfig(window=0))
-    doubling = Collectives(world, alike(links), CollectivesConfig(algorithm="doubling", window=0))
+    chosen = Collectives(world, links, TopologyConfig(window_all_reduces=0))
+    doubling = Collectives(world, alike(links), TopologyConfig(algorithm="doubling", window_all_reduces=0))
     mesh = lay_out(world, LAYOUT)
     arms: dict[str, Callable[[], object]] = {}
     for num_bytes in SIZES:
@@ -165,7 +165,7 @@ def timed(world: World, call: Callable[[], object], num_calls: int) -> float:
 
 def follow(world: World, out: Path, effort: Effort) -> None:
     """Worker: times of a 64 KiB all-reduce by a tree, before, after a link of the tree slowed down, and around it."""
-    config = CollectivesConfig(algorithm="tree", window=16, recheck_windows=2, measure_s=1.0)
+    config = TopologyConfig(algorithm="tree", window_all_reduces=16, recheck_windows=2, measure_s=1.0)
     collectives = Collectives(world, measure_links(world, LinksConfig(budget_s=2.0)), config)
     message = torch.zeros(64 * KIB // 4)
 
@@ -178,7 +178,7 @@ def follow(world: World, out: Path, effort: Effort) -> None:
 
     phases: dict[str, list[float]] = {"before": [], "slowed": [], "around": [], "recovered": []}
     first_tree = edges()
-    phases["before"] = [one() for _ in range(3 * config.window)]
+    phases["before"] = [one() for _ in range(3 * config.window_all_reduces)]
     if world.is_first:
         write_atomic(out.with_suffix(".tree"), json.dumps(first_tree[0]))
     while not any_rank(world, out.with_suffix(".slowed").exists()):
@@ -188,15 +188,15 @@ def follow(world: World, out: Path, effort: Effort) -> None:
         phases["slowed"].append(one())
         calls_to_notice += 1
     second_tree = edges()
-    phases["around"] = [one() for _ in range(2 * config.window)]
+    phases["around"] = [one() for _ in range(2 * config.window_all_reduces)]
     if world.is_first:
         out.with_suffix(".around").touch()
     plannings = collectives.num_plannings
-    deadline = 20 * config.window
+    deadline = 20 * config.window_all_reduces
     while collectives.num_plannings == plannings and deadline:
         one()
         deadline -= 1
-    phases["recovered"] = [one() for _ in range(2 * config.window)]
+    phases["recovered"] = [one() for _ in range(2 * config.window_all_reduces)]
     if world.is_first:
         found = {
             "first_tree": first_tree,

@@ -101,7 +101,7 @@ class Run:
         return parse(ModelConfig, merge(dump(self.size.model_config(vocab_size)), self.model))
 
     def train_config(self) -> TrainConfig:
-        return parse(TrainConfig, merge(dump(self.size.train_config()), self.settings))
+        return parse(TrainConfig, merge(dump(self.size.train_config()), self.settings), constants=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +319,7 @@ def _train(
             heldout=heldout,
             techniques=[Technique(name="step_log", on_step_end=log.observe)],
             gradient_sync=gradient_sync,
-            parallel=ParallelConfig(share_memory=run.processes.hosts == 1),
+            parallel=ParallelConfig(shared_memory=run.processes.hosts == 1),
         )
         bytes_sent, heldout_loss = result.bytes_sent, result.heldout_loss
     except ModelwrightError as error:

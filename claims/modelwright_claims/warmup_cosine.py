@@ -23,7 +23,7 @@ LONG = workbench.Size(model_dim=64, num_layers=2, seq_len=64, batch_rows=8, num_
 """About 6 tokens a parameter."""
 METHOD, BASELINE = "warmup + cosine", "constant"
 SCHEDULES = {
-    METHOD: {"kind": "warmup_cosine", "warmup_fraction": 0.1, "final_fraction": 0.0},
+    METHOD: {"kind": "warmup_cosine", "warmup_fraction": 0.1, "final_lr_fraction": 0.0},
     BASELINE: {"kind": "constant", "warmup_fraction": 0.0},
 }
 

@@ -6,7 +6,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.memory.activations import Segment, block_shape
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
-from modelwright.parallel.config import ParallelConfig, Shard
+from modelwright.parallel.config import ParallelConfig, ZeroStage
 from modelwright.plan.catalog import DEVICES, MODELS
 from modelwright.plan.layout import TrainingJob
 from modelwright.plan.memory import RankPart, rank_memory
@@ -23,7 +23,9 @@ TARGET = 10.0
 STATES, PEAK, PLANNED = "bytes of states, ", "peak bytes, ", "planned for 175B: "
 LARGE = "gpt3-175b"
 _FP32, _STATES = 4, 12
-Case = tuple[Shard, int]
+Case = tuple[ZeroStage, int]
+SHARDED = ("none", "optimizer", "gradients", "full")
+"""What each ZeRO stage divides, in the names of samples."""
 
 
 def measure(setting: Setting) -> Measurement:
@@ -31,27 +33,29 @@ def measure(setting: Setting) -> Measurement:
     width, num_layers, vocab = (512, 4, 2048) if setting.quick else (768, 8, 4096)
     model = memory_probe.probe_model(model_dim=width, num_layers=num_layers, vocab_size=vocab, seq_len=128, head_dim=64)
     counts = (1, 2) if setting.quick else (1, 2, 4, 8)
-    shards: tuple[Shard, ...] = ("none", "full") if setting.quick else ("none", "optimizer", "gradients", "full")
+    stages: tuple[ZeroStage, ...] = (0, 3) if setting.quick else (0, 1, 2, 3)
     found: dict[Case, Measured] = {}
     for count in counts:
-        for shard in shards[:1] if count == 1 else shards:
-            setting.progress.note(f"zero_memory: {shard}, {count} ranks")
-            found[shard, count] = memory_probe.measure(probe(model, shard, count), num_ranks=count)[0]
+        for stage in stages[:1] if count == 1 else stages:
+            setting.progress.note(f"zero_memory: stage {stage}, {count} ranks")
+            found[stage, count] = memory_probe.measure(probe(model, stage, count), num_ranks=count)[0]
     estimates = {case: estimated_bytes(model, *case) for case in found}
     return measurement(found, estimates, model, large=large_model(quick=setting.quick))
 
 
-def probe(model: ModelConfig, shard: Shard, num_ranks: int) -> Probe:
+def probe(model: ModelConfig, zero_stage: ZeroStage, num_ranks: int) -> Probe:
     """One row for each rank."""
-    return memory_probe.fp32_probe(model, rows=num_ranks, parallel=ParallelConfig(shard=shard, share_memory=False))
+    return memory_probe.fp32_probe(
+        model, rows=num_ranks, parallel=ParallelConfig(zero_stage=zero_stage, shared_memory=False)
+    )
 
 
-def theory_bytes(num_parameters: int, shard: str, num_ranks: int) -> float:
+def theory_bytes(num_parameters: int, sharded: str, num_ranks: int) -> float:
     """Weights and two optimizer states in FP32 between steps; FSDP2 divides both at every stage."""
-    return _STATES * num_parameters / (1 if shard == "none" else num_ranks)
+    return _STATES * num_parameters / (1 if sharded == "none" else num_ranks)
 
 
-def estimated_bytes(model: ModelConfig, shard: Shard, num_ranks: int) -> int:
+def estimated_bytes(model: ModelConfig, zero_stage: ZeroStage, num_ranks: int) -> int:
     """What the planner says of the peak."""
     part = RankPart(
         segments=(Segment(num_layers=1, recompute=False),) * model.num_layers,
@@ -59,9 +63,9 @@ def estimated_bytes(model: ModelConfig, shard: Shard, num_ranks: int) -> int:
             model, compute="fp32", mean_context=model.max_seq_len / 2, fused=cpu_kernels.are_used_on("cpu")
         ),
         num_tokens=model.max_seq_len,
-        shard=shard,
-        sharing=1 if shard == "none" else num_ranks,
-        copies=num_ranks if shard == "none" else 1,
+        zero_stage=zero_stage,
+        sharing=1 if zero_stage == 0 else num_ranks,
+        copies=num_ranks if zero_stage == 0 else 1,
         async_checkpoints=False,
     )
     memory = rank_memory(model, part)
@@ -95,7 +99,7 @@ def large_model(*, quick: bool) -> dict[str, float]:
 def measurement(
     found: Mapping[Case, Measured], estimates: Mapping[Case, int], model: ModelConfig, *, large: Mapping[str, float]
 ) -> Measurement:
-    names = {case: f"{case[0]}, {case[1]} ranks" for case in found}
+    names = {case: f"{SHARDED[case[0]]}, {case[1]} ranks" for case in found}
     return Measurement(
         samples={
             **{f"{STATES}{names[case]}": [one.states_bytes] for case, one in found.items()},
@@ -118,8 +122,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     states = {case: samples[STATES + case][0] for case in cases}
     off = {}
     for case, value in states.items():
-        shard, ranks = case.removesuffix(" ranks").split(", ")
-        off[case] = 100 * (value / theory_bytes(int(conditions["parameters"]), shard, int(ranks)) - 1)
+        sharded, ranks = case.removesuffix(" ranks").split(", ")
+        off[case] = 100 * (value / theory_bytes(int(conditions["parameters"]), sharded, int(ranks)) - 1)
     worst, worst_error = max(map(abs, off.values())), max(map(abs, samples[MEMORY_ERRORS]))
     judgment.figures |= {
         "largest error of states against theory": Figure(value=worst, unit="%"),

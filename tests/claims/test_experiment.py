@@ -15,7 +15,10 @@ from modelwright_claims.training_run import Outcome, Processes, Run
 from modelwright_claims.workbench import Size
 
 SIZE = Size(model_dim=64, num_layers=1, seq_len=32, batch_rows=8, num_steps=6)
-VARIANTS = {"low": Run(size=SIZE, settings={"clip_norm": 0.1}), "high": Run(size=SIZE, settings={"clip_norm": 1.0})}
+VARIANTS = {
+    "low": Run(size=SIZE, settings={"max_grad_norm": 0.1}),
+    "high": Run(size=SIZE, settings={"max_grad_norm": 1.0}),
+}
 
 
 class Bench:
@@ -86,11 +89,11 @@ def test_a_run_that_gives_no_number_is_the_worst(setting, bench):
 
 
 def test_a_setting_of_the_training_config_can_be_tuned():
-    run = Run(size=SIZE, settings={"asynchronous": {"mode": "hogwild"}})
+    run = Run(size=SIZE, settings={"async_updates": {"mode": "hogwild"}})
     other = with_value(run, "asynchronous.compensation", 2.0)
-    assert other.settings == {"asynchronous": {"mode": "hogwild", "compensation": 2.0}}
-    assert run.settings == {"asynchronous": {"mode": "hogwild"}}
-    assert other.train_config().asynchronous.compensation == 2.0
+    assert other.settings == {"async_updates": {"mode": "hogwild", "delay_compensation": 2.0}}
+    assert run.settings == {"async_updates": {"mode": "hogwild"}}
+    assert other.train_config().async_updates.delay_compensation == 2.0
 
 
 def test_a_later_call_makes_only_what_is_missing(setting, bench):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from modelwright.memory.config import ActivationConfig
+from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright_claims import activation_checkpointing, memory_probe, zero_memory
 from modelwright_claims.claim import Measurement, Verdict
@@ -69,7 +69,10 @@ def test_probe_counts_what_a_step_computes():
     plain, again = memory_probe.measure_all(
         [
             activation_checkpointing.probe(MODEL, 2, config, count_flops=True)
-            for config in (ActivationConfig(), ActivationConfig(mode="unit", unit_layers=1))
+            for config in (
+                ActivationCheckpointingConfig(),
+                ActivationCheckpointingConfig(mode="full", layers_per_segment=1),
+            )
         ]
     )
     head = 2 * MODEL.vocab_size * MODEL.model_dim

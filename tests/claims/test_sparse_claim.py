@@ -140,7 +140,7 @@ def test_both_texts_count_in_the_proportion_of_the_useful_rows():
 def test_sparse_runs_say_what_they_executed(text_folder):
     setting = Setting(quick=True, folder=text_folder, progress=SilentProgress())
     base = Run(size=SIZE, model=arms.UNTIED, evaluated=KINDS)
-    half = {"sparse": {"batch": {"signal": "random", "keep": 0.5}}}
+    half = {"batch_selection": {"signal": "random", "keep_fraction": 0.5}}
     runs = [replace(base, start_from=base, mixture=Mixture(code=0.25)), replace(base, start_from=base, settings=half)]
     whole, less = Runner(setting).all(runs)
     assert arms.executed_flops(less) == pytest.approx(arms.executed_flops(whole) / 2, rel=0.02)

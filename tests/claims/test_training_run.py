@@ -82,7 +82,7 @@ def test_a_run_that_diverges_is_an_outcome_and_a_wrong_setting_is_not(setting, m
     assert outcome.final_loss == math.inf
     assert outcome.diverged == "it has diverged"
     with pytest.raises(ConfigError):
-        execute(setting, Run(size=SIZE, settings={"clip_norm": -1.0}))
+        execute(setting, Run(size=SIZE, settings={"max_grad_norm": -1.0}))
 
 
 def _raise(error: Exception):

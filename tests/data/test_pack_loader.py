@@ -116,7 +116,7 @@ def test_end_token_is_not_doubled(tmp_path: Path) -> None:
 
 def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
     sequences = [(range(2, 40), None), ([], None), ([3, 4, EOS], [0, 0, 0]), ([3, 4, EOS], [0, 1, 1])]
-    config = PackConfig(seq_len=16, overlong="skip")
+    config = PackConfig(seq_len=16, long_documents="skip")
     report = pack(sequences, tmp_path, config, vocab_size=50, eos_id=EOS)
     assert report.skipped == {"longer than a row": 1, "empty": 1, "piece without a target": 1}
     assert report.num_targets == 2

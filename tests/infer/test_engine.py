@@ -65,7 +65,7 @@ def alone(model: Decoder, prompt: list[int], params: SamplingParams) -> list[Ste
 
 @pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
 def test_batched_equals_generation_without_cache(model: Decoder, params: SamplingParams):
-    engine = Engine(model, EngineConfig(prefill_chunk=32, max_running=5))
+    engine = Engine(model, EngineConfig(prefill_chunk_size=32, max_num_seqs=5))
     for number, prompt in enumerate(prompts(9)):
         engine.add(str(number), prompt, params)
     outputs = drain(engine)
@@ -77,7 +77,7 @@ def test_batched_equals_generation_without_cache(model: Decoder, params: Samplin
 
 
 def test_load_arrival_and_preemption_change_no_bit(model: Decoder):
-    engine = Engine(model, EngineConfig(cache_tokens=320, max_running=8))
+    engine = Engine(model, EngineConfig(kv_cache_tokens=320, max_num_seqs=8))
     assert engine.is_batch_invariant
     waiting = list(enumerate(prompts(12)))
     draw, outputs = random.Random(0), {}
@@ -96,7 +96,7 @@ def test_load_arrival_and_preemption_change_no_bit(model: Decoder):
 
 
 def test_everything_is_given_back(model: Decoder):
-    engine = Engine(model, EngineConfig(cache_tokens=320))
+    engine = Engine(model, EngineConfig(kv_cache_tokens=320))
     for number, prompt in enumerate(prompts(10)):
         engine.add(str(number), prompt, RANDOM)
     for _ in range(5):
@@ -139,7 +139,7 @@ def test_refusals_name_the_way_out(model: Decoder):
     with pytest.raises(ConfigError, match="running already"):
         engine.add("a", [1], GREEDY)
     with pytest.raises(ConfigError, match="at least 160"):
-        Engine(model, EngineConfig(cache_tokens=100))
+        Engine(model, EngineConfig(kv_cache_tokens=100))
     with pytest.raises(ConfigError, match="temperature"):
         SamplingParams(temperature=-1)
 
@@ -171,7 +171,7 @@ def test_completions_of_a_model_in_training_are_those_of_single_prompts(model: D
     copied = copied.to(dtype).train()
     params = [GREEDY, RANDOM, RANDOM, SamplingParams(max_tokens=3, seed=8)]
     finished: list[int] = []
-    together = generate(copied, prompts(4), params, EngineConfig(max_running=3), on_step=finished.append)
+    together = generate(copied, prompts(4), params, EngineConfig(max_num_seqs=3), on_step=finished.append)
     assert copied.training
     assert finished[-1] == 4
     assert len(together[3].token_ids) == 3

@@ -10,7 +10,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.memory import selective
 from modelwright.memory.activations import Segment, block_shape, total_kept_bytes, total_recomputed_flops
 from modelwright.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
-from modelwright.memory.config import OPERATORS, ActivationConfig
+from modelwright.memory.config import OPERATORS, ActivationCheckpointingConfig
 from modelwright.model.attention import causal_attend, packed_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
@@ -26,13 +26,13 @@ ROWS, LENGTH = 2, 64
 TOKENS = ROWS * LENGTH
 SEGMENTS = (torch.arange(LENGTH) // 40).int().repeat(ROWS, 1)
 CONFIGS = {
-    "unit of 1": ActivationConfig(mode="unit", unit_layers=1),
-    "unit of 2": ActivationConfig(mode="unit", unit_layers=2),
-    "unit of 8": ActivationConfig(mode="unit"),
-    "all products": ActivationConfig(mode="selective"),
-    "two operators": ActivationConfig(mode="selective", keep=("attend", "gate_proj")),
-    "wide budget": ActivationConfig(mode="budget", budget_bytes=1_000_000),
-    "narrow budget": ActivationConfig(mode="budget", budget_bytes=700_000),
+    "unit of 1": ActivationCheckpointingConfig(mode="full", layers_per_segment=1),
+    "unit of 2": ActivationCheckpointingConfig(mode="full", layers_per_segment=2),
+    "unit of 8": ActivationCheckpointingConfig(mode="full"),
+    "all products": ActivationCheckpointingConfig(mode="selective"),
+    "two operators": ActivationCheckpointingConfig(mode="selective", save_outputs_of=("attend", "gate_proj")),
+    "wide budget": ActivationCheckpointingConfig(mode="budget", budget_bytes=1_000_000),
+    "narrow budget": ActivationCheckpointingConfig(mode="budget", budget_bytes=700_000),
 }
 
 
@@ -97,11 +97,11 @@ def test_gradients_are_equal_and_bytes_and_flops_are_those_of_the_formulas(compu
     monkeypatch.setattr(narrow, "CPU_MULTIPLIES", narrow.NARROW)
     if not own_kernels:
         monkeypatch.setattr(cpu_kernels, "kernels", lambda: None)
-    plain, _, flops, _, _ = run(ActivationConfig(), compute=compute)
+    plain, _, flops, _, _ = run(ActivationCheckpointingConfig(), compute=compute)
     ids, tables, norm = 8 * TOKENS, 2 * TOKENS * CONFIG.head_dim * 4, 4 * TOKENS * (32 + 1)
     cuts = packed_cuts(SEGMENTS)
     bias = cuts.bias.nbytes + cuts.bounds_P5.nbytes
-    for name, config in {"none": ActivationConfig(), **CONFIGS}.items():
+    for name, config in {"none": ActivationCheckpointingConfig(), **CONFIGS}.items():
         gradients, num_bytes, again, shape, segments = run(config, compute=compute)
         assert all(torch.equal(a, b) for a, b in zip(plain, gradients, strict=True)), name
         num_plain = sum(not segment.recompute for segment in segments)
@@ -119,23 +119,25 @@ def test_budget_holds_and_is_used():
     assert 0 < total_recomputed_flops(shape, wide) < total_recomputed_flops(shape, tight)
     assert total_kept_bytes(shape, wide) > total_kept_bytes(shape, tight)
     with pytest.raises(ConfigError, match=r"^budget_bytes: 1000 .* least that works is about \d+"):
-        segments_for(ActivationConfig(mode="budget", budget_bytes=1000), 5, shape=shape, num_tokens=TOKENS)
+        segments_for(ActivationCheckpointingConfig(mode="budget", budget_bytes=1000), 5, shape=shape, num_tokens=TOKENS)
 
 
 def test_attention_of_other_kinds_is_kept_too():
     """Outside packed rows attention is PyTorch's own operator."""
-    plain = run(ActivationConfig(), attend=causal_attend())
-    kept = run(ActivationConfig(mode="selective"), attend=causal_attend())
-    without = run(ActivationConfig(mode="selective", keep=OPERATORS[:3]), attend=causal_attend())
+    plain = run(ActivationCheckpointingConfig(), attend=causal_attend())
+    kept = run(ActivationCheckpointingConfig(mode="selective"), attend=causal_attend())
+    without = run(
+        ActivationCheckpointingConfig(mode="selective", save_outputs_of=OPERATORS[:3]), attend=causal_attend()
+    )
     assert all(torch.equal(a, b) for a, b in zip(plain[0], kept[0], strict=True))
     assert plain[2] == kept[2] < without[2]
 
 
 def test_each_operator_can_be_kept_by_itself():
     """What is spared is that operator's own FLOPs; attention's are not counted by torch."""
-    nothing = run(ActivationConfig(mode="unit", unit_layers=1))
+    nothing = run(ActivationCheckpointingConfig(mode="full", layers_per_segment=1))
     for operator in OPERATORS:
-        one = run(ActivationConfig(mode="selective", keep=(operator,)))
+        one = run(ActivationCheckpointingConfig(mode="selective", save_outputs_of=(operator,)))
         spared = one[3].flops(operator) * TOKENS * CONFIG.num_layers
         assert nothing[2] - one[2] == pytest.approx(spared), operator
         assert one[1] - nothing[1] == one[3].output_bytes(operator) * TOKENS * CONFIG.num_layers, operator
@@ -174,4 +176,4 @@ def test_wrong_settings_name_their_field():
         ({"budget_bytes": 5}, "budget_bytes"),
     ):
         with pytest.raises(ConfigError, match=f"^{field}: "):
-            ActivationConfig(**settings)
+            ActivationCheckpointingConfig(**settings)

@@ -13,7 +13,7 @@ from modelwright.memory import disk, offload
 from modelwright.memory.activations import BlockShape, Segment, block_shape, peak_bytes, total_recomputed_flops
 from modelwright.memory.budget import Budget, block_choices, peak, solve, total_cost
 from modelwright.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
-from modelwright.memory.config import ActivationConfig
+from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.memory.disk import DiskStore
 from modelwright.memory.offload import HostStore, offloading, open_store
 from modelwright.model.attention import packed_attend
@@ -163,8 +163,8 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
 
 def test_a_model_on_the_host_is_refused():
     with pytest.raises(ConfigError, match="offload: host"):
-        open_store(ActivationConfig(offload="host"), device=torch.device("cpu"), folder=offload.Path())
-    assert open_store(ActivationConfig(), device=torch.device("cpu"), folder=offload.Path()) is None
+        open_store(ActivationCheckpointingConfig(offload="host"), device=torch.device("cpu"), folder=offload.Path())
+    assert open_store(ActivationCheckpointingConfig(), device=torch.device("cpu"), folder=offload.Path()) is None
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_model_on_the_host_is_refused():
 )
 def test_settings_that_do_not_go_together(changes, message):
     with pytest.raises(ConfigError, match=message):
-        ActivationConfig(**changes)
+        ActivationCheckpointingConfig(**changes)
 
 
 def shape_of() -> BlockShape:
@@ -189,7 +189,7 @@ def test_a_budget_weighs_computing_again_against_moving():
     shape, tokens, layers = shape_of(), 512, 6
     whole = tokens * (layers * shape.whole_bytes + shape.workspace_bytes)
     for flops_per_byte, moves in ((1e-3, True), (1e9, False)):
-        config = ActivationConfig(
+        config = ActivationCheckpointingConfig(
             mode="budget", budget_bytes=int(0.6 * whole), offload="disk", flops_per_byte=flops_per_byte
         )
         segments = segments_for(config, layers, shape=shape, num_tokens=tokens)
@@ -200,8 +200,8 @@ def test_a_budget_weighs_computing_again_against_moving():
 
 def test_moving_reaches_budgets_that_computing_again_cannot():
     shape, tokens, layers = shape_of(), 512, 12
-    with_moving = ActivationConfig(mode="budget", budget_bytes=1, offload="disk", flops_per_byte=50.0)
-    without = ActivationConfig(mode="budget", budget_bytes=1)
+    with_moving = ActivationCheckpointingConfig(mode="budget", budget_bytes=1, offload="disk", flops_per_byte=50.0)
+    without = ActivationCheckpointingConfig(mode="budget", budget_bytes=1)
     least = {}
     for name, config in (("with", with_moving), ("without", without)):
         with pytest.raises(ConfigError, match="least that works is about") as told:

@@ -44,7 +44,7 @@ def test_bad_fractions_are_refused():
     with pytest.raises(ConfigError, match="warmup_fraction"):
         ScheduleConfig(warmup_fraction=1.0)
     with pytest.raises(ConfigError, match="final_fraction"):
-        ScheduleConfig(final_fraction=-0.1)
+        ScheduleConfig(final_lr_fraction=-0.1)
 
 
 def test_wsd_stays_at_its_peak_until_the_cooldown():
@@ -90,7 +90,7 @@ def test_a_peak_follows_from_the_rows_of_a_batch():
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (lambda: ScheduleConfig(first_fraction=0.0), "first_fraction"),
+        (lambda: ScheduleConfig(initial_lr_fraction=0.0), "first_fraction"),
         (lambda: RateRuleConfig(reference_rate=0.0), "reference_rate"),
         (lambda: RateRuleConfig(reference_rows=0), "reference_rows"),
     ],

@@ -5,7 +5,7 @@ import torch
 
 from modelwright.core.errors import ConfigError
 from modelwright.optim.selection import Selector, moment_signal, shrunk_mask
-from modelwright.optim.sparse import RowChoiceConfig, SparseConfig
+from modelwright.optim.sparse import BatchSelectionConfig, SparseUpdateConfig
 
 
 def selector(num_units: int = 20, **changes) -> Selector:
@@ -94,28 +94,30 @@ def test_moments_say_how_large_gradients_are_and_how_much_of_them_points_one_way
 
 
 def test_courses():
-    dense_first = SparseConfig(kind="rows", keep=0.4, course="dense_first", ramp=0.5)
+    dense_first = SparseUpdateConfig(kind="rows", keep_fraction=0.4, density_schedule="dense_first", ramp_fraction=0.5)
     assert [round(dense_first.share(step, 8), 2) for step in (0, 2, 4, 7)] == [1.0, 0.7, 0.4, 0.4]
-    sparse_first = SparseConfig(kind="rows", keep=0.4, course="sparse_first", ramp=0.5)
+    sparse_first = SparseUpdateConfig(
+        kind="rows", keep_fraction=0.4, density_schedule="sparse_first", ramp_fraction=0.5
+    )
     assert [round(sparse_first.share(step, 8), 2) for step in (0, 4, 6, 8)] == [0.4, 0.4, 0.7, 1.0]
-    assert SparseConfig(kind="rows", keep=0.4).share(0, 8) == 0.4
+    assert SparseUpdateConfig(kind="rows", keep_fraction=0.4).share(0, 8) == 0.4
 
 
 @pytest.mark.parametrize(
     ("config", "field", "value"),
     [
-        (SparseConfig, "keep", 0.0),
-        (SparseConfig, "ramp", 0.0),
-        (SparseConfig, "refresh_every", 0),
-        (SparseConfig, "regrowth", 1.5),
-        (RowChoiceConfig, "keep", 1.1),
-        (RowChoiceConfig, "keep_tokens", 0.0),
-        (RowChoiceConfig, "explore", -0.1),
-        (RowChoiceConfig, "dense_share", 1.0),
-        (RowChoiceConfig, "probe_len", 1),
-        (RowChoiceConfig, "max_start_loss", -1.0),
-        (RowChoiceConfig, "max_start_loss", float("inf")),
-        (RowChoiceConfig, "max_start_loss", 1.0),  # without a signal
+        (SparseUpdateConfig, "keep", 0.0),
+        (SparseUpdateConfig, "ramp", 0.0),
+        (SparseUpdateConfig, "refresh_every", 0),
+        (SparseUpdateConfig, "regrowth", 1.5),
+        (BatchSelectionConfig, "keep", 1.1),
+        (BatchSelectionConfig, "keep_tokens", 0.0),
+        (BatchSelectionConfig, "explore", -0.1),
+        (BatchSelectionConfig, "dense_share", 1.0),
+        (BatchSelectionConfig, "probe_len", 1),
+        (BatchSelectionConfig, "max_start_loss", -1.0),
+        (BatchSelectionConfig, "max_start_loss", float("inf")),
+        (BatchSelectionConfig, "max_start_loss", 1.0),  # without a signal
     ],
 )
 def test_values_out_of_range_are_named(config, field, value):

@@ -15,7 +15,7 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import lay_out, single
 from modelwright.parallel.pipeline.partition import LayerCosts
 from modelwright.parallel.pipeline.rebalance import (
-    BalanceConfig,
+    LoadBalanceConfig,
     StageBalance,
     balance_tokens,
     balanced_order,
@@ -25,7 +25,7 @@ from modelwright.parallel.pipeline.trace import StageSpan, StageTimeline
 from modelwright.train.objective import forward
 
 EVEN = LayerCosts(embedding=0.0, layers=(1.0,) * 8, head=0.0)
-CONFIG = BalanceConfig(drift=0.15, gain=0.05, window=3)
+CONFIG = LoadBalanceConfig(max_imbalance=0.15, min_improvement=0.05, window_steps=3)
 
 
 def test_slow_device_gives_layers_away():
@@ -54,7 +54,7 @@ def test_proposals_settle_on_the_best_split_whatever_the_cause(cause):
         sizes = better_split(EVEN, sizes, times(sizes), CONFIG)
         seen.append(sizes)
     best = min(max(times((first, 8 - first))) for first in range(1, 8))
-    assert max(times(sizes)) <= (1 + CONFIG.drift) * best
+    assert max(times(sizes)) <= (1 + CONFIG.max_imbalance) * best
     assert seen[-1] == seen[-2]
 
 
@@ -76,9 +76,9 @@ def span(stage: int, seconds: float) -> StageSpan:
 
 def test_bad_limits_are_refused():
     with pytest.raises(ConfigError, match=r"^drift: "):
-        BalanceConfig(drift=0.0)
+        LoadBalanceConfig(max_imbalance=0.0)
     with pytest.raises(ConfigError, match=r"^window: "):
-        BalanceConfig(window=1)
+        LoadBalanceConfig(window_steps=1)
 
 
 def test_timeline_keeps_the_newest_step():

@@ -15,7 +15,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.optim.delay import compensate, compensate_naive
 from modelwright.parallel.gradient_sync import ExactTransport
 from modelwright.parallel.mesh import World, single, world_apart
-from modelwright.parallel.strategies.config import AsynchronousConfig
+from modelwright.parallel.strategies.config import AsyncUpdatesConfig
 from modelwright.parallel.strategies.delayed import DelayedTransport
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
@@ -166,4 +166,4 @@ def test_an_error_in_the_thread_reaches_the_loop():
 @pytest.mark.parametrize(("name", "value"), [("delay", 0), ("compensation", -1.0)])
 def test_settings_out_of_range_are_refused(name, value):
     with pytest.raises(ConfigError, match=rf"^{name}: must "):
-        AsynchronousConfig(mode="delayed", **{name: value})
+        AsyncUpdatesConfig(mode="delayed", **{name: value})

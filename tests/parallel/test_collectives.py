@@ -26,9 +26,9 @@ from modelwright.parallel.topology.algorithms import (
 from modelwright.parallel.topology.collectives import (
     Algorithm,
     Collectives,
-    CollectivesConfig,
     FlatCost,
     Planner,
+    TopologyConfig,
     _Watch,
 )
 from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure_links
@@ -113,7 +113,9 @@ def sums(world: World) -> dict[str, torch.Tensor]:
 def sums_of(world: World) -> dict[str, torch.Tensor]:
     found = {}
     for algorithm in ALGORITHMS:
-        collectives = Collectives(world, two_racks(world.size), CollectivesConfig(algorithm=algorithm, window=0))
+        collectives = Collectives(
+            world, two_racks(world.size), TopologyConfig(algorithm=algorithm, window_all_reduces=0)
+        )
         for name, tensor in tensors(world.rank).items():
             assert collectives.all_reduce(tensor) is tensor
             found[f"{world.size}/{algorithm}/{name}"] = tensor
@@ -128,7 +130,9 @@ def watch(world: World, folder: Path, num_calls: int) -> dict[str, Any]:
 
     Only what is many times slower than at first counts: other work on the machine must not change the tree.
     """
-    config = CollectivesConfig(algorithm="tree", window=8, degraded_ratio=4.0, changed_ratio=4.0, measure_s=0.5)
+    config = TopologyConfig(
+        algorithm="tree", window_all_reduces=8, degraded_ratio=4.0, changed_ratio=4.0, measure_s=0.5
+    )
     collectives = Collectives(world, measure_links(world, LinksConfig(budget_s=0.5)), config)
     message = torch.ones(2**13)
 
@@ -140,7 +144,7 @@ def watch(world: World, folder: Path, num_calls: int) -> dict[str, Any]:
         collectives.all_reduce(message.fill_(1.0))
         assert bool((message == world.size).all())
 
-    for _ in range(2 * config.window):
+    for _ in range(2 * config.window_all_reduces):
         call()
     while collectives._watch._usual is None:  # it has just measured, and takes its next window for the usual one
         call()
@@ -330,7 +334,7 @@ def test_small_messages_are_joined_until_bandwidth_counts():
 
 
 def test_watch_tells_a_slow_window_from_a_few_slow_calls():
-    watch = _Watch(CollectivesConfig(window=4, recheck_windows=3))
+    watch = _Watch(TopologyConfig(window_all_reduces=4, recheck_windows=3))
 
     def window(*taken, is_as_at_first=True):
         full = [watch.add(seconds, 1.0) for seconds in taken]
@@ -352,7 +356,7 @@ def test_watch_tells_a_slow_window_from_a_few_slow_calls():
 )
 def test_config_names_the_field(field, value):
     with pytest.raises(ConfigError, match=f"^{field}: "):
-        CollectivesConfig(**{field: value})
+        TopologyConfig(**{field: value})
 
 
 def test_a_link_that_degrades_leaves_the_tree(tmp_path):

@@ -101,9 +101,9 @@ def test_a_killed_host_is_done_without(undisturbed, tmp_path):
         ({"data": 4}, 8, {"data": 4}),
         ({"data": 4}, 3, {"data": 3}),
         ({"pipeline": 2, "tensor": 2}, 15, {"data": 3}),
-        ({"shard": "full", "shard_group": 2}, 4, {"data": 4, "shard_group": 2}),
-        ({"shard": "full", "shard_group": 2}, 3, {"data": 3, "shard_group": 0}),
-        ({"shard": "full", "shard_group": 4}, 6, {"data": 6, "shard_group": 2}),
+        ({"zero_stage": 3, "shard_group_size": 2}, 4, {"data": 4, "shard_group_size": 2}),
+        ({"zero_stage": 3, "shard_group_size": 2}, 3, {"data": 3, "shard_group_size": 0}),
+        ({"zero_stage": 3, "shard_group_size": 4}, 6, {"data": 6, "shard_group_size": 2}),
     ],
 )
 def test_the_data_axis_takes_what_fits(config, num_processes, expected):

@@ -20,10 +20,16 @@ from modelwright.train import parallelize as passes
 from modelwright.train.technique import StepInfo, Technique
 
 SHAPE = replace(tiny.SHAPE, num_layers=4, model_dim=64, ffn_dim=128, head_dim=16)
-ONCE = {"num_steps": 4, "num_microbatches": 2, "eval_every_steps": 2, "checkpoint_every_steps": 0, "keep_best": False}
+ONCE = {
+    "num_steps": 4,
+    "gradient_accumulation_steps": 2,
+    "eval_every_steps": 2,
+    "checkpoint_every_steps": 0,
+    "keep_best": False,
+}
 BF16 = {"policy": "bf16_mixed"}
 FFN_ALONE = {"policy": "bf16_mixed", "layers": {"attention": "fp32"}}
-FULL = {"shard": "full"}
+FULL = {"zero_stage": 3}
 
 
 def case(name: str, precision: dict[str, Any], layout: dict[str, Any], **settings: Any) -> dict[str, Any]:
@@ -38,7 +44,7 @@ def pair(name: str, precision: dict[str, Any], layout: dict[str, Any], **setting
 
 TWO = [
     *pair("full", BF16, FULL),
-    *pair("optimizer", BF16, {"shard": "optimizer"}),
+    *pair("optimizer", BF16, {"zero_stage": 1}),
     *pair("ffn", FFN_ALONE, FULL),
     *pair("fp16", {"policy": "fp16_mixed"}, FULL),
     *pair("recomputed", BF16, FULL, activations={"mode": "unit", "unit_layers": 1}),
@@ -47,9 +53,9 @@ TWO = [
     case("int8", {"policy": "int8"}, FULL),
 ]
 FOUR = [
-    *pair("tensor", BF16, {"tensor": 2, "shard": "full"}),
-    *pair("hybrid", BF16, {"shard": "full", "shard_group": 2}),
-    *pair("pipeline", BF16, {"pipeline": 2, "shard": "full", "schedule": "zero_bubble"}),
+    *pair("tensor", BF16, {"tensor": 2, "zero_stage": 3}),
+    *pair("hybrid", BF16, {"zero_stage": 3, "shard_group_size": 2}),
+    *pair("pipeline", BF16, {"pipeline": 2, "zero_stage": 3, "schedule": "zero_bubble"}),
 ]
 PAIRS = [one["name"] for one in TWO + FOUR if f"{one['name']}-wide" in [other["name"] for other in TWO + FOUR]]
 

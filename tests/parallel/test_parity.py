@@ -57,12 +57,12 @@ FOUR = [
     exact("context4-ring", {"context": 4, "context_attention": "ring"}),
     exact("context2-tensor2", {"context": 2, "tensor": 2}),
     exact("data2-tensor2", {"tensor": 2}),
-    exact("data2-tensor2-full-odd", {"tensor": 2, "shard": "full"}, shape=ODD | UNTIED),
-    exact("context2-full", {"context": 2, "shard": "full"}),
-    exact("hybrid", {"shard": "full", "shard_group": 2}),
-    exact("shard4-full", {"shard": "full"}),
-    practical("fp32-data2-tensor2-full", {"tensor": 2, "shard": "full"}),
-    practical("bf16-data2-tensor2-full", {"tensor": 2, "shard": "full"}, compute="bf16"),
+    exact("data2-tensor2-full-odd", {"tensor": 2, "zero_stage": 3}, shape=ODD | UNTIED),
+    exact("context2-full", {"context": 2, "zero_stage": 3}),
+    exact("hybrid", {"zero_stage": 3, "shard_group_size": 2}),
+    exact("shard4-full", {"zero_stage": 3}),
+    practical("fp32-data2-tensor2-full", {"tensor": 2, "zero_stage": 3}),
+    practical("bf16-data2-tensor2-full", {"tensor": 2, "zero_stage": 3}, compute="bf16"),
 ]
 
 

@@ -50,7 +50,7 @@ RAGGED = [
 ]
 RAGGED_COPIES = [
     Case(data=2, num_microbatches=2, rows="8+5+3"),
-    Case(data=2, num_microbatches=2, rows="5", shard="full", schedule="interleaved", stages_per_rank=2),
+    Case(data=2, num_microbatches=2, rows="5", zero_stage=3, schedule="interleaved", stages_per_rank=2),
 ]
 """Microbatches of unequal numbers of rows, batches with fewer rows than microbatches, copies with unequal shares."""
 MOVED = [replace(MIXED[0], layers="3+1"), replace(Case(), layers="1+3")]
@@ -60,7 +60,7 @@ FOUR = [
     for schedule, stages in SCHEDULES
     for case in (
         Case(schedule=schedule, stages_per_rank=stages, pipeline=4, tied=True),
-        Case(schedule=schedule, stages_per_rank=stages, data=2, num_microbatches=2, shard="full", tied=stages == 1),
+        Case(schedule=schedule, stages_per_rank=stages, data=2, num_microbatches=2, zero_stage=3, tied=stages == 1),
     )
 ]
 FOUR += [
@@ -210,7 +210,7 @@ def test_microbatches_that_no_round_holds_are_refused():
 
 
 def test_tied_weights_in_two_sharded_stages_of_one_rank_are_refused():
-    config = ParallelConfig(pipeline=2, schedule="zero_bubble", stages_per_rank=2, shard="full")
+    config = ParallelConfig(pipeline=2, schedule="zero_bubble", stages_per_rank=2, zero_stage=3)
     check_ties(model().config, config)
     with pytest.raises(ConfigError, match=r"^stages_per_rank: "):
         check_ties(model(tied=True).config, config)

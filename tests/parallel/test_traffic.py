@@ -29,10 +29,10 @@ HIDDEN_BYTES = 4 * 8 * 32 * SHAPE.model_dim
 EMBEDDING_BYTES = 4 * SHAPE.vocab_size * SHAPE.model_dim
 """Its gradients, which the first and the last stage of a pipeline exchange."""
 
-THREE_LEVEL = {"transport": {"kind": "three_level", "three_level": {"keep": 0.005}}}
-INT8 = {"transport": {"kind": "int8"}}
-SELDOM = {"transport": {"local_steps": {"every": 4}}}
-HYBRID = {"shard": "full", "shard_group": 2}
+THREE_LEVEL = {"gradient_sync": {"kind": "topk_quantized", "topk_quantized": {"topk_fraction": 0.005}}}
+INT8 = {"gradient_sync": {"kind": "int8"}}
+SELDOM = {"gradient_sync": {"local_sgd": {"sync_every_steps": 4}}}
+HYBRID = {"zero_stage": 3, "shard_group_size": 2}
 
 
 def case(name: str, layout: dict[str, Any], settings: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -40,10 +40,10 @@ def case(name: str, layout: dict[str, Any], settings: dict[str, Any] | None = No
 
 
 LAYOUTS = {
-    "copies": ({"share_memory": False}, GRADIENT_BYTES, GRADIENT_BYTES),
-    "optimizer": ({"shard": "optimizer"}, 1.5 * GRADIENT_BYTES, GRADIENT_BYTES),
-    "gradients": ({"shard": "gradients"}, 1.5 * GRADIENT_BYTES, GRADIENT_BYTES),
-    "full": ({"shard": "full"}, 2 * GRADIENT_BYTES, 1.5 * GRADIENT_BYTES),
+    "copies": ({"shared_memory": False}, GRADIENT_BYTES, GRADIENT_BYTES),
+    "optimizer": ({"zero_stage": 1}, 1.5 * GRADIENT_BYTES, GRADIENT_BYTES),
+    "gradients": ({"zero_stage": 2}, 1.5 * GRADIENT_BYTES, GRADIENT_BYTES),
+    "full": ({"zero_stage": 3}, 2 * GRADIENT_BYTES, 1.5 * GRADIENT_BYTES),
     "tensor": ({"tensor": 2}, 30 * HIDDEN_BYTES, 24 * HIDDEN_BYTES),
     "pipeline": ({"pipeline": 2}, HIDDEN_BYTES + EMBEDDING_BYTES, HIDDEN_BYTES + EMBEDDING_BYTES),
 }
@@ -153,8 +153,8 @@ def namespaces():
 @pytest.mark.usefixtures("namespaces")
 def test_the_metric_is_what_the_interface_sends(tmp_path):
     """Copies with exact and with compressed sums, and ZeRO-3, on two hosts of one process each."""
-    copies = {"share_memory": False}
-    cases = [case("exact", copies), case("three_level", copies, THREE_LEVEL), case("full", {"shard": "full"})]
+    copies = {"shared_memory": False}
+    cases = [case("exact", copies), case("three_level", copies, THREE_LEVEL), case("full", {"zero_stage": 3})]
     runs = on_two_hosts(tmp_path, cases, per_host=1)
     for name in ("exact", "three_level", "full"):
         # The interface counts segments that the kernel joins once, the metric each with its header (66 of 1,514 bytes).

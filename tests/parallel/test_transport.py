@@ -130,7 +130,7 @@ def lay_out_twice() -> None:
             num_threads = len(os.listdir("/proc/self/task"))
             assert lay_out(world, ParallelConfig()) is copies
             assert num_threads == len(os.listdir("/proc/self/task"))
-            divided = lay_out(world, ParallelConfig(shard="full"))
+            divided = lay_out(world, ParallelConfig(zero_stage=3))
             assert divided.shard.size == 2
             assert copies.shard.size == 1
             for mesh in (copies, divided):

@@ -11,10 +11,10 @@ from modelwright.core.config import dump, parse
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.parallel.codecs.error_feedback import flatten
 from modelwright.parallel.codecs.quantized import GROUP, MAX_CODE, Int8Codec
-from modelwright.parallel.codecs.topk_quantized import ThreeLevelConfig, bucket_bounds, decode_flat, encode_flat
+from modelwright.parallel.codecs.topk_quantized import TopKQuantizedConfig, bucket_bounds, decode_flat, encode_flat
 from modelwright.parallel.gradient_sync import ExactTransport, GradientTransport
 from modelwright.parallel.mesh import World, single
-from modelwright.parallel.strategies.config import TransportConfig, build_local_steps, build_sync
+from modelwright.parallel.strategies.config import GradientSyncConfig, build_local_steps, build_sync
 from parallel.transport_cases import CASES, ROUNDS, SHAPES, build, copied, gradients
 
 ROUNDING = {"rtol": 1e-5, "atol": 2e-5}
@@ -62,8 +62,8 @@ class Walk:
         draw = torch.Generator().manual_seed(7)
         self.weights = [torch.randn(shape, generator=draw) for shape in SHAPES]
         self.moments = [torch.zeros(shape) for shape in SHAPES]
-        case = {**(codec or {}), "local_steps": {"every": 3, **local}}
-        transport = build_local_steps(parse(TransportConfig, case), world)
+        case = {**(codec or {}), "local_steps": {"sync_every_steps": 3, **local}}
+        transport = build_local_steps(parse(GradientSyncConfig, case), world)
         self.steps, self.rank = transport, world.rank
 
     def begin(self) -> None:
@@ -319,7 +319,7 @@ def test_bytes_are_those_of_the_wire(ranks):
 
 
 def three_level_config(case):
-    return parse(TransportConfig, CASES[case]).three_level
+    return parse(GradientSyncConfig, CASES[case]).topk_quantized
 
 
 @pytest.mark.parametrize("case", THREE_LEVEL)
@@ -396,7 +396,7 @@ def test_local_steps_of_several_ranks_go_on_alone_from_their_mean(ranks):
     num_ranks, found = ranks
     state = {
         "shared": {"start": listed(found["walks"][0], "mean/start"), "momentum": [], "num_ranks": num_ranks},
-        "transport": {},
+        "gradient_sync": {},
     }
     ours = [listed(one, "mean/state") for one in found["walks"]]
     moments = [listed(one, "mean/private") for one in found["walks"]]
@@ -467,25 +467,25 @@ def test_buckets_cover_everything_and_small_tensors_join_their_neighbor():
     [
         ({"kind": "top_k"}, "kind"),
         ({"powersgd_rank": 0}, "powersgd_rank"),
-        ({"three_level": {"keep": 0.0}}, "three_level.keep"),
-        ({"three_level": {"keep": 1.5}}, "three_level.keep"),
+        ({"three_level": {"topk_fraction": 0.0}}, "three_level.keep"),
+        ({"three_level": {"topk_fraction": 1.5}}, "three_level.keep"),
         ({"three_level": {"min_bits": 1}}, "three_level.min_bits"),
         ({"three_level": {"min_bits": 9, "max_bits": 8}}, "three_level.min_bits"),
         ({"three_level": {"bucket_numel": 1}}, "three_level.bucket_numel"),
         ({"three_level": {"max_error": 0.0}}, "three_level.max_error"),
         ({"three_level": {"momentum": 1.0}}, "three_level.momentum"),
         ({"three_level": {"warmup_messages": -1}}, "three_level.warmup_messages"),
-        ({"local_steps": {"every": -1}}, "local_steps.every"),
-        ({"local_steps": {"rate": 0.0}}, "local_steps.rate"),
-        ({"local_steps": {"momentum": 1.0}}, "local_steps.momentum"),
+        ({"local_steps": {"sync_every_steps": -1}}, "local_steps.every"),
+        ({"local_steps": {"outer_lr": 0.0}}, "local_steps.rate"),
+        ({"local_steps": {"outer_momentum": 1.0}}, "local_steps.momentum"),
     ],
 )
 def test_wrong_configs_name_the_field(change, message):
     with pytest.raises(ConfigError, match=f"^{message}:"):
-        parse(TransportConfig, change)
+        parse(GradientSyncConfig, change)
 
 
 def test_config_is_plain_data_and_back():
-    config = TransportConfig(kind="three_level", three_level=ThreeLevelConfig(keep=0.1))
-    assert parse(TransportConfig, dump(config)) == config
-    assert isinstance(build_sync(TransportConfig(), single()).sync, ExactTransport)
+    config = GradientSyncConfig(kind="three_level", topk_quantized=TopKQuantizedConfig(topk_fraction=0.1))
+    assert parse(GradientSyncConfig, dump(config)) == config
+    assert isinstance(build_sync(GradientSyncConfig(), single()).sync, ExactTransport)

@@ -13,9 +13,9 @@ from modelwright.core.errors import ConfigError
 from modelwright.ops import sparse_code
 from modelwright.parallel.codecs.codebook import MAX_LEVELS, decode_levels, encode_levels
 from modelwright.parallel.codecs.error_feedback import flatten
-from modelwright.parallel.codecs.topk_quantized import ThreeLevelConfig, decode_flat, encode_flat
+from modelwright.parallel.codecs.topk_quantized import TopKQuantizedConfig, decode_flat, encode_flat
 from modelwright.parallel.mesh import World, single
-from modelwright.parallel.strategies.config import TransportConfig, build_local_steps
+from modelwright.parallel.strategies.config import GradientSyncConfig, build_local_steps
 from modelwright.parallel.strategies.second_moment_sync import FLOOR, SharedMoment, decode_moves, encode_moves
 from parallel.transport_cases import copied
 
@@ -25,8 +25,13 @@ OCTAVES = 0.5
 NUM_STEPS = 9
 RECIPE = {
     "kind": "three_level",
-    "three_level": {"keep": 0.3, "selection": "global", "values": "means"},
-    "local_steps": {"every": 2, "keep_own": True, "moment_every": 2, "moment_octaves": OCTAVES},
+    "three_level": {"topk_fraction": 0.3, "selection": "global", "codebook": "means"},
+    "local_steps": {
+        "sync_every_steps": 2,
+        "keep_residual": True,
+        "sync_second_moment_every": 2,
+        "moment_octaves": OCTAVES,
+    },
 }
 
 
@@ -97,8 +102,8 @@ def left(values, config):
 
 def test_means_leave_less_behind_than_even_levels_for_fewer_bytes():
     values = torch.from_numpy(gaussian(100_000))
-    bits_even, left_even = left(values, ThreeLevelConfig(keep=0.25, selection="global", max_error=0.5))
-    bits_means, left_means = left(values, ThreeLevelConfig(keep=0.35, selection="global", values="means"))
+    bits_even, left_even = left(values, TopKQuantizedConfig(topk_fraction=0.25, selection="global", max_error=0.5))
+    bits_means, left_means = left(values, TopKQuantizedConfig(topk_fraction=0.35, selection="global", codebook="means"))
     assert bits_means < 0.9 * bits_even
     assert left_means < 0.9 * left_even
 
@@ -142,7 +147,7 @@ class Adam:
         draw = torch.Generator().manual_seed(7)
         self.weights = [torch.randn(shape, generator=draw) for shape in SHAPES]
         self.moments = {name: [torch.zeros(shape) for shape in SHAPES] for name in ("exp_avg", "exp_avg_sq")}
-        self.steps, self.rank = build_local_steps(parse(TransportConfig, RECIPE), world), world.rank
+        self.steps, self.rank = build_local_steps(parse(GradientSyncConfig, RECIPE), world), world.rank
 
     def begin(self) -> None:
         self.steps.begin(self.weights, num_steps=NUM_STEPS, private=lambda: self.moments, restore=self.restore)
@@ -252,7 +257,7 @@ def test_a_rank_alone_keeps_its_moments():
 
 def recipe_by_hand(num_ranks):
     """Local Adam of every rank in float64, meetings after 2, 4, 6 and 8 of 9 steps, moments shared after 4 and 8."""
-    config = ThreeLevelConfig(keep=0.3)
+    config = TopKQuantizedConfig(topk_fraction=0.3)
     numel = sum(math.prod(shape) for shape in SHAPES)
     draw = torch.Generator().manual_seed(7)
     start = flatten([torch.randn(shape, generator=draw) for shape in SHAPES]).double()
@@ -271,7 +276,7 @@ def recipe_by_hand(num_ranks):
             total = torch.zeros_like(start)
             for rank in range(num_ranks):
                 waiting = (start - weights[rank]) / num_ranks  # what was kept is in the weights already
-                places = torch.from_numpy(largest(waiting.numpy(), config.keep))
+                places = torch.from_numpy(largest(waiting.numpy(), config.topk_fraction))
                 sent = torch.zeros_like(start)
                 sent[places] = torch.from_numpy(level_means(waiting[places].numpy()))
                 unsent[rank] = waiting - sent
@@ -305,14 +310,14 @@ def test_the_recipe_goes_on_from_a_checkpoint_with_the_same_bits(ranks):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"three_level": {"values": "odd"}}, "three_level.values"),
-        ({"local_steps": {"moment_every": -1}}, "local_steps.moment_every"),
+        ({"three_level": {"codebook": "odd"}}, "three_level.values"),
+        ({"local_steps": {"sync_second_moment_every": -1}}, "local_steps.moment_every"),
         ({"local_steps": {"moment_octaves": 0.0}}, "local_steps.moment_octaves"),
     ],
 )
 def test_wrong_configs_name_the_field(change, message):
     with pytest.raises(ConfigError, match=f"^{message}:"):
-        parse(TransportConfig, change)
+        parse(GradientSyncConfig, change)
 
 
 def test_even_and_mean_levels_share_one_place_code():

@@ -18,7 +18,7 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import lay_out
 from modelwright.parallel.topology.link_costs import Links, _write_cache
 from modelwright.pipeline.ranks import join_ranks
-from modelwright.recipes.tiny import tiny
+from modelwright.recipes.load import recipe
 
 
 def far_apart(hosts: str) -> Links:
@@ -36,7 +36,7 @@ def main() -> None:
     came_as = int(os.environ["RANK"])
     cache = folder / f"links-{came_as}.json"  # only the first rank's is read
     _write_cache(cache, far_apart(hosts))
-    config = replace(tiny(), parallel=ParallelConfig(placement=True, **fields))
+    config = replace(recipe("tiny"), parallel=ParallelConfig(reorder_ranks=True, **fields))
     with join_ranks(config, links=cache, host=hosts[came_as]) as ranks:
         assert ranks is not None
         assert ranks.placement is not None

@@ -13,7 +13,7 @@ from modelwright.core.config import load_yaml, save_yaml
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.journal import read_attempts
-from modelwright.recipes.tiny import tiny
+from modelwright.recipes.load import recipe
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -127,7 +127,7 @@ def test_an_export_never_replaces_a_file(inside: Command, tmp_path: Path) -> Non
     run, file = RunDir(tmp_path / "run").create(), tmp_path / "file"
     file.write_text("text")
     run.write_info({"invocations": [], "stages": {}})
-    save_yaml(run.config, tiny())
+    save_yaml(run.config, recipe("tiny"))
     with write_artifact(run.stage("sft").artifact, kind="sft", digest="") as draft:
         (draft.path / "config.json").write_text("{}")
     for more in ([], ["--overwrite"]):

@@ -11,13 +11,13 @@ from modelwright.core.config import dump, merge, parse
 from modelwright.core.errors import ConfigError
 from modelwright.pipeline.check import check_training
 from modelwright.pipeline.config import RunConfig
-from modelwright.recipes.tiny import tiny
+from modelwright.recipes.load import recipe
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def check(changes: Mapping[str, Any], num_processes: int) -> None:
-    config = parse(RunConfig, merge(dump(tiny()), changes))
+    config = parse(RunConfig, merge(dump(recipe("tiny")), changes))
     check_training(config, config.parallel, num_processes=num_processes, stages=config.stages)
 
 
@@ -26,33 +26,33 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
     [
         ({"parallel": {"tensor": 2}}, 1, r"^parallel\.data: .* does not make 1 processes; start 2"),
         ({"parallel": {"data": 2, "tensor": 2}}, 2, r"^parallel\.data: .* start 4"),
-        ({"parallel": {"shard": "full", "shard_group": 4}}, 2, r"^parallel\.shard_group: 4 does not divide"),
+        ({"parallel": {"zero_stage": 3, "shard_group_size": 4}}, 2, r"^parallel\.shard_group: 4 does not divide"),
         ({"parallel": {"tensor": 8}}, 8, r"^parallel\.tensor: 8 does not suit the model \(model\.num_heads: 4"),
         (
             {
                 "parallel": {"pipeline": 2},
-                "pretrain": {"update_in_backward": "unclipped", "clip_norm": 0, "num_microbatches": 2},
+                "pretrain": {"optimizer_in_backward": True, "max_grad_norm": 0, "gradient_accumulation_steps": 2},
             },
             2,
             r"^pretrain\.parallel\.pipeline: 2 needs whole gradients",
         ),
         (
-            {"parallel": {"shard": "full"}, "pretrain": {"optimizer": "muon"}},
+            {"parallel": {"zero_stage": 3}, "pretrain": {"optimizer": "muon"}},
             2,
             r"^pretrain\.optimizer: muon needs whole weight matrices",
         ),
         (
-            {"parallel": {"tensor": 2}, "pretrain": {"sparse": {"kind": "layers"}}},
+            {"parallel": {"tensor": 2}, "pretrain": {"sparse_updates": {"kind": "layers"}}},
             2,
             r"^pretrain\.sparse\.kind: layers needs a whole model",
         ),
         (
-            {"pretrain": {"num_microbatches": 4, "sparse": {"batch": {"signal": "loss"}}}},
+            {"pretrain": {"gradient_accumulation_steps": 4, "batch_selection": {"signal": "loss"}}},
             1,
             r"^pretrain\.sparse\.batch\.keep: of 4 rows",
         ),
         (
-            {"pretrain": {"sparse": {"batch": {"signal": "change", "max_start_loss": 1.0}}}},
+            {"pretrain": {"batch_selection": {"signal": "loss_change", "max_initial_loss": 1.0}}},
             1,
             r"^pretrain\.sparse\.batch\.max_start_loss: the first weights of a run from scratch",
         ),
@@ -67,7 +67,7 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
             r"^pretrain\.batch_tokens: 1536 must be a multiple of 1024",
         ),
         (
-            {"parallel": {"tensor": 2}, "pretrain": {"asynchronous": {"mode": "hogwild"}}},
+            {"parallel": {"tensor": 2}, "pretrain": {"async_updates": {"mode": "hogwild"}}},
             2,
             r"^pretrain\.asynchronous\.mode: hogwild needs a whole model",
         ),
@@ -76,26 +76,26 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
             {
                 "parallel": {"pipeline": 2, "schedule": "interleaved", "stages_per_rank": 2},
                 "model": {"num_layers": 4},
-                "pretrain": {"num_microbatches": 5, "batch_tokens": 2560},
+                "pretrain": {"gradient_accumulation_steps": 5, "batch_tokens": 2560},
             },
             2,
             r"^pretrain\.num_microbatches: 5 cannot be shared",
         ),
         (
             {
-                "parallel": {"pipeline": 2, "schedule": "zero_bubble", "stages_per_rank": 2, "shard": "full"},
+                "parallel": {"pipeline": 2, "schedule": "zero_bubble", "stages_per_rank": 2, "zero_stage": 3},
                 "model": {"num_layers": 4, "tie_embeddings": True},
             },
             2,
             r"^parallel\.stages_per_rank: zero_bubble with 2",
         ),
         (
-            {"parallel": {"pipeline": 2, "schedule": "zero_bubble"}, "sft": {"activations": {"mode": "unit"}}},
+            {"parallel": {"pipeline": 2, "schedule": "zero_bubble"}, "sft": {"activation_checkpointing": {"mode": "full"}}},
             2,
             r"^sft\.activations: does not go with parallel\.schedule zero_bubble",
         ),
         (
-            {"parallel": {"context": 3}, "sft": {"num_microbatches": 1}},
+            {"parallel": {"context": 3}, "sft": {"gradient_accumulation_steps": 1}},
             3,
             r"^parallel\.context: rows of 512 tokens do not divide",
         ),
@@ -105,13 +105,13 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
             2,
             r"^parallel\.sequence_parallel: rows of 127 tokens",
         ),
-        ({"sft": {"offload_optimizer": True}}, 1, r"^sft\.offload_optimizer: on the CPU"),
+        ({"sft": {"optimizer_cpu_offload": True}}, 1, r"^sft\.offload_optimizer: on the CPU"),
         (
-            {"pretrain": {"memory_arena": True}, "hardware": {"device": "cuda"}},
+            {"pretrain": {"step_arena": True}, "hardware": {"device": "cuda"}},
             1,
             r"^pretrain\.memory_arena: is for CPUs",
         ),
-        ({"pretrain": {"activations": {"offload": "host"}}}, 1, r"^pretrain\.activations\.offload: .* switch it off"),
+        ({"pretrain": {"activation_checkpointing": {"offload": "host"}}}, 1, r"^pretrain\.activations\.offload: .* switch it off"),
     ],
 )  # fmt: skip
 def test_messages(changes: Mapping[str, Any], num_processes: int, message: str) -> None:
@@ -133,7 +133,7 @@ def test_what_works_passes(changes: Mapping[str, Any], num_processes: int) -> No
 
 
 def test_only_stages_that_are_trained_count() -> None:
-    config = parse(RunConfig, merge(dump(tiny()), {"parallel": {"tensor": 2}}))
+    config = parse(RunConfig, merge(dump(recipe("tiny")), {"parallel": {"tensor": 2}}))
     check_training(config, config.parallel, num_processes=1, stages=("clean", "evaluate", "report"))
 
 
@@ -150,7 +150,9 @@ def test_the_shape_is_that_of_the_folder(inside: Command, tmp_path: Path) -> Non
     from modelwright.model.decoder import Decoder
     from modelwright.model.hf import save_model
 
-    shape = parse(RunConfig, merge(dump(tiny()), {"model": {"num_heads": 3, "num_kv_heads": 3, "ffn_dim": 96}})).model
+    shape = parse(
+        RunConfig, merge(dump(recipe("tiny")), {"model": {"num_heads": 3, "num_kv_heads": 3, "ffn_dim": 96}})
+    ).model
     model = Decoder(shape)
     model.init_weights(0)
     save_model(model, tmp_path / "given")
@@ -164,7 +166,7 @@ def test_the_context_is_that_of_the_folder(inside: Command, tmp_path: Path) -> N
     from modelwright.model.decoder import Decoder
     from modelwright.model.hf import save_model
 
-    shape = parse(RunConfig, merge(dump(tiny()), {"model": {"max_seq_len": 1024}})).model
+    shape = parse(RunConfig, merge(dump(recipe("tiny")), {"model": {"max_seq_len": 1024}})).model
     model = Decoder(shape)
     model.init_weights(0)
     save_model(model, tmp_path / "given")

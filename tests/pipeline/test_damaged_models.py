@@ -27,7 +27,7 @@ from modelwright.pipeline.journal import begin_attempt
 from modelwright.pipeline.runner import run_stages
 from modelwright.pipeline.stages.folder import save_model_folder
 from modelwright.pipeline.stages.init import init_stage
-from modelwright.recipes.tiny import tiny
+from modelwright.recipes.load import recipe
 from rank_processes import start_process
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -55,7 +55,7 @@ def add_model(run: RunDir, stage: str, seed: int) -> None:
 def run(tmp_path: Path) -> RunDir:
     """A run of the tiny recipe that has finished pretraining."""
     run = RunDir(tmp_path / "run").create()
-    save_yaml(run.config, tiny())
+    save_yaml(run.config, recipe("tiny"))
     run.write_info({"name": "tiny", "invocations": [], "stages": {}})
     add_model(run, "pretrain", 1)
     return run
@@ -144,6 +144,6 @@ def test_the_server_says_which_model_it_has(run: RunDir) -> None:
 def test_training_does_not_start_from_a_damaged_artifact(run: RunDir, tmp_path: Path) -> None:
     folder = run.stage("pretrain").artifact
     flip_byte(folder / "model.safetensors")
-    stage = init_stage(replace(tiny(), init_from=str(folder)))
+    stage = init_stage(replace(recipe("tiny"), init_from=str(folder)))
     with pytest.raises(ArtifactError, match=r"model\.safetensors: is damaged"):
         run_stages(RunDir(tmp_path / "second").create(), [stage], ranks=single(), progress=SilentProgress())

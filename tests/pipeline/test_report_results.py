@@ -11,7 +11,7 @@ from modelwright.pipeline.report.blocks import Chart, Samples, Section, Table
 from modelwright.pipeline.report.format import percent
 from modelwright.pipeline.report.results import evaluation_section, int8_section, serving_section
 from modelwright.pipeline.report.run_data import RunData, StageData
-from modelwright.recipes.load import RECIPES
+from modelwright.recipes.load import recipe
 
 SPEEDS = [(1, 1, 2431.0, 1343.3), (8, 1, 18006.5, 11016.2), (32, 1, 58786.6, 43935.1), (1, 128, 154745.6, 114531.3)]
 CHOICE = {"questions": 15, "accuracy": 0.2}
@@ -45,7 +45,7 @@ def run_data(folder: Path, name: str, files: dict[str, object]) -> RunData:
     stage.folder.artifact.mkdir(parents=True)
     for file, content in files.items():
         (stage.folder.artifact / file).write_text(json.dumps(content))
-    return RunData(RECIPES["tiny"](), run, {}, {name: stage})
+    return RunData(recipe("tiny"), run, {}, {name: stage})
 
 
 def only_table(section: Section | None) -> Table:

@@ -9,17 +9,15 @@ from modelwright.core.progress import SilentProgress
 from modelwright.ops import narrow
 from modelwright.optim.schedule import RateRuleConfig
 from modelwright.pipeline import resolve
-from modelwright.recipes.load import load
-from modelwright.recipes.quickstart import quickstart
-from modelwright.recipes.tiny import tiny
+from modelwright.recipes.load import load, recipe
 
 
 @pytest.mark.parametrize(("has_bf16", "expected"), [(False, "fp32"), (True, "bf16")])
 def test_bf16_without_instructions_is_never_the_fastest(monkeypatch, has_bf16, expected):
     monkeypatch.setattr(resolve, "measured_rates", lambda config, precision, note: {"fp32": 1e9, "bf16": 2e9})
     monkeypatch.setattr(narrow, "CPU_MULTIPLIES", narrow.NARROW if has_bf16 else frozenset())
-    monkeypatch.setattr(resolve, "settled_device", lambda device: "cpu")
-    found = resolve.resolve(quickstart(), None, SilentProgress())
+    monkeypatch.setattr(resolve, "resolved_device", lambda device: "cpu")
+    found = resolve.resolve(recipe("quickstart"), None, SilentProgress())
     assert found.pretrain.precision.compute == expected
     assert found.sft.precision.compute == expected
 
@@ -30,17 +28,17 @@ def test_a_busy_machine_is_told_beside_the_choice_of_precision(monkeypatch):
     monkeypatch.setattr(progress, "note", notes.append)
     measured = {"effective": {"fp32": 1e9, "bf16": 2e9}, "busy_cores": 1.9}
     monkeypatch.setattr(resolve, "measure_rates", lambda model, **settings: measured)
-    resolve.resolve(quickstart(), None, progress)
+    resolve.resolve(recipe("quickstart"), None, progress)
     assert any(re.match(r"other processes use 1\.9 of \d+ cores: .* set precision\.policy", one) for one in notes)
     notes.clear()
     monkeypatch.setattr(resolve, "measure_rates", lambda model, **settings: measured | {"busy_cores": 0.0})
-    resolve.resolve(quickstart(), None, progress)
+    resolve.resolve(recipe("quickstart"), None, progress)
     assert not any("other processes" in one for one in notes)
 
 
 def test_a_rule_settles_the_peak_rate_once_and_for_all():
     """4 rows a batch; whoever runs the resolved configuration again gets the same one."""
-    plain = tiny()
+    plain = recipe("tiny")
     rule = RateRuleConfig(kind="sqrt", reference_rate=4e-3, reference_rows=16)
     found = resolve.resolve(replace(plain, pretrain=replace(plain.pretrain, rate_rule=rule)), None, SilentProgress())
     assert found.pretrain.learning_rate == pytest.approx(2e-3)

@@ -22,7 +22,7 @@ from modelwright.pipeline.runner import run_stages
 from modelwright.pipeline.stage import Stage, StageContext
 from modelwright.pipeline.stages.folder import save_model_folder
 from modelwright.pipeline.stages.serve import serve_stage
-from modelwright.recipes.tiny import tiny
+from modelwright.recipes.load import recipe
 
 CONTEXT, MAX_TOKENS = 64, 16
 GREETING = "Hello! What can you do?"
@@ -76,8 +76,8 @@ def model_stage() -> Stage:
 
 
 def serve(folder: Path, heldout: list[str], **settings) -> tuple[RunConfig, RunDir, list[str]]:
-    config = tiny()
-    check = replace(config.serve, questions=(), num_heldout_questions=3, max_tokens=MAX_TOKENS)
+    config = recipe("tiny")
+    check = replace(config.serve, questions=(), num_validation_questions=3, max_tokens=MAX_TOKENS)
     config = replace(config, stages=config.stages[:-1], serve=replace(check, **settings))
     run, notes = RunDir(folder / "run").create(), Notes()
     stages = [clean_stage(heldout), model_stage(), serve_stage(config)]

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from modelwright.memory.config import ActivationConfig
+from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.attention import causal_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
@@ -16,7 +16,7 @@ from modelwright.plan.estimate import (
     training_stage,
 )
 
-EACH = ActivationConfig(mode="unit", unit_layers=1)
+EACH = ActivationCheckpointingConfig(mode="full", layers_per_segment=1)
 SHAPE = {
     "vocab_size": 4096,
     "num_layers": 4,
@@ -71,24 +71,26 @@ def test_checkpointing_costs_time_and_saves_memory() -> None:
     settings = {
         "num_steps": 10,
         "batch_tokens": 8192,
-        "num_microbatches": 2,
+        "gradient_accumulation_steps": 2,
         "mean_context": 100.0,
         "compute": "fp32",
         "flops_per_s": 1e11,
         "mfu": 0.5,
     }
-    plain = training_stage("pretrain", model, activations=ActivationConfig(), **settings)
+    plain = training_stage("pretrain", model, activations=ActivationCheckpointingConfig(), **settings)
     wrapped = training_stage("pretrain", model, activations=EACH, **settings)
     assert plain.seconds == pytest.approx(plain.flops / 5e10)
     assert plain.flops == wrapped.flops
     assert 1.1 < wrapped.seconds / plain.seconds < 4 / 3
     assert wrapped.peak_bytes < plain.peak_bytes
-    quarter = training_stage("pretrain", model, activations=ActivationConfig(), **{**settings, "num_microbatches": 8})
+    quarter = training_stage(
+        "pretrain", model, activations=ActivationCheckpointingConfig(), **{**settings, "gradient_accumulation_steps": 8}
+    )
     assert quarter.peak_bytes < plain.peak_bytes
 
 
 def test_bf16_keeps_less_than_fp32() -> None:
-    settings = {"tokens_per_microbatch": 4096, "activations": ActivationConfig()}
+    settings = {"tokens_per_microbatch": 4096, "activation_checkpointing": ActivationCheckpointingConfig()}
     model = ModelConfig(**SHAPE)
     narrow, wide = (training_memory(model, compute=compute, **settings) for compute in ("bf16", "fp32"))
     assert narrow.activations < 0.85 * wide.activations
@@ -104,7 +106,9 @@ def test_plan_reads_well() -> None:
             "evaluate", model, num_tokens=1e5, context_overlap=0.5, batch_tokens=4096, flops_per_s=1e11, mfu=0.5
         ),
     ]
-    memory = training_memory(model, tokens_per_microbatch=2048, compute="fp32", activations=ActivationConfig())
+    memory = training_memory(
+        model, tokens_per_microbatch=2048, compute="fp32", activations=ActivationCheckpointingConfig()
+    )
     text = plan_text(model, stages, {"pretrain": memory})
     assert f"{model.num_parameters:,}" in text
     assert "clean" in text

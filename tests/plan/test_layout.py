@@ -10,7 +10,7 @@ from modelwright.cli.main import main
 from modelwright.cli.plan import number
 from modelwright.core.config import save_yaml
 from modelwright.core.errors import ConfigError
-from modelwright.memory.config import ActivationConfig
+from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.pipeline.schedule import microbatches_in_flight
@@ -41,13 +41,13 @@ def cluster(num_hosts: int = 2, devices_per_host: int = 4, memory: float = 80e9,
     )
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(tensor=2), ParallelConfig(shard="full", context=2)])
+@pytest.mark.parametrize("parallel", [ParallelConfig(tensor=2), ParallelConfig(zero_stage=3, context=2)])
 def test_placement_is_told_the_traffic_that_the_assessment_charges(parallel):
     host = cluster(num_hosts=1, devices_per_host=8)
     slow = replace(
         host, compute=replace(host.compute, peak_flops_per_s=1.0), device="cpu"
     )  # nothing hides under compute
-    layout = Layout(parallel=parallel, num_devices=8, microbatch_rows=2, activations=ActivationConfig())
+    layout = Layout(parallel=parallel, num_devices=8, microbatch_rows=2, activations=ActivationCheckpointingConfig())
     found = expected_traffic(JOB, layout)
     charged = assess(JOB, layout, slow).communication_s
     assert set(found) == set(charged)
@@ -58,7 +58,7 @@ def test_placement_is_told_the_traffic_that_the_assessment_charges(parallel):
 
 def test_tensor_parallelism_talks_more_often_than_a_pipeline():
     parallel = ParallelConfig(pipeline=2, tensor=2)
-    layout = Layout(parallel=parallel, num_devices=8, microbatch_rows=2, activations=ActivationConfig())
+    layout = Layout(parallel=parallel, num_devices=8, microbatch_rows=2, activations=ActivationCheckpointingConfig())
     found = expected_traffic(JOB, layout)
     assert list(found) == ["pipeline", "replicate", "tensor"]
     assert found["tensor"].num_messages > 10 * found["pipeline"].num_messages
@@ -72,7 +72,9 @@ def test_the_bubble_of_zero_bubble_follows_from_the_number_of_microbatches():
     for rows in (4, 8, 16):
         job = TrainingJob(model=no_head, seq_len=32, batch_tokens=rows * 32)
         parallel = ParallelConfig(pipeline=4, schedule="zero_bubble", stages_per_rank=2)
-        layout = Layout(parallel=parallel, num_devices=4, microbatch_rows=1, activations=ActivationConfig())
+        layout = Layout(
+            parallel=parallel, num_devices=4, microbatch_rows=1, activations=ActivationCheckpointingConfig()
+        )
         shares.append(assess(job, layout, cluster(num_hosts=1)).bubble_share)
     assert shares == pytest.approx([3 / 15, 1.5 / 25.5, 1.5 / 49.5], rel=0.05)
 
@@ -122,7 +124,10 @@ def test_stages_are_those_of_training():
     wide = replace(MODEL, vocab_size=256_000)
     job = replace(JOB, model=wide)
     layout = Layout(
-        parallel=ParallelConfig(pipeline=4), num_devices=4, microbatch_rows=1, activations=ActivationConfig()
+        parallel=ParallelConfig(pipeline=4),
+        num_devices=4,
+        microbatch_rows=1,
+        activations=ActivationCheckpointingConfig(),
     )
     layers = assess(job, layout, cluster(num_hosts=1)).layers_per_stage
     assert sum(layers) == 16
@@ -134,7 +139,7 @@ def test_stages_are_those_of_training():
 def test_the_slowest_and_the_fullest_rank_may_be_in_the_middle():
     """Unevenly many layers: no layout computes faster than blocks are assumed to."""
     parallel = ParallelConfig(pipeline=4, layers_per_stage=(3, 6, 5, 2))
-    layout = Layout(parallel=parallel, num_devices=4, microbatch_rows=1, activations=ActivationConfig())
+    layout = Layout(parallel=parallel, num_devices=4, microbatch_rows=1, activations=ActivationCheckpointingConfig())
     even = replace(layout, parallel=ParallelConfig(pipeline=4, layers_per_stage=(4, 4, 4, 4)))
     uneven, plain = (assess(JOB, one, cluster(num_hosts=1)) for one in (layout, even))
     assert uneven.compute_s > 1.1 * plain.compute_s, "six layers against four and the head"
@@ -143,12 +148,12 @@ def test_the_slowest_and_the_fullest_rank_may_be_in_the_middle():
         assert found.utilization(cluster(num_hosts=1)) < cluster().compute.efficiency * (1 + 1e-9)
 
 
-def assessed(devices: int = 8, rows: int = 1, activations: ActivationConfig | None = None, **parallel):
+def assessed(devices: int = 8, rows: int = 1, activations: ActivationCheckpointingConfig | None = None, **parallel):
     layout = Layout(
         parallel=ParallelConfig(**parallel),
         num_devices=devices,
         microbatch_rows=rows,
-        activations=activations or ActivationConfig(),
+        activations=activations or ActivationCheckpointingConfig(),
     )
     return assess(JOB, layout, cluster())
 
@@ -161,7 +166,7 @@ def test_time_by_part():
     assert plain.compute_s == pytest.approx(tensor.compute_s, rel=0.01)
     piped = assessed(pipeline=4)
     assert piped.bubble_s > plain.bubble_s == 0
-    again = assessed(activations=ActivationConfig(mode="unit", unit_layers=1))
+    again = assessed(activations=ActivationCheckpointingConfig(mode="full", layers_per_segment=1))
     assert 0.2 < again.recompute_s / again.compute_s < 1 / 3
     assert again.memory.total < plain.memory.total
     assert plain.step_s == pytest.approx(plain.compute_s + sum(plain.communication_s.values()))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from modelwright.memory.activations import Segment, block_shape
-from modelwright.memory.config import ActivationConfig
+from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.plan.memory import RankPart, block_parameters, rank_memory, root_parameters
@@ -27,9 +27,9 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to reset
 def test_peaks_of_one_rank():
     """Nothing, every block and units of two computed again, selection; in processes of their own."""
     configs = {
-        "none": ActivationConfig(),
-        "unit": ActivationConfig(mode="unit", unit_layers=2),
-        "selective": ActivationConfig(mode="selective"),
+        "none": ActivationCheckpointingConfig(),
+        "unit": ActivationCheckpointingConfig(mode="full", layers_per_segment=2),
+        "selective": ActivationCheckpointingConfig(mode="selective"),
     }
     probes = [replace(probe(SHAPE, 2, config, count_flops=False), num_steps=2) for config in configs.values()]
     found = memory_probe.measure_all(probes)
@@ -73,7 +73,7 @@ def test_parameters_of_parts_add_up():
 
 
 def test_states_are_divided_and_pipelines_hold_more_activations():
-    whole, eighth = rank_memory(SHAPE, part()), rank_memory(SHAPE, part(shard="full", sharing=8))
+    whole, eighth = rank_memory(SHAPE, part()), rank_memory(SHAPE, part(zero_stage=3, sharing=8))
     assert whole.weights == 8 * eighth.weights
     assert whole.optimizer == 8 * eighth.optimizer
     assert whole.gathered == 0 < eighth.gathered
@@ -86,5 +86,5 @@ def test_states_are_divided_and_pipelines_hold_more_activations():
 
 def test_layouts_of_the_config_reach_the_part():
     """Axes that the mesh would have are the ones that the planner divides by."""
-    axes = ParallelConfig(data=4, shard="full", shard_group=2, context=2).axes(8)
+    axes = ParallelConfig(data=4, zero_stage=3, shard_group_size=2, context=2).axes(8)
     assert axes == {"pipeline": 1, "replicate": 2, "shard": 2, "context": 2, "tensor": 1}

@@ -41,27 +41,27 @@ SETTINGS = {
     "precision": {"policy": "fp32"},
     "checkpoint_every_minutes": 0,
     "keep_best": False,
-    "clip_norm": 0.0,
+    "max_grad_norm": 0.0,
 }
 SLACK_BYTES = 6 * 2**20
 """What a process takes for itself in a run: it does not grow with the model."""
 CASES = {
     "plain": {},
-    "clipped": {"clip_norm": 1.0},
-    "microbatches": {"num_microbatches": 2},
-    "in backward": {"update_in_backward": "unclipped"},
-    "recomputed": {"activations": {"mode": "unit", "unit_layers": 2}},
-    "selective": {"activations": {"mode": "selective"}},
-    "on disk": {"activations": {"offload": "disk"}},
-    "units on disk": {"activations": {"mode": "unit", "unit_layers": 2, "offload": "disk"}},
-    "int8 states": {"optimizer": "adamw_int8"},
+    "clipped": {"max_grad_norm": 1.0},
+    "microbatches": {"gradient_accumulation_steps": 2},
+    "in backward": {"optimizer_in_backward": True},
+    "recomputed": {"activation_checkpointing": {"mode": "full", "layers_per_segment": 2}},
+    "selective": {"activation_checkpointing": {"mode": "selective"}},
+    "on disk": {"activation_checkpointing": {"offload": "disk"}},
+    "units on disk": {"activation_checkpointing": {"mode": "full", "layers_per_segment": 2, "offload": "disk"}},
+    "int8 states": {"optimizer": "adamw_8bit"},
     "bf16": {"precision": {"policy": "bf16_mixed"}},
 }
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to reset the peak of a process")
 
 
 def settings(**changes) -> TrainConfig:
-    return parse(TrainConfig, {**SETTINGS, **changes})
+    return parse(TrainConfig, {**SETTINGS, **changes}, constants=True)
 
 
 trace_once = cache(trace_step)
@@ -98,7 +98,7 @@ def test_what_a_trace_says_of_a_step():
 
 
 def test_gradients_do_not_all_live_at_once_where_weights_are_updated_in_backward():
-    within = trace(settings(update_in_backward="unclipped"))
+    within = trace(settings(optimizer_in_backward=True))
     largest = 4 * SHAPE.vocab_size * SHAPE.model_dim
     assert max(within.live_bytes("gradients")) < largest + 4 * 2 * SHAPE.block_parameters / SHAPE.num_layers
     assert within.peak_bytes <= trace(settings()).peak_bytes
@@ -144,7 +144,7 @@ def test_a_plan_in_training_as_it_is_takes_what_was_predicted():
 
 def test_an_arena_goes_with_changes_and_with_budgets():
     train = settings(batch_tokens=16, clip_norm=1.0)
-    for budget, wanted in ((0, {}), (2**30, {"memory_arena": True})):
+    for budget, wanted in ((0, {}), (2**30, {"step_arena": True})):
         plan = plan_step(SMALL, train, Pretrain, seq_len=16, budget_bytes=budget, arena=True)
         assert plan.settings(train) == wanted
 
@@ -241,7 +241,7 @@ def test_a_plan_lets_activations_wait_elsewhere_where_that_is_cheaper():
 
 def test_clipping_keeps_updates_after_backward():
     clipped = settings(clip_norm=1.0, batch_tokens=128)
-    assert plan_step(replace(SHAPE, num_layers=1), clipped, Pretrain, seq_len=128).train.update_in_backward == "none"
+    assert plan_step(replace(SHAPE, num_layers=1), clipped, Pretrain, seq_len=128).train.optimizer_in_backward == "none"
 
 
 def test_a_model_that_no_machine_here_could_hold_is_traced():

@@ -135,11 +135,11 @@ def test_formats_lose_what_their_mantissa_cannot_hold():
 
 
 CODES: dict[str, dict] = {
-    "int8": {"int8": {"stochastic": False}},
+    "int8": {"int8": {"stochastic_rounding": False}},
     "int8 at random": {},
-    "int8, wide": {"int8": {"weight_gradient": "wide"}},
+    "int8, wide": {"int8": {"wgrad_high_precision": True}},
     **{f"fp8 {recipe}": {"fp8": {"recipe": recipe}} for recipe in ("tensorwise", "rowwise", "blockwise")},
-    "fp8 with e4m3": {"fp8": {"gradients": "e4m3"}},
+    "fp8 with e4m3": {"fp8": {"grad_dtype": "e4m3"}},
 }
 
 

@@ -15,7 +15,7 @@ def run(scale: LossScale, overflows: list[bool]) -> list[float]:
 
 
 def test_it_halves_on_overflow_and_grows_after_a_window_of_good_updates():
-    scale = LossScale(LossScaleConfig(initial=1024.0, window=3), 10)
+    scale = LossScale(LossScaleConfig(init_scale=1024.0, growth_interval=3), 10)
     assert run(scale, [False, True, False, False, False, False, False, True]) == [
         1024, 512, 512, 512, 1024, 1024, 1024, 512,
     ]  # fmt: skip
@@ -24,18 +24,20 @@ def test_it_halves_on_overflow_and_grows_after_a_window_of_good_updates():
 
 
 def test_growth_by_more_and_limits():
-    scale = LossScale(LossScaleConfig(initial=16.0, window=1, growth=8.0, smallest=4.0, largest=128.0), 10)
+    scale = LossScale(
+        LossScaleConfig(init_scale=16.0, growth_interval=1, growth_factor=8.0, min_scale=4.0, max_scale=128.0), 10
+    )
     assert run(scale, [False, False, True, True, True, True, True, True]) == [128, 128, 64, 32, 16, 8, 4, 4]
 
 
 def test_a_static_scale_stays():
-    scale = LossScale(LossScaleConfig(initial=64.0, dynamic=False, window=1), 10)
+    scale = LossScale(LossScaleConfig(init_scale=64.0, dynamic=False, growth_interval=1), 10)
     assert run(scale, [True, False, False]) == [64, 64, 64]
     assert scale.num_overflows == 1
 
 
 def test_it_goes_on_where_it_stopped():
-    config = LossScaleConfig(initial=1024.0, window=3)
+    config = LossScaleConfig(init_scale=1024.0, growth_interval=3)
     moments = [False, True, False, False, False, False, True, False]
     once, first, second = (LossScale(config, 10) for _ in range(3))
     whole = run(once, moments)
@@ -53,15 +55,15 @@ def test_it_goes_on_where_it_stopped():
     [(10, 15), (10**8, 15), (2 * 10**8, 14), (10**9, 13), (7 * 10**10, 12), (10**12, 12)],
 )
 def test_the_first_scale_by_size(parameters, power):
-    assert first_scale(LossScaleConfig(initial=0.0), parameters) == 2.0**power
+    assert first_scale(LossScaleConfig(init_scale=0.0), parameters) == 2.0**power
     assert first_scale(LossScaleConfig(), parameters) == 2.0**15
 
 
 def test_who_scales():
     assert loss_scale_for(LossScaleConfig(), uses_fp16=False, count=lambda: 1) is None
-    assert loss_scale_for(LossScaleConfig(use="never"), uses_fp16=True, count=lambda: 1) is None
+    assert loss_scale_for(LossScaleConfig(enabled="never"), uses_fp16=True, count=lambda: 1) is None
     assert loss_scale_for(LossScaleConfig(), uses_fp16=True, count=lambda: 1) is not None
-    assert loss_scale_for(LossScaleConfig(use="always"), uses_fp16=False, count=lambda: 1) is not None
+    assert loss_scale_for(LossScaleConfig(enabled="always"), uses_fp16=False, count=lambda: 1) is not None
 
 
 @pytest.mark.parametrize(

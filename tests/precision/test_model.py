@@ -334,7 +334,7 @@ def test_fp32_products_by_onednn_are_its_own_and_exact():
 def test_onednn_is_refused_where_it_would_not_multiply(monkeypatch, on_cpu):
     if on_cpu:
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    refused = pytest.raises(ConfigError, match=r"^precision\.onednn: PyTorch does not ask oneDNN")
+    refused = pytest.raises(ConfigError, match=r"^precision\.fp32_matmul onednn: PyTorch does not ask oneDNN")
     precision = torch.get_float32_matmul_precision()
     with refused, fp32_products(onednn=True, on_cpu=on_cpu):
         pass
@@ -345,7 +345,7 @@ def test_products_that_would_be_rounded_are_refused_and_nothing_stays_set(monkey
     precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
     monkeypatch.setattr(precision_model, "onednn_multiplies", lambda: True)
     monkeypatch.setattr(precision_model, "_products_are_exact", lambda: False)
-    with pytest.raises(ConfigError, match=r"^precision\.onednn: oneDNN rounds"), fp32_products(onednn=True):
+    with pytest.raises(ConfigError, match=r"^precision\.fp32_matmul onednn: oneDNN rounds"), fp32_products(onednn=True):
         pass
     assert torch.get_float32_matmul_precision() == precision
     with fp32_products(tf32=True):

@@ -43,20 +43,22 @@ CASES = {
         Case(options={"fp8": {"recipe": "rowwise"}}, made=fp8(recipe="rowwise"), changes=ALL),
         Case(options={"fp8": {"recipe": "blockwise"}}, made=fp8(recipe="blockwise", gradients=E4M3), changes=ALL),
         Case(
-            options={"fp8": {"recipe": "blockwise", "gradients": "e5m2"}},
+            options={"fp8": {"recipe": "blockwise", "grad_dtype": "e5m2"}},
             made=fp8(recipe="blockwise", gradients=E5M2),
             changes=ALL,
         ),
-        Case(options={"fp8": {"gradients": "e4m3"}}, made=fp8(gradients=E4M3), changes=BACKWARD),
-        Case(options={"fp8": {"weight_gradient": "wide"}}, made=fp8(wide_weight_gradient=True), changes={"dw"}),
-        Case(options={"fp8": {"cache": True}}, made=fp8(cache=True), changes={"bytes"}),
+        Case(options={"fp8": {"grad_dtype": "e4m3"}}, made=fp8(gradients=E4M3), changes=BACKWARD),
+        Case(options={"fp8": {"wgrad_high_precision": True}}, made=fp8(wide_weight_gradient=True), changes={"dw"}),
+        Case(options={"fp8": {"save_quantized_input": True}}, made=fp8(cache=True), changes={"bytes"}),
         Case(options={"fp8": {"scaling": "delayed"}}, made=fp8(maxima=past()), changes=ALL),
         Case(options={"results": "fp32"}, made=fp8(result=FP32), changes={*ALL, "bytes"}),
     ],
     "int8": [
-        Case(options={"int8": {"stochastic": False}}, made=Int8(result=BF16, stochastic=False), changes=BACKWARD),
         Case(
-            options={"int8": {"weight_gradient": "wide"}},
+            options={"int8": {"stochastic_rounding": False}}, made=Int8(result=BF16, stochastic=False), changes=BACKWARD
+        ),
+        Case(
+            options={"int8": {"wgrad_high_precision": True}},
             made=Int8(result=BF16, wide_weight_gradient=True),
             changes={"dw"},
         ),
@@ -114,5 +116,5 @@ def test_an_option_reaches_the_products(chosen, case):
 
 
 def test_delayed_scaling_looks_back_as_many_steps_as_it_is_told():
-    given = parse(PrecisionConfig, {"policy": "fp8", "fp8": {"scaling": "delayed", "history": 3}})
+    given = parse(PrecisionConfig, {"policy": "fp8", "fp8": {"scaling": "delayed", "amax_history_len": 3}})
     assert {maxima.past["x"].maxlen for maxima in ModelFormats(make_decoder(), given).delayed.values()} == {3}

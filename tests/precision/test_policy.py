@@ -54,7 +54,7 @@ def test_a_loss_scale_is_needed_where_gradients_pass_through_fp16():
         ({"fp32_ops": ["softmax", "rope"]}, "fp32_ops: reduction cannot be left out.*transport.kind bf16"),
         ({"layers": {"head": "int8"}}, "layers.head"),
         ({"fp8": {"recipe": "blockwise", "scaling": "delayed"}}, "fp8.scaling: delayed goes with recipe tensorwise"),
-        ({"fp8": {"history": 0}}, "fp8.history: must be at least 1"),
+        ({"fp8": {"amax_history_len": 0}}, "fp8.history: must be at least 1"),
     ],
 )
 def test_what_cannot_be_is_named(given, said):

@@ -9,7 +9,7 @@ import yaml
 from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError
 from modelwright.pipeline.config import RunConfig
-from modelwright.recipes.load import RECIPES, load
+from modelwright.recipes.load import RECIPES, load, recipe
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -17,7 +17,7 @@ GOLDEN = Path(__file__).parent / "golden"
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_golden(name: str) -> None:
     """After a deliberate change: MODELWRIGHT_WRITE_GOLDEN=1 pytest tests/recipes, and look at the difference."""
-    text = yaml.safe_dump(dump(RECIPES[name]()), sort_keys=False)
+    text = yaml.safe_dump(dump(recipe(name)), sort_keys=False)
     path = GOLDEN / f"{name}.yaml"
     if os.environ.get("MODELWRIGHT_WRITE_GOLDEN"):
         path.parent.mkdir(exist_ok=True)
@@ -27,12 +27,12 @@ def test_golden(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_a_printed_config_is_the_same_config(name: str) -> None:
-    config = RECIPES[name]()
+    config = recipe(name)
     assert parse(RunConfig, yaml.safe_load(yaml.safe_dump(dump(config)))) == config
 
 
 def test_quickstart_has_the_promised_size() -> None:
-    assert 8_000_000 <= RECIPES["quickstart"]().model.num_parameters <= 15_000_000
+    assert 8_000_000 <= recipe("quickstart").model.num_parameters <= 15_000_000
 
 
 def test_yaml_file_over_a_recipe(tmp_path: Path) -> None:
@@ -46,8 +46,8 @@ def test_yaml_file_over_a_recipe(tmp_path: Path) -> None:
 
 def test_whole_yaml_file(tmp_path: Path) -> None:
     path = tmp_path / "whole.yaml"
-    path.write_text(yaml.safe_dump(dump(RECIPES["tiny"]())))
-    assert load(str(path), {}, str(tmp_path / "there")).config == RECIPES["tiny"]()
+    path.write_text(yaml.safe_dump(dump(recipe("tiny"))))
+    assert load(str(path), {}, str(tmp_path / "there")).config == recipe("tiny")
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerThread]:
-    config = ServeConfig(port=0, max_queue=64, max_body_bytes=20_000)
+    config = ServeConfig(port=0, max_queued=64, max_body_bytes=20_000)
     with ServerThread(make_model(), make_codec(), config, model_name="tiny") as running:
         yield running
 
@@ -77,7 +77,7 @@ def slow_server() -> Iterator[Callable[..., ServerThread]]:
     started: list[ServerThread] = []
 
     def make(**settings) -> ServerThread:
-        engine = EngineConfig(max_running=settings.pop("max_running", 1))
+        engine = EngineConfig(max_num_seqs=settings.pop("max_running", 1))
         config = ServeConfig(port=settings.pop("port", 0), engine=engine, **settings)
         started.append(ServerThread(make_model(2048), make_codec(), config, model_name="tiny").start())
         return started[-1]

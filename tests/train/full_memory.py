@@ -93,12 +93,12 @@ class Ended:
 def on_ranks(world: World, folder: Path) -> dict[str, Ended]:
     """Where the second start of `twice` has room for all, its number of microbatches comes from the checkpoint."""
     ended = {}
-    rigid = {"overlap": (ParallelConfig(share_memory=False), True), "tensor": (ParallelConfig(tensor=2), False)}
+    rigid = {"overlap": (ParallelConfig(shared_memory=False), True), "tensor": (ParallelConfig(tensor=2), False)}
     for name, (layout, overlap) in rigid.items():
         full = tiny_run.Full(Pretrain(tiny_run.Rows()), 0, 100, 1)
         ended[f"{name}-full"] = run_on_rank(folder / f"{name}-full", full, layout, world, 0, overlap=overlap)
     cases = [("whole", 100, 0), ("full", 1, 0), ("never", 0, 0), ("twice", 1, 8), ("twice", 100, 0)]
-    for name, layout in {"one-copy": ParallelConfig(), "copies": ParallelConfig(share_memory=False)}.items():
+    for name, layout in {"one-copy": ParallelConfig(), "copies": ParallelConfig(shared_memory=False)}.items():
         for what, most_rows, stop in cases:
             full = tiny_run.Full(Pretrain(tiny_run.Rows()), 5, 100, most_rows if world.rank == 1 else 100)
             ended[f"{name}-{what}"] = run_on_rank(folder / f"{name}-{what}", full, layout, world, stop)

@@ -8,7 +8,7 @@ import torch
 
 from modelwright.core.errors import ConfigError
 from modelwright.optim.clip import AdaptiveClipConfig
-from modelwright.optim.decay import DynamicDecayConfig
+from modelwright.optim.decay import WeightDecayScheduleConfig
 from modelwright.train.technique import NOT_FINITE, Update
 from modelwright.train.techniques.gradient_clipping import Clip
 from modelwright.train.techniques.weight_decay import DynamicDecay
@@ -24,28 +24,28 @@ def update(norm: float, skip: bool = False) -> Update:
 
 def test_limits_are_their_definition():
     norms = [float(n) for n in range(1, 41)]
-    plain = AdaptiveClipConfig(window=20)
+    plain = AdaptiveClipConfig(window_steps=20)
     assert plain.limit(norms, 1.0) == 1.0
-    percentile = AdaptiveClipConfig(kind="percentile", window=20, percentile=90.0)
+    percentile = AdaptiveClipConfig(kind="percentile", window_steps=20, percentile=90.0)
     recent = sorted(norms[-20:])
     assert percentile.limit(norms, 1.0) == recent[17]
     assert sum(norm <= recent[17] for norm in recent) == 18
     mean = sum(recent) / 20
     deviation = math.sqrt(sum((norm - mean) ** 2 for norm in recent) / 20)
-    zscore = AdaptiveClipConfig(kind="zscore", window=20, deviations=1.5)
+    zscore = AdaptiveClipConfig(kind="zscore", window_steps=20, num_stddev=1.5)
     assert zscore.limit(norms, 1.0) == pytest.approx(mean + 1.5 * deviation)
     assert zscore.limit(norms, 100.0) == 100.0
     assert zscore.limit(norms[:6], 1.0) == 1.0  # not a third of the window yet
 
 
 def test_a_spike_is_clipped_to_what_was_usual_and_joins_the_history():
-    clip = Clip(1.0, AdaptiveClipConfig(kind="percentile", window=6, percentile=100.0))
+    clip = Clip(1.0, AdaptiveClipConfig(kind="percentile", window_steps=6, percentile=100.0))
     for norm in (2.0, 3.0):
         clip.on_gradients(update(norm))
     spike = update(50.0)
     clip.on_gradients(spike)
     assert float(spike.gradients[0].norm()) == pytest.approx(3.0, rel=1e-5)
-    assert spike.metrics == {"clip_norm": 3.0}
+    assert spike.metrics == {"max_grad_norm": 3.0}
     skipped = update(9.0, skip=True)
     clip.on_gradients(skipped)
     assert float(skipped.gradients[0].norm()) == pytest.approx(9.0)
@@ -57,7 +57,7 @@ def test_a_spike_is_clipped_to_what_was_usual_and_joins_the_history():
 def test_decay_is_low_while_norms_are_large_and_comes_back_below_the_threshold():
     groups = [{"weight_decay": 0.01}, {"weight_decay": 0.0}]
     optimizer = SimpleNamespace(param_groups=groups)
-    decay = DynamicDecay(optimizer, DynamicDecayConfig(above_norm=5.0))  # pyright: ignore
+    decay = DynamicDecay(optimizer, WeightDecayScheduleConfig(above_norm=5.0))  # pyright: ignore
     found = []
     for norm in (4.9, 5.1, 4.5, 3.9, 4.5, 5.1):
         decay.on_gradients(update(norm))
@@ -72,12 +72,12 @@ def test_decay_is_low_while_norms_are_large_and_comes_back_below_the_threshold()
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (lambda: AdaptiveClipConfig(window=3), "window"),
+        (lambda: AdaptiveClipConfig(window_steps=3), "window"),
         (lambda: AdaptiveClipConfig(percentile=0.0), "percentile"),
-        (lambda: AdaptiveClipConfig(deviations=0.0), "deviations"),
-        (lambda: DynamicDecayConfig(above_norm=-1.0), "above_norm"),
-        (lambda: DynamicDecayConfig(factor=2.0), "factor"),
-        (lambda: DynamicDecayConfig(release=0.0), "release"),
+        (lambda: AdaptiveClipConfig(num_stddev=0.0), "deviations"),
+        (lambda: WeightDecayScheduleConfig(grad_norm_threshold=-1.0), "above_norm"),
+        (lambda: WeightDecayScheduleConfig(factor=2.0), "factor"),
+        (lambda: WeightDecayScheduleConfig(release_fraction=0.0), "release"),
     ],
 )
 def test_what_makes_no_sense_is_named(make, field):

@@ -16,14 +16,14 @@ from modelwright.ops.total_norm import total_norm
 from modelwright.optim.build import build_optimizer
 from modelwright.train.objective import Objective, forward
 
-UNCLIPPED = {"clip_norm": 0.0, "eval_every_steps": 0}
-BY_LAST_NORM = {"update_in_backward": "clip_by_last_norm", "clip_norm": 0.5, "eval_every_steps": 0}
+UNCLIPPED = {"max_grad_norm": 0.0, "eval_every_steps": 0}
+BY_LAST_NORM = {"optimizer_in_backward": True, "max_grad_norm": 0.5, "eval_every_steps": 0}
 CASES = {
     "adamw": {},
-    "microbatches": {"num_microbatches": 2},
-    "recomputed": {"activations": {"mode": "unit", "unit_layers": 2}},
+    "microbatches": {"gradient_accumulation_steps": 2},
+    "recomputed": {"activation_checkpointing": {"mode": "full", "layers_per_segment": 2}},
     "int8": {"optimizer": "adamw_int8"},
-    "bf16": {"optimizer": "adamw_bf16"},
+    "bf16": {"optimizer": "adamw_bf16_states"},
     "lion": {"optimizer": "lion"},
 }
 
@@ -60,7 +60,7 @@ def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("case", CASES)
 def test_same_weights_to_the_last_bit(tiny, tmp_path, case):
-    for name, more in (("after", {}), ("within", {"update_in_backward": "unclipped"})):
+    for name, more in (("after", {}), ("within", {"optimizer_in_backward": True})):
         tiny.run(tmp_path / name, tiny.settings(**UNCLIPPED, **CASES[case], **more), heldout=[])
     after, within = (tiny.final_weights(tmp_path / name) for name in ("after", "within"))
     assert equal(after, within)
@@ -72,7 +72,7 @@ def test_same_weights_to_the_last_bit(tiny, tmp_path, case):
     assert [norm for _, norm in norms[1]] == pytest.approx([norm for _, norm in norms[0]], rel=1e-5)
 
 
-@pytest.mark.parametrize("more", [{"update_in_backward": "unclipped", "clip_norm": 0.0}, BY_LAST_NORM])
+@pytest.mark.parametrize("more", [{"optimizer_in_backward": True, "max_grad_norm": 0.0}, BY_LAST_NORM])
 def test_a_stopped_run_goes_on_with_the_same_bits(tiny, tmp_path, more):
     config = tiny.settings(**{"eval_every_steps": 0, **more})
     tiny.run(tmp_path / "once", config, heldout=[])
@@ -83,7 +83,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(tiny, tmp_path, more):
 
 
 def test_either_way_goes_on_from_the_others_checkpoint(tiny, tmp_path):
-    after, within = tiny.settings(**UNCLIPPED), tiny.settings(**UNCLIPPED, update_in_backward="unclipped")
+    after, within = tiny.settings(**UNCLIPPED), tiny.settings(**UNCLIPPED, optimizer_in_backward=True)
     tiny.run(tmp_path / "once", after, heldout=[])
     with pytest.raises(Stopped):
         tiny.run(tmp_path / "twice", within, heldout=[], techniques=tiny.watching(stop=tiny.StopAfter(7)))
@@ -117,7 +117,7 @@ def test_clipping_by_the_last_norm_against_its_definition(tiny, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_is_skipped_as_in_the_ordinary_way(tiny, tmp_path):
-    for name, more in (("after", {}), ("within", {"update_in_backward": "unclipped"})):
+    for name, more in (("after", {}), ("within", {"optimizer_in_backward": True})):
         spoiled = Spoiled(Pretrain(tiny.Rows()), 5, lambda loss: loss * torch.nan)
         result = tiny.run(tmp_path / name, tiny.settings(**UNCLIPPED, **more), objective=spoiled, heldout=[])
         assert result.summary_of("finite_check")["num_skipped"] == 1
@@ -128,7 +128,7 @@ def test_a_step_that_ran_out_of_memory_before_any_weight_changed_is_made_again(t
     def no_memory(loss: Tensor) -> Tensor:
         return tiny.flows_back(loss, lambda gradient: torch.empty(2**60))  # far more than any machine has
 
-    for name, more in (("after", {}), ("within", {"update_in_backward": "unclipped"})):
+    for name, more in (("after", {}), ("within", {"optimizer_in_backward": True})):
         spoiled = Spoiled(Pretrain(tiny.Rows()), 5, no_memory, once=True)
         result = tiny.run(tmp_path / name, tiny.settings(**UNCLIPPED, **more), objective=spoiled, heldout=[])
         assert (name, result.summary_of("finite_check")["num_skipped"]) == (name, 0)
@@ -138,7 +138,7 @@ def test_a_step_that_ran_out_of_memory_before_any_weight_changed_is_made_again(t
 def test_a_gradient_that_is_not_finite_ends_the_run(tiny, tmp_path):
     overflow = partial(tiny.flows_back, change=lambda gradient: gradient * torch.inf)
     spoiled = Spoiled(Pretrain(tiny.Rows()), 5, overflow)
-    config = tiny.settings(**UNCLIPPED, update_in_backward="unclipped")
+    config = tiny.settings(**UNCLIPPED, optimizer_in_backward=True)
     with pytest.raises(ModelwrightError, match="was not finite when other weights had been updated"):
         tiny.run(tmp_path, config, objective=spoiled, heldout=[])
 
@@ -146,11 +146,11 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("field", "more"),
     [
-        ("clip_norm", {"update_in_backward": "unclipped"}),
-        ("clip_norm", {"update_in_backward": "clip_by_last_norm", "clip_norm": 0.0}),
+        ("clip_norm", {"optimizer_in_backward": True}),
+        ("clip_norm", {"optimizer_in_backward": True, "max_grad_norm": 0.0}),
         ("optimizer", {**BY_LAST_NORM, "optimizer": "muon"}),
         ("optimizer", {**BY_LAST_NORM, "optimizer": "deepseek_adam"}),
-        ("transport.kind", {**BY_LAST_NORM, "transport": {"kind": "int8"}}),
+        ("transport.kind", {**BY_LAST_NORM, "gradient_sync": {"kind": "int8"}}),
         ("precision.loss_scale", {**BY_LAST_NORM, "precision": {"policy": "fp16_mixed"}}),
     ],
 )
@@ -170,8 +170,8 @@ def test_a_batch_without_a_label_moves_no_weight(tiny, tmp_path, mode):
 
     ends = []
     for num_steps in (2, 3):
-        settings = {"num_steps": num_steps, "weight_decay": 0.5, "eval_every_steps": 0, "update_in_backward": mode}
-        settings |= {"clip_norm": 0.0 if mode != "clip_by_last_norm" else 0.5, "schedule": {"kind": "constant"}}
+        settings = {"num_steps": num_steps, "weight_decay": 0.5, "eval_every_steps": 0, "optimizer_in_backward": mode}
+        settings |= {"max_grad_norm": 0.0 if mode != "clip_by_last_norm" else 0.5, "schedule": {"kind": "constant"}}
         model, folder = tiny.tiny_model(), tmp_path / str(num_steps)
         tiny.run(folder, tiny.settings(**settings), model=model, objective=Pretrain(Unlabeled()), heldout=[])
         ends.append(model.state_dict())

@@ -12,23 +12,23 @@ from wired_cases import Runs, case, losses, values, weights
 
 SECONDS = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0}
 FOLLOWING = {
-    "clip_norm": 0.05,
-    "adaptive_clip": {"kind": "percentile", "window": 6, "percentile": 50.0},
-    "dynamic_decay": {"above_norm": 1.2, "release": 0.77},
-    "spikes": {"num_sigmas": 8.0, "window": 6},
+    "max_grad_norm": 0.05,
+    "adaptive_clip": {"kind": "percentile", "window_steps": 6, "percentile": 50.0},
+    "weight_decay_schedule": {"grad_norm_threshold": 1.2, "release_fraction": 0.77},
+    "loss_spikes": {"num_sigmas": 8.0, "window_steps": 6},
 }
 SCALED = {"use": "always", "initial": 1024.0, "window": 4}
 CHANGING = {"kind": "bandit", "every": 3, "window": 2, "hold": 1, "tolerance": 0.5, "spike": 5.0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "formats": {**FOLLOWING, "precision": {"policy": "fp32", "adaptive": CHANGING, "loss_scale": SCALED}},
-    "sparse": {
+    "sparse_updates": {
         **FOLLOWING,
-        "precision": {"policy": "fp8", "fp8": {"scaling": "delayed", "history": 3}, "loss_scale": SCALED},
+        "precision": {"policy": "fp8", "fp8": {"scaling": "delayed", "amax_history_len": 3}, "loss_scale": SCALED},
         "sparse": {
             "kind": "columns",
-            "keep": 0.5,
-            "refresh_every": 2,
-            "batch": {"signal": "change", "keep": 0.5, "max_start_loss": 1.0},
+            "keep_fraction": 0.5,
+            "refresh_every_steps": 2,
+            "batch": {"signal": "loss_change", "keep_fraction": 0.5, "max_initial_loss": 1.0},
         },
     },
 }

@@ -222,13 +222,13 @@ def test_bf16_compute_keeps_fp32_weights_and_learns(tiny, tmp_path):
 
 def test_unsettled_precision_is_refused(tiny, tmp_path):
     with pytest.raises(ValueError, match="resolve it from measured rates"):
-        tiny.run(tmp_path, tiny.settings(precision={"policy": "fastest"}))
+        tiny.run(tmp_path, tiny.settings(precision={"policy": "auto"}))
 
 
 def test_what_a_machine_can_do_is_written_where_no_folder_is_yet(tiny, tmp_path):
     """Adaptive precision measures before anything else of a run is written."""
     folder = tmp_path / "not" / "yet"
-    adaptive = {"policy": "fp32", "adaptive": {"kind": "rules", "every": 2, "window": 1}}
+    adaptive = {"policy": "fp32", "adaptive": {"kind": "rules", "decide_every_steps": 2, "measure_steps": 1}}
     tiny.run(folder, tiny.settings(num_steps=2, precision=adaptive), heldout=[])
     assert (folder / "formats.json").exists()
 
@@ -241,7 +241,10 @@ def test_formats_that_would_gain_nothing_are_not_looked_at(tiny, tmp_path, monke
     (tmp_path / "formats.json").write_text(json.dumps({**known, "memory": 0.1}))
     tried = []
     monkeypatch.setattr(AdaptivePrecision, "_try", lambda self: tried.append(self.candidates))
-    adaptive = {"policy": "fp32", "adaptive": {"kind": "rules", "every": 2, "window": 1, "tolerance": 0.5}}
+    adaptive = {
+        "policy": "fp32",
+        "adaptive": {"kind": "rules", "decide_every_steps": 2, "measure_steps": 1, "tolerance": 0.5},
+    }
     tiny.run(tmp_path, tiny.settings(num_steps=4, precision=adaptive), heldout=[])
     assert tried == [["fp32", "bf16"]] * 2 * looks
     assert (tmp_path / "formats.jsonl").exists() == looks

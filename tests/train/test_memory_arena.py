@@ -23,13 +23,13 @@ LEAST_BYTES = 1024
 STEPS = {"num_steps": 16}
 CASES = {
     "plain": {},
-    "microbatches": {"num_microbatches": 4},
-    "recomputed": {"activations": {"mode": "unit", "unit_layers": 1}},
-    "in-backward": {"update_in_backward": "unclipped", "clip_norm": 0.0},
+    "microbatches": {"gradient_accumulation_steps": 4},
+    "recomputed": {"activation_checkpointing": {"mode": "full", "layers_per_segment": 1}},
+    "in-backward": {"optimizer_in_backward": True, "max_grad_norm": 0.0},
     "int8": {"optimizer": "adamw_int8"},
     "bf16": {"precision": {"policy": "bf16_mixed"}},
-    "sparse": {"sparse": {"kind": "columns", "batch": {"signal": "loss", "probe_len": 4}}},
-    "rows within a limit": {"sparse": {"batch": {"signal": "loss", "probe_len": 4, "max_start_loss": 0.99}}},
+    "sparse_updates": {"sparse": {"kind": "columns", "batch": {"signal": "loss", "probe_tokens": 4}}},
+    "rows within a limit": {"batch_selection": {"signal": "loss", "probe_tokens": 4, "max_initial_loss": 0.99}},
 }
 
 
@@ -104,13 +104,13 @@ WIDE = {"num_layers": 2, "ffn_dim": 1024}
 
 def test_two_processes(tmp_path):
     """Copies of the model, whose sums begin in backward; parts of one; and Hogwild, whose bits nothing repeats."""
-    layouts = {"copies": COPIES, "sharded": {"parallel": {"shard": "full"}}}
+    layouts = {"copies": COPIES, "sharded": {"parallel": {"zero_stage": 3}}}
     cases = [
-        case(f"{name}-{arena}", settings={"memory_arena": arena == "with"}, shape=WIDE, **layout)
+        case(f"{name}-{arena}", settings={"step_arena": arena == "with"}, shape=WIDE, **layout)
         for name, layout in layouts.items()
         for arena in ("without", "with")
     ]
-    hogwild = {"memory_arena": True, "asynchronous": {"mode": "hogwild"}}
+    hogwild = {"step_arena": True, "async_updates": {"mode": "hogwild"}}
     runs = Runs(tmp_path, [*cases, case("hogwild", settings=hogwild, shape=WIDE)])
     assert values(runs, "hogwild", "arena_served")
     for name in layouts:

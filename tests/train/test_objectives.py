@@ -94,15 +94,19 @@ def test_they_are_small(name: str) -> None:
 def test_any_number_of_microbatches_gives_the_same_gradients(name: str, tmp_path: Path) -> None:
     whole = train(single(), name, tmp_path / "whole")
     assert any(bool(value.any()) for key, value in whole.items() if key.startswith("5/"))
-    balanced = {"num_microbatches": 2, "balance": {"tokens": True}}
-    for number, changes in enumerate([{"num_microbatches": n} for n in (2, 3, 4)] + [balanced]):
+    balanced = {"gradient_accumulation_steps": 2, "load_balance": {"tokens": True}}
+    for number, changes in enumerate([{"gradient_accumulation_steps": n} for n in (2, 3, 4)] + [balanced]):
         assert_close(whole, train(single(), name, tmp_path / str(number), changes=changes))
 
 
 @pytest.mark.parametrize("name", ["Ppo", "Dpo"])
 def test_a_selection_keeps_groups_whole(name: str, tmp_path: Path) -> None:
     selection = {"signal": "loss", "keep": 0.5, "probe_len": 8}
-    changes = {"num_microbatches": 2, "sparse": {"batch": selection}, "precision": {"policy": "fp32"}}
+    changes = {
+        "gradient_accumulation_steps": 2,
+        "sparse_updates": {"batch": selection},
+        "precision": {"policy": "fp32"},
+    }
     seen = []
     objective = make(name, single(), torch.float32)
     weights_of = objective.weights
@@ -159,7 +163,7 @@ def on_two_ranks(world: World, folder: Path) -> dict[str, dict[str, Tensor]]:
     found = {name: train(world, name, folder / name) for name in NAMES}
     for name in ("Ppo", "Replay"):  # a checkpoint of one process, between the two steps of a rollout
         found[f"{name} resumed"] = train(world, name, folder / "cut" / name)
-    staged = {"parallel": {"pipeline": 2}, "changes": {"num_microbatches": 2}}
+    staged = {"parallel": {"pipeline": 2}, "changes": {"gradient_accumulation_steps": 2}}
     found["Distillation pipeline"] = train(world, "Distillation", folder / "staged", **staged)
     found["Dpo pipeline"] = train(world, "Dpo", folder / "staged-dpo", **staged)
     return found
@@ -278,7 +282,10 @@ def penalize(world: World, folder: Path, *, changes: Any = NONE, parallel: Any =
     return {name: weight.clone() for name, weight in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_microbatches": 4}, {"activations": {"mode": "unit", "unit_layers": 2}}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"gradient_accumulation_steps": 4}, {"activation_checkpointing": {"mode": "full", "layers_per_segment": 2}}],
+)
 def test_a_layers_own_loss_is_a_term_of_the_objective(changes: dict[str, Any], tmp_path: Path) -> None:
     naive = penalize(single(), tmp_path / "naive", naive=True)
     assert_close(naive, penalize(single(), tmp_path / "layers", changes=changes))
@@ -291,8 +298,8 @@ def penalize_on_two_ranks(world: World, folder: Path) -> list[Any]:
     return [
         penalize(world, folder / "copies"),
         penalize(world, folder / "context", parallel={"context": 2}),
-        penalize(world, folder / "zero", parallel={"shard": "full"}),
-        penalize(world, folder / "stages", parallel={"pipeline": 2}, changes={"num_microbatches": 2}),
+        penalize(world, folder / "zero", parallel={"zero_stage": 3}),
+        penalize(world, folder / "stages", parallel={"pipeline": 2}, changes={"gradient_accumulation_steps": 2}),
     ]
 
 

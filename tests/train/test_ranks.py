@@ -19,7 +19,7 @@ CASES = {
     "1": (1, ParallelConfig()),
     "2": (2, ParallelConfig()),
     "4": (4, ParallelConfig()),
-    "copies": (2, ParallelConfig(share_memory=False)),
+    "copies": (2, ParallelConfig(shared_memory=False)),
 }
 """Number of microbatches and layout."""
 

@@ -17,7 +17,7 @@ from modelwright.core.records import column, read_records
 from modelwright.data.batch import IGNORED
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.ops.executed import Executed
-from modelwright.optim.sparse import RowChoiceConfig
+from modelwright.optim.sparse import BatchSelectionConfig
 from modelwright.train.flops import attention_flops, dense_flops, head_flops
 from modelwright.train.objective import forward
 from modelwright.train.techniques.batch_selection import RowChoice, first_queries_and_keys, first_tokens
@@ -28,12 +28,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "rows": {"kind": "rows", "keep": 0.5, "refresh_every": 3, "signal": "momentum"},
     "layers": {"kind": "layers", "keep": 0.5, "refresh_every": 2},
     "prefix": {"kind": "prefix", "keep": 0.5, "course": "dense_first", "ramp": 0.5},
-    "loss": {"batch": {"signal": "loss", "keep": 0.5, "probe_len": 8}},
-    "change": {"batch": {"signal": "change", "keep": 0.5, "probe_len": 8, "dense_share": 0.2}},
-    "limited": {"batch": {"signal": "change", "keep": 0.5, "probe_len": 8, "max_start_loss": 0.99}},
-    "random": {"batch": {"signal": "random", "keep": 0.5}},
-    "tokens": {"batch": {"keep_tokens": 0.5}},
-    "both": {"kind": "layers", "keep": 0.5, "batch": {"signal": "loss", "keep": 0.5, "probe_len": 8}},
+    "loss": {"batch": {"signal": "loss", "keep_fraction": 0.5, "probe_tokens": 8}},
+    "change": {"batch": {"signal": "loss_change", "keep_fraction": 0.5, "probe_tokens": 8, "dense_fraction": 0.2}},
+    "limited": {"batch": {"signal": "loss_change", "keep_fraction": 0.5, "probe_tokens": 8, "max_initial_loss": 0.99}},
+    "random": {"batch": {"signal": "random", "keep_fraction": 0.5}},
+    "tokens": {"batch": {"keep_token_fraction": 0.5}},
+    "both": {"kind": "layers", "keep": 0.5, "batch": {"signal": "loss", "keep_fraction": 0.5, "probe_tokens": 8}},
 }
 
 
@@ -75,7 +75,7 @@ class Grads:
 
 def run(tiny, folder: Path, sparse: dict[str, Any], *, stop_at: int = 0, model=None, **more):
     spy, model = Spy(stop_at), tiny.tiny_model() if model is None else model
-    settings = {**QUIET, "sparse": sparse, **more.pop("settings", {})}
+    settings = {**QUIET, "sparse_updates": sparse, **more.pop("settings", {})}
     tiny.run(folder, tiny.settings(**settings), model=model, techniques=tiny.watching(spy=spy), heldout=[], **more)
     return model, spy.seen
 
@@ -190,7 +190,7 @@ def check_gradient_is_that_of(rows: list[int], sparse: dict[str, Any], tiny, tmp
             return tiny.Rows().batch(0).take(torch.tensor(rows))
 
     chosen, given = Grads(), Grads()
-    run(tiny, tmp_path / "1", sparse, gradient_sync=chosen, settings={"num_steps": 1, "num_microbatches": 2})
+    run(tiny, tmp_path / "1", sparse, gradient_sync=chosen, settings={"num_steps": 1, "gradient_accumulation_steps": 2})
     run(tiny, tmp_path / "2", {}, gradient_sync=given, objective=Pretrain(Given()), settings={"num_steps": 1})
     for ours, theirs in zip(chosen.kept[0], given.kept[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -200,7 +200,7 @@ def test_rows_are_chosen_by_the_loss_of_their_first_tokens(tiny, tmp_path):
     """And the gradient is that of a run that is given these rows and no others."""
     losses = first_losses(tiny)
     best = sorted(sorted(range(8), key=lambda row: -losses[row])[:2])
-    sparse = {"batch": {"signal": "loss", "keep": 0.25, "probe_len": 8, "explore": 0.0}}
+    sparse = {"batch": {"signal": "loss", "keep_fraction": 0.25, "probe_tokens": 8, "random_fraction": 0.0}}
     check_gradient_is_that_of(best, sparse, tiny, tmp_path)
 
 
@@ -210,14 +210,22 @@ def test_rows_that_the_first_weights_predict_worse_than_the_limit_are_never_lear
     losses = first_losses(tiny)
     order = sorted(range(8), key=lambda row: losses[row])
     limit = (losses[order[2]] + losses[order[3]]) / 2 / math.log(tiny.SHAPE.vocab_size)
-    sparse = {"batch": {"signal": signal, "keep": 0.5, "probe_len": 8, "max_start_loss": limit}}
+    sparse = {"batch": {"signal": signal, "keep_fraction": 0.5, "probe_tokens": 8, "max_initial_loss": limit}}
     check_gradient_is_that_of(sorted(order[:3]), sparse, tiny, tmp_path)
 
 
 def test_where_no_row_is_within_the_limit_nothing_is_learned(tiny, tmp_path):
     """Nor do weights move: momentum would carry them on, and decay would hold."""
-    sparse = {"batch": {"signal": "change", "keep": 0.5, "probe_len": 8, "max_start_loss": 0.1, "dense_share": 0.5}}
-    _, seen = run(tiny, tmp_path / "1", sparse, settings={"num_steps": 4, "num_microbatches": 2})
+    sparse = {
+        "batch": {
+            "signal": "loss_change",
+            "keep_fraction": 0.5,
+            "probe_tokens": 8,
+            "max_initial_loss": 0.1,
+            "dense_fraction": 0.5,
+        }
+    }
+    _, seen = run(tiny, tmp_path / "1", sparse, settings={"num_steps": 4, "gradient_accumulation_steps": 2})
     assert [info.skipped for info in seen] == [False, False, True, True]
     assert seen[-1].scalars["empty"] == 1.0
     dense = dense_flops(tiny.SHAPE, tiny.Rows().batch(0))
@@ -247,7 +255,12 @@ def test_a_row_without_a_label_in_the_look_is_judged_by_its_tokens(tiny):
     expected[1, 5:] = IGNORED
     assert torch.equal(look.labels_BT[:4], expected)
     choice = RowChoice(
-        RowChoiceConfig(signal="loss", probe_len=8), tiny.tiny_model(), seed=0, rank=0, num_parts=1, executed=Executed()
+        BatchSelectionConfig(signal="loss", probe_tokens=8),
+        tiny.tiny_model(),
+        seed=0,
+        rank=0,
+        num_parts=1,
+        executed=Executed(),
     )
     worth, _ = choice.look(replace(batch, labels_BT=torch.full_like(labels, IGNORED)))
     assert len(set(worth.tolist())) == 8  # every row has a loss of its own
@@ -256,7 +269,7 @@ def test_a_row_without_a_label_in_the_look_is_judged_by_its_tokens(tiny):
 
 def test_the_limit_is_that_of_the_weights_at_the_start(tiny, tmp_path):
     """Most rows stay beyond it, though all losses have fallen far below it."""
-    sparse = {"batch": {"signal": "random", "keep": 1.0, "probe_len": 8, "max_start_loss": 0.99}}
+    sparse = {"batch": {"signal": "random", "keep_fraction": 1.0, "probe_tokens": 8, "max_initial_loss": 0.99}}
     _, seen = run(tiny, tmp_path, sparse, settings={"num_steps": 30})
     assert min(info.loss for info in seen if info.loss) < 3.0  # the limit is 4.12
     dense = [dense_flops(tiny.SHAPE, tiny.Rows().batch(info.step - 1)) for info in seen]
@@ -267,7 +280,9 @@ def test_the_limit_is_that_of_the_weights_at_the_start(tiny, tmp_path):
 def test_labels_of_the_tokens_that_receive_most_attention_are_kept(tiny):
     """Those of a naive count over the first layer's own weights."""
     batch, model = tiny.Rows().batch(0), tiny.tiny_model()
-    choice = RowChoice(RowChoiceConfig(keep_tokens=0.3), model, seed=0, rank=0, num_parts=1, executed=Executed())
+    choice = RowChoice(
+        BatchSelectionConfig(keep_token_fraction=0.3), model, seed=0, rank=0, num_parts=1, executed=Executed()
+    )
     q_BTHd, k_BTKd = first_queries_and_keys(model, batch)
     found, counted = [], batch.labels_BT != IGNORED
     for row, label in counted.nonzero().tolist():
@@ -291,7 +306,7 @@ def test_labels_of_the_tokens_that_receive_most_attention_are_kept(tiny):
 
 def test_a_look_costs_its_first_tokens_only(tiny, tmp_path):
     """All rows chosen, so that what is more than the dense step is the look: forward only, 4 of 32 tokens."""
-    _, seen = run(tiny, tmp_path, {"batch": {"signal": "loss", "keep": 1.0, "probe_len": 4}})
+    _, seen = run(tiny, tmp_path, {"batch": {"signal": "loss", "keep_fraction": 1.0, "probe_tokens": 4}})
     for info in seen:
         dense = dense_flops(tiny.SHAPE, tiny.Rows().batch(info.step - 1))
         assert 0.02 < info.scalars["executed_flops"] / dense - 1 < 0.05
@@ -302,10 +317,10 @@ def test_a_look_costs_its_first_tokens_only(tiny, tmp_path):
     [
         ("compile", {"compile": True}),
         ("optimizer", {"optimizer": "lion"}),
-        ("offload_optimizer", {"offload_optimizer": True}),
-        ("transport.kind", {"transport": {"kind": "int8"}}),
-        ("transport.local_steps", {"transport": {"local_steps": {"every": 2}}}),
-        ("asynchronous.mode", {"asynchronous": {"mode": "delayed"}}),
+        ("offload_optimizer", {"optimizer_cpu_offload": True}),
+        ("transport.kind", {"gradient_sync": {"kind": "int8"}}),
+        ("transport.local_steps", {"gradient_sync": {"local_sgd": {"sync_every_steps": 2}}}),
+        ("asynchronous.mode", {"async_updates": {"mode": "delayed"}}),
     ],
 )
 def test_what_does_not_go_together_is_named(tiny, field, more):
@@ -314,8 +329,8 @@ def test_what_does_not_go_together_is_named(tiny, field, more):
 
 
 def test_too_few_rows_for_the_microbatches_are_named(tiny, tmp_path):
-    sparse = {"batch": {"signal": "random", "keep": 0.5}}
+    sparse = {"batch": {"signal": "random", "keep_fraction": 0.5}}
     with pytest.raises(ConfigError, match=r"^sparse\.batch\.keep: of 8 rows"):
-        run(tiny, tmp_path, sparse, settings={"num_microbatches": 16, "batch_tokens": 512})
+        run(tiny, tmp_path, sparse, settings={"gradient_accumulation_steps": 16, "batch_tokens": 512})
     with pytest.raises(ConfigError, match=r"^sparse\.batch\.keep: of 8 rows .* are all"):
-        run(tiny, tmp_path, sparse, settings={"num_microbatches": 8})
+        run(tiny, tmp_path, sparse, settings={"gradient_accumulation_steps": 8})

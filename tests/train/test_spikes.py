@@ -15,13 +15,13 @@ from modelwright.objectives.pretrain import Pretrain
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Objective
 from modelwright.train.technique import LOSS_SPIKE, NOT_FINITE, Update
-from modelwright.train.techniques.loss_spikes import LossSpikes, SpikeConfig
+from modelwright.train.techniques.loss_spikes import LossSpikeConfig, LossSpikes
 
 LEVEL = [1.0, 1.1, 0.9, 1.0, 1.05, 0.95]
 
 
 def spikes(tmp_path, **config) -> LossSpikes:
-    settings = SpikeConfig(**{"num_sigmas": 6.0, "window": 6, **config})
+    settings = LossSpikeConfig(**{"num_sigmas": 6.0, "window": 6, **config})
     path = tmp_path / "spikes.jsonl"
     return LossSpikes(settings, lambda flag: flag, path, is_first=True, checkpoint_every=2)
 
@@ -90,7 +90,7 @@ def test_the_way_back_leads_to_a_quiet_checkpoint_before_the_first_spike(tmp_pat
 
 
 def test_all_ranks_leave_out_what_any_finds(tmp_path):
-    guard = LossSpikes(SpikeConfig(num_sigmas=6.0), lambda flag: 1.0, tmp_path / "x", is_first=False)
+    guard = LossSpikes(LossSpikeConfig(num_sigmas=6.0), lambda flag: 1.0, tmp_path / "x", is_first=False)
     assert feed(guard, [1.0]) == [True]
     assert not (tmp_path / "x").exists()
 
@@ -102,12 +102,12 @@ def test_all_ranks_leave_out_what_any_finds(tmp_path):
 )  # fmt: skip
 def test_what_makes_no_sense_is_named(change, field):
     with pytest.raises(ConfigError, match=rf"^{field}: "):
-        SpikeConfig(**{"num_sigmas": 6.0, **change})
+        LossSpikeConfig(**{"num_sigmas": 6.0, **change})
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"transport": {"kind": "int8"}}, {"asynchronous": {"mode": "delayed"}}, {"checkpoint_every_steps": 0}],
+    [{"gradient_sync": {"kind": "int8"}}, {"async_updates": {"mode": "delayed"}}, {"checkpoint_every_steps": 0}],
 )
 def test_a_way_back_needs_checkpoints_and_updates_that_can_be_taken_back(tiny, change):
     with pytest.raises(ConfigError, match=r"^spikes.rollback_after: "):
@@ -120,7 +120,7 @@ def test_hogwild_has_nobody_who_sees_all_updates(tiny):
 
 
 def test_where_a_run_may_go_back_to_is_part_of_what_it_is():
-    plain, back = {"num_steps": 9}, {"num_steps": 9, "spikes": SpikeConfig(num_sigmas=6.0, rollback_after=2)}
+    plain, back = {"num_steps": 9}, {"num_steps": 9, "loss_spikes": LossSpikeConfig(num_sigmas=6.0, rollback_after=2)}
     for settings, alike in ((plain, True), (back, False)):
         two = [TrainConfig(checkpoint_every_steps=every, **settings).identity() for every in (2, 3)]  # pyright: ignore
         assert (two[0] == two[1]) is alike

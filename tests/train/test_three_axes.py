@@ -19,7 +19,7 @@ from tolerances import TOLERANCES
 SAVED_AT, END = 3, 6
 SETTINGS = {
     "num_steps": END,
-    "num_microbatches": 2,
+    "gradient_accumulation_steps": 2,
     "eval_every_steps": 0,
     "checkpoint_every_steps": SAVED_AT,
     "keep_best": False,
@@ -32,7 +32,7 @@ LAYOUTS = {
     "one": (1, {}),
     "data": (4, {"data": 4}),
     "tensor": (4, {"tensor": 4}),
-    "sharded": (2, {"shard": "full"}),
+    "sharded": (2, {"zero_stage": 3}),
     "stages": (2, {"pipeline": 2}),
 }
 

@@ -4,8 +4,8 @@ import pytest
 
 from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError
-from modelwright.optim.sparse import RowChoiceConfig, SparseConfig
-from modelwright.parallel.strategies.config import TransportConfig
+from modelwright.optim.sparse import BatchSelectionConfig, SparseUpdateConfig
+from modelwright.parallel.strategies.config import GradientSyncConfig
 from modelwright.train.config import TrainConfig
 
 
@@ -39,7 +39,7 @@ def test_values_out_of_range_are_named(field, value):
 
 
 def test_rows_of_a_batch():
-    config = TrainConfig(num_steps=1, batch_tokens=8192, num_microbatches=4)
+    config = TrainConfig(num_steps=1, batch_tokens=8192, gradient_accumulation_steps=4)
     assert config.batch_rows(512, num_copies=2) == 16
     with pytest.raises(ConfigError, match="multiple of 12288"):
         config.batch_rows(1024, num_copies=3)
@@ -47,16 +47,16 @@ def test_rows_of_a_batch():
 
 def test_identity_leaves_out_what_does_not_decide_the_weights():
     base = TrainConfig(num_steps=9)
-    same = TrainConfig(num_steps=9, num_microbatches=4, keep_last=7, checkpoint_every_minutes=1.0)
+    same = TrainConfig(num_steps=9, gradient_accumulation_steps=4, keep_last=7, checkpoint_every_minutes=1.0)
     assert base.identity() == same.identity()
     assert base.identity() != TrainConfig(num_steps=9, learning_rate=1.0).identity()
-    assert base.identity() == TrainConfig(num_steps=9, transport=TransportConfig(overlap=False)).identity()
-    assert base.identity() != TrainConfig(num_steps=9, transport=TransportConfig(kind="int8")).identity()
+    assert base.identity() == TrainConfig(num_steps=9, gradient_sync=GradientSyncConfig(overlap=False)).identity()
+    assert base.identity() != TrainConfig(num_steps=9, gradient_sync=GradientSyncConfig(kind="int8")).identity()
 
 
 def test_parts_that_share_chosen_rows_decide_the_weights():
-    chosen = SparseConfig(batch=RowChoiceConfig(signal="loss"))
-    one, two = (TrainConfig(num_steps=9, num_microbatches=parts, sparse=chosen) for parts in (1, 2))
+    chosen = SparseUpdateConfig(batch=BatchSelectionConfig(signal="loss"))
+    one, two = (TrainConfig(num_steps=9, gradient_accumulation_steps=parts, sparse_updates=chosen) for parts in (1, 2))
     assert one.identity() != two.identity()
 
 

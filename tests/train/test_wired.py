@@ -16,18 +16,22 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.train.config import TrainConfig, check_layout
 from wired_cases import COPIES, RARE, Runs, case, ended, losses, weights
 
-LOCAL = {"kind": "three_level", "three_level": {"keep": 0.25, "bucket_numel": 4096}, "local_steps": {"every": 3}}
-OWN = {**LOCAL, "local_steps": {"every": 3, "keep_own": True, "momentum": 0.5}}
-MOMENTS = {**LOCAL, "local_steps": {"every": 1, "moment_every": 1}}
+LOCAL = {
+    "kind": "three_level",
+    "three_level": {"topk_fraction": 0.25, "bucket_numel": 4096},
+    "local_steps": {"sync_every_steps": 3},
+}
+OWN = {**LOCAL, "local_steps": {"sync_every_steps": 3, "keep_residual": True, "outer_momentum": 0.5}}
+MOMENTS = {**LOCAL, "local_steps": {"sync_every_steps": 1, "sync_second_moment_every": 1}}
 SIX_LAYERS = {"num_layers": 6}
 TIED = {"tie_embeddings": True}
-CHECKED = {"guards": {"replica_check_every": 1}}
+CHECKED = {"fault_tolerance": {"replica_check_every_steps": 1}}
 
 
 CASES = [
     case("exact", **COPIES),
     case("one-copy", settings=CHECKED),
-    case("one-copy-parts", settings={"num_microbatches": 2}),
+    case("one-copy-parts", settings={"gradient_accumulation_steps": 2}),
     case("one-copy-stopped", "one-copy-twice", mishap={"kind": "stop", "step": 5}),
     case("one-copy-again", "one-copy-twice"),
     case("apart", "one-copy-apart", mishap={"kind": "stop", "step": 7}),
@@ -35,56 +39,63 @@ CASES = [
     case("one-copy-skipped", mishap={"kind": "nan", "step": 3}),
     case("skipped", mishap={"kind": "nan", "step": 3}, **COPIES),
     case("checked-copies", settings=CHECKED, **COPIES),
-    case("host", settings={"offload_optimizer": True}),
+    case("host", settings={"optimizer_cpu_offload": True}),
     case(
         "host-stopped",
         "host-twice",
-        settings={"offload_optimizer": True},
-        parallel={"shard": "full"},
+        settings={"optimizer_cpu_offload": True},
+        parallel={"zero_stage": 3},
         mishap={"kind": "stop", "step": 5},
     ),
-    case("host-again", "host-twice", settings={"offload_optimizer": True}),
-    case("planned", settings={"transport": {"kind": "planned", "collectives": {"algorithm": "ring", "window": 4}}}),
-    case("int8", settings={"transport": {"kind": "int8"}}),
-    case("powersgd", settings={"transport": {"kind": "powersgd", "powersgd_rank": 2}}),
-    case("averaging", settings={"transport": {"local_steps": {"every": 3}}, **RARE}),
-    case("local", settings={"transport": LOCAL, **RARE}),
-    case("own", settings={"transport": OWN, **RARE}),
-    case("skipped-moments", settings={"transport": MOMENTS, **RARE}, mishap={"kind": "nan", "step": 0}),
-    case("own-stopped", "own-twice", settings={"transport": OWN, **RARE}, mishap={"kind": "stop", "step": 7}),
-    case("own-again", "own-twice", settings={"transport": OWN, **RARE}),
-    case("late", settings={"asynchronous": {"mode": "delayed", "delay": 2}, "transport": {"kind": "int8"}}),
-    case("sharded-local", settings={"transport": LOCAL, **CHECKED, **RARE}, parallel={"tensor": 2}),
-    case("checked-local", settings={"transport": OWN, **CHECKED, **RARE}),
+    case("host-again", "host-twice", settings={"optimizer_cpu_offload": True}),
+    case(
+        "planned",
+        settings={
+            "gradient_sync": {"kind": "topology_aware", "topology": {"algorithm": "ring", "window_all_reduces": 4}}
+        },
+    ),
+    case("int8", settings={"gradient_sync": {"kind": "int8"}}),
+    case("powersgd", settings={"gradient_sync": {"kind": "powersgd", "powersgd_rank": 2}}),
+    case("averaging", settings={"gradient_sync": {"local_sgd": {"sync_every_steps": 3}}, **RARE}),
+    case("local", settings={"gradient_sync": LOCAL, **RARE}),
+    case("own", settings={"gradient_sync": OWN, **RARE}),
+    case("skipped-moments", settings={"gradient_sync": MOMENTS, **RARE}, mishap={"kind": "nan", "step": 0}),
+    case("own-stopped", "own-twice", settings={"gradient_sync": OWN, **RARE}, mishap={"kind": "stop", "step": 7}),
+    case("own-again", "own-twice", settings={"gradient_sync": OWN, **RARE}),
+    case("late", settings={"async_updates": {"mode": "delayed", "delay_steps": 2}, "gradient_sync": {"kind": "int8"}}),
+    case("sharded-local", settings={"gradient_sync": LOCAL, **CHECKED, **RARE}, parallel={"tensor": 2}),
+    case("checked-local", settings={"gradient_sync": OWN, **CHECKED, **RARE}),
     case("checked-tensor", settings=CHECKED, parallel={"tensor": 2}),
     case("checked-plain-tensor", settings=CHECKED, parallel={"tensor": 2, "sequence_parallel": False}),
     case("checked-context", settings=CHECKED, parallel={"context": 2}),
-    case("checked-zero", settings=CHECKED, parallel={"shard": "full"}),
-    case("checked-tied", settings={**CHECKED, "num_microbatches": 2}, parallel={"pipeline": 2}, shape=TIED),
+    case("checked-zero", settings=CHECKED, parallel={"zero_stage": 3}),
+    case("checked-tied", settings={**CHECKED, "gradient_accumulation_steps": 2}, parallel={"pipeline": 2}, shape=TIED),
     case(
         "flipped",
-        settings={"guards": {"replica_check_every": 2}},
+        settings={"fault_tolerance": {"replica_check_every_steps": 2}},
         mishap={"kind": "flip", "step": 4, "rank": 1},
         **COPIES,
     ),
     case(
         "wild",
-        settings={"spikes": {"num_sigmas": 6.0, "window": 6, "norm_rise": 4.0}, "num_steps": 15},
+        settings={"loss_spikes": {"num_sigmas": 6.0, "window_steps": 6, "min_norm_rise": 4.0}, "num_steps": 15},
         mishap={"kind": "wild", "step": 10},
     ),
-    case("tokens", settings={"balance": {"tokens": True}, "num_microbatches": 2}),
+    case("tokens", settings={"load_balance": {"tokens": True}, "gradient_accumulation_steps": 2}),
     case(
         "uneven",
         settings={
-            "balance": {"stages": True, "window": 3},
-            "num_microbatches": 4,
+            "load_balance": {"pipeline": True, "window_steps": 3},
+            "gradient_accumulation_steps": 4,
             "checkpoint_every_steps": 4,
             "num_steps": 24,
         },
         parallel={"pipeline": 2, "layers_per_stage": [5, 1]},
         shape=SIX_LAYERS,
     ),
-    case("even", settings={"num_microbatches": 4, "num_steps": 24}, parallel={"pipeline": 2}, shape=SIX_LAYERS),
+    case(
+        "even", settings={"gradient_accumulation_steps": 4, "num_steps": 24}, parallel={"pipeline": 2}, shape=SIX_LAYERS
+    ),
 ]
 
 
@@ -214,7 +225,7 @@ def trouble(tmp_path: Path, **rest: Any) -> tuple[list[Exit], Path]:
 
 
 def test_a_rank_that_hangs_ends_with_its_stacks_on_disk(tmp_path):
-    guards = {"guards": {"hang_after_s": 3.0}}
+    guards = {"fault_tolerance": {"watchdog_timeout_s": 3.0}}
     found, folder = trouble(tmp_path, settings=guards, mishap={"kind": "hang", "step": 4, "rank": 1})
     assert [rank.code for rank in found] == [1, 1]
     assert "in observe" in (folder / "hang-1.txt").read_text()
@@ -222,7 +233,13 @@ def test_a_rank_that_hangs_ends_with_its_stacks_on_disk(tmp_path):
 
 def test_a_killed_run_goes_on_from_memory_and_its_recovery_is_recorded(tmp_path):
     """Nothing is on disk yet when a rank dies; the copies in memory are of step 6."""
-    settings = {"settings": {**RARE, "guards": {"memory_every_steps": 3, "hang_after_s": 10.0}, "num_steps": 40}}
+    settings = {
+        "settings": {
+            **RARE,
+            "fault_tolerance": {"in_memory_checkpoint_every_steps": 3, "watchdog_timeout_s": 10.0},
+            "num_steps": 40,
+        }
+    }
     found, folder = trouble(tmp_path, **settings, mishap={"kind": "die", "step": 20, "rank": 1})
     assert found[1].code == -9
     assert not list((folder / "checkpoints").glob("step-*"))
@@ -241,11 +258,11 @@ def test_a_killed_run_goes_on_from_memory_and_its_recovery_is_recorded(tmp_path)
 @pytest.mark.parametrize(
     ("transport", "asynchronous", "parallel", "field"),
     [
-        ({"local_steps": {"every": 2}}, {"mode": "delayed"}, {}, "transport.local_steps.every"),
-        ({"local_steps": {"every": 2}}, {}, {"context": 2}, "transport.local_steps.every"),
+        ({"local_steps": {"sync_every_steps": 2}}, {"mode": "delayed"}, {}, "transport.local_steps.every"),
+        ({"local_steps": {"sync_every_steps": 2}}, {}, {"context": 2}, "transport.local_steps.every"),
         ({"kind": "int8"}, {"mode": "hogwild"}, {}, "transport.kind"),
         ({}, {"mode": "hogwild"}, {"tensor": 2}, "asynchronous.mode"),
-        ({}, {"mode": "hogwild"}, {"shard": "full"}, "asynchronous.mode"),
+        ({}, {"mode": "hogwild"}, {"zero_stage": 3}, "asynchronous.mode"),
     ],
 )
 def test_what_does_not_go_together_is_named(tiny, transport, asynchronous, parallel, field):
@@ -257,7 +274,7 @@ def test_what_does_not_go_together_is_named(tiny, transport, asynchronous, paral
         check()
 
 
-TRANSPORTS = [{"kind": "int8"}, {"kind": "planned"}, {"kind": "exact", "local_steps": {"every": 2}}]
+TRANSPORTS = [{"kind": "int8"}, {"kind": "planned"}, {"kind": "exact", "local_steps": {"sync_every_steps": 2}}]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -265,23 +282,23 @@ TRANSPORTS = [{"kind": "int8"}, {"kind": "planned"}, {"kind": "exact", "local_st
 def test_a_transport_that_fsdp_would_ignore_is_refused(tiny, transport, shard):
     config = tiny.settings(transport=transport, **RARE)
     name = "transport.local_steps.every" if "local_steps" in transport else "transport.kind"
-    for layout, num_processes in (({}, 2), ({"shard_group": 4}, 4), ({"tensor": 2}, 4)):
+    for layout, num_processes in (({}, 2), ({"shard_group_size": 4}, 4), ({"tensor": 2}, 4)):
         with pytest.raises(ConfigError, match=rf"^{name}: .*needs gradients that are .* parallel.shard {shard} takes"):
-            check_layout(config, ParallelConfig(shard=shard, **layout), num_processes=num_processes)
+            check_layout(config, ParallelConfig(zero_stage=shard, **layout), num_processes=num_processes)
 
 
 @pytest.mark.parametrize(
     ("layout", "num_processes"),
-    [({"shard": "full", "shard_group": 2}, 4), ({"shard": "full"}, 1), ({"tensor": 2}, 2), ({}, 4)],
+    [({"zero_stage": 3, "shard_group_size": 2}, 4), ({"zero_stage": 3}, 1), ({"tensor": 2}, 2), ({}, 4)],
 )
 def test_a_transport_is_taken_where_copies_exchange_gradients_or_nobody_does(tiny, layout, num_processes):
-    config = tiny.settings(transport={"kind": "int8", "local_steps": {"every": 2}}, **RARE)
+    config = tiny.settings(transport={"kind": "int8", "local_sgd": {"sync_every_steps": 2}}, **RARE)
     check_layout(config, ParallelConfig(**layout), num_processes=num_processes)
 
 
 def test_training_refuses_a_transport_under_full_sharding(tmp_path):
-    parallel = {"shard": "full"}
-    found, folder = trouble(tmp_path, settings={"transport": {"kind": "int8"}, **RARE}, parallel=parallel)
+    parallel = {"zero_stage": 3}
+    found, folder = trouble(tmp_path, settings={"gradient_sync": {"kind": "int8"}, **RARE}, parallel=parallel)
     assert [rank.code for rank in found] == [0, 0]
     ended = json.loads((folder / "one-1.json").read_text())
     assert ended["kind"] == "ConfigError"
@@ -289,7 +306,7 @@ def test_training_refuses_a_transport_under_full_sharding(tmp_path):
 
 
 def test_evaluation_and_checkpoints_fall_on_meetings(tiny):
-    meetings = {"transport": {"local_steps": {"every": 4}}}
+    meetings = {"gradient_sync": {"local_sgd": {"sync_every_steps": 4}}}
     for name in ("eval_every_steps", "checkpoint_every_steps"):
         with pytest.raises(ConfigError, match=rf"^{name}: 6 must be a multiple"):
             tiny.settings(**meetings, **{**RARE, name: 6})

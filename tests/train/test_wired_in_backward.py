@@ -10,29 +10,29 @@ import torch
 from modelwright.core.records import column, read_records
 from wired_cases import RARE, Runs, case, ended, losses, values, weights
 
-PLAIN = {**RARE, "clip_norm": 0.0}
-WITHIN = {**PLAIN, "update_in_backward": "unclipped"}
-BY_LAST_NORM = {**RARE, "clip_norm": 0.5, "update_in_backward": "clip_by_last_norm"}
+PLAIN = {**RARE, "max_grad_norm": 0.0}
+WITHIN = {**PLAIN, "optimizer_in_backward": True}
+BY_LAST_NORM = {**RARE, "max_grad_norm": 0.5, "optimizer_in_backward": True}
 TWO = {
     "one-copy": ({}, {}),
-    "copies": ({"share_memory": False}, {}),
-    "optimizer": ({"shard": "optimizer"}, {}),
-    "gradients": ({"shard": "gradients"}, {}),
-    "full": ({"shard": "full"}, {}),
+    "copies": ({"shared_memory": False}, {}),
+    "optimizer": ({"zero_stage": 1}, {}),
+    "gradients": ({"zero_stage": 2}, {}),
+    "full": ({"zero_stage": 3}, {}),
     "tensor": ({"tensor": 2}, {}),
     "context": ({"context": 2}, {}),
-    "microbatches": ({}, {"num_microbatches": 2}),
-    "microbatches-optimizer": ({"shard": "optimizer"}, {"num_microbatches": 2}),
-    "recomputed": ({}, {"activations": {"mode": "unit", "unit_layers": 1}}),
-    "int8": ({}, {"optimizer": "adamw_int8"}),
-    "lion-full": ({"shard": "full"}, {"optimizer": "lion"}),
+    "microbatches": ({}, {"gradient_accumulation_steps": 2}),
+    "microbatches-optimizer": ({"zero_stage": 1}, {"gradient_accumulation_steps": 2}),
+    "recomputed": ({}, {"activation_checkpointing": {"mode": "full", "layers_per_segment": 1}}),
+    "int8": ({}, {"optimizer": "adamw_8bit"}),
+    "lion-full": ({"zero_stage": 3}, {"optimizer": "lion"}),
 }
 FOUR = {
-    "four-copies": ({"share_memory": False}, {}),
-    "hybrid": ({"shard": "full", "shard_group": 2}, {}),
+    "four-copies": ({"shared_memory": False}, {}),
+    "hybrid": ({"zero_stage": 3, "shard_group_size": 2}, {}),
     "copies-tensor": ({"tensor": 2}, {}),
-    "full-tensor": ({"shard": "full", "tensor": 2}, {}),
-    "full-context": ({"shard": "full", "context": 2}, {}),
+    "full-tensor": ({"zero_stage": 3, "tensor": 2}, {}),
+    "full-context": ({"zero_stage": 3, "context": 2}, {}),
 }
 ALONE = ("one-copy", "copies", "full", "tensor")
 """Layouts in which something goes wrong, or a run is stopped."""
@@ -60,7 +60,7 @@ CASES = [
     *alone("again", "twice", settings=BY_LAST_NORM),
     *alone("nan", settings=WITHIN, mishap={"kind": "nan", "step": 5, "rank": 1}),
     *alone("overflow", settings=WITHIN, mishap={"kind": "overflow", "step": 5, "rank": 1}),
-    case("pipeline", settings={**WITHIN, "num_microbatches": 2}, parallel={"pipeline": 2}),
+    case("pipeline", settings={**WITHIN, "gradient_accumulation_steps": 2}, parallel={"pipeline": 2}),
 ]
 
 

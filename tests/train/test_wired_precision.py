@@ -13,12 +13,12 @@ POLICIES = ("bf16_mixed", "fp16_mixed", "pure_fp16", "hybrid", "fp8", "int8")
 LAYOUTS = {
     "tensor": {"tensor": 2},
     "whole-tokens": {"tensor": 2, "sequence_parallel": False},
-    "zero": {"shard": "full"},
+    "zero": {"zero_stage": 3},
     "pipeline": {"pipeline": 2},
     "context": {"context": 2},
 }
 STOP_AT_7 = {"kind": "stop", "step": 7}
-DELAYED = {"policy": "fp8", "fp8": {"scaling": "delayed", "history": 3}, "evaluation": "fp32"}
+DELAYED = {"policy": "fp8", "fp8": {"scaling": "delayed", "amax_history_len": 3}, "evaluation": "fp32"}
 ADAPTIVE = {"every": 3, "window": 2, "hold": 1, "candidates": ["bf16", "int8"], "tolerance": 0.5, "spike": 5.0}
 SECONDS = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0}
 """As on a machine with INT8 and BF16 instructions; this is what decisions rest on, whatever the tests run on."""
@@ -26,7 +26,7 @@ ADAPTIVE_FOLDERS = ("rules", "rules-twice", "rules-pipeline", "rules-tensor", "r
                     "amid", "amid-twice", "amid-pipeline", "amid-pipeline-twice")  # fmt: skip
 AMID = {"every": 4, "window": 3}
 """Looks on in steps 6 to 8, so that a stop after the seventh comes amid them, and again in the last two of eleven."""
-AMID_LAYOUTS = {"amid": {"share_memory": False}, "amid-pipeline": {"pipeline": 2}}
+AMID_LAYOUTS = {"amid": {"shared_memory": False}, "amid-pipeline": {"pipeline": 2}}
 
 
 def precise(name: str, folder: str = "", *, precision: dict[str, Any], **rest: Any) -> dict[str, Any]:

@@ -10,22 +10,30 @@ FORMS = {
     "rows": {"kind": "rows", "keep": 0.5, "refresh_every": 3, "signal": "momentum"},
     "layers": {"kind": "layers", "keep": 0.5, "refresh_every": 2},
     "prefix": {"kind": "prefix", "keep": 0.5, "course": "dense_first", "ramp": 0.5},
-    "change": {"batch": {"signal": "change", "keep": 0.5, "probe_len": 8}},
-    "limited": {"batch": {"signal": "change", "keep": 0.5, "probe_len": 8, "max_start_loss": 0.99}},
+    "change": {"batch": {"signal": "loss_change", "keep_fraction": 0.5, "probe_tokens": 8}},
+    "limited": {"batch": {"signal": "loss_change", "keep_fraction": 0.5, "probe_tokens": 8, "max_initial_loss": 0.99}},
 }
-CHECKED = {"guards": {"replica_check_every": 1}}
+CHECKED = {"fault_tolerance": {"replica_check_every_steps": 1}}
 UNITS = ("columns", "rows", "layers", "prefix")
 
 CASES = [
     case("dense", settings=RARE, **COPIES),
-    *[case(name, settings={**RARE, **CHECKED, "sparse": sparse}) for name, sparse in FORMS.items()],
+    *[case(name, settings={**RARE, **CHECKED, "sparse_updates": sparse}) for name, sparse in FORMS.items()],
     *[
-        case(f"{name}-stopped", f"{name}-2", settings={**RARE, "sparse": sparse}, mishap={"kind": "stop", "step": 7})
+        case(
+            f"{name}-stopped",
+            f"{name}-2",
+            settings={**RARE, "sparse_updates": sparse},
+            mishap={"kind": "stop", "step": 7},
+        )
         for name, sparse in FORMS.items()
     ],
-    *[case(f"{name}-again", f"{name}-2", settings={**RARE, "sparse": sparse}) for name, sparse in FORMS.items()],
-    case("whole-columns", settings={**RARE, "sparse": {"kind": "columns", "keep": 1.0}}),
-    case("divided", settings={**RARE, "sparse": FORMS["layers"]}, parallel={"shard": "full"}),
+    *[
+        case(f"{name}-again", f"{name}-2", settings={**RARE, "sparse_updates": sparse})
+        for name, sparse in FORMS.items()
+    ],
+    case("whole-columns", settings={**RARE, "sparse_updates": {"kind": "columns", "keep_fraction": 1.0}}),
+    case("divided", settings={**RARE, "sparse_updates": FORMS["layers"]}, parallel={"zero_stage": 3}),
 ]
 
 

@@ -7,37 +7,42 @@ import torch
 
 from wired_cases import COPIES, RARE, Runs, case, ended, losses, values, weights
 
-SCALED = {"precision": {"policy": "fp32", "loss_scale": {"use": "always", "initial": 1024.0, "window": 4}}}
+SCALED = {
+    "precision": {"policy": "fp32", "loss_scale": {"enabled": "always", "init_scale": 1024.0, "growth_interval": 4}}
+}
 OVERFLOW = {"kind": "overflow", "step": 5, "rank": 1}
 OVERFLOWING = {
     "one-copy": ({}, {}),
-    "copies": ({"share_memory": False}, {}),
-    "int8": ({}, {"transport": {"kind": "int8"}}),
-    "zero": ({"shard": "full"}, {}),
+    "copies": ({"shared_memory": False}, {}),
+    "int8": ({}, {"gradient_sync": {"kind": "int8"}}),
+    "zero": ({"zero_stage": 3}, {}),
     "tensor": ({"tensor": 2}, {}),
-    "pipeline": ({"pipeline": 2}, {"num_microbatches": 2}),
+    "pipeline": ({"pipeline": 2}, {"gradient_accumulation_steps": 2}),
 }
 LAYERED = {"precision": {"policy": "fp32", "loss_scale": {**SCALED["precision"]["loss_scale"], "per_layer": True}}}
 LAYOUTS = {
-    "copies": ({"share_memory": False}, {}),
-    "zero": ({"shard": "full"}, {}),
+    "copies": ({"shared_memory": False}, {}),
+    "zero": ({"zero_stage": 3}, {}),
     "tensor": ({"tensor": 2}, {}),
-    "pipeline": ({"pipeline": 2}, {"num_microbatches": 2}),
-    "units": ({"pipeline": 2}, {"num_microbatches": 2, "activations": {"mode": "unit", "unit_layers": 1}}),
+    "pipeline": ({"pipeline": 2}, {"gradient_accumulation_steps": 2}),
+    "units": (
+        {"pipeline": 2},
+        {"gradient_accumulation_steps": 2, "activation_checkpointing": {"mode": "full", "layers_per_segment": 1}},
+    ),
 }
 """Where layers have scales of their own: one model on each process, divided ones, layers on different processes."""
 FAR_TOO_LARGE = {"initial": 2.0**20, "window": 3, "per_layer": True, "max_small": 0.0}
 HIGH = {"precision": {"policy": "fp16_mixed", "loss_scale": FAR_TOO_LARGE}}
 SPIKES = {"num_sigmas": 6.0, "window": 6, "rollback_after": 2, "rollback_window": 4, "margin": 1}
-BACK = {"spikes": SPIKES, "checkpoint_every_steps": 2, "keep_last": 1}
+BACK = {"loss_spikes": SPIKES, "checkpoint_every_steps": 2, "keep_last": 1}
 WILD = {"kind": "wild", "step": 7, "last": 8}
 OTHERS = ("adamw_int8", "adamw_bf16", "lion", "muon")
-APART = {"transport": {"local_steps": {"every": 3}}}
+APART = {"gradient_sync": {"local_sgd": {"sync_every_steps": 3}}}
 STOP_AT_7 = {"kind": "stop", "step": 7}
 ADAPTIVE = {
-    "clip_norm": 0.05,
-    "adaptive_clip": {"kind": "percentile", "window": 6, "percentile": 50.0},
-    "dynamic_decay": {"above_norm": 1.2, "release": 0.77},
+    "max_grad_norm": 0.05,
+    "adaptive_clip": {"kind": "percentile", "window_steps": 6, "percentile": 50.0},
+    "weight_decay_schedule": {"grad_norm_threshold": 1.2, "release_fraction": 0.77},
 }
 
 
@@ -47,13 +52,17 @@ def updates(name: str, folder: str = "", *, settings: dict[str, Any], **rest: An
 
 CASES = [
     updates("exact", settings={}, **COPIES),
-    updates("int8", settings={"transport": {"kind": "int8"}}),
+    updates("int8", settings={"gradient_sync": {"kind": "int8"}}),
     updates("scaled", settings=SCALED, **COPIES),
     updates("scaled-stopped", "scaled-twice", settings=SCALED, mishap=STOP_AT_7),
     updates("scaled-again", "scaled-twice", settings=SCALED),
-    updates("scaled-int8", settings={**SCALED, "transport": {"kind": "int8"}}),
+    updates("scaled-int8", settings={**SCALED, "gradient_sync": {"kind": "int8"}}),
     updates("deepseek", settings={"optimizer": "deepseek_adam"}, **COPIES),
-    updates("deepseek-low", settings={"optimizer": "deepseek_adam", "dynamic_decay": {"above_norm": 0.1}}, **COPIES),
+    updates(
+        "deepseek-low",
+        settings={"optimizer": "deepseek_adam", "weight_decay_schedule": {"grad_norm_threshold": 0.1}},
+        **COPIES,
+    ),
     updates("fp16", settings={"precision": {"policy": "fp16_mixed"}}),
     *[
         updates(f"overflow-{name}", settings={**SCALED, **more}, parallel=layout, mishap=OVERFLOW)
@@ -68,7 +77,7 @@ CASES = [
         for end, folder, mishap in (("", "", {}), ("-stopped", "-2", {"mishap": STOP_AT_7}), ("-again", "-2", {}))
     ],
     *[
-        updates(f"{kind}-zero", settings={"optimizer": kind}, parallel={"shard": "full"})
+        updates(f"{kind}-zero", settings={"optimizer": kind}, parallel={"zero_stage": 3})
         for kind in ("adamw_int8", "lion", "muon")
     ],
     updates("adaptive", settings=ADAPTIVE, **COPIES),

@@ -160,7 +160,7 @@ def watching(**observers: Any) -> list[Technique]:
 
 
 def settings(**changes) -> TrainConfig:
-    return parse(TrainConfig, {**SETTINGS, **changes})
+    return parse(TrainConfig, {**SETTINGS, **changes}, constants=True)
 
 
 def tiny_model(dtype: torch.dtype = torch.float32) -> Decoder:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from modelwright.cli.overrides import read_overrides, split_settings, split_words
+from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.core.errors import ConfigError, Stopped
 
 LEAVING_S = 120
@@ -25,33 +25,26 @@ STAGE_HELP = "the model of this stage of the run: pretrain or sft (default: the 
 def recipes(words: Sequence[str]) -> int:
     """`modelwright recipes`"""
     _parser("recipes", "List the recipes that `modelwright run` knows.").parse_args(words)
-    from modelwright.recipes.load import RECIPES
+    from modelwright.recipes.load import RECIPES, recipe_file
 
-    for name, recipe in RECIPES.items():
-        summary = " ".join((recipe.__doc__ or "").split("\n\n")[0].split())
-        print(f"{name:<12} {summary}")
+    for name in RECIPES:
+        summary = recipe_file(name).read_text(encoding="utf-8").partition("\n#\n")[0].partition("\nname:")[0]
+        print(f"{name:<12} {' '.join(line.removeprefix('#').strip() for line in summary.splitlines())}")
     return 0
 
 
 def config(words: Sequence[str]) -> int:
     """`modelwright config`"""
-    parser = _parser("config", "Print a configuration as YAML, overrides applied; it can be run as it stands.")
-    parser.usage = "modelwright config RECIPE|CONFIG.yaml|RUN_DIR [--a.b VALUE ...]"
-    if not words or "--help" in words or "-h" in words:
-        parser.parse_args(["--help"] if words else [])
-        raise ConfigError("config: name one recipe, YAML file or run directory (modelwright recipes lists the recipes)")
-    import yaml
+    from modelwright.cli.config import config
 
-    from modelwright.core.config import dump
-    from modelwright.pipeline.config import RunConfig
-    from modelwright.recipes.load import load
+    return config(words)
 
-    leading, options = split_words(words)
-    if len(leading) != 1:
-        raise ConfigError("config: name one recipe, YAML file or run directory, before any option")
-    settings = load(leading[0], read_overrides(RunConfig, options)).config
-    print(yaml.safe_dump(dump(settings), sort_keys=False, allow_unicode=True), end="")
-    return 0
+
+def explain(words: Sequence[str]) -> int:
+    """`modelwright explain`"""
+    from modelwright.cli.config import explain
+
+    return explain(words)
 
 
 def doctor(words: Sequence[str]) -> int:
@@ -74,7 +67,7 @@ def serve(words: Sequence[str]) -> int:
     """`modelwright serve`"""
     parser = _parser("serve", "Serve a model over HTTP as the OpenAI API does; SIGTERM or Ctrl-C drains and stops.")
     parser.usage = (
-        "modelwright serve RUN|MODEL_FOLDER [--stage NAME] [--int8] [--port N] [--host H] [--engine.max_running N ...]"
+        "modelwright serve RUN|MODEL_FOLDER [--stage NAME] [--int8] [--port N] [--host H] [--engine.max_num_seqs N ...]"
     )
     parser.add_argument("target", metavar="RUN|MODEL_FOLDER", help="a run directory, its name, or a model folder")
     parser.add_argument("--stage", default="", help=STAGE_HELP)

@@ -9,10 +9,20 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from modelwright.core.config import parse_scalar, set_dotted
+from modelwright.core.config import is_constant, parse_scalar, set_dotted
 from modelwright.core.errors import ConfigError
+
+
+@typing.runtime_checkable
+class HasRenamed(Protocol):
+    """A config that knows its settings of earlier versions."""
+
+    @classmethod
+    def renamed(cls, key: str) -> str:
+        """What became of a key, in words; "" for one that never was."""
+        ...
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
@@ -62,19 +72,29 @@ def field_type(config: type, dotted: str) -> Any:
     """The type hint of the field at a dotted path. Raises `ConfigError` naming the nearest known path."""
     hint: Any = config
     for name in dotted.split("."):
-        hints = typing.get_type_hints(hint) if dataclasses.is_dataclass(hint) else {}
+        hints = _hints(hint)
         if isinstance(hint, type) and name in hints:
             hint = hints[name]
         elif typing.get_origin(hint) is dict:
             hint = typing.get_args(hint)[1]
+        elif issubclass(config, HasRenamed) and (renamed := config.renamed(dotted)):
+            raise ConfigError(f"--{dotted}: {renamed}")
         else:
             raise ConfigError(f"--{dotted}: unknown setting; did you mean --{_nearest(config, dotted)}?{_known(hint)}")
     return hint
 
 
+def _hints(config: Any) -> dict[str, Any]:
+    """The types of a dataclass's settings by their names; nothing for anything else."""
+    if not (isinstance(config, type) and dataclasses.is_dataclass(config)):
+        return {}
+    hints = typing.get_type_hints(config)
+    return {field.name: hints[field.name] for field in dataclasses.fields(config) if not is_constant(field)}
+
+
 def all_paths(config: type, prefix: str = "") -> Iterator[str]:
     """Every dotted path of a config dataclass, groups included."""
-    for name, hint in typing.get_type_hints(config).items():
+    for name, hint in _hints(config).items():
         yield prefix + name
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             yield from all_paths(hint, f"{prefix}{name}.")

@@ -99,10 +99,10 @@ def _job(options: argparse.Namespace):
     if options.target in MODELS:
         model, seq_len, batch_tokens, wanted = MODELS[options.target], 0, 2**22, "bf16"
     else:
-        from modelwright.pipeline.resolve import settle_model
+        from modelwright.pipeline.resolve import resolve_model
         from modelwright.recipes.load import load
 
-        config = settle_model(load(options.target, {}).config)
+        config = resolve_model(load(options.target, {}).config)
         model, seq_len, batch_tokens = config.model, config.pack.seq_len, config.pretrain.batch_tokens
         wanted = _format_of(config.pretrain.precision, options.device)
     seq_len = plan_memory.row_len(options.seq_len, seq_len or model.max_seq_len, longest=model.max_seq_len)
@@ -118,11 +118,11 @@ def _format_of(precision: "PrecisionConfig", device: str | None) -> "ComputeForm
     """What most products of a recipe are computed in on such a device, or on this machine."""
     from modelwright.plan.catalog import DEVICES
 
-    if precision.policy == "fastest" and device and "bf16" in DEVICES[device].rates:
+    if precision.policy == "auto" and device and "bf16" in DEVICES[device].rates:
         return "bf16"  # what measured rates would choose there; FP16 is not chosen unasked
-    compute = "fp32" if precision.policy == "fastest" else precision.compute
+    compute = "fp32" if precision.policy == "auto" else precision.compute
     if compute in ("fp32", "int8"):
-        return "tf32" if precision.tf32 and device else "fp32"
+        return "tf32" if precision.fp32_matmul == "tf32" and device else "fp32"
     return compute
 
 

@@ -110,7 +110,7 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
         data = plan_data(plan, train, top=options.top)
         print(json.dumps({**data, "known_gaps": known.gaps, "no_arena": no_arena}, indent=1))
         return 0
-    rows = train.batch_tokens // train.num_microbatches // seq_len
+    rows = train.batch_tokens // train.gradient_accumulation_steps // seq_len
     print(
         f"{options.target}: {model.num_parameters:,} parameters, {train.precision.policy}, {train.optimizer}; "
         f"microbatches of {rows} rows of {seq_len} tokens\n"
@@ -120,7 +120,7 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
 
 
 def _no_arena() -> str:
-    """Why this machine can have no `memory_arena`, "" where it can."""
+    """Why this machine can have no `step_arena`, "" where it can."""
     from modelwright.memory.arena_build import check_machine
     from modelwright.parallel.mesh import default_device
 
@@ -133,14 +133,14 @@ def _no_arena() -> str:
 
 def _elsewhere(options: argparse.Namespace, model: "ModelConfig", train: "TrainConfig"):
     """Where activations may wait, and what moving costs: as given or configured, else measured on this machine."""
-    from modelwright.memory.config import ActivationConfig
+    from modelwright.memory.config import ActivationCheckpointingConfig
     from modelwright.memory.offload import open_store
     from modelwright.parallel.mesh import default_device
     from modelwright.plan.doctor import measure_rates
     from modelwright.plan.memory_plan import NOWHERE, Elsewhere
     from modelwright.plan.moving import measure_flops_per_byte
 
-    configured = train.activations
+    configured = train.activation_checkpointing
     tier = options.offload or configured.offload
     if options.flops_per_byte < 0 or (options.flops_per_byte and tier == "none"):
         raise ConfigError(f"--flops-per-byte: must be above 0 and goes with --offload, got {options.flops_per_byte}")
@@ -148,7 +148,9 @@ def _elsewhere(options: argparse.Namespace, model: "ModelConfig", train: "TrainC
         return NOWHERE
     found, device = options.flops_per_byte or configured.flops_per_byte, default_device()
     if not found:
-        config = ActivationConfig(offload=tier, offload_folder=configured.offload_folder if tier == "disk" else "")
+        config = ActivationCheckpointingConfig(
+            offload=tier, offload_dir=configured.offload_dir if tier == "disk" else ""
+        )
         store = open_store(config, device=device, folder=Path())
         assert store is not None
         rates = measure_rates(model, num_tokens=2048, budget_s=2.0)["effective"]
@@ -169,15 +171,15 @@ def _training(options: argparse.Namespace):
         seq_len = row_len(options.seq_len, model.max_seq_len, longest=model.max_seq_len)
         train = TrainConfig(num_steps=1, batch_tokens=seq_len, precision=PrecisionConfig(policy="bf16_mixed"))
     else:
-        from modelwright.pipeline.resolve import settle_model
+        from modelwright.pipeline.resolve import resolve_model
         from modelwright.recipes.load import load
 
-        config = settle_model(load(options.target, {}).config)
+        config = resolve_model(load(options.target, {}).config)
         model, train = config.model, config.pretrain
         seq_len = row_len(options.seq_len, config.pack.seq_len, longest=model.max_seq_len)
     if options.batch_tokens is not None:
         train = replace(train, batch_tokens=batch_tokens(options.batch_tokens, seq_len))
-    policy = "fp32" if train.precision.policy == "fastest" else train.precision.policy
+    policy = "fp32" if train.precision.policy == "auto" else train.precision.policy
     if options.compute:
         policy = {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16_mixed", "fp8": "fp8"}.get(options.compute, "bf16_mixed")
     train = replace(train, precision=replace(train.precision, policy=policy))

@@ -41,10 +41,11 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 @dataclass(frozen=True, kw_only=True)
 class Int8WeightsConfig:
-    """`backend`: who multiplies INT8 matrices. "fastest" measures them at the model's own shapes when it is loaded;
-    all give the same numbers up to rounding of the last bit."""
+    """INT8 inference."""
 
-    backend: Literal["fastest", "fbgemm", "int_mm"] = "fastest"
+    backend: Literal["auto", "fbgemm", "int_mm"] = "auto"
+    """INT8 GEMM kernels; `auto` measures them at the model's own shapes when it is loaded. All give the same numbers
+    up to rounding of the last bit."""
 
 
 def quantize_model(model: Decoder, config: Int8WeightsConfig) -> Decoder:
@@ -153,7 +154,7 @@ def _place(model: Decoder, name: str, quantized: Tensor, scale: Tensor, backend:
 
 
 def _choose(config: Int8WeightsConfig, matrices: dict[str, tuple[Tensor, Tensor]]) -> Backend:
-    if config.backend != "fastest":
+    if config.backend != "auto":
         require_backend(config.backend)
         return config.backend
     distinct = list({tuple(weight.shape): (weight, scale) for weight, scale in matrices.values()}.values())

@@ -1,7 +1,8 @@
 """Configuration: frozen dataclasses to and from plain mappings, YAML files and dotted overrides.
 
 A config is a frozen keyword-only dataclass that stands beside the class it configures and checks its own values in
-`__post_init__`. This module turns mappings into such dataclasses and back. It knows no recipe and no field.
+`__post_init__`. This module turns mappings into such dataclasses and back. The plain form of a `Layered` config differs
+from its fields.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import yaml
 
@@ -23,6 +24,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.quantities import parse_quantity
 
 C = TypeVar("C")
+T = TypeVar("T")
 
 
 class _Loader(yaml.SafeLoader):
@@ -36,21 +38,53 @@ _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
 )
 
 
-def parse(cls: type[C], data: Any, path: str = "") -> C:
+def constant(default: T) -> T:
+    """A dataclass field that Python code can replace, for tests and experiments, but that is not a setting.
+
+    `parse` refuses it and `dump` leaves it out. Use it for thresholds that no user has a reason to change.
+    """
+    return cast(T, dataclasses.field(default=default, metadata={"constant": True}))
+
+
+def is_constant(field: dataclasses.Field[Any]) -> bool:
+    return bool(field.metadata.get("constant"))
+
+
+@typing.runtime_checkable
+class Layered(Protocol):
+    """A config whose plain form differs from its fields, such as one with sections that inherit from another."""
+
+    @classmethod
+    def expand(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """From the plain form to one value for each field. Raises `ConfigError`."""
+        ...
+
+    @classmethod
+    def compact(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """The inverse of `expand`, without what can be inherited."""
+        ...
+
+
+def parse(cls: type[C], data: Any, path: str = "", *, constants: bool = False) -> C:
     """Build the config dataclass `cls` from a plain mapping.
 
-    Raises `ConfigError` that starts with the dotted path of the field: unknown key (naming the nearest known
-    one), missing key, wrong type, or whatever the dataclass's own `__post_init__` objects to.
+    constants: accept fields that are not settings, too. Raises `ConfigError` that starts with the dotted path of the
+    field: unknown key (naming the nearest known one), missing key, wrong type, or whatever the dataclass's own
+    `__post_init__` objects to.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path or cls.__name__}: expected a mapping, got {data!r}")
     hints = typing.get_type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
     settings = cast(Mapping[Any, Any], data)
+    if issubclass(cls, Layered):
+        settings = cls.expand(settings)
+    known = dataclasses.fields(cls)  # type: ignore[arg-type]
+    fields = {field.name: field for field in known if constants or not is_constant(field)}
     for key in settings:
         if key not in fields:
             raise ConfigError(_unknown_key(_join(path, str(key)), str(key), list(fields)))
-    values = {name: _convert(hints[name], settings[name], _join(path, name)) for name in fields if name in settings}
+    given = [name for name in fields if name in settings]
+    values = {name: _convert(hints[name], settings[name], _join(path, name), constants) for name in given}
     for name, field in fields.items():
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if name not in values and not has_default:
@@ -61,14 +95,19 @@ def parse(cls: type[C], data: Any, path: str = "") -> C:
         raise ConfigError(f"{path}.{error}" if path else str(error)) from None
 
 
-def dump(config: Any) -> Any:
-    """The plain form (dicts, lists, scalars) of a config; `parse(type(config), dump(config)) == config`."""
+def dump(config: Any, *, constants: bool = False) -> Any:
+    """The plain form (dicts, lists, scalars) of a config; `parse(type(config), dump(config)) == config`.
+
+    constants: include fields that are not settings.
+    """
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return {field.name: dump(getattr(config, field.name)) for field in dataclasses.fields(config)}
+        fields = [field for field in dataclasses.fields(config) if constants or not is_constant(field)]
+        plain = {field.name: dump(getattr(config, field.name), constants=constants) for field in fields}
+        return type(config).compact(plain) if isinstance(config, Layered) else plain
     if isinstance(config, Mapping):
-        return {str(key): dump(value) for key, value in cast(Mapping[Any, Any], config).items()}
+        return {str(key): dump(value, constants=constants) for key, value in cast(Mapping[Any, Any], config).items()}
     if isinstance(config, (tuple, list)):
-        return [dump(value) for value in cast(Sequence[Any], config)]
+        return [dump(value, constants=constants) for value in cast(Sequence[Any], config)]
     if isinstance(config, Path):
         return str(config)
     return config
@@ -92,6 +131,18 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
         merged[key] = merge(merged[key], cast(Mapping[str, Any], value)) if both else value
     return merged
+
+
+def difference(config: Mapping[str, Any], base: Mapping[str, Any], *, without: Sequence[str] = ()) -> dict[str, Any]:
+    """What `config` has that `base` does not have, or has otherwise: `merge(base, difference(config, base))` gives
+    `config` where it has all keys of `base`. without: keys of the top level to leave out."""
+    changed: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in without or (key in base and base[key] == value):
+            continue
+        both = isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
+        changed[key] = difference(cast(Mapping[str, Any], value), base[key]) if both else value
+    return changed
 
 
 def parse_scalar(text: str) -> Any:
@@ -127,8 +178,8 @@ def save_yaml(path: Path | str, config: Any) -> None:
 
 
 def digest(value: Any) -> str:
-    """A stable SHA-256 of a config or of plain data, as 64 hex digits."""
-    text = json.dumps(dump(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    """A stable SHA-256 of a config, constants included, or of plain data, as 64 hex digits."""
+    text = json.dumps(dump(value, constants=True), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
@@ -141,10 +192,10 @@ def _unknown_key(path: str, key: str, known: Sequence[str]) -> str:
     return f"{path}: unknown setting; did you mean {near[0]!r}? (known here: {', '.join(known)})"
 
 
-def _convert(hint: Any, value: Any, path: str) -> Any:
+def _convert(hint: Any, value: Any, path: str, constants: bool) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return _convert_union(args, value, path)
+        return _convert_union(args, value, path, constants)
     if origin is typing.Literal:
         if not any(value == one and type(value) is type(one) for one in args):  # 1 is no true
             known = ", ".join(str(one) if one != "" else "'' (nothing)" for one in args)
@@ -153,22 +204,23 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if origin is tuple:
         items = cast(Sequence[Any], value) if isinstance(value, (list, tuple)) else [value]
         if len(args) == 2 and args[1] is Ellipsis:
-            return tuple(_convert(args[0], item, f"{path}[{i}]") for i, item in enumerate(items))
+            return tuple(_convert(args[0], item, f"{path}[{i}]", constants) for i, item in enumerate(items))
         if len(items) != len(args):
             raise ConfigError(f"{path}: expected {len(args)} values, got {len(items)}")
-        return tuple(_convert(arg, item, f"{path}[{i}]") for i, (arg, item) in enumerate(zip(args, items, strict=True)))
+        pairs = enumerate(zip(args, items, strict=True))
+        return tuple(_convert(arg, item, f"{path}[{i}]", constants) for i, (arg, item) in pairs)
     if origin is dict:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path}: expected a mapping, got {value!r}")
         entries = cast(Mapping[Any, Any], value).items()
-        return {str(key): _convert(args[1], item, f"{path}.{key}") for key, item in entries}
+        return {str(key): _convert(args[1], item, f"{path}.{key}", constants) for key, item in entries}
     if dataclasses.is_dataclass(hint):
         cls = cast(type[Any], hint)
-        return value if isinstance(value, cls) else parse(cls, value, path)
+        return value if isinstance(value, cls) else parse(cls, value, path, constants=constants)
     return _convert_scalar(hint, value, path)
 
 
-def _convert_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
+def _convert_union(args: tuple[Any, ...], value: Any, path: str, constants: bool) -> Any:
     if value is None and type(None) in args:
         return None
     errors: list[str] = []
@@ -176,7 +228,7 @@ def _convert_union(args: tuple[Any, ...], value: Any, path: str) -> Any:
         if arg is type(None):
             continue
         try:
-            return _convert(arg, value, path)
+            return _convert(arg, value, path, constants)
         except ConfigError as error:
             errors.append(str(error))
     raise ConfigError(errors[-1])

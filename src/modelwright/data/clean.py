@@ -115,7 +115,7 @@ def clean_documents(
     assert report.num_kept + report.num_dropped == report.num_documents, "a step lost or added documents"
     write_atomic(folder / REPORT, json.dumps(asdict(report), indent=1))
     if not any("train" in splits for splits in report.kept.values()):
-        reasons = f"{describe_drops(report, config)}; {report.num_kept:,} held out by --data.heldout_fraction"
+        reasons = f"{describe_drops(report, config)}; {report.num_kept:,} held out by --data.validation_fraction"
         text = f"no training document is left of {report.num_documents} ({reasons})"
         raise DataError(f"{text}; relax the settings of cleaning or give more text")
     return report

@@ -19,12 +19,12 @@ WHOLE_SHARE = 0.99
 class ConversationFit:
     """Truncates conversations to `seq_len` tokens.
 
-    `overlong`: "cut" truncates a longer conversation, "skip" drops it. `num_dropped` includes conversations whose
+    `overlong`: "split" truncates a longer conversation, "skip" drops it. `num_dropped` includes conversations whose
     truncation would leave no token of an answer. `lengths`: number of conversations by length in tokens.
     """
 
     seq_len: int
-    overlong: Literal["cut", "skip"]
+    overlong: Literal["split", "skip"]
     num_conversations: int = 0
     num_truncated: int = 0
     num_dropped: int = 0

@@ -22,6 +22,7 @@ from typing import BinaryIO, Literal
 import numpy as np
 
 from modelwright.core.artifacts import write_atomic
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError, DataError, writing
 
 FORMAT = "modelwright-rows/1"
@@ -33,17 +34,17 @@ LossMask = Sequence[int] | np.ndarray
 
 @dataclass(frozen=True, kw_only=True)
 class PackConfig:
-    """How sequences become rows.
-
-    `seq_len`: tokens in a row. `mode`: "best_fit" fills rows with several sequences, "pad" gives each piece a row of
-    its own. `overlong`: "cut" splits a document that is longer than a row into pieces and truncates a conversation
-    (`data.fit`), "skip" drops and counts both. `shard_bytes`: size at which a file is closed.
-    """
+    """How sequences become rows."""
 
     seq_len: int = 512
-    mode: Literal["best_fit", "pad"] = "best_fit"
-    overlong: Literal["cut", "skip"] = "cut"
-    shard_bytes: int = 256 * 2**20
+    """Tokens in a row."""
+    mode: Literal["best_fit", "one_per_row"] = "best_fit"
+    """`best_fit` packs several sequences into a row; `one_per_row` pads each."""
+    long_documents: Literal["split", "skip"] = "split"
+    """`split` divides documents that are longer than a row and truncates conversations; `skip` drops and counts
+    both."""
+    shard_bytes: int = constant(256 * 2**20)
+    """Size at which a shard file is closed."""
 
     def __post_init__(self) -> None:
         if self.seq_len < 2:
@@ -190,7 +191,7 @@ def _add(
     if len(tokens) < 2:
         return report.skip("empty")
     if len(tokens) > config.seq_len:
-        if config.overlong == "skip":
+        if config.long_documents == "skip":
             return report.skip("longer than a row")
         report.num_cut += 1
     for start, end in pieces(len(tokens), config.seq_len):

@@ -75,9 +75,9 @@ def _line(parts: Sequence[bytes], number: int) -> bytes:
 
 
 def read_sections(file: File, complain: Complaint, section_chars: int) -> Iterator[tuple[str, str]]:
-    """`(where, text)` of a text file, cut at the first blank line past `section_chars`; 0 leaves it whole.
+    """`(where, text)` of a text file, cut at the first blank line past `max_document_chars`; 0 leaves it whole.
 
-    A paragraph longer than `section_chars` is cut at a line end.
+    A paragraph longer than `max_document_chars` is cut at a line end.
     """
     for first, section in _sections(read_lines(file, complain), section_chars):
         yield from _decoded(file, first, section, complain)

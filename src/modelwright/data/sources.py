@@ -1,7 +1,7 @@
 """What a user names as sources, read as documents with a kind and a split.
 
 Prose comes from text files, web pages and records with a text field, code from source files by their extension,
-questions and answers from records in the forms of `data.conversations`. The word "python" stands for the machine's own
+questions and answers from records in the forms of `data.conversations`. The word `stdlib` stands for the machine's own
 libraries. What cannot be read raises one `DataError` with file and line, or is left out and counted. Streams: memory
 holds one document at a time, and the whole file of `.json` and `.html`. Cleaning is `data.clean`.
 """
@@ -33,7 +33,7 @@ from modelwright.data.locate import (
     locate,
 )
 
-BUILTIN = "python"
+BUILTIN = "stdlib"
 DEFAULT_TEXT_FIELD = "text"
 MAX_EXAMPLES = 5
 ENOUGH_HINTS = 2
@@ -44,32 +44,31 @@ _DOCUMENT_FIELDS = tuple(entry.name for entry in fields(Document))
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """Where the text comes from; docs/data.md lists formats and forms of records.
-
-    `sources`: paths, directories, globs, fsspec URLs, or "python" for the interpreter's own libraries. `text_field`:
-    the field of a record that holds its text; one other than "text" is taken even where the record is a question with
-    its answer. `heldout_fraction`: share of a user's documents that is held out, by
-    hash of the text (the built-in corpus brings its own split, by module). `on_bad_record`: "error" stops at the first
-    record that cannot be read, "skip" leaves it out and counts it. `section_chars`: longer text files become several
-    documents, cut at blank lines. `builtin_fraction`: share of the modules of the built-in corpus, for small runs.
-    """
+    """Where the text comes from; docs/data.md lists file formats and record types."""
 
     sources: tuple[str, ...] = (BUILTIN,)
+    """Files, directories, globs, fsspec URLs, or `stdlib` for the source and docs of Python's standard library."""
     text_field: str = DEFAULT_TEXT_FIELD
-    heldout_fraction: float = 0.05
+    """Field of a record that holds its text. Any name but `text` is taken even where the record is a question with its
+    answer."""
+    validation_fraction: float = 0.05
+    """Fraction of documents held out for validation, by hash of the text. `stdlib` brings its own split, by module."""
     on_bad_record: Literal["error", "skip"] = "error"
-    section_chars: int = 10_000
-    builtin_fraction: float = 1.0
+    """`error` stops at the first unreadable record; `skip` drops and counts it."""
+    max_document_chars: int = 10_000
+    """Longer text files are split into several documents at blank lines."""
+    stdlib_fraction: float = 1.0
+    """Fraction of the modules of `stdlib`, for small runs."""
 
     def __post_init__(self) -> None:
         if not self.sources:
             raise ConfigError(f"sources: is empty; name files or directories, or {BUILTIN!r}")
-        if not 0 <= self.heldout_fraction <= 0.5:
-            raise ConfigError(f"heldout_fraction: {self.heldout_fraction} is not between 0 and 0.5")
-        if not 0 < self.builtin_fraction <= 1:
-            raise ConfigError(f"builtin_fraction: {self.builtin_fraction} is not in (0, 1]")
-        if self.section_chars < 1:
-            raise ConfigError(f"section_chars: {self.section_chars} is not positive")
+        if not 0 <= self.validation_fraction <= 0.5:
+            raise ConfigError(f"validation_fraction: {self.validation_fraction} is not between 0 and 0.5")
+        if not 0 < self.stdlib_fraction <= 1:
+            raise ConfigError(f"stdlib_fraction: {self.stdlib_fraction} is not in (0, 1]")
+        if self.max_document_chars < 1:
+            raise ConfigError(f"max_document_chars: {self.max_document_chars} is not positive")
 
 
 @dataclass(kw_only=True)
@@ -132,7 +131,7 @@ def read_documents(config: SourceConfig, *, report: SourceReport) -> Iterator[Do
     Raises `DataError`, with file and line where there is one, for a source that is missing or of an unsupported
     format, for an unreadable record (unless `on_bad_record` is "skip") and, at the end, for an empty corpus.
     """
-    for document in _split(_read(config, report), config.heldout_fraction):
+    for document in _split(_read(config, report), config.validation_fraction):
         report.add(document)
         yield document
     if not report.num_documents:
@@ -151,7 +150,7 @@ class _Unsplit:
 
 def _read(config: SourceConfig, report: SourceReport) -> Iterator[Document | _Unsplit]:
     if BUILTIN in config.sources:
-        yield from machine_corpus(fraction=config.builtin_fraction, skip=report.pass_over)
+        yield from machine_corpus(fraction=config.stdlib_fraction, skip=report.pass_over)
     named = tuple(source for source in config.sources if source != BUILTIN)
     complain = _complaint(config, report)
     for file in locate(named, report.pass_over):
@@ -189,7 +188,7 @@ def _texts(
 ) -> Iterator[_Unsplit]:
     is_code = file.extension in CODE_EXTENSIONS
     read = readers.read_html if file.extension in MARKUP_EXTENSIONS else readers.read_sections
-    for where, text in read(file, complain, 0 if is_code else config.section_chars):
+    for where, text in read(file, complain, 0 if is_code else config.max_document_chars):
         if text.strip():
             kind: Kind = "code" if is_code else "prose"
             yield _Unsplit(Document(id=where, text=text, kind=kind, split="train", source=file.name))

@@ -50,12 +50,14 @@ _FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """`vocab_size`: tokens, special ones included (fewer when the text is too small to give so many).
-    `min_frequency`: how often a pair must occur to be merged. `sample_bytes`: how much text to learn from."""
+    """Byte-level BPE."""
 
     vocab_size: int = 12_288
+    """Tokens, special ones included; fewer when the text is too small to yield so many."""
     min_frequency: int = 2
+    """Least occurrences of a pair that is merged."""
     sample_bytes: int = 12_000_000
+    """Bytes of text to learn from."""
 
     def __post_init__(self) -> None:
         smallest = 256 + len(SPECIAL_TOKENS)

@@ -3,27 +3,27 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 
-Score = Literal["byte", "token", "gain"]
+Score = Literal["byte", "token", "pmi"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultipleChoiceConfig:
-    """The multiple-choice benchmark made from held-out question/answer documents.
-
-    `num_questions`: at most this many, 0 leaves the benchmark out. `min_answer_bytes`, `max_answer_bytes`: answers
-    outside are not asked. `score`: what the headline accuracy ranks by, fixed before the run (see
-    `multiple_choice`): log-likelihood of the answer per UTF-8 `byte` or per `token`, or its `gain` per byte over
-    the same answer without the question. The first two come from one pass and are both reported; `gain` costs a
-    second pass and is computed only when it is chosen. `seed` draws questions, distractors and positions.
-    """
+    """The multiple-choice benchmark made from validation question/answer pairs."""
 
     num_questions: int = 600
-    min_answer_bytes: int = 20
-    max_answer_bytes: int = 400
+    """Most questions; 0 leaves the benchmark out."""
     score: Score = "byte"
-    seed: int = 0
+    """What the headline accuracy ranks answers by: log-likelihood per UTF-8 `byte` or per `token`, or `pmi`, its gain
+    per byte over the same answer without the question (Holtzman et al. 2021), at the cost of a second pass."""
+    min_answer_bytes: int = constant(20)
+    """Shortest answer that is asked for."""
+    max_answer_bytes: int = constant(400)
+    """Longest answer that is asked for."""
+    seed: int = constant(0)
+    """Seed of questions, distractors and positions."""
 
     def __post_init__(self) -> None:
         if self.num_questions < 0:
@@ -37,33 +37,33 @@ class MultipleChoiceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-    """How a model and its baselines are scored.
+    """How a model and its baselines are scored."""
 
-    `kinds`: kinds of held-out documents that get bits per byte; where none of them is held out, the text of the
-    question/answer pairs gets them. `max_bytes_per_kind`: a deterministic sample of
-    whole documents up to this size, 0 takes all. `context_overlap`: how much of the model's context a window shares
-    with the one before it: a token far into a document sees at least this fraction of the context, at
-    1 / (1 - overlap) times the compute. `max_context`: cap on that context for models with a very long one, whose
-    rows would not fit in memory. `batch_tokens`: tokens per forward pass. `bootstrap_resamples`: resamples of
-    documents behind the 95% intervals. `bigram_tokens`: at most this many training tokens train the bigram, 0 takes
-    all.
-    """
-
-    kinds: tuple[str, ...] = ("prose", "code")
-    max_bytes_per_kind: int = 400_000
+    domains: tuple[str, ...] = ("prose", "code")
+    """Kinds of validation documents that get bits per byte; where none of them exists, the question/answer pairs get
+    them."""
+    max_bytes_per_domain: int = 400_000
+    """Size of a deterministic sample of whole documents; 0 takes all."""
     context_overlap: float = 0.5
+    """Fraction of the context that a window shares with the one before: a token far into a document sees at least this
+    fraction of the context, at 1 / (1 - overlap) times the compute."""
     max_context: int = 2048
+    """Most tokens of context, for models whose own would not fit in memory."""
     batch_tokens: int = 4096
+    """Tokens per forward pass."""
     bootstrap_resamples: int = 1000
-    bigram_tokens: int = 50_000_000
-    seed: int = 0
+    """Resamples of documents behind the 95% intervals."""
     multiple_choice: MultipleChoiceConfig = MultipleChoiceConfig()
+    bigram_tokens: int = constant(50_000_000)
+    """Most training tokens for the bigram baseline; 0 takes all."""
+    seed: int = constant(0)
+    """Seed of the samples."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.context_overlap < 1.0:
             raise ConfigError(f"context_overlap: must be at least 0 and below 1, got {self.context_overlap}")
         for name, least in (
-            ("max_bytes_per_kind", 0),
+            ("max_bytes_per_domain", 0),
             ("max_context", 1),
             ("batch_tokens", 1),
             ("bootstrap_resamples", 1),

@@ -52,9 +52,9 @@ def answer_questions(
     num_bytes = np.array([len(t.encode("utf-8")) for q in questions for t in q.candidates]).reshape(shape)
     nats = _candidate_nats(model, tokenizer, encoded, [q.question for q in questions], config, progress)
     scores = {"byte": -nats / num_bytes, "token": -nats / np.maximum(1, num_tokens)}
-    if rule == "gain":
+    if rule == "pmi":
         neutral = _candidate_nats(model, tokenizer, encoded, [NEUTRAL_QUESTION] * len(questions), config, progress)
-        scores["gain"] = (neutral - nats) / num_bytes
+        scores["pmi"] = (neutral - nats) / num_bytes
     return [
         _record(question, rule, nats[i], num_tokens[i], num_bytes[i], {name: s[i] for name, s in scores.items()})
         for i, question in enumerate(questions)

@@ -53,8 +53,8 @@ def evaluate_model(
     are those of `summarize_scores`, `bigram_table`, `compressor_table` and `summarize_answers`.
     """
     documents = list(documents)
-    kinds = config.kinds if any(document.kind in config.kinds for document in documents) else ("qa",)
-    chosen = select_documents(documents, kinds=kinds, max_bytes_per_kind=config.max_bytes_per_kind, seed=config.seed)
+    kinds = config.domains if any(document.kind in config.domains for document in documents) else ("qa",)
+    chosen = select_documents(documents, kinds=kinds, max_bytes_per_kind=config.max_bytes_per_domain, seed=config.seed)
     scores = score_documents(model, tokenizer, chosen, config, progress=progress)
     write_lines(folder / DOCUMENTS_FILE, [asdict(score) for score in scores])
     questions = build_questions(documents, config.multiple_choice)

@@ -23,28 +23,27 @@ from modelwright.model.decoder import Decoder
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Sizes of the engine.
+    """Sizes of the inference engine."""
 
-    `max_running`: sequences computed at once. `cache_tokens`: room in the key/value cache, shared by all of them; at
-    least the model's `max_seq_len`. `block_len`: tokens per cache block. `prefill_chunk`: a prompt is computed in
-    pieces of this many tokens, and `prefill_budget` is about how many prompt tokens join one step, so that long
-    prompts do not hold up running answers. `batch_invariant`: pad products so that the load cannot change a request's
-    bits; off, a lone stream decodes somewhat faster.
-    """
-
-    max_running: int = 32
-    cache_tokens: int = 16_384
-    block_len: int = 16
-    prefill_chunk: int = 256
-    prefill_budget: int = 512
+    max_num_seqs: int = 32
+    """Sequences that are computed at once."""
+    kv_cache_tokens: int = 16_384
+    """Tokens in the key/value cache, shared by all sequences; at least the model's `max_seq_len`."""
+    block_size: int = 16
+    """Tokens per cache block."""
+    prefill_chunk_size: int = 256
+    """Prompts are computed in chunks of this many tokens."""
+    max_num_batched_tokens: int = 512
+    """About how many prompt tokens join one step, so that long prompts do not hold up running answers."""
     batch_invariant: bool = True
+    """Pad products so that load cannot change a request's bits; off, a lone stream decodes somewhat faster."""
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "cache_tokens", "block_len", "prefill_chunk", "prefill_budget"):
+        for name in ("max_num_seqs", "kv_cache_tokens", "block_size", "prefill_chunk_size", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
-        if CONTEXT_STEP % self.block_len:
-            raise ConfigError(f"block_len: must divide {CONTEXT_STEP}, got {self.block_len}; take 16")
+        if CONTEXT_STEP % self.block_size:
+            raise ConfigError(f"block_size: must divide {CONTEXT_STEP}, got {self.block_size}; take 16")
 
 
 @dataclass(frozen=True)
@@ -89,25 +88,25 @@ class Engine:
         self.config = config
         self.max_seq_len = model.config.max_seq_len
         self.vocab_size = model.config.vocab_size
-        num_blocks = config.cache_tokens // config.block_len
-        fewest = math.ceil(self.max_seq_len / config.block_len)
+        num_blocks = config.kv_cache_tokens // config.block_size
+        fewest = math.ceil(self.max_seq_len / config.block_size)
         if num_blocks < fewest:
             raise ConfigError(
-                f"cache_tokens: {config.cache_tokens} cannot hold a sequence of {self.max_seq_len} tokens, the model's "
-                f"context; raise it to at least {fewest * config.block_len}"
+                f"kv_cache_tokens: {config.kv_cache_tokens} cannot hold a sequence of {self.max_seq_len} tokens, the model's "
+                f"context; raise it to at least {fewest * config.block_size}"
             )
         model.eval()
         weight = model.norm.weight
-        cache = PagedCache(model.config, num_blocks, config.block_len, dtype=weight.dtype, device=weight.device)
+        cache = PagedCache(model.config, num_blocks, config.block_size, dtype=weight.dtype, device=weight.device)
         head = head or fastest_head(model)
         multiple = stable_row_multiple(model, head) if config.batch_invariant else 1
         self.is_batch_invariant = config.batch_invariant and multiple > 0
         self._runner = ModelRunner(model, head, cache, row_multiple=multiple or MULTIPLES[-1])
         self._scheduler = Scheduler(
-            BlockManager(num_blocks, config.block_len),
-            max_running=config.max_running,
-            prefill_chunk=config.prefill_chunk,
-            prefill_budget=config.prefill_budget,
+            BlockManager(num_blocks, config.block_size),
+            max_running=config.max_num_seqs,
+            prefill_chunk=config.prefill_chunk_size,
+            prefill_budget=config.max_num_batched_tokens,
         )
         self._sequences: dict[str, Sequence] = {}
 

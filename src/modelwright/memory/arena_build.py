@@ -15,15 +15,15 @@ from modelwright.core.compiled import cache_folder, cannot_be_built, compiled, h
 from modelwright.core.errors import ConfigError, ModelwrightError
 
 SOURCE = Path(__file__).with_name("arena_allocator.cpp")
-_ALLOCATOR, _WAY_OUT = "memory_arena: its allocator", "set memory_arena to false, or"
+_ALLOCATOR, _WAY_OUT = "step_arena: its allocator", "set step_arena to false, or"
 
 
 def check_machine(*, on_cpu: bool) -> None:
     """Raises `ConfigError` where there can be no arena, as far as that shows without building it."""
     if not on_cpu:
-        raise ConfigError("memory_arena: is for CPUs; accelerators' allocators keep memory themselves; set it to false")
+        raise ConfigError("step_arena: is for CPUs; accelerators' allocators keep memory themselves; set it to false")
     if sys.platform != "linux":
-        raise ConfigError(f"memory_arena: is made for Linux, not for {sys.platform}; set it to false")
+        raise ConfigError(f"step_arena: is made for Linux, not for {sys.platform}; set it to false")
     found = library(SOURCE, _options(), folder=cache_folder(), known=torch.__version__)
     if not found.exists() and not has_compiler():
         raise ConfigError(f"{_ALLOCATOR} {cannot_be_built('there is no such program', _WAY_OUT)}")
@@ -53,7 +53,7 @@ def allocator() -> ctypes.PyDLL:
         function = getattr(made, f"arena_{name}")
         function.restype, function.argtypes = result, arguments
     if made.arena_install():
-        raise ConfigError(f"memory_arena: another library has replaced PyTorch's allocator; {_WAY_OUT} leave that out")
+        raise ConfigError(f"step_arena: another library has replaced PyTorch's allocator; {_WAY_OUT} leave that out")
     return made
 
 

@@ -255,7 +255,7 @@ class StepArena:
         self._num_poor = self._num_good = self._arena_bytes = 0
 
     def _give_up(self, why: str) -> None:
-        self._note(f"memory_arena is off from here on: {why}")
+        self._note(f"step_arena is off from here on: {why}")
         self.close()
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from modelwright.memory.activations import BlockShape, Segment
 from modelwright.memory.budget import Budget, block_choices, solve
-from modelwright.memory.config import ActivationConfig
+from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.memory.offload import Store, offloading
 from modelwright.memory.selective import contexts_keeping
 from modelwright.model.decoder import Attend, Block, Decoder
@@ -24,7 +24,7 @@ from modelwright.ops.rope import rope_tables
 
 
 def segments_for(
-    config: ActivationConfig,
+    config: ActivationCheckpointingConfig,
     num_layers: int,
     *,
     shape: BlockShape,
@@ -41,9 +41,11 @@ def segments_for(
     if config.mode == "none":
         return [Segment(num_layers=1, recompute=False, offload=away)] * num_layers
     if config.mode == "selective":
-        return [Segment(num_layers=1, recompute=True, keep=config.keep, offload=away)] * num_layers
-    if config.mode == "unit":
-        lengths = [min(config.unit_layers, num_layers - s) for s in range(0, num_layers, config.unit_layers)]
+        return [Segment(num_layers=1, recompute=True, keep=config.save_outputs_of, offload=away)] * num_layers
+    if config.mode == "full":
+        lengths = [
+            min(config.layers_per_segment, num_layers - s) for s in range(0, num_layers, config.layers_per_segment)
+        ]
         return [Segment(num_layers=length, recompute=True, offload=away) for length in lengths]
     budget = Budget(num_bytes=config.budget_bytes, in_flight=in_flight, end_bytes=end_bytes)
     choices = block_choices(shape, num_tokens, num_layers, flops_per_byte=config.flops_per_byte)

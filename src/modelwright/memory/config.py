@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from modelwright.core.errors import ConfigError
 
-Mode = Literal["none", "unit", "selective", "budget"]
+Mode = Literal["none", "full", "selective", "budget"]
 Tier = Literal["none", "host", "disk"]
 """Where what is kept may wait besides the device's own memory."""
 Operator = Literal["q_proj", "k_proj", "v_proj", "attend", "o_proj", "gate_proj", "up_proj"]
@@ -17,35 +17,37 @@ OPERATORS: tuple[Operator, ...] = get_args(Operator)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActivationConfig:
-    """What blocks keep from forward to backward.
-
-    mode: none keeps all that backward needs; unit keeps the input of every `unit_layers` consecutive blocks and
-    computes the rest of such a unit again as one; selective keeps each block's input and the outputs of the operators
-    in `keep` and computes the others again, norms, rotations and gating always; budget chooses for every block so that
-    the activations of one rank fit into `budget_bytes` with the least computed again and moved.
-    offload: what is kept waits in the host's memory (for models on an accelerator) or in a file in `offload_folder`
-    ("": the run's own); all of it, but in mode budget only where that costs less than computing it again.
-    flops_per_byte: FLOPs that could be computed while one byte moves to that place or back, which mode budget needs;
-    `modelwright plan --memory` measures it. Beside the budget a disk takes what is still to be written (at most
-    `disk.MOST_QUEUED_BYTES`) and what is read ahead.
-    """
+class ActivationCheckpointingConfig:
+    """What the forward pass saves for backward, where it waits, and what is recomputed."""
 
     mode: Mode = "none"
-    unit_layers: int = 8
-    keep: tuple[Operator, ...] = OPERATORS
+    """`none` saves everything; `full` saves the input of every `layers_per_segment` blocks and recomputes the rest;
+    `selective` saves each block's input and the outputs in `save_outputs_of`; `budget` chooses for every block so that
+    one rank's activations fit `budget_bytes` at the least extra cost."""
+    layers_per_segment: int = 8
+    """`full`: consecutive blocks that are recomputed together."""
+    save_outputs_of: tuple[Operator, ...] = OPERATORS
+    """`selective`: operators whose outputs are saved. Norms, rotary embeddings and gating are always recomputed."""
     budget_bytes: int = 0
+    """`budget`: bytes of activations on one rank; a number, or 180MiB."""
     offload: Tier = "none"
-    offload_folder: str = ""
+    """Move saved activations to host memory (models on an accelerator) or to disk: all of them, or in mode `budget`
+    those for which it is cheaper than recomputing."""
+    offload_dir: str = ""
+    """Folder for `offload: disk`; "" is the run's own."""
     flops_per_byte: float = 0.0
+    """FLOPs that could be computed while one byte moves to or from the offload target; needed by mode `budget` with
+    offload, measured by `modelwright plan memory --offload`."""
 
     def __post_init__(self) -> None:
-        if self.unit_layers < 1:
-            raise ConfigError(f"unit_layers: must be at least 1, got {self.unit_layers}")
-        if len(set(self.keep)) != len(self.keep):
-            raise ConfigError(f"keep: an operator is named twice: {', '.join(self.keep)}")
-        if self.mode == "selective" and not self.keep:
-            raise ConfigError("keep: is empty; mode unit with unit_layers 1 keeps nothing but each block's input")
+        if self.layers_per_segment < 1:
+            raise ConfigError(f"layers_per_segment: must be at least 1, got {self.layers_per_segment}")
+        if len(set(self.save_outputs_of)) != len(self.save_outputs_of):
+            raise ConfigError(f"save_outputs_of: an operator is named twice: {', '.join(self.save_outputs_of)}")
+        if self.mode == "selective" and not self.save_outputs_of:
+            raise ConfigError(
+                "save_outputs_of: is empty; mode full with layers_per_segment 1 keeps nothing but each block's input"
+            )
         if self.budget_bytes < 0 or (self.budget_bytes > 0) != (self.mode == "budget"):
             raise ConfigError(
                 f"budget_bytes: must be above 0 with mode budget else 0, got {self.budget_bytes} with {self.mode}"
@@ -55,5 +57,5 @@ class ActivationConfig:
                 f"flops_per_byte: must be above 0 with mode budget and offload, else 0, got {self.flops_per_byte}; "
                 "`modelwright plan --memory --offload` measures it"
             )
-        if self.offload_folder and self.offload != "disk":
-            raise ConfigError(f"offload_folder: goes with offload disk, not {self.offload}; leave it out")
+        if self.offload_dir and self.offload != "disk":
+            raise ConfigError(f"offload_dir: goes with offload disk, not {self.offload}; leave it out")

@@ -152,8 +152,8 @@ def _unnamed_file(folder: Path) -> int:
 
 def _failed(folder: Path, error: OSError) -> ModelwrightError:
     return ModelwrightError(
-        f"activations.offload: the file for activations in {folder} failed ({error}); make room there or choose "
-        "another place with offload_folder"
+        f"activation_checkpointing.offload: the file for activations in {folder} failed ({error}); make room there or choose "
+        "another place with offload_dir"
     )
 
 

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from modelwright.core.errors import ConfigError
-from modelwright.memory.config import ActivationConfig
+from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.memory.disk import DiskStore
 from modelwright.ops.pieces import local
 
@@ -100,7 +100,7 @@ class _Shape:
         return found
 
 
-def check_tier(config: ActivationConfig, *, on_cpu: bool) -> None:
+def check_tier(config: ActivationCheckpointingConfig, *, on_cpu: bool) -> None:
     """Raises `ConfigError` for the host's memory when the model lies there already."""
     if config.offload == "host" and on_cpu:
         raise ConfigError(
@@ -109,14 +109,14 @@ def check_tier(config: ActivationConfig, *, on_cpu: bool) -> None:
         )
 
 
-def open_store(config: ActivationConfig, *, device: torch.device, folder: Path) -> Store | None:
+def open_store(config: ActivationCheckpointingConfig, *, device: torch.device, folder: Path) -> Store | None:
     """Where what blocks keep waits, if the configuration says so; a file in `folder` unless it names another.
 
     Raises `ConfigError` as `check_tier`.
     """
     check_tier(config, on_cpu=device.type == "cpu")
     if config.offload == "disk":
-        return DiskStore(Path(config.offload_folder) if config.offload_folder else folder)
+        return DiskStore(Path(config.offload_dir) if config.offload_dir else folder)
     return HostStore() if config.offload == "host" else None
 
 

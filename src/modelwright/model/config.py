@@ -7,27 +7,36 @@ from modelwright.core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape of a decoder-only transformer.
-
-    Llama type without `qk_norm`, Qwen3 type with it. `vocab_size` is that of the tokenizer; `max_seq_len` is the
-    longest context in tokens that the model is meant for. `init_std` is of the projections' first weights,
-    `embedding_init_std` of the embedding's (and so of the first logits, when it is tied).
-    """
+    """Shape of a decoder-only transformer: Llama without `qk_norm`, Qwen3 with it."""
 
     vocab_size: int
+    """Vocabulary of the tokenizer."""
     num_layers: int
+    """Transformer blocks."""
     model_dim: int
+    """Width of the residual stream."""
     num_heads: int
+    """Query heads."""
     num_kv_heads: int
+    """Key/value heads; a divisor of `num_heads`."""
     ffn_dim: int
+    """Width of the feed-forward layer (SwiGLU)."""
     head_dim: int
+    """Width of one head."""
     max_seq_len: int
+    """Longest context in tokens."""
     rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
     norm_eps: float = 1e-6
+    """Epsilon of RMSNorm."""
     qk_norm: bool = True
+    """RMSNorm on queries and keys."""
     tie_embeddings: bool = True
+    """Share the embedding matrix with the output head."""
     init_std: float = 0.02
+    """Standard deviation of the projections' initial weights."""
     embedding_init_std: float = 0.02
+    """Standard deviation of the embedding's initial weights, and so of the first logits when it is tied."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len"):

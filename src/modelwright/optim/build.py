@@ -13,12 +13,12 @@ from modelwright.optim.muon import Muon
 from modelwright.optim.offload import OffloadedAdamW
 from modelwright.optim.quantized import QuantizedAdamW
 
-OptimizerKind = Literal["adamw", "deepseek_adam", "adamw_int8", "adamw_bf16", "lion", "muon"]
-"""AdamW (Loshchilov and Hutter 2019), fused; the combination published as DeepSeekAdam: AdamW with FP32 weights and
-states, updates skipped on overflow, weight decay that eases off; AdamW with states in 8 bits or BF16; Lion; Muon
-(Jordan et al. 2024) for the matrices of the blocks, with AdamW's rate (the factor of Liu et al. 2025), and AdamW for
-all else."""
-PLAIN_ADAMW = ("adamw", "deepseek_adam")
+OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_bf16_states", "lion", "muon"]
+"""AdamW (Loshchilov and Hutter 2019), fused, or with states in 8 bits or BF16; Lion; Muon (Jordan et al. 2024) for the
+matrices of the blocks, with AdamW's rate (the factor of Liu et al. 2025), and AdamW for all else.
+
+What was published as DeepSeekAdam is `adamw` with `weight_decay_schedule.grad_norm_threshold` 5: FP32 weights and
+states, and updates that are skipped on overflow, every run has anyway."""
 
 
 def build_optimizer(
@@ -42,11 +42,11 @@ def build_optimizer(
     if offload:
         return OffloadedAdamW(groups, **adam)
     match kind:
-        case "adamw" | "deepseek_adam":
+        case "adamw":
             return AdamW(groups, **adam, fused=True)
-        case "adamw_int8":
+        case "adamw_8bit":
             return QuantizedAdamW(groups, **adam, states="int8")
-        case "adamw_bf16":
+        case "adamw_bf16_states":
             return QuantizedAdamW(groups, **adam, states="bf16")
         case "lion":
             return Lion(groups, lr=learning_rate, betas=betas)
@@ -55,7 +55,7 @@ def build_optimizer(
             if any(isinstance(p, DTensor) for p in matrices):
                 raise ConfigError(
                     "optimizer: muon needs whole matrices on every process; take adamw where parallel.tensor or "
-                    "parallel.shard divide them"
+                    "parallel.zero_stage divide them"
                 )
             others = _groups([p for _, p in named if all(p is not matrix for matrix in matrices)], weight_decay)
             parts: list[Optimizer] = [AdamW(others, **adam, fused=True)] if others else []

@@ -11,31 +11,35 @@ import torch
 from torch import Tensor
 
 from modelwright.core.compatibility import WHOLE_GRADIENTS, Feature, feature
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.core.outliers import percentile_limit, zscore_limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveClipConfig:
-    """How the limit follows the gradient norms of the last `window` updates, before they were clipped.
+    """A clipping limit that follows the gradient norms of recent updates, measured before clipping.
 
-    kind: `none`, the limit is `clip_norm`; `percentile`: that share of the norms lay below it (Seetharaman et al. 2020,
-    AutoClip); `zscore`: their mean and `deviations` standard deviations. The limit never falls below `clip_norm`, and
-    is `clip_norm` until a third of the window is there.
+    The limit never falls below `max_grad_norm`, and equals it until a third of the window has been seen.
     """
 
     kind: Literal["none", "percentile", "zscore"] = "none"
-    window: int = 100
-    percentile: float = 90.0
-    deviations: float = 2.0
+    """`percentile`: that percentile of recent norms (AutoClip, Seetharaman et al. 2020); `zscore`: their mean plus
+    some standard deviations; `none`: always `max_grad_norm`."""
+    window_steps: int = constant(100)
+    """Updates whose norms are remembered."""
+    percentile: float = constant(90.0)
+    """Percentile that `percentile` clips at."""
+    num_stddev: float = constant(2.0)
+    """Standard deviations above the mean that `zscore` clips at."""
 
     def __post_init__(self) -> None:
-        if self.window < 6:
-            raise ConfigError(f"window: must be at least 6 updates, got {self.window}; 100 is usual")
+        if self.window_steps < 6:
+            raise ConfigError(f"window_steps: must be at least 6 updates, got {self.window_steps}; 100 is usual")
         if not 0.0 < self.percentile <= 100.0:
             raise ConfigError(f"percentile: must be above 0 and at most 100, got {self.percentile}; 90 is usual")
-        if self.deviations <= 0:
-            raise ConfigError(f"deviations: must be above 0, got {self.deviations}; 2 is usual")
+        if self.num_stddev <= 0:
+            raise ConfigError(f"num_stddev: must be above 0, got {self.num_stddev}; 2 is usual")
 
     def features(self) -> list[Feature]:
         """What this needs of a run."""
@@ -43,12 +47,12 @@ class AdaptiveClipConfig:
 
     def limit(self, norms: Sequence[float], floor: float) -> float:
         """The largest norm that passes unclipped, after these norms (oldest first)."""
-        if self.kind == "none" or len(norms) < self.window / 3:
+        if self.kind == "none" or len(norms) < self.window_steps / 3:
             return floor
-        recent = norms[-self.window :]
+        recent = norms[-self.window_steps :]
         if self.kind == "percentile":
             return max(floor, percentile_limit(recent, self.percentile))
-        return max(floor, zscore_limit(recent, self.deviations))
+        return max(floor, zscore_limit(recent, self.num_stddev))
 
 
 def scale_to_norm(gradients: list[Tensor], norm: float, max_norm: float) -> None:

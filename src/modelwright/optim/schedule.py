@@ -4,34 +4,34 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Shape of the learning rate over the run.
-
-    `warmup_fraction`: share of the steps in which the rate climbs linearly to its peak (also before `constant`);
-    `final_fraction`: what is left of the peak at the end of the cosine, of the line or of the cooldown;
-    `cooldown_fraction`: of `wsd` (warmup, stable, decay): share of the steps at the end in which the rate falls with
-    one minus the square root of the cooldown's progress. `inverse_sqrt` falls with the root of the step from warmup on.
-    `exponential` has no warmup: the rate climbs by equal factors from `first_fraction` of the peak to the peak in the
-    last update, which is what a range test wants (Smith 2017).
-    """
+    """Learning rate over a run, relative to its peak."""
 
     kind: Literal["warmup_cosine", "warmup_linear", "wsd", "inverse_sqrt", "constant", "exponential"] = "warmup_cosine"
+    """`warmup_cosine` (SGDR's first period, Loshchilov and Hutter 2017), `warmup_linear`, `wsd` (warmup, stable, decay
+    with a 1 - sqrt cooldown, Haegele et al. 2024), `inverse_sqrt` (Vaswani et al. 2017), `constant`, or `exponential`
+    growth for a learning-rate range test (Smith 2017). All but `exponential` start with a linear warmup."""
     warmup_fraction: float = 0.1
-    final_fraction: float = 0.0
+    """Fraction of the steps in which the rate rises linearly to its peak."""
+    final_lr_fraction: float = 0.0
+    """Fraction of the peak that is left at the end of the decay."""
     cooldown_fraction: float = 0.2
-    first_fraction: float = 1e-5
+    """`wsd`: fraction of the steps, at the end, in which the rate decays."""
+    initial_lr_fraction: float = constant(1e-5)
+    """`exponential`: fraction of the peak at the first step."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.warmup_fraction < 1.0:
             raise ConfigError(f"warmup_fraction: must be in [0, 1), got {self.warmup_fraction}; 0.1 is usual")
-        if not 0.0 <= self.final_fraction <= 1.0:
-            raise ConfigError(f"final_fraction: must be in [0, 1], got {self.final_fraction}; 0 decays to zero")
-        if not 0.0 < self.first_fraction <= 1.0:
-            raise ConfigError(f"first_fraction: must be above 0 and at most 1, got {self.first_fraction}")
+        if not 0.0 <= self.final_lr_fraction <= 1.0:
+            raise ConfigError(f"final_lr_fraction: must be in [0, 1], got {self.final_lr_fraction}; 0 decays to zero")
+        if not 0.0 < self.initial_lr_fraction <= 1.0:
+            raise ConfigError(f"initial_lr_fraction: must be above 0 and at most 1, got {self.initial_lr_fraction}")
         if self.kind == "wsd" and not 0.0 < self.cooldown_fraction <= 1.0 - self.warmup_fraction + 1e-9:
             raise ConfigError(
                 f"cooldown_fraction: must be above 0 and leave room for the warmup ({self.warmup_fraction:g}), got "
@@ -70,12 +70,12 @@ def rate_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
     """The share of the peak rate for update `step` (from 0) of `num_steps`.
 
     Warmup: (step + 1) / warmup steps, so that the first update is not lost on a rate of zero. Decay: from 1 right
-    after warmup towards `final_fraction` at `num_steps`; half a cosine is SGDR's first period (Loshchilov and
+    after warmup towards `final_lr_fraction` at `num_steps`; half a cosine is SGDR's first period (Loshchilov and
     Hutter 2017, equation 5), `wsd` with its root-shaped cooldown that of Haegele et al. 2024, `inverse_sqrt` that of
     Vaswani et al. 2017.
     """
     if config.kind == "exponential":
-        return config.first_fraction ** (1.0 - step / max(1, num_steps - 1))
+        return config.initial_lr_fraction ** (1.0 - step / max(1, num_steps - 1))
     warmup_steps = round(config.warmup_fraction * num_steps)
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -96,4 +96,4 @@ def rate_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
             left = 1.0 - math.sqrt(done)
         case _:
             left = 1.0 - done
-    return config.final_fraction + (1.0 - config.final_fraction) * left
+    return config.final_lr_fraction + (1.0 - config.final_lr_fraction) * left

@@ -329,10 +329,10 @@ def fit(config: ParallelConfig, *, num_processes: int, num_rows: int) -> Paralle
             f"{config.context} x tensor {config.tensor}), {num_processes} are left; start more, or change the layout"
         )
     data = next(copies for copies in range(most, 0, -1) if num_rows % copies == 0)
-    group = config.shard_group
+    group = config.shard_group_size
     if group and data % group:
         group = math.gcd(data, group) if math.gcd(data, group) > 1 else 0
-    return replace(config, data=data, shard_group=group)
+    return replace(config, data=data, shard_group_size=group)
 
 
 def num_used(config: ParallelConfig) -> int:

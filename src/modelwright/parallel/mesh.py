@@ -184,9 +184,9 @@ def lay_out(world: World, config: ParallelConfig) -> Mesh:
     everybody = dist.group.WORLD
     assert everybody is not None
     known = _LAID_OUT.setdefault(everybody, {})
-    key = (world, *sizes.items(), config.shard == "none")
+    key = (world, *sizes.items(), config.zero_stage == 0)
     if key not in known:
-        known[key] = _lay_out_anew(world, sizes, copies_weights=config.shard == "none")
+        known[key] = _lay_out_anew(world, sizes, copies_weights=config.zero_stage == 0)
     return known[key]
 
 

@@ -15,17 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from modelwright.model.decoder import Block, Decoder, Linear
-from modelwright.parallel.config import Shard
+from modelwright.parallel.config import ZeroStage
 
 
-def shard_states(model: Decoder, sharing: DeviceMesh, shard: Shard, formats: Mapping[str, torch.dtype]) -> Decoder:
+def shard_states(
+    model: Decoder, sharing: DeviceMesh, zero_stage: ZeroStage, formats: Mapping[str, torch.dtype]
+) -> Decoder:
     """Divide parameters, gradients and optimizer states over the mesh `sharing`, in place; names stay.
 
     formats: in which projections are gathered, by the part of a block (attention, ffn); all else is gathered as it is.
     Each block is gathered as one message, or each of its parts where their formats differ. Embedding, last norm and
     head go with the root, and so do the blocks' norms where projections are narrowed: FSDP has one format a message.
     """
-    options: dict[str, Any] = {"mesh": sharing, "reshard_after_forward": shard == "full"}
+    options: dict[str, Any] = {"mesh": sharing, "reshard_after_forward": zero_stage == 3}
     if set(formats.values()) <= {torch.float32}:
         for block in model.blocks.values():
             fully_shard(block, **options)

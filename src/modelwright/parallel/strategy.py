@@ -202,7 +202,7 @@ class AllReduce(Strategy):
     @property
     def retry_blocker(self) -> str:
         if self.start is not None and self.mesh.world.size > 1 and self.mesh.is_only_data_parallel:
-            return "transport.overlap, which sends gradients amid backward; set it to false"
+            return "gradient_sync.overlap, which sends gradients amid backward; set it to false"
         return layout_blocker(self.mesh)
 
     def replicated(self) -> Mapping[str, Tensor]:

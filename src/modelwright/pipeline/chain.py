@@ -35,7 +35,7 @@ def build_stages(config: RunConfig, run: RunDir, only: Sequence[str] = ()) -> li
         "sft": lambda: sft_stage(config),
         "evaluate": lambda: evaluate_stage(config),
         "quantize": lambda: quantize_stage(config, evaluated="evaluate" in present),
-        "serve": lambda: serve_stage(config),
+        "serve_check": lambda: serve_stage(config),
         "report": lambda: report_stage(config, run, present),
     }
     stages = [init_stage(config)] if config.init_from else []

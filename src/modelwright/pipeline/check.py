@@ -15,7 +15,7 @@ from modelwright.parallel.context import own_spans
 from modelwright.parallel.pipeline.stages import check_microbatches, check_ties, layers_of_stages
 from modelwright.parallel.tensor import check_shape, stage_tokens
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.resolve import check_size, settled_device
+from modelwright.pipeline.resolve import check_size, resolved_device
 from modelwright.train.config import TrainConfig, check_layout
 
 
@@ -43,9 +43,9 @@ def check_training(config: RunConfig, layout: ParallelConfig, *, num_processes: 
     for name in stages:
         with within(name):
             _check_stage(getattr(config, name), layout, config, axes)
-            if name == "pretrain" and not config.init_from and config.pretrain.sparse.batch.max_start_loss:
+            if name == "pretrain" and not config.init_from and config.pretrain.batch_selection.max_initial_loss:
                 raise ConfigError(
-                    "sparse.batch.max_start_loss: the first weights of a run from scratch guess everywhere; start from "
+                    "batch_selection.max_initial_loss: the initial weights of a run from scratch guess everywhere; start from "
                     "a trained model with init_from, or leave it at 0"
                 )
 
@@ -69,23 +69,25 @@ def _check_stage(training: TrainConfig, layout: ParallelConfig, config: RunConfi
     check_layout(training, layout, num_processes=math.prod(axes.values()))
     num_copies = training.num_copies(axes)
     num_rows = training.batch_rows(config.pack.seq_len, num_copies=num_copies) // num_copies
-    if training.sparse.batch.signal != "none":
-        training.sparse.batch.num_chosen(num_rows, training.num_microbatches)
-    check_microbatches(layout, training.num_microbatches)
-    kept, on_cpu = training.activations, settled_device(config.hardware.device) == "cpu"
-    if training.precision.onednn is True and not on_cpu:
-        raise ConfigError("precision.onednn: is about products on a CPU, and this run has a GPU; leave it out")
-    if training.offload_optimizer and on_cpu:
-        raise ConfigError("offload_optimizer: on the CPU its states lie in the host's memory already; switch it off")
-    if training.offload_optimizer and training.asynchronous.mode == "hogwild":
-        raise ConfigError("offload_optimizer: asynchronous.mode hogwild shares the states; switch one of them off")
-    if training.memory_arena:
+    if training.batch_selection.signal != "none":
+        training.batch_selection.num_chosen(num_rows, training.gradient_accumulation_steps)
+    check_microbatches(layout, training.gradient_accumulation_steps)
+    kept, on_cpu = training.activation_checkpointing, resolved_device(config.hardware.device) == "cpu"
+    if training.precision.fp32_matmul == "onednn" and not on_cpu:
+        raise ConfigError("precision.fp32_matmul: onednn needs a CPU, and this run uses a GPU; set default or tf32")
+    if training.optimizer_cpu_offload and on_cpu:
+        raise ConfigError("optimizer_cpu_offload: has no effect on a CPU run; switch it off")
+    if training.optimizer_cpu_offload and training.async_updates.mode == "hogwild":
+        raise ConfigError(
+            "optimizer_cpu_offload: async_updates.mode hogwild shares the optimizer states; switch one of them off"
+        )
+    if training.step_arena:
         check_machine(on_cpu=on_cpu)
-    with within("activations"):
+    with within("activation_checkpointing"):
         check_tier(kept, on_cpu=on_cpu)
     zero_bubble = layout.pipeline > 1 and layout.schedule == "zero_bubble"
-    if zero_bubble and (training.compile or kept.offload != "none" or kept.mode in ("unit", "selective")):
-        name = "compile" if training.compile else "activations"
+    if zero_bubble and (training.compile or kept.offload != "none" or kept.mode in ("full", "selective")):
+        name = "compile" if training.compile else "activation_checkpointing"
         raise ConfigError(
             f"{name}: does not go with parallel.schedule zero_bubble, which takes blocks apart; switch it off, or take "
             "1f1b or interleaved"

@@ -1,13 +1,15 @@
 """The configuration of a whole run: one section per stage, and what must agree between sections.
 
-Each section is the config of the component that the stage drives, defined beside that component. A value such as
-"best" or "fastest" is a wish; `pipeline.resolve` settles it once, before the run's config.yaml is written.
+Each section is the config of the component that the stage drives, defined beside that component. A training stage
+inherits the section `training` and says only what differs. The value `auto` is resolved once, before the run's
+config.yaml is written (`pipeline.resolve`).
 """
 
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
 
-from modelwright.compress.int8 import Int8WeightsConfig
+from modelwright.core.config import constant, difference, merge
 from modelwright.core.errors import ConfigError
 from modelwright.data.clean import CleanConfig
 from modelwright.data.pack import PackConfig
@@ -16,10 +18,11 @@ from modelwright.data.tokenizer import TokenizerConfig
 from modelwright.evaluate.config import EvaluateConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
+from modelwright.pipeline.renamed import RENAMED, check_renamed, new_name
 from modelwright.serve.config import ServeConfig
-from modelwright.train.config import TrainConfig
+from modelwright.train.config import SharedTrainConfig, TrainConfig
 
-StageName = Literal["clean", "tokenize", "pack", "pretrain", "sft", "evaluate", "quantize", "serve", "report"]
+StageName = Literal["clean", "tokenize", "pack", "pretrain", "sft", "evaluate", "quantize", "serve_check", "report"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
 Training = Literal["pretrain", "sft"]
 TRAININGS: tuple[Training, ...] = get_args(Training)
@@ -29,11 +32,12 @@ MAX_THREADS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareConfig:
-    """`device`: "best" is CUDA where there is a card, else the CPU; `num_threads`: of all processes of this machine
-    together, 0 for every core that may be used. Both are settled when the run is created."""
+    """The device and threads of a run, settled when it is created."""
 
-    device: Literal["best", "cpu", "cuda"] = "best"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` is CUDA where there is a card, else the CPU."""
     num_threads: int = 0
+    """Threads of all processes of one machine together; 0 for every core."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_threads <= MAX_THREADS:
@@ -42,59 +46,47 @@ class HardwareConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeCheckConfig:
-    """The serving stage: starts the real server, asks it `questions`, writes down the answers, stops it.
-
-    num_heldout_questions: asked beside `questions`, drawn from the held-out question/answer pairs; temperature: 0
-    always takes the likeliest token; start_timeout_s: to load the model and answer `/health`.
-    """
+    """The stage `serve_check` starts the real server, asks it questions, records the answers and stops it."""
 
     questions: tuple[str, ...] = ()
-    num_heldout_questions: int = 6
+    """Questions to ask."""
+    num_validation_questions: int = 6
+    """Further questions, drawn from the validation question/answer pairs."""
     max_tokens: int = 64
+    """Longest answer in tokens."""
     temperature: float = 0.0
-    start_timeout_s: float = 120.0
-    server: ServeConfig = field(default_factory=ServeConfig)
+    """0 always takes the likeliest token."""
+    start_timeout_s: float = constant(120.0)
+    """Seconds for the server to load the model and answer `/health`."""
 
     def __post_init__(self) -> None:
-        if not self.questions and self.num_heldout_questions < 1:
-            raise ConfigError("questions: is empty and num_heldout_questions is 0; ask at least one question")
+        if not self.questions and self.num_validation_questions < 1:
+            raise ConfigError("questions: is empty and num_validation_questions is 0; ask at least one question")
         if self.max_tokens < 1 or self.temperature < 0:
             raise ConfigError("max_tokens: must be at least 1, and temperature at least 0")
-        if self.num_heldout_questions < 0:
-            raise ConfigError(f"num_heldout_questions: must be 0 (none) or more, got {self.num_heldout_questions}")
+        if self.num_validation_questions < 0:
+            raise ConfigError(
+                f"num_validation_questions: must be 0 (none) or more, got {self.num_validation_questions}"
+            )
         if self.start_timeout_s <= 0:
             raise ConfigError(f"start_timeout_s: must be above 0, got {self.start_timeout_s}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportConfig:
-    """How much the report shows: examples of dropped text per reason, and benchmark questions."""
-
-    num_dropped_examples: int = 3
-    num_questions: int = 6
-
-    def __post_init__(self) -> None:
-        for name in ("num_dropped_examples", "num_questions"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}: must be 0 (none) or more, got {getattr(self, name)}")
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A run from raw text to a served model.
-
-    name: of the run and, unless told otherwise, of its folder under `runs/`; stages: what the run consists of, in the
-    pipeline's order; init_from: a Llama/Qwen3-type Hugging Face folder that training starts from (its tokenizer and
-    shape replace the sections `tokenizer` and `model`), "" for random weights; heldout_tokens: how much of the packed
-    held-out text training is judged by while it runs (a fixed random sample; the evaluation is thorough), 0 for all;
-    parallel: how both trainings are laid out over the processes that torchrun started.
-    """
+    """A run from raw text to a served model."""
 
     name: str
+    """Name of the run and of its folder under `runs/`."""
     seed: int = 1
+    """Seed of everything random."""
     stages: tuple[StageName, ...] = STAGES
+    """Stages of the run, in the pipeline's order."""
     init_from: str = ""
-    heldout_tokens: int = 65_536
+    """Hugging Face folder (Llama or Qwen3) to start from; its tokenizer and shape replace the sections `tokenizer` and
+    `model`. "" starts from random weights."""
+    validation_tokens: int = 65_536
+    """Size of the fixed random sample of validation text that training is judged by while it runs; 0 takes all."""
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: SourceConfig
@@ -102,18 +94,45 @@ class RunConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     pack: PackConfig = field(default_factory=PackConfig)
     model: ModelConfig
+    training: SharedTrainConfig = field(default_factory=SharedTrainConfig)
     pretrain: TrainConfig
     sft: TrainConfig
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    quantize: Int8WeightsConfig = field(default_factory=Int8WeightsConfig)
-    serve: ServeCheckConfig = field(default_factory=ServeCheckConfig)
-    report: ReportConfig = field(default_factory=ReportConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
+    serve_check: ServeCheckConfig = field(default_factory=ServeCheckConfig)
+
+    @classmethod
+    def expand(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Give each training stage the shared settings that it does not set itself."""
+        check_renamed(data)
+        shared = data.get("training", {})
+        stages = {name: data[name] for name in TRAININGS if isinstance(data.get(name), Mapping)}
+        if not isinstance(shared, Mapping):
+            return data  # which parsing refuses
+        return {**data, **{name: merge(shared, stage) for name, stage in stages.items()}}
+
+    @classmethod
+    def renamed(cls, key: str) -> str:
+        """What became of a setting of an earlier version, in words; "" for one that never was."""
+        names = key.split(".")
+        prefixes = [".".join(names[:count]) for count in range(len(names), 0, -1)]
+        return next((new_name(prefix) for prefix in prefixes if prefix in RENAMED), "")
+
+    @classmethod
+    def compact(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Leave out of each training stage what it inherits."""
+        own = [field.name for field in fields(TrainConfig) if field.name not in data["training"]]
+        stages = {
+            name: {key: data[name][key] for key in own} | difference(data[name], data["training"], without=own)
+            for name in TRAININGS
+        }
+        return data | stages
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith(".") or not self.name.isprintable():
             raise ConfigError(f"name: {self.name!r} must be usable as a folder's name, without a slash or a first dot")
-        if self.heldout_tokens < 0:
-            raise ConfigError(f"heldout_tokens: must be 0 (all) or more, got {self.heldout_tokens}")
+        if self.validation_tokens < 0:
+            raise ConfigError(f"validation_tokens: must be 0 (all) or more, got {self.validation_tokens}")
         self._check_stages()
         self._check_lengths()
 
@@ -142,7 +161,7 @@ class RunConfig:
             "sft": ("pack", *(() if given else ("pretrain",))),
             "evaluate": ("pack", *trained),
             "quantize": ("pack", *trained),
-            "serve": ("clean", *trained),
+            "serve_check": ("clean", *trained),
         }.get(stage, ())  # type: ignore[return-value]
 
     def _way_out(self, needed: str) -> str:

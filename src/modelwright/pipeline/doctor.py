@@ -6,21 +6,21 @@ from pathlib import Path
 import torch
 
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.resolve import check_device, check_size, settle_model, settled_device
+from modelwright.pipeline.resolve import check_device, check_size, resolve_model, resolved_device
 from modelwright.plan.doctor import survey, survey_text
 
 
 def examine(config: RunConfig, *, as_json: bool, budget_s: float) -> str:
     """The survey as text or as JSON."""
-    config = settle_model(config)
+    config = resolve_model(config)
     check_size(config.model)
-    device = settled_device(config.hardware.device)
+    device = resolved_device(config.hardware.device)
     check_device(device)
     if config.hardware.num_threads:
         torch.set_num_threads(config.hardware.num_threads)
     facts = survey(
         config.model,
-        num_tokens=config.pretrain.batch_tokens // config.pretrain.num_microbatches,
+        num_tokens=config.pretrain.batch_tokens // config.pretrain.gradient_accumulation_steps,
         folder=Path("runs"),
         device=device,
         budget_s=budget_s,

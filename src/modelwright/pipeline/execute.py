@@ -25,7 +25,7 @@ from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.journal import now
 from modelwright.pipeline.ranks import PatientRanks, as_lost_peer, join_ranks, shared_rows, use_threads
 from modelwright.pipeline.redact import redact_words
-from modelwright.pipeline.resolve import check_device, resolve, settle_model, settled_device
+from modelwright.pipeline.resolve import check_device, resolve, resolve_model, resolved_device
 from modelwright.pipeline.runner import Outcome, run_stages, survey
 from modelwright.pipeline.stage import Stage
 
@@ -69,7 +69,7 @@ def execute(
         shown = progress if ranks.rank == 0 else SilentProgress()
         if ranks.rank == 0:
             _hold(run, held, LOCK_PATIENCE_S if elastic else 0.0)
-            config = settle(config, run, shown)
+            config = resolve_config(config, run, shown)
             stages = _stages(config, run, only, ranks)
             to_do = _to_do(run, stages, only)
             check_training(config, ranks.layout, num_processes=ranks.size, stages=to_do)
@@ -100,11 +100,11 @@ def check_request(
     """Raise `ConfigError` for what `execute` would refuse before its first stage, without starting or writing
     anything."""
     if previous_config(run) is None:
-        config = settle_model(config)
-        check_device(settled_device(config.hardware.device))
+        config = resolve_model(config)
+        check_device(resolved_device(config.hardware.device))
         to_do: Sequence[str] = config.stages
     else:
-        config = settle(config, run, SilentProgress())
+        config = resolve_config(config, run, SilentProgress())
         to_do = _to_do(run, build_stages(config, run, only), only)
     layout = config.parallel
     if elastic:
@@ -118,10 +118,10 @@ def is_finished(config: RunConfig, run: RunDir, only: Sequence[str]) -> bool:
     """Whether nothing of the request is left to do."""
     if previous_config(run) is None:
         return False
-    return not _to_do(run, build_stages(settle(config, run, SilentProgress()), run, only), only)
+    return not _to_do(run, build_stages(resolve_config(config, run, SilentProgress()), run, only), only)
 
 
-def settle(config: RunConfig, run: RunDir, progress: Progress) -> RunConfig:
+def resolve_config(config: RunConfig, run: RunDir, progress: Progress) -> RunConfig:
     """The resolved configuration, as this machine and what is in the folder have it."""
     return resolve(config, previous_config(run), progress)
 

@@ -21,7 +21,7 @@ def planned(
     placed = Layout(
         parallel=layout,
         num_devices=num_processes,
-        microbatch_rows=rows // (copies * training.num_microbatches),
-        activations=training.activations,
+        microbatch_rows=rows // (copies * training.gradient_accumulation_steps),
+        activations=training.activation_checkpointing,
     )
     return job, placed

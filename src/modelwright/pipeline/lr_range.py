@@ -26,7 +26,7 @@ from modelwright.optim.schedule import ScheduleConfig
 from modelwright.parallel.mesh import single
 from modelwright.pipeline.chain import build_stages
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.execute import execute, settle
+from modelwright.pipeline.execute import execute, resolve_config
 from modelwright.pipeline.ranks import use_threads
 from modelwright.pipeline.report.blocks import Chart, Fact, Page, Section, Table
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
@@ -106,7 +106,7 @@ def range_test(
     """
     if "pretrain" not in config.stages:
         raise ConfigError("stages: the range test is one of pretraining; add pretrain")
-    config = settle(config, run, progress)
+    config = resolve_config(config, run, progress)
     rows = _rows(config, run, folder, words, progress)
     use_threads(config.hardware.num_threads)
     found = sweep(config, rows, test, progress)
@@ -152,11 +152,11 @@ def range_settings(training: TrainConfig, test: RangeConfig) -> TrainConfig:
         num_tokens=0,
         num_epochs=0.0,
         learning_rate=test.last,
-        schedule=ScheduleConfig(kind="exponential", warmup_fraction=0.0, first_fraction=test.first / test.last),
+        schedule=ScheduleConfig(kind="exponential", warmup_fraction=0.0, initial_lr_fraction=test.first / test.last),
         eval_every_steps=0,
         checkpoint_every_steps=0,
         checkpoint_every_minutes=0.0,
-        spikes=replace(training.spikes, num_sigmas=0.0, rollback_after=0),
+        loss_spikes=replace(training.loss_spikes, num_sigmas=0.0, rollback_after=0),
     )
 
 

@@ -55,7 +55,7 @@ def find_model(path: Path, *, stage: str = "", int8: bool = False) -> FoundModel
     manifest = _verified(run, name, trained)
     source = ModelSource(name=config.name, folder=run.stage(name).artifact, stage=name, digest=manifest.content_digest)
     remark = f"{' and '.join(unfinished)} has not finished yet, so this is the model of {name}" if unfinished else ""
-    return FoundModel(source, config.serve.server, remark)
+    return FoundModel(source, config.serve, remark)
 
 
 def export_hf(found: FoundModel, target: Path, *, overwrite: bool) -> Path:

@@ -42,7 +42,7 @@ BYTES_PER_S = {"clean": 0.8e6, "tokenize": 1.2e6, "pack": 3e6}
 """Rates assumed for the stages that move text, on one core."""
 CHOICE_TOKENS = 80
 """Tokens of one candidate with its question."""
-OTHER_S = {"init": 2.0, "serve": 20.0, "report": 5.0}
+OTHER_S = {"init": 2.0, "serve_check": 20.0, "report": 5.0}
 ANY_CLUSTER = Cluster(
     num_hosts=1,
     devices_per_host=1,
@@ -58,7 +58,7 @@ _MEMORY_NOTES = {
     "(heap_gaps), and\nPython with its libraries (process). The system's cache of files comes on top.",
     "cuda": "Peak memory of training is what tensors take on the accelerator, without the gaps of its allocator.",
 }
-LIBRARY_BYTES = {"evaluate": 30 * 2**20, "quantize": 35 * 2**20, "serve": 70 * 2**20, "report": 95 * 2**20}
+LIBRARY_BYTES = {"evaluate": 30 * 2**20, "quantize": 35 * 2**20, "serve_check": 70 * 2**20, "report": 95 * 2**20}
 """What later stages load and leave in the process, as measured in a run of all stages."""
 _WORDS = {"done": "finished, kept", "begun": "begun, goes on", "changed": "to be made again", "new": "to be made"}
 
@@ -147,7 +147,7 @@ def _memories(config: RunConfig, num_processes: int) -> dict[str, MemoryEstimate
                 activations=training.activations,
                 fused=cpu_kernels.are_used_on(config.hardware.device),
             )
-            result[name] = memory.on_device(device, arena=training.memory_arena)
+            result[name] = memory.on_device(device, arena=training.step_arena)
     return result
 
 
@@ -164,7 +164,7 @@ def _batches_per_epoch(config: RunConfig, run: RunDir, name: str) -> int:
 
 def _text_bytes(data: SourceConfig) -> dict[str, float]:
     """Bytes of text by purpose; a user's files count for both, as it is not known what they hold."""
-    total = {name: size * data.builtin_fraction * (BUILTIN in data.sources) for name, size in BUILTIN_BYTES.items()}
+    total = {name: size * data.stdlib_fraction * (BUILTIN in data.sources) for name, size in BUILTIN_BYTES.items()}
     named = tuple(source for source in data.sources if source != BUILTIN)
     own = sum(file.filesystem.info(file.path).get("size") or 0 for file in locate(named, lambda reason, where: None))
     return {name: size + own for name, size in total.items()}
@@ -176,6 +176,6 @@ def _mean_context(model: ModelConfig, seq_len: int) -> float:
 
 
 def _scored_tokens(config: RunConfig) -> float:
-    kinds = len(config.evaluate.kinds)
-    size = config.evaluate.max_bytes_per_kind * kinds or BUILTIN_BYTES["pretrain"] / 20
+    kinds = len(config.evaluate.domains)
+    size = config.evaluate.max_bytes_per_domain * kinds or BUILTIN_BYTES["pretrain"] / 20
     return size / BYTES_PER_TOKEN + 4 * CHOICE_TOKENS * config.evaluate.multiple_choice.num_questions

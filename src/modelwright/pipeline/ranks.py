@@ -27,7 +27,7 @@ from modelwright.parallel.topology.rank_mapping import DEFAULT_TRAFFIC, AxisTraf
 from modelwright.pipeline.check import within
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.layouts import planned
-from modelwright.pipeline.resolve import check_device, settle_model, settled_device
+from modelwright.pipeline.resolve import check_device, resolve_model, resolved_device
 from modelwright.plan.layout import expected_traffic
 
 PATIENCE = timedelta(days=7)
@@ -88,7 +88,7 @@ def join_ranks(config: RunConfig, *, links: Path, num_rows: int = 0, host: str =
     links: where measured links are kept; num_rows: above 0 (`shared_rows`) the layout is made to fit the processes that
     are there, and one that is left over waits at the context's end; host: this process's host, "" for its network name.
     """
-    device = _own_device(settled_device(config.hardware.device))
+    device = _own_device(resolved_device(config.hardware.device))
     fitted = join_as_fits(config.parallel, num_rows=num_rows, device=device) if num_rows else None
     with fitted or _join_all(config.parallel, device) as joined:
         if joined is None:
@@ -96,20 +96,20 @@ def join_ranks(config: RunConfig, *, links: Path, num_rows: int = 0, host: str =
             return
         world, layout = joined
         placement = None
-        if layout.placement and world.size > 1:
+        if layout.reorder_ranks and world.size > 1:
             with within("parallel"):
                 axes = layout.axes(world.size)
             traffic = _traffic(config, layout, world.size)
             placement = find_places(world, axes, LinksConfig(cache=str(links)), traffic, host=host)
             world = take_places(world, placement.order)
         waiting = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
-        with Heartbeat(world, lost_after_s=layout.lost_after_s):
+        with Heartbeat(world, lost_after_s=layout.heartbeat_timeout_s):
             yield PatientRanks(world, layout, waiting, placement)
 
 
 def _traffic(config: RunConfig, layout: ParallelConfig, num_processes: int) -> dict[str, AxisTraffic]:
     """What the first training of the run will send along each axis, as far as is known before its data is there."""
-    config = settle_model(config)
+    config = resolve_model(config)
     training = config.pretrain if "pretrain" in config.stages else config.sft
     try:
         job, placed = planned(config, training, layout, num_processes)

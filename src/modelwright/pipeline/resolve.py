@@ -1,7 +1,7 @@
-"""Wishes settled once: "best" device, number of threads, "fastest" formats, rates by rule, paths made absolute.
+"""Resolve `auto` settings once, when a run is created: device, threads, precision, GEMM kernels; make paths absolute.
 
-What was settled when the run was created is kept for as long as the wish is the same, so that a rerun on a busier
-machine cannot flip it.
+The resolved values are kept for as long as the setting stays `auto`, so that a rerun on a busier machine cannot flip
+them.
 """
 
 import glob
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from modelwright.compress.int8 import BACKENDS, backend_seconds
+from modelwright.compress.int8 import BACKENDS, Int8WeightsConfig, backend_seconds
 from modelwright.compress.int8_linear import Backend, quantize_rows
 from modelwright.core.busy import OtherProcesses
 from modelwright.core.errors import ConfigError
@@ -23,14 +23,13 @@ from modelwright.core.resources import hardware, num_usable_cores
 from modelwright.model.config import ModelConfig
 from modelwright.ops.microbenchmark import in_turn, undisturbed
 from modelwright.ops.narrow import is_widened
-from modelwright.pipeline.config import HardwareConfig, RunConfig
+from modelwright.pipeline.config import TRAININGS, HardwareConfig, RunConfig
 from modelwright.plan.doctor import busy_note, measure_rates
 from modelwright.plan.estimate import size
 from modelwright.precision.hardware import onednn_speed_up
 from modelwright.precision.model import fp32_products
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.precision.policy import resolve as resolve_precision
-from modelwright.train.config import TrainConfig
 
 PROBE_TOKENS = 2048
 BUDGET_S = 2.0
@@ -43,21 +42,21 @@ _REMEDY = "run again when the machine is quiet, or set precision.policy yourself
 
 
 def resolve(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
-    """The configuration with every wish replaced by what it comes to on this machine.
+    """The configuration with every `auto` replaced by a value for this machine.
 
     `previous`: the resolved configuration of the same run folder; its choices are kept where the model is the same.
     """
-    config = _settle_rates(settle_paths(settle_model(config)), progress)
-    config = replace(config, hardware=_settle_hardware(config.hardware, previous))
+    config = resolve_paths(resolve_model(config))
+    config = replace(config, hardware=_resolve_hardware(config.hardware, previous))
     same_model = previous is not None and previous.model == config.model
-    config = _settle_onednn(config, previous if same_model else None, progress)
-    config = _settle_precision(config, previous if same_model else None, progress)
-    return _settle_int8(config, previous if same_model else None, progress)
+    config = _resolve_onednn(config, previous if same_model else None, progress)
+    config = _resolve_precision(config, previous if same_model else None, progress)
+    return _resolve_int8(config, previous if same_model else None, progress)
 
 
-def settled_device(device: str) -> Literal["cpu", "cuda"]:
-    """`best` is CUDA where there is a card."""
-    if device == "best":
+def resolved_device(device: str) -> Literal["cpu", "cuda"]:
+    """`auto` is CUDA where there is a card."""
+    if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return "cuda" if device == "cuda" else "cpu"
 
@@ -65,7 +64,7 @@ def settled_device(device: str) -> Literal["cpu", "cuda"]:
 def check_device(device: str) -> None:
     """Raise `ConfigError` when the machine lacks the device."""
     if device == "cuda" and not torch.cuda.device_count():
-        raise ConfigError("hardware.device: is cuda, and this machine has no CUDA card; choose cpu or best")
+        raise ConfigError("hardware.device: is cuda, and this machine has no CUDA card; choose cpu or auto")
 
 
 def check_size(model: ModelConfig) -> None:
@@ -79,7 +78,7 @@ def check_size(model: ModelConfig) -> None:
         )
 
 
-def settle_model(config: RunConfig) -> RunConfig:
+def resolve_model(config: RunConfig) -> RunConfig:
     """With `init_from` the shape is the folder's. Raises `ConfigError` when rows do not fit into its context."""
     if not config.init_from:
         return config
@@ -91,7 +90,7 @@ def settle_model(config: RunConfig) -> RunConfig:
     return config
 
 
-def settle_paths(config: RunConfig) -> RunConfig:
+def resolve_paths(config: RunConfig) -> RunConfig:
     """Source paths made absolute, so that config.yaml means the same from any folder."""
     return replace(config, data=replace(config.data, sources=tuple(map(_absolute, config.data.sources))))
 
@@ -111,8 +110,8 @@ def measured_rates(config: RunConfig, precision: PrecisionConfig, note: Callable
     note: is told when other processes kept the machine busy all the while.
     """
     check_size(config.model)
-    device = settled_device(config.hardware.device)
-    with fp32_products(onednn=precision.onednn is True):
+    device = resolved_device(config.hardware.device)
+    with fp32_products(onednn=precision.fp32_matmul == "onednn"):
         found = measure_rates(config.model, num_tokens=_probe_tokens(config), device=device, budget_s=BUDGET_S)
     if busy := busy_note(found["busy_cores"], remedy=_REMEDY):
         note(busy)
@@ -120,7 +119,7 @@ def measured_rates(config: RunConfig, precision: PrecisionConfig, note: Callable
 
 
 def _probe_tokens(config: RunConfig) -> int:
-    return max(1, min(config.pretrain.batch_tokens // config.pretrain.num_microbatches, PROBE_TOKENS))
+    return max(1, min(config.pretrain.batch_tokens // config.pretrain.gradient_accumulation_steps, PROBE_TOKENS))
 
 
 def product_rate(config: RunConfig, precision: PrecisionConfig, note: Callable[[str], None]) -> float:
@@ -130,57 +129,48 @@ def product_rate(config: RunConfig, precision: PrecisionConfig, note: Callable[[
     return measured_rates(config, precision, note)[known_as]
 
 
-def _settle_hardware(wish: HardwareConfig, previous: RunConfig | None) -> HardwareConfig:
+def _resolve_hardware(wish: HardwareConfig, previous: RunConfig | None) -> HardwareConfig:
     kept = previous.hardware if previous else None
     threads = wish.num_threads or (kept.num_threads if kept else 0) or num_usable_cores()
-    device = kept.device if kept and wish.device == "best" else settled_device(wish.device)
+    device = kept.device if kept and wish.device == "auto" else resolved_device(wish.device)
     check_device(device)
     return HardwareConfig(device=device, num_threads=threads)
 
 
-def _settle_rates(config: RunConfig, progress: Progress) -> RunConfig:
-    """Peak learning rates by the rule that asks for them."""
-    changes: dict[str, Any] = {}
-    for name in config.trainings:
-        training: TrainConfig = getattr(config, name)
-        rows = training.batch_rows(config.pack.seq_len)
-        rate = training.rate_rule.peak(rows, training.learning_rate)
-        if rate != training.learning_rate:
-            rule = training.rate_rule.kind
-            progress.note(f"{name}: peak learning rate {rate:.3g} for {rows} rows a batch, by the {rule} rule")
-            changes[name] = replace(training, learning_rate=rate)
-    return replace(config, **changes) if changes else config
-
-
-def _settle_onednn(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
-    """Who makes FP32 products on the CPU. A run that was created before this was a choice keeps PyTorch's own."""
-    open_stages = [name for name in ("pretrain", "sft") if getattr(config, name).precision.onednn == "fastest"]
+def _resolve_onednn(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
+    """The kernels of FP32 matrix products on the CPU."""
+    open_stages = [name for name in TRAININGS if getattr(config, name).precision.fp32_matmul == "auto"]
     if not open_stages:
         return config
     if config.hardware.device != "cpu":
-        chosen = dict.fromkeys(open_stages, False)
+        chosen = dict.fromkeys(open_stages, "default")
     elif previous:
-        chosen = {name: getattr(previous, name).precision.onednn is True for name in open_stages}
+        chosen = {name: getattr(previous, name).precision.fp32_matmul for name in open_stages}
     else:
         check_size(config.model)
         torch.set_num_threads(config.hardware.num_threads)
         measure = partial(onednn_speed_up, matrix_shapes(config.model), num_rows=_probe_tokens(config))
         speed_up = undisturbed(measure, OtherProcesses()).value
-        chosen = dict.fromkeys(open_stages, speed_up >= CLEARLY_FASTER)
+        chosen = dict.fromkeys(open_stages, "onednn" if speed_up >= CLEARLY_FASTER else "default")
         if speed_up >= CLEARLY_FASTER:
             progress.note(f"FP32 products: oneDNN's, as exact as PyTorch's own and {speed_up:.1f}x as fast here")
-    return _with_precision(config, {name: {"onednn": onednn} for name, onednn in chosen.items()})
+    return _with_precision(config, {name: {"fp32_matmul": kernels} for name, kernels in chosen.items()})
 
 
 def _with_precision(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     """changes: fields of `precision`, by stage."""
     stages = {name: getattr(config, name) for name in changes}
     precisions = {name: replace(stage.precision, **changes[name]) for name, stage in stages.items()}
-    return replace(config, **{name: replace(stages[name], precision=precisions[name]) for name in stages})
+    resolved: dict[str, Any] = {name: replace(stages[name], precision=precisions[name]) for name in stages}
+    of_all = next(iter(changes.values()))
+    if len(changes) == len(TRAININGS) and all(change == of_all for change in changes.values()):
+        precision = replace(config.training.precision, **of_all)
+        resolved["training"] = replace(config.training, precision=precision)
+    return replace(config, **resolved)
 
 
-def _settle_precision(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
-    open_stages = [name for name in ("pretrain", "sft") if getattr(config, name).precision.policy == "fastest"]
+def _resolve_precision(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
+    open_stages = [name for name in TRAININGS if getattr(config, name).precision.policy == "auto"]
     if not open_stages:
         return config
     if previous:
@@ -191,18 +181,18 @@ def _settle_precision(config: RunConfig, previous: RunConfig | None, progress: P
         if is_widened(torch.bfloat16, torch.device(config.hardware.device)):
             # FP32's products and casts beside them: never the faster, whatever other work makes of a measurement
             rates = {name: rate for name, rate in rates.items() if name != "bf16"}
-        best = resolve_precision(PrecisionConfig(policy="fastest"), rates)
+        best = resolve_precision(PrecisionConfig(policy="auto"), rates)
         chosen = dict.fromkeys(open_stages, best.policy)
         shown = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items())
         progress.note(f"precision policy: {best.policy} (measured at the model's shapes: {shown})")
     return _with_precision(config, {name: {"policy": policy} for name, policy in chosen.items()})
 
 
-def _settle_int8(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
-    if config.quantize.backend != "fastest":
+def _resolve_int8(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
+    if config.serve.int8.backend != "auto":
         return config
     if previous:
-        return replace(config, quantize=previous.quantize)
+        return replace(config, serve=replace(config.serve, int8=previous.serve.int8))
     torch.set_num_threads(config.hardware.num_threads)
     matrices = [quantize_rows(torch.randn(shape)) for shape in matrix_shapes(config.model)]
     usable: list[Backend] = [
@@ -219,7 +209,7 @@ def _settle_int8(config: RunConfig, previous: RunConfig | None, progress: Progre
     best = min(times, key=lambda name: times[name])
     shown = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in times.items())
     progress.note(f"INT8 backend: {best} ({shown})")
-    return replace(config, quantize=replace(config.quantize, backend=best))
+    return replace(config, serve=replace(config.serve, int8=Int8WeightsConfig(backend=best)))
 
 
 def _absolute(source: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 from modelwright.memory.activations import FP32_BYTES, Compute, block_shape, total_recomputed_flops
 from modelwright.memory.checkpointing import segments_for
-from modelwright.memory.config import ActivationConfig
+from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.plan.memory import PROCESS_BYTES, MemoryEstimate, RankPart, rank_memory
@@ -39,7 +39,7 @@ def training_memory(
     tokens_per_microbatch: int,
     num_microbatches: int = 1,
     compute: Compute,
-    activations: ActivationConfig,
+    activations: ActivationCheckpointingConfig,
     head_chunk_tokens: int = CHUNK_TOKENS,
     async_checkpoints: bool = True,
     fused: bool = False,
@@ -52,7 +52,7 @@ def training_memory(
 
 
 def _whole_model(
-    model: ModelConfig, num_tokens: int, compute: Compute, activations: ActivationConfig, *, fused: bool
+    model: ModelConfig, num_tokens: int, compute: Compute, activations: ActivationCheckpointingConfig, *, fused: bool
 ) -> RankPart:
     """The part of a rank that holds everything, with one microbatch of `num_tokens` tokens."""
     shape = block_shape(model, compute=compute, mean_context=model.max_seq_len / 2, fused=fused)
@@ -69,7 +69,7 @@ def training_stage(
     num_microbatches: int,
     mean_context: float,
     compute: Compute,
-    activations: ActivationConfig,
+    activations: ActivationCheckpointingConfig,
     flops_per_s: float,
     mfu: float = ASSUMED_TRAIN_MFU,
     world_size: int = 1,

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from modelwright.memory.activations import BlockShape, Segment, block_shape, total_recomputed_flops
 from modelwright.memory.checkpointing import segments_for
-from modelwright.memory.config import ActivationConfig
+from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.pipeline.bubble import StageTime, bubble_s
@@ -46,7 +46,7 @@ class Layout:
     parallel: ParallelConfig
     num_devices: int
     microbatch_rows: int
-    activations: ActivationConfig
+    activations: ActivationCheckpointingConfig
 
     @property
     def axes(self) -> dict[str, int]:
@@ -167,9 +167,9 @@ def _part(
         has_embedding=0 in stages,
         has_head=len(layers) - 1 in stages,
         tensor=parallel.tensor,
-        shard=parallel.shard,
+        zero_stage=parallel.zero_stage,
         sharing=axes["shard"] * axes["context"],
-        copies=axes["replicate"] * (axes["context"] if parallel.shard == "none" else 1),
+        copies=axes["replicate"] * (axes["context"] if parallel.zero_stage == 0 else 1),
     )
     segments = segments_for(
         layout.activations,

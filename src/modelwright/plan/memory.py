@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from modelwright.memory.activations import FP32_BYTES, BlockShape, Segment, head_workspace_bytes, total_kept_bytes
 from modelwright.model.config import ModelConfig
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
-from modelwright.parallel.config import Shard
+from modelwright.parallel.config import ZeroStage
 
 PROCESS_BYTES = 395 * 2**20
 """Resident memory of a process in a training stage, before the model: Python, PyTorch and the other libraries that
@@ -58,7 +58,7 @@ class MemoryEstimate:
 
     def on_device(self, device: str, *, arena: bool = False) -> "MemoryEstimate":
         """What counts against the device's memory: on a CPU all that is `resident`; an accelerator holds neither the
-        process nor checkpoint copies. arena: of `memory_arena`."""
+        process nor checkpoint copies. arena: of `step_arena`."""
         return self.resident(arena=arena) if device == "cpu" else replace(self, process=0, checkpoint_copy=0)
 
     def resident(self, *, arena: bool) -> "MemoryEstimate":
@@ -73,7 +73,7 @@ class RankPart:
 
     segments: how its blocks treat activations, `shape`: their widths on this rank; num_tokens: of one microbatch on
     this rank; in_flight: microbatches whose activations it holds at once (not whole where a rank has several stages);
-    tensor: ranks that share each matrix; shard, sharing: what is divided among how many ranks; copies: ranks whose
+    tensor: ranks that share each matrix; zero_stage, sharing: what is sharded over how many ranks; copies: ranks whose
     gradients a transport adds up.
     """
 
@@ -85,7 +85,7 @@ class RankPart:
     has_embedding: bool = True
     has_head: bool = True
     tensor: int = 1
-    shard: Shard = "none"
+    zero_stage: ZeroStage = 0
     sharing: int = 1
     copies: int = 1
     head_chunk_tokens: int = CHUNK_TOKENS
@@ -98,7 +98,7 @@ class RankPart:
     @property
     def pieces(self) -> int:
         """Into how many pieces the states are cut."""
-        return 1 if self.shard == "none" else self.sharing
+        return 1 if self.zero_stage == 0 else self.sharing
 
 
 def block_parameters(model: ModelConfig, tensor: int) -> int:
@@ -146,7 +146,7 @@ def _forward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstim
     gradients = _earlier_gradients(model, part) + sum(_fresh_gradients(model, part, part.num_layers))
     kept = int(part.in_flight * _kept(part))
     here = MemoryEstimate(activations=kept + _outside_blocks(model, part), gradients=gradients)
-    if part.shard != "none":
+    if part.zero_stage != 0:
         yield replace(here, gathered=gathered + root)
     yield replace(here, gathered=gathered, workspace=head_workspace(model, part))
 
@@ -154,14 +154,14 @@ def _forward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstim
 def _backward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]:
     """Each segment's backward, with what is kept before it and the gradients of what came after it."""
     block = FP32_BYTES * block_parameters(model, part.tensor)
-    messages = 0 if part.shard == "none" else 2 * block
+    messages = 0 if part.zero_stage == 0 else 2 * block
     kept, layer = (part.in_flight - 1) * _kept(part), 0
     for place, segment in enumerate(part.segments):
         layer += segment.num_layers
         kept += part.num_tokens * part.shape.kept_bytes(segment)
         if part.segments[place - 1 : place] == part.segments[place + 1 : place + 2] == (segment,):
             continue  # amid equal segments everything rises or falls evenly: a peak is at an end
-        fetched = segment.num_layers if part.shard == "full" else 0
+        fetched = segment.num_layers if part.zero_stage == 3 else 0
         widest = 2 * model.model_dim * max(part.shape.ffn_dim, part.shape.query_dim)
         casts = segment.num_layers * block // 2 if segment.recompute else widest
         casts = 0 if part.shape.compute == "fp32" else casts
@@ -185,7 +185,7 @@ def _end_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]
     yield MemoryEstimate(
         gradients=gradients,
         activations=others + _tables(model, part),
-        gathered=0 if part.shard == "none" else 2 * root,
+        gathered=0 if part.zero_stage == 0 else 2 * root,
         workspace=table if added else 0,
     )
     states = FP32_BYTES * _num_parameters(model, part) // part.pieces
@@ -204,9 +204,9 @@ def _fresh_gradients(model: ModelConfig, part: RankPart, first_layer: int) -> tu
     outside = root if first_layer == 0 else min(head, root)
     if first_layer == part.num_layers:
         outside = 0
-    if part.shard == "none":
+    if part.zero_stage == 0:
         return (0, 0) if part.num_microbatches > 1 else (blocks + outside, 0)
-    if part.shard == "optimizer" and part.num_microbatches > 1:
+    if part.zero_stage == 1 and part.num_microbatches > 1:
         return outside, 0
     return outside, blocks // part.pieces if part.num_microbatches == 1 else 0
 
@@ -216,15 +216,15 @@ def _earlier_gradients(model: ModelConfig, part: RankPart) -> int:
     if part.num_microbatches == 1:
         return 0
     whole = FP32_BYTES * _num_parameters(model, part)
-    return whole if part.shard == "optimizer" else whole // part.pieces
+    return whole if part.zero_stage == 1 else whole // part.pieces
 
 
 def _gathered_bytes(model: ModelConfig, part: RankPart, num_layers: int) -> int:
     """Whole weights that stand while the first `num_layers` blocks are still to run backward."""
     root = FP32_BYTES * root_parameters(model, part)
-    if part.shard == "none":
+    if part.zero_stage == 0:
         return 0
-    if part.shard == "full":
+    if part.zero_stage == 3:
         return root
     return root + FP32_BYTES * num_layers * block_parameters(model, part.tensor)
 

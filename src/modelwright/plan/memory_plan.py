@@ -21,7 +21,7 @@ from modelwright.memory.activations import (
 )
 from modelwright.memory.budget import Budget, block_choices, least_budget
 from modelwright.memory.checkpointing import segments_for
-from modelwright.memory.config import ActivationConfig, Tier
+from modelwright.memory.config import ActivationCheckpointingConfig, Tier
 from modelwright.memory.lifetimes import MemoryTimeline
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
@@ -63,7 +63,7 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere:
-    """Another place where activations may wait; flops_per_byte: as in `ActivationConfig`."""
+    """Another place where activations may wait; flops_per_byte: as in `ActivationCheckpointingConfig`."""
 
     tier: Tier = "none"
     flops_per_byte: float = 0.0
@@ -99,7 +99,7 @@ def plan_step(
     could be computed meanwhile. The step as configured is the plan where it does that for no more; without a budget
     also where nothing within `more_compute` takes less memory.
 
-    arena: with what it changes, or to hold a budget, the plan switches on `memory_arena`; traces know no gaps of a
+    arena: with what it changes, or to hold a budget, the plan switches on `step_arena`; traces know no gaps of a
     heap, which otherwise come on top of every peak.
 
     Candidates are traced one after the other, for peaks need not fall along them (a frozen prefix keeps nothing that
@@ -134,7 +134,7 @@ def plan_step(
     return StepPlan(
         before=before,
         after=after,
-        train=replace(chosen.train, memory_arena=True) if arena and is_change else chosen.train,
+        train=replace(chosen.train, step_arena=True) if arena and is_change else chosen.train,
         present_flops=present.more_flops,
         more_flops=chosen.more_flops,
         moved_bytes=chosen.moved_bytes,
@@ -147,16 +147,16 @@ def _too_small(budget_bytes: int, lowest: int, elsewhere: Elsewhere) -> str:
     more = ", or let activations wait elsewhere (--offload)" if alone else ""
     return (
         f"budget: {size(budget_bytes)} is not enough; the lowest peak that {how} reaches is {size(lowest)} "
-        f"({lowest}); use smaller microbatches, or divide the states (parallel.shard){more}"
+        f"({lowest}); use smaller microbatches, or divide the states (parallel.zero_stage){more}"
     )
 
 
 def _with_updates_in_backward(train: TrainConfig) -> TrainConfig:
     """Where the settings let it be and weights stay as they are; else the same."""
-    if train.update_in_backward != "none":
+    if train.optimizer_in_backward or train.max_grad_norm:
         return train
     try:
-        return replace(train, update_in_backward="unclipped")
+        return replace(train, optimizer_in_backward=True)
     except ConfigError:
         return train
 
@@ -168,7 +168,7 @@ def _candidates(
     is configured."""
     compute, fused = train.precision.planned_as, cpu_kernels.are_used_on("cpu")
     shape = block_shape(model, compute=compute, mean_context=model.max_seq_len / 2, fused=fused)
-    num_tokens = train.batch_rows(seq_len) * seq_len // train.num_microbatches
+    num_tokens = train.batch_rows(seq_len) * seq_len // train.gradient_accumulation_steps
     end_bytes = head_workspace_bytes(model, num_tokens=num_tokens, chunk_tokens=CHUNK_TOKENS)
     whole = num_tokens * (model.num_layers * shape.whole_bytes + shape.workspace_bytes) + end_bytes
     choices = block_choices(shape, num_tokens, model.num_layers, flops_per_byte=elsewhere.flops_per_byte)
@@ -178,28 +178,28 @@ def _candidates(
 
     def candidate(way: TrainConfig) -> _Candidate:
         segments = segments_for(
-            way.activations, model.num_layers, shape=shape, num_tokens=num_tokens, end_bytes=end_bytes
+            way.activation_checkpointing, model.num_layers, shape=shape, num_tokens=num_tokens, end_bytes=end_bytes
         )
         again, moved = total_recomputed_flops(shape, segments) / flops, total_moved_bytes(shape, segments)
         return _Candidate(
             train=way,
             more_flops=again,
-            moved_bytes=moved * num_tokens * train.num_microbatches,
+            moved_bytes=moved * num_tokens * train.gradient_accumulation_steps,
             cost=again + moved * elsewhere.flops_per_byte / flops,
         )
 
-    folder = train.activations.offload_folder if elsewhere.tier == "disk" else ""
+    folder = train.activation_checkpointing.offload_dir if elsewhere.tier == "disk" else ""
     lean = _with_updates_in_backward(train)
-    found = [candidate(replace(lean, activations=ActivationConfig()))]
+    found = [candidate(replace(lean, activation_checkpointing=ActivationCheckpointingConfig()))]
     for budget in budgets:
-        config = ActivationConfig(
+        config = ActivationCheckpointingConfig(
             mode="budget",
             budget_bytes=budget,
             offload=elsewhere.tier,
-            offload_folder=folder,
+            offload_dir=folder,
             flops_per_byte=elsewhere.flops_per_byte,
         )
-        next_one = candidate(replace(lean, activations=config))
+        next_one = candidate(replace(lean, activation_checkpointing=config))
         if next_one.cost > found[-1].cost:
             found.append(next_one)
     return candidate(train), found

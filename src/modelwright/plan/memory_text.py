@@ -18,7 +18,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 @dataclass(frozen=True, kw_only=True)
 class Known:
     """What stands beside a plan. error: how far predicted peaks were off where they were measured, "" when they were
-    not; gaps: the same of what a heap takes on top; no_arena: why `memory_arena` is not to be had here, "" where it is.
+    not; gaps: the same of what a heap takes on top; no_arena: why `step_arena` is not to be had here, "" where it is.
     """
 
     error: str = ""
@@ -52,7 +52,7 @@ def heap_lines(known: Known) -> list[str]:
     gaps = f"the heap's gaps come on top of these peaks ({known.gaps or 'how much has not been measured here'})"
     if known.no_arena:
         return [f"gaps: {gaps}; no arena here: {known.no_arena}"]
-    return [f"gaps: without memory_arena: true {gaps}"]
+    return [f"gaps: without step_arena: true {gaps}"]
 
 
 def plan_data(plan: StepPlan, configured: TrainConfig, *, top: int) -> dict[str, Any]:
@@ -114,14 +114,14 @@ def _describe(one: Lifetime) -> str:
 
 
 def _setting_lines(settings: Mapping[str, object]) -> list[str]:
-    if "activations" not in settings:
+    if "activation_checkpointing" not in settings:
         return [f"{name}: {value}" for name, value in settings.items()]
-    shown = {name: value for name, value in settings.items() if name != "activations"}
-    activations = settings["activations"]
+    shown = {name: value for name, value in settings.items() if name != "activation_checkpointing"}
+    activations = settings["activation_checkpointing"]
     assert isinstance(activations, Mapping)
     names = ["mode", "budget_bytes"] + (["offload", "flops_per_byte"] if activations["offload"] != "none" else [])
     own = ", ".join(f"{name}: {activations[name]}" for name in names)
-    return [*(f"{name}: {value}" for name, value in shown.items()), f"activations: {{{own}}}"]
+    return [*(f"{name}: {value}" for name, value in shown.items()), f"activation_checkpointing: {{{own}}}"]
 
 
 def _timeline_data(timeline: MemoryTimeline, top: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from modelwright.core.config import dump
-from modelwright.memory.config import ActivationConfig
+from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.plan.estimate import size
 from modelwright.plan.layout import Assessment, TrainingJob
 from modelwright.plan.memory import MemoryEstimate
@@ -48,9 +48,9 @@ def proposal_data(job: TrainingJob, cluster: Cluster, proposal: Proposal) -> dic
     def plain(found: Assessment) -> dict[str, Any]:
         return {
             "parallel": dump(found.layout.parallel),
-            "activations": dump(found.layout.activations),
+            "activation_checkpointing": dump(found.layout.activations),
             "microbatch_rows": found.layout.microbatch_rows,
-            "num_microbatches": found.num_microbatches,
+            "gradient_accumulation_steps": found.num_microbatches,
             "layers_per_stage": list(found.layers_per_stage),
             "memory_bytes": {**asdict(found.memory), "total": found.memory.total},
             "total_bytes": found.memory.total * found.layout.num_devices,
@@ -100,7 +100,7 @@ def _row(found: Assessment, cluster: Cluster) -> str:
     rows = f"{layout.microbatch_rows} x {found.num_microbatches}"
     communication = sum(found.communication_s.values()) / found.step_s
     return (
-        f"{axes['pipeline']:>4}{data:>9}{axes['context']:>4}{axes['tensor']:>4}  {layout.parallel.shard:<10}"
+        f"{axes['pipeline']:>4}{data:>9}{axes['context']:>4}{axes['tensor']:>4}  {layout.parallel.zero_stage:<10}"
         f"{schedule:<16}{rows:>11}  {_activations(layout.activations):<11}{_decimal(found.memory.total):>11}"
         f"{_decimal(found.memory.total * layout.num_devices):>9}{found.step_s:>8.3g}s{found.bubble_share:>8.1%}"
         f"{communication:>7.1%}{found.utilization(cluster):>6.2f}"
@@ -110,8 +110,9 @@ def _row(found: Assessment, cluster: Cluster) -> str:
 def _details(job: TrainingJob, found: Assessment) -> list[str]:
     """The settings that make the first layout, and its memory and time by part."""
     layout, memory = found.layout, found.memory
-    plain = {"pipeline", "data", "context", "tensor", "shard", "shard_group", "schedule", "stages_per_rank"}
+    plain = {"pipeline", "data", "context", "tensor", "zero_stage", "shard_group_size", "schedule", "stages_per_rank"}
     settings = {name: value for name, value in dump(layout.parallel).items() if name in plain and value not in (0, 1)}
+    settings["zero_stage"] = layout.parallel.zero_stage
     if len(set(found.layers_per_stage)) > 1:
         settings["layers_per_stage"] = list(found.layers_per_stage)
     seconds = {"compute": found.compute_s, "computed again": found.recompute_s, "bubble": found.bubble_s}
@@ -119,7 +120,7 @@ def _details(job: TrainingJob, found: Assessment) -> list[str]:
     shown = ", ".join(f"{name}: {value}" for name, value in settings.items())
     return [
         f"the first:  parallel: {{{shown}}}",
-        f"            num_microbatches: {found.num_microbatches}, activations: {_activations(layout.activations)}",
+        f"            gradient_accumulation_steps: {found.num_microbatches}, activation_checkpointing: {_activations(layout.activations)}",
         f"  memory    {_parts(memory)}",
         "  step      " + ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items() if value),
         f"  speed     {job.batch_tokens / found.step_s / layout.num_devices:,.0f} tokens/s on each device",
@@ -141,11 +142,11 @@ def _reason(found: Assessment, cluster: Cluster) -> str:
 def _short(found: Assessment) -> str:
     axes = found.layout.axes
     data = f"{axes['replicate']}x{axes['shard']}"
-    return f"pp {axes['pipeline']} data {data} cp {axes['context']} tp {axes['tensor']} {found.layout.parallel.shard}"
+    return f"pp {axes['pipeline']} data {data} cp {axes['context']} tp {axes['tensor']} ZeRO-{found.layout.parallel.zero_stage}"
 
 
-def _activations(config: ActivationConfig) -> str:
-    return f"unit {config.unit_layers}" if config.mode == "unit" else config.mode
+def _activations(config: ActivationCheckpointingConfig) -> str:
+    return f"full {config.layers_per_segment}" if config.mode == "full" else config.mode
 
 
 def _decimal(num_bytes: float) -> str:

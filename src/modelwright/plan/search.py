@@ -7,21 +7,22 @@ microbatches and ways to treat activations. Knows no recipe and no terminal.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 from modelwright.core.errors import ConfigError
-from modelwright.memory.config import ActivationConfig
+from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
-from modelwright.parallel.config import ParallelConfig, Schedule, Shard
+from modelwright.parallel.config import ParallelConfig, Schedule, ZeroStage
 from modelwright.parallel.pipeline.stages import check_microbatches, is_v_shaped
 from modelwright.plan.layout import Assessment, Layout, TrainingJob, assess
 from modelwright.plan.traffic import Cluster
 
 ACTIVATIONS = (
-    ActivationConfig(),
-    ActivationConfig(mode="selective"),
-    *(ActivationConfig(mode="unit", unit_layers=layers) for layers in (1, 2, 4, 8)),
+    ActivationCheckpointingConfig(),
+    ActivationCheckpointingConfig(mode="selective"),
+    *(ActivationCheckpointingConfig(mode="full", layers_per_segment=layers) for layers in (1, 2, 4, 8)),
 )
-SHARDS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
+ZERO_STAGES: tuple[ZeroStage, ...] = get_args(ZeroStage)
 MARGIN = 0.9
 """Share of the memory that a layout may fill: the model's own error, and what allocators lose between blocks."""
 _MAX_MICROBATCH_ROWS = 16
@@ -49,7 +50,7 @@ def propose(job: TrainingJob, cluster: Cluster, *, memory_share: float = MARGIN)
         except ConfigError as error:
             refused.setdefault(str(error))
             continue
-        key = (*layout.axes.values(), layout.parallel.shard)
+        key = (*layout.axes.values(), layout.parallel.zero_stage)
         if found.memory.total <= room and (key not in fitting or _rank(found) < _rank(fitting[key])):
             fitting[key] = found
         if key not in smallest or found.memory.total < smallest[key].memory.total:
@@ -101,15 +102,15 @@ def meshes(job: TrainingJob, cluster: Cluster) -> Iterator[ParallelConfig]:
             if pipeline > model.num_layers:
                 continue
             data = devices // (tensor * context * pipeline)
-            for shard, group in _shard_groups(cluster, data, context, tensor):
+            for zero_stage, group_size in _shard_groups(cluster, data, context, tensor):
                 for schedule, stages in _schedules(pipeline, model.num_layers):
                     yield ParallelConfig(
                         pipeline=pipeline,
                         data=data,
                         context=context,
                         tensor=tensor,
-                        shard=shard,
-                        shard_group=group,
+                        zero_stage=zero_stage,
+                        shard_group_size=group_size,
                         schedule=schedule,
                         stages_per_rank=stages,
                     )
@@ -120,15 +121,15 @@ def _rank(found: Assessment) -> tuple[float, int]:
     return found.step_s, found.memory.total
 
 
-def _shard_groups(cluster: Cluster, data: int, context: int, tensor: int) -> Iterator[tuple[Shard, int]]:
-    yield "none", 0
+def _shard_groups(cluster: Cluster, data: int, context: int, tensor: int) -> Iterator[tuple[ZeroStage, int]]:
+    yield 0, 0
     if data == 1:
         return
     in_host = cluster.devices_per_host // (context * tensor)
-    for shard in SHARDS[1:]:
-        yield shard, 0
+    for zero_stage in ZERO_STAGES[1:]:
+        yield zero_stage, 0
         if 1 < in_host < data and data % in_host == 0:
-            yield shard, in_host
+            yield zero_stage, in_host
 
 
 def _schedules(pipeline: int, num_layers: int) -> Iterator[tuple[Schedule, int]]:
@@ -147,7 +148,7 @@ def _schedulable(model: ModelConfig, parallel: ParallelConfig, num_microbatches:
     """Whether training would take this pipeline; with fewer microbatches than ranks it would wait most of the time."""
     if num_microbatches < parallel.pipeline:
         return False
-    divided = parallel.shard != "none" or parallel.tensor > 1
+    divided = parallel.zero_stage != 0 or parallel.tensor > 1
     if model.tie_embeddings and divided and is_v_shaped(parallel):
         return False
     try:

@@ -50,15 +50,15 @@ def trace_step(
 
     Raises `ConfigError` when the batch does not divide into rows and microbatches.
     """
-    if train.precision.policy == "fastest":
-        raise ConfigError("precision.policy: 'fastest' is not settled yet; set fp32 or bf16_mixed")
+    if train.precision.policy == "auto":
+        raise ConfigError("precision.policy: 'auto' is not resolved yet; set fp32 or bf16_mixed")
     train = replace(train, precision=replace(train.precision, adaptive=AdaptiveConfig()))
     rows = train.batch_rows(seq_len)
     decoder = fake_model(lambda: Decoder(model)) if fake else Decoder(model)
     assert isinstance(decoder, Decoder)
     if not fake:
         decoder.init_weights(0)
-    on_disk = train.activations.offload == "disk"
+    on_disk = train.activation_checkpointing.offload == "disk"
     trace = StepTrace(decoder)
     with ExitStack() as exit_stack, trace.places():
         one_step = build_step(

@@ -2,7 +2,7 @@
 
 Ring algorithms: an all-gather or reduce-scatter of S bytes over n ranks sends (n - 1) / n * S from each, an all-reduce
 twice that. An axis whose ranks lie in one host uses the host's link, any other the network. What training sends follows
-the passes: FSDP2 as `parallel.shard` sets it up, FP32 weights and gradients; tensor parallelism as Shoeybi et al. 2019
+the passes: FSDP2 as `parallel.zero_stage` sets it up, FP32 weights and gradients; tensor parallelism as Shoeybi et al. 2019
 and, with sequence parallelism, Korthikanti et al. 2022 (equal bytes). Knows no schedule.
 """
 
@@ -108,7 +108,7 @@ def _axis_traffic(axis: str, model: ModelConfig, part: RankPart, axes: Mapping[s
 def _shard_traffic(part: RankPart, weights: float, share: float, ranks: int) -> tuple[float, float]:
     """Stage 3 fetches weights forward and backward and scatters gradients, for every microbatch; stage 2 fetches them
     once for every microbatch; stage 1 scatters gradients once a step."""
-    fetches = part.num_microbatches * (2 if part.shard == "full" else 1)
-    scatters = 1 if part.shard == "optimizer" else part.num_microbatches
+    fetches = part.num_microbatches * (2 if part.zero_stage == 3 else 1)
+    scatters = 1 if part.zero_stage == 1 else part.num_microbatches
     messages = (fetches + scatters) * (part.num_layers + 1) * (ranks - 1)
     return (fetches + scatters) * share * weights, messages

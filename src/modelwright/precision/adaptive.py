@@ -93,8 +93,8 @@ class Rules:
             return FormatChoice(
                 best, f"{bytes_of}: {signs.memory_pressure:.0%} of memory in use, damage {harm[best]:.3g}"
             )
-        if signs.speed[present] < self.config.min_gain * signs.speed[best]:
-            return FormatChoice(present, f"{best} would not be {self.config.min_gain:g}x as fast")
+        if signs.speed[present] < self.config.min_speedup * signs.speed[best]:
+            return FormatChoice(present, f"{best} would not be {self.config.min_speedup:g}x as fast")
         gain = signs.speed[present] / signs.speed[best]
         return FormatChoice(best, f"{gain:.2f}x as fast as {present}, damage {harm[best]:.3g}")
 
@@ -148,7 +148,7 @@ class Bandit:
     def _bound(self, signs: Signs, chosen: Format) -> float:
         precision, rewards = self._arm(chosen)
         seen, inverse = features(signs, chosen), np.linalg.inv(precision)
-        hoped = float(inverse @ rewards @ seen + self.config.explore * math.sqrt(seen @ inverse @ seen))
+        hoped = float(inverse @ rewards @ seen + self.config.exploration * math.sqrt(seen @ inverse @ seen))
         return min(hoped, self.reward(signs, chosen, 0.0))
 
     def propose(self, part: str, signs: Signs, present: Format, candidates: Sequence[Format]) -> FormatChoice:
@@ -159,7 +159,7 @@ class Bandit:
     def reward(self, signs: Signs, chosen: Format, loss_excess: float) -> float:
         harm = damage(signs, chosen) + max(0.0, loss_excess)
         saved = 1.0 - min(1.0, signs.speed[chosen]) + shortage(signs) * (1.0 - signs.size[chosen])
-        return saved - self.config.damage_weight * harm
+        return saved - self.config.damage_penalty * harm
 
     def learn(self, part: str, signs: Signs, chosen: Format, loss_excess: float) -> None:
         precision, rewards = self._arm(chosen)
@@ -186,7 +186,7 @@ def scheduled(
     middle = (len(parts) - 1) / 2
     order = sorted(parts, key=lambda part: (not part.endswith(".ffn"), abs(parts.index(part) - middle)))
     narrow = set(order[: round(share * len(parts))])
-    return {part: config.narrow if part in narrow else widest[part] for part in parts}
+    return {part: config.low_precision if part in narrow else widest[part] for part in parts}
 
 
 @dataclass
@@ -222,7 +222,7 @@ class Switcher:
     def see_loss(self, step: int, loss: float) -> bool:
         """Every step; whether the loss jumped, so that formats went back to the last good ones."""
         excess = loss / self.mean_loss - 1.0 if self.mean_loss > 0 else 0.0
-        jumped = not math.isfinite(loss) or excess > self.config.spike
+        jumped = not math.isfinite(loss) or excess > self.config.revert_on_loss_rise
         if math.isfinite(loss):
             self.mean_loss = EMA * self.mean_loss + (1 - EMA) * loss if self.mean_loss else loss
         narrow = {part for part, chosen in self.formats.items() if chosen != self.widest[part]}
@@ -234,14 +234,14 @@ class Switcher:
             if part in self.last_signs and back[part] != self.formats[part]:  # of what may have brought the jump
                 self.controller.learn(part, self.last_signs.pop(part), self.formats[part], harm)
             self._switch(step, part, FormatChoice(back[part], f"the loss jumped to {loss:.4g}"))
-            self.resting[part] = self.config.hold
+            self.resting[part] = self.config.cooldown_decisions
         self.good = dict(self.formats)
         return True
 
     def decide(self, step: int, signs: Mapping[str, Signs], loss_excess: float) -> None:
         """All parts, in one order; loss_excess: what the loss was above what the earlier periods led to expect."""
         self.last_signs, last_signs = {}, self.last_signs
-        if loss_excess <= self.config.spike:
+        if loss_excess <= self.config.revert_on_loss_rise:
             self.good = dict(self.formats)
         for part, seen in signs.items():
             self.last_signs[part] = seen
@@ -254,7 +254,7 @@ class Switcher:
             choice = self._proved(part)
             if choice.chosen != self.formats[part]:
                 self._switch(step, part, choice)
-                self.resting[part] = self.config.hold
+                self.resting[part] = self.config.cooldown_decisions
 
     def _proved(self, part: str) -> FormatChoice:
         """What the controller proposes when it knows the rise of the loss with what it proposes."""

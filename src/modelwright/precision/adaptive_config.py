@@ -3,44 +3,54 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.ops.formats import Format
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveConfig:
-    """How formats are chosen while the model trains.
-
-    kind: `rules`, `bandit` or `schedule`; every: steps between decisions, the last `window` of which are measured;
-    candidates: formats to choose among, FP32 and the policy's own always. tolerance: damage that a part may take;
-    min_gain: how many times as fast a change has to make it; hold: decisions that a changed part rests for.
-    spike: rise of the loss over its running mean, relative, that brings the last good formats back. explore: how much
-    the bandit tries what it knows little of; damage_weight: of damage against time saved in its reward. schedule:
-    (step, share) pairs: from that step on, so large a share of the parts computes in `narrow`, feed-forward parts
-    first.
-    """
+    """Number formats that change while the model trains."""
 
     kind: Literal["none", "rules", "bandit", "schedule"] = "none"
-    every: int = 100
-    window: int = 4
+    """`rules`: decide by measured speed and damage; `bandit`: a contextual bandit decides (LinUCB, Li et al. 2010);
+    `schedule`: follow `schedule`; `none`."""
+    decide_every_steps: int = 100
+    """Steps between decisions."""
     candidates: tuple[Format, ...] = ("bf16", "int8")
+    """Formats to choose among; FP32 and the policy's own are always candidates."""
     tolerance: float = 0.05
-    min_gain: float = 1.1
-    hold: int = 2
-    spike: float = 0.2
-    explore: float = 0.3
-    damage_weight: float = 5.0
+    """Largest accepted damage to a submodule's gradients, as a relative error."""
     schedule: tuple[tuple[int, float], ...] = ()
-    narrow: Format = "bf16"
+    """(step, fraction) pairs: from that step on, this fraction of the submodules computes in `low_precision`,
+    feed-forward first."""
+    low_precision: Format = "bf16"
+    """Format that `schedule` switches to."""
+    measure_steps: int = constant(4)
+    """Steps before each decision that are measured."""
+    min_speedup: float = constant(1.1)
+    """Least speedup for which a format is changed."""
+    cooldown_decisions: int = constant(2)
+    """Decisions for which a changed submodule is left alone."""
+    revert_on_loss_rise: float = constant(0.2)
+    """Relative rise of the loss over its running mean that restores the last good formats."""
+    exploration: float = constant(0.3)
+    """How much the bandit favors formats it knows little about."""
+    damage_penalty: float = constant(5.0)
+    """Weight of damage against saved time in the bandit's reward."""
 
     def __post_init__(self) -> None:
-        if self.every < 2:
-            raise ConfigError(f"every: must be at least 2 steps, one to measure and one to go by it, got {self.every}")
-        if not 1 <= self.window < self.every:
-            raise ConfigError(f"window: must be at least 1 and below every ({self.every}), got {self.window}")
-        if self.min_gain < 1:
-            raise ConfigError(f"min_gain: must be at least 1, got {self.min_gain}; 1.1 asks for a tenth")
-        for name in ("tolerance", "spike"):
+        if self.decide_every_steps < 2:
+            raise ConfigError(
+                f"decide_every_steps: must be at least 2 steps, one to measure and one to go by it, got {self.decide_every_steps}"
+            )
+        if not 1 <= self.measure_steps < self.decide_every_steps:
+            raise ConfigError(
+                f"measure_steps: must be at least 1 and below every ({self.decide_every_steps}), got {self.measure_steps}"
+            )
+        if self.min_speedup < 1:
+            raise ConfigError(f"min_speedup: must be at least 1, got {self.min_speedup}; 1.1 asks for a tenth")
+        for name in ("tolerance", "revert_on_loss_rise"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0, got {getattr(self, name)}")
         if (self.kind == "schedule") != bool(self.schedule):

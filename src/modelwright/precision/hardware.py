@@ -45,7 +45,7 @@ class Machine:
         largest = max(map(config.relative_bytes, widest))
         is_short = memory_pressure >= ROOMY
         smaller = [chosen for chosen in candidates if is_short and config.relative_bytes(chosen) < largest]
-        gain = config.adaptive.min_gain if not smaller and widest == {"fp32"} else 1.0
+        gain = config.adaptive.min_speedup if not smaller and widest == {"fp32"} else 1.0
         return tuple(
             chosen
             for chosen in candidates

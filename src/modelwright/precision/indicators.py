@@ -120,7 +120,7 @@ def error_of(sample: ValueSample, chosen: Format, role: Role, config: PrecisionC
     if chosen in FLOATS:
         return _float_error(sample.rows_RK, FLOATS[chosen])
     eight = config.int8 if chosen == "int8" else config.fp8
-    sides = [False] if role != "weight" and eight.weight_gradient == "wide" else [False, True]
+    sides = [False] if role != "weight" and eight.wgrad_high_precision else [False, True]
     return max(_error_of_codes(sample, chosen, role, config, transposed=side) for side in sides)
 
 
@@ -143,7 +143,7 @@ def _error_of_codes(
     codes, scales = quantize(x, grid, dtype, maxima=None if maxima is None else lambda present: maxima)
     lost = dequantize(codes, scales, grid) - x
     squares = lost.square()
-    if chosen == "int8" and role == "grad" and config.int8.stochastic:
+    if chosen == "int8" and role == "grad" and config.int8.stochastic_rounding:
         squares = dequantize(torch.ones_like(codes), scales, grid) * lost.abs() - squares
     is_shared = chosen == "int8" and transposed
     return _share(squares, sample.mean_square * x.numel() if is_shared else x.square().sum())

@@ -56,7 +56,7 @@ class LayerScales:
 
     def due(self, layer: int) -> bool:
         """Whether the layer's window ends with the present update, if that is good."""
-        return self._num_good[layer] + 1 >= self.config.window
+        return self._num_good[layer] + 1 >= self.config.growth_interval
 
     def update(self, step: int, *, overflowed: bool, culprit: int | None, found: Sequence[LayerFindings]) -> None:
         """After update `step` (from 0); culprit: the layer in which an overflow began, None for none of them.
@@ -71,7 +71,7 @@ class LayerScales:
         if overflowed and culprit is not None:
             self.num_overflows[culprit] += 1
             self._num_good[culprit] = 0
-            self._set(step, culprit, self.values[culprit] * self.config.backoff)
+            self._set(step, culprit, self.values[culprit] * self.config.backoff_factor)
         if overflowed:
             self._fall_along(step, culprit)
         self._set_factors()
@@ -96,12 +96,12 @@ class LayerScales:
     def _grow(self, step: int, layer: int, findings: LayerFindings) -> None:
         self._num_good[layer] += 1
         self._fitted[layer] = True
-        if self._num_good[layer] < self.config.window:
+        if self._num_good[layer] < self.config.growth_interval:
             return
         self._num_good[layer] = 0
-        has_room = findings.largest * self.config.growth * HEADROOM <= LARGEST
-        if findings.small > self.config.max_small and has_room:
-            self._set(step, layer, self.values[layer] * self.config.growth)
+        has_room = findings.largest * self.config.growth_factor * HEADROOM <= LARGEST
+        if findings.small > self.config.max_underflow_fraction and has_room:
+            self._set(step, layer, self.values[layer] * self.config.growth_factor)
 
     def _fall_along(self, step: int, culprit: int | None) -> None:
         """Layers behind the culprit in the backward pass (all of them for None) that have yet to fit."""
@@ -111,7 +111,7 @@ class LayerScales:
                 self._set(step, layer, min(self.values[layer], fallen))
 
     def _set(self, step: int, layer: int, value: float) -> None:
-        value = min(max(value, self.config.smallest), self.config.largest)
+        value = min(max(value, self.config.min_scale), self.config.max_scale)
         if value != self.values[layer]:
             self.values[layer] = value
             self.history = [*self.history, (step + 1, layer, value)][-MAX_HISTORY:]

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 
 MAX_HISTORY = 1000
@@ -22,46 +23,56 @@ SCALE_OF_LARGE = 2.0**12
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
-    """How losses are scaled.
+    """Loss scaling, with the names of `torch.amp.GradScaler`."""
 
-    use: `auto` when products are computed in FP16, `always`, or `never`; dynamic: the scale follows overflows, else it
-    stays. initial: 0 for a choice by the number of parameters. growth: factor after `window` updates in a row without
-    overflow; backoff: factor after an overflow, whose update is skipped. The scale stays within `smallest` and
-    `largest`. per_layer: every block has a scale of its own (`precision/layer_scales.py`), which grows only after a
-    window at whose end more than the share `max_small` of its gradients is too small for FP16's full precision.
-    """
-
-    use: Literal["auto", "always", "never"] = "auto"
+    enabled: Literal["auto", "always", "never"] = "auto"
+    """`auto`: when anything is computed in FP16."""
     dynamic: bool = True
-    initial: float = 2.0**15
-    growth: float = 2.0
-    backoff: float = 0.5
-    window: int = 2000
-    smallest: float = 2.0**-14
-    largest: float = 2.0**24
+    """Grow and back off the scale; otherwise it stays at `init_scale`."""
+    init_scale: float = 2.0**15
+    """First scale; 0 chooses it by the number of parameters."""
+    growth_interval: int = 2000
+    """Updates in a row without overflow after which the scale grows."""
     per_layer: bool = False
-    max_small: float = 0.01
+    """Give every block its own scale."""
+    growth_factor: float = constant(2.0)
+    """Factor by which the scale grows."""
+    backoff_factor: float = constant(0.5)
+    """Factor on the scale after an overflow; that update is skipped."""
+    min_scale: float = constant(2.0**-14)
+    """Lower bound of the scale."""
+    max_scale: float = constant(2.0**24)
+    """Upper bound of the scale."""
+    max_underflow_fraction: float = constant(0.01)
+    """`per_layer`: a scale grows only while more than this fraction of its gradients is too small for FP16's full
+    precision."""
 
     def __post_init__(self) -> None:
-        if self.initial < 0:
+        if self.init_scale < 0:
             raise ConfigError(
-                f"initial: must not be negative, got {self.initial}; 0 chooses by the number of parameters"
+                f"init_scale: must not be negative, got {self.init_scale}; 0 chooses by the number of parameters"
             )
-        if self.growth <= 1:
-            raise ConfigError(f"growth: must be above 1, got {self.growth}; 2 is usual, 8 climbs faster")
-        if not 0 < self.backoff < 1:
-            raise ConfigError(f"backoff: must be between 0 and 1, got {self.backoff}; 0.5 is usual")
-        if self.window < 1:
-            raise ConfigError(f"window: must be at least 1 update, got {self.window}; 1000 or 2000 is usual")
-        if not 0 < self.smallest <= self.largest:
-            raise ConfigError(f"smallest: must be above 0 and at most largest ({self.largest:g}), got {self.smallest}")
-        if self.initial and not self.smallest <= self.initial <= self.largest:
+        if self.growth_factor <= 1:
+            raise ConfigError(f"growth_factor: must be above 1, got {self.growth_factor}; 2 is usual, 8 climbs faster")
+        if not 0 < self.backoff_factor < 1:
+            raise ConfigError(f"backoff_factor: must be between 0 and 1, got {self.backoff_factor}; 0.5 is usual")
+        if self.growth_interval < 1:
             raise ConfigError(
-                f"initial: must lie between smallest ({self.smallest:g}) and largest ({self.largest:g}), got "
-                f"{self.initial}"
+                f"growth_interval: must be at least 1 update, got {self.growth_interval}; 1000 or 2000 is usual"
             )
-        if not 0 <= self.max_small < 1:
-            raise ConfigError(f"max_small: must be a share in [0, 1), got {self.max_small}; 0.01 is usual")
+        if not 0 < self.min_scale <= self.max_scale:
+            raise ConfigError(
+                f"min_scale: must be above 0 and at most largest ({self.max_scale:g}), got {self.min_scale}"
+            )
+        if self.init_scale and not self.min_scale <= self.init_scale <= self.max_scale:
+            raise ConfigError(
+                f"init_scale: must lie between smallest ({self.min_scale:g}) and largest ({self.max_scale:g}), got "
+                f"{self.init_scale}"
+            )
+        if not 0 <= self.max_underflow_fraction < 1:
+            raise ConfigError(
+                f"max_underflow_fraction: must be a share in [0, 1), got {self.max_underflow_fraction}; 0.01 is usual"
+            )
         if self.per_layer:
             self._check_layers()
 
@@ -69,7 +80,7 @@ class LossScaleConfig:
         """A block's scale and the common one must be so many times each other that no bit is lost."""
         if not self.dynamic:
             raise ConfigError("per_layer: follows overflows, which needs dynamic; set dynamic to true")
-        for name in ("initial", "growth", "backoff", "smallest", "largest"):
+        for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
             value = getattr(self, name)
             if value and math.frexp(value)[0] != 0.5:
                 raise ConfigError(f"{name}: must be a power of two with per_layer, got {value}")
@@ -98,11 +109,11 @@ def first_scale(config: LossScaleConfig, num_parameters: int) -> float:
     """`initial`, or for 0 a power of two by size: larger models sum more contributions into each gradient and overflow
     earlier. 2^15 up to 100 million parameters, half of that with each tenfold, 2^12 from 10 billion on.
     """
-    if config.initial:
-        return config.initial
+    if config.init_scale:
+        return config.init_scale
     tenfolds = math.floor(math.log10(max(num_parameters, 1)) - 8 + 1e-9) + 1 if num_parameters > 1e8 else 0
     chosen = max(2.0 ** (15 - tenfolds), SCALE_OF_LARGE)
-    return min(max(chosen, config.smallest), config.largest)
+    return min(max(chosen, config.min_scale), config.max_scale)
 
 
 class LossScale:
@@ -123,9 +134,9 @@ class LossScale:
         before = self.value
         self._num_good = 0 if overflowed else self._num_good + 1
         if overflowed:
-            self.value = max(self.value * self.config.backoff, self.config.smallest)
-        elif self._num_good >= self.config.window:
-            self.value, self._num_good = min(self.value * self.config.growth, self.config.largest), 0
+            self.value = max(self.value * self.config.backoff_factor, self.config.min_scale)
+        elif self._num_good >= self.config.growth_interval:
+            self.value, self._num_good = min(self.value * self.config.growth_factor, self.config.max_scale), 0
         if self.value != before:
             self.history = [*self.history, (step + 1, self.value)][-MAX_HISTORY:]
 
@@ -145,6 +156,6 @@ class LossScale:
 
 def loss_scale_for(config: LossScaleConfig, *, uses_fp16: bool, count: Callable[[], int]) -> LossScale | None:
     """The scaler of a run, None where losses stay as they are."""
-    if config.use == "never" or (config.use == "auto" and not uses_fp16):
+    if config.enabled == "never" or (config.enabled == "auto" and not uses_fp16):
         return None
     return LossScale(config, count())

@@ -95,8 +95,10 @@ class ModelFormats:
         self.projections = model.projections()
         self.parts = list(dict.fromkeys(map(part_of, self.projections)))
         self.formats: dict[str, Format] = {part: config.format_of(kind_of(part)) for part in self.parts}
-        self.delayed = {name: DelayedMaxima(config.fp8.history) for name in self.projections if config.delays}
-        self.shared = {part: SharedCodes() for part in self.parts if config.fp8.cache and not config.delays}
+        self.delayed = {name: DelayedMaxima(config.fp8.amax_history_len) for name in self.projections if config.delays}
+        self.shared = {
+            part: SharedCodes() for part in self.parts if config.fp8.save_quantized_input and not config.delays
+        }
         self._watched: Watched = _unwatched
         self._around: Around | None = None
         self._apply()
@@ -125,18 +127,18 @@ class ModelFormats:
             products = self._changed(name, PLAIN)
             return partial(in_float, FLOATS[chosen], products=products, keeps_cast=self._is_recomputed(name))
         if chosen == "int8":
-            wide = config.int8.weight_gradient == "wide"
-            made = Int8(result=result, stochastic=config.int8.stochastic, wide_weight_gradient=wide)
+            wide = config.int8.wgrad_high_precision
+            made = Int8(result=result, stochastic=config.int8.stochastic_rounding, wide_weight_gradient=wide)
             return partial(in_products, self._changed(name, made.products()), result)
         delays = {}
         if name in self.delayed:
             delays = {"maxima": self.delayed[name]}
-        caches = config.fp8.cache and not name.endswith("o_proj")  # whose input attention keeps as it is
+        caches = config.fp8.save_quantized_input and not name.endswith("o_proj")  # whose input attention keeps as it is
         made = Fp8(
             recipe=config.fp8.recipe,
             result=result,
             gradients=config.fp8.gradient_dtype,
-            wide_weight_gradient=config.fp8.weight_gradient == "wide",
+            wide_weight_gradient=config.fp8.wgrad_high_precision,
             cache=caches,
             shared=self.shared.get(part_of(name)) if caches else None,
             **delays,
@@ -159,7 +161,7 @@ class ModelFormats:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """The block computes in FP32 where the config says so."""
-        if self.config.evaluation == "policy":
+        if self.config.eval_dtype == "policy":
             yield
             return
         remove_formats(self.model)
@@ -254,12 +256,12 @@ def fp32_products(*, tf32: bool = False, onednn: bool = False, on_cpu: bool = Tr
     try:
         if not (on_cpu and onednn_multiplies()):
             raise ConfigError(
-                "precision.onednn: PyTorch does not ask oneDNN for FP32 products here: it does on CPUs with AVX-512, "
+                "precision.fp32_matmul onednn: PyTorch does not ask oneDNN for FP32 products here: it does on CPUs with AVX-512, "
                 "unless it was built without it; leave it out"
             )
         if not _products_are_exact():
             raise ConfigError(
-                "precision.onednn: oneDNN rounds FP32 products to BF16 on this processor; leave it out, or take "
+                "precision.fp32_matmul onednn: oneDNN rounds FP32 products to BF16 on this processor; leave it out, or take "
                 "bf16_mixed, which is faster still"
             )
         yield

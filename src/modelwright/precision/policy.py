@@ -1,7 +1,7 @@
 """Precision policy: FP32 master weights and optimizer states always, and the format of everything that is computed.
 
 A policy names a format for each kind of layer; `layers` overrides single kinds, `fp32_ops` names the operators that
-stay in FP32 inside narrower layers. `fastest` is a wish that is settled once, before a run, from measured rates
+stay in FP32 inside narrower layers. `auto` is a wish that is settled once, before a run, from measured rates
 (`resolve`) and written into the resolved config, so that a rerun on a busier machine cannot flip it. Knows no module;
 `model.py` brings a policy to one.
 """
@@ -22,14 +22,16 @@ from modelwright.core.compatibility import (
     Feature,
     feature,
 )
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.ops.formats import FLOATS, Format, Recipe
 from modelwright.precision.adaptive_config import AdaptiveConfig
 from modelwright.precision.loss_scale import LossScaleConfig
 
-Policy = Literal["fp32", "bf16_mixed", "fp16_mixed", "pure_fp16", "hybrid", "fp8", "int8", "fastest"]
+Policy = Literal["fp32", "bf16_mixed", "fp16_mixed", "pure_fp16", "hybrid", "fp8", "int8", "auto"]
 Kind = Literal["embedding", "attention", "ffn", "head"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+Fp32Matmul = Literal["auto", "default", "onednn", "tf32"]
 
 POLICIES: dict[str, tuple[Format, Format, Format, Format]] = {
     "fp32": ("fp32", "fp32", "fp32", "fp32"),
@@ -47,7 +49,7 @@ INT8 keeps its codes beside what forward keeps, so that in an FP32 stream it tak
 
 ALWAYS_FP32 = {
     "softmax": "attention kernels keep it in FP32 themselves",
-    "reduction": "gradients, and activations of a divided model, are added up in FP32; transport.kind bf16 sends "
+    "reduction": "gradients, and activations of a divided model, are added up in FP32; gradient_sync.kind bf16 sends "
     "gradients in two bytes",
     "rope": "angles need more than eight bits of mantissa",
 }
@@ -56,80 +58,81 @@ FP32_OPS = (*ALWAYS_FP32, "norm", "loss")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerFormats:
-    """Formats of single kinds of layers; "" leaves a kind as the policy has it.
-
-    embedding: also the format of the residual stream between blocks. embedding and head: no eight-bit formats.
-    """
+class PrecisionOverrides:
+    """Number formats of single kinds of layers; "" keeps the policy's."""
 
     embedding: Literal["", "fp32", "bf16", "fp16"] = ""
+    """Embedding, and with it the residual stream between blocks."""
     attention: Literal["", "fp32", "bf16", "fp16", "fp8", "int8"] = ""
+    """Attention projections."""
     ffn: Literal["", "fp32", "bf16", "fp16", "fp8", "int8"] = ""
+    """Feed-forward projections."""
     head: Literal["", "fp32", "bf16", "fp16"] = ""
+    """Output head."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Config:
-    """How FP8 is used.
-
-    recipe: what shares a scale: a tensor, a row, or blocks as in DeepSeek-V3 (1 x 128 and 128 x 128, E4M3 everywhere).
-    scaling: by the present values, or by the largest of the last `history` steps (tensorwise only). That saves no pass:
-    the present largest is taken all the same, for later steps and to tell an overflow.
-    gradients: format of gradients; "" is what the recipe's source takes (E5M2; E4M3 blockwise). weight_gradient: of
-    unquantized factors where `wide`. cache: backward reads inputs as they were quantized, at one byte an element, kept
-    once for all projections that read them (for each one under delayed scaling).
-    """
+    """FP8 training."""
 
     recipe: Recipe = "tensorwise"
+    """What shares a scale: a whole tensor, a row, or blocks as in DeepSeek-V3 (1 x 128 activations, 128 x 128 weights,
+    E4M3 everywhere)."""
     scaling: Literal["current", "delayed"] = "current"
-    history: int = 16
-    gradients: Literal["", "e4m3", "e5m2"] = ""
-    weight_gradient: Literal["narrow", "wide"] = "narrow"
-    cache: bool = False
+    """Scale by the current maxima, or by those of recent steps (`delayed`, tensorwise only). Delayed scaling saves no
+    pass here: the current maximum is taken anyway, to detect overflow."""
+    grad_dtype: Literal["", "e4m3", "e5m2"] = ""
+    """FP8 type of gradients; "" is the recipe's own (E5M2; E4M3 for blockwise)."""
+    wgrad_high_precision: bool = False
+    """Compute weight gradients from unquantized factors (torchao's `gw_hp`)."""
+    save_quantized_input: bool = False
+    """Save inputs for backward as quantized in forward: one byte an element, shared by the projections that read them
+    (one copy each under delayed scaling)."""
+    amax_history_len: int = constant(16)
+    """Steps in the amax history of delayed scaling, as in TransformerEngine."""
 
     def __post_init__(self) -> None:
         if self.scaling == "delayed" and self.recipe != "tensorwise":
             raise ConfigError(f"scaling: delayed goes with recipe tensorwise, not {self.recipe}; take current")
-        if self.history < 1:
-            raise ConfigError(f"history: must be at least 1 step, got {self.history}; 16 is usual")
+        if self.amax_history_len < 1:
+            raise ConfigError(f"amax_history_len: must be at least 1 step, got {self.amax_history_len}; 16 is usual")
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        chosen = self.gradients or ("e4m3" if self.recipe == "blockwise" else "e5m2")
+        chosen = self.grad_dtype or ("e4m3" if self.recipe == "blockwise" else "e5m2")
         return torch.float8_e4m3fn if chosen == "e4m3" else torch.float8_e5m2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Int8MatmulConfig:
-    """How INT8 is used. stochastic: gradients are rounded at random; weight_gradient: as in `Fp8Config`."""
+    """INT8 training."""
 
-    stochastic: bool = True
-    weight_gradient: Literal["narrow", "wide"] = "narrow"
+    stochastic_rounding: bool = True
+    """Round gradients stochastically."""
+    wgrad_high_precision: bool = False
+    """Compute weight gradients from unquantized factors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Formats of one training run; weights, their gradients and optimizer states are FP32 in every case.
+    """Number formats of one training run. Weights, their gradients and optimizer states are FP32 in every case."""
 
-    policy: formats of all kinds of layers; layers: of single kinds. fp32_ops: what stays in FP32 inside narrower
-    layers: softmax, reduction and rope always do; norm and loss unless they are left out; activation if it is named.
-    results: format of what eight-bit products give ("": BF16 for FP8; for INT8 BF16 where the residual stream is, as
-    policy `int8` has it, else FP32; with layers.embedding fp32 it takes more memory than policy fp32). evaluation:
-    held-out losses in FP32, or as the policy has it. tf32: FP32 products on CUDA keep 10 bits of mantissa. onednn: on a
-    CPU they are oneDNN's, as BF16's are, in place of those that PyTorch takes by itself (MKL's, which leave AVX-512
-    unused on AMD's processors): as exact, other last bits; refused where it would round (processors with AMX).
-    `fastest` settles it once, before a run: where these products are exact and clearly faster at the model's shapes.
-    Training that is handed `fastest` leaves products as PyTorch has them. adaptive: formats of the blocks' parts change
-    while the model trains. loss_scale: of FP16, whose gradients would underflow.
-    """
-
-    policy: Policy = "fastest"
-    layers: LayerFormats = field(default_factory=LayerFormats)
+    policy: Policy = "auto"
+    """Formats of all kinds of layers; `auto` chooses fp32 or bf16_mixed once, before the run, from rates measured at
+    the model's own shapes."""
+    overrides: PrecisionOverrides = field(default_factory=PrecisionOverrides)
+    """Formats of single kinds of layers."""
     fp32_ops: tuple[str, ...] = FP32_OPS
-    results: Literal["", "fp32", "bf16", "fp16"] = ""
-    evaluation: Literal["policy", "fp32"] = "policy"
-    tf32: bool = False
-    onednn: Literal[True, False, "fastest"] = "fastest"
+    """Operators that stay in FP32 inside layers of lower precision. `softmax`, `reduction` and `rope` always do;
+    `norm` and `loss` unless left out; `activation` only if named."""
+    output_dtype: Literal["", "fp32", "bf16", "fp16"] = ""
+    """Output of 8-bit GEMMs; "" is BF16 for FP8, and for INT8 the format of the residual stream."""
+    eval_dtype: Literal["policy", "fp32"] = "policy"
+    """Evaluate validation losses in the policy's formats or in FP32."""
+    fp32_matmul: Fp32Matmul = "auto"
+    """Kernels of FP32 matrix products. `default`: PyTorch's own; `onednn`: oneDNN's on a CPU, which use AVX-512 on AMD
+    processors, equally exact with other last bits (refused where they would round); `tf32`: 10-bit mantissas on CUDA;
+    `auto` takes onednn where it is exact and clearly faster at the model's shapes, settled once before the run."""
     fp8: Fp8Config = field(default_factory=Fp8Config)
     int8: Int8MatmulConfig = field(default_factory=Int8MatmulConfig)
     adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
@@ -145,12 +148,12 @@ class PrecisionConfig:
                 raise ConfigError(f"fp32_ops: {name} cannot be left out: {reason}")
 
     def format_of(self, kind: Kind) -> Format:
-        """Of a kind of layer. Raises `ConfigError` while the policy is `fastest`, which must be resolved before."""
-        if self.policy == "fastest":
+        """Of a kind of layer. Raises `ConfigError` while the policy is `auto`, which must be resolved before."""
+        if self.policy == "auto":
             raise ConfigError(
-                "policy: 'fastest' is not settled yet; resolve it from measured rates or set fp32 or bf16_mixed"
+                "policy: 'auto' is not settled yet; resolve it from measured rates or set fp32 or bf16_mixed"
             )
-        return getattr(self.layers, kind) or POLICIES[self.policy][KINDS.index(kind)]
+        return getattr(self.overrides, kind) or POLICIES[self.policy][KINDS.index(kind)]
 
     @property
     def formats(self) -> dict[Kind, Format]:
@@ -166,7 +169,7 @@ class PrecisionConfig:
         """What products give, by their format."""
         stream_is_bf16 = self.format_of("embedding") == "bf16"
         eight = {"fp8": torch.bfloat16, "int8": torch.bfloat16 if stream_is_bf16 else torch.float32}
-        return FLOATS | (dict.fromkeys(eight, FLOATS[self.results]) if self.results else eight)
+        return FLOATS | (dict.fromkeys(eight, FLOATS[self.output_dtype]) if self.output_dtype else eight)
 
     def relative_bytes(self, chosen: Format) -> float:
         """Bytes of what a format's products give, which is kept for backward, over those of FP32."""
@@ -175,7 +178,7 @@ class PrecisionConfig:
     def gathered_as(self, kind: Kind) -> torch.dtype:
         """The format in which all that reads a weight of this kind reads it, so that no more need be sent: 16 bits of a
         floating-point format, unless formats change or evaluation has its own."""
-        stays = self.adaptive.kind == "none" and self.evaluation == "policy"
+        stays = self.adaptive.kind == "none" and self.eval_dtype == "policy"
         return FLOATS.get(self.format_of(kind), torch.float32) if stays else torch.float32
 
     @property
@@ -191,8 +194,8 @@ class PrecisionConfig:
     def features(self) -> list[Feature]:
         """What this needs of a run, and takes away."""
         found, scaling = [], self.loss_scale
-        uses_fp16 = self.policy != "fastest" and self.uses_fp16
-        if scaling.use == "always" or (scaling.use == "auto" and uses_fp16):
+        uses_fp16 = self.policy != "auto" and self.uses_fp16
+        if scaling.enabled == "always" or (scaling.enabled == "auto" and uses_fp16):
             breaks = [COMMON_LOSS_SCALE] if scaling.per_layer else []
             found.append(feature("loss_scale", needs=[WHOLE_GRADIENTS], breaks=breaks))
         if self.adaptive.kind != "none":
@@ -208,21 +211,23 @@ class PrecisionConfig:
     @property
     def possible(self) -> set[Format]:
         """The formats of all layers, and those that some may change to."""
-        changes = {"schedule": (self.adaptive.narrow,), "none": ()}.get(self.adaptive.kind, self.adaptive.candidates)
+        changes = {"schedule": (self.adaptive.low_precision,), "none": ()}.get(
+            self.adaptive.kind, self.adaptive.candidates
+        )
         return {*self.formats.values(), *changes}
 
 
 def resolve(config: PrecisionConfig, rates: Mapping[str, float]) -> PrecisionConfig:
-    """The config with `fastest` replaced by the policy of the highest rate: `fp32` or `bf16_mixed`.
+    """The config with `auto` replaced by the policy of the highest rate: `fp32` or `bf16_mixed`.
 
     `rates`: FLOP/s of the model's own matrix shapes by format name ("fp32", "bf16"). A concrete config is returned
     as it is. On a tie FP32 wins: it needs no casts. FP16 needs a loss scale and is slow on most processors, and
     eight-bit formats change results: neither is chosen unasked.
     """
-    if config.policy != "fastest":
+    if config.policy != "auto":
         return config
     choice: dict[str, Policy] = {"fp32": "fp32", "bf16": "bf16_mixed"}
     known = {name: rates[name] for name in choice if name in rates}
     if not known:
-        raise ConfigError("policy: 'fastest' needs measured rates of fp32 and bf16; set fp32 or bf16_mixed instead")
+        raise ConfigError("policy: 'auto' needs measured rates of fp32 and bf16; set fp32 or bf16_mixed instead")
     return replace(config, policy=choice[max(known, key=lambda name: known[name])])

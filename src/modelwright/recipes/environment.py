@@ -1,11 +1,11 @@
 """Settings from the environment, under the names that a published toolkit gave them.
 
-They go before what a recipe or a file says and behind the command line, for both training stages, and stand in the
-resolved configuration like any other setting.
+They override a recipe or file and are overridden by the command line, in the section `training` and in each stage that
+has its own precision, and are part of the resolved configuration like any other setting.
 
     DEEPSEEK_PRECISION_MODE      a policy, or fp16, bf16 and mixed for fp16_mixed, bf16_mixed and bf16_mixed
     DEEPSEEK_AMP_ENABLED         0: FP32 in all layers in any case; 1: the mode, or where none is named bf16_mixed in
-                                 place of fp32 and of fastest
+                                 place of fp32 and of auto
     DEEPSEEK_LOSS_SCALE_WINDOW   updates without overflow after which the loss scale grows
     DEEPSEEK_FP32_OPS            operators that stay in FP32, separated by commas (softmax,layernorm,loss)
 """
@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from modelwright.core.errors import ConfigError
+from modelwright.pipeline.config import TRAININGS
 from modelwright.precision.policy import ALWAYS_FP32, KINDS, Policy
 
 MODE, ENABLED = "DEEPSEEK_PRECISION_MODE", "DEEPSEEK_AMP_ENABLED"
 WINDOW, OPS = "DEEPSEEK_LOSS_SCALE_WINDOW", "DEEPSEEK_FP32_OPS"
 NAMES = (MODE, ENABLED, WINDOW, OPS)
-STAGES = ("pretrain", "sft")
 
 _OTHER_NAMES = {"fp16": "fp16_mixed", "bf16": "bf16_mixed", "mixed": "bf16_mixed"}
 _OTHER_OPS = {"layernorm": "norm", "layer_norm": "norm", "rmsnorm": "norm", "cross_entropy": "loss", "sum": "reduction"}
@@ -34,20 +34,21 @@ def given_names(environment: Mapping[str, str]) -> list[str]:
 def environment_overrides(environment: Mapping[str, str], base: Mapping[str, Any]) -> dict[str, Any]:
     """What the variables say, to lay over the configuration `base`. Raises `ConfigError` that names the variable."""
     given = {name: environment[name].strip() for name in given_names(environment)}
-    found = {stage: _precision(given, _section(base, stage)) for stage in STAGES}
-    return {stage: {"precision": precision} for stage, precision in found.items() if precision}
+    sections = ["training", *(stage for stage in TRAININGS if _section(_section(base, stage), "precision"))]
+    overrides = {name: _precision(given, _section(base, name)) for name in sections}
+    return {name: {"precision": precision} for name, precision in overrides.items() if precision}
 
 
 def _precision(given: Mapping[str, str], training: Mapping[str, Any]) -> dict[str, Any]:
-    """Of one stage, whose settings `training` are."""
+    """Overrides of `training.precision`, the section or that of a stage."""
     precision: dict[str, Any] = {}
-    policy = _policy(given, str(_section(training, "precision").get("policy", "fastest")))
+    policy = _policy(given, str(_section(training, "precision").get("policy", "auto")))
     if policy:
         precision["policy"] = policy
     if _is_off(given):
-        precision |= {"layers": dict.fromkeys(KINDS, ""), "adaptive": {"kind": "none", "schedule": []}}
+        precision |= {"overrides": dict.fromkeys(KINDS, ""), "adaptive": {"kind": "none", "schedule": []}}
     if WINDOW in given:
-        precision["loss_scale"] = {"window": _window(given[WINDOW])}
+        precision["loss_scale"] = {"growth_interval": _window(given[WINDOW])}
     if OPS in given:
         precision["fp32_ops"] = _operators(given[OPS])
     return precision
@@ -69,7 +70,7 @@ def _policy(given: Mapping[str, str], before: str) -> str:
         return mode
     if _is_off(given):
         return "fp32"
-    return mode or ("bf16_mixed" if before in ("fp32", "fastest") else "")
+    return mode or ("bf16_mixed" if before in ("fp32", "auto") else "")
 
 
 def _is_off(given: Mapping[str, str]) -> bool:

@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import STAGES, TRAININGS, RunConfig
 from modelwright.pipeline.execute import previous_config
+from modelwright.pipeline.renamed import check_renamed
 from modelwright.recipes.environment import environment_overrides, given_names
-from modelwright.recipes.quickstart import quickstart
-from modelwright.recipes.tiny import tiny
 from modelwright.train.config import LENGTHS
 
-RECIPES: dict[str, Callable[[], RunConfig]] = {"quickstart": quickstart, "tiny": tiny}
+_FOLDER = Path(__file__).parent
+RECIPES = tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
 RUNS = Path("runs")
 
 
@@ -50,6 +50,16 @@ def load(target: str, overrides: Mapping[str, Any], run_dir: str = "", only: Seq
     return Request(parse(RunConfig, data), run, origin)
 
 
+def recipe_file(name: str) -> Path:
+    """The YAML file of a recipe; `name` is one of `RECIPES`."""
+    return _FOLDER / f"{name}.yaml"
+
+
+def recipe(name: str) -> RunConfig:
+    """The configuration of a recipe; `name` is one of `RECIPES`."""
+    return parse(RunConfig, load_yaml(recipe_file(name)))
+
+
 def select_stages(only: Sequence[str], previous: Sequence[str]) -> list[str]:
     """The stages that a run consists of when `--stages` names `only`, in the pipeline's order: these and the ones that
     the run in the same folder (`previous`) has already. So the same command means the same when it is repeated.
@@ -71,7 +81,7 @@ def find_run(word: str) -> RunDir:
 def _base(target: str) -> tuple[dict[str, Any], Path | None, str]:
     path = Path(target)
     if target in RECIPES:
-        return dump(RECIPES[target]()), None, f"recipe {target}"
+        return dump(recipe(target)), None, f"recipe {target}"
     if os.path.isdir(path):
         if not os.path.isfile(path / "config.yaml"):
             raise ConfigError(f"{target}: is a folder without config.yaml, so it is no run directory")
@@ -86,12 +96,13 @@ def _base(target: str) -> tuple[dict[str, Any], Path | None, str]:
 
 def _from_file(path: Path) -> dict[str, Any]:
     data = load_yaml(path)
-    recipe = data.pop("recipe", "")
-    if not recipe:
+    base = data.pop("recipe", "")
+    if not base:
         return {"name": path.stem} | data
-    if not isinstance(recipe, str) or recipe not in RECIPES:
-        raise ConfigError(f"{path}: recipe: {recipe!r} is none of {', '.join(RECIPES)}")
-    return _lay_over(dump(RECIPES[recipe]()), {"name": path.stem} | data)
+    if not isinstance(base, str) or base not in RECIPES:
+        raise ConfigError(f"{path}: recipe: {base!r} is not one of {', '.join(RECIPES)}")
+    check_renamed(data)
+    return _lay_over(dump(recipe(base)), {"name": path.stem} | data)
 
 
 def _lay_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def _describe(service: Service) -> dict[str, Any]:
 
 async def _completions(request: Request) -> Response:
     service = _service(request)
-    body = await _admit(request, service, num_prompts=service.config.max_choices)
+    body = await _admit(request, service, num_prompts=service.config.max_completions)
     wanted, prompts = await _read(_read_completion, body, service)
     generation = start(
         wanted,
@@ -166,7 +166,7 @@ async def _completions(request: Request) -> Response:
         max_tokens=wanted.max_tokens,
         default_max_tokens=COMPLETION_DEFAULT_TOKENS,
         num_logprobs=wanted.logprobs or 0,
-        max_choices=service.config.max_choices,
+        max_choices=service.config.max_completions,
     )
     return await _respond(request, generation, completions)
 
@@ -185,7 +185,7 @@ async def _chat_completions(request: Request) -> Response:
         max_tokens=wanted.max_completion_tokens or wanted.max_tokens,
         default_max_tokens=service.worker.engine.max_seq_len,
         num_logprobs=wanted.top_logprobs or 0,
-        max_choices=service.config.max_choices,
+        max_choices=service.config.max_completions,
     )
     return await _respond(request, generation, chat)
 

@@ -52,10 +52,10 @@ class ServerThread:
             )
         metrics = Metrics()
         engine = Engine(model, config.engine)
-        worker = EngineWorker(engine, metrics, max_queue=config.max_queue)
+        worker = EngineWorker(engine, metrics, max_queue=config.max_queued)
         limits = Limits(
             context=engine.max_seq_len,
-            max_choices=config.max_choices,
+            max_choices=config.max_completions,
             max_token_bytes=codec.max_token_bytes,
             max_body_bytes=config.max_body_bytes,
         )

@@ -76,7 +76,7 @@ def chat(
     """Read questions and write answers until the end of input. Ctrl-C ends an answer, and raises `KeyboardInterrupt`
     elsewhere. Raises `ModelError` when the folder cannot be loaded."""
     model, codec = load_folder(folder, Int8WeightsConfig())
-    engine = Engine(model, EngineConfig(max_running=1, cache_tokens=-(-model.config.max_seq_len // 16) * 16))
+    engine = Engine(model, EngineConfig(max_num_seqs=1, kv_cache_tokens=-(-model.config.max_seq_len // 16) * 16))
     params = SamplingParams(temperature=temperature, top_p=top_p)
     conversation = Conversation(engine, codec, params)
     write(HELP + "\n")

@@ -104,7 +104,7 @@ class EngineWorker:
         self.engine = engine
         self.metrics = metrics
         self.failed = False
-        self._capacity = engine.config.max_running + max_queue
+        self._capacity = engine.config.max_num_seqs + max_queue
         self._commands: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
         self._streams: dict[str, tuple[Stream, int]] = {}
         self._numbers = itertools.count()

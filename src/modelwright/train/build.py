@@ -82,11 +82,16 @@ def build_techniques(
     The only list of techniques in the project: a new one is a file in techniques/ and a line here. num_rows: tokens of
     one microbatch on one rank.
     """
-    spikes, rate_after_rollback = loss_spikes(config.spikes, run, checkpoint_every=config.checkpoint_every_steps)
-    clip_norm = 0.0 if config.updates_in_backward else config.clip_norm
+    spikes, rate_after_rollback = loss_spikes(config.loss_spikes, run, checkpoint_every=config.checkpoint_every_steps)
+    clip_norm = 0.0 if config.optimizer_in_backward else config.max_grad_norm
     wanted = (
         layer_sparsity(  # on_batch: choose rows and units; on_gradients: count what was executed
-            config.sparse, run, betas=config.betas, eps=config.adam_eps, num_microbatches=config.num_microbatches
+            config.sparse_updates,
+            config.batch_selection,
+            run,
+            betas=config.betas,
+            eps=config.adam_eps,
+            num_microbatches=config.gradient_accumulation_steps,
         ),
         finite_check(config.max_skipped_steps, run),  # on_gradients: norm, skip on inf or nan
         amax_history(run),  # on_batch, on_gradients: maxima of FP8 factors
@@ -97,13 +102,13 @@ def build_techniques(
             config.precision.adaptive, run, objective=objective, scaler=scaler, num_rows=num_rows
         ),
         gradient_clipping(clip_norm, config.adaptive_clip),  # on_gradients
-        dynamic_weight_decay(config.decay_in_force, run),  # on_gradients
-        learning_rate(config.schedule, run, peak=config.learning_rate),  # on_batch
+        dynamic_weight_decay(config.weight_decay_schedule, run),  # on_gradients
+        learning_rate(config.schedule, run, peak=config.peak_learning_rate),  # on_batch
         rate_after_rollback,  # on_batch
-        token_balance(config.balance, run),  # on_batch: equal work per microbatch
+        token_balance(config.load_balance, run),  # on_batch: equal work per microbatch
         auxiliary_losses(run, scaler),  # on_batch: their scale, for the batch as it is now
         pipeline_rebalancing(  # on_step_end: ask for another layout
-            config.balance, run, every=config.checkpoint_every_steps
+            config.load_balance, run, every=config.checkpoint_every_steps
         ),
     )
     return [technique for technique in wanted if technique is not None]
@@ -144,10 +149,10 @@ def build_step(
     instead of what `config.transport` describes. abandon_memory: called before a step that ran out of memory is made
     again. wrap_strategy: what takes the strategy's place.
     """
-    is_hogwild = config.asynchronous.mode == "hogwild"
+    is_hogwild = config.async_updates.mode == "hogwild"
     mesh = lay_out(single(everyone.world.device), DATA_PARALLEL) if is_hogwild else everyone
     in_place = mesh.is_only_data_parallel
-    num_copies = mesh.data.size * mesh.context.size * config.num_microbatches
+    num_copies = mesh.data.size * mesh.context.size * config.gradient_accumulation_steps
     num_rows = config.batch_tokens // num_copies
     shape = model.config
 
@@ -168,10 +173,10 @@ def build_step(
         mesh=mesh,
         parallel=parallel,
         activations=activation_pass(
-            config.activations,
+            config.activation_checkpointing,
             precision=config.precision,
             tokens_per_microbatch=num_rows,
-            num_microbatches=config.num_microbatches,
+            num_microbatches=config.gradient_accumulation_steps,
             parallel=parallel,
             store=store,
             pipeline_rank=mesh.pipeline.rank,
@@ -179,7 +184,7 @@ def build_step(
         compile_blocks=config.compile,
         precision=config.precision,
         layer_scales=layer_scales,
-        scatters_each=config.updates_in_backward,
+        scatters_each=config.optimizer_in_backward,
     )
     exit_stack.callback(remove_passes, model)
     replica = Replica(
@@ -192,7 +197,7 @@ def build_step(
             betas=config.betas,
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
-            offload=config.offload_optimizer,
+            offload=config.optimizer_cpu_offload,
         ),
         num_stages_with=executor.num_stages_with,
         finish_gradients=executor.finish_gradients,
@@ -200,9 +205,9 @@ def build_step(
     if gradient_sync is not None:
         strategy: Strategy = AllReduce(replica, gradient_sync, unscale_first=True)
     else:
-        strength = config.asynchronous.compensation
+        strength = config.async_updates.delay_compensation
         strategy = build_strategy(
-            config.strategy(shares_memory=parallel.share_memory),
+            config.strategy(shares_memory=parallel.shared_memory),
             replica,
             everyone.world,
             compensate=partial(compensate, strength=strength) if strength else None,
@@ -212,9 +217,11 @@ def build_step(
     strategy = wrap_strategy(strategy)
     exit_stack.callback(strategy.close)
     formats = ModelFormats(executor.model, config.precision)
-    runner: Runner = MicrobatchRunner(executor=executor, microbatches=config.num_microbatches, device=mesh.world.device)
+    runner: Runner = MicrobatchRunner(
+        executor=executor, microbatches=config.gradient_accumulation_steps, device=mesh.world.device
+    )
     retry: Technique | None = None
-    if config.guards.out_of_memory == "halve":
+    if config.fault_tolerance.on_out_of_memory == "halve_microbatch":
         undo = (
             lambda: replica.optimizer.zero_grad(set_to_none=True),
             strategy.abandon_step,
@@ -303,7 +310,7 @@ def train(
     check_layout(config, parallel, num_processes=world.size, techniques=[*techniques, learned])
     progress = progress if world.is_first else SilentProgress()
     progress.begin(name, num_steps, "steps")
-    hang_after_s = config.guards.hang_after_s if world.size > 1 else 0.0
+    hang_after_s = config.fault_tolerance.watchdog_timeout_s if world.size > 1 else 0.0
     model = model.to(world.device)
     note_once = cache(progress.note)  # a run may be laid out several times
     try:
@@ -311,12 +318,12 @@ def train(
             StopRequest() as stop,
             freed_memory_kept(),
             fp32_products(
-                tf32=config.precision.tf32,
-                onednn=config.precision.onednn is True,
+                tf32=config.precision.fp32_matmul == "tf32",
+                onednn=config.precision.fp32_matmul == "onednn",
                 on_cpu=world.device.type == "cpu",
             ),
             Watchdog(stage.path / f"hang-{world.rank}.txt", limit_s=hang_after_s) as watchdog,
-            step_arena(config.memory_arena, world.device, progress.note) as arena,
+            step_arena(config.step_arena, world.device, progress.note) as arena,
         ):
             while True:
                 ended = _train_laid_out(
@@ -376,7 +383,7 @@ def _train_laid_out(
     with ExitStack() as exit_stack:
         anomalies = None
         if world.is_first:
-            anomalies = AnomalyLog(stage.path / "watch.jsonl", config.watch, note=progress.note)
+            anomalies = AnomalyLog(stage.path / "watch.jsonl", config.anomalies, note=progress.note)
         parts = build_step(
             model,
             objective,
@@ -386,7 +393,7 @@ def _train_laid_out(
             num_steps=num_steps,
             seed=seed,
             folder=stage.path,
-            store=open_store(config.activations, device=world.device, folder=stage.path),
+            store=open_store(config.activation_checkpointing, device=world.device, folder=stage.path),
             exit_stack=exit_stack,
             note=note,
             report=anomalies.report if anomalies else ignore_event,
@@ -395,7 +402,7 @@ def _train_laid_out(
             abandon_memory=arena.abandon,
             peak_flops=peak_flops,
         )
-        monitors = build_monitors(config.guards, parts.run, anomalies)
+        monitors = build_monitors(config.fault_tolerance, parts.run, anomalies)
         reader = CheckpointReader(stage.checkpoints, digest=input_digest, world=world, reduce=everyone.reduce)
         state, all_techniques = TrainState(), [*parts.techniques, *monitors]
         checkpoints = CheckpointManager(

@@ -31,7 +31,7 @@ class FrozenModel:
     def __init__(
         self, model: Decoder, world: World, *, sharded: bool = False, dtype: torch.dtype | None = None
     ) -> None:
-        parallel = ParallelConfig(shard="full" if sharded else "none")
+        parallel = ParallelConfig(zero_stage=3 if sharded else 0)
         model = copy.deepcopy(model).to(world.device, dtype).requires_grad_(False).eval()
         self.device = world.device
         self.executor = parallelize(

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from modelwright.memory.activations import block_shape, head_workspace_bytes
 from modelwright.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
-from modelwright.memory.config import ActivationConfig
+from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.memory.offload import Store
 from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels
@@ -60,7 +60,7 @@ def parallelize(
 
     if mesh.pipeline.size > 1:
         return Pipeline(model, parallel, mesh, passes=passes)
-    scatters_each |= parallel.shard in ("gradients", "full")
+    scatters_each |= parallel.zero_stage >= 2
     return WholeModel(
         passes(model), mesh.context, scatters_each=scatters_each, context_attention=parallel.context_attention
     )
@@ -84,14 +84,14 @@ def apply_passes(
     model = activations(model)
     if compile_blocks:
         model = compile_each_block(model)
-    if mesh.sharing_devices is not None and parallel.shard != "none":
+    if mesh.sharing_devices is not None and parallel.zero_stage != 0:
         formats = {"attention": precision.gathered_as("attention"), "ffn": precision.gathered_as("ffn")}
-        model = shard_states(model, mesh.sharing_devices, parallel.shard, formats)
+        model = shard_states(model, mesh.sharing_devices, parallel.zero_stage, formats)
     return model
 
 
 def activation_pass(
-    config: ActivationConfig,
+    config: ActivationCheckpointingConfig,
     *,
     precision: PrecisionConfig,
     tokens_per_microbatch: int,

@@ -136,7 +136,7 @@ class Trainer:
         cadences = (
             self.config.eval_every_steps if self.heldout else 0,
             self.config.checkpoint_every_steps,
-            self.config.guards.memory_every_steps,
+            self.config.fault_tolerance.in_memory_checkpoint_every_steps,
         )
         return min([self.num_steps, *((self.state.step // every + 1) * every for every in cadences if every)])
 

@@ -28,9 +28,10 @@ _Head = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class DuplicatesConfig:
-    """`check_contained`: whether to look for held-out documents inside training texts."""
+    """Exact deduplication."""
 
     check_contained: bool = True
+    """Also drop training documents that contain a whole validation document."""
 
 
 @dataclass(frozen=True)

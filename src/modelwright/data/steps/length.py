@@ -10,11 +10,14 @@ from modelwright.data.steps.step import Drop
 
 @dataclass(frozen=True, kw_only=True)
 class LengthConfig:
-    """Bounds in characters. For questions and answers `min_answer_chars` holds instead of `min_chars`."""
+    """Length limits in characters."""
 
     min_chars: int = 20
+    """Shortest document, other than question/answer pairs."""
     min_answer_chars: int = 1
+    """Shortest answer of a question/answer pair."""
     max_chars: int = 2_000_000
+    """Longest document."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_chars <= self.max_chars:

@@ -21,13 +21,14 @@ _BLANK_LINES = re.compile(r"\n{4,}")
 
 @dataclass(frozen=True, kw_only=True)
 class NormalizeConfig:
-    """`max_control_share`: a text with a larger share of control and replacement characters is binary data."""
+    """Unicode and whitespace normalization."""
 
-    max_control_share: float = 0.05
+    max_control_fraction: float = 0.05
+    """A text with a larger fraction of control and replacement characters is dropped as binary data."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.max_control_share <= 1:
-            raise ConfigError(f"max_control_share: {self.max_control_share} is not between 0 and 1")
+        if not 0 <= self.max_control_fraction <= 1:
+            raise ConfigError(f"max_control_fraction: {self.max_control_fraction} is not between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Normalize:
 
     def __call__(self, documents: Iterator[Document], drop: Drop) -> Iterator[Document]:
         for document in documents:
-            if control_share(document.text) > self.config.max_control_share:
+            if control_share(document.text) > self.config.max_control_fraction:
                 drop(document, "binary data")
             else:
                 yield document.map_text(normalize)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.data.document import Document, Kind
 from modelwright.data.steps.step import Drop
@@ -23,19 +24,19 @@ _COMMENT = re.compile(r"\s*(#|//).*$")
 
 @dataclass(frozen=True, kw_only=True)
 class RepetitionConfig:
-    """Largest shares of a document's characters.
+    """Limits on repeated content (Gopher, Rae et al. 2021), as fractions of a document's characters."""
 
-    `max_data_share`: in data lines. `max_duplicate_share`: in lines that stood before in the same document, for prose;
-    code repeats short lines by nature and has `max_duplicate_share_code`. Documents under `min_lines` lines pass.
-    """
-
-    max_data_share: float = 0.6
-    max_duplicate_share: float = 0.3
-    max_duplicate_share_code: float = 0.6
-    min_lines: int = 8
+    max_data_fraction: float = 0.6
+    """Most that may lie in lines of data (numbers, tables)."""
+    max_duplicate_line_fraction: float = 0.3
+    """Most that may lie in lines that occurred before in the same document."""
+    max_duplicate_line_fraction_code: float = 0.6
+    """The same for code, which repeats short lines by nature."""
+    min_lines: int = constant(8)
+    """Shorter documents are not judged."""
 
     def __post_init__(self) -> None:
-        for name in ("max_data_share", "max_duplicate_share", "max_duplicate_share_code"):
+        for name in ("max_data_fraction", "max_duplicate_line_fraction", "max_duplicate_line_fraction_code"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not between 0 and 1")
 
@@ -52,13 +53,15 @@ class Repetition:
                 yield document
             elif duplicate_share(lines) > self._max_duplicate_share(document.kind):
                 drop(document, "repeated lines")
-            elif data_share(lines) > self.config.max_data_share:
+            elif data_share(lines) > self.config.max_data_fraction:
                 drop(document, "table of data")
             else:
                 yield document
 
     def _max_duplicate_share(self, kind: Kind) -> float:
-        return self.config.max_duplicate_share_code if kind == "code" else self.config.max_duplicate_share
+        return (
+            self.config.max_duplicate_line_fraction_code if kind == "code" else self.config.max_duplicate_line_fraction
+        )
 
 
 def duplicate_share(lines: list[str]) -> float:

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.ops import sparse_code
 from modelwright.parallel.codecs.allgather_bytes import gather_bytes
@@ -31,34 +32,35 @@ NUM_SAMPLES = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThreeLevelConfig:
-    """What the compressor keeps.
+class TopKQuantizedConfig:
+    """Top-k sparsification with error feedback, quantized values and entropy-coded positions (DGC, Lin et al. 2018)."""
 
-    keep: share of the entries that travels once the warm-up is over; 1 sends all of them (quantization alone).
-    selection: `bucket` keeps that share of every bucket, `global` of all entries together.
-    bucket_numel: most entries of one bucket, which has one width and one range of magnitudes.
-    values: `even`, levels evenly spaced from the bucket's lowest to its highest magnitude, or `means` (`levels.py`).
-    min_bits, max_bits, max_error: of `even`: a bucket takes the narrowest width whose relative error is at most
-    `max_error`.
-    momentum: of the correction, 0 for none; for optimizers without momentum of their own.
-    residual_decay: what is left of the unsent values at each message; below 1 old ones are forgotten.
-    warmup_keep, warmup_messages: the share falls from `warmup_keep` to `keep` geometrically over these messages.
-    """
-
-    keep: float = 0.01
-    selection: Literal["bucket", "global"] = "bucket"
-    bucket_numel: int = 2**20
-    values: Literal["even", "means"] = "even"
-    min_bits: int = 4
-    max_bits: int = 16
+    topk_fraction: float = 0.01
+    """Fraction of the entries that is sent; 1 sends all of them, quantized."""
     max_error: float = 0.1
+    """Largest relative quantization error: each bucket takes the fewest bits that meet it."""
     momentum: float = 0.0
-    residual_decay: float = 1.0
-    warmup_keep: float = 0.25
-    warmup_messages: int = 0
+    """Momentum correction, for optimizers without momentum; 0 for none."""
+    selection: Literal["bucket", "global"] = constant("bucket")
+    """`bucket`: that fraction of every bucket; `global`: of all entries, by a sampled threshold."""
+    bucket_numel: int = constant(2**20)
+    """Most entries in one bucket, which has one bit width and one range."""
+    codebook: Literal["uniform", "means"] = constant("uniform")
+    """`uniform`: levels evenly spaced between a bucket's smallest and largest magnitude; `means`: each level is the
+    mean of its entries (`codebook.py`)."""
+    min_bits: int = constant(4)
+    """Fewest bits of a uniform code."""
+    max_bits: int = constant(16)
+    """Most bits of a uniform code."""
+    residual_decay: float = constant(1.0)
+    """Factor on the unsent residual at each message."""
+    warmup_topk_fraction: float = constant(0.25)
+    """Fraction sent at the first message of the warmup."""
+    warmup_messages: int = constant(0)
+    """Messages over which the fraction falls geometrically to `topk_fraction`."""
 
     def __post_init__(self) -> None:
-        for name in ("keep", "warmup_keep", "residual_decay"):
+        for name in ("topk_fraction", "warmup_topk_fraction", "residual_decay"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{name}: must be above 0 and at most 1, got {getattr(self, name)}")
         if not 2 <= self.min_bits <= self.max_bits <= 16:
@@ -74,9 +76,11 @@ class ThreeLevelConfig:
 
     def share(self, message: int) -> float:
         """The share of entries that message number `message` (from 0) carries."""
-        if message >= self.warmup_messages or self.warmup_keep <= self.keep:
-            return self.keep
-        return self.warmup_keep * (self.keep / self.warmup_keep) ** (message / self.warmup_messages)
+        if message >= self.warmup_messages or self.warmup_topk_fraction <= self.topk_fraction:
+            return self.topk_fraction
+        return self.warmup_topk_fraction * (self.topk_fraction / self.warmup_topk_fraction) ** (
+            message / self.warmup_messages
+        )
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class ThreeLevelTransport:
     everything that is kept from step to step stays as it was.
     """
 
-    def __init__(self, world: World, config: ThreeLevelConfig) -> None:
+    def __init__(self, world: World, config: TopKQuantizedConfig) -> None:
         self.world = world
         self.config = config
         self.residual = Residual()
@@ -120,7 +124,7 @@ class ThreeLevelTransport:
             return
         total_N = np.zeros(waiting_N.numel(), np.float32)
         for rank, message in enumerate(messages):
-            sparse = decode_flat(message, bounds, self.config.values)
+            sparse = decode_flat(message, bounds, self.config.codebook)
             total_N[sparse.indices_K] += sparse.values_K
             if rank == self.world.rank:
                 self._take_out(sparse, velocity_N, waiting_N)
@@ -175,7 +179,7 @@ def bucket_bounds(numels: Sequence[int], bucket_numel: int) -> list[int]:
     return bounds
 
 
-def encode_flat(flat_N: Tensor, bounds: Sequence[int], config: ThreeLevelConfig, keep: float) -> Tensor:
+def encode_flat(flat_N: Tensor, bounds: Sequence[int], config: TopKQuantizedConfig, keep: float) -> Tensor:
     """The message [bytes, uint8, on the CPU] that carries the share `keep` of the vector; empty if it is not finite."""
     if not bool(flat_N.isfinite().all()):
         return torch.zeros(0, dtype=torch.uint8)
@@ -194,9 +198,9 @@ def encode_flat(flat_N: Tensor, bounds: Sequence[int], config: ThreeLevelConfig,
 
 
 def _encode(
-    indices_K: NDArray[np.int64], values_K: NDArray[np.float32], numel: int, config: ThreeLevelConfig
+    indices_K: NDArray[np.int64], values_K: NDArray[np.float32], numel: int, config: TopKQuantizedConfig
 ) -> sparse_code.Bytes:
-    if config.values == "means":
+    if config.codebook == "means":
         return encode_levels(indices_K, values_K, numel)
     quantized = sparse_code.quantize_within(
         values_K, min_bits=config.min_bits, max_bits=config.max_bits, max_error=config.max_error
@@ -204,7 +208,7 @@ def _encode(
     return sparse_code.encode(indices_K, quantized, numel)
 
 
-def decode_flat(message: Tensor, bounds: Sequence[int], coded: Literal["even", "means"] = "even") -> Sparse:
+def decode_flat(message: Tensor, bounds: Sequence[int], coded: Literal["uniform", "means"] = "uniform") -> Sparse:
     """What `encode_flat` put into the message."""
     data, at = message.numpy(), 0
     decode = decode_levels if coded == "means" else sparse_code.decode

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch, part_sizes
 from modelwright.parallel.mesh import Mesh
@@ -19,28 +20,26 @@ from modelwright.parallel.pipeline.trace import StageSpan
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalanceConfig:
-    """Which work is moved around while a run goes on, and when layers move between stages.
+class LoadBalanceConfig:
+    """Work that is moved between ranks while a run goes on."""
 
-    stages: after a checkpoint, layers move between pipeline stages that have drifted apart; tokens: the rows of each
-    step are put into microbatches of nearly equal numbers of real tokens.
-    drift: how far the slowest stage may be above the mean, as a share of it, before a new split is looked for; gain:
-    the least share by which the new split must shorten the slowest stage (together they keep layers from going to and
-    fro); window: newest steps whose median counts, and steps after a move before the next.
-    """
-
-    stages: bool = False
+    pipeline: bool = False
+    """Move layers between pipeline stages that have drifted apart, after a checkpoint."""
     tokens: bool = False
-    drift: float = 0.15
-    gain: float = 0.05
-    window: int = 20
+    """Pack the rows of each step into microbatches with nearly equal numbers of real tokens."""
+    max_imbalance: float = constant(0.15)
+    """How far the slowest stage may exceed the mean, as a fraction of it, before layers move."""
+    min_improvement: float = constant(0.05)
+    """Least fraction by which a new split must shorten the slowest stage."""
+    window_steps: int = constant(20)
+    """Steps whose median counts, and least steps between two moves."""
 
     def __post_init__(self) -> None:
-        for name in ("drift", "gain"):
+        for name in ("max_imbalance", "min_improvement"):
             if not 0 < getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be between 0 and 1, got {getattr(self, name)}")
-        if self.window < 3:
-            raise ConfigError(f"window: must be at least 3 steps, got {self.window}")
+        if self.window_steps < 3:
+            raise ConfigError(f"window_steps: must be at least 3 steps, got {self.window_steps}")
 
 
 class StageBalance:
@@ -50,11 +49,11 @@ class StageBalance:
     (`slowness`), whatever the cause. When the cause moves along with the layers, the next proposal corrects it.
     """
 
-    def __init__(self, costs: LayerCosts, layers_per_stage: Sequence[int], config: BalanceConfig) -> None:
+    def __init__(self, costs: LayerCosts, layers_per_stage: Sequence[int], config: LoadBalanceConfig) -> None:
         self.costs = costs
         self.layers_per_stage = tuple(layers_per_stage)
         self.config = config
-        self._recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=config.window))
+        self._recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=config.window_steps))
 
     def observe(self, spans: Sequence[StageSpan]) -> None:
         """One training step of this rank's stages (`Timeline.spans`)."""
@@ -69,7 +68,7 @@ class StageBalance:
 
         Empty while a rank has seen fewer steps than the window.
         """
-        full = all(len(times) == self.config.window for times in self._recent.values()) and self._recent
+        full = all(len(times) == self.config.window_steps for times in self._recent.values()) and self._recent
         num_unready = mesh.world.sums([float(not full)])[0]
         if num_unready:
             return []
@@ -84,17 +83,17 @@ class StageBalance:
 
 
 def better_split(
-    costs: LayerCosts, layers_per_stage: Sequence[int], times_s: Sequence[float], config: BalanceConfig
+    costs: LayerCosts, layers_per_stage: Sequence[int], times_s: Sequence[float], config: LoadBalanceConfig
 ) -> tuple[int, ...]:
     """The split for stages that took `times_s`, or the present one when nothing has drifted or little can be won."""
     present = tuple(layers_per_stage)
     slowest = max(times_s)
-    if slowest <= (1 + config.drift) * statistics.fmean(times_s):
+    if slowest <= (1 + config.max_imbalance) * statistics.fmean(times_s):
         return present
     slowness = [time_s / cost if cost else 1.0 for time_s, cost in zip(times_s, costs.of_stages(present), strict=True)]
     proposed = split_layers(costs, len(present), slowness=slowness, min_layers=min(1, *present))
     stages = zip(costs.of_stages(proposed), slowness, strict=True)
-    return proposed if max(cost * slow for cost, slow in stages) <= (1 - config.gain) * slowest else present
+    return proposed if max(cost * slow for cost, slow in stages) <= (1 - config.min_improvement) * slowest else present
 
 
 def balance_tokens(batch: TokenBatch, num_parts: int) -> TokenBatch:

@@ -55,7 +55,7 @@ def check_microbatches(config: ParallelConfig, num_microbatches: int) -> None:
     if num_microbatches % num_rounds:
         below, above = (n - n % config.pipeline for n in (num_microbatches, num_microbatches + config.pipeline))
         raise ConfigError(
-            f"num_microbatches: {num_microbatches} cannot be shared among rounds of {config.pipeline} ranks, as the "
+            f"gradient_accumulation_steps: {num_microbatches} cannot be shared among rounds of {config.pipeline} ranks, as the "
             f"{config.schedule} schedule would have it; take {below} or {above}, or the 1f1b schedule"
         )
 
@@ -63,7 +63,7 @@ def check_microbatches(config: ParallelConfig, num_microbatches: int) -> None:
 def check_ties(model: ModelConfig, config: ParallelConfig) -> None:
     """Raise `ConfigError` when one rank would have to shard a tied embedding for two stages."""
     tied = model.tie_embeddings
-    if tied and is_v_shaped(config) and (config.shard != "none" or config.tensor > 1):
+    if tied and is_v_shaped(config) and (config.zero_stage != 0 or config.tensor > 1):
         raise ConfigError(
             "stages_per_rank: zero_bubble with 2 puts a tied embedding into two stages of one rank, which cannot be "
             "sharded; take stages_per_rank 1, another schedule, or shard none and tensor 1"

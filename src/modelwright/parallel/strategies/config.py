@@ -25,12 +25,12 @@ from modelwright.ops.pieces import local
 from modelwright.parallel.codecs.bucketed import BucketedTransport
 from modelwright.parallel.codecs.powersgd import PowerSgdTransport
 from modelwright.parallel.codecs.quantized import Bf16Codec, Int8Codec, RoundedTransport
-from modelwright.parallel.codecs.topk_quantized import ThreeLevelConfig, ThreeLevelTransport
+from modelwright.parallel.codecs.topk_quantized import ThreeLevelTransport, TopKQuantizedConfig
 from modelwright.parallel.gradient_sync import MANY_BUCKETS, ExactTransport, GradientTransport
 from modelwright.parallel.mesh import World, world_apart
 from modelwright.parallel.strategies.delayed import DelayedTransport
 from modelwright.parallel.strategies.hogwild import Hogwild
-from modelwright.parallel.strategies.local_sgd import LocalSgd, LocalSteps, LocalStepsConfig
+from modelwright.parallel.strategies.local_sgd import LocalSgd, LocalSgdConfig, LocalSteps
 from modelwright.parallel.strategies.optimizer_in_backward import (
     GradientReady,
     LocalGradients,
@@ -41,31 +41,29 @@ from modelwright.parallel.strategies.optimizer_in_backward import (
 )
 from modelwright.parallel.strategies.shared_memory import SharedMemory, fits
 from modelwright.parallel.strategy import AllReduce, Compensate, Replica, Strategy
-from modelwright.parallel.topology.collectives import CollectivesConfig
+from modelwright.parallel.topology.collectives import TopologyConfig
 from modelwright.parallel.topology.gradient_sync import PlannedTransport
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransportConfig:
-    """How gradients, or with local steps the pseudo-gradients, cross between copies of the model.
+class GradientSyncConfig:
+    """How gradients, or the pseudo-gradients of local SGD, are summed over replicas of the model.
 
-    Copies are the replicate axis of the layout, joined with `parallel.context` where nothing is sharded: all data
-    parallel ranks without `parallel.shard`; under hybrid sharding (`parallel.shard_group`) the groups, each rank with
-    those that hold the same shard in other groups. Only these bytes are compressed, or sent less often. What FSDP
-    gathers and scatters within a shard group, and what tensor, context and pipeline parallelism send, is not; where one
-    shard group holds all copies a transport other than `exact` is refused.
-
-    kind: `exact`, by the backend; `planned`, exact by the algorithms of `collectives` for the measured links; `bf16`;
-    `int8`; `powersgd` of rank `powersgd_rank`; `three_level`.
-    overlap: sums of whole gradients begin while backward still runs, in buckets of 25 MB at most (not those by plans).
+    Replicas are the data-parallel ranks; under hybrid sharding, the groups. Only these bytes are compressed or sent less
+    often, not what FSDP, tensor, context and pipeline parallelism send. Where one shard group holds all replicas, only
+    `allreduce` is possible.
     """
 
-    kind: Literal["exact", "planned", "bf16", "int8", "powersgd", "three_level"] = "exact"
+    kind: Literal["allreduce", "topology_aware", "bf16", "int8", "powersgd", "topk_quantized"] = "allreduce"
+    """`allreduce`: exact, by the backend; `topology_aware`: exact, by algorithms chosen for the measured links;
+    `bf16`; `int8`; `powersgd` (Vogels et al. 2019); `topk_quantized`."""
     overlap: bool = True
+    """Start sums during backward, in buckets of at most 25 MB (not for `topology_aware`)."""
     powersgd_rank: int = 8
-    three_level: ThreeLevelConfig = field(default_factory=ThreeLevelConfig)
-    collectives: CollectivesConfig = field(default_factory=CollectivesConfig)
-    local_steps: LocalStepsConfig = field(default_factory=LocalStepsConfig)
+    """Rank of PowerSGD's approximation."""
+    topk_quantized: TopKQuantizedConfig = field(default_factory=TopKQuantizedConfig)
+    topology: TopologyConfig = field(default_factory=TopologyConfig)
+    local_sgd: LocalSgdConfig = field(default_factory=LocalSgdConfig)
 
     def __post_init__(self) -> None:
         if self.powersgd_rank < 1:
@@ -74,34 +72,39 @@ class TransportConfig:
     def features(self) -> list[Feature]:
         """What this needs of a run, and takes away."""
         found, needs = [], {WHOLE_GRADIENTS, GRADIENT_SUMS}
-        if self.kind != "exact":
-            found.append(feature("kind", self.kind, needs=needs, breaks=[] if self.kind == "planned" else [EXACT_SUMS]))
-        if self.local_steps.every:
+        if self.kind != "allreduce":
+            found.append(
+                feature("kind", self.kind, needs=needs, breaks=[] if self.kind == "topology_aware" else [EXACT_SUMS])
+            )
+        if self.local_sgd.sync_every_steps:
             needs = needs | {SYNCHRONOUS_UPDATES, PROMPT_GRADIENTS, WHOLE_ROWS}
-            found.append(feature("local_steps.every", needs=needs, breaks=[EXACT_SUMS, EQUAL_REPLICAS]))
-        if self.local_steps.moment_every:
-            found.append(feature("local_steps.moment_every", needs=[ADAMW_STATES]))
+            found.append(feature("local_sgd.sync_every_steps", needs=needs, breaks=[EXACT_SUMS, EQUAL_REPLICAS]))
+        if self.local_sgd.sync_second_moment_every:
+            found.append(feature("local_sgd.sync_second_moment_every", needs=[ADAMW_STATES]))
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsynchronousConfig:
-    """Updates that do not wait for each other.
-
-    mode: `none`; `hogwild`: every process makes whole updates of its own on weights that all processes of one host
-    share; `delayed`: gradients are summed over the ranks while the next `delay` steps are computed. compensation:
-    strength of the correction for stale gradients (`optim.delay`), 0 for none.
-    """
+class AsyncUpdatesConfig:
+    """Updates that do not wait for other ranks."""
 
     mode: Literal["none", "hogwild", "delayed"] = "none"
-    delay: int = 1
-    compensation: float = 0.0
+    """`hogwild`: every process updates weights that all processes of one host share (Recht et al. 2011); `delayed`:
+    gradients are summed while the next `delay_steps` steps are computed; `none`."""
+    delay_steps: int = 1
+    """`delayed`: steps by which gradients are late."""
+    delay_compensation: float = 0.0
+    """Strength of the correction for stale gradients (DC-ASGD, Zheng et al. 2017); 0 for none."""
 
     def __post_init__(self) -> None:
-        if self.delay < 1:
-            raise ConfigError(f"delay: must be at least 1 step, got {self.delay}; mode none waits for every sum")
-        if self.compensation < 0:
-            raise ConfigError(f"compensation: must not be negative, got {self.compensation}; 0 switches it off")
+        if self.delay_steps < 1:
+            raise ConfigError(
+                f"delay_steps: must be at least 1 step, got {self.delay_steps}; mode none waits for every sum"
+            )
+        if self.delay_compensation < 0:
+            raise ConfigError(
+                f"delay_compensation: must not be negative, got {self.delay_compensation}; 0 switches it off"
+            )
 
     def features(self) -> list[Feature]:
         """What this needs of a run, and takes away."""
@@ -124,8 +127,8 @@ class StrategyConfig:
     and the scale must be taken out of the gradients before they are sent where `scales_layers` is set.
     """
 
-    transport: TransportConfig
-    asynchronous: AsynchronousConfig
+    transport: GradientSyncConfig
+    asynchronous: AsyncUpdatesConfig
     update_in_backward: bool = False
     clip_norm: float = 0.0
     shares_memory: bool = False
@@ -162,7 +165,7 @@ def build_strategy(
     overlap = config.transport.overlap and mesh.is_only_data_parallel
     if shares_memory:
         return SharedMemory(replica, overlap=overlap, unscale_first=config.scales_layers)
-    if config.transport.local_steps.every:
+    if config.transport.local_sgd.sync_every_steps:
         return LocalSgd(replica, build_local_steps(config.transport, mesh.reduce))
     if config.asynchronous.mode == "delayed":
         return _delayed(config, replica, compensate)
@@ -181,7 +184,7 @@ def build_strategy(
 def _delayed(config: StrategyConfig, replica: Replica, compensate: Compensate | None) -> Strategy:
     built = build_sync(config.transport, world_apart(replica.mesh.reduce))
     weights = [local(parameter.detach()) for parameter in replica.names]
-    late = DelayedTransport(built.sync, delay=config.asynchronous.delay, weights=weights, compensate=compensate)
+    late = DelayedTransport(built.sync, delay=config.asynchronous.delay_steps, weights=weights, compensate=compensate)
 
     def close() -> None:
         late.close()
@@ -202,34 +205,34 @@ class BuiltSync:
     close: Callable[[], None] = lambda: None
 
 
-def build_local_steps(config: TransportConfig, world: World) -> LocalSteps:
+def build_local_steps(config: GradientSyncConfig, world: World) -> LocalSteps:
     """What synchronizes the weights of ranks that take local steps."""
-    return LocalSteps(world, _codec(config, world), config.local_steps)
+    return LocalSteps(world, _codec(config, world), config.local_sgd)
 
 
-def build_sync(config: TransportConfig, world: World) -> BuiltSync:
+def build_sync(config: GradientSyncConfig, world: World) -> BuiltSync:
     """How gradients are summed over the ranks of `world`. Called on all of them."""
-    if config.kind == "exact":
+    if config.kind == "allreduce":
         exact = ExactTransport(world)
         return BuiltSync(sync=exact, is_exact=True, start=exact.arm, send_rows=exact.send_rows, close=exact.close)
-    if config.kind == "planned":
+    if config.kind == "topology_aware":
         return BuiltSync(sync=_codec(config, world), is_exact=True)
     many = MANY_BUCKETS if config.kind in ("bf16", "int8") else 1  # for the others messages are short, and cost calls
     bucketed = BucketedTransport(world_apart(world), lambda apart: _codec(config, apart), many=many)
     return BuiltSync(sync=bucketed, is_exact=False, start=bucketed.arm, close=bucketed.close)
 
 
-def _codec(config: TransportConfig, world: World) -> GradientTransport:
+def _codec(config: GradientSyncConfig, world: World) -> GradientTransport:
     match config.kind:
-        case "exact":
+        case "allreduce":
             return ExactTransport(world)
-        case "planned":
-            return PlannedTransport(world, config.collectives)
+        case "topology_aware":
+            return PlannedTransport(world, config.topology)
         case "bf16":
             return RoundedTransport(world, Bf16Codec())
         case "int8":
             return RoundedTransport(world, Int8Codec())
         case "powersgd":
             return PowerSgdTransport(world, rank=config.powersgd_rank)
-        case "three_level":
-            return ThreeLevelTransport(world, config.three_level)
+        case "topk_quantized":
+            return ThreeLevelTransport(world, config.topk_quantized)

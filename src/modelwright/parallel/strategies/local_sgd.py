@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.ops.pieces import local
 from modelwright.parallel.gradient_sync import ExactTransport, GradientTransport
@@ -31,33 +32,36 @@ MOMENTS = ("exp_avg", SECOND_MOMENT, "momentum_buffer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalStepsConfig:
-    """How often the ranks meet and what they do then.
+class LocalSgdConfig:
+    """Local SGD: ranks update on their own and average now and then (DiLoCo, Douillard et al. 2023)."""
 
-    every: updates from one meeting to the next, 0 for a meeting of gradients at every update (no local steps).
-    rate, momentum: of the outer Nesterov SGD.
-    keep_own: what the transport did not send stays in this rank's own weights, so that it trains on without delay
-    where the others have not heard of it yet; else all ranks go on from the same weights.
-    moment_every: meetings from one sharing of the optimizer's second moment to the next, 0 for none; moment_octaves:
-    the steps in which it is sent.
-    """
-
-    every: int = 0
-    rate: float = 1.0
-    momentum: float = 0.0
-    keep_own: bool = False
-    moment_every: int = 0
-    moment_octaves: float = 1.0
+    sync_every_steps: int = 0
+    """Updates between synchronizations; 0 averages gradients at every update instead."""
+    outer_lr: float = 1.0
+    """Learning rate of the outer Nesterov SGD; 1 with momentum 0 averages the weights."""
+    outer_momentum: float = 0.0
+    """Momentum of the outer SGD."""
+    keep_residual: bool = False
+    """Keep what compression did not send in this rank's own weights; otherwise all ranks continue from equal
+    weights."""
+    sync_second_moment_every: int = 0
+    """Synchronizations between those of AdamW's second moment; 0 for never."""
+    moment_octaves: float = constant(1.0)
+    """Quantization step, in powers of two, in which the second moment is sent."""
 
     def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ConfigError(f"every: must not be negative, got {self.every}; 0 switches local steps off")
-        if self.rate <= 0:
-            raise ConfigError(f"rate: must be above 0, got {self.rate}; 1 with momentum 0 averages the weights")
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum: must be in [0, 1), got {self.momentum}")
-        if self.moment_every < 0:
-            raise ConfigError(f"moment_every: must not be negative, got {self.moment_every}; 0 shares no moments")
+        if self.sync_every_steps < 0:
+            raise ConfigError(
+                f"sync_every_steps: must not be negative, got {self.sync_every_steps}; 0 switches local steps off"
+            )
+        if self.outer_lr <= 0:
+            raise ConfigError(f"outer_lr: must be above 0, got {self.outer_lr}; 1 with momentum 0 averages the weights")
+        if not 0 <= self.outer_momentum < 1:
+            raise ConfigError(f"outer_momentum: must be in [0, 1), got {self.outer_momentum}")
+        if self.sync_second_moment_every < 0:
+            raise ConfigError(
+                f"sync_second_moment_every: must not be negative, got {self.sync_second_moment_every}; 0 shares no moments"
+            )
         if self.moment_octaves <= 0:
             raise ConfigError(f"moment_octaves: must be above 0, got {self.moment_octaves}; 1 is a factor of 2 a step")
 
@@ -75,8 +79,8 @@ class LocalSteps:
     holds them; under another number of ranks each begins with the mean of the old ones.
     """
 
-    def __init__(self, world: World, transport: GradientTransport, config: LocalStepsConfig) -> None:
-        assert config.every > 0
+    def __init__(self, world: World, transport: GradientTransport, config: LocalSgdConfig) -> None:
+        assert config.sync_every_steps > 0
         self.world = world
         self.transport = transport
         self.config = config
@@ -124,7 +128,7 @@ class LocalSteps:
 
     def after_update(self, parameters: Sequence[Tensor], step: int) -> None:
         """Meet if it is time. step: updates done, from 1."""
-        if step % self.config.every and step != self.num_steps:
+        if step % self.config.sync_every_steps and step != self.num_steps:
             return
         weights = [parameter.detach() for parameter in parameters]
         if step == self.num_steps:
@@ -133,10 +137,13 @@ class LocalSteps:
         moved = [(before - now.float()) / self.world.size for before, now in zip(self._origin, weights, strict=True)]
         self.transport.reduce(moved)
         for start, taken in zip(self.start, self._nesterov(moved), strict=True):
-            start.sub_(taken, alpha=self.config.rate)
+            start.sub_(taken, alpha=self.config.outer_lr)
         self._origin = self._own_start()
         torch._foreach_copy_(weights, self._origin)  # pyright: ignore
-        if self.config.moment_every and step % (self.config.every * self.config.moment_every) == 0:
+        if (
+            self.config.sync_second_moment_every
+            and step % (self.config.sync_every_steps * self.config.sync_second_moment_every) == 0
+        ):
             self._moment.share(self._private().get(SECOND_MOMENT, []))
 
     def _meet_exactly(self, weights: list[Tensor]) -> None:
@@ -150,10 +157,10 @@ class LocalSteps:
 
     def _own_start(self) -> list[Tensor]:
         """Where this rank goes on from: the common start, with its own unsent way if it keeps that."""
-        unsent = self._unsent() if self.config.keep_own else []
+        unsent = self._unsent() if self.config.keep_residual else []
         if not unsent:
             return [start.clone() for start in self.start]
-        scale = self.world.size * self.config.rate
+        scale = self.world.size * self.config.outer_lr
         return [start.sub(left.to(start.device), alpha=scale) for start, left in zip(self.start, unsent, strict=True)]
 
     def _unsent(self) -> list[Tensor]:
@@ -161,7 +168,7 @@ class LocalSteps:
 
     def _nesterov(self, moved: list[Tensor]) -> list[Tensor]:
         """Sutskever et al. 2013 in the form of `torch.optim.SGD`."""
-        factor = self.config.momentum
+        factor = self.config.outer_momentum
         if not factor:
             return moved
         if not self.momentum:
@@ -196,7 +203,7 @@ def _copy(tensors: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> 
 
 
 class LocalSgd(Strategy):
-    """Every rank updates its own weights; `local_steps` makes the ranks meet."""
+    """Every rank updates its own weights; `LocalSteps` synchronizes them."""
 
     def __init__(self, replica: Replica, local_steps: LocalSteps) -> None:
         self.replica = replica

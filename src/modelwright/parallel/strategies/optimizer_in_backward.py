@@ -272,9 +272,9 @@ class OptimizerInBackward(Strategy):
     @property
     def retry_blocker(self) -> str:
         if self._norms:
-            return "update_in_backward has changed weights in this step already"
+            return "optimizer_in_backward has changed weights in this step already"
         if self.mesh.world.size > 1 and self.mesh.is_only_data_parallel:
-            return "update_in_backward, for which ranks agree amid backward; set it to none"
+            return "optimizer_in_backward, for which ranks agree amid backward; set it to false"
         return layout_blocker(self.mesh)
 
     def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
@@ -284,7 +284,7 @@ class OptimizerInBackward(Strategy):
             self._armed = False
             if late := [name for parameter, name in self.replica.names.items() if parameter.grad is not None]:
                 raise ModelwrightError(
-                    f"update_in_backward: {late[0]} received a second gradient after it was updated in backward"
+                    f"optimizer_in_backward: {late[0]} received a second gradient after it was updated in backward"
                 )
         return []
 
@@ -301,7 +301,7 @@ class OptimizerInBackward(Strategy):
         if not math.isfinite(self._norm):
             raise ModelwrightError(
                 f"the gradient of {self._not_finite or 'a parameter'} was not finite when other weights had been "
-                "updated already; run again to go on from the last checkpoint, with update_in_backward none such steps "
+                "updated already; run again to go on from the last checkpoint, with optimizer_in_backward none such steps "
                 "are skipped"
             )
         return self._norm

@@ -2,7 +2,7 @@
 link's speed changes during the run.
 
 `Collectives.all_reduce(tensor)` sums in place over the ranks of a world and leaves the same bits on all of them, by
-the backend's own algorithm ("flat") or by one of `plans.py`, whose docstring says why the bits are equal. For the
+the backend's own algorithm ("backend") or by one of `plans.py`, whose docstring says why the bits are equal. For the
 flat one the backend vouches: gloo's and NCCL's rings finish every chunk on one rank and copy it from there.
 
 What is decided (algorithm, new measurements, new plans) is decided from numbers that all ranks share to the last bit,
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.ops.microbenchmark import repeated, seconds_of
 from modelwright.parallel.gradient_sync import ring_bytes
@@ -40,7 +41,9 @@ from modelwright.parallel.topology.algorithms import (
 from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure_links
 from modelwright.parallel.topology.rank_mapping import AxisTraffic, place
 
-Algorithm = Literal["auto", "flat", "ring", "doubling", "tree", "hierarchical_ring", "hierarchical_doubling", "sharded"]
+Algorithm = Literal[
+    "auto", "backend", "ring", "doubling", "tree", "hierarchical_ring", "hierarchical_doubling", "sharded"
+]
 """Those that need groups of near ranks (hierarchical, sharded) are a ring where the links show none."""
 
 FLAT_PROBE_BYTES = (64, 2**18)
@@ -54,28 +57,28 @@ MIN_COALESCE_BYTES, MAX_COALESCE_BYTES = 2**16, 25 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectivesConfig:
-    """algorithm: "auto" chooses per message size, any other name takes that one always.
-
-    coalesce_bytes: tensors up to this size are joined into messages of about this size, 0 for what the links suggest.
-    window: after how many all-reduces the ranks compare what they took with what they should have, 0 for never;
-    degraded_ratio: how much slower than at first a window must be before the links are measured again; changed_ratio:
-    how much a link must have changed for new plans; recheck_windows: after how many windows the links are measured
-    again while they are not as at the start, to notice that they have recovered; measure_s: how long that may take.
-    """
+class TopologyConfig:
+    """All-reduce algorithms chosen for the measured links (`gradient_sync.kind: topology_aware`)."""
 
     algorithm: Algorithm = "auto"
-    coalesce_bytes: int = 0
-    window: int = 64
-    degraded_ratio: float = 2.0
-    changed_ratio: float = 1.5
-    recheck_windows: int = 16
-    measure_s: float = 0.5
+    """`auto` chooses by message size; `backend` is the backend's own all-reduce."""
+    coalesce_bytes: int = constant(0)
+    """Join tensors into messages of about this size; 0 for what the links suggest."""
+    window_all_reduces: int = constant(64)
+    """All-reduces between comparisons of measured with expected time; 0 for never."""
+    degraded_ratio: float = constant(2.0)
+    """Slowdown at which the links are measured again."""
+    changed_ratio: float = constant(1.5)
+    """Change of a link at which algorithms are chosen again."""
+    recheck_windows: int = constant(16)
+    """Windows between measurements while links are degraded, to notice their recovery."""
+    measure_s: float = constant(0.5)
+    """Longest time in seconds that measuring the links may take."""
 
     def __post_init__(self) -> None:
         if self.algorithm not in get_args(Algorithm):
             raise ConfigError(f"algorithm: must be one of {', '.join(get_args(Algorithm))}, got {self.algorithm!r}")
-        for name in ("coalesce_bytes", "window"):
+        for name in ("coalesce_bytes", "window_all_reduces"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}")
         for name in ("degraded_ratio", "changed_ratio"):
@@ -116,7 +119,7 @@ class Planner:
         """All algorithms that these links allow, by name."""
         num_ranks = self.links.num_ranks
         plans = [
-            AllReducePlan("flat", num_ranks, 1, ()),
+            AllReducePlan("backend", num_ranks, 1, ()),
             ring(self.order),
             doubling(self.order),
             tree(fastest_tree(self.links, num_bytes), num_ranks),
@@ -128,7 +131,7 @@ class Planner:
         return {plan.name: plan for plan in plans}
 
     def seconds(self, plan: AllReducePlan, num_bytes: float) -> float:
-        return self.flat.seconds(num_bytes) if plan.name == "flat" else plan_seconds(plan, self.links, num_bytes)
+        return self.flat.seconds(num_bytes) if plan.name == "backend" else plan_seconds(plan, self.links, num_bytes)
 
     def choose(self, num_bytes: float) -> AllReducePlan:
         """The cheapest plan for a message of that size; the first of equals, the backend's own before all."""
@@ -148,9 +151,9 @@ class Planner:
 class Collectives:
     """All-reduce over a world by plans made from its links. Making one is a collective call: flat is measured."""
 
-    def __init__(self, world: World, links: Links, config: CollectivesConfig | None = None) -> None:
+    def __init__(self, world: World, links: Links, config: TopologyConfig | None = None) -> None:
         self.world = world
-        self.config = config or CollectivesConfig()
+        self.config = config or TopologyConfig()
         self.bytes_sent = 0
         """Payload bytes that this rank sent; for the flat algorithm 2 (n - 1) / n of the payload, what a ring sends."""
         self.num_plannings = 0
@@ -219,7 +222,7 @@ class Collectives:
         return self._courses[num_bytes]
 
     def _carry_out(self, course: "_Course", vector: Tensor) -> None:
-        if course.plan.name == "flat":
+        if course.plan.name == "backend":
             self.world.all_reduce_sum(vector)
             num_bytes = vector.numel() * vector.element_size()
             self.bytes_sent += ring_bytes(num_bytes, self.world.size)
@@ -304,7 +307,7 @@ class _Watch:
     that a few slow calls do not count. Fed with the same numbers on all ranks it says the same on all ranks.
     """
 
-    def __init__(self, config: CollectivesConfig) -> None:
+    def __init__(self, config: TopologyConfig) -> None:
         self._config = config
         self.elapsed_s: list[float] = []
         self._predicted_s: list[float] = []
@@ -312,11 +315,11 @@ class _Watch:
 
     def add(self, elapsed_s: float, predicted_s: float) -> bool:
         """Whether the window is full."""
-        if not self._config.window:
+        if not self._config.window_all_reduces:
             return False
         self.elapsed_s.append(elapsed_s)
         self._predicted_s.append(predicted_s)
-        return len(self.elapsed_s) >= self._config.window
+        return len(self.elapsed_s) >= self._config.window_all_reduces
 
     def is_suspicious(self, shortest_s: Sequence[float], is_as_at_first: bool) -> bool:
         """End the window: whether it was much slower than the first, or it is time to look for a recovery."""

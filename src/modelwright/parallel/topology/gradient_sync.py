@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from modelwright.parallel.mesh import World
-from modelwright.parallel.topology.collectives import Collectives, CollectivesConfig
+from modelwright.parallel.topology.collectives import Collectives, TopologyConfig
 from modelwright.parallel.topology.link_costs import LinksConfig, measure_links
 
 
 class PlannedTransport:
     """Made on all ranks alike. `bytes_sent`: see `Collectives`; measuring is not among them."""
 
-    def __init__(self, world: World, config: CollectivesConfig) -> None:
+    def __init__(self, world: World, config: TopologyConfig) -> None:
         self.collectives: Collectives | None = None
         if world.size > 1:
             links = measure_links(world, LinksConfig(budget_s=config.measure_s))

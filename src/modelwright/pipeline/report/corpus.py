@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelwright.data.clean import read_dropped
+from modelwright.data.sources import BUILTIN
 from modelwright.pipeline.redact import redact_text
 from modelwright.pipeline.report.blocks import Block, Excerpt, Fold, Note, Section, Table
 from modelwright.pipeline.report.format import count, kind_title, number, percent, size
@@ -19,6 +20,10 @@ _ROWS = {
 }
 
 
+NUM_DROPPED_EXAMPLES = 3
+"""Examples of dropped text for each reason."""
+
+
 def corpus_section(data: RunData) -> Section | None:
     """What came in, what was kept, what was dropped and why, with examples; `None` before cleaning."""
     stage = data.done("clean")
@@ -26,9 +31,11 @@ def corpus_section(data: RunData) -> Section | None:
         return None
     sources, clean = stage.facts["sources"], stage.facts["clean"]
     blocks: list[Block] = [_kinds_table(sources, clean)]
-    blocks += _dropped_blocks(stage, data.config.report.num_dropped_examples)
+    blocks += _dropped_blocks(stage, NUM_DROPPED_EXAMPLES)
     blocks += _skipped_blocks(sources)
-    places = ", ".join("Python's own libraries" if s == "python" else redact_text(s) for s in data.config.data.sources)
+    places = ", ".join(
+        "Python's standard library" if s == BUILTIN else redact_text(s) for s in data.config.data.sources
+    )
     kept = sum(entry["documents"] for splits in clean["kept"].values() for entry in splits.values())
     lead = (
         f"From {places}: {count(clean['num_documents'])} documents, {size(clean['num_bytes'])}; "

@@ -93,7 +93,7 @@ def int8_section(data: RunData) -> Section | None:
 
 def serving_section(data: RunData) -> Section | None:
     """The questions that the real server was asked, with its answers."""
-    stage = data.done("serve")
+    stage = data.done("serve_check")
     if stage is None:
         return None
     result = stage.json("answers.json")
@@ -208,11 +208,15 @@ def power(log10_value: float) -> str:
     return f"{10 ** (log10_value - exponent):.1f}e{exponent}"
 
 
+NUM_QUESTIONS = 6
+"""Benchmark questions that are shown."""
+
+
 def _choice_examples(data: RunData, model: str) -> Fold:
     stage = data.done("evaluate")
     assert stage is not None
     items = []
-    for record in stage.lines(f"{model}/questions.jsonl")[: data.config.report.num_questions]:
+    for record in stage.lines(f"{model}/questions.jsonl")[:NUM_QUESTIONS]:
         marks = []
         for number_, text in enumerate(record["candidates"]):
             sign = ("right, chosen" if number_ == record["choice"] else "right") if number_ == record["answer"] else ""
@@ -223,7 +227,7 @@ def _choice_examples(data: RunData, model: str) -> Fold:
 
 
 def _method_note(choice: Mapping[str, Any]) -> Note:
-    rule = {"byte": "byte", "token": "token", "gain": "byte, minus that without the question"}.get(choice["score"], "")
+    rule = {"byte": "byte", "token": "token", "pmi": "byte, minus that without the question"}.get(choice["score"], "")
     return Note(
         "Every token of a held-out document is predicted once, with at most the model's context length before it. "
         "Bytes are those of the UTF-8 text, so models with different tokenizers and compressors can be compared. "

@@ -58,7 +58,7 @@ def _run(context: StageContext, config: RunConfig, tokenizer: Tokenizer) -> None
     for split in SPLITS:
         texts = _documents(clean, split, kinds, tokenizer, config.hardware.num_threads)
         _pack(context, config, f"pretrain/{split}", texts, tokenizer)
-        fit = ConversationFit(seq_len=config.pack.seq_len, overlong=config.pack.overlong)
+        fit = ConversationFit(seq_len=config.pack.seq_len, overlong=config.pack.long_documents)
         report = _pack(context, config, f"sft/{split}", _conversations(clean, split, tokenizer, fit), tokenizer)
         if not fit.num_conversations:
             continue
@@ -87,7 +87,7 @@ def _pack(
     first: list[tuple[TokenIds, LossMask | None]] = []
     for sequence in sequences:
         first.append(sequence)
-        if config.pack.overlong == "cut" or len(sequence[0]) <= config.pack.seq_len:
+        if config.pack.long_documents == "split" or len(sequence[0]) <= config.pack.seq_len:
             break
     else:
         return {}

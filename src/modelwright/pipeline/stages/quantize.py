@@ -36,7 +36,7 @@ def quantize_stage(config: RunConfig, *, evaluated: bool) -> Stage:
     return Stage(
         name="quantize",
         title="Quantizing to INT8",
-        settings={"quantize": dump(config.quantize), "evaluate": dump(config.evaluate)},
+        settings={"quantize": dump(config.serve.int8), "evaluate": dump(config.evaluate)},
         parents=("clean", "pack", final_model(config), *(("evaluate",) if evaluated else ())),
         run=lambda context: _run(context, config),
     )
@@ -47,12 +47,12 @@ def _run(context: StageContext, config: RunConfig) -> None:
     source = context.parents[name]
     reference, tokenizer = load_model(source), Tokenizer.load(source)
     context.progress.begin("quantize", 0, "tensors")
-    save_int8(quantize_model(reference, config.quantize), out)
+    save_int8(quantize_model(reference, config.serve.int8), out)
     tokenizer.save(out, max_length=config.model.max_seq_len)
-    int8 = load_int8(out, config.quantize)
+    int8 = load_int8(out, config.serve.int8)
     comparison = compare(reference, int8, _sample(context.parents["pack"]))
     context.progress.end()
-    results: dict[str, Any] = {"model": name, "backend": config.quantize.backend, "comparison": asdict(comparison)}
+    results: dict[str, Any] = {"model": name, "backend": config.serve.int8.backend, "comparison": asdict(comparison)}
     results["int8"] = _evaluate(context, config, int8, tokenizer, out / "int8")
     if "evaluate" in context.parents:
         before = context.parents["evaluate"] / name

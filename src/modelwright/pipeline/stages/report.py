@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import dump
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.build import build_page
@@ -18,7 +17,7 @@ def report_stage(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stag
     return Stage(
         name="report",
         title="Writing the report",
-        settings=dump(config.report),
+        settings={},
         parents=(*before, *parents),
         run=lambda context: _run(context, config, run),
     )

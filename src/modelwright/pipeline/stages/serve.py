@@ -42,9 +42,9 @@ def serve_stage(config: RunConfig) -> Stage:
     """Asks the questions of the configuration and some held-out ones; see the module."""
     name = final_model(config)
     return Stage(
-        name="serve",
+        name="serve_check",
         title="Serving and asking",
-        settings=dump(config.serve),
+        settings={"serve": dump(config.serve), "serve_check": dump(config.serve_check)},
         parents=("clean", name),
         run=lambda context: _run(context, config, context.parents[name]),
     )
@@ -82,20 +82,20 @@ class Questions:
         if self.num_heldout_too_long:
             parts.append(f"{self.num_heldout_too_long:,} of {self.num_heldout:,} held-out questions")
         if self.num_configured_too_long:
-            parts.append(f"{self.num_configured_too_long} of serve.questions")
+            parts.append(f"{self.num_configured_too_long} of serve_check.questions")
         if not parts and self.asked:
             return ""
-        why = f"longer than the {max(0, self.room):,} tokens that serve.max_tokens leaves of the model's context"
+        why = f"longer than the {max(0, self.room):,} tokens that serve_check.max_tokens leaves of the model's context"
         return f"{' and '.join(parts or ['every question'])} left out: {why}"
 
 
 def _run(context: StageContext, config: RunConfig, folder: Path) -> None:
-    questions = choose_questions(folder, context.parents["clean"], config.serve)
+    questions = choose_questions(folder, context.parents["clean"], config.serve_check)
     if questions.left_out:
         context.progress.note(f"server: {questions.left_out}")
     context.progress.begin("serve", len(questions.asked), "answers")
-    server_config = replace(config.serve.server, port=0)
-    with start_server(folder, server_config, context.folder.path, config.serve.start_timeout_s) as server:
+    server_config = replace(config.serve, port=0)
+    with start_server(folder, server_config, context.folder.path, config.serve_check.start_timeout_s) as server:
         answers = []
         for number, (question, reference) in enumerate(questions.asked, start=1):
             answers.append(_ask(server, config, question, reference, stream=False))
@@ -107,7 +107,7 @@ def _run(context: StageContext, config: RunConfig, folder: Path) -> None:
     context.progress.end()
     if server.exit_code != Stopped.exit_code:
         raise ModelwrightError(f"the server left with exit code {server.exit_code} after SIGTERM; see {server.log}")
-    if config.serve.temperature == 0 and any(
+    if config.serve_check.temperature == 0 and any(
         s["answer"] != a["answer"] for s, a in zip(streamed, answers, strict=False)
     ):
         raise ModelwrightError("the streamed answer differs from the plain one, both at temperature 0: a bug")
@@ -136,10 +136,10 @@ def choose_questions(folder: Path, clean: Path, check: ServeCheckConfig) -> Ques
         return len(tokenizer.encode_prompt([{"role": "user", "content": question}])) <= room
 
     configured = [(question, "") for question in check.questions if fits(question)]
-    pairs = _heldout_pairs(clean) if check.num_heldout_questions else []
+    pairs = _heldout_pairs(clean) if check.num_validation_questions else []
     fitting = [pair for pair in pairs if fits(pair[0])]
-    stride = max(1, len(fitting) // max(1, check.num_heldout_questions))
-    chosen = fitting[::stride][: check.num_heldout_questions]
+    stride = max(1, len(fitting) // max(1, check.num_validation_questions))
+    chosen = fitting[::stride][: check.num_validation_questions]
     if not chosen and fits(GREETING):
         chosen = [(GREETING, "")]
     return Questions(
@@ -219,8 +219,8 @@ def _answer(url: str, config: RunConfig, question: str, reference: str, *, strea
         wanted: dict[str, Any] = {
             "model": model,
             "messages": [{"role": "user", "content": question}],
-            "max_tokens": config.serve.max_tokens,
-            "temperature": config.serve.temperature,
+            "max_tokens": config.serve_check.max_tokens,
+            "temperature": config.serve_check.temperature,
             "seed": config.seed,
         }
         started = time.monotonic()

@@ -49,7 +49,7 @@ def _stage(config: RunConfig, name: str, title: str, training: TrainConfig, lear
     settings = {
         "training": training.identity(),
         "seed": derive_seed(config.seed, name),
-        "heldout_tokens": config.heldout_tokens,
+        "validation_tokens": config.validation_tokens,
     }
     if not before:
         settings["model"] = dump(config.model)
@@ -95,7 +95,7 @@ def _learn(
     batch_rows = training.batch_rows(packed.seq_len, num_copies=num_copies)
     loader = PackedLoader(packed, batch_rows=batch_rows, seed=derive_seed(config.seed, name, "order"))
     num_steps = training.resolve_num_steps(loader.num_batches_per_epoch)
-    microbatch_rows = max(1, batch_rows // (training.num_microbatches * num_copies))
+    microbatch_rows = max(1, batch_rows // (training.gradient_accumulation_steps * num_copies))
     result = train(
         model,
         learn(loader),
@@ -120,11 +120,11 @@ def _learn(
 
 
 def heldout_sample(folder: Path, config: RunConfig, *, batch_rows: int) -> Sequence[TokenBatch]:
-    """The held-out batches that training is judged by: about `config.heldout_tokens`, always the same ones."""
+    """The held-out batches that training is judged by: about `config.validation_tokens`, always the same ones."""
     if not folder.is_dir():
         return ()
     packed = PackedRows(folder)
-    wanted = packed.num_rows if not config.heldout_tokens else config.heldout_tokens // packed.seq_len
+    wanted = packed.num_rows if not config.validation_tokens else config.validation_tokens // packed.seq_len
     if wanted >= packed.num_rows:
         return HeldoutBatches(packed, batch_rows=batch_rows)
     loader = PackedLoader(packed, batch_rows=batch_rows, seed=derive_seed(config.seed, "heldout"))

@@ -56,7 +56,7 @@ class CheckpointManager:
 
     def copy_due(self) -> bool:
         """Whether the hosts' memory is to take the state, which is not being written to disk at this step."""
-        every = self.config.guards.memory_every_steps
+        every = self.config.fault_tolerance.in_memory_checkpoint_every_steps
         return every > 0 and self.state.step > 0 and self.state.step % every == 0
 
     def save(self) -> float | None:

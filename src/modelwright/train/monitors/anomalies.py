@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.core.event_log import EventLog
 from modelwright.core.outliers import RecentValues
@@ -20,22 +21,23 @@ SKIPPED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatchConfig:
-    """When a step is worth a line."""
+class AnomalyConfig:
+    """When a step is reported as an anomaly."""
 
-    window: int = 60
-    """Steps whose losses and gradient norms are compared with the next; none is judged before a third of them."""
     num_sigmas: float = 6.0
-    """Robust standard deviations above the median from which a value is an outlier."""
-    min_rise: float = 0.1
+    """Robust standard deviations above the median at which a loss or gradient norm is reported."""
+    window_steps: int = constant(60)
+    """Steps that the next is compared with; none is judged before a third of them."""
+    min_rise: float = constant(0.1)
     """Least relative rise over the median of an outlier."""
-    stall_fraction: float = 0.5
-    """Share of the step spent waiting for data above which it is a stall, if it also took longer than `stall_s`."""
-    stall_s: float = 0.5
+    stall_fraction: float = constant(0.5)
+    """A step is a data stall if it waits for data for more than this fraction of its time and for `stall_s`."""
+    stall_s: float = constant(0.5)
+    """Least seconds of a data stall."""
 
     def __post_init__(self) -> None:
-        if self.window < 6:
-            raise ConfigError(f"window: must be at least 6 steps, got {self.window}")
+        if self.window_steps < 6:
+            raise ConfigError(f"window_steps: must be at least 6 steps, got {self.window_steps}")
 
 
 class AnomalyLog:
@@ -45,13 +47,13 @@ class AnomalyLog:
     text.
     """
 
-    def __init__(self, path: Path, config: WatchConfig, *, note: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, path: Path, config: AnomalyConfig, *, note: Callable[[str], None] = lambda text: None) -> None:
         self.path = path
         self.config = config
         self.note = note
         self.num_events: dict[str, int] = {}
         self._log = EventLog(path)
-        self._recent = {kind: RecentValues(config.window) for kind in ("loss_spike", "gradient_outlier")}
+        self._recent = {kind: RecentValues(config.window_steps) for kind in ("loss_spike", "gradient_outlier")}
 
     @property
     def events(self) -> list[dict[str, Any]]:

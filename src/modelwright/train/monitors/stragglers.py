@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.core.outliers import ratio_limit
 from modelwright.ops.microbenchmark import repeated, seconds_of
@@ -23,20 +24,22 @@ PROBE_DIM = 256
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerConfig:
-    """A rank is a straggler when its own time is more than `factor` times the median of all ranks in `patience`
-    looks in a row; `every`: steps between looks (each sends one number per rank), 0 for none."""
+    """When a rank is reported as a straggler."""
 
     factor: float = 1.5
-    patience: int = 3
-    every: int = 10
+    """How many times the median compute time of all ranks."""
+    patience: int = constant(3)
+    """Looks in a row that must agree."""
+    every_steps: int = constant(10)
+    """Steps between looks; each sends one number per rank; 0 never looks."""
 
     def __post_init__(self) -> None:
         if self.factor <= 1:
             raise ConfigError(f"factor: must be above 1, got {self.factor}; 1.5 is half as long again as the median")
         if self.patience < 1:
             raise ConfigError(f"patience: must be at least 1, got {self.patience}")
-        if self.every < 0:
-            raise ConfigError(f"every: must not be negative, got {self.every}; 0 never looks")
+        if self.every_steps < 0:
+            raise ConfigError(f"every_steps: must not be negative, got {self.every_steps}; 0 never looks")
 
 
 class Stragglers:
@@ -139,7 +142,7 @@ def straggler_monitor(config: StragglerConfig, run: Runtime) -> Technique:
 
     def on_step_end(info: StepInfo) -> None:
         own_time.add_step(info.compute_s)
-        if info.step % config.every == 0:
+        if info.step % config.every_steps == 0:
             stragglers.look(info.step)
 
     return Technique(name="stragglers", on_step_end=on_step_end)

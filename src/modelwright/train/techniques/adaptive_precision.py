@@ -147,7 +147,7 @@ class AdaptivePrecision:
             self.switcher.follow(step + 1, scheduled(self.config, step + 1, self.parts, self.switcher.widest))
         elif self.looks:
             self._look(update)
-        elif self.config.looks and (step + 1) % self.config.every == 0:
+        elif self.config.looks and (step + 1) % self.config.decide_every_steps == 0:
             self._see_memory()
             self._offer()
         self._apply()
@@ -157,7 +157,10 @@ class AdaptivePrecision:
         update.metrics["narrow_share"] = narrow / max(1, len(self.parts))
 
     def _is_measured(self, step: int) -> bool:
-        return self.is_due or step % self.config.every >= self.config.every - self.config.window
+        return (
+            self.is_due
+            or step % self.config.decide_every_steps >= self.config.decide_every_steps - self.config.measure_steps
+        )
 
     def _look(self, update: Update) -> None:
         """Observe a step, and decide at the end of a period.
@@ -165,7 +168,7 @@ class AdaptivePrecision:
         A jump of the loss changes formats at once; a decision that is due then is left out, since what was seen of the
         other formats tells nothing about the new ones.
         """
-        self.is_due = self.is_due or (update.step + 1) % self.config.every == 0
+        self.is_due = self.is_due or (update.step + 1) % self.config.decide_every_steps == 0
         if update.is_empty:
             return  # its loss of 0 tells nothing
         if not (math.isfinite(update.loss) and math.isfinite(update.grad_norm)):  # not if skipped as a spike

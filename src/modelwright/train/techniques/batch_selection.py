@@ -24,7 +24,7 @@ from modelwright.ops.cross_entropy import token_log_probs
 from modelwright.ops.executed import Executed
 from modelwright.ops.received_attention import received_attention
 from modelwright.ops.rope import apply_rope, rope_tables
-from modelwright.optim.sparse import RowChoiceConfig
+from modelwright.optim.sparse import BatchSelectionConfig
 from modelwright.train.flops import attention_flops, head_flops
 
 
@@ -36,7 +36,7 @@ class RowChoice:
 
     def __init__(
         self,
-        config: RowChoiceConfig,
+        config: BatchSelectionConfig,
         model: Decoder,
         *,
         seed: int,
@@ -57,9 +57,9 @@ class RowChoice:
         """What of the batch is learned in update `step`, on the batch's device."""
         if self.config.needs_start and not self.start:
             self.start = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
-        if self.config.signal != "none" and step >= self.config.dense_share * num_steps:
+        if self.config.signal != "none" and step >= self.config.dense_fraction * num_steps:
             batch = self.chosen(batch, step)
-        if self.config.keep_tokens < 1.0:
+        if self.config.keep_token_fraction < 1.0:
             batch = self.thinned(batch)
         return batch
 
@@ -88,7 +88,7 @@ class RowChoice:
         if worth_G is None:
             return order[:places].sort().values
         # a share of few rows is no whole number: round up as often as it takes
-        expected = self.config.explore * places
+        expected = self.config.random_fraction * places
         num_drawn = int(expected) + int(torch.rand((), generator=draw).item() < expected % 1.0)
         num_drawn = min(num_drawn, len(order) - places)
         rest = order[places - num_drawn :]
@@ -100,11 +100,11 @@ class RowChoice:
         is_within_G = torch.ones(batch.num_groups, dtype=torch.bool)
         if self.config.signal == "random" and not self.config.needs_start:
             return None, is_within_G
-        look = first_tokens(batch, self.config.probe_len).to(self.model.embedding.weight.device)
+        look = first_tokens(batch, self.config.probe_tokens).to(self.model.embedding.weight.device)
         attend = masked_attend(look.segments_BT)
         start_G = self.group_losses(look, attend, self.start) if self.config.needs_start else None
-        if self.config.max_start_loss and start_G is not None:
-            is_within_G = start_G <= self.config.max_start_loss * math.log(self.model.config.vocab_size)
+        if self.config.max_initial_loss and start_G is not None:
+            is_within_G = start_G <= self.config.max_initial_loss * math.log(self.model.config.vocab_size)
         if self.config.signal == "random":
             return None, is_within_G
         now_G = self.group_losses(look, attend, {})
@@ -140,7 +140,7 @@ class RowChoice:
         received_N = received_attention(q_BTHd, k_BTKd, moved.segments_BT).flatten().to(batch.labels_BT.device)
         labels_N = batch.labels_BT.flatten()
         counts_N = labels_N != IGNORED
-        places = max(1, round(self.config.keep_tokens * int(counts_N.sum())))
+        places = max(1, round(self.config.keep_token_fraction * int(counts_N.sum())))
         kept = received_N.masked_fill(~counts_N, -1.0).topk(min(places, len(labels_N))).indices
         thin_N = torch.full_like(labels_N, IGNORED)
         thin_N[kept] = labels_N[kept]

@@ -21,7 +21,7 @@ class Clip:
         scale_to_norm(update.gradients, update.grad_norm, limit)
         if self.adaptive.kind != "none":
             update.metrics["clip_norm"] = limit
-            self.norms = [*self.norms, update.grad_norm][-self.adaptive.window :]
+            self.norms = [*self.norms, update.grad_norm][-self.adaptive.window_steps :]
 
     def state_dict(self) -> dict[str, Any]:
         return {"norms": list(self.norms)}

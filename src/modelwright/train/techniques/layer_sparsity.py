@@ -24,7 +24,7 @@ from modelwright.ops.executed import Executed, counted
 from modelwright.ops.products import Products
 from modelwright.ops.sparse_products import on_columns, on_rows
 from modelwright.optim.selection import Selector, moment_signal
-from modelwright.optim.sparse import SparseConfig
+from modelwright.optim.sparse import BatchSelectionConfig, SparseUpdateConfig
 from modelwright.precision.model import ModelFormats
 from modelwright.train.flops import attention_flops, head_flops
 from modelwright.train.objective import Batch
@@ -45,7 +45,8 @@ class SparseUpdates:
     is updated.
     """
 
-    config: SparseConfig
+    config: SparseUpdateConfig
+    rows: BatchSelectionConfig
     model: Decoder
     optimizer: Optimizer
     betas: tuple[float, float]
@@ -72,7 +73,7 @@ class SparseUpdates:
         elif self.config.kind == "layers":
             self.selectors = {BLOCKS: self.selector(len(self.model.blocks), BLOCKS)}
         self.row_choice = RowChoice(
-            self.config.batch,
+            self.rows,
             self.model,
             seed=self.seed,
             rank=self.rank,
@@ -83,7 +84,9 @@ class SparseUpdates:
 
     def selector(self, num_units: int, name: str) -> Selector:
         config = self.config
-        return Selector(num_units, seed=self.seed, name=name, regrowth=config.regrowth, feedback=config.feedback)
+        return Selector(
+            num_units, seed=self.seed, name=name, regrowth=config.random_fraction, feedback=config.use_feedback
+        )
 
     def install(self) -> None:
         """Have projections leave out what is not chosen, and blocks keep nothing that backward does not reach."""
@@ -109,13 +112,13 @@ class SparseUpdates:
         """Choose for update `step`; returns what of the batch is learned."""
         self.executed.flops = 0
         self.share = self.config.share(step, self.num_steps)
-        if self.config.kind == "prefix":
+        if self.config.kind == "freeze_prefix":
             self.freeze({layer for layer in range(len(self.model.blocks)) if layer >= self.num_frozen()})
         elif self.config.kind != "none":
-            if step % self.config.refresh_every == 0:
+            if step % self.config.refresh_every_steps == 0:
                 self.refresh(step)
             self.put_in_force()
-        batch = self.row_choice(batch, step, self.num_steps) if self.config.chooses_rows else batch
+        batch = self.row_choice(batch, step, self.num_steps) if self.rows.is_on else batch
         self.count_around(batch)
         return batch
 
@@ -202,7 +205,8 @@ class SparseUpdates:
 
 
 def layer_sparsity(
-    config: SparseConfig,
+    config: SparseUpdateConfig,
+    rows: BatchSelectionConfig,
     run: Runtime,
     *,
     betas: tuple[float, float],
@@ -210,12 +214,15 @@ def layer_sparsity(
     num_microbatches: int,
 ) -> Technique | None:
     """betas, eps: of the optimizer, whose moments tell what to choose."""
-    if not config.is_on:
+    if config.kind == "none" and not rows.is_on:
         return None
     if not run.mesh.is_only_data_parallel:
-        raise ConfigError("sparse: goes with whole copies of the model; leave the axes of `parallel` but data at 1")
+        raise ConfigError(
+            "sparse_updates: needs unsharded replicas; leave all axes of `parallel` but data at 1 and zero_stage at 0"
+        )
     sparse = SparseUpdates(
         config=config,
+        rows=rows,
         model=run.model,
         optimizer=run.replica.optimizer,
         betas=betas,

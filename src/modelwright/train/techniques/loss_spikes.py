@@ -28,6 +28,7 @@ from modelwright.core.compatibility import (
     Feature,
     feature,
 )
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.core.event_log import EventLog
 from modelwright.core.outliers import RecentValues
@@ -40,47 +41,62 @@ NUM_GOOD = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpikeConfig:
-    """When an update is a spike, and what happens after several.
-
-    num_sigmas: robust standard deviations above the median of the last `window` accepted updates, 0 judges nothing;
-    loss_rise and norm_rise: a spike is also above the median by this share of it, the loss or the gradient norm.
-    Nothing is judged before a third of the window is there; max_in_a_row: so many spikes in a row are a new level, and
-    the next passes.
-
-    rollback_after: spikes among the last `rollback_window` updates after which the run goes back, 0 never; to the
-    newest checkpoint (of a multiple of `checkpoint_every_steps`) without spikes in the window before it and at least
-    `margin` updates before the first of these; max_rollbacks: of the whole run. Then the learning rate is `lower_rate`
-    times the scheduled one for `lower_steps` updates.
-    """
+class LossSpikeConfig:
+    """Skip updates at which the loss or gradient norm jumps, and roll back after several (PaLM, Chowdhery et al.
+    2022)."""
 
     num_sigmas: float = 0.0
-    window: int = 100
-    loss_rise: float = 0.1
-    norm_rise: float = 1.0
-    max_in_a_row: int = 5
+    """Robust standard deviations above the median of recent accepted updates at which an update is skipped; 0 skips
+    none; 6 is usual."""
     rollback_after: int = 0
-    rollback_window: int = 50
-    margin: int = 10
+    """Spikes among recent updates after which the run rolls back to a checkpoint from before the first of them and
+    goes on with the next batches; 0 never. Needs `checkpoint_every_steps`."""
     max_rollbacks: int = 3
-    lower_rate: float = 1.0
-    lower_steps: int = 0
+    """Most rollbacks of a run."""
+    lr_factor: float = 1.0
+    """Factor on the learning rate for a while after a rollback."""
+    window_steps: int = constant(100)
+    """Accepted updates that the next is compared with; nothing is judged before a third of them."""
+    min_loss_rise: float = constant(0.1)
+    """Least relative rise of the loss over the median in a spike."""
+    min_norm_rise: float = constant(1.0)
+    """Least relative rise of the gradient norm over the median in a spike."""
+    max_consecutive: int = constant(5)
+    """After this many spikes in a row the level is taken for new, and the next update passes."""
+    rollback_window_steps: int = constant(50)
+    """Updates among which `rollback_after` counts spikes."""
+    rollback_margin_steps: int = constant(10)
+    """Least updates between the checkpoint and the first spike."""
+    lr_factor_steps: int = constant(100)
+    """Updates for which `lr_factor` holds."""
 
     def __post_init__(self) -> None:
-        for name in ("num_sigmas", "loss_rise", "norm_rise", "rollback_after", "margin", "lower_steps"):
+        for name in (
+            "num_sigmas",
+            "min_loss_rise",
+            "min_norm_rise",
+            "rollback_after",
+            "rollback_margin_steps",
+            "lr_factor_steps",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 switches it off")
-        for name, least in (("window", 6), ("max_in_a_row", 1), ("rollback_window", 1), ("max_rollbacks", 1)):
+        for name, least in (
+            ("window_steps", 6),
+            ("max_consecutive", 1),
+            ("rollback_window_steps", 1),
+            ("max_rollbacks", 1),
+        ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}: must be at least {least}, got {getattr(self, name)}")
-        if not 0.0 < self.lower_rate <= 1.0:
-            raise ConfigError(f"lower_rate: must be above 0 and at most 1, got {self.lower_rate}; 1 leaves the rate")
+        if not 0.0 < self.lr_factor <= 1.0:
+            raise ConfigError(f"lr_factor: must be above 0 and at most 1, got {self.lr_factor}; 1 leaves the rate")
         if self.rollback_after and not self.num_sigmas:
             raise ConfigError("rollback_after: counts spikes, and num_sigmas is 0; 6 is usual")
-        if self.rollback_after > min(self.max_in_a_row, self.rollback_window):
+        if self.rollback_after > min(self.max_consecutive, self.rollback_window_steps):
             raise ConfigError(
-                f"rollback_after: {self.rollback_after} spikes never come together: max_in_a_row "
-                f"({self.max_in_a_row}) and rollback_window ({self.rollback_window}) must be at least as many"
+                f"rollback_after: {self.rollback_after} spikes never come together: max_consecutive "
+                f"({self.max_consecutive}) and rollback_window ({self.rollback_window_steps}) must be at least as many"
             )
 
     def features(self) -> list[Feature]:
@@ -103,7 +119,7 @@ class LossSpikes:
 
     def __init__(
         self,
-        config: SpikeConfig,
+        config: LossSpikeConfig,
         agree: Callable[[float], float],
         path: Path,
         *,
@@ -115,7 +131,10 @@ class LossSpikes:
         self.agree = agree
         self._log = EventLog(path, is_first=is_first)
         self.num_rollbacks = 0
-        self._losses, self._norms = RecentValues(config.window), RecentValues(config.window)  # of accepted updates
+        self._losses, self._norms = (
+            RecentValues(config.window_steps),
+            RecentValues(config.window_steps),
+        )  # of accepted updates
         self._recent: list[int] = []
         self._in_a_row = 0
         self._good: list[int] = []
@@ -129,14 +148,14 @@ class LossSpikes:
         """After a rollback the rate of update `step` is lower than the scheduled one, which has been set."""
         if step < self._slow_until:
             for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * self.config.lower_rate
+                group["lr"] = group["lr"] * self.config.lr_factor
 
     def on_gradients(self, update: Update) -> None:
         if update.skipped or not self.config.num_sigmas:
             return
         spike = self._is_spike(update)
-        self._recent = [step for step in self._recent if step > update.step - self.config.rollback_window]
-        if self.agree(float(spike and self._in_a_row < self.config.max_in_a_row)) > 0:
+        self._recent = [step for step in self._recent if step > update.step - self.config.rollback_window_steps]
+        if self.agree(float(spike and self._in_a_row < self.config.max_consecutive)) > 0:
             self._in_a_row += 1
             self._recent = [*self._recent, update.step]
             update.skip(LOSS_SPIKE)
@@ -168,7 +187,9 @@ class LossSpikes:
         allowed = self.config.rollback_after > 0 and self.num_rollbacks < self.config.max_rollbacks
         if not allowed or len(self._recent) < self.config.rollback_after:
             return []
-        return sorted((step for step in self._good if step <= self._recent[0] - self.config.margin), reverse=True)
+        return sorted(
+            (step for step in self._good if step <= self._recent[0] - self.config.rollback_margin_steps), reverse=True
+        )
 
     def rolled_back(self, step: int, to: int) -> None:
         """After `step` updates, weights and optimizer are those of `to` again."""
@@ -177,7 +198,7 @@ class LossSpikes:
         self._norms.drop_from(to)
         self._good = [good for good in self._good if good <= to]
         self._recent, self._in_a_row = [], 0
-        self._slow_until = step + self.config.lower_steps
+        self._slow_until = step + self.config.lr_factor_steps
         self._log.append(kind="rollback", step=step, batches=[to, step - 1])
         self._pin(step)
 
@@ -185,7 +206,7 @@ class LossSpikes:
         """A checkpoint of a fixed step will be written: it will do for a rollback if there were no spikes of late."""
         if not self.checkpoint_every or step % self.checkpoint_every:  # others may be at any moment
             return
-        calm = all(spike < step - self.config.rollback_window for spike in self._recent)
+        calm = all(spike < step - self.config.rollback_window_steps for spike in self._recent)
         if self.config.rollback_after and calm and step not in self._good:
             self._good = [*self._good, step][-NUM_GOOD:]
 
@@ -211,8 +232,8 @@ class LossSpikes:
 
     def _is_spike(self, update: Update) -> bool:
         judged = (
-            (update.loss, self._losses.level, self.config.loss_rise),
-            (update.grad_norm, self._norms.level, self.config.norm_rise),
+            (update.loss, self._losses.level, self.config.min_loss_rise),
+            (update.grad_norm, self._norms.level, self.config.min_norm_rise),
         )
         return any(
             level is not None and value > level.upper_limit(self.config.num_sigmas, rise)
@@ -221,7 +242,7 @@ class LossSpikes:
 
 
 def loss_spikes(
-    config: SpikeConfig, run: Runtime, *, checkpoint_every: int
+    config: LossSpikeConfig, run: Runtime, *, checkpoint_every: int
 ) -> tuple[Technique, Technique] | tuple[None, None]:
     """The detector, and what lowers the learning rate after a rollback, which acts after the rate is set.
 

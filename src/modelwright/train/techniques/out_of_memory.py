@@ -16,7 +16,7 @@ from modelwright.train.objective import Batch
 from modelwright.train.runner import LossFn, MicrobatchRunner
 from modelwright.train.technique import Technique, Update
 
-WhenOutOfMemory = Literal["halve", "stop"]
+WhenOutOfMemory = Literal["halve_microbatch", "fail"]
 
 _WORDS = ("can't allocate memory", "std::bad_alloc", "out of memory", "Cannot allocate memory")
 """Of PyTorch's allocator on the CPU, of C++, of accelerators, of the system."""
@@ -107,7 +107,7 @@ class RetryOutOfMemory:
             smallest = "one row" if self.group_size == 1 else f"one group of {self.group_size} rows"
             raise ModelwrightError(
                 f"out of memory in a microbatch of {smallest}; take shorter rows, keep less for backward "
-                "(activations.mode unit), divide the model (parallel.shard) or train where there is more memory"
+                "(activation_checkpointing.mode full), divide the model (parallel.zero_stage) or train where there is more memory"
             )
         self.max_groups = int(fitting_groups)
         self.num_failed += 1

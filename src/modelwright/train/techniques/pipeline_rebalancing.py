@@ -1,15 +1,15 @@
 """Layers move between pipeline stages that have drifted apart: asks the trainer for another layout."""
 
 from modelwright.parallel.pipeline.partition import flop_costs
-from modelwright.parallel.pipeline.rebalance import BalanceConfig, StageBalance
+from modelwright.parallel.pipeline.rebalance import LoadBalanceConfig, StageBalance
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Relayout, StepInfo, Technique
 
 
-def pipeline_rebalancing(config: BalanceConfig, run: Runtime, *, every: int) -> Technique | None:
+def pipeline_rebalancing(config: LoadBalanceConfig, run: Runtime, *, every: int) -> Technique | None:
     """every: steps between comparisons of the stages, 0 for `config.window`."""
     executor = run.executor
-    if not config.stages or not executor.layers_per_stage:
+    if not config.pipeline or not executor.layers_per_stage:
         return None
     shape = run.model.config
     costs = flop_costs(shape, mean_context=shape.max_seq_len / 2)
@@ -17,7 +17,7 @@ def pipeline_rebalancing(config: BalanceConfig, run: Runtime, *, every: int) -> 
 
     def on_step_end(info: StepInfo) -> Relayout | None:
         balance.observe(executor.stage_spans())
-        if info.step % (every or config.window) or info.step >= run.num_steps:
+        if info.step % (every or config.window_steps) or info.step >= run.num_steps:
             return None
         proposed = balance.propose(run.mesh)
         if proposed == balance.layers_per_stage:

@@ -1,12 +1,12 @@
 """Rows are put into microbatches of nearly equal numbers of real tokens."""
 
-from modelwright.parallel.pipeline.rebalance import BalanceConfig, balance_tokens
+from modelwright.parallel.pipeline.rebalance import LoadBalanceConfig, balance_tokens
 from modelwright.train.objective import Batch
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique
 
 
-def token_balance(config: BalanceConfig, run: Runtime) -> Technique | None:
+def token_balance(config: LoadBalanceConfig, run: Runtime) -> Technique | None:
     if not config.tokens:
         return None
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from modelwright.optim.decay import DynamicDecayConfig
+from modelwright.optim.decay import WeightDecayScheduleConfig
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update
 
@@ -12,7 +12,7 @@ from modelwright.train.technique import Technique, Update
 class DynamicDecay:
     """Lowers the weight decay of all parameter groups while gradients are large."""
 
-    def __init__(self, optimizer: Optimizer, config: DynamicDecayConfig) -> None:
+    def __init__(self, optimizer: Optimizer, config: WeightDecayScheduleConfig) -> None:
         self.optimizer = optimizer
         self.config = config
         self.usual = [group["weight_decay"] for group in optimizer.param_groups]
@@ -34,8 +34,8 @@ class DynamicDecay:
         self.low = bool(state["low"])
 
 
-def dynamic_weight_decay(config: DynamicDecayConfig, run: Runtime) -> Technique | None:
-    if not config.above_norm:
+def dynamic_weight_decay(config: WeightDecayScheduleConfig, run: Runtime) -> Technique | None:
+    if not config.grad_norm_threshold:
         return None
     decay = DynamicDecay(run.replica.optimizer, config)
     return Technique(name="dynamic_weight_decay", on_gradients=decay.on_gradients, state=decay, belongs_to_weights=True)

@@ -1,0 +1,145 @@
+"""Documentation of settings: the string literals under the fields of config dataclasses, with types and defaults."""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import yaml
+
+from modelwright.core.config import dump, is_constant
+
+WIDTH = 100
+_UNITS = {
+    "_bytes": "bytes",
+    "_chars": "characters",
+    "_fraction": "fraction, 0 to 1",
+    "_minutes": "minutes",
+    "_s": "seconds",
+    "_steps": "steps",
+    "_tokens": "tokens",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One leaf key of a configuration.
+
+    default: its plain form, or "required"; allowed: the type, or the literal values.
+    """
+
+    key: str
+    default: str
+    allowed: str
+    unit: str
+    doc: str
+
+
+def settings_of(cls: type, path: str = "") -> Iterator[Setting]:
+    """Every leaf key of a config dataclass, constants left out, in the order of definition."""
+    hints, docs = typing.get_type_hints(cls), field_docs(cls)
+    for field in setting_fields(cls):
+        key = f"{path}.{field.name}" if path else field.name
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from settings_of(cast(type, hint), key)
+            continue
+        required = not has_default(field)
+        yield Setting(
+            key=key,
+            default="required" if required else plain_value(default_of(field)),
+            allowed=allowed_values(hint),
+            unit=next((unit for end, unit in _UNITS.items() if field.name.endswith(end)), ""),
+            doc=docs.get(field.name, ""),
+        )
+
+
+def setting_fields(cls: type) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(cls) if not is_constant(field)]
+
+
+def has_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    assert field.default_factory is not dataclasses.MISSING, f"{field.name} has no default"
+    return field.default_factory()
+
+
+def defaults_of(cls: type) -> dict[str, Any]:
+    """The plain form of a config dataclass's defaults; required fields are left out."""
+    hints = typing.get_type_hints(cls)
+    plain: dict[str, Any] = {}
+    for field in setting_fields(cls):
+        if dataclasses.is_dataclass(hints[field.name]):
+            plain[field.name] = defaults_of(hints[field.name])
+        elif has_default(field):
+            plain[field.name] = dump(default_of(field))
+    return plain
+
+
+@functools.cache
+def field_docs(cls: type) -> Mapping[str, str]:
+    """The string literal under each field, as one line; those of base classes too."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        body = cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]).body
+        for statement, following in zip(body, body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                literal = following.value if isinstance(following, ast.Expr) else None
+                if isinstance(literal, ast.Constant) and isinstance(literal.value, str):
+                    docs[statement.target.id] = " ".join(literal.value.split())
+    return docs
+
+
+def class_doc(cls: type) -> str:
+    """The first paragraph of a class's documentation, as one line."""
+    return " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+
+
+def allowed_values(hint: Any) -> str:
+    """A type annotation for a reader who does not know Python."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return ", ".join('""' if value == "" else plain_value(value) for value in args)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(allowed_values(arg) for arg in args)
+    if origin is tuple:
+        inner = " and ".join(allowed_values(arg) for arg in args if arg is not Ellipsis)
+        return f"list of {inner}"
+    names = {bool: "true or false", int: "integer", float: "number", str: "text"}
+    return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def plain_value(value: Any) -> str:
+    """A value as YAML writes it on one line."""
+    text = yaml.safe_dump(dump(value), default_flow_style=True, width=10_000, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def annotated_yaml(cls: type, plain: Mapping[str, Any], *, indent: int = 0) -> Iterator[str]:
+    """Lines of YAML for the plain form of a config, each setting under its documentation."""
+    hints, docs, pad = typing.get_type_hints(cls), field_docs(cls), " " * indent
+    for key, value in plain.items():
+        is_group = dataclasses.is_dataclass(hints[key])
+        yield from comment(docs.get(key) or (class_doc(hints[key]) if is_group else ""), pad)
+        if is_group and value:
+            yield f"{pad}{key}:"
+            yield from annotated_yaml(hints[key], cast(Mapping[str, Any], value), indent=indent + 2)
+        else:
+            yield f"{pad}{key}: {plain_value(value)}"
+
+
+def comment(text: str, pad: str = "") -> Sequence[str]:
+    return [f"{pad}# {line}" for line in textwrap.wrap(text, WIDTH - len(pad))]
