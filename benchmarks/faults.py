@@ -120,7 +120,7 @@ def run(folder: Path, num_steps: int, world: World, *, layout: ParallelConfig, s
     heldout = [Rows(folder / "heldout.jsonl").batch(10**6 + number) for number in range(4)]
     rows = Rows(notes, int(attempt), pause_s=0.0 if world.size == 1 else PAUSE_S)
     result = train(
-        model, Pretrain(rows), parse(TrainConfig, settings), num_steps=num_steps, world=world,
+        model, Pretrain(rows), parse(TrainConfig, settings, constants=True), num_steps=num_steps, world=world,
         stage=StageDir(folder), seed=1, name="faults", input_digest="d", progress=SilentProgress(), peak_flops=0.0,
         heldout=heldout, parallel=layout,
     )  # fmt: skip

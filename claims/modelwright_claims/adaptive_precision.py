@@ -64,7 +64,7 @@ def arms_with(changing: Mapping[str, int]) -> dict[str, PrecisionConfig]:
     arms = {name: dict(arm) for name, arm in ARMS.items()}
     for name in ADAPTIVE:
         arms[name] |= {"adaptive": {**arms[name]["adaptive"], **changing}}
-    return {name: parse(PrecisionConfig, arm) for name, arm in arms.items()}
+    return {name: parse(PrecisionConfig, arm, constants=True) for name, arm in arms.items()}
 
 
 def measure(setting: Setting) -> Measurement:

@@ -47,8 +47,8 @@ NUM_TIMED_STEPS, NUM_ROUNDS, FIRST_TIMED_SEED = 60, 3, 900
 class Arm:
     """One way to train.
 
-    settings: as in a configuration file; shape: changes to the model; flops: it makes as many steps as this share of the
-    dense run's FLOPs pays for, at most all; 0: all; equal_time: as many as take the method's time; num_batches: of
+    settings: as in a configuration file; shape: changes to the model; flops: it makes as many steps as this share of
+    the dense run's FLOPs pays for, at most all; 0: all; equal_time: as many as take the method's time; num_batches: of
     rows that a step looks at, so that fewer steps read the same stream; cleaned: its stream is without garbage, and
     only as much shorter.
     """

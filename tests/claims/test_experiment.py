@@ -90,7 +90,7 @@ def test_a_run_that_gives_no_number_is_the_worst(setting, bench):
 
 def test_a_setting_of_the_training_config_can_be_tuned():
     run = Run(size=SIZE, settings={"async_updates": {"mode": "hogwild"}})
-    other = with_value(run, "asynchronous.compensation", 2.0)
+    other = with_value(run, "async_updates.delay_compensation", 2.0)
     assert other.settings == {"async_updates": {"mode": "hogwild", "delay_compensation": 2.0}}
     assert run.settings == {"async_updates": {"mode": "hogwild"}}
     assert other.train_config().async_updates.delay_compensation == 2.0

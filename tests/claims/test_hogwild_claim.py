@@ -80,7 +80,7 @@ def test_times_leave_the_beginning_out():
 
 
 def test_two_real_workers(setting):
-    run = with_value(hogwild.variant(SIZE, 2, "hogwild"), "asynchronous.compensation", 256.0)
+    run = with_value(hogwild.variant(SIZE, 2, "hogwild"), "async_updates.delay_compensation", 256.0)
     outcome = hogwild.Outcome.of(training_run.execute(setting, run))
     assert 0 < outcome.heldout_loss < 5
     assert outcome.tokens_per_s > 0

@@ -46,7 +46,7 @@ def folder(tmp_path_factory) -> Path:
     for name in ("README.md", "CONTRIBUTING.md", "docs"):
         (place / name).symlink_to(ROOT / name)
     (command,) = filter(is_the_run, commands())
-    run_small(command, place, "--data.builtin_fraction", "0.03")
+    run_small(command, place, "--data.stdlib_fraction", "0.03")
     return place
 
 
@@ -87,7 +87,7 @@ def test_every_run_that_is_shown_could_begin(words, tmp_path, monkeypatch):
     for given in words[:place]:
         monkeypatch.setenv(*given.split("="))
     options, overrides = _read(words[place + 2 :])
-    request = load(options.target, overrides(), options.run_dir)
+    request = load(options.target, overrides, options.run_dir)
     assert request.config.name == RECIPE
     check_request(request.config, request.run, (), num_processes=options.nproc, elastic=False)
 

@@ -322,7 +322,7 @@ def test_an_arena_that_cannot_be_had_is_done_without(used, notes, monkeypatch):
 @pytest.mark.parametrize(
     ("compiler", "text"),
     [
-        ("no-such-compiler", "memory_arena.*set memory_arena to false.*CXX"),
+        ("no-such-compiler", "step_arena.*set step_arena to false.*CXX"),
         ("false", "cannot be built with 'false'"),
     ],
 )
@@ -334,7 +334,7 @@ def test_without_a_compiler_that_works_nothing_is_built(tmp_path, monkeypatch, c
 
 
 def test_what_shows_before_anything_is_built(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="memory_arena: is for CPUs"):
+    with pytest.raises(ConfigError, match="step_arena: is for CPUs"):
         step_arena(True, torch.device("cuda"), print).__enter__()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     check_machine(on_cpu=True)

@@ -169,7 +169,7 @@ def test_a_part_of_the_layers_keeps_its_names():
 
 def test_wrong_settings_name_their_field():
     for settings, field in (
-        ({"mode": "unit", "unit_layers": 0}, "unit_layers"),
+        ({"mode": "full", "layers_per_segment": 0}, "layers_per_segment"),
         ({"mode": "selective", "keep": ()}, "keep"),
         ({"mode": "selective", "keep": ("attend", "attend")}, "keep"),
         ({"mode": "budget"}, "budget_bytes"),

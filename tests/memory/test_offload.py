@@ -151,7 +151,7 @@ def test_a_disk_that_fails_says_so(tmp_path, monkeypatch):
 
     store = DiskStore(tmp_path)
     monkeypatch.setattr(os, "pwrite", no_space)
-    with pytest.raises(ModelwrightError, match="offload_folder"):
+    with pytest.raises(ModelwrightError, match="offload_dir"):
         list(map(store.put, torch.ones(3, 2**18)))  # the newest is not waited for
 
 
@@ -172,7 +172,7 @@ def test_a_model_on_the_host_is_refused():
     [
         ({"mode": "budget", "budget_bytes": 1, "offload": "disk"}, "flops_per_byte: must be above 0"),
         ({"flops_per_byte": 3.0}, "flops_per_byte: "),
-        ({"offload": "host", "offload_folder": "x"}, "offload_folder: "),
+        ({"offload": "host", "offload_dir": "x"}, "offload_folder: "),
     ],
 )
 def test_settings_that_do_not_go_together(changes, message):

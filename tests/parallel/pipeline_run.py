@@ -94,7 +94,7 @@ def run_case(case: Case, folder: Path, world=None) -> None:
         num_microbatches=case.num_microbatches if world else 1,
         eval_every_steps=2,
         precision={"policy": case.precision},
-        activations={"mode": "unit", "unit_layers": 1} if world and case.recompute else {},
+        activations={"mode": "full", "layers_per_segment": 1} if world and case.recompute else {},
         keep_best=False,
         checkpoint_every_steps=2,
     )

@@ -47,8 +47,8 @@ TWO = [
     *pair("optimizer", BF16, {"zero_stage": 1}),
     *pair("ffn", FFN_ALONE, FULL),
     *pair("fp16", {"policy": "fp16_mixed"}, FULL),
-    *pair("recomputed", BF16, FULL, activations={"mode": "unit", "unit_layers": 1}),
-    *pair("units", BF16, FULL, activations={"mode": "unit", "unit_layers": 2}),
+    *pair("recomputed", BF16, FULL, activations={"mode": "full", "layers_per_segment": 1}),
+    *pair("units", BF16, FULL, activations={"mode": "full", "layers_per_segment": 2}),
     case("fp32", {"policy": "fp32"}, FULL),
     case("int8", {"policy": "int8"}, FULL),
 ]
@@ -183,5 +183,5 @@ def test_narrow_gathers_send_half_the_bytes_of_their_weights(runs, name, gathers
 
 def test_formats_that_may_change_are_gathered_in_fp32():
     changing = {"policy": "bf16_mixed", "adaptive": {"kind": "rules"}}
-    assert parse(PrecisionConfig, changing).gathered_as("ffn") == torch.float32
-    assert parse(PrecisionConfig, BF16).gathered_as("ffn") == torch.bfloat16
+    assert parse(PrecisionConfig, changing, constants=True).gathered_as("ffn") == torch.float32
+    assert parse(PrecisionConfig, BF16, constants=True).gathered_as("ffn") == torch.bfloat16

@@ -31,7 +31,7 @@ def exact(name, layout, **more) -> Case:
 
 
 def practical(name, layout, **more) -> Case:
-    unit = {"mode": "unit", "unit_layers": 1}
+    unit = {"mode": "full", "layers_per_segment": 1}
     settings = ONCE | {"learning_rate": 2e-3}
     return Case(name=name, layout=layout, steps=4, microbatches=2, activation=unit, settings=settings, **more)
 

@@ -62,8 +62,8 @@ class Walk:
         draw = torch.Generator().manual_seed(7)
         self.weights = [torch.randn(shape, generator=draw) for shape in SHAPES]
         self.moments = [torch.zeros(shape) for shape in SHAPES]
-        case = {**(codec or {}), "local_steps": {"sync_every_steps": 3, **local}}
-        transport = build_local_steps(parse(GradientSyncConfig, case), world)
+        case = {**(codec or {}), "local_sgd": {"sync_every_steps": 3, **local}}
+        transport = build_local_steps(parse(GradientSyncConfig, case, constants=True), world)
         self.steps, self.rank = transport, world.rank
 
     def begin(self) -> None:
@@ -90,8 +90,12 @@ class Walk:
 
 def walks(world: World) -> dict[str, torch.Tensor]:
     found = {}
-    sparse = {"codec": CASES["warm"], "keep_own": True, "every": 2}
-    for name, local in {"mean": {}, "nesterov": {"rate": 0.7, "momentum": 0.8}, "keep_own": sparse}.items():
+    sparse = {"codec": CASES["warm"], "keep_residual": True, "sync_every_steps": 2}
+    for name, local in {
+        "mean": {},
+        "nesterov": {"outer_lr": 0.7, "outer_momentum": 0.8},
+        "keep_residual": sparse,
+    }.items():
         whole = Walk(world, **local)
         whole.begin()
         for last in range(1, 9):
@@ -319,7 +323,7 @@ def test_bytes_are_those_of_the_wire(ranks):
 
 
 def three_level_config(case):
-    return parse(GradientSyncConfig, CASES[case]).topk_quantized
+    return parse(GradientSyncConfig, CASES[case], constants=True).topk_quantized
 
 
 @pytest.mark.parametrize("case", THREE_LEVEL)
@@ -371,7 +375,7 @@ def walk_by_hand(num_ranks, *, rate=1.0, momentum=0.0):
         yield weights
 
 
-@pytest.mark.parametrize(("case", "outer"), [("mean", {}), ("nesterov", {"rate": 0.7, "momentum": 0.8})])
+@pytest.mark.parametrize(("case", "outer"), [("mean", {}), ("nesterov", {"outer_lr": 0.7, "outer_momentum": 0.8})])
 def test_local_steps_are_diloco(ranks, case, outer):
     num_ranks, found = ranks
     for step, weights in enumerate(walk_by_hand(num_ranks, **outer)):
@@ -467,25 +471,25 @@ def test_buckets_cover_everything_and_small_tensors_join_their_neighbor():
     [
         ({"kind": "top_k"}, "kind"),
         ({"powersgd_rank": 0}, "powersgd_rank"),
-        ({"three_level": {"topk_fraction": 0.0}}, "three_level.keep"),
-        ({"three_level": {"topk_fraction": 1.5}}, "three_level.keep"),
-        ({"three_level": {"min_bits": 1}}, "three_level.min_bits"),
-        ({"three_level": {"min_bits": 9, "max_bits": 8}}, "three_level.min_bits"),
-        ({"three_level": {"bucket_numel": 1}}, "three_level.bucket_numel"),
-        ({"three_level": {"max_error": 0.0}}, "three_level.max_error"),
-        ({"three_level": {"momentum": 1.0}}, "three_level.momentum"),
-        ({"three_level": {"warmup_messages": -1}}, "three_level.warmup_messages"),
-        ({"local_steps": {"sync_every_steps": -1}}, "local_steps.every"),
-        ({"local_steps": {"outer_lr": 0.0}}, "local_steps.rate"),
-        ({"local_steps": {"outer_momentum": 1.0}}, "local_steps.momentum"),
+        ({"topk_quantized": {"topk_fraction": 0.0}}, "topk_quantized.topk_fraction"),
+        ({"topk_quantized": {"topk_fraction": 1.5}}, "topk_quantized.topk_fraction"),
+        ({"topk_quantized": {"min_bits": 1}}, "topk_quantized.min_bits"),
+        ({"topk_quantized": {"min_bits": 9, "max_bits": 8}}, "topk_quantized.min_bits"),
+        ({"topk_quantized": {"bucket_numel": 1}}, "topk_quantized.bucket_numel"),
+        ({"topk_quantized": {"max_error": 0.0}}, "topk_quantized.max_error"),
+        ({"topk_quantized": {"momentum": 1.0}}, "topk_quantized.momentum"),
+        ({"topk_quantized": {"warmup_messages": -1}}, "topk_quantized.warmup_messages"),
+        ({"local_sgd": {"sync_every_steps": -1}}, "local_sgd.sync_every_steps"),
+        ({"local_sgd": {"outer_lr": 0.0}}, "local_sgd.outer_lr"),
+        ({"local_sgd": {"outer_momentum": 1.0}}, "local_sgd.outer_momentum"),
     ],
 )
 def test_wrong_configs_name_the_field(change, message):
     with pytest.raises(ConfigError, match=f"^{message}:"):
-        parse(GradientSyncConfig, change)
+        parse(GradientSyncConfig, change, constants=True)
 
 
 def test_config_is_plain_data_and_back():
-    config = GradientSyncConfig(kind="three_level", topk_quantized=TopKQuantizedConfig(topk_fraction=0.1))
+    config = GradientSyncConfig(kind="topk_quantized", topk_quantized=TopKQuantizedConfig(topk_fraction=0.1))
     assert parse(GradientSyncConfig, dump(config)) == config
     assert isinstance(build_sync(GradientSyncConfig(), single()).sync, ExactTransport)

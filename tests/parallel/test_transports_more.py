@@ -24,9 +24,9 @@ ROUNDS = 4
 OCTAVES = 0.5
 NUM_STEPS = 9
 RECIPE = {
-    "kind": "three_level",
-    "three_level": {"topk_fraction": 0.3, "selection": "global", "codebook": "means"},
-    "local_steps": {
+    "kind": "topk_quantized",
+    "topk_quantized": {"topk_fraction": 0.3, "selection": "global", "codebook": "means"},
+    "local_sgd": {
         "sync_every_steps": 2,
         "keep_residual": True,
         "sync_second_moment_every": 2,
@@ -147,7 +147,7 @@ class Adam:
         draw = torch.Generator().manual_seed(7)
         self.weights = [torch.randn(shape, generator=draw) for shape in SHAPES]
         self.moments = {name: [torch.zeros(shape) for shape in SHAPES] for name in ("exp_avg", "exp_avg_sq")}
-        self.steps, self.rank = build_local_steps(parse(GradientSyncConfig, RECIPE), world), world.rank
+        self.steps, self.rank = build_local_steps(parse(GradientSyncConfig, RECIPE, constants=True), world), world.rank
 
     def begin(self) -> None:
         self.steps.begin(self.weights, num_steps=NUM_STEPS, private=lambda: self.moments, restore=self.restore)
@@ -310,14 +310,14 @@ def test_the_recipe_goes_on_from_a_checkpoint_with_the_same_bits(ranks):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"three_level": {"codebook": "odd"}}, "three_level.values"),
-        ({"local_steps": {"sync_second_moment_every": -1}}, "local_steps.moment_every"),
-        ({"local_steps": {"moment_octaves": 0.0}}, "local_steps.moment_octaves"),
+        ({"topk_quantized": {"codebook": "odd"}}, "topk_quantized.codebook"),
+        ({"local_sgd": {"sync_second_moment_every": -1}}, "local_sgd.sync_second_moment_every"),
+        ({"local_sgd": {"moment_octaves": 0.0}}, "local_sgd.moment_octaves"),
     ],
 )
 def test_wrong_configs_name_the_field(change, message):
     with pytest.raises(ConfigError, match=f"^{message}:"):
-        parse(GradientSyncConfig, change)
+        parse(GradientSyncConfig, change, constants=True)
 
 
 def test_even_and_mean_levels_share_one_place_code():

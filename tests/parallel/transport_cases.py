@@ -16,17 +16,17 @@ CASES = {
     "bf16": {"kind": "bf16"},
     "int8": {"kind": "int8"},
     "powersgd": {"kind": "powersgd", "powersgd_rank": 4},
-    "one_percent": {"kind": "three_level", "three_level": {"topk_fraction": 0.01}},
+    "one_percent": {"kind": "topk_quantized", "topk_quantized": {"topk_fraction": 0.01}},
     "global": {
-        "kind": "three_level",
-        "three_level": {"topk_fraction": 0.05, "selection": "global", "bucket_numel": 1000},
+        "kind": "topk_quantized",
+        "topk_quantized": {"topk_fraction": 0.05, "selection": "global", "bucket_numel": 1000},
     },
     "warm": {
-        "kind": "three_level",
-        "three_level": {"topk_fraction": 0.01, "warmup_topk_fraction": 0.5, "warmup_messages": 4},
+        "kind": "topk_quantized",
+        "topk_quantized": {"topk_fraction": 0.01, "warmup_topk_fraction": 0.5, "warmup_messages": 4},
     },
-    "momentum": {"kind": "three_level", "three_level": {"topk_fraction": 0.1, "momentum": 0.9}},
-    "all_kept": {"kind": "three_level", "three_level": {"topk_fraction": 1.0, "min_bits": 16}},
+    "momentum": {"kind": "topk_quantized", "topk_quantized": {"topk_fraction": 0.1, "momentum": 0.9}},
+    "all_kept": {"kind": "topk_quantized", "topk_quantized": {"topk_fraction": 1.0, "min_bits": 16}},
 }
 
 
@@ -38,7 +38,7 @@ def gradients(rank: int, round_: int, dtype: torch.dtype = torch.float32) -> lis
 
 
 def build(case: dict, world: World) -> GradientTransport:
-    return build_sync(parse(GradientSyncConfig, case), world).sync
+    return build_sync(parse(GradientSyncConfig, case, constants=True), world).sync
 
 
 def copied(tree):

@@ -15,8 +15,8 @@ SMALL = (
     "--pack.seq_len=128", "--model.max_seq_len=128", "--pretrain.batch_tokens=512", "--sft.batch_tokens=512",
     "--pretrain.num_steps=12", "--pretrain.eval_every_steps=6", "--pretrain.checkpoint_every_steps=4",
     "--sft.num_steps=8", "--sft.eval_every_steps=4", "--sft.checkpoint_every_steps=3",
-    "--evaluate.max_bytes_per_kind=2000", "--evaluate.bootstrap_resamples=20",
-    "--evaluate.multiple_choice.num_questions=5", "--tokenizer.vocab_size=400", "--quantize.backend=int_mm",
+    "--evaluate.max_bytes_per_domain=2000", "--evaluate.bootstrap_resamples=20",
+    "--evaluate.multiple_choice.num_questions=5", "--tokenizer.vocab_size=400", "--serve.int8.backend=int_mm",
 )  # fmt: skip
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -73,4 +73,4 @@ def inside(capsys: pytest.CaptureFixture[str]) -> Command:
 @pytest.fixture(scope="session")
 def small_words(corpus: Path) -> tuple[str, ...]:
     """The tiny recipe on the small corpus with very few steps."""
-    return ("run", "tiny", "--data.sources", str(corpus), "--data.heldout_fraction=0.15", *SMALL)
+    return ("run", "tiny", "--data.sources", str(corpus), "--data.validation_fraction=0.15", *SMALL)

@@ -89,7 +89,7 @@ def test_what_was_dropped_stays_when_nothing_is_left(inside: Command, tmp_path: 
 def test_text_that_is_too_long_names_the_setting_and_where_it_is_kept(inside: Command, tmp_path: Path) -> None:
     source = tmp_path / "line.txt"
     source.write_text("one line without an end " * 5000)
-    limit = ("--clean.length.max_chars", "100000", "--data.heldout_fraction", "0")
+    limit = ("--clean.length.max_chars", "100000", "--data.validation_fraction", "0")
     dropped = tmp_path / "run" / "clean" / "dropped.jsonl.zst"
     assert_one_line(
         inside(*run_words(source, tmp_path / "run"), *limit),
@@ -112,7 +112,7 @@ def test_files_that_are_not_read_are_named(inside: Command, tmp_path: Path) -> N
     (folder / "good.txt").write_text("A short text that is kept, and one more sentence.")
     (folder / "scan.pdf").write_bytes(b"x")
     (folder / "gone.txt").symlink_to(folder / "nowhere")
-    done = inside(*run_words(folder, tmp_path / "run"), "--data.heldout_fraction", "0")
+    done = inside(*run_words(folder, tmp_path / "run"), "--data.validation_fraction", "0")
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "not read" in line]
     assert f"1 unsupported .pdf ({folder}/scan.pdf)" in line

@@ -26,7 +26,7 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
     [
         ({"parallel": {"tensor": 2}}, 1, r"^parallel\.data: .* does not make 1 processes; start 2"),
         ({"parallel": {"data": 2, "tensor": 2}}, 2, r"^parallel\.data: .* start 4"),
-        ({"parallel": {"zero_stage": 3, "shard_group_size": 4}}, 2, r"^parallel\.shard_group: 4 does not divide"),
+        ({"parallel": {"zero_stage": 3, "shard_group_size": 4}}, 2, r"^parallel\.shard_group_size: 4 does not divide"),
         ({"parallel": {"tensor": 8}}, 8, r"^parallel\.tensor: 8 does not suit the model \(model\.num_heads: 4"),
         (
             {
@@ -49,12 +49,12 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
         (
             {"pretrain": {"gradient_accumulation_steps": 4, "batch_selection": {"signal": "loss"}}},
             1,
-            r"^pretrain\.sparse\.batch\.keep: of 4 rows",
+            r"^pretrain\.batch_selection\.keep_fraction: of 4 rows",
         ),
         (
             {"pretrain": {"batch_selection": {"signal": "loss_change", "max_initial_loss": 1.0}}},
             1,
-            r"^pretrain\.sparse\.batch\.max_start_loss: the first weights of a run from scratch",
+            r"^pretrain\.batch_selection\.max_initial_loss: the first weights of a run from scratch",
         ),
         ({"parallel": {"pipeline": 3}}, 3, r"^parallel\.pipeline: 2 layers cannot make 3 stages"),
         ({"parallel": {"pipeline": 2, "layers_per_stage": [2, 1]}}, 2, r"^parallel\.layers_per_stage: \(2, 1\) adds"),
@@ -90,9 +90,12 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
             r"^parallel\.stages_per_rank: zero_bubble with 2",
         ),
         (
-            {"parallel": {"pipeline": 2, "schedule": "zero_bubble"}, "sft": {"activation_checkpointing": {"mode": "full"}}},
+            {
+                "parallel": {"pipeline": 2, "schedule": "zero_bubble"},
+                "sft": {"activation_checkpointing": {"mode": "full"}},
+            },
             2,
-            r"^sft\.activations: does not go with parallel\.schedule zero_bubble",
+            r"^sft\.activation_checkpointing: does not go with parallel\.schedule zero_bubble",
         ),
         (
             {"parallel": {"context": 3}, "sft": {"gradient_accumulation_steps": 1}},
@@ -109,9 +112,13 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
         (
             {"pretrain": {"step_arena": True}, "hardware": {"device": "cuda"}},
             1,
-            r"^pretrain\.memory_arena: is for CPUs",
+            r"^pretrain\.step_arena: is for CPUs",
         ),
-        ({"pretrain": {"activation_checkpointing": {"offload": "host"}}}, 1, r"^pretrain\.activations\.offload: .* switch it off"),
+        (
+            {"pretrain": {"activation_checkpointing": {"offload": "host"}}},
+            1,
+            r"^pretrain\.activation_checkpointing\.offload: .* switch it off",
+        ),
     ],
 )  # fmt: skip
 def test_messages(changes: Mapping[str, Any], num_processes: int, message: str) -> None:
@@ -140,9 +147,9 @@ def test_only_stages_that_are_trained_count() -> None:
 @pytest.mark.parametrize("how", [["--dry-run"], []])
 def test_nothing_is_written(inside: Command, tmp_path: Path, how: list[str]) -> None:
     run = tmp_path / "run"
-    done = inside("run", "tiny", "--run-dir", str(run), "--pretrain.activations.offload", "host", *how)
+    done = inside("run", "tiny", "--run-dir", str(run), "--pretrain.activation_checkpointing.offload", "host", *how)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "pretrain.activations.offload: " in done.stderr
+    assert "pretrain.activation_checkpointing.offload: " in done.stderr
     assert not run.exists() or [path.name for path in run.iterdir()] == [".lock"]
 
 

@@ -78,7 +78,7 @@ def test_two_processes_end_as_one_does(run: Path, inside: Command, command: Comm
     """And the ranks are placed by their links, which are all the same here."""
     alone = Path(shutil.copytree(run, run.with_name("alone")))
     assert inside(*training(alone)).returncode == 0
-    done = command(*training(run, "--nproc", "2", "--parallel.placement"))
+    done = command(*training(run, "--nproc", "2", "--parallel.reorder_ranks"))
     assert done.returncode == 0, done.stderr
     assert (run / "report.html").exists()
     assert done.stdout.count("finished in") == 1
@@ -88,7 +88,7 @@ def test_two_processes_end_as_one_does(run: Path, inside: Command, command: Comm
     torch.testing.assert_close(ours, theirs, **TOLERANCES["fp32_trained"])
     entry = RunDir(run).read_info()["invocations"][-1]
     assert entry["world_size"] == 2
-    assert entry["command"][-3:] == ["--nproc", "2", "--parallel.placement"]
+    assert entry["command"][-3:] == ["--nproc", "2", "--parallel.reorder_ranks"]
     assert entry["placement"]["order"] == [0, 1]
     assert entry["placement"]["links"]["bytes_per_s"][0][0] > 0
     assert json.loads((run / "links.json").read_text())
@@ -194,7 +194,9 @@ def test_a_process_lost_in_training_comes_back(run: Path) -> None:
 
 def test_a_process_too_many_waits(run: Path, command: Command) -> None:
     """Four rows in two microbatches have use for two of three processes; test_elastic.py kills one of three."""
-    done = command("launch", "--nproc", "3", "run", str(run), "--stages", "pretrain", "--pretrain.num_microbatches=2")
+    done = command(
+        "launch", "--nproc", "3", "run", str(run), "--stages", "pretrain", "--pretrain.gradient_accumulation_steps=2"
+    )
     assert done.returncode == 0, done.stderr
     assert RunDir(run).read_info()["invocations"][-1]["world_size"] == 2
 

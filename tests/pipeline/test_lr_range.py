@@ -14,7 +14,7 @@ from modelwright.pipeline.lr_range import SMOOTHING, RangeConfig, judge
 from modelwright.pipeline.report.charts import smooth
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
-SMALL = ("--data.heldout_fraction=0.15", "--tokenizer.vocab_size=400")
+SMALL = ("--data.validation_fraction=0.15", "--tokenizer.vocab_size=400")
 
 
 def curve(num_points: int = 200) -> list[tuple[float, float]]:

@@ -73,7 +73,7 @@ def test_pairs_longer_than_a_row_are_reported(inside: Command, tmp_path: Path, s
         file.write("\n" + json.dumps({"question": noise(99, 900), "answer": "No answer of it fits."}))
     words = on(source, small_words)
     target = tmp_path / "run"
-    done = inside(*words, "--run-dir", str(target), "--stages", PREPARED, "--data.heldout_fraction=0")
+    done = inside(*words, "--run-dir", str(target), "--stages", PREPARED, "--data.validation_fraction=0")
     assert done.returncode == 0, done.stderr
     (note,) = [line for line in done.stderr.splitlines() if "longer than a row" in line]
     assert "11 of 51 question/answer pairs are longer than a row (pack.seq_len 128)" in note
@@ -87,7 +87,7 @@ def test_pairs_longer_than_a_row_are_reported(inside: Command, tmp_path: Path, s
     suggested = note.split("99% of them fit with ")[1].split()
     assert suggested[::2] == ["--pack.seq_len", "--model.max_seq_len"]
     done = inside(
-        *words, "--run-dir", str(tmp_path / "wide"), "--stages", PREPARED, "--data.heldout_fraction=0", *suggested
+        *words, "--run-dir", str(tmp_path / "wide"), "--stages", PREPARED, "--data.validation_fraction=0", *suggested
     )
     assert done.returncode == 0, done.stderr
     assert "longer than a row" not in done.stderr
@@ -105,7 +105,7 @@ def test_pairs_of_which_none_fits_are_an_error_that_names_the_row_length(
         str(tmp_path / "run"),
         "--stages",
         "clean,tokenize,pack,pretrain,sft",
-        "--data.heldout_fraction=0",
+        "--data.validation_fraction=0",
     )
     assert done.returncode == 2
     message = done.stderr.strip().splitlines()[-1]
@@ -122,7 +122,7 @@ def test_overlong_documents_that_are_skipped_leave_no_rows(
 ) -> None:
     (tmp_path / "long.txt").write_text(noise(1, 4000))
     write_pairs(tmp_path, num_pairs=20)
-    words = [*on(tmp_path / "*.*", small_words), "--data.heldout_fraction=0", "--pack.overlong=skip"]
+    words = [*on(tmp_path / "*.*", small_words), "--data.validation_fraction=0", "--pack.overlong=skip"]
     done = inside(*words, "--run-dir", str(tmp_path / "run"), "--stages", PREPARED)
     assert done.returncode == 0, done.stderr
     facts = read_manifest(tmp_path / "run" / "pack" / "artifact").facts
@@ -138,7 +138,7 @@ def test_packed_pairs_end_with_the_last_answer(inside: Command, tmp_path: Path, 
         file.write("\n" + json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
     words = on(source, small_words)
     target = tmp_path / "run"
-    done = inside(*words, "--run-dir", str(target), "--stages", PREPARED, "--data.heldout_fraction=0")
+    done = inside(*words, "--run-dir", str(target), "--stages", PREPARED, "--data.validation_fraction=0")
     assert done.returncode == 0, done.stderr
     tokenizer = Tokenizer.load(target / "tokenize" / "artifact")
     learned = []
@@ -164,7 +164,12 @@ def test_a_turn_that_the_chat_template_refuses_is_named(inside: Command, tmp_pat
     source.write_text(
         '{"question": "Q", "answer": "An answer."}\n{"system": "S", "question": "Q2", "answer": "Another."}'
     )
-    rows = ("--pack.seq_len=64", "--pretrain.batch_tokens=128", "--sft.batch_tokens=128", "--data.heldout_fraction=0")
+    rows = (
+        "--pack.seq_len=64",
+        "--pretrain.batch_tokens=128",
+        "--sft.batch_tokens=128",
+        "--data.validation_fraction=0",
+    )
     done = inside(
         "run", "tiny", "--init-from", str(tmp_path / "model"), "--data.sources", str(source), *rows,
         "--stages", "clean,pack,sft", "--run-dir", str(tmp_path / "run"),

@@ -26,7 +26,7 @@ def test_command_lines() -> None:
 
 
 def test_ordinary_settings_stay() -> None:
-    words = ["--pretrain.batch_tokens", "2048", "--tokenizer.vocab_size=512", "--serve.max_tokens", "7"]
+    words = ["--pretrain.batch_tokens", "2048", "--tokenizer.vocab_size=512", "--serve_check.max_tokens", "7"]
     assert redact_words(words) == words
     plain = {"serve": {"api_key_env": "", "max_tokens": 3}, "data": {"sources": ["ftp://a:b@c/d"]}, "secret": "x"}
     assert redact_plain(plain) == {

@@ -155,18 +155,18 @@ def test_what_is_said_of_gaps(monkeypatch, capsys, tmp_path):
     said = heap_gap_text([replace(without, heap_gap_percent=gaps), without])
     assert said == "28% for a step as configured, 74% for a step as planned: P, d"
     on_top = "the heap's gaps come on top of these peaks"
-    assert heap_lines(Known(gaps=said)) == [f"gaps: without memory_arena: true {on_top} ({said})"]
+    assert heap_lines(Known(gaps=said)) == [f"gaps: without step_arena: true {on_top} ({said})"]
     unknown = "(how much has not been measured here); no arena here: no compiler"
     assert heap_lines(Known(no_arena="no compiler")) == [f"gaps: {on_top} {unknown}"]
     command = ["plan", "tiny", "--memory", "--batch-tokens", "2048"]
     page = tmp_path / "memory.html"
-    for refused in (None, ConfigError("memory_arena: not here")):
+    for refused in (None, ConfigError("step_arena: not here")):
         monkeypatch.setattr(arena_build, "check_machine", mock.Mock(side_effect=refused))
         assert main([*command, "--html", str(page)]) == 0
         shown = capsys.readouterr().out
-        assert ("memory_arena: True" in shown) == (refused is None)
+        assert ("step_arena: True" in shown) == (refused is None)
         for text in (shown, page.read_text()):
-            assert ("no arena here: memory_arena: not here" in text) == (refused is not None)
+            assert ("no arena here: step_arena: not here" in text) == (refused is not None)
 
 
 def test_nothing_is_computed_again_where_that_frees_nothing():
@@ -190,7 +190,9 @@ def test_a_plan_holds_its_budget_with_as_little_as_that_takes():
     assert plan_step(SMALL, train, Pretrain, seq_len=128, budget_bytes=before).train == train
 
 
-@pytest.mark.parametrize("mode", [{"mode": "unit", "unit_layers": 2}, {"mode": "selective"}], ids=["unit", "selective"])
+@pytest.mark.parametrize(
+    "mode", [{"mode": "full", "layers_per_segment": 2}, {"mode": "selective"}], ids=["unit", "selective"]
+)
 def test_a_plan_is_the_same_whatever_blocks_keep_as_configured(plan, mode):
     train = settings(batch_tokens=1024, activations=mode)
     found = plan_step(SMALL, train, Pretrain, seq_len=128)

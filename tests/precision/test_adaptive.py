@@ -36,7 +36,7 @@ CALM = Signs(
 
 
 def config(**given) -> AdaptiveConfig:
-    return parse(AdaptiveConfig, {"kind": "rules", "every": 10, **given})
+    return parse(AdaptiveConfig, {"kind": "rules", "every": 10, **given}, constants=True)
 
 
 def known(part: str, chosen: Format) -> float | None:
@@ -254,7 +254,9 @@ def test_state_comes_back_whole():
 def test_a_schedule_narrows_the_middle_feed_forward_parts_first():
     parts = [f"blocks.{layer}.{part}" for layer in range(3) for part in ("attention", "ffn")]
     widest = dict.fromkeys(parts, "fp32")
-    made = parse(AdaptiveConfig, {"kind": "schedule", "schedule": [[5, 0.5], [9, 1.0]], "narrow": "int8"})
+    made = parse(
+        AdaptiveConfig, {"kind": "schedule", "schedule": [[5, 0.5], [9, 1.0]], "narrow": "int8"}, constants=True
+    )
     assert scheduled(made, 4, parts, widest) == widest
     narrow = {part for part, chosen in scheduled(made, 6, parts, widest).items() if chosen == "int8"}
     assert narrow == {"blocks.0.ffn", "blocks.1.ffn", "blocks.2.ffn"}
@@ -274,4 +276,4 @@ def test_a_schedule_narrows_the_middle_feed_forward_parts_first():
 )
 def test_what_cannot_be_is_named(given, said):
     with pytest.raises(ConfigError, match=said):
-        parse(AdaptiveConfig, given)
+        parse(AdaptiveConfig, given, constants=True)

@@ -24,7 +24,7 @@ def model_of(recipe: str, *, cache: bool) -> tuple[Decoder, ModelFormats]:
     shape = {"num_layers": 1, "model_dim": DIM, "ffn_dim": FFN_DIM, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
     model = make_decoder(**shape)
     options = {"policy": "fp8", "fp8": {"recipe": recipe, "save_quantized_input": cache}}
-    return model, ModelFormats(model, parse(PrecisionConfig, options))
+    return model, ModelFormats(model, parse(PrecisionConfig, options, constants=True))
 
 
 def run(model: Decoder) -> tuple[torch.Tensor, int]:

@@ -17,7 +17,7 @@ from tiny_decoder import make_decoder
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16_mixed", "int8"])
 def test_every_format_is_measured_from_every_policy(policy):
-    formats = ModelFormats(make_decoder(), parse(PrecisionConfig, {"policy": policy}))
+    formats = ModelFormats(make_decoder(), parse(PrecisionConfig, {"policy": policy}, constants=True))
     candidates: tuple[Format, ...] = get_args(Format)
     shapes = {"attention": [(32, 32)], "ffn": [(64, 32), (32, 64)]}
     seconds = measure_speeds(formats, shapes, candidates, num_rows=16, device=torch.device("cpu"))  # type: ignore[arg-type]

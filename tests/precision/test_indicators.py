@@ -115,7 +115,7 @@ def test_outliers_variation_and_rises():
 
 
 def config(**given) -> PrecisionConfig:
-    return parse(PrecisionConfig, {"policy": "fp32", **given})
+    return parse(PrecisionConfig, {"policy": "fp32", **given}, constants=True)
 
 
 def observer(candidates: list[Format]) -> Observer:

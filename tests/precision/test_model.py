@@ -61,7 +61,7 @@ class Formats(TorchDispatchMode):
 
 
 def config(policy: str, **more) -> PrecisionConfig:
-    return parse(PrecisionConfig, {"policy": policy, **more})
+    return parse(PrecisionConfig, {"policy": policy, **more}, constants=True)
 
 
 def run(model, *, backward: bool = True) -> tuple[torch.Tensor, Formats]:

@@ -86,7 +86,7 @@ def outcome(product) -> dict[str, torch.Tensor]:
 
 
 def of_config(chosen, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    formats = ModelFormats(make_decoder(), parse(PrecisionConfig, {"policy": chosen, **options}))
+    formats = ModelFormats(make_decoder(), parse(PrecisionConfig, {"policy": chosen, **options}, constants=True))
     for maxima in formats.delayed.values():
         maxima.push(PAST)
     return outcome(formats.product(NAME, chosen))
@@ -116,5 +116,7 @@ def test_an_option_reaches_the_products(chosen, case):
 
 
 def test_delayed_scaling_looks_back_as_many_steps_as_it_is_told():
-    given = parse(PrecisionConfig, {"policy": "fp8", "fp8": {"scaling": "delayed", "amax_history_len": 3}})
+    given = parse(
+        PrecisionConfig, {"policy": "fp8", "fp8": {"scaling": "delayed", "amax_history_len": 3}}, constants=True
+    )
     assert {maxima.past["x"].maxlen for maxima in ModelFormats(make_decoder(), given).delayed.values()} == {3}

@@ -31,7 +31,7 @@ def test_switched_off_is_fp32_in_every_layer_for_good():
     own = {"layers": {"ffn": "fp8"}, "adaptive": {"kind": "schedule", "schedule": [[0, 1.0]]}}
     base = {"pretrain": {"precision": own}}
     found = merge(base, environment_overrides({"DEEPSEEK_AMP_ENABLED": "0"}, base))
-    precision = parse(PrecisionConfig, found["pretrain"]["precision"])
+    precision = parse(PrecisionConfig, found["pretrain"]["precision"], constants=True)
     assert precision.possible == {"fp32"}
     assert not precision.uses_fp16
 

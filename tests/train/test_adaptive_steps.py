@@ -41,7 +41,7 @@ class Rig:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.model = make_decoder()
-        config = parse(PrecisionConfig, {"policy": policy, "adaptive": {**RULES, **adaptive}})
+        config = parse(PrecisionConfig, {"policy": policy, "adaptive": {**RULES, **adaptive}}, constants=True)
         self.formats = ModelFormats(self.model, config)
         self.optimizer = build_optimizer(
             self.model, "adamw", learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
@@ -207,7 +207,7 @@ OPTIMIZERS: list[tuple[OptimizerKind, tuple[float, float]]] = [
     ("adamw", (0.9, 0.95)),
     ("adamw", (0.9, 0.999)),
     ("adamw", (0.5, 0.999)),
-    ("adamw_int8", (0.9, 0.95)),
+    ("adamw_8bit", (0.9, 0.95)),
     ("lion", (0.9, 0.99)),
     ("muon", (0.9, 0.95)),
 ]

@@ -22,7 +22,7 @@ CASES = {
     "adamw": {},
     "microbatches": {"gradient_accumulation_steps": 2},
     "recomputed": {"activation_checkpointing": {"mode": "full", "layers_per_segment": 2}},
-    "int8": {"optimizer": "adamw_int8"},
+    "int8": {"optimizer": "adamw_8bit"},
     "bf16": {"optimizer": "adamw_bf16_states"},
     "lion": {"optimizer": "lion"},
 }
@@ -146,11 +146,11 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("field", "more"),
     [
-        ("clip_norm", {"optimizer_in_backward": True}),
-        ("clip_norm", {"optimizer_in_backward": True, "max_grad_norm": 0.0}),
+        ("max_grad_norm", {"optimizer_in_backward": True}),
+        ("max_grad_norm", {"optimizer_in_backward": True, "max_grad_norm": 0.0}),
         ("optimizer", {**BY_LAST_NORM, "optimizer": "muon"}),
         ("optimizer", {**BY_LAST_NORM, "optimizer": "deepseek_adam"}),
-        ("transport.kind", {**BY_LAST_NORM, "gradient_sync": {"kind": "int8"}}),
+        ("gradient_sync.kind", {**BY_LAST_NORM, "gradient_sync": {"kind": "int8"}}),
         ("precision.loss_scale", {**BY_LAST_NORM, "precision": {"policy": "fp16_mixed"}}),
     ],
 )

@@ -46,7 +46,7 @@ def test_a_killed_run_ends_as_one_that_was_left_alone(tmp_path, kind):
     assert start_distributed(wired_run.run_cases, 2, tmp_path, [die]).wait()[1].code == -9
     runs = Runs(tmp_path, [case("whole", settings=settings), case("again", "killed", settings=settings)])
     assert losses(runs, "killed") == losses(runs, "whole")
-    for metric in ("clip_norm", "decay_factor", "loss_scale", *(("sparse_share",) if kind == "sparse" else ())):
+    for metric in ("max_grad_norm", "decay_factor", "loss_scale", *(("sparse_share",) if kind == "sparse" else ())):
         assert values(runs, "killed", metric) == values(runs, "whole", metric)
     once, again = weights(runs, "whole"), weights(runs, "again", rank=1)
     assert all(torch.equal(once[name], again[name]) for name in once)

@@ -26,7 +26,7 @@ CASES = {
     "microbatches": {"gradient_accumulation_steps": 4},
     "recomputed": {"activation_checkpointing": {"mode": "full", "layers_per_segment": 1}},
     "in-backward": {"optimizer_in_backward": True, "max_grad_norm": 0.0},
-    "int8": {"optimizer": "adamw_int8"},
+    "int8": {"optimizer": "adamw_8bit"},
     "bf16": {"precision": {"policy": "bf16_mixed"}},
     "sparse_updates": {"sparse": {"kind": "columns", "batch": {"signal": "loss", "probe_tokens": 4}}},
     "rows within a limit": {"batch_selection": {"signal": "loss", "probe_tokens": 4, "max_initial_loss": 0.99}},
@@ -93,7 +93,7 @@ def test_a_run_without_a_compiler_ends_early(tiny, tmp_path, monkeypatch):
     arena_build.allocator.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "no-such-compiler -O1")
-    with pytest.raises(ConfigError, match=r"memory_arena: .*'no-such-compiler'; set memory_arena to false"):
+    with pytest.raises(ConfigError, match=r"step_arena: .*'no-such-compiler'; set memory_arena to false"):
         tiny.run(tmp_path / "run", tiny.settings(memory_arena=True))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     monkeypatch.undo()

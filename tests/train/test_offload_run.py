@@ -15,7 +15,7 @@ from modelwright.ops.cross_entropy import CHUNK_TOKENS
 
 KINDS = {
     "kept": {},
-    "units": {"mode": "unit", "unit_layers": 1},
+    "units": {"mode": "full", "layers_per_segment": 1},
     "operators": {"mode": "selective", "keep": ["attend", "up_proj"]},
 }
 
@@ -72,7 +72,7 @@ def test_a_budget_moves_what_is_cheaper_to_move(tiny, tmp_path, all_sizes_go, st
 
 
 def test_another_folder_and_nothing_left_in_it(tiny, tmp_path, all_sizes_go, stores):
-    weights(tiny, tmp_path, "run", activations={"offload": "disk", "offload_folder": str(tmp_path / "scratch")})
+    weights(tiny, tmp_path, "run", activations={"offload": "disk", "offload_dir": str(tmp_path / "scratch")})
     assert os.listdir(tmp_path / "scratch") == []
     assert stores[0].folder == tmp_path / "scratch"
 
@@ -82,5 +82,5 @@ def test_a_full_disk_ends_the_run_with_one_clear_error(tiny, tmp_path, all_sizes
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(ModelwrightError, match=r"activations\.offload: .*No space left"):
+    with pytest.raises(ModelwrightError, match=r"activation_checkpointing\.offload: .*No space left"):
         weights(tiny, tmp_path, "run", activations={"offload": "disk"})

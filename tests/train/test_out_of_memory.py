@@ -240,7 +240,8 @@ def test_nothing_is_said_where_a_step_can_be_made_again(runs, layout):
 
 
 @pytest.mark.parametrize(
-    ("layout", "why"), {"overlap": "transport.overlap, which", "tensor": r"the layout \(parallel: tensor 2\)"}.items()
+    ("layout", "why"),
+    {"overlap": "gradient_sync.overlap, which", "tensor": r"the layout \(parallel: tensor 2\)"}.items(),
 )
 def test_where_no_step_can_be_made_again_the_first_rank_says_so_and_the_error_too(runs, layout, why):
     first, second = (ended[f"{layout}-full"] for ended in runs[1])

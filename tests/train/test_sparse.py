@@ -318,19 +318,19 @@ def test_a_look_costs_its_first_tokens_only(tiny, tmp_path):
         ("compile", {"compile": True}),
         ("optimizer", {"optimizer": "lion"}),
         ("offload_optimizer", {"optimizer_cpu_offload": True}),
-        ("transport.kind", {"gradient_sync": {"kind": "int8"}}),
+        ("gradient_sync.kind", {"gradient_sync": {"kind": "int8"}}),
         ("transport.local_steps", {"gradient_sync": {"local_sgd": {"sync_every_steps": 2}}}),
-        ("asynchronous.mode", {"async_updates": {"mode": "delayed"}}),
+        ("async_updates.mode", {"async_updates": {"mode": "delayed"}}),
     ],
 )
 def test_what_does_not_go_together_is_named(tiny, field, more):
-    with pytest.raises(ConfigError, match=rf"^sparse\.kind: layers needs .*, which {field}.* takes away"):
+    with pytest.raises(ConfigError, match=rf"^sparse_updates\.kind: layers needs .*, which {field}.* takes away"):
         tiny.settings(**QUIET, sparse={"kind": "layers"}, **more)
 
 
 def test_too_few_rows_for_the_microbatches_are_named(tiny, tmp_path):
     sparse = {"batch": {"signal": "random", "keep_fraction": 0.5}}
-    with pytest.raises(ConfigError, match=r"^sparse\.batch\.keep: of 8 rows"):
+    with pytest.raises(ConfigError, match=r"^batch_selection\.keep_fraction: of 8 rows"):
         run(tiny, tmp_path, sparse, settings={"gradient_accumulation_steps": 16, "batch_tokens": 512})
-    with pytest.raises(ConfigError, match=r"^sparse\.batch\.keep: of 8 rows .* are all"):
+    with pytest.raises(ConfigError, match=r"^batch_selection\.keep_fraction: of 8 rows .* are all"):
         run(tiny, tmp_path, sparse, settings={"gradient_accumulation_steps": 8})

@@ -110,12 +110,12 @@ def test_what_makes_no_sense_is_named(change, field):
     [{"gradient_sync": {"kind": "int8"}}, {"async_updates": {"mode": "delayed"}}, {"checkpoint_every_steps": 0}],
 )
 def test_a_way_back_needs_checkpoints_and_updates_that_can_be_taken_back(tiny, change):
-    with pytest.raises(ConfigError, match=r"^spikes.rollback_after: "):
+    with pytest.raises(ConfigError, match=r"^loss_spikes.rollback_after: "):
         tiny.settings(spikes={"num_sigmas": 6.0, "rollback_after": 2}, **change)
 
 
 def test_hogwild_has_nobody_who_sees_all_updates(tiny):
-    with pytest.raises(ConfigError, match=r"^spikes.num_sigmas: "):
+    with pytest.raises(ConfigError, match=r"^loss_spikes.num_sigmas: "):
         tiny.settings(spikes={"num_sigmas": 6.0}, asynchronous={"mode": "hogwild"})
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError
-from modelwright.optim.sparse import BatchSelectionConfig, SparseUpdateConfig
+from modelwright.optim.sparse import BatchSelectionConfig
 from modelwright.parallel.strategies.config import GradientSyncConfig
 from modelwright.train.config import TrainConfig
 
@@ -29,8 +29,8 @@ def test_exactly_one_length(lengths):
         ("adam_eps", 0.0),
         ("betas", (0.9, 1.0)),
         ("keep_last", 0),
-        ("clip_norm", -1.0),
-        ("num_microbatches", 0),
+        ("max_grad_norm", -1.0),
+        ("gradient_accumulation_steps", 0),
     ],
 )
 def test_values_out_of_range_are_named(field, value):
@@ -55,8 +55,8 @@ def test_identity_leaves_out_what_does_not_decide_the_weights():
 
 
 def test_parts_that_share_chosen_rows_decide_the_weights():
-    chosen = SparseUpdateConfig(batch=BatchSelectionConfig(signal="loss"))
-    one, two = (TrainConfig(num_steps=9, gradient_accumulation_steps=parts, sparse_updates=chosen) for parts in (1, 2))
+    chosen = BatchSelectionConfig(signal="loss")
+    one, two = (TrainConfig(num_steps=9, gradient_accumulation_steps=parts, batch_selection=chosen) for parts in (1, 2))
     assert one.identity() != two.identity()
 
 

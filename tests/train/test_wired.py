@@ -17,12 +17,12 @@ from modelwright.train.config import TrainConfig, check_layout
 from wired_cases import COPIES, RARE, Runs, case, ended, losses, weights
 
 LOCAL = {
-    "kind": "three_level",
-    "three_level": {"topk_fraction": 0.25, "bucket_numel": 4096},
-    "local_steps": {"sync_every_steps": 3},
+    "kind": "topk_quantized",
+    "topk_quantized": {"topk_fraction": 0.25, "bucket_numel": 4096},
+    "local_sgd": {"sync_every_steps": 3},
 }
-OWN = {**LOCAL, "local_steps": {"sync_every_steps": 3, "keep_residual": True, "outer_momentum": 0.5}}
-MOMENTS = {**LOCAL, "local_steps": {"sync_every_steps": 1, "sync_second_moment_every": 1}}
+OWN = {**LOCAL, "local_sgd": {"sync_every_steps": 3, "keep_residual": True, "outer_momentum": 0.5}}
+MOMENTS = {**LOCAL, "local_sgd": {"sync_every_steps": 1, "sync_second_moment_every": 1}}
 SIX_LAYERS = {"num_layers": 6}
 TIED = {"tie_embeddings": True}
 CHECKED = {"fault_tolerance": {"replica_check_every_steps": 1}}
@@ -258,11 +258,11 @@ def test_a_killed_run_goes_on_from_memory_and_its_recovery_is_recorded(tmp_path)
 @pytest.mark.parametrize(
     ("transport", "asynchronous", "parallel", "field"),
     [
-        ({"local_steps": {"sync_every_steps": 2}}, {"mode": "delayed"}, {}, "transport.local_steps.every"),
-        ({"local_steps": {"sync_every_steps": 2}}, {}, {"context": 2}, "transport.local_steps.every"),
-        ({"kind": "int8"}, {"mode": "hogwild"}, {}, "transport.kind"),
-        ({}, {"mode": "hogwild"}, {"tensor": 2}, "asynchronous.mode"),
-        ({}, {"mode": "hogwild"}, {"zero_stage": 3}, "asynchronous.mode"),
+        ({"local_sgd": {"sync_every_steps": 2}}, {"mode": "delayed"}, {}, "transport.local_sgd.sync_every_steps"),
+        ({"local_sgd": {"sync_every_steps": 2}}, {}, {"context": 2}, "transport.local_sgd.sync_every_steps"),
+        ({"kind": "int8"}, {"mode": "hogwild"}, {}, "gradient_sync.kind"),
+        ({}, {"mode": "hogwild"}, {"tensor": 2}, "async_updates.mode"),
+        ({}, {"mode": "hogwild"}, {"zero_stage": 3}, "async_updates.mode"),
     ],
 )
 def test_what_does_not_go_together_is_named(tiny, transport, asynchronous, parallel, field):
@@ -274,14 +274,14 @@ def test_what_does_not_go_together_is_named(tiny, transport, asynchronous, paral
         check()
 
 
-TRANSPORTS = [{"kind": "int8"}, {"kind": "planned"}, {"kind": "exact", "local_steps": {"sync_every_steps": 2}}]
+TRANSPORTS = [{"kind": "int8"}, {"kind": "topology_aware"}, {"kind": "allreduce", "local_sgd": {"sync_every_steps": 2}}]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("shard", ["optimizer", "gradients", "full"])
 def test_a_transport_that_fsdp_would_ignore_is_refused(tiny, transport, shard):
     config = tiny.settings(transport=transport, **RARE)
-    name = "transport.local_steps.every" if "local_steps" in transport else "transport.kind"
+    name = "transport.local_sgd.sync_every_steps" if "local_steps" in transport else "gradient_sync.kind"
     for layout, num_processes in (({}, 2), ({"shard_group_size": 4}, 4), ({"tensor": 2}, 4)):
         with pytest.raises(ConfigError, match=rf"^{name}: .*needs gradients that are .* parallel.shard {shard} takes"):
             check_layout(config, ParallelConfig(zero_stage=shard, **layout), num_processes=num_processes)
@@ -302,7 +302,7 @@ def test_training_refuses_a_transport_under_full_sharding(tmp_path):
     assert [rank.code for rank in found] == [0, 0]
     ended = json.loads((folder / "one-1.json").read_text())
     assert ended["kind"] == "ConfigError"
-    assert ended["error"].startswith("transport.kind: int8 needs gradients that are summed over ranks")
+    assert ended["error"].startswith("gradient_sync.kind: int8 needs gradients that are summed over ranks")
 
 
 def test_evaluation_and_checkpoints_fall_on_meetings(tiny):

@@ -36,7 +36,7 @@ HIGH = {"precision": {"policy": "fp16_mixed", "loss_scale": FAR_TOO_LARGE}}
 SPIKES = {"num_sigmas": 6.0, "window": 6, "rollback_after": 2, "rollback_window": 4, "margin": 1}
 BACK = {"loss_spikes": SPIKES, "checkpoint_every_steps": 2, "keep_last": 1}
 WILD = {"kind": "wild", "step": 7, "last": 8}
-OTHERS = ("adamw_int8", "adamw_bf16", "lion", "muon")
+OTHERS = ("adamw_8bit", "adamw_bf16_states", "lion", "muon")
 APART = {"gradient_sync": {"local_sgd": {"sync_every_steps": 3}}}
 STOP_AT_7 = {"kind": "stop", "step": 7}
 ADAPTIVE = {
@@ -78,7 +78,7 @@ CASES = [
     ],
     *[
         updates(f"{kind}-zero", settings={"optimizer": kind}, parallel={"zero_stage": 3})
-        for kind in ("adamw_int8", "lion", "muon")
+        for kind in ("adamw_8bit", "lion", "muon")
     ],
     updates("adaptive", settings=ADAPTIVE, **COPIES),
     updates("adaptive-stopped", "adaptive-twice", settings=ADAPTIVE, mishap={"kind": "stop", "step": 7}),
@@ -158,7 +158,7 @@ def test_other_optimizers_learn_and_go_on_with_the_same_bits(runs, kind):
 
 def test_other_optimizers_under_zero_3_make_the_same_updates_and_muon_is_refused(runs):
     assert losses(runs, "lion-zero") == pytest.approx(losses(runs, "lion"), rel=1e-3)
-    assert losses(runs, "adamw_int8-zero") == pytest.approx(losses(runs, "adamw_int8"), rel=2e-2)
+    assert losses(runs, "adamw_int8-zero") == pytest.approx(losses(runs, "adamw_8bit"), rel=2e-2)
     assert ended(runs, "muon-zero")["kind"] == "ConfigError"
     assert ended(runs, "muon-zero")["error"].startswith("optimizer: muon needs whole weight matrices")
 

@@ -22,8 +22,8 @@ def config(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="modelwright config",
         usage=_CONFIG_USAGE,
-        description="Print a configuration as YAML, overrides applied, each setting under its documentation. The output "
-        "can be run as it is.",
+        description="Print a configuration as YAML, overrides applied, each setting under its documentation. It can be "
+        "run as it is.",
         epilog="example: modelwright config quickstart --diff > mine.yaml",
         allow_abbrev=False,
     )

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import itertools
 import textwrap
 import types
 import typing
@@ -95,7 +96,7 @@ def field_docs(cls: type) -> Mapping[str, str]:
         if not dataclasses.is_dataclass(base):
             continue
         body = cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]).body
-        for statement, following in zip(body, body[1:], strict=False):
+        for statement, following in itertools.pairwise(body):
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 literal = following.value if isinstance(following, ast.Expr) else None
                 if isinstance(literal, ast.Constant) and isinstance(literal.value, str):

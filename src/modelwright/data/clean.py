@@ -64,11 +64,11 @@ class CleanReport:
 
 
 _SETTINGS = {
-    "binary data": "normalize.max_control_share",
+    "binary data": "normalize.max_control_fraction",
     "too short": "length.min_chars",
     "too long": "length.max_chars",
-    "repeated lines": "repetition.max_duplicate_share",
-    "table of data": "repetition.max_data_share",
+    "repeated lines": "repetition.max_duplicate_line_fraction",
+    "table of data": "repetition.max_data_fraction",
     "inside a training text": "duplicates.check_contained",
 }
 """The setting that decides, by the reason that the steps give."""

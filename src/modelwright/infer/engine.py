@@ -92,7 +92,7 @@ class Engine:
         fewest = math.ceil(self.max_seq_len / config.block_size)
         if num_blocks < fewest:
             raise ConfigError(
-                f"kv_cache_tokens: {config.kv_cache_tokens} cannot hold a sequence of {self.max_seq_len} tokens, the model's "
+                f"kv_cache_tokens: {config.kv_cache_tokens} cannot hold a sequence of {self.max_seq_len} tokens, the "
                 f"context; raise it to at least {fewest * config.block_size}"
             )
         model.eval()

@@ -2,9 +2,9 @@
 et al. 2023). Knows nothing about tensors.
 
 First come, first served. Every step carries one token of each running sequence and some chunks of prompts. Chunks are
-cut at multiples of `prefill_chunk_size` of the prompt itself, never to fit a step, so that a prompt is computed in the same
-pieces whatever else is running. When blocks run out the newest running sequence is put back to the queue; later its
-prompt is computed again in the same chunks and its tokens are replayed one by one, bit for bit.
+cut at multiples of `prefill_chunk_size` of the prompt itself, never to fit a step, so that a prompt is computed in the
+same chunks whatever else is running. When blocks run out, the newest running sequence is put back to the queue; later
+its prompt is computed again in the same chunks and its tokens are replayed one by one, bit for bit.
 """
 
 from collections import deque

@@ -152,7 +152,7 @@ def _unnamed_file(folder: Path) -> int:
 
 def _failed(folder: Path, error: OSError) -> ModelwrightError:
     return ModelwrightError(
-        f"activation_checkpointing.offload: the file for activations in {folder} failed ({error}); make room there or choose "
+        f"activation_checkpointing.offload: the file in {folder} failed ({error}); make room there or choose "
         "another place with offload_dir"
     )
 

@@ -94,8 +94,8 @@ class BatchSelectionConfig:
         if chosen > num_rows or (chosen == num_rows and self.keep_fraction < 1.0):
             fewer = "set gradient_accumulation_steps to 1" if num_parts > 1 else "lower it"
             raise ConfigError(
-                f"batch_selection.keep_fraction: of {num_rows} rows on a rank, {self.keep_fraction:g} in {num_parts} equal microbatches are "
-                f"all; {fewer}, or take more rows or fewer copies of the model"
+                f"batch_selection.keep_fraction: {self.keep_fraction:g} of {num_rows} rows on a rank, in {num_parts} "
+                f"equal microbatches, are all of them; {fewer}, or take more rows or fewer copies of the model"
             )
         return chosen
 
@@ -104,8 +104,9 @@ class BatchSelectionConfig:
 class SparseUpdateConfig:
     """Which units of the model each update changes. The backward pass of the others is not computed.
 
-    A frozen block keeps its weights and optimizer states, without decay, and its gradients are not sent. A row or column
-    that is not selected has a zero gradient, which exact all-reduces do not send; momentum and decay still apply.
+    A frozen block keeps its weights and optimizer states, without decay, and its gradients are not sent. A row or
+    column that is not selected has a zero gradient, which exact all-reduces do not send; momentum and decay still
+    apply.
     """
 
     kind: UnitKind = "none"

@@ -70,7 +70,7 @@ class ParallelConfig:
                 f"heartbeat_timeout_s: must not be negative, got {self.heartbeat_timeout_s}; 0 switches it off"
             )
         if self.zero_stage == 0 and self.shard_group_size:
-            raise ConfigError("shard_group_size: has no meaning while nothing is sharded; choose what with `shard`")
+            raise ConfigError("shard_group_size: has no effect with zero_stage 0; set zero_stage to 1, 2 or 3")
         many = self.stages_per_rank > 1
         if many and (self.pipeline == 1 or self.schedule in ("gpipe", "1f1b")):
             raise ConfigError("stages_per_rank: above 1 needs a pipeline and an interleaved or zero_bubble schedule")
@@ -99,7 +99,7 @@ class ParallelConfig:
         return {
             "pipeline": self.pipeline,
             "replicate": data // shard,
-            "zero_stage": shard,
+            "shard": shard,
             "context": self.context,
             "tensor": self.tensor,
         }
@@ -115,7 +115,7 @@ class ParallelConfig:
             found.append(feature("tensor", self.tensor, breaks=[WHOLE_MODEL, WHOLE_MATRICES]))
         if self.zero_stage != 0:
             axes = self.axes(num_processes)
-            num_sharing = axes["zero_stage"] * axes["context"]
+            num_sharing = axes["shard"] * axes["context"]
             # One shard group that holds all copies: FSDP sums their gradients itself, in backward, exactly.
             breaks = {GRADIENT_SUMS} if axes["replicate"] == 1 and num_sharing > 1 else set()
             breaks |= {WHOLE_MODEL, WHOLE_MATRICES} if num_sharing > 1 else set()

@@ -42,11 +42,11 @@ def check_training(config: RunConfig, layout: ParallelConfig, *, num_processes: 
     _check_model(config, layout)
     for name in stages:
         with within(name):
-            _check_stage(getattr(config, name), layout, config, axes)
+            _check_stage(config.stage_config(name), layout, config, axes)
             if name == "pretrain" and not config.init_from and config.pretrain.batch_selection.max_initial_loss:
                 raise ConfigError(
-                    "batch_selection.max_initial_loss: the initial weights of a run from scratch guess everywhere; start from "
-                    "a trained model with init_from, or leave it at 0"
+                    "batch_selection.max_initial_loss: initial weights of a run from scratch guess everywhere; start "
+                    "from a trained model with init_from, or leave it at 0"
                 )
 
 

@@ -189,9 +189,13 @@ class RunConfig:
             )
         for name in self.trainings:
             try:
-                getattr(self, name).batch_rows(self.pack.seq_len)
+                self.stage_config(name).batch_rows(self.pack.seq_len)
             except ConfigError as error:
                 raise ConfigError(f"{name}.{error}") from None
+
+    def stage_config(self, name: str) -> TrainConfig:
+        """The settings of a training stage, which `name` is one of."""
+        return {"pretrain": self.pretrain, "sft": self.sft}[name]
 
     @property
     def trainings(self) -> tuple[Training, ...]:

@@ -101,16 +101,16 @@ def _estimate(config: RunConfig, run: RunDir, name: str, rates: dict[str, float]
     if name in BYTES_PER_S:
         return data_stage(name, num_bytes=sum(_text_bytes(config.data).values()), bytes_per_s=BYTES_PER_S[name])
     if name in ("pretrain", "sft"):
-        training = getattr(config, name)
+        training = config.stage_config(name)
         return training_stage(
             name,
             config.model,
             num_steps=training.resolve_num_steps(_batches_per_epoch(config, run, name)),
             batch_tokens=training.batch_tokens,
-            num_microbatches=training.num_microbatches,
+            num_microbatches=training.gradient_accumulation_steps,
             mean_context=_mean_context(config.model, config.pack.seq_len),
             compute=training.precision.planned_as,
-            activations=training.activations,
+            activations=training.activation_checkpointing,
             flops_per_s=rates[training.precision.planned_as],
             fused=cpu_kernels.are_used_on(config.hardware.device),
             world_size=num_hosts,  # the rate is that of all threads of a host, which its processes share
@@ -134,17 +134,17 @@ def _memories(config: RunConfig, num_processes: int) -> dict[str, MemoryEstimate
     """Of one process, the fullest one; of copies in shared memory each counts the whole."""
     result, device = {}, config.hardware.device
     for name in ("pretrain", "sft"):
-        training = getattr(config, name)
+        training = config.stage_config(name)
         if name in config.stages and num_processes > 1:
             job, layout = planned(config, training, config.parallel, num_processes)
             result[name] = assess(job, layout, replace(ANY_CLUSTER, device=device)).memory
         elif name in config.stages:
             memory = training_memory(
                 config.model,
-                tokens_per_microbatch=training.batch_tokens // training.num_microbatches,
+                tokens_per_microbatch=training.batch_tokens // training.gradient_accumulation_steps,
                 compute=training.precision.planned_as,
-                num_microbatches=training.num_microbatches,
-                activations=training.activations,
+                num_microbatches=training.gradient_accumulation_steps,
+                activations=training.activation_checkpointing,
                 fused=cpu_kernels.are_used_on(config.hardware.device),
             )
             result[name] = memory.on_device(device, arena=training.step_arena)
@@ -159,7 +159,7 @@ def _batches_per_epoch(config: RunConfig, run: RunDir, name: str) -> int:
         tokens = float(PackedRows(rows).num_rows * config.pack.seq_len)
     except ArtifactError:
         tokens = _text_bytes(config.data)[name] / BYTES_PER_TOKEN
-    return max(1, round(tokens / getattr(config, name).batch_tokens))
+    return max(1, round(tokens / config.stage_config(name).batch_tokens))
 
 
 def _text_bytes(data: SourceConfig) -> dict[str, float]:

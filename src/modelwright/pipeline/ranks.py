@@ -127,8 +127,8 @@ def _join_all(parallel: ParallelConfig, device: torch.device) -> Iterator[tuple[
 def shared_rows(config: RunConfig) -> int:
     """What the number of copies of the model must divide: rows of a microbatch of all copies, in every training that
     the run has."""
-    trainings = [getattr(config, name) for name in config.trainings]
-    return math.gcd(*(one.batch_rows(config.pack.seq_len) // one.num_microbatches for one in trainings)) or 1
+    trainings = [config.stage_config(name) for name in config.trainings]
+    return math.gcd(*(one.batch_rows(config.pack.seq_len) // one.gradient_accumulation_steps for one in trainings)) or 1
 
 
 def _own_device(device: str) -> torch.device:

@@ -49,7 +49,7 @@ _STAGE = {
     "dynamic_decay.above_norm": "weight_decay_schedule.grad_norm_threshold",
     "dynamic_decay": "weight_decay_schedule",
     "offload_optimizer": "optimizer_cpu_offload",
-    "update_in_backward": "optimizer_in_backward (true; clipped by the last step's norm where max_grad_norm is above 0)",
+    "update_in_backward": "optimizer_in_backward (true or false)",
     "memory_arena": "step_arena",
     "adaptive_clip.window": _CONSTANT,
     "adaptive_clip.percentile": _CONSTANT,

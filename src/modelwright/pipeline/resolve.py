@@ -139,13 +139,13 @@ def _resolve_hardware(wish: HardwareConfig, previous: RunConfig | None) -> Hardw
 
 def _resolve_onednn(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
     """The kernels of FP32 matrix products on the CPU."""
-    open_stages = [name for name in TRAININGS if getattr(config, name).precision.fp32_matmul == "auto"]
+    open_stages = [name for name in TRAININGS if config.stage_config(name).precision.fp32_matmul == "auto"]
     if not open_stages:
         return config
     if config.hardware.device != "cpu":
         chosen = dict.fromkeys(open_stages, "default")
     elif previous:
-        chosen = {name: getattr(previous, name).precision.fp32_matmul for name in open_stages}
+        chosen = {name: previous.stage_config(name).precision.fp32_matmul for name in open_stages}
     else:
         check_size(config.model)
         torch.set_num_threads(config.hardware.num_threads)
@@ -159,7 +159,7 @@ def _resolve_onednn(config: RunConfig, previous: RunConfig | None, progress: Pro
 
 def _with_precision(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     """changes: fields of `precision`, by stage."""
-    stages = {name: getattr(config, name) for name in changes}
+    stages = {name: config.stage_config(name) for name in changes}
     precisions = {name: replace(stage.precision, **changes[name]) for name, stage in stages.items()}
     resolved: dict[str, Any] = {name: replace(stages[name], precision=precisions[name]) for name in stages}
     of_all = next(iter(changes.values()))
@@ -170,11 +170,11 @@ def _with_precision(config: RunConfig, changes: Mapping[str, Mapping[str, Any]])
 
 
 def _resolve_precision(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
-    open_stages = [name for name in TRAININGS if getattr(config, name).precision.policy == "auto"]
+    open_stages = [name for name in TRAININGS if config.stage_config(name).precision.policy == "auto"]
     if not open_stages:
         return config
     if previous:
-        chosen = {name: getattr(previous, name).precision.policy for name in open_stages}
+        chosen = {name: previous.stage_config(name).precision.policy for name in open_stages}
     else:
         torch.set_num_threads(config.hardware.num_threads)
         rates = measured_rates(config, config.pretrain.precision, progress.note)

@@ -120,7 +120,8 @@ def _details(job: TrainingJob, found: Assessment) -> list[str]:
     shown = ", ".join(f"{name}: {value}" for name, value in settings.items())
     return [
         f"the first:  parallel: {{{shown}}}",
-        f"            gradient_accumulation_steps: {found.num_microbatches}, activation_checkpointing: {_activations(layout.activations)}",
+        f"            gradient_accumulation_steps: {found.num_microbatches}",
+        f"            activation_checkpointing: {_activations(layout.activations)}",
         f"  memory    {_parts(memory)}",
         "  step      " + ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items() if value),
         f"  speed     {job.batch_tokens / found.step_s / layout.num_devices:,.0f} tokens/s on each device",
@@ -141,8 +142,8 @@ def _reason(found: Assessment, cluster: Cluster) -> str:
 
 def _short(found: Assessment) -> str:
     axes = found.layout.axes
-    data = f"{axes['replicate']}x{axes['shard']}"
-    return f"pp {axes['pipeline']} data {data} cp {axes['context']} tp {axes['tensor']} ZeRO-{found.layout.parallel.zero_stage}"
+    data, zero_stage = f"{axes['replicate']}x{axes['shard']}", found.layout.parallel.zero_stage
+    return f"pp {axes['pipeline']} data {data} cp {axes['context']} tp {axes['tensor']} ZeRO-{zero_stage}"
 
 
 def _activations(config: ActivationCheckpointingConfig) -> str:

@@ -42,11 +42,12 @@ class AdaptiveConfig:
     def __post_init__(self) -> None:
         if self.decide_every_steps < 2:
             raise ConfigError(
-                f"decide_every_steps: must be at least 2 steps, one to measure and one to go by it, got {self.decide_every_steps}"
+                f"decide_every_steps: must be at least 2 (one step is measured), got {self.decide_every_steps}"
             )
         if not 1 <= self.measure_steps < self.decide_every_steps:
             raise ConfigError(
-                f"measure_steps: must be at least 1 and below every ({self.decide_every_steps}), got {self.measure_steps}"
+                f"measure_steps: must be at least 1 and below decide_every_steps "
+                f"({self.decide_every_steps}), got {self.measure_steps}"
             )
         if self.min_speedup < 1:
             raise ConfigError(f"min_speedup: must be at least 1, got {self.min_speedup}; 1.1 asks for a tenth")

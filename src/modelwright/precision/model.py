@@ -256,13 +256,13 @@ def fp32_products(*, tf32: bool = False, onednn: bool = False, on_cpu: bool = Tr
     try:
         if not (on_cpu and onednn_multiplies()):
             raise ConfigError(
-                "precision.fp32_matmul onednn: PyTorch does not ask oneDNN for FP32 products here: it does on CPUs with AVX-512, "
-                "unless it was built without it; leave it out"
+                "precision.fp32_matmul onednn: PyTorch does not use oneDNN for FP32 products here, only on CPUs "
+                "with AVX-512, unless it was built without it; set default"
             )
         if not _products_are_exact():
             raise ConfigError(
-                "precision.fp32_matmul onednn: oneDNN rounds FP32 products to BF16 on this processor; leave it out, or take "
-                "bf16_mixed, which is faster still"
+                "precision.fp32_matmul onednn: oneDNN rounds FP32 products to BF16 on this processor; set default, or "
+                "take policy bf16_mixed, which is faster still"
             )
         yield
     finally:

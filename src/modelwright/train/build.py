@@ -146,8 +146,8 @@ def build_step(
     """Lay the model out over the mesh, in place, and build its step; also for the memory planner.
 
     store: where offloaded activations wait. techniques: further ones, which act last. gradient_sync: sums gradients
-    instead of what `config.transport` describes. abandon_memory: called before a step that ran out of memory is made
-    again. wrap_strategy: what takes the strategy's place.
+    instead of what `config.gradient_sync` describes. abandon_memory: called before a step that ran out of memory is
+    retried. wrap_strategy: what takes the strategy's place.
     """
     is_hogwild = config.async_updates.mode == "hogwild"
     mesh = lay_out(single(everyone.world.device), DATA_PARALLEL) if is_hogwild else everyone
@@ -295,7 +295,7 @@ def train(
     num_steps: from `config.resolve_num_steps`; name: what the progress display calls it; input_digest: of whatever
     decides the result (config, data, initial weights): a checkpoint with another one is refused; heldout: batches for
     evaluation, shared among the ranks; peak_flops: matrix-product rate of one rank in FLOP/s, 0 when unknown;
-    techniques: further ones, which act last; gradient_sync: sums gradients instead of what `config.transport`
+    techniques: further ones, which act last; gradient_sync: sums gradients instead of what `config.gradient_sync`
     describes; parallel: how the world is laid out; restart: begin at step 0 when all checkpoints are damaged, which is
     an error otherwise. Every rank comes with the same whole model and leaves with it, trained; in between, and after an
     error, a model that is laid out over several ranks has no values of its own. Writes `stage.checkpoints`,

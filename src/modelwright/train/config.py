@@ -190,8 +190,8 @@ class TrainConfig(SharedTrainConfig):
         for name in ("eval_every_steps", "checkpoint_every_steps"):
             if every and getattr(self, name) % every:
                 raise ConfigError(
-                    f"{name}: {getattr(self, name)} must be a multiple of gradient_sync.local_sgd.sync_every_steps ({every}): "
-                    "between synchronizations ranks have different weights"
+                    f"{name}: {getattr(self, name)} must be a multiple of gradient_sync.local_sgd.sync_every_steps "
+                    f"({every}): between synchronizations ranks have different weights"
                 )
 
     @property
@@ -250,8 +250,8 @@ class TrainConfig(SharedTrainConfig):
             nearest = " and ".join(str(near) for near in (below, below + seq_len * parts) if near)
             raise ConfigError(
                 f"batch_tokens: {self.batch_tokens} must be a multiple of {seq_len * parts} "
-                f"({seq_len} tokens a row x {num_copies} copies of the model x {self.gradient_accumulation_steps} microbatches); "
-                f"nearest: {nearest}"
+                f"({seq_len} tokens a row x {num_copies} copies of the model x {self.gradient_accumulation_steps} "
+                f"microbatches); nearest: {nearest}"
             )
         return self.batch_tokens // seq_len
 

@@ -55,8 +55,8 @@ def check_microbatches(config: ParallelConfig, num_microbatches: int) -> None:
     if num_microbatches % num_rounds:
         below, above = (n - n % config.pipeline for n in (num_microbatches, num_microbatches + config.pipeline))
         raise ConfigError(
-            f"gradient_accumulation_steps: {num_microbatches} cannot be shared among rounds of {config.pipeline} ranks, as the "
-            f"{config.schedule} schedule would have it; take {below} or {above}, or the 1f1b schedule"
+            f"gradient_accumulation_steps: {num_microbatches} is not a multiple of parallel.pipeline "
+            f"({config.pipeline}), which the {config.schedule} schedule needs; take {below} or {above}, or the 1f1b schedule"
         )
 
 

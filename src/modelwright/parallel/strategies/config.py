@@ -49,9 +49,9 @@ from modelwright.parallel.topology.gradient_sync import PlannedTransport
 class GradientSyncConfig:
     """How gradients, or the pseudo-gradients of local SGD, are summed over replicas of the model.
 
-    Replicas are the data-parallel ranks; under hybrid sharding, the groups. Only these bytes are compressed or sent less
-    often, not what FSDP, tensor, context and pipeline parallelism send. Where one shard group holds all replicas, only
-    `allreduce` is possible.
+    Replicas are the data-parallel ranks; under hybrid sharding, the groups. Only these bytes are compressed or sent
+    less often, not what FSDP, tensor, context and pipeline parallelism send. Where one shard group holds all replicas,
+    only `allreduce` is possible.
     """
 
     kind: Literal["allreduce", "topology_aware", "bf16", "int8", "powersgd", "topk_quantized"] = "allreduce"

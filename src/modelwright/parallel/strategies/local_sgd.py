@@ -60,7 +60,7 @@ class LocalSgdConfig:
             raise ConfigError(f"outer_momentum: must be in [0, 1), got {self.outer_momentum}")
         if self.sync_second_moment_every < 0:
             raise ConfigError(
-                f"sync_second_moment_every: must not be negative, got {self.sync_second_moment_every}; 0 shares no moments"
+                f"sync_second_moment_every: must not be negative, got {self.sync_second_moment_every}; 0 for none"
             )
         if self.moment_octaves <= 0:
             raise ConfigError(f"moment_octaves: must be above 0, got {self.moment_octaves}; 1 is a factor of 2 a step")

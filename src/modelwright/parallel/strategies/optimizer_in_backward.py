@@ -300,9 +300,9 @@ class OptimizerInBackward(Strategy):
         self._norm = self._joined(norms)
         if not math.isfinite(self._norm):
             raise ModelwrightError(
-                f"the gradient of {self._not_finite or 'a parameter'} was not finite when other weights had been "
-                "updated already; run again to go on from the last checkpoint, with optimizer_in_backward none such steps "
-                "are skipped"
+                f"the gradient of {self._not_finite or 'a parameter'} was not finite after other weights had been "
+                "updated; run again to resume from the last checkpoint; without optimizer_in_backward such steps are "
+                "skipped"
             )
         return self._norm
 

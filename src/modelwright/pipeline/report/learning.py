@@ -12,6 +12,7 @@ from modelwright.pipeline.report.format import count, first_lines, number, perce
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.report.stability import scale_blocks, spike_blocks
 from modelwright.precision.policy import PrecisionConfig
+from modelwright.train.config import TrainConfig
 
 _SUMMARIES = {
     "loss": "loss, nats per token",
@@ -42,8 +43,8 @@ def training_section(data: RunData, name: str, title: str) -> Section | None:
     if "skipped" in stage.facts:
         return Section(name, title, [Note(str(stage.facts["skipped"]).capitalize() + ".")])
     records = _with_final_peak(stage)
-    config = getattr(data.config, name)
-    blocks: list[Block] = [*_charts(records, name, config.clip_norm, bool(stage.facts.get("peak_flops")))]
+    config = data.config.stage_config(name)
+    blocks: list[Block] = [*_charts(records, name, config.max_grad_norm, bool(stage.facts.get("peak_flops")))]
     blocks += [*scale_blocks(stage, records), *_format_blocks(stage, records)]
     blocks.append(_summary_table(records, stage.facts["world_size"]))
     blocks += [*_watch_blocks(stage), *spike_blocks(stage)]
@@ -70,7 +71,7 @@ def _formats(precision: PrecisionConfig) -> str:
     return ", ".join(f"{kind} {chosen.upper()}" for kind, chosen in formats.items())
 
 
-def _lead(stage: StageData, config: Any) -> str:
+def _lead(stage: StageData, config: TrainConfig) -> str:
     facts = stage.facts
     words = [
         f"{count(facts['num_steps'])} steps of {count(config.batch_tokens)} tokens, "
@@ -78,10 +79,10 @@ def _lead(stage: StageData, config: Any) -> str:
         f"trained in {seconds(facts['train_time_s'])}. "
         f"The precision policy was {config.precision.policy} ({_formats(config.precision)}) with FP32 master weights"
     ]
-    if config.num_microbatches > 1:
-        words.append(f"; gradients were accumulated over {config.num_microbatches} microbatches")
-    rule = f" (by the {config.rate_rule.kind} rule)" if config.rate_rule.kind != "none" else ""
-    words.append(f"; the peak learning rate was {number(config.learning_rate, 3)}{rule}.")
+    if config.gradient_accumulation_steps > 1:
+        words.append(f"; gradients were accumulated over {config.gradient_accumulation_steps} microbatches")
+    rule = f" ({config.lr_scaling} scaling)" if config.lr_scaling != "none" else ""
+    words.append(f"; the peak learning rate was {number(config.peak_learning_rate, 3)}{rule}.")
     if facts.get("taken_step") not in (None, facts["num_steps"]):
         words.append(
             f" The result is the checkpoint of step {facts['taken_step']}, whose held-out loss was the lowest."

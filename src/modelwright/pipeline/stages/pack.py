@@ -129,7 +129,7 @@ def _tell_overlong(context: StageContext, config: RunConfig, fit: ConversationFi
         raise DataError(f"{text}none of them fits, so there is nothing to fine-tune on; {suggestion}")
     parts = [
         f"{fit.num_truncated:,} are truncated" if fit.num_truncated else "",
-        f"{fit.num_dropped:,} are dropped{' because no answer fits' if fit.overlong == 'cut' else ''}"
+        f"{fit.num_dropped:,} are dropped{' because no answer fits' if fit.overlong == 'split' else ''}"
         if fit.num_dropped
         else "",
     ]
@@ -147,7 +147,7 @@ def suggest_row_len(config: RunConfig, fit: ConversationFit) -> str:
     if wanted > config.model.max_seq_len:
         words.append(f"--model.max_seq_len {wanted}")
     for name in config.trainings:
-        training = getattr(config, name)
+        training = config.stage_config(name)
         try:
             training.batch_rows(wanted)
         except ConfigError:
