@@ -73,7 +73,7 @@ def configs(model: ModelConfig, num_tokens: int) -> dict[str, ActivationCheckpoi
 
 
 def probe(model: ModelConfig, rows: int, config: ActivationCheckpointingConfig, *, count_flops: bool) -> Probe:
-    return memory_probe.fp32_probe(model, rows=rows, count_flops=count_flops, activations=dump(config))
+    return memory_probe.fp32_probe(model, rows=rows, count_flops=count_flops, activation_checkpointing=dump(config))
 
 
 def estimated_bytes(model: ModelConfig, num_tokens: int, config: ActivationCheckpointingConfig) -> int:

@@ -6,8 +6,8 @@ In calm runs and among wild batches: in calm ones any limit does, so that a gain
 from modelwright_claims import stability_bench as bench
 from modelwright_claims.claim import Claim, Conditions, Measurement, Samples, Setting, Verdict
 
-PERCENTILE = {"kind": "percentile", "window": 50, "percentile": 90.0}
-Z_SCORE = {"kind": "zscore", "window": 50, "deviations": 2.0}
+PERCENTILE = {"kind": "percentile", "window_steps": 50, "percentile": 90.0}
+Z_SCORE = {"kind": "zscore", "window_steps": 50, "num_stddev": 2.0}
 GAIN = 1.1
 STUDY = bench.Study(
     arms={

@@ -35,17 +35,17 @@ from modelwright_claims.statistics import estimate, ratios
 from modelwright_claims.training_run import Outcome, Run
 from modelwright_claims.workbench import Size
 
-CHANGING = {"every": 50, "window": 4}
-LARGE_CHANGING = {"every": 20, "window": 2}
+CHANGING = {"decide_every_steps": 50, "measure_steps": 4}
+LARGE_CHANGING = {"decide_every_steps": 20, "measure_steps": 2}
 """On the large model: more decisions a step than anybody would ask for, so that a short run holds some."""
-IN_BF16 = {"policy": "bf16_mixed", "results": "bf16", "layers": {"embedding": "bf16"}}
+IN_BF16 = {"policy": "bf16_mixed", "output_dtype": "bf16", "overrides": {"embedding": "bf16"}}
 """Widest formats of the controllers' parts, and the format of the residual stream and of what products give."""
-IN_INT8 = {**IN_BF16, "layers": {"embedding": "bf16", "attention": "int8", "ffn": "int8"}}
+IN_INT8 = {**IN_BF16, "overrides": {"embedding": "bf16", "attention": "int8", "ffn": "int8"}}
 ARMS: dict[str, dict[str, Any]] = {
-    FP32: {"policy": "fp32", "onednn": False},
-    BY_ONEDNN: {"policy": "fp32", "onednn": True},
+    FP32: {"policy": "fp32", "fp32_matmul": "default"},
+    BY_ONEDNN: {"policy": "fp32", "fp32_matmul": "onednn"},
     "all BF16": {"policy": "bf16_mixed"},
-    "all INT8": {"policy": "int8", "layers": {"embedding": "fp32"}},
+    "all INT8": {"policy": "int8", "overrides": {"embedding": "fp32"}},
     "all BF16, BF16 stream": IN_BF16,
     "all INT8, BF16 stream": IN_INT8,
     "rules": {**IN_BF16, "adaptive": {"kind": "rules", **CHANGING}},
@@ -53,7 +53,7 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 ADAPTIVE = ("rules", "bandit")
 SPEED, MEMORY, GAP = 3.0, 40.0, 0.5
-SOON_CHANGING = {"every": 2, "window": 1}
+SOON_CHANGING = {"decide_every_steps": 2, "measure_steps": 1}
 """Where memory is compared: it does not depend on how often formats change."""
 MEMORY_ROWS = 16
 """Rows of a batch where memory is compared."""
@@ -128,12 +128,12 @@ def measurement(
         conditions={
             **size.describe(),
             "losses": "controllers go by the formats' speeds at the large model's shapes, and so choose as there",
-            "decisions": f"every {CHANGING['every']} steps, {CHANGING['window']} measured",
+            "decisions": f"every {CHANGING['decide_every_steps']} steps, {CHANGING['measure_steps']} measured",
             "pace": f"{large.model_config(workbench.VOCAB_SIZE).num_parameters} parameters, {large.batch_rows} rows of "
             f"{large.seq_len} tokens; all steps after the first decision, of which there is one every "
-            f"{LARGE_CHANGING['every']} steps, {LARGE_CHANGING['window']} of them measured",
-            "memory": f"same model, {MEMORY_ROWS} rows, a decision every {SOON_CHANGING['every']} steps; the most that "
-            f"any step takes before and after two decisions; {memory_probe.CONDITION}",
+            f"{LARGE_CHANGING['decide_every_steps']} steps, {LARGE_CHANGING['measure_steps']} of them measured",
+            "memory": f"same model, {MEMORY_ROWS} rows, a decision every {SOON_CHANGING['decide_every_steps']} steps; "
+            f"the most that any step takes before and after two decisions; {memory_probe.CONDITION}",
             **baseline_conditions(),
         },
     )

@@ -34,7 +34,7 @@ def measure(setting: Setting) -> Measurement:
     short = 5 if setting.quick else 12
     paced = {name: Paced(precision=one, first=2, end=short) for name, one in formats.items()}
     if onednn_is_exact():
-        paced[BY_ONEDNN] = replace(paced["fp32"], precision=replace(formats["fp32"], onednn=True))
+        paced[BY_ONEDNN] = replace(paced["fp32"], precision=replace(formats["fp32"], fp32_matmul="onednn"))
     seeds = range(2 if setting.quick else 5)
     found = paces(setting, paced, seeds[:3])
     taken = peaks(setting, formats, batch_rows=MEMORY_ROWS)

@@ -117,7 +117,7 @@ def arms_of(where: str, size: Size) -> dict[str, Run]:
     names = ingredients_of(where)
     arms = {PLAIN: plain}
     if onednn_is_exact():
-        arms[PLAIN_BY_ONEDNN] = replace(plain, settings={"precision": {"onednn": True}})
+        arms[PLAIN_BY_ONEDNN] = replace(plain, settings={"precision": {"fp32_matmul": "onednn"}})
     arms |= {f"+ {name}": _with_all(plain, names[:number]) for number, name in enumerate(names[:-1], start=1)}
     arms[FULL] = _with_all(plain, names)
     for left_out in names[1:]:

@@ -121,7 +121,7 @@ def loop_gradient(
         train(
             model,
             objective,
-            size.train_config(num_steps=1, num_microbatches=num_microbatches),
+            size.train_config(num_steps=1, gradient_accumulation_steps=num_microbatches),
             num_steps=1,
             world=single(),
             stage=StageDir(Path(folder)),

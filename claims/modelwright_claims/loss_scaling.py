@@ -51,16 +51,16 @@ PROJECTIONS = 7
 
 
 def _fp16(**scale: Any) -> dict[str, Any]:
-    return {"policy": "fp16_mixed", "evaluation": "fp32", "loss_scale": {"max_scale": 2.0**40, **scale}}
+    return {"policy": "fp16_mixed", "eval_dtype": "fp32", "loss_scale": {"max_scale": 2.0**40, **scale}}
 
 
 ARMS: dict[str, dict[str, Any]] = {
-    NONE: _fp16(use="never"),
+    NONE: _fp16(enabled="never"),
     FITS[0]: _fp16(dynamic=False),
-    STATIC: _fp16(dynamic=False, initial=TOO_LARGE),
-    FITS[1]: _fp16(window=WINDOW),
-    DYNAMIC: _fp16(initial=TOO_LARGE, window=WINDOW),
-    LAYERS: _fp16(initial=TOO_LARGE, window=WINDOW, per_layer=True),
+    STATIC: _fp16(dynamic=False, init_scale=TOO_LARGE),
+    FITS[1]: _fp16(growth_interval=WINDOW),
+    DYNAMIC: _fp16(init_scale=TOO_LARGE, growth_interval=WINDOW),
+    LAYERS: _fp16(init_scale=TOO_LARGE, growth_interval=WINDOW, per_layer=True),
     FP32: {"policy": "fp32"},
 }
 

@@ -45,7 +45,7 @@ def measure_case(case: dict[str, Any], size: ProbeSize, model: Decoder, world: W
     mesh = lay_out(world, config)
     pipeline = Pipeline(model, config, mesh, passes=lambda part: part)
     batch = size.batch()
-    parts = batch.split(case["num_microbatches"])
+    parts = batch.split(case["gradient_accumulation_steps"])
 
     def loss_of(output_BTD: Tensor, part: TokenBatch) -> Tensor:
         loss = pipeline.model.cross_entropy(output_BTD, part.labels_BT, chunk_tokens=512)

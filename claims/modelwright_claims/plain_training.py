@@ -1,6 +1,6 @@
 """A competent training loop without any technique of this project: what claims about the whole stack compare with.
 
-FP32, by PyTorch's own products or by oneDNN's (`precision.onednn`), one piece of a document a row, padded to the
+FP32, by PyTorch's own products or by oneDNN's (`precision.fp32_matmul`), one piece of a document a row, padded to the
 longest of the batch, PyTorch's own operators and nothing compiled, whole logits, AdamW, clipping, warmup and cosine;
 over several hosts `DistributedDataParallel`, which overlaps its exact sums with backward. It trains the weights of a
 `Decoder`, so that both sides begin and are judged alike. Nothing of the product uses it.

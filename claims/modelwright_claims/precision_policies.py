@@ -29,8 +29,8 @@ from modelwright_claims.workbench import Size
 
 LOSS, PACE, PEAK, PRODUCTS = "held-out loss, ", "tokens per second, ", "peak bytes, ", "bare products over FP32, "
 ARMS: dict[str, dict[str, Any]] = {
-    FP32: {"policy": "fp32", "onednn": False},
-    BY_ONEDNN: {"policy": "fp32", "onednn": True},
+    FP32: {"policy": "fp32", "fp32_matmul": "default"},
+    BY_ONEDNN: {"policy": "fp32", "fp32_matmul": "onednn"},
     "bf16_mixed": {"policy": "bf16_mixed"},
     "fp16_mixed": {"policy": "fp16_mixed"},
     "pure_fp16": {"policy": "pure_fp16"},

@@ -61,7 +61,7 @@ def measure(setting: Setting) -> Measurement:
     cases = layouts(num_ranks)
     probes = [
         memory_probe.fp32_probe(
-            model, rows=num_rows, parallel=layout.parallel, num_microbatches=layout.num_microbatches
+            model, rows=num_rows, parallel=layout.parallel, gradient_accumulation_steps=layout.num_microbatches
         )
         for layout in cases.values()
     ]

@@ -104,7 +104,7 @@ def test_training_losses_are_the_cpu_s(tmp_path):
 
 def test_microbatches_change_nothing(tmp_path):
     whole = losses_on("cuda", tmp_path / "whole")
-    assert losses_on("cuda", tmp_path / "parts", num_microbatches=4) == pytest.approx(whole, abs=1e-3)
+    assert losses_on("cuda", tmp_path / "parts", gradient_accumulation_steps=4) == pytest.approx(whole, abs=1e-3)
 
 
 def test_bf16_training_stays_near_fp32(tmp_path):

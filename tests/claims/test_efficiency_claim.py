@@ -78,17 +78,17 @@ def test_ingredients_are_added_one_at_a_time_and_left_out_one_at_a_time(monkeypa
     monkeypatch.setattr(efficiency_20x, "is_widened", lambda dtype, device: not has_bf16)
     monkeypatch.setattr(efficiency_20x, "onednn_is_exact", lambda: False)
     arms = arms_of("two hosts", SIZE)
-    assert arms[PLAIN] == Run(size=SIZE, loop="plain", mode="pad", processes=Processes(hosts=2))
+    assert arms[PLAIN] == Run(size=SIZE, loop="plain", mode="one_per_row", processes=Processes(hosts=2))
     assert arms["+ packing"] == Run(size=SIZE, mode="best_fit", processes=Processes(hosts=2))
     assert arms[FULL].settings["optimizer"] == "muon"
-    assert arms[FULL].settings["transport"]["kind"] == "int8"
-    assert arms["without packing"] == replace(arms[FULL], mode="pad")
+    assert arms[FULL].settings["gradient_sync"]["kind"] == "int8"
+    assert arms["without packing"] == replace(arms[FULL], mode="one_per_row")
     assert ("without BF16" in arms) == ("+ BF16" in arms) == has_bf16
     assert ("precision" in arms[FULL].settings) == has_bf16
     assert not any(arm.loop == "plain" for name, arm in arms.items() if name != PLAIN)
     assert len({str(arm) for arm in arms.values()}) == len(arms)
     alone = arms_of("one host", SIZE)
-    assert alone["everything + sparse rows"].settings["sparse"]["batch"]["signal"] == "loss"
+    assert alone["everything + sparse rows"].settings["batch_selection"]["signal"] == "loss"
     assert alone["everything + adaptive precision"].settings["optimizer"] == "muon"
 
 
@@ -117,7 +117,7 @@ class Bench:
         monkeypatch.setattr(efficiency_20x, "is_widened", lambda dtype, device: True)
         monkeypatch.setattr(efficiency_20x, "onednn_is_exact", lambda: False)
         monkeypatch.setattr(
-            efficiency_20x, "real_token_share", lambda setting, size, *, mode: 1.0 - 0.5 * (mode == "pad")
+            efficiency_20x, "real_token_share", lambda setting, size, *, mode: 1.0 - 0.5 * (mode == "one_per_row")
         )
         monkeypatch.setattr(Runner, "all", lambda self, runs, *, at_once=1: [bench.outcome(run) for run in runs])
         monkeypatch.setattr(Runner, "timed", lambda self, runs: [bench.outcome(run) for run in runs])
@@ -127,8 +127,8 @@ class Bench:
         self.made.append(run)
         plain = run.loop == "plain"
         pace = 2.0 if run.settings.get("optimizer") == "muon" else 1.0
-        pace *= 0.7 if "transport" in run.settings else 1.0
-        best = 1e-3 if run.mode == "pad" and not plain else 4e-3
+        pace *= 0.7 if "gradient_sync" in run.settings else 1.0
+        best = 1e-3 if run.mode == "one_per_row" and not plain else 4e-3
         luck = TUNING_SEEDS.index(run.seed) - 0.5 if plain and run.seed in TUNING_SEEDS else 0.0
         loss = 5 - pace * run.size.num_steps / 100 + abs(run.size.learning_rate - best) + luck
         return Outcome(heldout_loss=loss, seconds=float(run.size.num_steps))
@@ -248,11 +248,11 @@ def test_the_plain_loop_by_onednn_is_tuned_with_the_plain_one(monkeypatch, tmp_p
     bench = Bench(monkeypatch)
     monkeypatch.setattr(efficiency_20x, "onednn_is_exact", lambda: True)
     arms = arms_of("one host", SIZE)
-    assert arms[PLAIN_BY_ONEDNN] == replace(arms[PLAIN], settings={"precision": {"onednn": True}})
+    assert arms[PLAIN_BY_ONEDNN] == replace(arms[PLAIN], settings={"precision": {"fp32_matmul": "onednn"}})
     tuned = tune_arms(Setting(folder=tmp_path, quick=False, progress=SilentProgress()), arms)
     assert list(tuned) == list(arms)
     assert tuned[PLAIN_BY_ONEDNN] == tuned[PLAIN]
-    assert not any(run.settings == {"precision": {"onednn": True}} for run in bench.made)
+    assert not any(run.settings == {"precision": {"fp32_matmul": "onednn"}} for run in bench.made)
 
 
 @pytest.mark.parametrize("onednn", [True, False])
@@ -264,6 +264,8 @@ def test_the_plain_loop_takes_the_products_that_it_is_told_to(monkeypatch, onedn
         return contextlib.nullcontext()
 
     monkeypatch.setattr(plain_training, "fp32_products", products)
-    config = Run(size=replace(SIZE, num_steps=1), settings={"precision": {"onednn": onednn}}).train_config()
+    config = Run(
+        size=replace(SIZE, num_steps=1), settings={"precision": {"fp32_matmul": "onednn" if onednn else "default"}}
+    ).train_config()
     train_plainly(make_decoder(), iter([padded_batch()]), config, num_steps=1, world=single())
     assert asked == [onednn]

@@ -32,7 +32,7 @@ class Bench:
         if keep:
             keep.write_text(str(run.seed))
         started = f"from {begin.read_text()}" if begin else ""
-        off = abs(math.log(run.size.learning_rate / (0.01 * run.settings["clip_norm"])))
+        off = abs(math.log(run.size.learning_rate / (0.01 * run.settings["max_grad_norm"])))
         return Outcome(heldout_loss=off + run.seed / 1000, seconds=float(len(self.made)), diverged=started)
 
 

@@ -96,9 +96,9 @@ def test_the_methods_are_tuned_apart_and_the_synchronous_one_gets_as_much_time(s
         return [pretended(run) for run in runs]
 
     def pretended(run: training_run.Run) -> training_run.Outcome:
-        asynchronous = run.settings["asynchronous"]
+        asynchronous = run.settings["async_updates"]
         best = 1e-3 if asynchronous["mode"] == "hogwild" else 2e-3
-        loss = abs(run.size.learning_rate - best) + abs(asynchronous.get("compensation", 0.0) - 2560.0)
+        loss = abs(run.size.learning_rate - best) + abs(asynchronous.get("delay_compensation", 0.0) - 2560.0)
         pace = 2.0 if asynchronous["mode"] == "hogwild" else 1.0
         steps = {"ended_s": [pace * step for step in range(20)], "num_tokens": [1.0] * 20}
         return training_run.Outcome(heldout_loss=loss, seconds=1.0, steps=steps)

@@ -139,7 +139,7 @@ def test_losses_are_those_of_the_formats_that_controllers_choose_at_the_large_mo
     setting = Setting(quick=True, folder=text_folder, progress=SilentProgress())
     seconds = {"fp32": 8.0, "bf16": 8.0, "int8": 8.0, fastest: 1.0}
     speeds = {name: seconds.get(name.split("/")[-1], 0.1) for name in adaptive_precision.speeds_at_large(setting)}
-    adaptive = {"kind": "rules", "every": 4, "window": 1, "tolerance": 1.0}
+    adaptive = {"kind": "rules", "decide_every_steps": 4, "measure_steps": 1, "tolerance": 1.0}
     precision = adaptive_precision.ARMS["rules"] | {"adaptive": adaptive}
     size = Size(model_dim=64, num_layers=1, seq_len=32, batch_rows=2, num_steps=6)
     made = execute(setting, Run(size=size, settings={"precision": precision}, speeds=speeds))

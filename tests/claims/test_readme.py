@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from modelwright.cli.overrides import read_overrides
 from modelwright.cli.run import _read
+from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.execute import check_request
 from modelwright.recipes.load import load
 from rank_processes import start_process
@@ -87,7 +89,7 @@ def test_every_run_that_is_shown_could_begin(words, tmp_path, monkeypatch):
     for given in words[:place]:
         monkeypatch.setenv(*given.split("="))
     options, overrides = _read(words[place + 2 :])
-    request = load(options.target, overrides, options.run_dir)
+    request = load(options.target, read_overrides(RunConfig, overrides), options.run_dir)
     assert request.config.name == RECIPE
     check_request(request.config, request.run, (), num_processes=options.nproc, elastic=False)
 

@@ -153,7 +153,7 @@ def test_every_arm_runs_at_its_best_rate_and_baselines_at_equal_compute(tmp_path
     made: list[Run] = []
 
     def cost(run: Run) -> float:
-        per_step = (1.0 if not run.settings.get("sparse") else 0.3) * run.size.batch_rows / arms.SIZE.batch_rows
+        per_step = (1.0 if not run.settings else 0.3) * run.size.batch_rows / arms.SIZE.batch_rows
         return run.size.num_steps * per_step * (0.5 if run.size.model_dim < arms.SIZE.model_dim else 1.0)
 
     def pretend(self, runs, *, at_once=1):
@@ -162,7 +162,7 @@ def test_every_arm_runs_at_its_best_rate_and_baselines_at_equal_compute(tmp_path
 
     def pretended(run: Run) -> Outcome:
         loss = 2.0 + abs(run.size.learning_rate - (4e-3 if run.start_from is None else 1e-3))
-        step_s = (0.62 if run.settings.get("sparse") else 1.0) * run.size.batch_rows / arms.SIZE.batch_rows
+        step_s = (0.62 if run.settings else 1.0) * run.size.batch_rows / arms.SIZE.batch_rows
         steps = {"executed_flops": [cost(run)], "step_time_s": [step_s] * 4}
         return Outcome(heldout_loss=loss, seconds=1.0, losses=dict.fromkeys(("prose", "code"), loss), steps=steps)
 
@@ -192,13 +192,13 @@ def test_every_arm_runs_at_its_best_rate_and_baselines_at_equal_compute(tmp_path
     assert result.kind == "short"
     assert result.figures["time of a step, method to dense"].value == pytest.approx(0.62)
     timed = [run for run in made if run.seed >= arms.FIRST_TIMED_SEED]
-    assert [bool(run.settings["sparse"]) for run in timed] == [True, False, True] * arms.NUM_ROUNDS
+    assert [bool(run.settings) for run in timed] == [True, False, True] * arms.NUM_ROUNDS
     if not quick:
         pretraining = [run for run in made if run.start_from is None and run.seed in arms.SEEDS]
         assert len(pretraining) == len(arms.SEEDS) * (1 + len(arms.FORMS) * len(arms.BUDGETS))
-        steps = {run.size.num_steps for run in pretraining if run.settings["sparse"] == arms.FORMS["columns"].sparse}
+        steps = {run.size.num_steps for run in pretraining if run.settings == arms.FORMS["columns"].settings}
         assert steps == {round(160 / 0.3), 800}
-        fewer = {run.size.num_steps for run in pretraining if run.size.model_dim == 96 and not run.settings["sparse"]}
+        fewer = {run.size.num_steps for run in pretraining if run.size.model_dim == 96 and not run.settings}
         assert fewer == {160, 320, 480, 800}
 
 

@@ -68,4 +68,4 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         ["bash", "-c", line], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert "Traceback" not in done.stderr
-    assert done.stdout.startswith("name: tiny")
+    assert done.stdout == "# Name of the run and of its folder under `runs/`.\n"

@@ -59,7 +59,7 @@ def test_a_bug_is_named_and_the_words_are_forgotten(leave, capsys) -> None:
     assert "OutOfMemoryError" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--hosts", "--gpus-per-host"])
+@pytest.mark.parametrize("option", ["--hosts", "--devices-per-host"])
 def test_plan_names_what_is_wrong(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "gpt3-175b", option, "0"]) == 2
+    assert main(["plan", "layout", "gpt3-175b", option, "0"]) == 2
     assert capsys.readouterr().err == f"modelwright: {option}: must be at least 1, got 0\n"

@@ -128,7 +128,7 @@ def test_missing_and_damaged_files(tmp_path: Path) -> None:
 def test_config_is_checked() -> None:
     with pytest.raises(ConfigError, match="min_chars: 5"):
         LengthConfig(min_chars=5, max_chars=4)
-    with pytest.raises(ConfigError, match="max_data_share: 2"):
+    with pytest.raises(ConfigError, match="max_data_fraction: 2"):
         RepetitionConfig(max_data_fraction=2)
 
 

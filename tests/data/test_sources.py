@@ -62,7 +62,7 @@ def test_long_texts_are_cut_at_blank_lines(tmp_path: Path) -> None:
     text = "\n\n".join(f"Paragraph {i} " + "word " * 30 for i in range(50)) + "\n"
     path = tmp_path / "long.txt"
     path.write_text(text)
-    documents, _ = read(path, section_chars=1000, heldout_fraction=0.0)
+    documents, _ = read(path, max_document_chars=1000, validation_fraction=0.0)
     assert "".join(document.text for document in documents) == text
     assert len(documents) > 5
     assert all(document.text.startswith("Paragraph") for document in documents)
@@ -95,7 +95,7 @@ def test_parquet_and_arrow_folders(tmp_path: Path) -> None:
             stream.write_table(pa.table({"text": [f"{split} {i}" for i in range(3)], "id": [1, 2, 3]}))
         (folder / split / "cache-12.arrow").write_bytes(b"not read")
     (folder / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    documents, report = read(folder, heldout_fraction=0.0)
+    documents, report = read(folder, validation_fraction=0.0)
     assert {(d.text.split()[0], d.split) for d in documents} == {("train", "train"), ("test", "heldout")}
     assert len(documents) == 6
     assert not report.skipped
@@ -126,7 +126,7 @@ def test_conversations(tmp_path: Path) -> None:
     turns = [{"role": role, "content": role} for role in ("system", "user", "assistant", "user", "assistant")]
     records = [{"question": "Q", "answer": "A"}, {"messages": turns}, {"messages": turns[1:3]}]
     (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, records)))
-    documents, _ = read(tmp_path / "qa.jsonl", heldout_fraction=0.0)
+    documents, _ = read(tmp_path / "qa.jsonl", validation_fraction=0.0)
     assert [d.kind for d in documents] == ["qa"] * 3
     assert documents[0].meta == {"question": "Q", "answer": "A"}
     assert documents[0].text == "Q\n\nA"
@@ -157,15 +157,15 @@ def test_split_depends_on_the_text_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_something_is_held_out_of_few_documents(tmp_path: Path, count: int) -> None:
     (tmp_path / "few.jsonl").write_text("\n".join(json.dumps({"text": f"text {i}"}) for i in range(count)))
-    sides = [document.split for document in read(tmp_path / "few.jsonl", heldout_fraction=0.001)[0]]
+    sides = [document.split for document in read(tmp_path / "few.jsonl", validation_fraction=0.001)[0]]
     assert len(sides) == count
     assert sides.count("heldout") == 1
-    assert "heldout" not in [d.split for d in read(tmp_path / "few.jsonl", heldout_fraction=0.0)[0]]
+    assert "heldout" not in [d.split for d in read(tmp_path / "few.jsonl", validation_fraction=0.0)[0]]
 
 
 def test_one_document_is_for_training(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("alone")
-    assert [document.split for document in read(tmp_path / "one.txt", heldout_fraction=0.001)[0]] == ["train"]
+    assert [document.split for document in read(tmp_path / "one.txt", validation_fraction=0.001)[0]] == ["train"]
 
 
 def fails(match: str, *sources, **settings) -> None:
@@ -240,7 +240,7 @@ def turns_of(record: dict, tmp_path: Path) -> list[tuple[str, str]]:
     """The turns that a record is read as."""
     path = tmp_path / "pair.jsonl"
     path.write_text(json.dumps(record))
-    (document,) = read(path, heldout_fraction=0.0)[0]
+    (document,) = read(path, validation_fraction=0.0)[0]
     assert document.kind == "qa"
     assert document.text == "\n\n".join(turn["content"] for turn in document.messages)
     return [(turn["role"], turn["content"]) for turn in document.messages]
@@ -277,7 +277,7 @@ def test_pairs_from_tables(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("number,instruction,output,text\n1,Q,A,whole\n\n2,,,prose\n")
     (tmp_path / "t.tsv").write_text("number\tinstruction\toutput\ttext\n1\tQ\tA\twhole\n2\t\t\tprose\n")
     for name in ("t.parquet", "t.csv", "t.tsv"):
-        documents, report = read(tmp_path / name, heldout_fraction=0.0)
+        documents, report = read(tmp_path / name, validation_fraction=0.0)
         assert [(d.kind, d.text) for d in documents] == [("qa", "Q\n\nA"), ("prose", "prose")], name
         assert not report.skipped
 
@@ -311,7 +311,7 @@ def test_a_text_field_that_was_asked_for_wins_over_pairs(tmp_path: Path) -> None
 def test_json_lists_and_lines(tmp_path: Path, content: str, lines: list[int]) -> None:
     path = tmp_path / "r.json"
     path.write_text(content)
-    documents, _ = read(path, heldout_fraction=0.0)
+    documents, _ = read(path, validation_fraction=0.0)
     assert [d.text for d in documents] == ["one", "two", "three"]
     assert [d.id for d in documents] == [f"{path}:{line}" for line in lines]
     path.with_suffix(".json.gz").write_bytes(gzip.compress(content.encode()))
@@ -341,7 +341,7 @@ def test_json_of_one_record_and_damaged_json(tmp_path: Path) -> None:
 def test_csv_cells_with_separators_quotes_and_lines(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text('\ufeffid,text\n1,"one, ""quoted""\nover lines"\n2,two\n3,\n')
-    documents, report = read(path, heldout_fraction=0.0)
+    documents, report = read(path, validation_fraction=0.0)
     assert [(d.id, d.text) for d in documents] == [
         (f"{path}:2", 'one, "quoted"\nover lines'), (f"{path}:4", "two"),
     ]  # fmt: skip
@@ -375,7 +375,7 @@ def test_web_pages(tmp_path: Path) -> None:
     for unwanted in ("color", "x()", "Home", "Imprint", "<"):
         assert unwanted not in text
     path.write_text("<p>" + "</p><p>".join(f"Paragraph {i} " + "word " * 50 for i in range(40)) + "</p>")
-    assert len(texts(path, section_chars=1000)) > 5
+    assert len(texts(path, max_document_chars=1000)) > 5
     path.write_bytes("<p>schön</p>".encode("latin1"))
     fails(r"page\.html:1: is not UTF-8", path)
 

@@ -79,7 +79,7 @@ def test_same_meaning() -> None:
     assert not same_meaning(("a", "b"), ("c", "b", "a", "d", "e"))
 
 
-@pytest.mark.parametrize("score", ["byte", "token", "gain"])
+@pytest.mark.parametrize("score", ["byte", "token", "pmi"])
 def test_a_model_that_knows_the_answers_is_right(monkeypatch, model, tokenizer, make_document, score: str) -> None:
     """An oracle in the model's place: likes what answers the question in the prompt, and plain texts a little."""
     documents = make_qa(make_document, 60)
@@ -100,7 +100,7 @@ def test_a_model_that_knows_the_answers_is_right(monkeypatch, model, tokenizer, 
     summary = summarize_answers(records, score=score)
     assert summary["accuracy"] == 1.0
     assert summary["p_value"] == pytest.approx(0.25**30)
-    assert ("gain" in summary["by_score"]) == (score == "gain")
+    assert ("pmi" in summary["by_score"]) == (score == "pmi")
     assert json.loads(json.dumps(records)) == records
 
 

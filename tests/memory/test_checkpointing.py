@@ -170,8 +170,8 @@ def test_a_part_of_the_layers_keeps_its_names():
 def test_wrong_settings_name_their_field():
     for settings, field in (
         ({"mode": "full", "layers_per_segment": 0}, "layers_per_segment"),
-        ({"mode": "selective", "keep": ()}, "keep"),
-        ({"mode": "selective", "keep": ("attend", "attend")}, "keep"),
+        ({"mode": "selective", "save_outputs_of": ()}, "save_outputs_of"),
+        ({"mode": "selective", "save_outputs_of": ("attend", "attend")}, "save_outputs_of"),
         ({"mode": "budget"}, "budget_bytes"),
         ({"budget_bytes": 5}, "budget_bytes"),
     ):

@@ -157,7 +157,7 @@ def test_a_disk_that_fails_says_so(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ModelwrightError, match=r"file/inside failed .* offload_folder"):
+    with pytest.raises(ModelwrightError, match=r"file/inside failed .* offload_dir"):
         DiskStore(tmp_path / "file" / "inside")
 
 
@@ -172,7 +172,7 @@ def test_a_model_on_the_host_is_refused():
     [
         ({"mode": "budget", "budget_bytes": 1, "offload": "disk"}, "flops_per_byte: must be above 0"),
         ({"flops_per_byte": 3.0}, "flops_per_byte: "),
-        ({"offload": "host", "offload_dir": "x"}, "offload_folder: "),
+        ({"offload": "host", "offload_dir": "x"}, "offload_dir: "),
     ],
 )
 def test_settings_that_do_not_go_together(changes, message):

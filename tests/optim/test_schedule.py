@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from modelwright.core.errors import ConfigError
-from modelwright.optim.schedule import RateRuleConfig, ScheduleConfig, rate_factor
+from modelwright.optim.schedule import ScheduleConfig, rate_factor
 
 
 def factors(num_steps, **config):
@@ -20,7 +20,7 @@ def test_warmup_climbs_linearly_over_the_first_tenth():
 
 
 def test_cosine_is_half_way_in_the_middle_and_ends_near_its_floor():
-    shape = factors(110, warmup_fraction=10 / 110, final_fraction=0.1)
+    shape = factors(110, warmup_fraction=10 / 110, final_lr_fraction=0.1)
     assert shape[60] == pytest.approx(0.55)
     assert 0.1 < shape[-1] < 0.101
 
@@ -43,12 +43,12 @@ def test_the_shortest_runs_have_a_rate_in_every_step(num_steps):
 def test_bad_fractions_are_refused():
     with pytest.raises(ConfigError, match="warmup_fraction"):
         ScheduleConfig(warmup_fraction=1.0)
-    with pytest.raises(ConfigError, match="final_fraction"):
+    with pytest.raises(ConfigError, match="final_lr_fraction"):
         ScheduleConfig(final_lr_fraction=-0.1)
 
 
 def test_wsd_stays_at_its_peak_until_the_cooldown():
-    shape = factors(100, kind="wsd", warmup_fraction=0.1, cooldown_fraction=0.25, final_fraction=0.1)
+    shape = factors(100, kind="wsd", warmup_fraction=0.1, cooldown_fraction=0.25, final_lr_fraction=0.1)
     assert shape[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert shape[10:76] == [1.0] * 66
     assert shape[75:] == pytest.approx([0.1 + 0.9 * (1 - (i / 25) ** 0.5) for i in range(25)])
@@ -73,26 +73,15 @@ def test_a_cooldown_may_take_all_that_the_warmup_leaves():
 
 
 def test_a_range_test_climbs_by_equal_factors_to_its_peak():
-    shape = factors(5, kind="exponential", first_fraction=1e-4)
+    shape = factors(5, kind="exponential", initial_lr_fraction=1e-4)
     assert shape == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1.0])
-    assert factors(1, kind="exponential", first_fraction=0.5) == [0.5]
-
-
-def test_a_peak_follows_from_the_rows_of_a_batch():
-    assert RateRuleConfig().peak(64, 7e-4) == 7e-4
-    assert RateRuleConfig(kind="linear").peak(1024, 7e-4) == 3e-4
-    assert RateRuleConfig(kind="linear").peak(256, 7e-4) == pytest.approx(7.5e-5)
-    assert RateRuleConfig(kind="sqrt").peak(256, 7e-4) == pytest.approx(1.5e-4)
-    twice = RateRuleConfig(kind="sqrt", reference_rate=1e-3, reference_rows=8)
-    assert twice.peak(32, 7e-4) == pytest.approx(2e-3)
+    assert factors(1, kind="exponential", initial_lr_fraction=0.5) == [0.5]
 
 
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (lambda: ScheduleConfig(initial_lr_fraction=0.0), "first_fraction"),
-        (lambda: RateRuleConfig(reference_rate=0.0), "reference_rate"),
-        (lambda: RateRuleConfig(reference_rows=0), "reference_rows"),
+        (lambda: ScheduleConfig(initial_lr_fraction=0.0), "initial_lr_fraction"),
     ],
 )
 def test_what_makes_no_sense_is_named(make, field):

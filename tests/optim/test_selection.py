@@ -106,18 +106,18 @@ def test_courses():
 @pytest.mark.parametrize(
     ("config", "field", "value"),
     [
-        (SparseUpdateConfig, "keep", 0.0),
-        (SparseUpdateConfig, "ramp", 0.0),
-        (SparseUpdateConfig, "refresh_every", 0),
-        (SparseUpdateConfig, "regrowth", 1.5),
-        (BatchSelectionConfig, "keep", 1.1),
-        (BatchSelectionConfig, "keep_tokens", 0.0),
-        (BatchSelectionConfig, "explore", -0.1),
-        (BatchSelectionConfig, "dense_share", 1.0),
-        (BatchSelectionConfig, "probe_len", 1),
-        (BatchSelectionConfig, "max_start_loss", -1.0),
-        (BatchSelectionConfig, "max_start_loss", float("inf")),
-        (BatchSelectionConfig, "max_start_loss", 1.0),  # without a signal
+        (SparseUpdateConfig, "keep_fraction", 0.0),
+        (SparseUpdateConfig, "ramp_fraction", 0.0),
+        (SparseUpdateConfig, "refresh_every_steps", 0),
+        (SparseUpdateConfig, "random_fraction", 1.5),
+        (BatchSelectionConfig, "keep_fraction", 1.1),
+        (BatchSelectionConfig, "keep_token_fraction", 0.0),
+        (BatchSelectionConfig, "random_fraction", -0.1),
+        (BatchSelectionConfig, "dense_fraction", 1.0),
+        (BatchSelectionConfig, "probe_tokens", 1),
+        (BatchSelectionConfig, "max_initial_loss", -1.0),
+        (BatchSelectionConfig, "max_initial_loss", float("inf")),
+        (BatchSelectionConfig, "max_initial_loss", 1.0),  # without a signal
     ],
 )
 def test_values_out_of_range_are_named(config, field, value):

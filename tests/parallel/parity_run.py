@@ -36,8 +36,8 @@ def run_case(case: Case, folder: Path, world: World | None = None) -> dict[str, 
     exact = case.compute == "fp64"
     config = tiny.settings(
         num_steps=case.steps,
-        num_microbatches=case.microbatches,
-        activations=case.activation,
+        gradient_accumulation_steps=case.microbatches,
+        activation_checkpointing=case.activation,
         **{"precision": {"policy": "bf16_mixed" if case.compute == "bf16" else "fp32"}, **case.settings},
     )
     model = model.double() if exact else model

@@ -20,7 +20,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """schedule, stages_per_rank, num_microbatches, tied, dtype, pipeline, data, shard, precision,
+    """schedule, stages_per_rank, num_microbatches, tied, dtype, pipeline, data, zero_stage, precision,
     tensor, context, whether activations are computed again,
     layers per stage after step 2, as 3+1: the run goes on from the same case's checkpoint with an even split,
     rows of the batches, as 8+3, in turn."""
@@ -32,7 +32,7 @@ class Case:
     exact: bool = True
     pipeline: int = 2
     data: int = 1
-    shard: str = "none"
+    zero_stage: int = 0
     precision: str = "fp32"
     tensor: int = 1
     context: int = 1
@@ -91,10 +91,10 @@ def run_case(case: Case, folder: Path, world=None) -> None:
         model, objective = model.double(), tiny.Float64Objective(rows)
     config = tiny.settings(
         num_steps=STEPS,
-        num_microbatches=case.num_microbatches if world else 1,
+        gradient_accumulation_steps=case.num_microbatches if world else 1,
         eval_every_steps=2,
         precision={"policy": case.precision},
-        activations={"mode": "full", "layers_per_segment": 1} if world and case.recompute else {},
+        activation_checkpointing={"mode": "full", "layers_per_segment": 1} if world and case.recompute else {},
         keep_best=False,
         checkpoint_every_steps=2,
     )
@@ -110,7 +110,7 @@ def run_case(case: Case, folder: Path, world=None) -> None:
             data=case.data,
             schedule=case.schedule,  # type: ignore[arg-type]
             stages_per_rank=case.stages_per_rank,
-            shard=case.shard,  # type: ignore[arg-type]
+            zero_stage=case.zero_stage,  # type: ignore[arg-type]
             tensor=case.tensor,
             context=case.context,
             layers_per_stage=tuple(map(int, case.layers.split("+"))) if case.layers else (),

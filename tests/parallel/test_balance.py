@@ -75,9 +75,9 @@ def span(stage: int, seconds: float) -> StageSpan:
 
 
 def test_bad_limits_are_refused():
-    with pytest.raises(ConfigError, match=r"^drift: "):
+    with pytest.raises(ConfigError, match=r"^max_imbalance: "):
         LoadBalanceConfig(max_imbalance=0.0)
-    with pytest.raises(ConfigError, match=r"^window: "):
+    with pytest.raises(ConfigError, match=r"^window_steps: "):
         LoadBalanceConfig(window_steps=1)
 
 

@@ -163,7 +163,7 @@ def test_an_error_in_the_thread_reaches_the_loop():
             late.reduce([torch.ones(1)])
 
 
-@pytest.mark.parametrize(("name", "value"), [("delay", 0), ("compensation", -1.0)])
+@pytest.mark.parametrize(("name", "value"), [("delay_steps", 0), ("delay_compensation", -1.0)])
 def test_settings_out_of_range_are_refused(name, value):
     with pytest.raises(ConfigError, match=rf"^{name}: must "):
         AsyncUpdatesConfig(mode="delayed", **{name: value})

@@ -181,7 +181,7 @@ def test_sum_is_the_backends(ranks, size, algorithm):
     assert len(names) == 2 * 10
     for name in names:
         tensor = name.split("/")[2]
-        found, flat = ranks[0][name], ranks[0][f"{size}/flat/{tensor.removeprefix('many-')}"]
+        found, flat = ranks[0][name], ranks[0][f"{size}/backend/{tensor.removeprefix('many-')}"]
         assert found.shape == flat.shape
         # The last rank's values are the largest; what is left where values cancel is rounded relative to them.
         scale = 2.0 ** (size - 1)
@@ -299,7 +299,7 @@ def test_choice_follows_the_message_size():
     planner = Planner(uniform(8, latency_s=1e-3, bytes_per_s=1e8), SLOW_FLAT)
     assert planner.choose(100).name == "doubling"
     assert planner.choose(1e8).name == "ring"
-    assert Planner(planner.links, FlatCost(latency_s=0.0, s_per_byte=0.0)).choose(100).name == "flat"
+    assert Planner(planner.links, FlatCost(latency_s=0.0, s_per_byte=0.0)).choose(100).name == "backend"
 
 
 def test_choice_crosses_slow_links_least():
@@ -352,7 +352,13 @@ def test_watch_tells_a_slow_window_from_a_few_slow_calls():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("algorithm", "star"), ("window", -1), ("degraded_ratio", 1.0), ("recheck_windows", 0), ("measure_s", 0.0)],
+    [
+        ("algorithm", "star"),
+        ("window_all_reduces", -1),
+        ("degraded_ratio", 1.0),
+        ("recheck_windows", 0),
+        ("measure_s", 0.0),
+    ],
 )
 def test_config_names_the_field(field, value):
     with pytest.raises(ConfigError, match=f"^{field}: "):

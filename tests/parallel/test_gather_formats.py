@@ -28,7 +28,7 @@ ONCE = {
     "keep_best": False,
 }
 BF16 = {"policy": "bf16_mixed"}
-FFN_ALONE = {"policy": "bf16_mixed", "layers": {"attention": "fp32"}}
+FFN_ALONE = {"policy": "bf16_mixed", "overrides": {"attention": "fp32"}}
 FULL = {"zero_stage": 3}
 
 
@@ -38,7 +38,7 @@ def case(name: str, precision: dict[str, Any], layout: dict[str, Any], **setting
 
 def pair(name: str, precision: dict[str, Any], layout: dict[str, Any], **settings: Any) -> list[dict[str, Any]]:
     """The run, and beside it the same training that gathers FP32 weights, because it evaluates in FP32."""
-    wide = precision | {"evaluation": "fp32"}
+    wide = precision | {"eval_dtype": "fp32"}
     return [case(name, precision, layout, **settings), case(f"{name}-wide", wide, layout, **settings)]
 
 
@@ -47,8 +47,8 @@ TWO = [
     *pair("optimizer", BF16, {"zero_stage": 1}),
     *pair("ffn", FFN_ALONE, FULL),
     *pair("fp16", {"policy": "fp16_mixed"}, FULL),
-    *pair("recomputed", BF16, FULL, activations={"mode": "full", "layers_per_segment": 1}),
-    *pair("units", BF16, FULL, activations={"mode": "full", "layers_per_segment": 2}),
+    *pair("recomputed", BF16, FULL, activation_checkpointing={"mode": "full", "layers_per_segment": 1}),
+    *pair("units", BF16, FULL, activation_checkpointing={"mode": "full", "layers_per_segment": 2}),
     case("fp32", {"policy": "fp32"}, FULL),
     case("int8", {"policy": "int8"}, FULL),
 ]

@@ -44,7 +44,10 @@ TWO = [
     exact("tensor2-untied", {"tensor": 2}, shape=UNTIED),
     exact("context2", {"context": 2}),
     exact("context2-ring", {"context": 2, "context_attention": "ring"}),
-    *(exact(f"shard2-{what}", {"shard": what}) for what in ("optimizer", "gradients", "full")),
+    *(
+        exact(f"shard2-{what}", {"zero_stage": stage})
+        for stage, what in enumerate(("optimizer", "gradients", "full"), 1)
+    ),
     practical("fp32-tensor2-odd", {"tensor": 2}, shape=ODD),
     practical("fp32-context2", {"context": 2}),
     practical("bf16-tensor2", {"tensor": 2}, compute="bf16"),

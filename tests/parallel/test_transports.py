@@ -355,7 +355,7 @@ def test_the_warm_up_sends_ever_fewer(ranks):
     assert shares[4] == shares[5] == 0.01
 
 
-def walk_by_hand(num_ranks, *, rate=1.0, momentum=0.0):
+def walk_by_hand(num_ranks, *, outer_lr=1.0, outer_momentum=0.0):
     """DiLoCo (algorithm 1) in float64: weights of every rank after each of 8 steps, meetings after 3 and 6; at the end
     the plain mean."""
     draw = torch.Generator().manual_seed(7)
@@ -369,8 +369,8 @@ def walk_by_hand(num_ranks, *, rate=1.0, momentum=0.0):
             weights[rank] = weights[rank] - 0.1 * moments[rank]
         if step + 1 in (3, 6, 8):
             mean = sum(start - weight for weight in weights) / num_ranks
-            outer = momentum * outer + mean
-            start = start - (rate * (mean + momentum * outer) if step < 7 else mean)
+            outer = outer_momentum * outer + mean
+            start = start - (outer_lr * (mean + outer_momentum * outer) if step < 7 else mean)
             weights = [start.clone() for _ in range(num_ranks)]
         yield weights
 
@@ -387,7 +387,7 @@ def test_local_steps_are_diloco(ranks, case, outer):
     assert int(found["walks"][0][f"{case}/bytes"]) == pytest.approx(3 * per_meeting, abs=3)
 
 
-@pytest.mark.parametrize("case", ["mean", "nesterov", "keep_own"])
+@pytest.mark.parametrize("case", ["mean", "nesterov", "keep_residual"])
 def test_local_steps_go_on_between_meetings_with_the_same_bits(ranks, case):
     _, found = ranks
     for one in found["walks"]:
@@ -400,7 +400,7 @@ def test_local_steps_of_several_ranks_go_on_alone_from_their_mean(ranks):
     num_ranks, found = ranks
     state = {
         "shared": {"start": listed(found["walks"][0], "mean/start"), "momentum": [], "num_ranks": num_ranks},
-        "gradient_sync": {},
+        "transport": {},
     }
     ours = [listed(one, "mean/state") for one in found["walks"]]
     moments = [listed(one, "mean/private") for one in found["walks"]]
@@ -418,15 +418,16 @@ def test_local_steps_of_several_ranks_go_on_alone_from_their_mean(ranks):
 
 
 def test_what_the_codec_did_not_send_stays_in_the_own_weights_and_the_mean_of_the_weights_is_kept(ranks):
-    """Sparse meetings with `keep_own` move weights between ranks but never their mean, and end where they all agree."""
+    """Sparse synchronizations with `keep_residual` move weights between ranks but never their mean, and end where they
+    all agree."""
     num_ranks, found = ranks
     for step in range(8):
-        ours = [flatten(listed(one, f"keep_own/{step + 1}/weight")) for one in found["walks"]]
+        ours = [flatten(listed(one, f"keep_residual/{step + 1}/weight")) for one in found["walks"]]
         plain = list(walk_without_meetings(num_ranks))[step]
         torch.testing.assert_close(sum(ours).double() / num_ranks, plain, rtol=1e-4, atol=1e-4)
         agreed = float((ours[0] == ours[1]).float().mean())
         assert agreed == 1.0 if step == 7 else agreed < 0.5
-    starts = [flatten(listed(one, "keep_own/start")) for one in found["walks"]]
+    starts = [flatten(listed(one, "keep_residual/start")) for one in found["walks"]]
     assert all(torch.equal(starts[0], start) for start in starts)
 
 

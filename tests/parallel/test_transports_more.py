@@ -93,8 +93,8 @@ def test_levels_cost_little_more_than_their_entropy(keep):
 
 def left(values, config):
     """(bits an entry, share of the energy that a message leaves behind)."""
-    message = encode_flat(values, [0, len(values)], config, config.keep)
-    sparse = decode_flat(message, [0, len(values)], config.values)
+    message = encode_flat(values, [0, len(values)], config, config.topk_fraction)
+    sparse = decode_flat(message, [0, len(values)], config.codebook)
     rest = values.clone()
     rest[torch.from_numpy(sparse.indices_K)] -= torch.from_numpy(sparse.values_K)
     return 8 * len(message) / len(values), float(rest.square().sum() / values.square().sum())

@@ -37,16 +37,19 @@ def assert_one_line(done: subprocess.CompletedProcess[str], *parts: str) -> None
         (b"recipe: tiny\ndata: [a.txt]\n", "data: expected a mapping, got ['a.txt']"),
         (b"recipe: tiny\nstages: {a: 1}\n", "stages[0]: {'a': 1} is not one of"),
         (b"recipe: tiny\npretrain:\n", "pretrain: expected a mapping, got None"),
-        (b"recipe: [tiny]\n", "recipe: ['tiny'] is none of"),
-        (b"recipe: {tiny: 1}\n", "recipe: {'tiny': 1} is none of"),
+        (b"recipe: [tiny]\n", "recipe: ['tiny'] is not one of"),
+        (b"recipe: {tiny: 1}\n", "recipe: {'tiny': 1} is not one of"),
         (b"recipe: tiny\nname: caf\xe9\n", "is not valid YAML"),
         (b"recipe: tiny\nname: 2001-13-45\n", "is not valid YAML (month must be in 1..12)"),
         (b'recipe: tiny\nname: "a\\0b"\n', "must be usable as a folder's name"),
         (b"[" * 5000, "is nested too deeply"),
         (b"recipe: tiny\nmodel: {model_dim: -64}\n", "model.model_dim: must be at least 1"),
-        (b"recipe: tiny\nreport: {num_questions: -1}\n", "report.num_questions: must be 0 (none) or more"),
-        (b"recipe: tiny\nserve: {start_timeout_s: -1}\n", "serve.start_timeout_s: must be above 0"),
-        (b"recipe: tiny\nserve: {num_heldout_questions: -1, questions: [a]}\n", "serve.num_heldout_questions: must be"),
+        (b"recipe: tiny\nreport: {num_questions: -1}\n", "report: is no longer a setting"),
+        (b"recipe: tiny\nserve: {max_queue: 5}\n", "serve.max_queue: is now called serve.max_queued"),
+        (
+            b"recipe: tiny\nserve_check: {num_validation_questions: -1, questions: [a]}\n",
+            "serve_check.num_validation_q",
+        ),
         (b"recipe: tiny\nhardware: {num_threads: 100000000}\n", "hardware.num_threads: must be from 0"),
         (b"recipe: tiny\nmodel: {num_layers: 100000000}\n", "lower model.model_dim (64), model.num_layers (100000000)"),
         (b"recipe: tiny\nmodel: {model_dim: 100000000}\n", "lower model.model_dim (100000000)"),
@@ -89,7 +92,7 @@ def test_a_device_that_is_not_there(
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     done = inside("run", "tiny", "--hardware.device", "cuda", "--run-dir", str(tmp_path / "run"), *words)
-    assert_one_line(done, "hardware.device: is cuda, and this machine has no CUDA card; choose cpu or best")
+    assert_one_line(done, "hardware.device: is cuda, and this machine has no CUDA card; choose cpu or auto")
 
 
 def test_a_survey_of_a_device_that_is_not_there(

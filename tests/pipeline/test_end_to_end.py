@@ -9,14 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.config import load_yaml
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 CHROMIUM = Path("/usr/bin/chromium")
-STAGES = ("clean", "tokenize", "pack", "pretrain", "sft", "evaluate", "quantize", "serve", "report")
+STAGES = ("clean", "tokenize", "pack", "pretrain", "sft", "evaluate", "quantize", "serve_check", "report")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,10 @@ def test_a_rerun_skips_everything_by_recipe_by_yaml_and_by_folder(
 def test_the_resolved_config_holds_no_wish(run: Path) -> None:
     config = load_yaml(run / "config.yaml")
     assert config["hardware"] == {"device": "cpu", "num_threads": 1}
-    assert "fastest" not in yaml.safe_dump({name: config[name] for name in ("hardware", "pretrain", "sft", "quantize")})
+    assert config["training"]["precision"]["policy"] == "fp32"
+    assert config["training"]["precision"]["fp32_matmul"] == "default"
+    assert config["serve"]["int8"]["backend"] == "int_mm"
+    assert "precision" not in config["pretrain"]
 
 
 def test_a_changed_setting_runs_only_what_depends_on_it(run: Path, inside: Command) -> None:
@@ -107,7 +109,7 @@ def test_dry_run_of_several_processes_names_their_axes_and_one_process_s_memory(
 
 
 def test_the_server_answered_and_left(run: Path) -> None:
-    answers = json.loads((run / "serve" / "artifact" / "answers.json").read_text())
+    answers = json.loads((run / "serve_check" / "artifact" / "answers.json").read_text())
     assert len(answers["answers"]) == 3
     assert answers["streamed"]["answer"] == answers["answers"][0]["answer"]
     assert answers["num_metrics"] > 10

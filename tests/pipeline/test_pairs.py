@@ -122,7 +122,7 @@ def test_overlong_documents_that_are_skipped_leave_no_rows(
 ) -> None:
     (tmp_path / "long.txt").write_text(noise(1, 4000))
     write_pairs(tmp_path, num_pairs=20)
-    words = [*on(tmp_path / "*.*", small_words), "--data.validation_fraction=0", "--pack.overlong=skip"]
+    words = [*on(tmp_path / "*.*", small_words), "--data.validation_fraction=0", "--pack.long_documents=skip"]
     done = inside(*words, "--run-dir", str(tmp_path / "run"), "--stages", PREPARED)
     assert done.returncode == 0, done.stderr
     facts = read_manifest(tmp_path / "run" / "pack" / "artifact").facts

@@ -93,7 +93,7 @@ def served(tmp_path: Path, streamed: str) -> Section:
         "streamed": {"answer": streamed, "first_text_s": 0.084 if streamed else 0.0},
         "start_s": 5.2,
     }
-    section = serving_section(run_data(tmp_path, "serve", {"answers.json": answers}))
+    section = serving_section(run_data(tmp_path, "serve_check", {"answers.json": answers}))
     assert section is not None
     return section
 

@@ -7,7 +7,6 @@ import pytest
 
 from modelwright.core.progress import SilentProgress
 from modelwright.ops import narrow
-from modelwright.optim.schedule import RateRuleConfig
 from modelwright.pipeline import resolve
 from modelwright.recipes.load import load, recipe
 
@@ -36,14 +35,12 @@ def test_a_busy_machine_is_told_beside_the_choice_of_precision(monkeypatch):
     assert not any("other processes" in one for one in notes)
 
 
-def test_a_rule_settles_the_peak_rate_once_and_for_all():
-    """4 rows a batch; whoever runs the resolved configuration again gets the same one."""
-    plain = recipe("tiny")
-    rule = RateRuleConfig(kind="sqrt", reference_rate=4e-3, reference_rows=16)
-    found = resolve.resolve(replace(plain, pretrain=replace(plain.pretrain, rate_rule=rule)), None, SilentProgress())
-    assert found.pretrain.learning_rate == pytest.approx(2e-3)
-    assert found.sft.learning_rate == plain.sft.learning_rate
-    assert resolve.resolve(found, found, SilentProgress()) == found
+def test_the_peak_rate_scales_with_the_batch():
+    training = replace(recipe("tiny").pretrain, learning_rate=4e-3, batch_tokens=2048)
+    of_16_rows = {"lr_reference_batch_tokens": 16 * 512}
+    assert training.peak_learning_rate == 4e-3
+    assert replace(training, lr_scaling="sqrt", **of_16_rows).peak_learning_rate == pytest.approx(2e-3)
+    assert replace(training, lr_scaling="linear", **of_16_rows).peak_learning_rate == pytest.approx(1e-3)
 
 
 def settled(monkeypatch, speed_up, config=None, previous=None):
@@ -56,29 +53,31 @@ def settled(monkeypatch, speed_up, config=None, previous=None):
 FP32 = {"precision": {"policy": "fp32"}}
 
 
-@pytest.mark.parametrize(("speed_up", "expected"), [(0.0, False), (1.1, False), (1.9, True)])
+@pytest.mark.parametrize(("speed_up", "expected"), [(0.0, "default"), (1.1, "default"), (1.9, "onednn")])
 def test_onednn_multiplies_where_it_is_clearly_faster(monkeypatch, speed_up, expected):
     found = settled(monkeypatch, speed_up)
-    assert found.pretrain.precision.onednn is expected
-    assert found.sft.precision.onednn is expected
+    assert found.pretrain.precision.fp32_matmul == expected
+    assert found.sft.precision.fp32_matmul == expected
 
 
 def test_who_multiplies_stays_as_it_was_when_the_run_was_created(monkeypatch):
-    """Another measurement changes nothing; a run from before there was a choice keeps PyTorch's own products."""
+    """Another measurement changes nothing."""
     before = settled(monkeypatch, 1.9)
     assert settled(monkeypatch, 0.0, previous=before) == before
-    older = replace(before, **{name: with_onednn(getattr(before, name), False) for name in ("pretrain", "sft")})
+    older = all_with(before, "default")
     assert settled(monkeypatch, 1.9, previous=older) == older
-    oldest = replace(before, **{name: with_onednn(getattr(before, name), "fastest") for name in ("pretrain", "sft")})
-    assert settled(monkeypatch, 1.9, previous=oldest) == older
 
 
 def test_who_multiplies_can_be_said(monkeypatch):
-    config = load("quickstart", {"pretrain": {"precision": {"policy": "fp32", "onednn": False}}, "sft": FP32}).config
+    config = load(
+        "quickstart", {"pretrain": {"precision": {"policy": "fp32", "fp32_matmul": "default"}}, "sft": FP32}
+    ).config
     found = settled(monkeypatch, 1.9, config)
-    assert found.pretrain.precision.onednn is False
-    assert found.sft.precision.onednn is True
+    assert found.pretrain.precision.fp32_matmul == "default"
+    assert found.sft.precision.fp32_matmul == "onednn"
 
 
-def with_onednn(training, onednn):
-    return replace(training, precision=replace(training.precision, onednn=onednn))
+def all_with(config, kernels):
+    sections = {name: getattr(config, name) for name in ("training", "pretrain", "sft")}
+    precisions = {name: replace(of.precision, fp32_matmul=kernels) for name, of in sections.items()}
+    return replace(config, **{name: replace(of, precision=precisions[name]) for name, of in sections.items()})

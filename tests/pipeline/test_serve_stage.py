@@ -77,8 +77,8 @@ def model_stage() -> Stage:
 
 def serve(folder: Path, heldout: list[str], **settings) -> tuple[RunConfig, RunDir, list[str]]:
     config = recipe("tiny")
-    check = replace(config.serve, questions=(), num_validation_questions=3, max_tokens=MAX_TOKENS)
-    config = replace(config, stages=config.stages[:-1], serve=replace(check, **settings))
+    check = replace(config.serve_check, questions=(), num_validation_questions=3, max_tokens=MAX_TOKENS)
+    config = replace(config, stages=config.stages[:-1], serve_check=replace(check, **settings))
     run, notes = RunDir(folder / "run").create(), Notes()
     stages = [clean_stage(heldout), model_stage(), serve_stage(config)]
     run_stages(run, stages, ranks=single(), progress=notes)
@@ -88,12 +88,12 @@ def serve(folder: Path, heldout: list[str], **settings) -> tuple[RunConfig, RunD
 def test_held_out_questions_longer_than_the_context_are_left_out(tmp_path: Path) -> None:
     questions = [SHORT if number % 4 == 3 else f"What is {'long ' * 30}{number}?" for number in range(8)]
     config, run, notes = serve(tmp_path, questions)
-    result = json.loads((run.stage("serve").artifact / "answers.json").read_text())
+    result = json.loads((run.stage("serve_check").artifact / "answers.json").read_text())
     assert [answer["question"] for answer in result["answers"]] == [SHORT, SHORT]
     assert result["model"]["digest"] == read_manifest(run.stage("sft").artifact).content_digest
-    words = "6 of 8 held-out questions left out: longer than the 48 tokens that serve.max_tokens leaves"
+    words = "6 of 8 held-out questions left out: longer than the 48 tokens that serve_check.max_tokens leaves"
     assert any(words in note for note in notes)
-    assert words in run.stage("serve").log.read_text()
+    assert words in run.stage("serve_check").log.read_text()
     section = serving_section(read_run(config, run))
     assert section is not None
     assert any(words in getattr(block, "text", "") for block in section.blocks)
@@ -102,10 +102,10 @@ def test_held_out_questions_longer_than_the_context_are_left_out(tmp_path: Path)
 @pytest.mark.parametrize(("max_tokens", "asked"), [(MAX_TOKENS, [GREETING]), (CONTEXT, [])])
 def test_a_stage_without_a_question_that_fits_finishes(tmp_path: Path, max_tokens: int, asked: list[str]) -> None:
     config, run, notes = serve(tmp_path, ["What is " + "long " * 30], max_tokens=max_tokens, questions=("long " * 50,))
-    result = json.loads((run.stage("serve").artifact / "answers.json").read_text())
+    result = json.loads((run.stage("serve_check").artifact / "answers.json").read_text())
     assert [answer["question"] for answer in result["answers"]] == asked
     assert (result["streamed"] is None) == (not asked)
-    words = "1 of 1 held-out questions and 1 of serve.questions left out"
+    words = "1 of 1 held-out questions and 1 of serve_check.questions left out"
     assert any(words in note for note in notes)
     section = serving_section(read_run(config, run))
     assert section is not None

@@ -49,7 +49,7 @@ def test_a_report_without_all_stages_can_be_repeated(inside: Command, run: Path,
 def test_a_report_takes_what_is_finished(inside: Command, run: Path, small_words: tuple[str, ...]) -> None:
     """A run with all stages of the recipe that was stopped after pretraining."""
     config = yaml.safe_load((run / "config.yaml").read_text())
-    config["stages"] = ["clean", "tokenize", "pack", "pretrain", "sft", "evaluate", "quantize", "serve", "report"]
+    config["stages"] = ["clean", "tokenize", "pack", "pretrain", "sft", "evaluate", "quantize", "serve_check", "report"]
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     shutil.rmtree(run / "report")
     done = inside(*small_words, "--run-dir", str(run), "--stages", "quantize,report")

@@ -71,7 +71,7 @@ def test_checkpointing_costs_time_and_saves_memory() -> None:
     settings = {
         "num_steps": 10,
         "batch_tokens": 8192,
-        "gradient_accumulation_steps": 2,
+        "num_microbatches": 2,
         "mean_context": 100.0,
         "compute": "fp32",
         "flops_per_s": 1e11,
@@ -84,13 +84,13 @@ def test_checkpointing_costs_time_and_saves_memory() -> None:
     assert 1.1 < wrapped.seconds / plain.seconds < 4 / 3
     assert wrapped.peak_bytes < plain.peak_bytes
     quarter = training_stage(
-        "pretrain", model, activations=ActivationCheckpointingConfig(), **{**settings, "gradient_accumulation_steps": 8}
+        "pretrain", model, activations=ActivationCheckpointingConfig(), **{**settings, "num_microbatches": 8}
     )
     assert quarter.peak_bytes < plain.peak_bytes
 
 
 def test_bf16_keeps_less_than_fp32() -> None:
-    settings = {"tokens_per_microbatch": 4096, "activation_checkpointing": ActivationCheckpointingConfig()}
+    settings = {"tokens_per_microbatch": 4096, "activations": ActivationCheckpointingConfig()}
     model = ModelConfig(**SHAPE)
     narrow, wide = (training_memory(model, compute=compute, **settings) for compute in ("bf16", "fp32"))
     assert narrow.activations < 0.85 * wide.activations

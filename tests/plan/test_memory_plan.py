@@ -126,9 +126,9 @@ def plan() -> StepPlan:
 def test_a_plan_takes_less_memory_for_a_bounded_share_of_compute(plan):
     assert plan.more_flops <= 0.2
     assert plan.saved_share > 0.3
-    assert plan.train.update_in_backward == "unclipped"
+    assert plan.train.optimizer_in_backward
     assert plan.after.peak_bytes == trace(plan.train, model=SMALL).peak_bytes
-    assert set(plan.settings(PLANNED)) == {"activations", "update_in_backward"}
+    assert set(plan.settings(PLANNED)) == {"activation_checkpointing", "optimizer_in_backward"}
 
 
 @linux
@@ -137,13 +137,13 @@ def test_a_plan_in_training_as_it_is_takes_what_was_predicted():
     """In the heap that keeps freed memory and has gaps: the plan holds with the arena that it proposes."""
     case = Case(model=planned_memory.base(num_layers=2), rows=4, train={})
     plan = plan_step(case.model, case.settings, Pretrain, seq_len=512, arena=True)
-    assert plan.settings(case.settings)["memory_arena"] is True
+    assert plan.settings(case.settings)["step_arena"] is True
     measured = planned_memory._in_training(case, plan.train)
     assert plan.after.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1)
 
 
 def test_an_arena_goes_with_changes_and_with_budgets():
-    train = settings(batch_tokens=16, clip_norm=1.0)
+    train = settings(batch_tokens=16, max_grad_norm=1.0)
     for budget, wanted in ((0, {}), (2**30, {"step_arena": True})):
         plan = plan_step(SMALL, train, Pretrain, seq_len=16, budget_bytes=budget, arena=True)
         assert plan.settings(train) == wanted
@@ -158,7 +158,7 @@ def test_what_is_said_of_gaps(monkeypatch, capsys, tmp_path):
     assert heap_lines(Known(gaps=said)) == [f"gaps: without step_arena: true {on_top} ({said})"]
     unknown = "(how much has not been measured here); no arena here: no compiler"
     assert heap_lines(Known(no_arena="no compiler")) == [f"gaps: {on_top} {unknown}"]
-    command = ["plan", "tiny", "--memory", "--batch-tokens", "2048"]
+    command = ["plan", "memory", "tiny", "--batch-tokens", "2048"]
     page = tmp_path / "memory.html"
     for refused in (None, ConfigError("step_arena: not here")):
         monkeypatch.setattr(arena_build, "check_machine", mock.Mock(side_effect=refused))
@@ -171,7 +171,7 @@ def test_what_is_said_of_gaps(monkeypatch, capsys, tmp_path):
 
 def test_nothing_is_computed_again_where_that_frees_nothing():
     """A short row and clipping: gradients and states hold the peak, whatever blocks keep."""
-    train = settings(batch_tokens=16, clip_norm=1.0)
+    train = settings(batch_tokens=16, max_grad_norm=1.0)
     plan = plan_step(SMALL, train, Pretrain, seq_len=16)
     assert (plan.more_flops, plan.settings(train)) == (0.0, {})
     assert plan.after.peak_bytes == plan.before.peak_bytes
@@ -194,7 +194,7 @@ def test_a_plan_holds_its_budget_with_as_little_as_that_takes():
     "mode", [{"mode": "full", "layers_per_segment": 2}, {"mode": "selective"}], ids=["unit", "selective"]
 )
 def test_a_plan_is_the_same_whatever_blocks_keep_as_configured(plan, mode):
-    train = settings(batch_tokens=1024, activations=mode)
+    train = settings(batch_tokens=1024, activation_checkpointing=mode)
     found = plan_step(SMALL, train, Pretrain, seq_len=128)
     assert found.train == plan.train
     assert (found.after.peak_bytes, found.more_flops) == (plan.after.peak_bytes, plan.more_flops)
@@ -238,12 +238,13 @@ def test_a_plan_lets_activations_wait_elsewhere_where_that_is_cheaper():
     assert max(moved.after.peak_bytes, again.after.peak_bytes) <= budget
     assert (moved.more_flops, moved.moved_bytes > 0) == (0.0, True)
     assert (again.more_flops > 0.0, again.moved_bytes) == (True, 0)
-    assert moved.settings(train)["activations"]["offload"] == "disk"  # type: ignore[index]
+    assert moved.settings(train)["activation_checkpointing"]["offload"] == "disk"  # type: ignore[index]
 
 
 def test_clipping_keeps_updates_after_backward():
-    clipped = settings(clip_norm=1.0, batch_tokens=128)
-    assert plan_step(replace(SHAPE, num_layers=1), clipped, Pretrain, seq_len=128).train.optimizer_in_backward == "none"
+    clipped = settings(max_grad_norm=1.0, batch_tokens=128)
+    plan = plan_step(replace(SHAPE, num_layers=1), clipped, Pretrain, seq_len=128)
+    assert not plan.train.optimizer_in_backward
 
 
 def test_a_model_that_no_machine_here_could_hold_is_traced():
@@ -257,10 +258,10 @@ def test_a_model_that_no_machine_here_could_hold_is_traced():
 def test_the_picture(plan, capsys, tmp_path):
     text = plan_text(plan, PLANNED, top=3, known=Known())
     assert "as configured: peak" in text
-    assert "update_in_backward: unclipped" in text
+    assert "optimizer_in_backward: True" in text
     assert max(map(len, text.splitlines())) <= 130
     page = tmp_path / "memory.html"
-    assert main(["plan", "--memory", "tiny", "--html", str(page)]) == 0
+    assert main(["plan", "memory", "tiny", "--html", str(page)]) == 0
     shown = capsys.readouterr().out
     assert "activations" in shown
     assert "reused" in shown
@@ -268,7 +269,7 @@ def test_the_picture(plan, capsys, tmp_path):
 
 
 def test_the_picture_of_activations_that_wait_elsewhere(capsys):
-    moving = ["plan", "tiny", "--memory", "--offload", "disk"]
+    moving = ["plan", "memory", "tiny", "--offload", "disk"]
     assert main(moving) == 0
     assert "as configured" in capsys.readouterr().out
     assert main([*moving, "--flops-per-byte", "0.01", "--batch-tokens", "8192"]) == 0
@@ -276,19 +277,19 @@ def test_the_picture_of_activations_that_wait_elsewhere(capsys):
 
 
 def test_a_picture_that_cannot_be_drawn(capsys, tmp_path):
-    assert main(["plan", "tiny", "--memory", "--flops-per-byte", "3"]) == 2
+    assert main(["plan", "memory", "tiny", "--flops-per-byte", "3"]) == 2
     assert "--flops-per-byte: must be above 0 and goes with --offload" in capsys.readouterr().err
     for words, said in (
-        (["--more-compute", "-1"], "--more-compute: must not be negative"),
+        (["--max-recompute", "-1"], "--max-recompute: must not be negative"),
         (["--seq-len", "-5"], "--seq-len: must be from 1 to"),
         (["--html", str(tmp_path / "none" / "x.html")], "--html: "),
     ):
-        assert main(["plan", "tiny", "--memory", *words]) == 2
+        assert main(["plan", "memory", "tiny", *words]) == 2
         assert said in capsys.readouterr().err
 
 
 def test_the_picture_as_json(capsys):
-    assert main(["plan", "tiny", "--memory", "--json", "--batch-tokens", "2048", "--top", "2"]) == 0
+    assert main(["plan", "memory", "tiny", "--json", "--batch-tokens", "2048", "--top", "2"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["after"]["peak_bytes"] <= data["before"]["peak_bytes"]
     assert len(data["before"]["largest"]) == 2

@@ -36,7 +36,7 @@ CALM = Signs(
 
 
 def config(**given) -> AdaptiveConfig:
-    return parse(AdaptiveConfig, {"kind": "rules", "every": 10, **given}, constants=True)
+    return parse(AdaptiveConfig, {"kind": "rules", "decide_every_steps": 10, **given}, constants=True)
 
 
 def known(part: str, chosen: Format) -> float | None:
@@ -138,7 +138,7 @@ def test_memory_that_is_not_short_changes_nothing():
 def test_the_bandit_learns_what_pays():
     """INT8 raises the loss with this part and BF16 does not; after some tries of each it stays with BF16. FP32 saves
     nothing, whatever comes of it, so it is not tried."""
-    bandit = Bandit(config(kind="bandit", explore=1.0))
+    bandit = Bandit(config(kind="bandit", exploration=1.0))
     chosen = []
     for _ in range(40):
         choice = bandit.propose(PART, CALM, "fp32", CANDIDATES).chosen
@@ -154,11 +154,11 @@ def test_the_bandit_learns_what_pays():
 
 def test_a_bandit_does_not_try_what_is_known_to_harm():
     harmful = replace(CALM, sensitivity={"bf16": 0.0, "int8": 0.3})
-    assert Bandit(config(kind="bandit", explore=9.0)).propose(PART, harmful, "fp32", CANDIDATES).chosen == "bf16"
+    assert Bandit(config(kind="bandit", exploration=9.0)).propose(PART, harmful, "fp32", CANDIDATES).chosen == "bf16"
 
 
 def test_a_changed_part_rests_and_every_change_has_its_reason():
-    made = switcher(hold=2)
+    made = switcher(cooldown_decisions=2)
     rough = replace(CALM, sensitivity={"int8": 0.3, "bf16": 0.3})
     formats = []
     for step, signs in ((10, CALM), (20, rough), (30, rough), (40, rough)):
@@ -181,7 +181,7 @@ def test_a_format_is_probed_before_a_part_changes_to_it(kind):
         probed.append((chosen, made.formats[part]))
         return rises[chosen]
 
-    made = switcher(probe, kind=kind, hold=0, candidates=["fp8", "bf16", "int8"], explore=0.5)
+    made = switcher(probe, kind=kind, cooldown_decisions=0, candidates=["fp8", "bf16", "int8"], exploration=0.5)
     unknown = replace(CALM, sensitivity={}, speed={**CALM.speed, "fp8": 0.2})
     made.decide(10, {PART: unknown}, 0.0)
     assert made.formats == {PART: "bf16"}
@@ -190,7 +190,7 @@ def test_a_format_is_probed_before_a_part_changes_to_it(kind):
 
 
 def test_a_jump_of_the_loss_brings_the_last_good_formats_back():
-    made = switcher(hold=0)
+    made = switcher(cooldown_decisions=0)
     for step in range(10):
         assert not made.see_loss(step, 2.0)
     made.decide(10, {PART: CALM}, 0.0)
@@ -202,7 +202,7 @@ def test_a_jump_of_the_loss_brings_the_last_good_formats_back():
 
 
 def test_formats_that_have_proved_good_are_what_a_jump_leads_back_to():
-    made = switcher(hold=0)
+    made = switcher(cooldown_decisions=0)
     made.see_loss(1, 2.0)
     made.formats[PART] = "bf16"
     made.decide(10, {PART: CALM}, 0.0)  # bf16 was in force and the loss was calm
@@ -213,7 +213,7 @@ def test_formats_that_have_proved_good_are_what_a_jump_leads_back_to():
 
 def test_a_bandit_learns_from_a_jump_what_brought_it():
     """INT8 makes the loss jump each time, BF16 does not."""
-    made = switcher(kind="bandit", hold=0, explore=1.0)
+    made = switcher(kind="bandit", cooldown_decisions=0, exploration=1.0)
     chosen = []
     for step in range(10, 400, 10):
         made.mean_loss = 2.0
@@ -228,7 +228,7 @@ def test_a_bandit_learns_from_a_jump_what_brought_it():
 
 
 def test_a_jump_teaches_nothing_of_formats_that_had_proved_good_and_no_more_than_a_doubling():
-    other, made = "blocks.1.ffn", switcher(kind="bandit", hold=0)
+    other, made = "blocks.1.ffn", switcher(kind="bandit", cooldown_decisions=0)
     made.formats |= {PART: "bf16", other: "int8"}
     made.good |= {PART: "bf16", other: "fp32"}
     made.widest |= {other: "fp32"}
@@ -255,7 +255,7 @@ def test_a_schedule_narrows_the_middle_feed_forward_parts_first():
     parts = [f"blocks.{layer}.{part}" for layer in range(3) for part in ("attention", "ffn")]
     widest = dict.fromkeys(parts, "fp32")
     made = parse(
-        AdaptiveConfig, {"kind": "schedule", "schedule": [[5, 0.5], [9, 1.0]], "narrow": "int8"}, constants=True
+        AdaptiveConfig, {"kind": "schedule", "schedule": [[5, 0.5], [9, 1.0]], "low_precision": "int8"}, constants=True
     )
     assert scheduled(made, 4, parts, widest) == widest
     narrow = {part for part, chosen in scheduled(made, 6, parts, widest).items() if chosen == "int8"}
@@ -266,9 +266,9 @@ def test_a_schedule_narrows_the_middle_feed_forward_parts_first():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"every": 4, "window": 4}, "window: must be"),
-        ({"every": 1, "window": 1}, "every: must be at least 2"),
-        ({"min_gain": 0.9}, "min_gain: must be at least 1"),
+        ({"decide_every_steps": 4, "measure_steps": 4}, "measure_steps: must be"),
+        ({"decide_every_steps": 1, "measure_steps": 1}, "decide_every_steps: must be at least 2"),
+        ({"min_speedup": 0.9}, "min_speedup: must be at least 1"),
         ({"tolerance": 0.0}, "tolerance: must be above 0"),
         ({"kind": "schedule"}, "schedule: .* belong together"),
         ({"kind": "schedule", "schedule": [[5, 0.5], [3, 1.0]]}, "schedule: steps must rise"),

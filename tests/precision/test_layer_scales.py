@@ -16,7 +16,7 @@ QUIET = [LayerFindings(), LayerFindings(), LayerFindings()]
 
 
 def scales(**config) -> LayerScales:
-    settings = LossScaleConfig(**{"per_layer": True, "initial": 1024.0, "window": 2, **config})
+    settings = LossScaleConfig(**{"per_layer": True, "init_scale": 1024.0, "growth_interval": 2, **config})
     return LayerScales(settings, LossScale(settings, 10), 3, CPU)
 
 
@@ -25,7 +25,7 @@ def good(found: LayerScales, step: int, findings=QUIET) -> None:
 
 
 def test_the_layer_in_which_an_overflow_began_is_the_one_that_falls():
-    found = scales(window=9)
+    found = scales(growth_interval=9)
     good(found, 0)
     found.update(0, overflowed=True, culprit=1, found=QUIET)
     assert (found.values, found.common.value) == ([1024.0, 512.0, 1024.0], 1024.0)
@@ -49,7 +49,7 @@ def test_layers_that_have_yet_to_fit_fall_with_the_one_before_them():
 
 
 def test_a_layer_grows_after_a_window_if_its_gradients_are_small_and_there_is_room():
-    found = scales(max_small=0.1)
+    found = scales(max_underflow_fraction=0.1)
     findings = [LayerFindings(largest=1.0, small=0.2), LayerFindings(largest=1.0, small=0.1),
                 LayerFindings(largest=9000.0, small=0.2)]  # fmt: skip
     good(found, 0, findings)
@@ -63,7 +63,7 @@ def test_a_layer_grows_after_a_window_if_its_gradients_are_small_and_there_is_ro
 
 def test_an_overflow_ends_its_layers_window_and_no_other():
     """Layers whose backward pass came before had a good update; of the others nothing is known."""
-    found = scales(max_small=0.0)
+    found = scales(max_underflow_fraction=0.0)
     small = [LayerFindings(largest=1.0, small=1.0)] * 3
     good(found, 0, small)
     found.update(1, overflowed=True, culprit=1, found=small)
@@ -121,8 +121,9 @@ def test_who_has_scales_of_layers():
 
 @pytest.mark.parametrize(
     ("change", "field"),
-    [({"dynamic": False}, "per_layer"), ({"growth": 3.0}, "growth"), ({"initial": 1000.0}, "initial"),
-     ({"max_small": 1.0}, "max_small")],
+    [({"dynamic": False}, "per_layer"), ({"growth_factor": 3.0}, "growth_factor"),
+     ({"init_scale": 1000.0}, "init_scale"),
+     ({"max_underflow_fraction": 1.0}, "max_underflow_fraction")],
 )  # fmt: skip
 def test_what_makes_no_sense_is_named(change, field):
     with pytest.raises(ConfigError, match=rf"^{field}: "):

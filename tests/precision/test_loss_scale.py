@@ -69,12 +69,12 @@ def test_who_scales():
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"initial": -1.0}, "initial"),
-        ({"initial": 2.0**30}, "initial"),
-        ({"growth": 1.0}, "growth"),
-        ({"backoff": 1.0}, "backoff"),
-        ({"window": 0}, "window"),
-        ({"smallest": 0.0}, "smallest"),
+        ({"init_scale": -1.0}, "init_scale"),
+        ({"init_scale": 2.0**30}, "init_scale"),
+        ({"growth_factor": 1.0}, "growth_factor"),
+        ({"backoff_factor": 1.0}, "backoff_factor"),
+        ({"growth_interval": 0}, "growth_interval"),
+        ({"min_scale": 0.0}, "min_scale"),
     ],
 )
 def test_what_makes_no_sense_is_named(change, field):

@@ -204,12 +204,12 @@ def test_int8_keeps_less_for_backward_than_fp32():
     """Its residual stream and what products give are BF16, unless the stream is set to FP32."""
     fp32 = kept_bytes(policy="fp32")
     assert kept_bytes(policy="int8") < 0.75 * fp32
-    assert kept_bytes(policy="int8", layers={"embedding": "fp32"}) > 0.95 * fp32
+    assert kept_bytes(policy="int8", overrides={"embedding": "fp32"}) > 0.95 * fp32
 
 
 def test_evaluation_in_fp32_is_that_of_a_plain_model():
     plain, model = make_decoder(), make_decoder()
-    formats = ModelFormats(model, config("int8", evaluation="fp32"))
+    formats = ModelFormats(model, config("int8", eval_dtype="fp32"))
     with torch.no_grad(), formats.evaluating():
         found, _ = run(model, backward=False)
     with torch.no_grad():
@@ -276,7 +276,7 @@ def test_an_overflow_under_delayed_scaling_is_seen_and_leaves_the_past_as_it_was
 
 
 def test_delayed_maxima_are_agreed_upon_and_saved():
-    given = config("fp8", fp8={"scaling": "delayed", "history": 3})
+    given = config("fp8", fp8={"scaling": "delayed", "amax_history_len": 3})
     model, other = make_decoder(), make_decoder()
     formats, others = ModelFormats(model, given), ModelFormats(other, given)
     run(model)
@@ -334,7 +334,7 @@ def test_fp32_products_by_onednn_are_its_own_and_exact():
 def test_onednn_is_refused_where_it_would_not_multiply(monkeypatch, on_cpu):
     if on_cpu:
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    refused = pytest.raises(ConfigError, match=r"^precision\.fp32_matmul onednn: PyTorch does not ask oneDNN")
+    refused = pytest.raises(ConfigError, match=r"^precision\.fp32_matmul onednn: PyTorch does not use oneDNN")
     precision = torch.get_float32_matmul_precision()
     with refused, fp32_products(onednn=True, on_cpu=on_cpu):
         pass

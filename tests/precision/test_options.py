@@ -51,7 +51,7 @@ CASES = {
         Case(options={"fp8": {"wgrad_high_precision": True}}, made=fp8(wide_weight_gradient=True), changes={"dw"}),
         Case(options={"fp8": {"save_quantized_input": True}}, made=fp8(cache=True), changes={"bytes"}),
         Case(options={"fp8": {"scaling": "delayed"}}, made=fp8(maxima=past()), changes=ALL),
-        Case(options={"results": "fp32"}, made=fp8(result=FP32), changes={*ALL, "bytes"}),
+        Case(options={"output_dtype": "fp32"}, made=fp8(result=FP32), changes={*ALL, "bytes"}),
     ],
     "int8": [
         Case(
@@ -62,8 +62,8 @@ CASES = {
             made=Int8(result=BF16, wide_weight_gradient=True),
             changes={"dw"},
         ),
-        Case(options={"results": "fp32"}, made=Int8(result=FP32), changes={*ALL, "bytes"}),
-        Case(options={"layers": {"embedding": "fp32"}}, made=Int8(result=FP32), changes={*ALL, "bytes"}),
+        Case(options={"output_dtype": "fp32"}, made=Int8(result=FP32), changes={*ALL, "bytes"}),
+        Case(options={"overrides": {"embedding": "fp32"}}, made=Int8(result=FP32), changes={*ALL, "bytes"}),
     ],
 }
 DEFAULTS = {"fp8": fp8(), "int8": Int8(result=BF16)}

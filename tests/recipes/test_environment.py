@@ -28,7 +28,7 @@ def test_mode_and_switch_name_a_policy(monkeypatch, environment, policy):
 
 
 def test_switched_off_is_fp32_in_every_layer_for_good():
-    own = {"layers": {"ffn": "fp8"}, "adaptive": {"kind": "schedule", "schedule": [[0, 1.0]]}}
+    own = {"overrides": {"ffn": "fp8"}, "adaptive": {"kind": "schedule", "schedule": [[0, 1.0]]}}
     base = {"pretrain": {"precision": own}}
     found = merge(base, environment_overrides({"DEEPSEEK_AMP_ENABLED": "0"}, base))
     precision = parse(PrecisionConfig, found["pretrain"]["precision"], constants=True)
@@ -39,7 +39,8 @@ def test_switched_off_is_fp32_in_every_layer_for_good():
 def test_switched_on_leaves_a_narrow_policy_as_it_is():
     base = {"pretrain": {"precision": {"policy": "int8"}}, "sft": {"precision": {"policy": "fp32"}}}
     assert environment_overrides({"DEEPSEEK_AMP_ENABLED": "1"}, base) == {
-        "sft": {"precision": {"policy": "bf16_mixed"}}
+        "training": {"precision": {"policy": "bf16_mixed"}},
+        "sft": {"precision": {"policy": "bf16_mixed"}},
     }
     both = {"DEEPSEEK_AMP_ENABLED": "1", "DEEPSEEK_PRECISION_MODE": "fp16"}
     found = environment_overrides(both, base)
@@ -53,9 +54,10 @@ def test_the_command_line_goes_first_and_the_resolved_file_shows_what_was_taken(
     config = load("tiny", {"sft": {"precision": {"policy": "bf16_mixed"}}}).config
     save_yaml(tmp_path / "config.yaml", config)
     shown = load_yaml(tmp_path / "config.yaml")
-    assert (shown["pretrain"]["precision"]["policy"], shown["sft"]["precision"]["policy"]) == ("int8", "bf16_mixed")
-    assert shown["sft"]["precision"]["loss_scale"]["window"] == 1000
-    assert shown["pretrain"]["precision"]["fp32_ops"] == ["softmax", "reduction", "rope", "norm"]
+    assert (config.pretrain.precision.policy, config.sft.precision.policy) == ("int8", "bf16_mixed")
+    assert shown["training"]["precision"]["loss_scale"]["growth_interval"] == 1000
+    assert shown["training"]["precision"]["fp32_ops"] == ["softmax", "reduction", "rope", "norm"]
+    assert ("precision" in shown["pretrain"], shown["sft"]["precision"]) == (False, {"policy": "bf16_mixed"})
 
 
 def test_nothing_set_changes_nothing(monkeypatch):
@@ -79,5 +81,5 @@ def test_a_wrong_value_is_named_with_its_variable(name, value):
 
 def test_an_unknown_operator_is_named(monkeypatch):
     monkeypatch.setenv("DEEPSEEK_FP32_OPS", "softmax,dropout")
-    with pytest.raises(ConfigError, match=r"pretrain.precision.fp32_ops: 'dropout'"):
+    with pytest.raises(ConfigError, match=r"training.precision.fp32_ops: 'dropout'"):
         load("tiny", {})

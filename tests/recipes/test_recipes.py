@@ -67,7 +67,7 @@ def test_whole_yaml_file(tmp_path: Path) -> None:
         ("tiny", {"stages": ["clean", "wash"]}, "'wash' is not one of"),
         ("tiny", {"name": "a/b"}, "name: 'a/b'"),
         ("tiny", {"hardware": {"num_threads": -1}}, r"hardware\.num_threads"),
-        ("tiny", {"serve": {"questions": [], "num_heldout_questions": 0}}, r"serve\.questions"),
+        ("tiny", {"serve_check": {"questions": [], "num_validation_questions": 0}}, r"serve_check\.questions"),
     ],
 )
 def test_mistakes_name_the_field_and_the_way_out(target: str, overrides: dict[str, object], message: str) -> None:
@@ -115,7 +115,8 @@ def test_two_lengths_at_one_level_are_refused(overrides: dict, tmp_path: Path) -
 
 
 def test_counts_take_prefixes() -> None:
-    config = load("tiny", {"pretrain": {"batch_tokens": "2Ki"}, "pack": {"shard_bytes": "180MiB"}}).config
-    assert (config.pretrain.batch_tokens, config.pack.shard_bytes) == (2048, 180 * 2**20)
+    overrides = {"pretrain": {"batch_tokens": "2Ki"}, "tokenizer": {"sample_bytes": "180MiB"}}
+    config = load("tiny", overrides).config
+    assert (config.pretrain.batch_tokens, config.tokenizer.sample_bytes) == (2048, 180 * 2**20)
     with pytest.raises(ConfigError, match=r"pretrain\.batch_tokens: 2000100 must be .* nearest: 1999872 and 2000384"):
         load("tiny", {"pretrain": {"batch_tokens": "2.0001M"}})

@@ -57,7 +57,7 @@ def under_limit(folder: Path, margin: int, num_microbatches: int, num_rows: int,
     margin: bytes by which the address space may grow once the model stands; 0 means no limit. A step of a small model
     comes first, because libraries make buffers and threads of their own.
     """
-    tiny_run.run(folder / "warm", tiny_run.settings(num_steps=1, memory_arena=arena))
+    tiny_run.run(folder / "warm", tiny_run.settings(num_steps=1, step_arena=arena))
     model = Decoder(SHAPE)
     model.init_weights(0)
     if margin:
@@ -66,11 +66,11 @@ def under_limit(folder: Path, margin: int, num_microbatches: int, num_rows: int,
     config = tiny_run.settings(
         num_steps=2,
         batch_tokens=BATCH_TOKENS,
-        num_microbatches=num_microbatches,
+        gradient_accumulation_steps=num_microbatches,
         eval_every_steps=0,
         checkpoint_every_steps=0,
         keep_best=False,
-        memory_arena=arena,
+        step_arena=arena,
     )
     rows = RandomRows(num_rows, BATCH_TOKENS // num_rows, SHAPE.vocab_size)
     arguments = {"objective": Pretrain(rows), "model": model, "heldout": [], "world": single()}
@@ -125,7 +125,7 @@ def run_on_rank(
     overlap: bool = False,
 ) -> Ended:
     model, progress, problem = tiny_run.tiny_model(), Notes(), ""
-    config = tiny_run.settings(eval_every_steps=0, transport={"overlap": overlap})
+    config = tiny_run.settings(eval_every_steps=0, gradient_sync={"overlap": overlap})
     arguments = {"objective": objective, "model": model, "parallel": parallel, "heldout": [], "world": world}
     arguments["progress"] = progress
     try:

@@ -8,7 +8,15 @@ import pytest
 from modelwright.precision.model import ModelFormats
 
 SECONDS = {"fp32": 4.0, "int8": 1.0}
-RULES = {"kind": "rules", "every": 5, "window": 2, "hold": 0, "candidates": ["int8"], "tolerance": 0.05, "spike": 9.0}
+RULES = {
+    "kind": "rules",
+    "decide_every_steps": 5,
+    "measure_steps": 2,
+    "cooldown_decisions": 0,
+    "candidates": ["int8"],
+    "tolerance": 0.05,
+    "revert_on_loss_rise": 9.0,
+}
 BROKEN = "blocks.1.ffn"
 
 

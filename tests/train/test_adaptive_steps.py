@@ -30,7 +30,14 @@ from tiny_decoder import make_decoder
 
 SECONDS: dict[Format, float] = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0}
 KINDS: tuple[Kind, ...] = ("attention", "ffn")
-RULES = {"kind": "rules", "every": 4, "window": 1, "hold": 0, "spike": 0.5, "tolerance": 0.5}
+RULES = {
+    "kind": "rules",
+    "decide_every_steps": 4,
+    "measure_steps": 1,
+    "cooldown_decisions": 0,
+    "revert_on_loss_rise": 0.5,
+    "tolerance": 0.5,
+}
 
 
 class Rig:
@@ -100,7 +107,7 @@ class Rig:
 
 def test_steps_that_overflow_speak_against_fp16(tmp_path):
     """Of 8 steps in FP16 three overflow, which is more than a tolerance of 0.3."""
-    rig = Rig(tmp_path, {"every": 8, "candidates": ["bf16"], "tolerance": 0.3}, policy="fp16_mixed")
+    rig = Rig(tmp_path, {"decide_every_steps": 8, "candidates": ["bf16"], "tolerance": 0.3}, policy="fp16_mixed")
     rig.steps(range(8))
     assert rig.chosen == {"fp16"}
     for number in range(8, 16):
@@ -124,7 +131,7 @@ def test_steps_that_overflow_say_nothing_of_parts_in_other_formats(tmp_path):
 def test_a_decision_whose_step_was_skipped_is_made_at_the_next_good_one(tmp_path, monkeypatch, kind):
     """And a run that is resumed in between comes to the same."""
     monkeypatch.setattr(adaptive, "memory_share", lambda device: 0.5)
-    given = {"kind": kind, "candidates": ["bf16", "int8"], "window": 2}
+    given = {"kind": kind, "candidates": ["bf16", "int8"], "measure_steps": 2}
     rig, other = (Rig(tmp_path / name, given) for name in ("whole", "resumed"))
     rig.steps(range(3))
     rig.step(3, overflows=True)
@@ -163,7 +170,10 @@ def rewards_of(rig: Rig, monkeypatch) -> list[float]:
 
 
 def test_a_loss_that_does_not_depend_on_formats_teaches_what_time_they_save(tmp_path, monkeypatch):
-    rig = Rig(tmp_path, {"kind": "bandit", "every": 10, "candidates": ["bf16", "int8"], "spike": 0.05})
+    rig = Rig(
+        tmp_path,
+        {"kind": "bandit", "decide_every_steps": 10, "candidates": ["bf16", "int8"], "revert_on_loss_rise": 0.05},
+    )
     heard = rewards_of(rig, monkeypatch)
     rig.steps(range(10), falling)
     first = dict(rig.adaptive.switcher.formats)
@@ -257,7 +267,7 @@ SLOW: dict[Format, float] = {**SECONDS, "bf16": 9.0}
 
 def slow_in_bf16(folder: Path, kind: str) -> Rig:
     """FP32 is the fastest there is."""
-    return Rig(folder, {"kind": kind, "candidates": ["bf16"], "explore": 1.0}, seconds=SLOW)
+    return Rig(folder, {"kind": kind, "candidates": ["bf16"], "exploration": 1.0}, seconds=SLOW)
 
 
 @pytest.mark.parametrize("kind", ["rules", "bandit"])

@@ -45,7 +45,7 @@ def test_a_spike_is_clipped_to_what_was_usual_and_joins_the_history():
     spike = update(50.0)
     clip.on_gradients(spike)
     assert float(spike.gradients[0].norm()) == pytest.approx(3.0, rel=1e-5)
-    assert spike.metrics == {"max_grad_norm": 3.0}
+    assert spike.metrics == {"clip_norm": 3.0}
     skipped = update(9.0, skip=True)
     clip.on_gradients(skipped)
     assert float(skipped.gradients[0].norm()) == pytest.approx(9.0)
@@ -57,7 +57,7 @@ def test_a_spike_is_clipped_to_what_was_usual_and_joins_the_history():
 def test_decay_is_low_while_norms_are_large_and_comes_back_below_the_threshold():
     groups = [{"weight_decay": 0.01}, {"weight_decay": 0.0}]
     optimizer = SimpleNamespace(param_groups=groups)
-    decay = DynamicDecay(optimizer, WeightDecayScheduleConfig(above_norm=5.0))  # pyright: ignore
+    decay = DynamicDecay(optimizer, WeightDecayScheduleConfig(grad_norm_threshold=5.0))  # pyright: ignore
     found = []
     for norm in (4.9, 5.1, 4.5, 3.9, 4.5, 5.1):
         decay.on_gradients(update(norm))
@@ -72,12 +72,12 @@ def test_decay_is_low_while_norms_are_large_and_comes_back_below_the_threshold()
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (lambda: AdaptiveClipConfig(window_steps=3), "window"),
+        (lambda: AdaptiveClipConfig(window_steps=3), "window_steps"),
         (lambda: AdaptiveClipConfig(percentile=0.0), "percentile"),
-        (lambda: AdaptiveClipConfig(num_stddev=0.0), "deviations"),
-        (lambda: WeightDecayScheduleConfig(grad_norm_threshold=-1.0), "above_norm"),
+        (lambda: AdaptiveClipConfig(num_stddev=0.0), "num_stddev"),
+        (lambda: WeightDecayScheduleConfig(grad_norm_threshold=-1.0), "grad_norm_threshold"),
         (lambda: WeightDecayScheduleConfig(factor=2.0), "factor"),
-        (lambda: WeightDecayScheduleConfig(release_fraction=0.0), "release"),
+        (lambda: WeightDecayScheduleConfig(release_fraction=0.0), "release_fraction"),
     ],
 )
 def test_what_makes_no_sense_is_named(make, field):

@@ -39,7 +39,7 @@ def train(world: World, folder: Path, die_at: int) -> tuple[dict[str, torch.Tens
     model = tiny_run.tiny_model()
     rows = Deadly(die_at=die_at if world.rank == world.size - 1 else NEVER, checkpoints=folder / "checkpoints")
     config = tiny_run.settings(
-        num_steps=NUM_STEPS, eval_every_steps=EVERY, checkpoint_every_steps=EVERY, asynchronous={"mode": "hogwild"}
+        num_steps=NUM_STEPS, eval_every_steps=EVERY, checkpoint_every_steps=EVERY, async_updates={"mode": "hogwild"}
     )
     try:
         tiny_run.run(folder, config, objective=Pretrain(rows), model=model, world=world)
@@ -72,7 +72,7 @@ def values(folder: Path, name: str) -> list[tuple[int, float]]:
 
 def test_one_process_alone_trains_as_the_synchronous_run_to_the_bit(tiny, synchronous, tmp_path):
     config = tiny.settings(
-        num_steps=NUM_STEPS, eval_every_steps=EVERY, checkpoint_every_steps=EVERY, asynchronous={"mode": "hogwild"}
+        num_steps=NUM_STEPS, eval_every_steps=EVERY, checkpoint_every_steps=EVERY, async_updates={"mode": "hogwild"}
     )
     tiny.run(tmp_path, config)
     for name in ("loss", "heldout_loss", "learning_rate", "grad_norm", "num_tokens"):
@@ -123,8 +123,8 @@ def test_processes_end_with_equal_weights_which_the_checkpoint_holds(two_process
 
 def test_it_learns_more_than_a_run_whose_gradients_are_all_two_updates_late(tiny, two_processes, tmp_path):
     """Two processes make each other's gradients late by at most one update on average; that run is repeatable."""
-    late = {"mode": "delayed", "delay": 2}
-    config = tiny.settings(num_steps=NUM_STEPS, eval_every_steps=EVERY, checkpoint_every_steps=0, asynchronous=late)
+    late = {"mode": "delayed", "delay_steps": 2}
+    config = tiny.settings(num_steps=NUM_STEPS, eval_every_steps=EVERY, checkpoint_every_steps=0, async_updates=late)
     tiny.run(tmp_path, config)
     staleness = [value for step, value in values(two_processes[0], "staleness")]
     assert 0 < sum(staleness) / NUM_STEPS <= 1.1

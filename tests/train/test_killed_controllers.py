@@ -17,19 +17,22 @@ FOLLOWING = {
     "weight_decay_schedule": {"grad_norm_threshold": 1.2, "release_fraction": 0.77},
     "loss_spikes": {"num_sigmas": 8.0, "window_steps": 6},
 }
-SCALED = {"use": "always", "initial": 1024.0, "window": 4}
-CHANGING = {"kind": "bandit", "every": 3, "window": 2, "hold": 1, "tolerance": 0.5, "spike": 5.0}
+SCALED = {"enabled": "always", "init_scale": 1024.0, "growth_interval": 4}
+CHANGING = {
+    "kind": "bandit",
+    "decide_every_steps": 3,
+    "measure_steps": 2,
+    "cooldown_decisions": 1,
+    "tolerance": 0.5,
+    "revert_on_loss_rise": 5.0,
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "formats": {**FOLLOWING, "precision": {"policy": "fp32", "adaptive": CHANGING, "loss_scale": SCALED}},
-    "sparse_updates": {
+    "sparse": {
         **FOLLOWING,
         "precision": {"policy": "fp8", "fp8": {"scaling": "delayed", "amax_history_len": 3}, "loss_scale": SCALED},
-        "sparse": {
-            "kind": "columns",
-            "keep_fraction": 0.5,
-            "refresh_every_steps": 2,
-            "batch": {"signal": "loss_change", "keep_fraction": 0.5, "max_initial_loss": 1.0},
-        },
+        "sparse_updates": {"kind": "columns", "keep_fraction": 0.5, "refresh_every_steps": 2},
+        "batch_selection": {"signal": "loss_change", "keep_fraction": 0.5, "max_initial_loss": 1.0},
     },
 }
 
@@ -46,7 +49,7 @@ def test_a_killed_run_ends_as_one_that_was_left_alone(tmp_path, kind):
     assert start_distributed(wired_run.run_cases, 2, tmp_path, [die]).wait()[1].code == -9
     runs = Runs(tmp_path, [case("whole", settings=settings), case("again", "killed", settings=settings)])
     assert losses(runs, "killed") == losses(runs, "whole")
-    for metric in ("max_grad_norm", "decay_factor", "loss_scale", *(("sparse_share",) if kind == "sparse" else ())):
+    for metric in ("clip_norm", "decay_factor", "loss_scale", *(("sparse_share",) if kind == "sparse" else ())):
         assert values(runs, "killed", metric) == values(runs, "whole", metric)
     once, again = weights(runs, "whole"), weights(runs, "again", rank=1)
     assert all(torch.equal(once[name], again[name]) for name in once)

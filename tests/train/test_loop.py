@@ -51,7 +51,7 @@ def equal(left, right):
 @pytest.mark.parametrize("parts", [2, 4, 8])
 def test_microbatches_do_not_change_the_gradient(tiny, tmp_path, parts):
     models = [
-        tiny.run_in_float64(tmp_path / str(number), tiny.settings(num_microbatches=number, num_steps=6))
+        tiny.run_in_float64(tmp_path / str(number), tiny.settings(gradient_accumulation_steps=number, num_steps=6))
         for number in (1, parts)
     ]
     for whole, split in zip(*(m.parameters() for m in models), strict=True):
@@ -61,7 +61,7 @@ def test_microbatches_do_not_change_the_gradient(tiny, tmp_path, parts):
 def test_first_update_is_adamw_on_the_mean_over_all_targets(tiny, tmp_path):
     model, reference = tiny.tiny_model(), tiny.tiny_model()
     constant = {"kind": "constant", "warmup_fraction": 0.0}
-    config = tiny.settings(num_steps=1, num_microbatches=4, adam_eps=1e-3, schedule=constant)
+    config = tiny.settings(num_steps=1, gradient_accumulation_steps=4, adam_eps=1e-3, schedule=constant)
     spy = Spy()
     tiny.run(tmp_path, config, model=model, techniques=tiny.watching(spy=spy), heldout=[])
 
@@ -172,7 +172,7 @@ def test_finished_run_does_nothing_again(tiny, tmp_path):
 
 
 def test_best_weights_can_be_loaded(tiny, tmp_path):
-    config = tiny.settings(learning_rate=0.3, keep_last=1, clip_norm=0.0, num_steps=15)
+    config = tiny.settings(learning_rate=0.3, keep_last=1, max_grad_norm=0.0, num_steps=15)
     result = tiny.run(tmp_path, config)
     model = tiny.tiny_model()
     load_best(model, StageDir(tmp_path), result.best)
@@ -272,7 +272,9 @@ def test_who_multiplies_is_chosen_for_the_run_alone(tiny, tmp_path, monkeypatch)
     before = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
     for onednn in (False, True):
         seen = Seen()
-        settings = tiny.settings(num_steps=2, precision={"policy": "fp32", "onednn": onednn})
+        settings = tiny.settings(
+            num_steps=2, precision={"policy": "fp32", "fp32_matmul": "onednn" if onednn else "default"}
+        )
         tiny.run(tmp_path / str(onednn), settings, techniques=tiny.watching(seen=seen))
         assert seen.found == ["medium" if onednn else before[0]] * 2
         assert (torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32) == before

@@ -28,7 +28,7 @@ CASES = {
     "in-backward": {"optimizer_in_backward": True, "max_grad_norm": 0.0},
     "int8": {"optimizer": "adamw_8bit"},
     "bf16": {"precision": {"policy": "bf16_mixed"}},
-    "sparse_updates": {"sparse": {"kind": "columns", "batch": {"signal": "loss", "probe_tokens": 4}}},
+    "sparse": {"sparse_updates": {"kind": "columns"}, "batch_selection": {"signal": "loss", "probe_tokens": 4}},
     "rows within a limit": {"batch_selection": {"signal": "loss", "probe_tokens": 4, "max_initial_loss": 0.99}},
 }
 
@@ -58,7 +58,7 @@ def test_the_same_bits(tiny, tmp_path, name):
     """Evaluations and checkpoints amid them."""
     changes: dict[str, Any] = {**STEPS, **CASES[name]}
     for folder, arena in (("without", False), ("with", True)):
-        tiny.run(tmp_path / folder, tiny.settings(memory_arena=arena, **changes))
+        tiny.run(tmp_path / folder, tiny.settings(step_arena=arena, **changes))
     assert_same(tiny, tmp_path / "without", tmp_path / "with")
     assert served(tmp_path / "without") == []
     found = served(tmp_path / "with")
@@ -67,7 +67,7 @@ def test_the_same_bits(tiny, tmp_path, name):
 
 
 def test_a_run_that_stops_and_goes_on(tiny, tmp_path):
-    config = tiny.settings(memory_arena=True, **STEPS)
+    config = tiny.settings(step_arena=True, **STEPS)
     with pytest.raises(Stopped):
         tiny.run(tmp_path / "twice", config, techniques=tiny.watching(stop=tiny.StopAfter(7)))
     tiny.run(tmp_path / "twice", config)
@@ -81,7 +81,7 @@ def test_a_step_made_again_in_smaller_microbatches(tiny, tmp_path, batch):
     """While steps are recorded, and while they are replayed; new records follow."""
     for folder, arena in (("without", False), ("with", True)):
         objective = tiny.Full(Pretrain(tiny.Rows()), batch, batch, most_rows=2)
-        tiny.run(tmp_path / folder, tiny.settings(memory_arena=arena, **STEPS), objective=objective)
+        tiny.run(tmp_path / folder, tiny.settings(step_arena=arena, **STEPS), objective=objective)
     assert_same(tiny, tmp_path / "without", tmp_path / "with")
     replayed = [step for step, _ in served(tmp_path / "with")]
     assert replayed == [*range(4, batch + 1), *range(batch + 4, 17)]
@@ -93,8 +93,8 @@ def test_a_run_without_a_compiler_ends_early(tiny, tmp_path, monkeypatch):
     arena_build.allocator.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "no-such-compiler -O1")
-    with pytest.raises(ConfigError, match=r"step_arena: .*'no-such-compiler'; set memory_arena to false"):
-        tiny.run(tmp_path / "run", tiny.settings(memory_arena=True))
+    with pytest.raises(ConfigError, match=r"step_arena: .*'no-such-compiler'; set step_arena to false"):
+        tiny.run(tmp_path / "run", tiny.settings(step_arena=True))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
     monkeypatch.undo()
 

@@ -101,10 +101,10 @@ def test_any_number_of_microbatches_gives_the_same_gradients(name: str, tmp_path
 
 @pytest.mark.parametrize("name", ["Ppo", "Dpo"])
 def test_a_selection_keeps_groups_whole(name: str, tmp_path: Path) -> None:
-    selection = {"signal": "loss", "keep": 0.5, "probe_len": 8}
+    selection = {"signal": "loss", "keep_fraction": 0.5, "probe_tokens": 8}
     changes = {
         "gradient_accumulation_steps": 2,
-        "sparse_updates": {"batch": selection},
+        "batch_selection": selection,
         "precision": {"policy": "fp32"},
     }
     seen = []

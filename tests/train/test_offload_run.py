@@ -16,7 +16,7 @@ from modelwright.ops.cross_entropy import CHUNK_TOKENS
 KINDS = {
     "kept": {},
     "units": {"mode": "full", "layers_per_segment": 1},
-    "operators": {"mode": "selective", "keep": ["attend", "up_proj"]},
+    "operators": {"mode": "selective", "save_outputs_of": ["attend", "up_proj"]},
 }
 
 
@@ -40,7 +40,7 @@ def stores(monkeypatch) -> list[DiskStore]:
 
 
 def weights(tiny, tmp_path, name, **settings):
-    tiny.run(tmp_path / name, tiny.settings(num_microbatches=2, **settings), heldout=[])
+    tiny.run(tmp_path / name, tiny.settings(gradient_accumulation_steps=2, **settings), heldout=[])
     return tiny.final_weights(tmp_path / name)
 
 
@@ -48,8 +48,8 @@ def weights(tiny, tmp_path, name, **settings):
 @pytest.mark.parametrize("policy", ["fp32", "bf16_mixed"])
 def test_the_same_bits_as_without(tiny, tmp_path, all_sizes_go, stores, kind, policy):
     common = {"precision": {"policy": policy}}
-    here = weights(tiny, tmp_path, "here", activations=KINDS[kind], **common)
-    there = weights(tiny, tmp_path, "there", activations={**KINDS[kind], "offload": "disk"}, **common)
+    here = weights(tiny, tmp_path, "here", activation_checkpointing=KINDS[kind], **common)
+    there = weights(tiny, tmp_path, "there", activation_checkpointing={**KINDS[kind], "offload": "disk"}, **common)
     assert all(torch.equal(here[name], there[name]) for name in here)
     (store,) = stores
     assert store.read_bytes > 0
@@ -64,7 +64,7 @@ def test_a_budget_moves_what_is_cheaper_to_move(tiny, tmp_path, all_sizes_go, st
     most = tokens * shape.whole_bytes * model.num_layers + max(head, tokens * shape.workspace_bytes)
     budget = most - tokens * shape.whole_bytes // 2
     moving = {"mode": "budget", "budget_bytes": budget, "offload": "disk", "flops_per_byte": 1e-6}
-    found = weights(tiny, tmp_path, "budget", activations=moving)
+    found = weights(tiny, tmp_path, "budget", activation_checkpointing=moving)
     plain = weights(tiny, tmp_path, "plain")
     assert all(torch.equal(plain[name], found[name]) for name in plain)
     (store,) = stores
@@ -72,7 +72,9 @@ def test_a_budget_moves_what_is_cheaper_to_move(tiny, tmp_path, all_sizes_go, st
 
 
 def test_another_folder_and_nothing_left_in_it(tiny, tmp_path, all_sizes_go, stores):
-    weights(tiny, tmp_path, "run", activations={"offload": "disk", "offload_dir": str(tmp_path / "scratch")})
+    weights(
+        tiny, tmp_path, "run", activation_checkpointing={"offload": "disk", "offload_dir": str(tmp_path / "scratch")}
+    )
     assert os.listdir(tmp_path / "scratch") == []
     assert stores[0].folder == tmp_path / "scratch"
 
@@ -83,4 +85,4 @@ def test_a_full_disk_ends_the_run_with_one_clear_error(tiny, tmp_path, all_sizes
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(ModelwrightError, match=r"activation_checkpointing\.offload: .*No space left"):
-        weights(tiny, tmp_path, "run", activations={"offload": "disk"})
+        weights(tiny, tmp_path, "run", activation_checkpointing={"offload": "disk"})

@@ -209,7 +209,7 @@ class SomeRows:
 @pytest.mark.parametrize("balance", [False, True], ids=["in-order", "balanced"])
 def test_memory_that_runs_out_once_with_another_number_of_rows_at_every_step(tiny, tmp_path, balance):
     """Parts of more than three rows do not fit: the first step halves twice, and no later one fails."""
-    settings = tiny.settings(eval_every_steps=0, balance={"tokens": balance})
+    settings = tiny.settings(eval_every_steps=0, load_balance={"tokens": balance})
     for name, most_rows in {"free": 100, "full": 3}.items():
         objective = tiny.Full(Pretrain(SomeRows(tiny.Rows())), 0, 100, most_rows)
         tiny.run(tmp_path / name, settings, objective=objective, heldout=[])

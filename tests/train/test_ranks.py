@@ -28,11 +28,11 @@ def train(world: World, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Train every case in FP32 and in FP64; the weights of the latter. Then go on from a checkpoint of one process."""
     weights = {}
     for name, (num_microbatches, parallel) in CASES.items():
-        config = tiny_run.settings(num_microbatches=num_microbatches, num_steps=6)
+        config = tiny_run.settings(gradient_accumulation_steps=num_microbatches, num_steps=6)
         tiny_run.run(folder / f"fp32-{name}", config, world=world, parallel=parallel)
         model = tiny_run.run_in_float64(folder / f"fp64-{name}", config, world=world, parallel=parallel)
         weights[name] = {key: weight.clone() for key, weight in model.state_dict().items()}
-    tiny_run.run(folder / "moved", tiny_run.settings(num_microbatches=4), world=world)
+    tiny_run.run(folder / "moved", tiny_run.settings(gradient_accumulation_steps=4), world=world)
     return weights
 
 

@@ -24,16 +24,30 @@ from modelwright.train.techniques.batch_selection import RowChoice, first_querie
 
 QUIET = {"eval_every_steps": 0, "checkpoint_every_steps": 0}
 FORMS: dict[str, dict[str, Any]] = {
-    "columns": {"kind": "columns", "keep": 0.5, "refresh_every": 2},
-    "rows": {"kind": "rows", "keep": 0.5, "refresh_every": 3, "signal": "momentum"},
-    "layers": {"kind": "layers", "keep": 0.5, "refresh_every": 2},
-    "prefix": {"kind": "prefix", "keep": 0.5, "course": "dense_first", "ramp": 0.5},
-    "loss": {"batch": {"signal": "loss", "keep_fraction": 0.5, "probe_tokens": 8}},
-    "change": {"batch": {"signal": "loss_change", "keep_fraction": 0.5, "probe_tokens": 8, "dense_fraction": 0.2}},
-    "limited": {"batch": {"signal": "loss_change", "keep_fraction": 0.5, "probe_tokens": 8, "max_initial_loss": 0.99}},
-    "random": {"batch": {"signal": "random", "keep_fraction": 0.5}},
-    "tokens": {"batch": {"keep_token_fraction": 0.5}},
-    "both": {"kind": "layers", "keep": 0.5, "batch": {"signal": "loss", "keep_fraction": 0.5, "probe_tokens": 8}},
+    "columns": {"sparse_updates": {"kind": "columns", "keep_fraction": 0.5, "refresh_every_steps": 2}},
+    "rows": {"sparse_updates": {"kind": "rows", "keep_fraction": 0.5, "refresh_every_steps": 3, "signal": "momentum"}},
+    "layers": {"sparse_updates": {"kind": "layers", "keep_fraction": 0.5, "refresh_every_steps": 2}},
+    "freeze_prefix": {
+        "sparse_updates": {
+            "kind": "freeze_prefix",
+            "keep_fraction": 0.5,
+            "density_schedule": "dense_first",
+            "ramp_fraction": 0.5,
+        }
+    },
+    "loss": {"batch_selection": {"signal": "loss", "keep_fraction": 0.5, "probe_tokens": 8}},
+    "change": {
+        "batch_selection": {"signal": "loss_change", "keep_fraction": 0.5, "probe_tokens": 8, "dense_fraction": 0.2}
+    },
+    "limited": {
+        "batch_selection": {"signal": "loss_change", "keep_fraction": 0.5, "probe_tokens": 8, "max_initial_loss": 0.99}
+    },
+    "random": {"batch_selection": {"signal": "random", "keep_fraction": 0.5}},
+    "tokens": {"batch_selection": {"keep_token_fraction": 0.5}},
+    "both": {
+        "sparse_updates": {"kind": "layers", "keep_fraction": 0.5},
+        "batch_selection": {"signal": "loss", "keep_fraction": 0.5, "probe_tokens": 8},
+    },
 }
 
 
@@ -75,17 +89,17 @@ class Grads:
 
 def run(tiny, folder: Path, sparse: dict[str, Any], *, stop_at: int = 0, model=None, **more):
     spy, model = Spy(stop_at), tiny.tiny_model() if model is None else model
-    settings = {**QUIET, "sparse_updates": sparse, **more.pop("settings", {})}
+    settings = {**QUIET, **sparse, **more.pop("settings", {})}
     tiny.run(folder, tiny.settings(**settings), model=model, techniques=tiny.watching(spy=spy), heldout=[], **more)
     return model, spy.seen
 
 
-@pytest.mark.parametrize("kind", ["columns", "layers", "prefix"])
+@pytest.mark.parametrize("kind", ["columns", "layers", "freeze_prefix"])
 def test_scales_of_layers_go_with_frozen_blocks(tiny, tmp_path, kind):
     """They are powers of two, so that a common scale gives the same bits."""
     found = []
     for per_layer in (False, True):
-        scale = {"use": "always", "initial": 1024.0, "per_layer": per_layer}
+        scale = {"enabled": "always", "init_scale": 1024.0, "per_layer": per_layer}
         more = {"settings": {"precision": {"policy": "fp32", "loss_scale": scale}}}
         _, seen = run(tiny, tmp_path / f"{per_layer}", FORMS[kind], **more)
         found.append([info.loss for info in seen])
@@ -93,10 +107,10 @@ def test_scales_of_layers_go_with_frozen_blocks(tiny, tmp_path, kind):
     assert found[0][-1] < found[0][0]
 
 
-@pytest.mark.parametrize("kind", ["columns", "rows", "layers", "prefix"])
+@pytest.mark.parametrize("kind", ["columns", "rows", "layers", "freeze_prefix"])
 def test_all_units_chosen_is_the_dense_run_and_counts_what_it_executes(tiny, tmp_path, kind):
     dense, plain = run(tiny, tmp_path / "dense", {})
-    same, counted = run(tiny, tmp_path / "same", {"kind": kind, "keep": 1.0})
+    same, counted = run(tiny, tmp_path / "same", {"sparse_updates": {"kind": kind, "keep_fraction": 1.0}})
     for ours, theirs in zip(same.parameters(), dense.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     flops = [info.scalars["executed_flops"] for info in plain]
@@ -107,7 +121,11 @@ def test_all_units_chosen_is_the_dense_run_and_counts_what_it_executes(tiny, tmp
 def test_a_frozen_prefix_keeps_weights_and_moments_and_the_rest_gets_the_dense_gradient(tiny, tmp_path):
     grads, whole, before = Grads(), Grads(), tiny.tiny_model()
     model, seen = run(
-        tiny, tmp_path, {"kind": "prefix", "keep": 0.5}, gradient_sync=grads, settings={"checkpoint_every_steps": 12}
+        tiny,
+        tmp_path,
+        {"sparse_updates": {"kind": "freeze_prefix", "keep_fraction": 0.5}},
+        gradient_sync=grads,
+        settings={"checkpoint_every_steps": 12},
     )
     run(tiny, tmp_path / "whole", {}, gradient_sync=whole)
     dense = dict(zip(dict(before.named_parameters()), whole.kept[0], strict=True))
@@ -128,7 +146,10 @@ def test_a_frozen_prefix_keeps_weights_and_moments_and_the_rest_gets_the_dense_g
 @pytest.mark.parametrize("kind", ["columns", "rows"])
 def test_only_chosen_rows_have_a_gradient_and_those_of_the_last_projection_are_the_dense_ones(tiny, tmp_path, kind):
     found = {}
-    for name, sparse in (("sparse", {"kind": kind, "keep": 0.25, "regrowth": 0.0}), ("dense", {})):
+    for name, sparse in (
+        ("sparse", {"sparse_updates": {"kind": kind, "keep_fraction": 0.25, "random_fraction": 0.0}}),
+        ("dense", {}),
+    ):
         grads = Grads()
         run(tiny, tmp_path / name, sparse, gradient_sync=grads, settings={"num_steps": 1})
         found[name] = dict(zip(dict(tiny.tiny_model().named_parameters()), grads.kept[0], strict=True))
@@ -159,8 +180,8 @@ def test_a_run_that_stops_goes_on_with_the_same_bits(tiny, tmp_path, name):
 def test_other_number_formats_are_left_out_of_alike(tiny, tmp_path, policy):
     precision = {"settings": {"precision": {"policy": policy}}}
     _, plain = run(tiny, tmp_path / "plain", {}, **precision)
-    _, whole = run(tiny, tmp_path / "whole", {"kind": "columns", "keep": 1.0}, **precision)
-    _, half = run(tiny, tmp_path / "half", {"kind": "columns", "keep": 0.5}, **precision)
+    _, whole = run(tiny, tmp_path / "whole", {"sparse_updates": {"kind": "columns", "keep_fraction": 1.0}}, **precision)
+    _, half = run(tiny, tmp_path / "half", {"sparse_updates": {"kind": "columns", "keep_fraction": 0.5}}, **precision)
     assert [info.loss for info in whole] == pytest.approx([info.loss for info in plain], rel=1e-2)
     dense = [info.scalars["executed_flops"] for info in plain]
     assert [info.scalars["executed_flops"] for info in whole] == dense
@@ -200,7 +221,7 @@ def test_rows_are_chosen_by_the_loss_of_their_first_tokens(tiny, tmp_path):
     """And the gradient is that of a run that is given these rows and no others."""
     losses = first_losses(tiny)
     best = sorted(sorted(range(8), key=lambda row: -losses[row])[:2])
-    sparse = {"batch": {"signal": "loss", "keep_fraction": 0.25, "probe_tokens": 8, "random_fraction": 0.0}}
+    sparse = {"batch_selection": {"signal": "loss", "keep_fraction": 0.25, "probe_tokens": 8, "random_fraction": 0.0}}
     check_gradient_is_that_of(best, sparse, tiny, tmp_path)
 
 
@@ -210,14 +231,14 @@ def test_rows_that_the_first_weights_predict_worse_than_the_limit_are_never_lear
     losses = first_losses(tiny)
     order = sorted(range(8), key=lambda row: losses[row])
     limit = (losses[order[2]] + losses[order[3]]) / 2 / math.log(tiny.SHAPE.vocab_size)
-    sparse = {"batch": {"signal": signal, "keep_fraction": 0.5, "probe_tokens": 8, "max_initial_loss": limit}}
+    sparse = {"batch_selection": {"signal": signal, "keep_fraction": 0.5, "probe_tokens": 8, "max_initial_loss": limit}}
     check_gradient_is_that_of(sorted(order[:3]), sparse, tiny, tmp_path)
 
 
 def test_where_no_row_is_within_the_limit_nothing_is_learned(tiny, tmp_path):
     """Nor do weights move: momentum would carry them on, and decay would hold."""
     sparse = {
-        "batch": {
+        "batch_selection": {
             "signal": "loss_change",
             "keep_fraction": 0.5,
             "probe_tokens": 8,
@@ -235,9 +256,9 @@ def test_where_no_row_is_within_the_limit_nothing_is_learned(tiny, tmp_path):
 
 
 def test_weights_and_moments_stay_where_nothing_is_learned(tiny, tmp_path):
-    always = {"signal": "random", "keep": 0.5, "probe_len": 8, "max_start_loss": 0.1}
+    always = {"signal": "random", "keep_fraction": 0.5, "probe_tokens": 8, "max_initial_loss": 0.1}
     model, first = tiny.tiny_model(), tiny.tiny_model()
-    run(tiny, tmp_path, {"batch": always}, model=model, settings={"num_steps": 3, "weight_decay": 0.5})
+    run(tiny, tmp_path, {"batch_selection": always}, model=model, settings={"num_steps": 3, "weight_decay": 0.5})
     for mine, before in zip(model.parameters(), first.parameters(), strict=True):
         assert torch.equal(mine, before)
 
@@ -269,7 +290,9 @@ def test_a_row_without_a_label_in_the_look_is_judged_by_its_tokens(tiny):
 
 def test_the_limit_is_that_of_the_weights_at_the_start(tiny, tmp_path):
     """Most rows stay beyond it, though all losses have fallen far below it."""
-    sparse = {"batch": {"signal": "random", "keep_fraction": 1.0, "probe_tokens": 8, "max_initial_loss": 0.99}}
+    sparse = {
+        "batch_selection": {"signal": "random", "keep_fraction": 1.0, "probe_tokens": 8, "max_initial_loss": 0.99}
+    }
     _, seen = run(tiny, tmp_path, sparse, settings={"num_steps": 30})
     assert min(info.loss for info in seen if info.loss) < 3.0  # the limit is 4.12
     dense = [dense_flops(tiny.SHAPE, tiny.Rows().batch(info.step - 1)) for info in seen]
@@ -306,7 +329,7 @@ def test_labels_of_the_tokens_that_receive_most_attention_are_kept(tiny):
 
 def test_a_look_costs_its_first_tokens_only(tiny, tmp_path):
     """All rows chosen, so that what is more than the dense step is the look: forward only, 4 of 32 tokens."""
-    _, seen = run(tiny, tmp_path, {"batch": {"signal": "loss", "keep_fraction": 1.0, "probe_tokens": 4}})
+    _, seen = run(tiny, tmp_path, {"batch_selection": {"signal": "loss", "keep_fraction": 1.0, "probe_tokens": 4}})
     for info in seen:
         dense = dense_flops(tiny.SHAPE, tiny.Rows().batch(info.step - 1))
         assert 0.02 < info.scalars["executed_flops"] / dense - 1 < 0.05
@@ -317,20 +340,20 @@ def test_a_look_costs_its_first_tokens_only(tiny, tmp_path):
     [
         ("compile", {"compile": True}),
         ("optimizer", {"optimizer": "lion"}),
-        ("offload_optimizer", {"optimizer_cpu_offload": True}),
+        ("optimizer_cpu_offload", {"optimizer_cpu_offload": True}),
         ("gradient_sync.kind", {"gradient_sync": {"kind": "int8"}}),
-        ("transport.local_steps", {"gradient_sync": {"local_sgd": {"sync_every_steps": 2}}}),
+        ("gradient_sync.local_sgd", {"gradient_sync": {"local_sgd": {"sync_every_steps": 2}}}),
         ("async_updates.mode", {"async_updates": {"mode": "delayed"}}),
     ],
 )
 def test_what_does_not_go_together_is_named(tiny, field, more):
     with pytest.raises(ConfigError, match=rf"^sparse_updates\.kind: layers needs .*, which {field}.* takes away"):
-        tiny.settings(**QUIET, sparse={"kind": "layers"}, **more)
+        tiny.settings(**QUIET, sparse_updates={"kind": "layers"}, **more)
 
 
 def test_too_few_rows_for_the_microbatches_are_named(tiny, tmp_path):
-    sparse = {"batch": {"signal": "random", "keep_fraction": 0.5}}
-    with pytest.raises(ConfigError, match=r"^batch_selection\.keep_fraction: of 8 rows"):
+    sparse = {"batch_selection": {"signal": "random", "keep_fraction": 0.5}}
+    with pytest.raises(ConfigError, match=r"^batch_selection\.keep_fraction: 0\.5 of 8 rows"):
         run(tiny, tmp_path, sparse, settings={"gradient_accumulation_steps": 16, "batch_tokens": 512})
-    with pytest.raises(ConfigError, match=r"^batch_selection\.keep_fraction: of 8 rows .* are all"):
+    with pytest.raises(ConfigError, match=r"^batch_selection\.keep_fraction: 0\.5 of 8 rows .* are all"):
         run(tiny, tmp_path, sparse, settings={"gradient_accumulation_steps": 8})

@@ -21,7 +21,7 @@ LEVEL = [1.0, 1.1, 0.9, 1.0, 1.05, 0.95]
 
 
 def spikes(tmp_path, **config) -> LossSpikes:
-    settings = LossSpikeConfig(**{"num_sigmas": 6.0, "window": 6, **config})
+    settings = LossSpikeConfig(**{"num_sigmas": 6.0, "window_steps": 6, **config})
     path = tmp_path / "spikes.jsonl"
     return LossSpikes(settings, lambda flag: flag, path, is_first=True, checkpoint_every=2)
 
@@ -51,11 +51,11 @@ def test_a_jump_of_loss_or_norm_is_left_out_and_recorded(tmp_path):
 
 
 def test_what_is_not_finite_is_no_spike_and_nothing_is_judged_early_or_by_default(tmp_path):
-    guard = spikes(tmp_path, rollback_after=1, margin=0)
+    guard = spikes(tmp_path, rollback_after=1, rollback_margin_steps=0)
     guard.on_step_end(4)
     feed(guard, [*LEVEL, math.nan, math.inf, math.nan])
     assert (guard.events, guard.rollback_targets()) == ([], [])
-    assert not any(feed(spikes(tmp_path, window=30), [1.0] * 9 + [50.0]))
+    assert not any(feed(spikes(tmp_path, window_steps=30), [1.0] * 9 + [50.0]))
     assert not any(feed(spikes(tmp_path, num_sigmas=0.0), [1.0] * 50 + [50.0]))
 
 
@@ -64,12 +64,13 @@ def test_a_small_rise_over_a_flat_line_is_no_spike(tmp_path):
 
 
 def test_a_new_level_is_accepted(tmp_path):
-    assert feed(spikes(tmp_path, max_in_a_row=2), LEVEL + [5.0] * 5) == [False] * 6 + [True] * 2 + [False] * 3
+    assert feed(spikes(tmp_path, max_consecutive=2), LEVEL + [5.0] * 5) == [False] * 6 + [True] * 2 + [False] * 3
 
 
 def test_the_way_back_leads_to_a_quiet_checkpoint_before_the_first_spike(tmp_path):
-    guard = spikes(tmp_path, rollback_after=2, rollback_window=4, margin=3, max_rollbacks=1, lower_rate=0.5,
-                   lower_steps=2)  # fmt: skip
+    guard = spikes(tmp_path, rollback_after=2, rollback_window_steps=4, rollback_margin_steps=3,
+                   max_rollbacks=1, lr_factor=0.5,
+                   lr_factor_steps=2)  # fmt: skip
     feed(guard, LEVEL)
     guard.on_step_end(2)
     guard.on_step_end(6)
@@ -97,7 +98,8 @@ def test_all_ranks_leave_out_what_any_finds(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "field"),
-    [({"window": 3}, "window"), ({"loss_rise": -1.0}, "loss_rise"), ({"lower_rate": 0.0}, "lower_rate"),
+    [({"window_steps": 3}, "window_steps"), ({"min_loss_rise": -1.0}, "min_loss_rise"),
+     ({"lr_factor": 0.0}, "lr_factor"),
      ({"rollback_after": 2, "num_sigmas": 0.0}, "rollback_after"), ({"rollback_after": 9}, "rollback_after")],
 )  # fmt: skip
 def test_what_makes_no_sense_is_named(change, field):
@@ -111,12 +113,12 @@ def test_what_makes_no_sense_is_named(change, field):
 )
 def test_a_way_back_needs_checkpoints_and_updates_that_can_be_taken_back(tiny, change):
     with pytest.raises(ConfigError, match=r"^loss_spikes.rollback_after: "):
-        tiny.settings(spikes={"num_sigmas": 6.0, "rollback_after": 2}, **change)
+        tiny.settings(loss_spikes={"num_sigmas": 6.0, "rollback_after": 2}, **change)
 
 
 def test_hogwild_has_nobody_who_sees_all_updates(tiny):
     with pytest.raises(ConfigError, match=r"^loss_spikes.num_sigmas: "):
-        tiny.settings(spikes={"num_sigmas": 6.0}, asynchronous={"mode": "hogwild"})
+        tiny.settings(loss_spikes={"num_sigmas": 6.0}, async_updates={"mode": "hogwild"})
 
 
 def test_where_a_run_may_go_back_to_is_part_of_what_it_is():
@@ -157,12 +159,13 @@ class StopAt:
             raise Stopped("here")
 
 
-BACK = {"num_sigmas": 6.0, "window": 6, "rollback_after": 2, "rollback_window": 4, "margin": 1, "lower_rate": 0.5,
-        "lower_steps": 2}  # fmt: skip
+BACK = {"num_sigmas": 6.0, "window_steps": 6, "rollback_after": 2, "rollback_window_steps": 4,
+        "rollback_margin_steps": 1, "lr_factor": 0.5,
+        "lr_factor_steps": 2}  # fmt: skip
 
 
 def train(tiny, folder, bad=(7, 8), *, model=None, techniques=None, **spike_settings):
-    config = tiny.settings(num_steps=16, eval_every_steps=0, keep_last=1, spikes={**BACK, **spike_settings},
+    config = tiny.settings(num_steps=16, eval_every_steps=0, keep_last=1, loss_spikes={**BACK, **spike_settings},
                                schedule={"kind": "constant", "warmup_fraction": 0.0})  # fmt: skip
     objective = Bad(Pretrain(tiny.Rows()), bad)
     return tiny.run(folder, config, objective=objective, model=model, techniques=techniques or [])

@@ -258,8 +258,8 @@ def test_a_killed_run_goes_on_from_memory_and_its_recovery_is_recorded(tmp_path)
 @pytest.mark.parametrize(
     ("transport", "asynchronous", "parallel", "field"),
     [
-        ({"local_sgd": {"sync_every_steps": 2}}, {"mode": "delayed"}, {}, "transport.local_sgd.sync_every_steps"),
-        ({"local_sgd": {"sync_every_steps": 2}}, {}, {"context": 2}, "transport.local_sgd.sync_every_steps"),
+        ({"local_sgd": {"sync_every_steps": 2}}, {"mode": "delayed"}, {}, "gradient_sync.local_sgd.sync_every_steps"),
+        ({"local_sgd": {"sync_every_steps": 2}}, {}, {"context": 2}, "gradient_sync.local_sgd.sync_every_steps"),
         ({"kind": "int8"}, {"mode": "hogwild"}, {}, "gradient_sync.kind"),
         ({}, {"mode": "hogwild"}, {"tensor": 2}, "async_updates.mode"),
         ({}, {"mode": "hogwild"}, {"zero_stage": 3}, "async_updates.mode"),
@@ -267,7 +267,7 @@ def test_a_killed_run_goes_on_from_memory_and_its_recovery_is_recorded(tmp_path)
 )
 def test_what_does_not_go_together_is_named(tiny, transport, asynchronous, parallel, field):
     def check() -> None:
-        config = tiny.settings(transport=transport, asynchronous=asynchronous, **RARE)
+        config = tiny.settings(gradient_sync=transport, async_updates=asynchronous, **RARE)
         check_layout(config, ParallelConfig(**parallel), num_processes=2)
 
     with pytest.raises(ConfigError, match=rf"^{field}: "):
@@ -278,12 +278,14 @@ TRANSPORTS = [{"kind": "int8"}, {"kind": "topology_aware"}, {"kind": "allreduce"
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("shard", ["optimizer", "gradients", "full"])
+@pytest.mark.parametrize("shard", [1, 2, 3])
 def test_a_transport_that_fsdp_would_ignore_is_refused(tiny, transport, shard):
-    config = tiny.settings(transport=transport, **RARE)
-    name = "transport.local_sgd.sync_every_steps" if "local_steps" in transport else "gradient_sync.kind"
+    config = tiny.settings(gradient_sync=transport, **RARE)
+    name = "gradient_sync.local_sgd.sync_every_steps" if "local_sgd" in transport else "gradient_sync.kind"
     for layout, num_processes in (({}, 2), ({"shard_group_size": 4}, 4), ({"tensor": 2}, 4)):
-        with pytest.raises(ConfigError, match=rf"^{name}: .*needs gradients that are .* parallel.shard {shard} takes"):
+        with pytest.raises(
+            ConfigError, match=rf"^{name}: .*needs gradients that are .* parallel.zero_stage {shard} takes"
+        ):
             check_layout(config, ParallelConfig(zero_stage=shard, **layout), num_processes=num_processes)
 
 
@@ -292,7 +294,7 @@ def test_a_transport_that_fsdp_would_ignore_is_refused(tiny, transport, shard):
     [({"zero_stage": 3, "shard_group_size": 2}, 4), ({"zero_stage": 3}, 1), ({"tensor": 2}, 2), ({}, 4)],
 )
 def test_a_transport_is_taken_where_copies_exchange_gradients_or_nobody_does(tiny, layout, num_processes):
-    config = tiny.settings(transport={"kind": "int8", "local_sgd": {"sync_every_steps": 2}}, **RARE)
+    config = tiny.settings(gradient_sync={"kind": "int8", "local_sgd": {"sync_every_steps": 2}}, **RARE)
     check_layout(config, ParallelConfig(**layout), num_processes=num_processes)
 
 

@@ -130,7 +130,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_ends_the_run_on_all(runs, nam
     for rank in range(2):
         found = ended(runs, f"{name}-overflow", rank)
         assert found["kind"] == "ModelwrightError"
-        assert "was not finite when other weights had been updated already" in found["error"]
+        assert "was not finite after other weights had been updated" in found["error"]
 
 
 def test_a_pipeline_is_refused(runs):

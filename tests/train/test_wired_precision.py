@@ -18,13 +18,20 @@ LAYOUTS = {
     "context": {"context": 2},
 }
 STOP_AT_7 = {"kind": "stop", "step": 7}
-DELAYED = {"policy": "fp8", "fp8": {"scaling": "delayed", "amax_history_len": 3}, "evaluation": "fp32"}
-ADAPTIVE = {"every": 3, "window": 2, "hold": 1, "candidates": ["bf16", "int8"], "tolerance": 0.5, "spike": 5.0}
+DELAYED = {"policy": "fp8", "fp8": {"scaling": "delayed", "amax_history_len": 3}, "eval_dtype": "fp32"}
+ADAPTIVE = {
+    "decide_every_steps": 3,
+    "measure_steps": 2,
+    "cooldown_decisions": 1,
+    "candidates": ["bf16", "int8"],
+    "tolerance": 0.5,
+    "revert_on_loss_rise": 5.0,
+}
 SECONDS = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0}
 """As on a machine with INT8 and BF16 instructions; this is what decisions rest on, whatever the tests run on."""
 ADAPTIVE_FOLDERS = ("rules", "rules-twice", "rules-pipeline", "rules-tensor", "rules-zero", "bandit", "bandit-twice",
                     "amid", "amid-twice", "amid-pipeline", "amid-pipeline-twice")  # fmt: skip
-AMID = {"every": 4, "window": 3}
+AMID = {"decide_every_steps": 4, "measure_steps": 3}
 """Looks on in steps 6 to 8, so that a stop after the seventh comes amid them, and again in the last two of eleven."""
 AMID_LAYOUTS = {"amid": {"shared_memory": False}, "amid-pipeline": {"pipeline": 2}}
 
@@ -71,7 +78,7 @@ CASES = [
         for name, layout in AMID_LAYOUTS.items()
         for end, folder, mishap in (("", "", {}), ("-stopped", "-twice", STOP_AT_7), ("-again", "-twice", {}))
     ],
-    precise("schedule", precision=adaptive("schedule", schedule=[[4, 0.5], [8, 1.0]], narrow="int8")),
+    precise("schedule", precision=adaptive("schedule", schedule=[[4, 0.5], [8, 1.0]], low_precision="int8")),
 ]
 
 

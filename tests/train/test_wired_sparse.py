@@ -6,34 +6,40 @@ import torch
 from wired_cases import COPIES, RARE, Runs, case, ended, losses, values, weights
 
 FORMS = {
-    "columns": {"kind": "columns", "keep": 0.5, "refresh_every": 2},
-    "rows": {"kind": "rows", "keep": 0.5, "refresh_every": 3, "signal": "momentum"},
-    "layers": {"kind": "layers", "keep": 0.5, "refresh_every": 2},
-    "prefix": {"kind": "prefix", "keep": 0.5, "course": "dense_first", "ramp": 0.5},
-    "change": {"batch": {"signal": "loss_change", "keep_fraction": 0.5, "probe_tokens": 8}},
-    "limited": {"batch": {"signal": "loss_change", "keep_fraction": 0.5, "probe_tokens": 8, "max_initial_loss": 0.99}},
+    "columns": {"sparse_updates": {"kind": "columns", "keep_fraction": 0.5, "refresh_every_steps": 2}},
+    "rows": {"sparse_updates": {"kind": "rows", "keep_fraction": 0.5, "refresh_every_steps": 3, "signal": "momentum"}},
+    "layers": {"sparse_updates": {"kind": "layers", "keep_fraction": 0.5, "refresh_every_steps": 2}},
+    "prefix": {
+        "sparse_updates": {
+            "kind": "freeze_prefix",
+            "keep_fraction": 0.5,
+            "density_schedule": "dense_first",
+            "ramp_fraction": 0.5,
+        }
+    },
+    "change": {"batch_selection": {"signal": "loss_change", "keep_fraction": 0.5, "probe_tokens": 8}},
+    "limited": {
+        "batch_selection": {"signal": "loss_change", "keep_fraction": 0.5, "probe_tokens": 8, "max_initial_loss": 0.99}
+    },
 }
 CHECKED = {"fault_tolerance": {"replica_check_every_steps": 1}}
 UNITS = ("columns", "rows", "layers", "prefix")
 
 CASES = [
     case("dense", settings=RARE, **COPIES),
-    *[case(name, settings={**RARE, **CHECKED, "sparse_updates": sparse}) for name, sparse in FORMS.items()],
+    *[case(name, settings={**RARE, **CHECKED, **sparse}) for name, sparse in FORMS.items()],
     *[
         case(
             f"{name}-stopped",
             f"{name}-2",
-            settings={**RARE, "sparse_updates": sparse},
+            settings={**RARE, **sparse},
             mishap={"kind": "stop", "step": 7},
         )
         for name, sparse in FORMS.items()
     ],
-    *[
-        case(f"{name}-again", f"{name}-2", settings={**RARE, "sparse_updates": sparse})
-        for name, sparse in FORMS.items()
-    ],
+    *[case(f"{name}-again", f"{name}-2", settings={**RARE, **sparse}) for name, sparse in FORMS.items()],
     case("whole-columns", settings={**RARE, "sparse_updates": {"kind": "columns", "keep_fraction": 1.0}}),
-    case("divided", settings={**RARE, "sparse_updates": FORMS["layers"]}, parallel={"zero_stage": 3}),
+    case("divided", settings={**RARE, **FORMS["layers"]}, parallel={"zero_stage": 3}),
 ]
 
 

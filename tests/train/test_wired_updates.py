@@ -31,9 +31,15 @@ LAYOUTS = {
     ),
 }
 """Where layers have scales of their own: one model on each process, divided ones, layers on different processes."""
-FAR_TOO_LARGE = {"initial": 2.0**20, "window": 3, "per_layer": True, "max_small": 0.0}
+FAR_TOO_LARGE = {"init_scale": 2.0**20, "growth_interval": 3, "per_layer": True, "max_underflow_fraction": 0.0}
 HIGH = {"precision": {"policy": "fp16_mixed", "loss_scale": FAR_TOO_LARGE}}
-SPIKES = {"num_sigmas": 6.0, "window": 6, "rollback_after": 2, "rollback_window": 4, "margin": 1}
+SPIKES = {
+    "num_sigmas": 6.0,
+    "window_steps": 6,
+    "rollback_after": 2,
+    "rollback_window_steps": 4,
+    "rollback_margin_steps": 1,
+}
 BACK = {"loss_spikes": SPIKES, "checkpoint_every_steps": 2, "keep_last": 1}
 WILD = {"kind": "wild", "step": 7, "last": 8}
 OTHERS = ("adamw_8bit", "adamw_bf16_states", "lion", "muon")
@@ -57,10 +63,10 @@ CASES = [
     updates("scaled-stopped", "scaled-twice", settings=SCALED, mishap=STOP_AT_7),
     updates("scaled-again", "scaled-twice", settings=SCALED),
     updates("scaled-int8", settings={**SCALED, "gradient_sync": {"kind": "int8"}}),
-    updates("deepseek", settings={"optimizer": "deepseek_adam"}, **COPIES),
+    updates("deepseek", settings={"weight_decay_schedule": {"grad_norm_threshold": 5.0}}, **COPIES),
     updates(
         "deepseek-low",
-        settings={"optimizer": "deepseek_adam", "weight_decay_schedule": {"grad_norm_threshold": 0.1}},
+        settings={"weight_decay_schedule": {"grad_norm_threshold": 0.1}},
         **COPIES,
     ),
     updates("fp16", settings={"precision": {"policy": "fp16_mixed"}}),

@@ -16,26 +16,46 @@ if TYPE_CHECKING:  # PyTorch takes seconds to load
     from modelwright.precision.policy import PrecisionConfig
 
 
+_SIZES = (
+    "TARGET: a recipe, a YAML file, a run directory, or a well-known size (gpt3-175b, llama2-7b, llama3.1-8b). "
+    "Sizes, rates and counts take prefixes and units: 80GB, 64GiB, 900M; M is 1,000,000 and Mi 1,048,576."
+)
+
+
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="modelwright plan",
-        description="Propose layouts for training a model on some hosts, the fastest first, and say why others do not "
-        "fit. TARGET: a recipe, a YAML file, a run directory, or a well-known size (gpt3-175b, llama2-7b, "
-        "llama3.1-8b).",
-        epilog="Sizes, rates and counts take prefixes and units: 80GB, 64GiB, 900M; M is 1,000,000 and Mi 1,048,576. "
-        "Without --device the rates of this machine's own products are measured, and the links' rates must be given "
-        "where there is more than one device.",
+        description="Plan a training before it runs.",
+        epilog="example: modelwright plan layout llama3.1-8b --hosts 2 --devices-per-host 8 --device h100",
+        allow_abbrev=False,
     )
+    commands = parser.add_subparsers(dest="command", metavar="layout|memory", required=True)
+    _layout_options(
+        commands.add_parser(
+            "layout",
+            help="propose parallel layouts for some hosts, the fastest first",
+            description="Propose layouts for training a model on some hosts, the fastest first, and say why others do "
+            "not fit. Without --device the rates of this machine's own products are measured, and the links' rates "
+            f"must be given where there is more than one device. {_SIZES}",
+            epilog="example: modelwright plan layout llama3.1-8b --hosts 2 --devices-per-host 8 --device h100",
+            allow_abbrev=False,
+        )
+    )
+    memory = commands.add_parser(
+        "memory",
+        help="trace the memory of one training step, and plan one that takes less",
+        description="Trace one training step on one process, without computing it: what is alive when, and a plan of "
+        f"what to recompute or offload so that it takes less memory. {_SIZES}",
+        epilog="example: modelwright plan memory quickstart --budget 180MiB --offload disk",
+        allow_abbrev=False,
+    )
+    _shared_options(memory)
+    plan_memory.add_options(memory)
+    return parser
+
+
+def _shared_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET")
-    parser.add_argument("--hosts", type=int, default=1)
-    parser.add_argument("--gpus-per-host", type=int, default=1, help="devices (on CPUs: processes) of a host")
-    parser.add_argument("--device", choices=("h100", "a100", "v100"), help="take memory and rates from its data sheet")
-    parser.add_argument(
-        "--memory", metavar="BYTES", help="memory of one device; without BYTES, the timeline of a step's memory"
-    )
-    parser.add_argument("--flops", metavar="PER_S", help="peak FLOP/s of one device")
-    parser.add_argument("--host-bandwidth", metavar="BYTES_PER_S", help="of one device to the others in its host")
-    parser.add_argument("--network-bandwidth", metavar="BYTES_PER_S", help="of one device to other hosts")
     parser.add_argument(
         "--batch-tokens",
         metavar="N",
@@ -49,23 +69,35 @@ def parser() -> argparse.ArgumentParser:
         choices=("fp32", "tf32", "bf16", "fp16", "fp8"),
         help="format of products (default: the recipe's, else bf16, fp16 on a device without it)",
     )
-    parser.add_argument(
-        "--efficiency", type=float, metavar="SHARE", help="of the peak rate that training reaches (default: published)"
-    )
-    parser.add_argument("--top", type=int, default=8, help="layouts to show")
+    parser.add_argument("--top", type=int, default=8, help="layouts, or tensors, to show")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    plan_memory.add_options(parser)
-    return parser
+
+
+def _layout_options(parser: argparse.ArgumentParser) -> None:
+    _shared_options(parser)
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--devices-per-host", type=int, default=1, help="GPUs of a host; on CPUs, processes")
+    parser.add_argument("--device", choices=("h100", "a100", "v100"), help="take memory and rates from its data sheet")
+    parser.add_argument("--device-memory", metavar="BYTES", help="memory of one device")
+    parser.add_argument("--flops", metavar="PER_S", help="peak FLOP/s of one device")
+    parser.add_argument("--host-bandwidth", metavar="BYTES_PER_S", help="of one device to the others in its host")
+    parser.add_argument("--network-bandwidth", metavar="BYTES_PER_S", help="of one device to other hosts")
+    parser.add_argument(
+        "--efficiency",
+        type=float,
+        metavar="FRACTION",
+        help="of the peak rate that training reaches (default: published)",
+    )
 
 
 def plan(words: Sequence[str]) -> int:
     """`modelwright plan`"""
-    options = parser().parse_args(plan_memory.spelled(words, lambda word: parse_quantity(word) is not None))
+    options = parser().parse_args(_spelled_out(words))
     if options.seq_len is not None:
         options.seq_len = plan_memory.count(options.seq_len, "--seq-len")
-    if options.timeline:
+    if options.command == "memory":
         return plan_memory.show(options, number)
-    for name in ("hosts", "gpus-per-host", "top"):
+    for name in ("hosts", "devices-per-host", "top"):
         if (given := getattr(options, name.replace("-", "_"))) < 1:
             raise ConfigError(f"--{name}: must be at least 1, got {given}")
     from modelwright.plan.measured import error_text, measured_errors
@@ -81,6 +113,16 @@ def plan(words: Sequence[str]) -> int:
     known_error = error_text(measured_errors())
     print(proposal_text(job, cluster, proposal, top=options.top, known_error=known_error, notes=notes))
     return 0
+
+
+def _spelled_out(words: Sequence[str]) -> list[str]:
+    """The words; raises `ConfigError` for `plan TARGET`, which was a command once, and names the present ones."""
+    first = next((word for word in words if not word.startswith("-")), "")
+    if first and first not in ("layout", "memory"):
+        raise ConfigError(
+            f"plan: say what to plan: modelwright plan layout {first}, or modelwright plan memory {first}"
+        )
+    return list(words)
 
 
 def number(text: str, name: str) -> float:
@@ -156,20 +198,20 @@ def _cluster(options: argparse.Namespace, job: "TrainingJob") -> "Cluster":
     sheet = DEVICES.get(options.device)
     given = {
         name: number(value, f"--{name}")
-        for name in ("memory", "flops", "host-bandwidth", "network-bandwidth")
+        for name in ("device-memory", "flops", "host-bandwidth", "network-bandwidth")
         if (value := getattr(options, name.replace("-", "_")))
     }
-    alone = options.hosts * options.gpus_per_host == 1
+    alone = options.hosts * options.devices_per_host == 1
     if sheet is None and not alone and not {"host-bandwidth", "network-bandwidth"} <= given.keys():
         raise ConfigError("--host-bandwidth: give it and --network-bandwidth, or --device with a data sheet")
     if sheet is None and "flops" not in given:
         _check_measurable(job.model)
-    memory = given.get("memory") or (
-        sheet.memory_bytes if sheet else hardware()["memory_bytes"] / options.gpus_per_host
+    memory = given.get("device-memory") or (
+        sheet.memory_bytes if sheet else hardware()["memory_bytes"] / options.devices_per_host
     )
     return Cluster(
         num_hosts=options.hosts,
-        devices_per_host=options.gpus_per_host,
+        devices_per_host=options.devices_per_host,
         memory_bytes=memory,
         compute=_compute_rate(options, job, given.get("flops", 0.0)),
         host_bytes_per_s=given.get("host-bandwidth") or (sheet.host_bytes_per_s if sheet else 1.0),

@@ -1,10 +1,10 @@
-"""`modelwright plan --memory TARGET`: what is alive when in a training step, and a plan that takes less memory."""
+"""`modelwright plan memory TARGET`: what is alive when in a training step, and a plan that takes less memory."""
 
 import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,25 +15,17 @@ if TYPE_CHECKING:  # PyTorch takes seconds to load
     from modelwright.model.config import ModelConfig
     from modelwright.train.config import TrainConfig
 
-FLAG = "--timeline"
-"""What `--memory` without a number means."""
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "timeline of memory (--memory without BYTES)",
-        "Trace one training step on one process, without computing it, and plan what to compute again.",
+    parser.add_argument("--budget", metavar="BYTES", help="peak that the plan may reach")
+    parser.add_argument(
+        "--max-recompute", type=float, default=0.2, metavar="FRACTION", help="of FLOPs, where there is no budget"
     )
-    group.add_argument(FLAG, action="store_true", help="the same as --memory without BYTES")
-    group.add_argument("--budget", metavar="BYTES", help="peak that the plan may reach")
-    group.add_argument(
-        "--more-compute", type=float, default=0.2, metavar="SHARE", help="of FLOPs, where there is no budget"
-    )
-    group.add_argument("--offload", choices=("host", "disk"), help="what blocks keep may also wait there")
-    group.add_argument(
+    parser.add_argument("--offload", choices=("host", "disk"), help="saved activations may also wait there")
+    parser.add_argument(
         "--flops-per-byte", type=float, default=0.0, metavar="N", help="computed while a byte moves (default: measured)"
     )
-    group.add_argument("--html", type=Path, metavar="FILE", help="write the timelines as a page, too")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the timelines as a page, too")
 
 
 def row_len(given: int | None, usual: int, *, longest: int) -> int:
@@ -65,15 +57,6 @@ def batch_tokens(text: str, seq_len: int) -> int:
     return number
 
 
-def spelled(words: Sequence[str], is_size: Callable[[str], bool]) -> list[str]:
-    """`--memory` before anything but a size is a flag."""
-    found = list(words)
-    for place, word in enumerate(found):
-        if word == "--memory" and not (place + 1 < len(found) and is_size(found[place + 1])):
-            found[place] = FLAG
-    return found
-
-
 def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> int:
     """Print the timeline and the plan. Raises `ConfigError` for a budget that cannot be held."""
     from modelwright.cli.display import choose_display
@@ -83,8 +66,10 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
     from modelwright.plan.memory_plan import plan_step
     from modelwright.plan.memory_text import Known, plan_data, plan_text
 
-    if not 0.0 <= options.more_compute < math.inf:
-        raise ConfigError(f"--more-compute: must not be negative, got {options.more_compute}; 0.2 allows a fifth more")
+    if not 0.0 <= options.max_recompute < math.inf:
+        raise ConfigError(
+            f"--max-recompute: must not be negative, got {options.max_recompute}; 0.2 allows a fifth more"
+        )
     if options.html and not options.html.parent.is_dir():
         raise ConfigError(f"--html: {options.html.parent} is no folder; name a file in one that exists")
     model, train, seq_len = _training(options)
@@ -95,7 +80,7 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
         Pretrain,
         seq_len=seq_len,
         budget_bytes=int(number(options.budget, "--budget")) if options.budget else 0,
-        more_compute=options.more_compute,
+        more_compute=options.max_recompute,
         elsewhere=_elsewhere(options, model, train),
         arena=not no_arena,
         progress=choose_display(sys.stderr),

@@ -55,7 +55,7 @@ class ActivationCheckpointingConfig:
         if self.flops_per_byte < 0 or (self.flops_per_byte == 0) == (self.mode == "budget" and self.offload != "none"):
             raise ConfigError(
                 f"flops_per_byte: must be above 0 with mode budget and offload, else 0, got {self.flops_per_byte}; "
-                "`modelwright plan --memory --offload` measures it"
+                "`modelwright plan memory TARGET --offload disk` measures it"
             )
         if self.offload_dir and self.offload != "disk":
             raise ConfigError(f"offload_dir: goes with offload disk, not {self.offload}; leave it out")

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as a pure function of the step, peaks as one of the batch; no state. Knows no optimizer."""
+"""Learning-rate schedules as a pure function of the step; no state."""
 
 import math
 from dataclasses import dataclass
@@ -37,33 +37,6 @@ class ScheduleConfig:
                 f"cooldown_fraction: must be above 0 and leave room for the warmup ({self.warmup_fraction:g}), got "
                 f"{self.cooldown_fraction}; 0.2 is usual"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RateRuleConfig:
-    """How the peak rate follows from the batch.
-
-    kind: `none`, it is `learning_rate` as it stands; `linear`: in proportion to the batch (Goyal et al. 2017, for SGD);
-    `sqrt`: to its root (Krizhevsky 2014; for Adam Malladi et al. 2022, On the SDEs and Scaling Rules for Adaptive
-    Gradient Algorithms). The unit of a batch is the row: a sequence of `pack.seq_len` tokens, over all ranks and
-    microbatches of an update. reference_rate belongs to a batch of reference_rows rows.
-    """
-
-    kind: Literal["none", "linear", "sqrt"] = "none"
-    reference_rate: float = 3e-4
-    reference_rows: int = 1024
-
-    def __post_init__(self) -> None:
-        if self.reference_rate <= 0:
-            raise ConfigError(f"reference_rate: must be above 0, got {self.reference_rate}; 3e-4 is usual")
-        if self.reference_rows < 1:
-            raise ConfigError(f"reference_rows: must be at least 1 row, got {self.reference_rows}")
-
-    def peak(self, batch_rows: int, learning_rate: float) -> float:
-        """The peak rate for batches of so many rows; `learning_rate` without a rule."""
-        if self.kind == "none":
-            return learning_rate
-        return self.reference_rate * (batch_rows / self.reference_rows) ** (0.5 if self.kind == "sqrt" else 1.0)
 
 
 def rate_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:

@@ -89,7 +89,7 @@ class RunConfig:
     """Size of the fixed random sample of validation text that training is judged by while it runs; 0 takes all."""
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    data: SourceConfig
+    data: SourceConfig = field(default_factory=SourceConfig)
     clean: CleanConfig = field(default_factory=CleanConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     pack: PackConfig = field(default_factory=PackConfig)

@@ -56,7 +56,7 @@ def check_microbatches(config: ParallelConfig, num_microbatches: int) -> None:
         below, above = (n - n % config.pipeline for n in (num_microbatches, num_microbatches + config.pipeline))
         raise ConfigError(
             f"gradient_accumulation_steps: {num_microbatches} is not a multiple of parallel.pipeline "
-            f"({config.pipeline}), which the {config.schedule} schedule needs; take {below} or {above}, or the 1f1b schedule"
+            f"({config.pipeline}), which the {config.schedule} schedule needs; take {below} or {above}, or 1f1b"
         )
 
 
