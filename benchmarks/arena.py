@@ -53,7 +53,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.mesh import single
 from modelwright.precision.policy import PrecisionConfig
-from modelwright.train import build as loop
+from modelwright.train import build
 from modelwright.train.config import TrainConfig
 from modelwright.train.technique import StepInfo, Technique
 from modelwright_claims.results import circumstances, machine_slug
@@ -165,7 +165,7 @@ def train(size: str, *, arena: bool, num_steps: int) -> Meter:
     model.init_weights(0)
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(Measured):
         meter.use.__enter__()
-        loop.train(
+        build.train(
             model,
             Pretrain(rows),
             config,
@@ -189,7 +189,7 @@ def run(size: str, kind: str, num_steps: int) -> dict[str, Any]:
     if library not in Path("/proc/self/maps").read_text(encoding="utf-8"):
         raise SystemExit(f"{kind}: lib{library} was not preloaded")
     if kind not in KEEPS_FREED_MEMORY:
-        loop.freed_memory_kept = contextlib.nullcontext  # pyright: ignore[reportPrivateImportUsage]
+        build.freed_memory_kept = contextlib.nullcontext  # pyright: ignore[reportPrivateImportUsage]
     train("small", arena=kind == "arena", num_steps=4)
     gc.collect()
     before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -30,12 +30,12 @@ from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
-from modelwright.ops.formats import E4M3, GRIDS, Recipe
-from modelwright.ops.rates import matmul_rate
-from modelwright.ops.scaled import fp8_kernel
+from modelwright.ops.lowp_linear import E4M3, GRIDS, Recipe
+from modelwright.ops.matmul_rates import matmul_rate
+from modelwright.ops.quantize import fp8_kernel
 from modelwright.parallel.mesh import single
+from modelwright.precision.apply import ModelPrecision
 from modelwright.precision.hardware import measure_speeds
-from modelwright.precision.model import ModelFormats
 from modelwright.precision.policy import Fp8Config, Kind, PrecisionConfig
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
@@ -192,7 +192,7 @@ def product_speeds(options: argparse.Namespace) -> dict[str, float]:
     shapes: dict[Kind, list[tuple[int, int]]] = {"ffn": [(4 * wide, wide), (wide, 4 * wide)]}
     found: dict[str, float] = {}
     for recipe in RECIPES:
-        formats = ModelFormats(model, PrecisionConfig(policy="bf16_mixed", fp8=Fp8Config(recipe=recipe)))
+        formats = ModelPrecision(model, PrecisionConfig(policy="bf16_mixed", fp8=Fp8Config(recipe=recipe)))
         seconds = measure_speeds(formats, shapes, ("fp32", "bf16", "fp8", "int8"), num_rows=rows,
                                  device=torch.device(options.device))  # fmt: skip
         found |= {name: seconds["ffn", "fp32"] / seconds["ffn", name] for name in ("bf16", "int8")}

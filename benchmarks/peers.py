@@ -31,7 +31,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model, save_model
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import lay_out, single
+from modelwright.parallel.mesh import build_mesh, single
 from modelwright.recipes.load import RECIPES, recipe
 from modelwright.train.evaluation import heldout_losses
 from modelwright.train.runner import WholeModel
@@ -141,7 +141,7 @@ def work(name: str, task: Task, out: Path) -> None:
     device_bytes = torch.cuda.max_memory_allocated() if task.device == "cuda" else 0
     model = load_model(trained.weights).to(task.device)
     rows = PackedRows(task.folder / "heldout")
-    alone = lay_out(single(task.device), ParallelConfig())
+    alone = build_mesh(single(task.device), ParallelConfig())
     runner = WholeModel(model, alone.context, scatters_each=False)
     losses = heldout_losses(runner, Pretrain(loader(task)), list(rows.batches(8))[:16], alone, alive=lambda: None)
     measured = {

@@ -37,7 +37,7 @@ def measure(prepared: Path, folder: Path, num_processes: int, num_steps: int, ba
     records = pretrain(prepared, folder, settings, threads=num_processes)
     median = {
         name: statistics.median(value for step, value in column(records, name) if step >= FIRST_TIMED)
-        for name in ("tokens_per_s", "step_time_s", "exchange_s")
+        for name in ("tokens_per_s", "step_time_s", "comm_s")
     }
     losses = [value for _, value in column(records, "loss")]
     return {**median, "first_loss": losses[0], "last_loss": losses[-1]}

@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from modelwright.memory.arena import Arena
-from modelwright.memory.arena_run import OUTLIVES, Planned
 from modelwright.memory.budget import Budget, SegmentChoice, peak, total_cost
 from modelwright.memory.lifetimes import Lifetime
+from modelwright.memory.step_arena import Arena
+from modelwright.memory.step_arena_runtime import OUTLIVES, Planned
 
 WINDOW = 64
 """How far back a block of equal size is looked for, counted in blocks that do not vary."""

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 import torch
 
-from modelwright.infer.sampler import Draw, SampleRequest, sample
+from modelwright.infer.sampler import SampledToken, SampleRequest, sample
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.attention import causal_attend
 from modelwright.model.decoder import Decoder
 
 
 @torch.inference_mode()
-def generate_naive(model: Decoder, prompt_ids: Sequence[int], params: SamplingParams) -> list[Draw]:
+def generate_naive(model: Decoder, prompt_ids: Sequence[int], params: SamplingParams) -> list[SampledToken]:
     """The new tokens, the stop token included. Costs a whole forward pass over everything so far per token."""
     tokens, draws, counts = list(prompt_ids), [], Counter()
     room = min(params.max_tokens, model.config.max_seq_len - len(tokens))

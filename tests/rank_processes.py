@@ -34,7 +34,7 @@ IMPORTED = (
     "modelwright.parallel.strategies.hogwild",
     "modelwright.parallel.pipeline.runner",
     "modelwright.parallel.strategies.config",
-    "modelwright.pipeline.execute",
+    "modelwright.pipeline.run",
     "modelwright.recipes.load",
     "pytest",
     "tensorboardX",

@@ -12,9 +12,9 @@ from typing import Any
 
 from modelwright.core.config import parse
 from modelwright.model.decoder import Decoder
-from modelwright.ops.formats import Format
+from modelwright.ops.lowp_linear import Format
 from modelwright.parallel.mesh import single
-from modelwright.precision.model import ModelFormats
+from modelwright.precision.apply import ModelPrecision
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.techniques.adaptive_precision import MACHINE, machine_for
 from modelwright_claims import memory_probe, workbench
@@ -99,7 +99,7 @@ def speeds_at_large(setting: Setting) -> dict[str, float]:
     """
     size, folder = large_size(setting), setting.folder / "speeds_at_large"
     precision = arms_with(LARGE_CHANGING)[ADAPTIVE[0]]
-    formats = ModelFormats(Decoder(size.model_config(workbench.VOCAB_SIZE)), precision)
+    formats = ModelPrecision(Decoder(size.model_config(workbench.VOCAB_SIZE)), precision)
     machine_for(folder, formats, single(workbench.device()), num_rows=size.batch_rows * size.seq_len, tensor=1)
     return json.loads((folder / MACHINE).read_text(encoding="utf-8"))
 

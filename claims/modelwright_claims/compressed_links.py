@@ -54,13 +54,13 @@ def variant(name: str, mbit: float, size: Size) -> Run:
 
 def after_warm_up(outcome: Outcome) -> dict[str, float]:
     """Return means over the steps after the first `WARM_UP` ones, without the last."""
-    exchange_s, step_s, num_tokens = (
-        statistics.fmean(outcome.steps[name][WARM_UP:-1]) for name in ("exchange_s", "step_time_s", "num_tokens")
+    comm_s, step_s, num_tokens = (
+        statistics.fmean(outcome.steps[name][WARM_UP:-1]) for name in ("comm_s", "step_time_s", "num_tokens")
     )
     sent = outcome.steps["interface_bytes"][WARM_UP - 1 : -1]
     return {
         "bytes_per_step": (sent[-1] - sent[0]) / (len(sent) - 1),
-        "exchange_ms": 1e3 * exchange_s,
+        "exchange_ms": 1e3 * comm_s,
         "step_ms": 1e3 * step_s,
         "tokens_per_s": num_tokens / step_s,
     }

@@ -17,7 +17,7 @@ import torch
 
 from modelwright.core.config import merge
 from modelwright.core.resources import num_usable_cores
-from modelwright.ops.narrow import is_widened
+from modelwright.ops.lowp_emulation import is_emulated
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
 from modelwright_claims.experiment import Experiment, Runner, Tuning, best_value, run_experiment, tune, with_value
 from modelwright_claims.fp32_baseline import NO_ONEDNN, baseline_conditions, onednn_is_exact
@@ -107,7 +107,7 @@ def _scenes(size: Size, *, only_ends: bool) -> dict[str, Scene]:
 
 def ingredients_of(where: str) -> list[str]:
     """Return the ingredients of a whole stack: BF16 only where the processor has instructions for it."""
-    has_bf16 = not is_widened(torch.bfloat16, torch.device("cpu"))
+    has_bf16 = not is_emulated(torch.bfloat16, torch.device("cpu"))
     return [name for name in STACKS[where] if name != BF16 or has_bf16]
 
 

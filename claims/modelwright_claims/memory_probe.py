@@ -31,7 +31,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world
-from modelwright.train import build as loop
+from modelwright.train import build
 from modelwright.train.config import TrainConfig
 from modelwright.train.technique import StepInfo, Technique
 from modelwright_claims.launch import run_ranks
@@ -223,7 +223,7 @@ def _train(probe: Probe, world: World, meter: Meter, folder: Path) -> None:
     model = Decoder(probe.model)
     model.init_weights(0)
     with contextlib.suppress(_Measured):
-        loop.train(
+        build.train(
             model,
             Pretrain(rows),
             probe.train,
@@ -268,7 +268,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if "own-heap" not in sys.argv:
         # see this module's contract
-        loop.freed_memory_kept = contextlib.nullcontext  # pyright: ignore[reportPrivateImportUsage]
+        build.freed_memory_kept = contextlib.nullcontext  # pyright: ignore[reportPrivateImportUsage]
     with join_world() as world:
         found = [_run(probe, world, path.parent / str(number)) for number, probe in enumerate(probes)]
     print(json.dumps([dataclasses.asdict(one) for one in found]), flush=True)

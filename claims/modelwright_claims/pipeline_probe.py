@@ -18,7 +18,7 @@ from modelwright.core.config import parse
 from modelwright.data.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, join_world, lay_out
+from modelwright.parallel.mesh import World, build_mesh, join_world
 from modelwright.parallel.pipeline.partition import split_layers
 from modelwright.parallel.pipeline.runner import Pipeline
 from modelwright_claims.layer_times import agree, measure_layer_times
@@ -42,7 +42,7 @@ class ProbeSize:
 def measure_case(case: dict[str, Any], size: ProbeSize, model: Decoder, world: World) -> list[dict[str, Any]]:
     """Every timed step of one schedule and number of microbatches; the first step is not counted."""
     config = parse(ParallelConfig, case["layout"])
-    mesh = lay_out(world, config)
+    mesh = build_mesh(world, config)
     pipeline = Pipeline(model, config, mesh, passes=lambda part: part)
     batch = size.batch()
     parts = batch.split(case["gradient_accumulation_steps"])

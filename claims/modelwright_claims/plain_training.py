@@ -19,7 +19,7 @@ from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Block, Decoder
 from modelwright.optim.schedule import rate_factor
 from modelwright.parallel.mesh import World
-from modelwright.precision.model import fp32_products
+from modelwright.precision.apply import fp32_products
 from modelwright.train.config import TrainConfig
 
 

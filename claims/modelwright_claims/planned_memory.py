@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from modelwright.memory.arena import plan_arena
 from modelwright.memory.disk import DiskStore
 from modelwright.memory.lifetimes import MemoryTimeline
+from modelwright.memory.step_arena import plan_arena
 from modelwright.model.config import ModelConfig
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.plan.catalog import MODELS
 from modelwright.plan.doctor import measure_rates
-from modelwright.plan.memory_plan import MORE_COMPUTE, Elsewhere, plan_step
-from modelwright.plan.moving import measure_flops_per_byte
-from modelwright.plan.traced_step import trace_step
+from modelwright.plan.memory_plan import MORE_COMPUTE, OffloadTarget, plan_step
+from modelwright.plan.offload_cost import measure_flops_per_byte
+from modelwright.plan.trace_step import trace_step
 from modelwright.train.config import TrainConfig
 from modelwright_claims import memory_probe
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
@@ -186,11 +186,11 @@ def _in_training(case: Case, train: TrainConfig) -> Measured:
     return memory_probe.measure(replace(case.probe(train), num_steps=ARENA_STEPS), own_heap=True)[0]
 
 
-def disk(setting: Setting, case: Case) -> Elsewhere:
+def disk(setting: Setting, case: Case) -> OffloadTarget:
     """A file beside the measurement's own, at the pace measured now."""
     rates = measure_rates(case.model, num_tokens=case.rows * case.model.max_seq_len, budget_s=2.0)["effective"]
     pace = measure_flops_per_byte(DiskStore(setting.folder), torch.device("cpu"), rates["fp32"])
-    return Elsewhere(tier="disk", flops_per_byte=pace)
+    return OffloadTarget(tier="disk", flops_per_byte=pace)
 
 
 def large_model() -> dict[str, float]:

@@ -13,9 +13,9 @@ import torch
 
 from modelwright.core.config import parse
 from modelwright.model.decoder import Decoder
-from modelwright.ops.formats import Format
+from modelwright.ops.lowp_linear import Format
+from modelwright.precision.apply import ModelPrecision
 from modelwright.precision.hardware import measure_speeds
-from modelwright.precision.model import ModelFormats
 from modelwright.precision.policy import PrecisionConfig
 from modelwright_claims import memory_probe, workbench
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict
@@ -83,7 +83,7 @@ def measure(setting: Setting) -> Measurement:
 def product_speeds(setting: Setting) -> dict[Format, float]:
     """Times as fast as FP32, forward and backward with casts, of a feed-forward block of width 512 on 2,048 tokens."""
     model = Decoder(Size(model_dim=64, num_layers=1, seq_len=8, batch_rows=1, num_steps=1).model_config(16))
-    formats = ModelFormats(model, parse(PrecisionConfig, {"policy": "bf16_mixed"}, constants=True))
+    formats = ModelPrecision(model, parse(PrecisionConfig, {"policy": "bf16_mixed"}, constants=True))
     rows, width = (128, 128) if setting.quick else (2048, 512)
     shapes = {"ffn": [(4 * width, width), (width, 4 * width)]}
     seconds = measure_speeds(formats, shapes, FORMATS, num_rows=rows, device=workbench.device())  # type: ignore[arg-type]

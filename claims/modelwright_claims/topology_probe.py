@@ -22,7 +22,7 @@ import torch
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, join_world, lay_out
+from modelwright.parallel.mesh import World, build_mesh, join_world
 from modelwright.parallel.topology.collectives import Collectives, TopologyConfig
 from modelwright.parallel.topology.link_costs import Links, LinksConfig, measure_links
 from modelwright.parallel.topology.rank_mapping import place, take_places
@@ -118,7 +118,7 @@ def measure_arms(
     """Adds each arm's milliseconds per repeat to `times`; returns which algorithm was chosen per message size."""
     chosen = Collectives(world, links, TopologyConfig(window_all_reduces=0))
     doubling = Collectives(world, alike(links), TopologyConfig(algorithm="doubling", window_all_reduces=0))
-    mesh = lay_out(world, LAYOUT)
+    mesh = build_mesh(world, LAYOUT)
     arms: dict[str, Callable[[], object]] = {}
     for num_bytes in SIZES:
         message = torch.zeros(num_bytes // 4)

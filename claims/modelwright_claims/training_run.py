@@ -33,7 +33,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.gradient_sync import GradientTransport
+from modelwright.parallel.gradient_sync import GradientSync
 from modelwright.parallel.mesh import World, join_world, single
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
@@ -171,7 +171,7 @@ class StepLog:
     ended_s: list[float] = field(default_factory=list)
     columns: dict[str, list[float]] = field(default_factory=dict)
 
-    METRICS = ("loss", "num_tokens", "step_time_s", "exchange_s", "skipped")
+    METRICS = ("loss", "num_tokens", "step_time_s", "comm_s", "skipped")
     SCALARS = ("executed_flops", "staleness")
 
     def observe(self, info: StepInfo) -> None:
@@ -241,7 +241,7 @@ def train_once(
     keep: Path | None = None,
     stage: Path | None = None,
     wrap: Callable[[Pretrain], Objective] = lambda objective: objective,
-    gradient_sync: GradientTransport | None = None,
+    gradient_sync: GradientSync | None = None,
 ) -> Outcome:
     """Train as one rank of a run. stage: folder that all ranks share; wrap: changes the objective of training."""
     model = Decoder(run.model_config(prepare_text(setting).vocab_size))
@@ -297,7 +297,7 @@ def _train(
     objective: Objective,
     heldout: Sequence[TokenBatch],
     folder: Path,
-    gradient_sync: GradientTransport | None,
+    gradient_sync: GradientSync | None,
 ) -> Outcome:
     config, stage = run.train_config(), StageDir(folder)
     log = StepLog(counts_interfaces=run.processes.mbit is not None)

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.data.builtin import machine_corpus
 from modelwright.data.loader import PackedRows
 from modelwright.data.pack import PackConfig, pack
+from modelwright.data.stdlib_corpus import machine_corpus
 from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.mesh import default_device

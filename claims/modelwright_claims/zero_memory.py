@@ -8,10 +8,10 @@ from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.parallel.config import ParallelConfig, ZeroStage
 from modelwright.plan.catalog import DEVICES, MODELS
+from modelwright.plan.communication import Cluster
 from modelwright.plan.layout import TrainingJob
 from modelwright.plan.memory import RankPart, rank_memory
 from modelwright.plan.search import propose
-from modelwright.plan.traffic import Cluster
 from modelwright_claims import memory_probe
 from modelwright_claims.activation_checkpointing import MEMORY_ERRORS
 from modelwright_claims.claim import Claim, Conditions, Figure, Measurement, Samples, Setting, Verdict

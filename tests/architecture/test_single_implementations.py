@@ -14,7 +14,7 @@ LINE_WRITERS = {
     "core/records.py": "metrics of every step",
     "core/rundir.py": "the lock of a run",
     "evaluate/suite.py": "results for each document and question, written once",
-    "pipeline/journal.py": "log.txt, which is not JSON",
+    "pipeline/stage_log.py": "log.txt, which is not JSON",
     "train/monitors/watchdog.py": "stacks of threads, by faulthandler",
 }
 """Files that may append to a file or write lines of JSON, and what they write."""

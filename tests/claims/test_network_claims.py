@@ -104,7 +104,7 @@ def test_a_quick_measurement_of_topology(tmp_path):
 
 def test_the_first_steps_and_the_last_one_are_not_measured():
     first, last = [1000.0] * compressed_links.WARM_UP, [1000.0]
-    steps = {name: [*first, 1.0, 3.0, *last] for name in ("exchange_s", "step_time_s", "num_tokens")}
+    steps = {name: [*first, 1.0, 3.0, *last] for name in ("comm_s", "step_time_s", "num_tokens")}
     steps["interface_bytes"] = [*range(compressed_links.WARM_UP), 119.0, 219.0, 5000.0]
     found = compressed_links.after_warm_up(Outcome(heldout_loss=1.0, seconds=1.0, steps=steps))
     assert found == {"bytes_per_step": 100.0, "exchange_ms": 2000.0, "step_ms": 2000.0, "tokens_per_s": 1.0}

@@ -12,7 +12,7 @@ import pytest
 from modelwright.cli.overrides import read_overrides
 from modelwright.cli.run import _read
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.execute import check_request
+from modelwright.pipeline.run import check_request
 from modelwright.recipes.load import load
 from rank_processes import start_process
 

@@ -108,3 +108,19 @@ def test_no_present_setting_counts_as_renamed() -> None:
     present = {one.key for one in run_settings()}
     assert present.isdisjoint(RENAMED)
     assert all(not RunConfig.renamed(key) for key in present)
+
+
+def test_a_run_of_an_earlier_version_is_refused_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Wherever its configuration is read: to resume, to export, to serve."""
+    run = tmp_path / "old"
+    (run / "sft" / "artifact").mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    plain = dump(recipe("tiny"))
+    plain["pretrain"]["num_microbatches"] = plain["pretrain"].pop("gradient_accumulation_steps")
+    (run / "config.yaml").write_text(yaml.safe_dump(plain))
+    for words in (["run", str(run)], ["export", str(run), "--to", "hf", str(tmp_path / "hf")], ["serve", str(run)]):
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert f"{run}/config.yaml: pretrain.num_microbatches: is now called pretrain.gradient_acc" in said
+        assert "made by an earlier version" in said
+    assert not (tmp_path / "hf").exists()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.cli.launch import Refused, _before_restart, _tell, leave_words
+from modelwright.cli.launch import Refused, _before_restart, _tell, write_exit_report
 from modelwright.cli.main import main
 
 LOST = "another process of this run has ended"
@@ -19,7 +19,7 @@ def leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         for number, (exit_code, text) in enumerate(said):
             monkeypatch.setenv("RANK", str(len(said) - number))
             monkeypatch.setattr("os.getpid", lambda number=number: 1000 + number)
-            assert leave_words(str(tmp_path), text, exit_code) == exit_code
+            assert write_exit_report(str(tmp_path), text, exit_code) == exit_code
         return tmp_path
 
     return leave

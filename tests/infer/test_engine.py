@@ -8,7 +8,7 @@ import torch
 from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import Engine, EngineConfig, StepOutput
 from modelwright.infer.generate import generate
-from modelwright.infer.head import _can_pack, _packed, fastest_head
+from modelwright.infer.lm_head import _can_pack, _packed, fastest_head
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder

@@ -6,7 +6,7 @@ import resource
 import pytest
 import torch
 
-from modelwright.memory.allocator import freed_memory_kept
+from modelwright.memory.glibc_malloc import freed_memory_kept
 
 glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the options are glibc's")
 

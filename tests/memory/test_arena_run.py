@@ -15,9 +15,9 @@ from torch import Tensor
 import memory_references
 from memory_references import ReplayNaive
 from modelwright.core.errors import ConfigError
-from modelwright.memory import arena_run
-from modelwright.memory.arena_build import built, check_machine
-from modelwright.memory.arena_run import OUTLIVES, Figures, Mode, Planned, StepAllocator, StepArena, step_arena
+from modelwright.memory import step_arena_runtime
+from modelwright.memory.step_arena_build import built, check_machine
+from modelwright.memory.step_arena_runtime import OUTLIVES, Figures, Mode, Planned, StepAllocator, StepArena, step_arena
 
 pytestmark = pytest.mark.skipif(
     platform.system() != "Linux" or shutil.which("g++") is None, reason="is built on Linux, by g++"
@@ -182,7 +182,7 @@ def test_three_steps_are_recorded_and_the_next_ones_served(arena):
     assert found[:3] == [{}, {}, {}]
     most = max(sum(SIZES[n : n + 4]) for n in range(len(SIZES)))
     for figures in found[3:]:
-        assert figures["arena_served"] == 1.0
+        assert figures["arena_hit_rate"] == 1.0
         assert figures["arena_peak_bytes"] <= figures["arena_bytes"] <= 1.25 * most
 
 
@@ -200,7 +200,7 @@ def test_a_tensor_that_outlives_its_step_keeps_its_place_and_values(arena, used)
     assert kept is not None
     assert used.living_bytes() == SIZES[20]
     figures = in_steps(arena, 2)[-1]
-    assert 0.5 < figures["arena_served"] < 1.0, "blocks that the plan has at its place are missed"
+    assert 0.5 < figures["arena_hit_rate"] < 1.0, "blocks that the plan has at its place are missed"
     assert bool((kept == 20).all())
     arena.close()
     assert bool((kept == 20).all())
@@ -214,7 +214,7 @@ def test_what_outlives_the_recorded_step_is_not_in_the_arena(arena, used):
         with arena.step():
             kept.append(work(SIZES, keep=20))
         assert used.living_bytes() == 0
-    assert arena.figures()["arena_served"] == 1.0
+    assert arena.figures()["arena_hit_rate"] == 1.0
     assert all(bool((one == 20).all()) for one in kept)
 
 
@@ -222,7 +222,7 @@ def test_other_steps_are_recorded_anew_and_futile_plans_end(arena, notes):
     in_steps(arena, 4)
     longer = [2 * size for size in SIZES]
     found = in_steps(arena, 7, longer)
-    assert [one.get("arena_served") for one in found] == [0.0, 0.0, None, None, None, 1.0, 1.0]
+    assert [one.get("arena_hit_rate") for one in found] == [0.0, 0.0, None, None, None, 1.0, 1.0]
     for number in range(30):
         in_steps(arena, 1, [size + 4096 * 50 * (number + 1) for size in SIZES])
     assert in_steps(arena, 3, longer) == [{}, {}, {}]
@@ -235,7 +235,7 @@ def test_some_that_come_in_between_move_nothing_else(arena):
     more = [size for n, size in enumerate(SIZES) for size in ([size, 70_000 + n] if n % 3 == 0 else [size])]
     (figures,) = in_steps(arena, 1, more)
     own = sum(70_000 + n for n in range(0, len(SIZES), 3))
-    assert figures["arena_served"] > 0.8 * sum(SIZES) / (sum(SIZES) + own)
+    assert figures["arena_hit_rate"] > 0.8 * sum(SIZES) / (sum(SIZES) + own)
 
 
 def test_sizes_that_vary_have_some_room(arena):
@@ -243,7 +243,7 @@ def test_sizes_that_vary_have_some_room(arena):
     for number in range(30):
         sizes = [2**17 if n % 4 else 2**18 - 64 * draw.randrange(200) for n in range(40)]
         (figures,) = in_steps(arena, 1, sizes)
-        assert (figures.get("arena_served", 1.0) > 0.99) or number < 3
+        assert (figures.get("arena_hit_rate", 1.0) > 0.99) or number < 3
 
 
 @pytest.mark.parametrize(("number", "skip"), [(0, 2), (1, 2), (9, 2), (9, 10**9)])
@@ -281,7 +281,7 @@ def test_a_step_that_begins_again_is_recorded_anew(arena, used):
         work([size // 2 for size in SIZES])
     del half
     found = in_steps(arena, 4, [size // 2 for size in SIZES])
-    assert [one.get("arena_served") for one in found] == [None, None, 1.0, 1.0]
+    assert [one.get("arena_hit_rate") for one in found] == [None, None, 1.0, 1.0]
 
 
 def test_an_error_amid_a_step_leaves_the_arena_usable(arena):
@@ -295,7 +295,7 @@ def test_an_error_amid_a_step_leaves_the_arena_usable(arena):
     with pytest.raises(ZeroDivisionError):
         fail()
     outside = block(SIZES[0])
-    assert in_steps(arena, 1)[0]["arena_served"] == 1.0
+    assert in_steps(arena, 1)[0]["arena_hit_rate"] == 1.0
     del outside
 
 
@@ -306,7 +306,7 @@ def test_pages_go_back_while_the_arena_rests(arena):
         pass
     in_steps(arena, 1)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before > 100
-    assert in_steps(arena, 1)[0]["arena_served"] == 1.0
+    assert in_steps(arena, 1)[0]["arena_hit_rate"] == 1.0
 
 
 def test_an_arena_that_cannot_be_had_is_done_without(used, notes, monkeypatch):
@@ -357,4 +357,4 @@ def test_it_is_built_once(tmp_path, monkeypatch):
 def test_shares_of_nothing():
     empty = dict.fromkeys(Figures.__dataclass_fields__, 0)
     assert Figures(**empty).served_share == 1.0
-    assert arena_run.LEAST_BYTES % 4096 == 0
+    assert step_arena_runtime.LEAST_BYTES % 4096 == 0

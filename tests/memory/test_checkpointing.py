@@ -14,9 +14,9 @@ from modelwright.memory.config import OPERATORS, ActivationCheckpointingConfig
 from modelwright.model.attention import causal_attend, packed_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.ops import cpu_kernels, narrow
+from modelwright.ops import cpu_kernels, lowp_emulation
 from modelwright.ops.attention import packed_cuts
-from modelwright.precision.model import ModelFormats
+from modelwright.precision.apply import ModelPrecision
 from modelwright.precision.policy import PrecisionConfig
 
 CONFIG = ModelConfig(
@@ -72,7 +72,7 @@ def run(config, *, compute="fp32", attend=None):
     shape = block_shape(CONFIG, compute=compute, mean_context=0, fused=cpu_kernels.kernels() is not None)
     segments = segments_for(config, CONFIG.num_layers, shape=shape, num_tokens=TOKENS)
     checkpoint_segments(model, segments)
-    ModelFormats(model, PrecisionConfig(policy="bf16_mixed" if compute == "bf16" else "fp32"))
+    ModelPrecision(model, PrecisionConfig(policy="bf16_mixed" if compute == "bf16" else "fp32"))
     assert list(model.state_dict()) == names
     tokens = torch.arange(TOKENS).view(ROWS, LENGTH) % 50
     positions = torch.arange(LENGTH).repeat(ROWS, 1)
@@ -94,7 +94,7 @@ def run(config, *, compute="fp32", attend=None):
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_gradients_are_equal_and_bytes_and_flops_are_those_of_the_formulas(compute, own_kernels, monkeypatch):
     """The last product of a block is spared where it is one of PyTorch's own, hence with instructions for BF16."""
-    monkeypatch.setattr(narrow, "CPU_MULTIPLIES", narrow.NARROW)
+    monkeypatch.setattr(lowp_emulation, "CPU_MULTIPLIES", lowp_emulation.NARROW)
     if not own_kernels:
         monkeypatch.setattr(cpu_kernels, "kernels", lambda: None)
     plain, _, flops, _, _ = run(ActivationCheckpointingConfig(), compute=compute)

@@ -8,7 +8,7 @@ import torch
 from modelwright.model.attention import causal_attend, masked_attend, packed_attend
 from modelwright.model.decoder import Decoder
 from modelwright.ops.cross_entropy import linear_cross_entropy
-from modelwright.ops.formats import in_float
+from modelwright.ops.lowp_linear import in_float
 from tiny_decoder import make_config, make_decoder
 from tolerances import TOLERANCES
 

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from modelwright.ops import cpu_kernels
 from modelwright.ops.attention import document_mask, masked_attention_naive, packed_attention, packed_cuts, packed_tiles
 from modelwright.ops.norm import rms_norm, rms_norm_naive
+from modelwright.ops.quantize import ROWWISE, dequantize, quantize, quantize_naive, scaled_product, scaled_product_naive
 from modelwright.ops.rope import apply_rope, apply_rope_naive, rope_tables
-from modelwright.ops.scaled import ROWWISE, dequantize, quantize, quantize_naive, scaled_product, scaled_product_naive
 from modelwright.ops.swiglu import swiglu, swiglu_naive
 from tolerances import TOLERANCES
 

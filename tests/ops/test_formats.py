@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from modelwright.ops.formats import E4M3, E5M2, Fp8, Int8, in_float, in_products
-from modelwright.ops.products import PLAIN, Products, multiply
+from modelwright.ops.linear_gemms import PLAIN, LinearGemms, multiply
+from modelwright.ops.lowp_linear import E4M3, E5M2, Fp8, Int8, in_float, in_products
 
 pytestmark = pytest.mark.usefixtures("either_way")
 
@@ -61,7 +61,7 @@ def test_a_wide_weight_gradient_is_exact():
 
 def test_plain_products_by_hand_are_autograds():
     """The same three products, written out."""
-    by_hand = Products(name="by hand")
+    by_hand = LinearGemms(name="by hand")
     assert by_hand is not PLAIN
     for ours, exact in zip(
         value_and_gradients(lambda x, w: multiply(x, w, by_hand)), value_and_gradients(F.linear), strict=True

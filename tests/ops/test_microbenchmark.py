@@ -11,8 +11,8 @@ import torch
 
 from modelwright.core.busy import OtherProcesses
 from modelwright.core.resources import num_usable_cores
+from modelwright.ops.matmul_rates import matmul_rate
 from modelwright.ops.microbenchmark import Undisturbed, in_turn, own_clock, repeated, seconds_of, undisturbed
-from modelwright.ops.rates import matmul_rate
 
 CORES = num_usable_cores()
 

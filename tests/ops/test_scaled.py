@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from modelwright.ops import scaled
-from modelwright.ops.formats import E4M3, E5M2, Fp8, in_products
-from modelwright.ops.formats import GRIDS as RECIPES
-from modelwright.ops.scaled import (
+from modelwright.ops import quantize as scaled
+from modelwright.ops.lowp_linear import E4M3, E5M2, Fp8, in_products
+from modelwright.ops.lowp_linear import GRIDS as RECIPES
+from modelwright.ops.quantize import (
     ROW_BLOCKS,
     ROWWISE,
     SQUARE_BLOCKS,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from modelwright.ops import sparse_code as sc
+from modelwright.ops import sparse_codec as sc
 
 SIZES = [1, 2, 7, 255, 1000, 4097]
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelwright.ops.narrow import is_widened
+from modelwright.ops.lowp_emulation import is_emulated
 from modelwright.optim import muon
 from modelwright.optim.muon import COEFFICIENTS, Muon, orthogonal
 
 SHAPES = [(24, 24), (24, 40), (40, 24), (24, 40), (1, 8)]
 CPU = torch.device("cpu")
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5} if is_widened(torch.bfloat16, CPU) else {"rtol": 0.1, "atol": 0.02}
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5} if is_emulated(torch.bfloat16, CPU) else {"rtol": 0.1, "atol": 0.02}
 
 
 def matrices() -> list[Tensor]:

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from modelwright.optim.quantized import (
+from modelwright.optim.low_bit_adamw import (
     BLOCK,
-    QuantizedAdamW,
+    LowBitAdamW,
     pack_signed,
     pack_square,
     round_stochastically,
@@ -69,7 +69,7 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     ]
     if kind == "fp32":
         return AdamW(groups, **SETTINGS)
-    return QuantizedAdamW(groups, **SETTINGS, states=kind)  # pyright: ignore
+    return LowBitAdamW(groups, **SETTINGS, states=kind)  # pyright: ignore
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
@@ -115,7 +115,7 @@ def test_a_run_goes_on_with_the_same_bits_from_states_in_fp32(kind):
 def test_states_take_a_quarter_and_a_half_of_their_memory():
     weight = nn.Parameter(torch.randn(512, 512))
     for states, share in (("int8", 0.26), ("bf16", 0.5)):
-        optimizer = QuantizedAdamW([{"params": [weight]}], **SETTINGS, states=states)  # pyright: ignore
+        optimizer = LowBitAdamW([{"params": [weight]}], **SETTINGS, states=states)  # pyright: ignore
         weight.grad = torch.randn(512, 512)
         optimizer.step()
         kept = optimizer.packed[weight][1:]

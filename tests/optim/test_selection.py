@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from modelwright.core.errors import ConfigError
-from modelwright.optim.selection import Selector, moment_signal, shrunk_mask
 from modelwright.optim.sparse import BatchSelectionConfig, SparseUpdateConfig
+from modelwright.optim.unit_selector import Selector, moment_signal, shrunk_mask
 
 
 def selector(num_units: int = 20, **changes) -> Selector:

@@ -6,7 +6,7 @@ from torch import Tensor
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import Mesh
-from modelwright.parallel.tensor import shard_layers
+from modelwright.parallel.tensor_parallel import shard_layers
 from tiny_decoder import make_decoder
 
 RANKS = 3

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modelwright.parallel.channel import Channel, LostRankError
+from modelwright.parallel.control_plane import ControlPlane, LostRankError
 from modelwright.parallel.mesh import World, join_world
 
 
@@ -30,7 +30,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     with join_world(torch.device("cpu")) as world:
         pair = dist.new_group([0, 2])
-        channel = Channel(world)
+        channel = ControlPlane(world)
         received = {
             "world": [world.gather_json(value) for value in values(world.rank)],
             "channel": [channel.exchange(value) for value in values(world.rank)],

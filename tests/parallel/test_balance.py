@@ -12,7 +12,7 @@ from modelwright.data.batch import TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import lay_out, single
+from modelwright.parallel.mesh import build_mesh, single
 from modelwright.parallel.pipeline.partition import LayerCosts
 from modelwright.parallel.pipeline.rebalance import (
     LoadBalanceConfig,
@@ -59,7 +59,7 @@ def test_proposals_settle_on_the_best_split_whatever_the_cause(cause):
 
 
 def test_balance_waits_for_a_full_window_and_takes_the_median():
-    mesh = lay_out(single(), ParallelConfig())
+    mesh = build_mesh(single(), ParallelConfig())
     balance = StageBalance(EVEN, (4, 4), CONFIG)
     for seconds in (100.0, 6.0):
         balance.observe([span(0, 2.0), span(1, seconds), span(0, 2.0), span(1, 6.0)])

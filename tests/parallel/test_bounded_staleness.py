@@ -13,10 +13,10 @@ from torch import Tensor
 from distributed import run_distributed
 from modelwright.core.errors import ConfigError
 from modelwright.optim.delay import compensate, compensate_naive
-from modelwright.parallel.gradient_sync import ExactTransport
-from modelwright.parallel.mesh import World, single, world_apart
+from modelwright.parallel.gradient_sync import AllReduceSync
+from modelwright.parallel.mesh import World, duplicate_group, single
 from modelwright.parallel.strategies.config import AsyncUpdatesConfig
-from modelwright.parallel.strategies.delayed import DelayedTransport
+from modelwright.parallel.strategies.delayed import DelayedSync
 
 EXACT = {"rtol": 1e-12, "atol": 1e-14}
 PAYLOAD = 8 * (12 + 3 + 3)
@@ -51,8 +51,8 @@ def share_of_gradient(weights: Sequence[Tensor], step: int, rank: int) -> list[T
 def train(world: World, weights: list[Tensor], state: dict, *, case: Case, first: int, last: int) -> tuple[dict, int]:
     """Make steps `first` to below `last` on the weights in place, from a transport's state; return the next state and
     the bytes sent."""
-    made = DelayedTransport(
-        ExactTransport(world_apart(world)),
+    made = DelayedSync(
+        AllReduceSync(duplicate_group(world)),
         delay=case.delay,
         weights=weights,
         compensate=partial(compensate, strength=case.strength) if case.strength else None,
@@ -138,12 +138,12 @@ def furthest(one: list[Tensor], other: list[Tensor]) -> float:
 
 def test_state_of_another_delay_begins_anew():
     gradient = torch.ones(3)
-    with closing(DelayedTransport(ExactTransport(single()), delay=2)) as two:
+    with closing(DelayedSync(AllReduceSync(single()), delay=2)) as two:
         two.reduce([gradient])
         assert torch.equal(gradient, torch.zeros(3))
         two.reduce([torch.full((3,), 2.0)])
         state = two.state_dict()
-    with closing(DelayedTransport(ExactTransport(single()), delay=1)) as one:
+    with closing(DelayedSync(AllReduceSync(single()), delay=1)) as one:
         one.load_state_dict(state)
         gradient = torch.full((3,), 5.0)
         one.reduce([gradient])
@@ -153,11 +153,11 @@ def test_state_of_another_delay_begins_anew():
 
 
 def test_an_error_in_the_thread_reaches_the_loop():
-    class Broken(ExactTransport):
+    class Broken(AllReduceSync):
         def reduce(self, gradients):
             raise RuntimeError("connection closed")
 
-    with closing(DelayedTransport(Broken(single()), delay=1)) as late:
+    with closing(DelayedSync(Broken(single()), delay=1)) as late:
         late.reduce([torch.ones(1)])
         with pytest.raises(RuntimeError, match="connection closed"):
             late.reduce([torch.ones(1)])

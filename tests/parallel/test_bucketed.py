@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from distributed import run_distributed
-from modelwright.parallel.codecs.bucketed import BucketedTransport
-from modelwright.parallel.codecs.quantized import Bf16Codec, RoundedTransport
-from modelwright.parallel.gradient_sync import GradientTransport
-from modelwright.parallel.mesh import World, single, world_apart
+from modelwright.parallel.codecs.bucketed import BucketedSync
+from modelwright.parallel.codecs.quantized import Bf16Codec, QuantizedSync
+from modelwright.parallel.gradient_sync import GradientSync
+from modelwright.parallel.mesh import World, duplicate_group, single
 from parallel.transport_cases import CASES, SHAPES, build, copied, gradients
 
 BUCKET_BYTES = 20_000
@@ -25,22 +25,22 @@ def backward(parameters: list[Tensor], rank: int, round_: int) -> None:
 def check(world: World, name: str) -> None:
     built = []
 
-    def make(apart: World) -> GradientTransport:
+    def make(apart: World) -> GradientSync:
         bucketed = build(CASES[name], apart)
-        assert isinstance(bucketed, BucketedTransport)
+        assert isinstance(bucketed, BucketedSync)
         built.append(bucketed)
         return bucketed._make(apart)
 
-    apart = world_apart(world)
+    apart = duplicate_group(world)
     twins = [make(world) for _ in BUCKETS]
-    transport = BucketedTransport(apart, make, bucket_bytes=BUCKET_BYTES)
+    transport = BucketedSync(apart, make, bucket_bytes=BUCKET_BYTES)
     parameters: list[Tensor] = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     for round_ in range(ROUNDS):
         if round_ == 3:
             state = copied(transport.state_dict())
             assert [tensor.shape for tensor in state["residuals"]] == [torch.Size(shape) for shape in SHAPES]
             transport.close()
-            transport = BucketedTransport(apart, make, bucket_bytes=BUCKET_BYTES)
+            transport = BucketedSync(apart, make, bucket_bytes=BUCKET_BYTES)
             transport.load_state_dict(state)
         transport.arm(parameters)
         backward(parameters, world.rank, round_)
@@ -56,7 +56,7 @@ def check(world: World, name: str) -> None:
             parameter.grad = None
     state = copied(transport.state_dict())
     transport.close()
-    whole = BucketedTransport(apart, make, bucket_bytes=10**9)
+    whole = BucketedSync(apart, make, bucket_bytes=10**9)
     whole.load_state_dict(state)
     whole.reduce(gradients(world.rank, ROUNDS))
     assert len(whole.state_dict()["shared"]) == 1
@@ -76,7 +76,7 @@ def test_buckets_in_backward_are_those_of_after_it_and_their_state_follows_the_p
 
 
 def test_one_process_alone_gets_what_was_held_back():
-    transport = BucketedTransport(single(), lambda world: RoundedTransport(world, Bf16Codec()), bucket_bytes=8)
+    transport = BucketedSync(single(), lambda world: QuantizedSync(world, Bf16Codec()), bucket_bytes=8)
     transport.load_state_dict({"residuals": [torch.ones(2), torch.full((3,), 2.0)], "shared": [{}, {}]})
     gradients = [torch.zeros(2), torch.zeros(3)]
     transport.arm(gradients)

@@ -14,7 +14,7 @@ from link_cases import renumbered, uniform
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError
 from modelwright.parallel.mesh import World
-from modelwright.parallel.topology import algorithms as plans
+from modelwright.parallel.topology import algorithms
 from modelwright.parallel.topology.algorithms import (
     AllReducePlan,
     TransferStep,
@@ -207,16 +207,16 @@ def test_plans_sum_every_rank_once_and_alike(num_ranks):
     ranks = list(range(num_ranks))
     shuffled = ranks[::2] + ranks[1::2][::-1]
     links = random_links(num_ranks, seed=num_ranks)
-    made = [plans.ring(shuffled), plans.doubling(shuffled), plans.tree(binomial(shuffled), num_ranks)]
-    made.append(plans.tree(fastest_tree(links, 1e4), num_ranks))
+    made = [algorithms.ring(shuffled), algorithms.doubling(shuffled), algorithms.tree(binomial(shuffled), num_ranks)]
+    made.append(algorithms.tree(fastest_tree(links, 1e4), num_ranks))
     for groups in (
         [ranks[:1], ranks[1:]],
         [shuffled[: num_ranks // 2], shuffled[num_ranks // 2 :]],
         [[r] for r in ranks],
     ):
-        made += [plans.hierarchical(groups, across) for across in ("ring", "doubling")]
+        made += [algorithms.hierarchical(groups, across) for across in ("ring", "doubling")]
         if len({len(group) for group in groups}) == 1:
-            made.append(plans.sharded(groups))
+            made.append(algorithms.sharded(groups))
     for plan in made:
         check_plan(plan)
 
@@ -283,9 +283,9 @@ def test_costs_of_plans_are_the_formulas_of_the_model():
     latency, rate, size, num_bytes = 1e-4, 1e8, 8, 8e5
     links, ranks = uniform(size, latency_s=latency, bytes_per_s=rate), list(range(8))
     ring_s = 2 * (size - 1) * (latency + num_bytes / size / rate)
-    assert plan_seconds(plans.ring(ranks), links, num_bytes) == pytest.approx(ring_s)
-    assert plan_seconds(plans.doubling(ranks), links, num_bytes) == pytest.approx(3 * (latency + num_bytes / rate))
-    binary = plans.tree(binomial(ranks), size)
+    assert plan_seconds(algorithms.ring(ranks), links, num_bytes) == pytest.approx(ring_s)
+    assert plan_seconds(algorithms.doubling(ranks), links, num_bytes) == pytest.approx(3 * (latency + num_bytes / rate))
+    binary = algorithms.tree(binomial(ranks), size)
     assert plan_seconds(binary, links, num_bytes) == pytest.approx(6 * (latency + num_bytes / rate))
 
 
@@ -308,7 +308,7 @@ def test_choice_crosses_slow_links_least():
     links = renumbered(near, [0, 4, 1, 5, 2, 6, 3, 7])
     planner = Planner(links, SLOW_FLAT)
     assert [sorted(group) for group in planner.groups] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    naive = plans.ring(range(8))
+    naive = algorithms.ring(range(8))
     for num_bytes in (100, 1e5, 1e8):
         plan = planner.choose(num_bytes)
         check_plan(plan)

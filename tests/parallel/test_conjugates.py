@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from distributed import run_distributed
-from modelwright.parallel.conjugates import enter, leave, scatter_sum
 from modelwright.parallel.mesh import World
+from modelwright.parallel.tp_collectives import enter, leave, reduce_scatter
 
 SIZE = 4
 
@@ -19,7 +19,7 @@ def sums(world: World, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     mine, x = part(world.rank, dtype), torch.zeros(8, 3, dtype=dtype, requires_grad=True)
     enter(x, world).backward(mine)
     assert x.grad is not None
-    return {"leave": leave(mine, world), "scatter_sum": scatter_sum(mine, world, 0), "gradient of enter": x.grad}
+    return {"leave": leave(mine, world), "reduce_scatter": reduce_scatter(mine, world, 0), "gradient of enter": x.grad}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -29,5 +29,5 @@ def test_sums_are_those_of_fp32_rounded_once(dtype):
     for rank, found in enumerate(run_distributed(sums, SIZE, dtype)):
         assert {one.dtype for one in found.values()} == {dtype}
         assert torch.equal(found["leave"], total)
-        assert torch.equal(found["scatter_sum"], total.chunk(SIZE)[rank])
+        assert torch.equal(found["reduce_scatter"], total.chunk(SIZE)[rank])
         assert torch.equal(found["gradient of enter"], total)

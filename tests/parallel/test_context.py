@@ -11,8 +11,8 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch
 from modelwright.ops.attention import document_mask, masked_attention_naive
 from modelwright.parallel.config import ContextAttention, ParallelConfig
-from modelwright.parallel.context import attention_of, own_spans
-from modelwright.parallel.mesh import World, lay_out, single
+from modelwright.parallel.context_parallel import local_spans, shard_sequence
+from modelwright.parallel.mesh import World, build_mesh, single
 from parallel.axis_cases import RANKS, ROW_LEN, Results, rows
 
 EXACT = {"rtol": 1e-11, "atol": 1e-12}
@@ -20,14 +20,14 @@ EXACT = {"rtol": 1e-11, "atol": 1e-12}
 
 def own_attention(world: World) -> Results:
     """One layer's attention on the ranks' own tokens, with gradients."""
-    context = lay_out(world, ParallelConfig(context=world.size)).context
-    _, part = attention_of(rows(), context)
+    context = build_mesh(world, ParallelConfig(context=world.size)).context
+    _, part = shard_sequence(rows(), context)
     results = {"tokens": part.input_ids_BT, "labels": part.labels_BT, "positions": part.positions_BT}
-    _, places = attention_of(numbered(), context)
+    _, places = shard_sequence(numbered(), context)
     own = places.input_ids_BT[0]
     results["places"] = own
     for kind in get_args(ContextAttention):
-        attend, _ = attention_of(rows(), context, kind)
+        attend, _ = shard_sequence(rows(), context, kind)
         inputs = [x[:, own].requires_grad_() for x in queries_keys_values()]
         out = attend(0, *inputs)
         gradients = torch.autograd.grad((out * output_weights()[:, own]).sum(), inputs)
@@ -84,7 +84,7 @@ def test_attention_and_gradients_are_those_of_whole_rows(ranks, kind):
 def test_causal_work_is_the_same_on_every_rank(num_ranks):
     row_len = 24 * num_ranks
     work = [
-        sum(place + 1 for start, end in own_spans(row_len, num_ranks, rank) for place in range(start, end))
+        sum(place + 1 for start, end in local_spans(row_len, num_ranks, rank) for place in range(start, end))
         for rank in range(num_ranks)
     ]
     assert len(set(work)) == 1
@@ -93,12 +93,12 @@ def test_causal_work_is_the_same_on_every_rank(num_ranks):
 
 def test_rows_that_do_not_divide_are_refused():
     with pytest.raises(ConfigError, match=r"^context: rows of 34 tokens"):
-        own_spans(34, 2, 0)
+        local_spans(34, 2, 0)
 
 
 def test_one_rank_has_whole_rows():
     whole_rows = rows()
-    attend, mine = attention_of(whole_rows, single())
+    attend, mine = shard_sequence(whole_rows, single())
     assert mine is whole_rows
     inputs = queries_keys_values()
     expected = masked_attention_naive(*inputs, document_mask(whole_rows.segments_BT))

@@ -12,11 +12,11 @@ import torch
 from distributed import OnDemand, run_distributed
 from modelwright.core.config import parse
 from modelwright.model.decoder import Decoder
-from modelwright.parallel import shard
+from modelwright.parallel import fsdp
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World
 from modelwright.precision.policy import PrecisionConfig
-from modelwright.train import parallelize as passes
+from modelwright.train import parallelize
 from modelwright.train.technique import StepInfo, Technique
 
 SHAPE = replace(tiny.SHAPE, num_layers=4, model_dim=64, ffn_dim=128, head_dim=16)
@@ -81,7 +81,7 @@ class Seen:
 
 def formats_when_gathered(model: Decoder) -> dict[str, str]:
     """Return the dtype of every parameter after `unshard`, by name."""
-    modules = shard.sharded_modules(model)
+    modules = fsdp.sharded_modules(model)
     for module in modules:
         module.unshard()
     found = {name: str(parameter.dtype).removeprefix("torch.") for name, parameter in model.named_parameters()}
@@ -95,13 +95,13 @@ def run_case(world: World, folder: Path, case: dict[str, Any]) -> dict[str, Any]
     model, seen = Decoder(SHAPE), Seen()
     model.init_weights(0)
     parts: list[Decoder] = []
-    shard_states = shard.shard_states
+    shard_states = fsdp.shard_states
 
     def remember(part: Decoder, *arguments: Any) -> Decoder:
         parts.append(shard_states(part, *arguments))
         return parts[-1]
 
-    passes.shard_states = remember
+    parallelize.shard_states = remember
     tiny.run(
         folder / case["name"],
         tiny.settings(**{**ONCE, **case["settings"]}),
@@ -110,7 +110,7 @@ def run_case(world: World, folder: Path, case: dict[str, Any]) -> dict[str, Any]
         parallel=parse(ParallelConfig, case["layout"]),
         techniques=[Technique(name="seen", on_step_end=seen.observe)],
     )
-    passes.shard_states = shard_states
+    parallelize.shard_states = shard_states
     formats = {name: dtype for part in parts for name, dtype in formats_when_gathered(part).items()}
     sent = seen.sent[-1] - seen.sent[-2]
     return {"losses": seen.losses, "sent": sent, "formats": formats, "weights": model.state_dict()}

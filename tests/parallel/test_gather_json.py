@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modelwright.parallel.channel import Channel
+from modelwright.parallel.control_plane import ControlPlane
 from modelwright.parallel.mesh import single
 from parallel import json_ranks
 from rank_processes import run_ranks
@@ -39,7 +39,7 @@ def test_a_rank_that_has_ended_is_one_clear_error(received):
 
 
 def test_one_process_receives_what_several_would():
-    for exchange in (single().gather_json, Channel(single()).exchange):
+    for exchange in (single().gather_json, ControlPlane(single()).exchange):
         assert exchange((1, {"a": (2.5, None)})) == [[1, {"a": [2.5, None]}]]
         with pytest.raises(TypeError, match="not JSON serializable"):
             exchange(torch.float32)

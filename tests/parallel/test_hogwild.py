@@ -17,7 +17,7 @@ from distributed import run_distributed, start_distributed
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.optim.delay import compensate
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, lay_out, single
+from modelwright.parallel.mesh import World, build_mesh, single
 from modelwright.parallel.shared_memory import share
 from modelwright.parallel.strategies.hogwild import Hogwild
 from modelwright.parallel.strategies.hogwild_counters import SLOT_BYTES, SLOTS
@@ -37,7 +37,7 @@ def keep(gradients: list[torch.Tensor]) -> None:
 
 def hogwild_of(model: nn.Module | nn.Parameter, optimizer: torch.optim.Optimizer, world: World, **more: Any) -> Hogwild:
     module = model if isinstance(model, nn.Module) else nn.ParameterList([model])
-    alone = lay_out(single(), ParallelConfig())
+    alone = build_mesh(single(), ParallelConfig())
     return Hogwild(Replica(mesh=alone, model=module, optimizer=optimizer), world, **more)
 
 

@@ -13,7 +13,7 @@ from distributed import run_distributed
 from modelwright.core.errors import StorageError
 from modelwright.optim.clip import clip_naive
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, lay_out, single
+from modelwright.parallel.mesh import World, build_mesh, single
 from modelwright.parallel.shared_memory import has_room, shared_file
 from modelwright.parallel.strategies.optimizer_in_backward import (
     OptimizerInBackward,
@@ -46,7 +46,7 @@ def gradients(number: int, rank: int) -> list[Tensor]:
 
 
 def update_after_backward(world: World) -> dict[str, Tensor]:
-    mesh = lay_out(world, ParallelConfig())
+    mesh = build_mesh(world, ParallelConfig())
     parameters, optimizer = parts()
     if not world.is_first:
         for parameter in parameters:  # the first one's values count
@@ -84,7 +84,7 @@ def keep(gradients: list[Tensor]) -> None:
 def update_in_backward(world: World, *, copies: bool) -> dict[str, Tensor]:
     """On one copy of the weights, or a copy for each rank. Buckets of at most 64 elements: four in all."""
     parameters, optimizer = parts()
-    mesh = lay_out(world, ParallelConfig())
+    mesh = build_mesh(world, ParallelConfig())
     replica = Replica(mesh=mesh, model=nn.ParameterList(parameters), optimizer=optimizer)
     ready = (
         ReducedInBackward(world, bucket_bytes=256) if copies else SharedInBackward(world, parameters, bucket_bytes=256)
@@ -164,7 +164,7 @@ def test_too_little_shared_memory_is_told_to_every_process():
 
 
 def test_one_process_and_other_formats_keep_what_they_have():
-    mesh = lay_out(single(), ParallelConfig())
+    mesh = build_mesh(single(), ParallelConfig())
     assert not fits(mesh, [torch.zeros(2)])
 
 

@@ -11,9 +11,9 @@ from modelwright.data.batch import IGNORED
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.grad_norm import like_parameter
-from modelwright.parallel.mesh import World, lay_out
-from modelwright.parallel.tensor import check_shape, stage_tokens
+from modelwright.parallel.grad_norm import redistribute_like
+from modelwright.parallel.mesh import World, build_mesh
+from modelwright.parallel.tensor_parallel import check_shape, stage_tokens
 from parallel.axis_cases import RANKS, Results, model, rows, shard
 from tiny_decoder import make_config
 
@@ -37,7 +37,7 @@ def forward_backward(model: Decoder) -> Results:
         results |= {"output": output.detach(), "loss": loss.detach()}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
-        gradient = like_parameter(parameter.grad, parameter)
+        gradient = redistribute_like(parameter.grad, parameter)
         whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         results[f"gradient/{name}"] = whole.contiguous()
     return results
@@ -51,7 +51,7 @@ def whole_loss(model: Decoder, output: Tensor, labels: Tensor) -> Tensor:
 
 def shared_layers(world: World) -> dict[str, Results]:
     """By model, outputs, losses and gradients; and the pieces of the untied model that this rank holds."""
-    mesh = lay_out(world, ParallelConfig(tensor=world.size))
+    mesh = build_mesh(world, ParallelConfig(tensor=world.size))
     results = {
         name: forward_backward(shard(model(**changes), mesh, sequence_parallel="whole" not in name))
         for name, changes in MODELS.items()

@@ -12,11 +12,11 @@ from modelwright.parallel.gradient_sync import (
     BUCKET_BYTES,
     MANY_BUCKETS,
     SMALL_BUCKET_BYTES,
-    ExactTransport,
+    AllReduceSync,
     cut_into_buckets,
     ring_bytes,
 )
-from modelwright.parallel.mesh import World, join_world, lay_out, single
+from modelwright.parallel.mesh import World, build_mesh, join_world, single
 
 SIZES = ((40, 3), (7,), (), (500,), (2, 2))
 
@@ -29,7 +29,7 @@ def sum_in_buckets(world: World) -> dict[int, int]:
     shares = [[tensor.clone() for tensor in tensors] for _ in range(2)]
     sent = {}
     for share, bucket_bytes in zip(shares, (64, 10**6), strict=True):
-        transport = ExactTransport(world, bucket_bytes=bucket_bytes)
+        transport = AllReduceSync(world, bucket_bytes=bucket_bytes)
         transport.reduce(share)
         sent[bucket_bytes] = transport.bytes_sent
     for one, other in zip(*shares, strict=True):
@@ -53,7 +53,7 @@ def overlap_with_backward(world: World) -> dict[tuple[int, bool], int]:
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
     parameters = [*layers.parameters(), nn.Parameter(torch.ones(3))]
-    transport = ExactTransport(world, bucket_bytes=600)
+    transport = AllReduceSync(world, bucket_bytes=600)
 
     def gradients(num_rows: int, *, armed: bool, unused: bool) -> tuple[int, list[torch.Tensor]]:
         inputs = torch.randn(num_rows, 8, generator=torch.Generator().manual_seed(10 * num_rows + world.rank))
@@ -87,7 +87,7 @@ def send_chosen_rows(world: World) -> None:
     everything = [None] * len(parameters)
     for bucket_bytes in (16, 150, 10**6):
         for armed in (False, True):
-            transport = ExactTransport(world, bucket_bytes=bucket_bytes)
+            transport = AllReduceSync(world, bucket_bytes=bucket_bytes)
             for choice, num_values in (
                 (rows, 10 + 3 + 4 + 18 + 25),
                 (everything, 6 * 5 + 3 + 8 * 4 + 24 + 25),
@@ -126,11 +126,11 @@ def lay_out_twice() -> None:
     for attempt in range(2):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)  # sets this world's keys in the store apart
         with join_world(torch.device("cpu")) as world:
-            copies = lay_out(world, ParallelConfig())
+            copies = build_mesh(world, ParallelConfig())
             num_threads = len(os.listdir("/proc/self/task"))
-            assert lay_out(world, ParallelConfig()) is copies
+            assert build_mesh(world, ParallelConfig()) is copies
             assert num_threads == len(os.listdir("/proc/self/task"))
-            divided = lay_out(world, ParallelConfig(zero_stage=3))
+            divided = build_mesh(world, ParallelConfig(zero_stage=3))
             assert divided.shard.size == 2
             assert copies.shard.size == 1
             for mesh in (copies, divided):
@@ -165,7 +165,7 @@ def test_a_world_of_one_changes_and_sends_nothing(monkeypatch):
     with join_world(torch.device("cpu")) as world:
         assert world == single()
         assert world.is_first
-        transport, gradient = ExactTransport(world), torch.ones(3)
+        transport, gradient = AllReduceSync(world), torch.ones(3)
         transport.reduce([gradient])
         assert transport.bytes_sent == 0
         assert torch.equal(gradient, torch.ones(3))

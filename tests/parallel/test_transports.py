@@ -12,9 +12,9 @@ from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.parallel.codecs.error_feedback import flatten
 from modelwright.parallel.codecs.quantized import GROUP, MAX_CODE, Int8Codec
 from modelwright.parallel.codecs.topk_quantized import TopKQuantizedConfig, bucket_bounds, decode_flat, encode_flat
-from modelwright.parallel.gradient_sync import ExactTransport, GradientTransport
+from modelwright.parallel.gradient_sync import AllReduceSync, GradientSync
 from modelwright.parallel.mesh import World, single
-from modelwright.parallel.strategies.config import GradientSyncConfig, build_local_steps, build_sync
+from modelwright.parallel.strategies.config import GradientSyncConfig, build_outer_step, build_sync
 from parallel.transport_cases import CASES, ROUNDS, SHAPES, build, copied, gradients
 
 ROUNDING = {"rtol": 1e-5, "atol": 2e-5}
@@ -22,7 +22,7 @@ WITH_FEEDBACK = ["bf16", "int8", "powersgd", "one_percent", "global", "warm", "a
 THREE_LEVEL = ["one_percent", "global", "warm", "momentum", "all_kept"]
 
 
-def rounds(transport: GradientTransport, rank: int, first: int, last: int) -> dict[str, torch.Tensor]:
+def rounds(transport: GradientSync, rank: int, first: int, last: int) -> dict[str, torch.Tensor]:
     """Reduce; results, residuals and bytes of each round."""
     found = {}
     for round_ in range(first, last):
@@ -63,7 +63,7 @@ class Walk:
         self.weights = [torch.randn(shape, generator=draw) for shape in SHAPES]
         self.moments = [torch.zeros(shape) for shape in SHAPES]
         case = {**(codec or {}), "local_sgd": {"sync_every_steps": 3, **local}}
-        transport = build_local_steps(parse(GradientSyncConfig, case, constants=True), world)
+        transport = build_outer_step(parse(GradientSyncConfig, case, constants=True), world)
         self.steps, self.rank = transport, world.rank
 
     def begin(self) -> None:
@@ -493,4 +493,4 @@ def test_wrong_configs_name_the_field(change, message):
 def test_config_is_plain_data_and_back():
     config = GradientSyncConfig(kind="topk_quantized", topk_quantized=TopKQuantizedConfig(topk_fraction=0.1))
     assert parse(GradientSyncConfig, dump(config)) == config
-    assert isinstance(build_sync(GradientSyncConfig(), single()).sync, ExactTransport)
+    assert isinstance(build_sync(GradientSyncConfig(), single()).sync, AllReduceSync)

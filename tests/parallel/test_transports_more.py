@@ -10,12 +10,12 @@ import torch
 from distributed import run_distributed
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
-from modelwright.ops import sparse_code
+from modelwright.ops import sparse_codec
 from modelwright.parallel.codecs.codebook import MAX_LEVELS, decode_levels, encode_levels
 from modelwright.parallel.codecs.error_feedback import flatten
 from modelwright.parallel.codecs.topk_quantized import TopKQuantizedConfig, decode_flat, encode_flat
 from modelwright.parallel.mesh import World, single
-from modelwright.parallel.strategies.config import GradientSyncConfig, build_local_steps
+from modelwright.parallel.strategies.config import GradientSyncConfig, build_outer_step
 from modelwright.parallel.strategies.second_moment_sync import FLOOR, SharedMoment, decode_moves, encode_moves
 from parallel.transport_cases import copied
 
@@ -147,7 +147,7 @@ class Adam:
         draw = torch.Generator().manual_seed(7)
         self.weights = [torch.randn(shape, generator=draw) for shape in SHAPES]
         self.moments = {name: [torch.zeros(shape) for shape in SHAPES] for name in ("exp_avg", "exp_avg_sq")}
-        self.steps, self.rank = build_local_steps(parse(GradientSyncConfig, RECIPE, constants=True), world), world.rank
+        self.steps, self.rank = build_outer_step(parse(GradientSyncConfig, RECIPE, constants=True), world), world.rank
 
     def begin(self) -> None:
         self.steps.begin(self.weights, num_steps=NUM_STEPS, private=lambda: self.moments, restore=self.restore)
@@ -323,6 +323,6 @@ def test_wrong_configs_name_the_field(change, message):
 def test_even_and_mean_levels_share_one_place_code():
     values = gaussian(1000)
     places = largest(values, 0.1)
-    kind, data = sparse_code.encode_places(places, 1000)
+    kind, data = sparse_codec.encode_places(places, 1000)
     assert data.tobytes() in encode_levels(places, values[places], 1000).tobytes()
     assert kind < 254

@@ -11,8 +11,8 @@ from distributed import run_distributed
 from modelwright.data.batch import IGNORED
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, lay_out
-from modelwright.parallel.vocabulary import own_rows
+from modelwright.parallel.mesh import World, build_mesh
+from modelwright.parallel.vocab_parallel import own_rows
 from parallel.axis_cases import RANKS, ROW_LEN, Results, model, rows, shard
 from tolerances import TOLERANCES
 
@@ -54,7 +54,7 @@ def losses(make: Callable[[], Decoder]) -> Results:
 
 
 def shared_losses(world: World) -> Results:
-    mesh = lay_out(world, ParallelConfig(tensor=world.size))
+    mesh = build_mesh(world, ParallelConfig(tensor=world.size))
     return losses(lambda: shard(model().float(), mesh))
 
 

@@ -5,7 +5,7 @@ import json
 import torch
 
 from modelwright.core.config import parse
-from modelwright.parallel.gradient_sync import GradientTransport
+from modelwright.parallel.gradient_sync import GradientSync
 from modelwright.parallel.mesh import World
 from modelwright.parallel.strategies.config import GradientSyncConfig, build_sync
 
@@ -37,7 +37,7 @@ def gradients(rank: int, round_: int, dtype: torch.dtype = torch.float32) -> lis
     return [torch.randn(shape, generator=draw, dtype=dtype) ** 3 for shape in SHAPES]
 
 
-def build(case: dict, world: World) -> GradientTransport:
+def build(case: dict, world: World) -> GradientSync:
     return build_sync(parse(GradientSyncConfig, case, constants=True), world).sync
 
 

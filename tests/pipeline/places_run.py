@@ -15,9 +15,9 @@ import torch
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import parse_scalar
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import lay_out
+from modelwright.parallel.mesh import build_mesh
 from modelwright.parallel.topology.link_costs import Links, _write_cache
-from modelwright.pipeline.ranks import join_ranks
+from modelwright.pipeline.process_group import join_ranks
 from modelwright.recipes.load import recipe
 
 
@@ -40,7 +40,7 @@ def main() -> None:
     with join_ranks(config, links=cache, host=hosts[came_as]) as ranks:
         assert ranks is not None
         assert ranks.placement is not None
-        mesh = lay_out(ranks.world, ranks.layout)
+        mesh = build_mesh(ranks.world, ranks.layout)
         numbers = {
             "rank": ranks.rank,
             "order": ranks.placement.order,

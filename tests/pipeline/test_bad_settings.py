@@ -12,7 +12,7 @@ from modelwright.core.artifacts import write_artifact
 from modelwright.core.config import load_yaml, save_yaml
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
-from modelwright.pipeline.journal import read_attempts
+from modelwright.pipeline.stage_log import read_attempts
 from modelwright.recipes.load import recipe
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

@@ -9,8 +9,8 @@ import pytest
 
 from modelwright.core.config import dump, merge, parse
 from modelwright.core.errors import ConfigError
-from modelwright.pipeline.check import check_training
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.preflight import check_training
 from modelwright.recipes.load import recipe
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

@@ -23,10 +23,10 @@ from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import single
-from modelwright.pipeline.journal import begin_attempt
 from modelwright.pipeline.runner import run_stages
-from modelwright.pipeline.stages.folder import save_model_folder
+from modelwright.pipeline.stage_log import begin_attempt
 from modelwright.pipeline.stages.init import init_stage
+from modelwright.pipeline.stages.model_folder import save_model_folder
 from modelwright.recipes.load import recipe
 from rank_processes import start_process
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.pipeline.journal import read_attempts
 from modelwright.pipeline.runner import RunDir
+from modelwright.pipeline.stage_log import read_attempts
 from rank_processes import Started, start_process
 
 NUM_RUNS = int(os.environ.get("MODELWRIGHT_KILLS", "0"))

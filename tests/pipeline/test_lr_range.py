@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.errors import ConfigError, ModelwrightError
-from modelwright.pipeline.lr_range import SMOOTHING, RangeConfig, judge
+from modelwright.pipeline.lr_find import SMOOTHING, RangeConfig, judge
 from modelwright.pipeline.report.charts import smooth
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

@@ -15,7 +15,7 @@ from modelwright.core.records import column, read_records
 from modelwright.data.conversations import form_of, read_conversation
 from modelwright.data.loader import PackedRows
 from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
-from modelwright.pipeline.stages.folder import save_model_folder
+from modelwright.pipeline.stages.model_folder import save_model_folder
 from tiny_decoder import make_decoder
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from modelwright.core.progress import SilentProgress
-from modelwright.ops import narrow
+from modelwright.ops import lowp_emulation
 from modelwright.pipeline import resolve
 from modelwright.recipes.load import load, recipe
 
@@ -14,7 +14,7 @@ from modelwright.recipes.load import load, recipe
 @pytest.mark.parametrize(("has_bf16", "expected"), [(False, "fp32"), (True, "bf16")])
 def test_bf16_without_instructions_is_never_the_fastest(monkeypatch, has_bf16, expected):
     monkeypatch.setattr(resolve, "measured_rates", lambda config, precision, note: {"fp32": 1e9, "bf16": 2e9})
-    monkeypatch.setattr(narrow, "CPU_MULTIPLIES", narrow.NARROW if has_bf16 else frozenset())
+    monkeypatch.setattr(lowp_emulation, "CPU_MULTIPLIES", lowp_emulation.NARROW if has_bf16 else frozenset())
     monkeypatch.setattr(resolve, "resolved_device", lambda device: "cpu")
     found = resolve.resolve(recipe("quickstart"), None, SilentProgress())
     assert found.pretrain.precision.compute == expected

@@ -12,9 +12,9 @@ from modelwright.core.errors import ArtifactError, ConfigError, ModelwrightError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
 from modelwright.parallel.mesh import single
-from modelwright.pipeline.journal import read_attempts
 from modelwright.pipeline.runner import run_stages, survey
 from modelwright.pipeline.stage import Stage, StageContext
+from modelwright.pipeline.stage_log import read_attempts
 
 
 class Chain:

@@ -20,7 +20,7 @@ from modelwright.pipeline.report.results import serving_section
 from modelwright.pipeline.report.run_data import read_run
 from modelwright.pipeline.runner import run_stages
 from modelwright.pipeline.stage import Stage, StageContext
-from modelwright.pipeline.stages.folder import save_model_folder
+from modelwright.pipeline.stages.model_folder import save_model_folder
 from modelwright.pipeline.stages.serve import serve_stage
 from modelwright.recipes.load import recipe
 

@@ -9,7 +9,7 @@ from modelwright.model.attention import causal_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.plan.doctor import measure_rates, recommend, survey, survey_text
-from modelwright.plan.products import effective_rate, forward_products, training_products
+from modelwright.plan.gemm_shapes import effective_rate, forward_products, training_products
 from modelwright.precision.policy import PrecisionConfig, resolve
 
 MODEL = ModelConfig(

@@ -15,11 +15,11 @@ from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.pipeline.schedule import microbatches_in_flight
 from modelwright.plan.catalog import DEVICES, MODELS
+from modelwright.plan.communication import Cluster
+from modelwright.plan.format_layouts import proposal_data, proposal_text
 from modelwright.plan.layout import Layout, TrainingJob, assess, expected_traffic
 from modelwright.plan.measured import MeasuredError, error_text, measured_errors
-from modelwright.plan.proposal_text import proposal_data, proposal_text
 from modelwright.plan.search import MARGIN, layouts, propose
-from modelwright.plan.traffic import Cluster
 from modelwright.recipes.load import load
 
 MODEL = ModelConfig(

@@ -10,20 +10,20 @@ import pytest
 
 from memory_references import check_arena
 from modelwright.cli.main import main
-from modelwright.core.compiled import has_compiler
 from modelwright.core.config import parse
+from modelwright.core.cpp_build import has_compiler
 from modelwright.core.errors import ConfigError
-from modelwright.memory import arena_build
-from modelwright.memory.arena import plan_arena
+from modelwright.memory import step_arena_build
 from modelwright.memory.lifetimes import Lifetime, MemoryTimeline
+from modelwright.memory.step_arena import plan_arena
 from modelwright.model.config import ModelConfig
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.plan import memory_plan
 from modelwright.plan.catalog import MODELS
+from modelwright.plan.format_memory import Known, heap_lines, plan_text
 from modelwright.plan.measured import MeasuredError, heap_gap_text
-from modelwright.plan.memory_plan import Elsewhere, StepPlan, plan_step
-from modelwright.plan.memory_text import Known, heap_lines, plan_text
-from modelwright.plan.traced_step import trace_step
+from modelwright.plan.memory_plan import OffloadTarget, StepPlan, plan_step
+from modelwright.plan.trace_step import trace_step
 from modelwright.train.config import TrainConfig
 from modelwright_claims import memory_probe, planned_memory
 from modelwright_claims.memory_probe import Probe
@@ -161,7 +161,7 @@ def test_what_is_said_of_gaps(monkeypatch, capsys, tmp_path):
     command = ["plan", "memory", "tiny", "--batch-tokens", "2048"]
     page = tmp_path / "memory.html"
     for refused in (None, ConfigError("step_arena: not here")):
-        monkeypatch.setattr(arena_build, "check_machine", mock.Mock(side_effect=refused))
+        monkeypatch.setattr(step_arena_build, "check_machine", mock.Mock(side_effect=refused))
         assert main([*command, "--html", str(page)]) == 0
         shown = capsys.readouterr().out
         assert ("step_arena: True" in shown) == (refused is None)
@@ -230,7 +230,7 @@ def test_a_plan_lets_activations_wait_elsewhere_where_that_is_cheaper():
     """Cheap moving: nothing is computed again, and the budget is held. Dear moving: nothing is moved."""
     train = settings(batch_tokens=4096)
     before = trace(train, model=SMALL).peak_bytes
-    cheap, dear = (Elsewhere(tier="disk", flops_per_byte=cost) for cost in (1.0, 1e9))
+    cheap, dear = (OffloadTarget(tier="disk", flops_per_byte=cost) for cost in (1.0, 1e9))
     budget = before * 3 // 4
     moved, again = (
         plan_step(SMALL, train, Pretrain, seq_len=128, budget_bytes=budget, elsewhere=one) for one in (cheap, dear)

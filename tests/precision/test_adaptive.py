@@ -9,14 +9,22 @@ import pytest
 
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
-from modelwright.ops.formats import Format
-from modelwright.precision.adaptive import Bandit, Rules, Switcher, controller_of, damage, features, scheduled
+from modelwright.ops.lowp_linear import Format
 from modelwright.precision.adaptive_config import AdaptiveConfig
-from modelwright.precision.indicators import Signs
+from modelwright.precision.controllers import (
+    Bandit,
+    PrecisionSwitcher,
+    Rules,
+    controller_of,
+    damage,
+    features,
+    scheduled,
+)
+from modelwright.precision.indicators import Indicators
 
 PART = "blocks.0.ffn"
 CANDIDATES = ["fp32", "bf16", "int8"]
-CALM = Signs(
+CALM = Indicators(
     gradient_noise=15.0,
     gradient_variance=0.1,
     update_to_weight=1e-2,
@@ -43,9 +51,9 @@ def known(part: str, chosen: Format) -> float | None:
     raise AssertionError(f"{chosen} has a sensitivity")
 
 
-def switcher(probe: Callable[[str, Format], float | None] = known, **given) -> Switcher:
+def switcher(probe: Callable[[str, Format], float | None] = known, **given) -> PrecisionSwitcher:
     made = config(**given)
-    return Switcher(made, {PART: "fp32"}, controller_of(made), probe)
+    return PrecisionSwitcher(made, {PART: "fp32"}, controller_of(made), probe)
 
 
 @pytest.mark.parametrize(

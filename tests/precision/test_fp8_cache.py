@@ -7,11 +7,10 @@ from modelwright.core.config import parse
 from modelwright.memory.checkpointing import Segment, checkpoint_segments
 from modelwright.model.attention import packed_attend
 from modelwright.model.decoder import Decoder
-from modelwright.ops import formats as format_operators
-from modelwright.ops import shared_codes
-from modelwright.ops.scaled import quantize
-from modelwright.ops.shared_codes import SharedCodes
-from modelwright.precision.model import ModelFormats
+from modelwright.ops import lowp_linear, quantize_cache
+from modelwright.ops.quantize import quantize
+from modelwright.ops.quantize_cache import SharedCodes
+from modelwright.precision.apply import ModelPrecision
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.parallelize import compile_each_block
 from tiny_decoder import make_decoder
@@ -19,12 +18,12 @@ from tiny_decoder import make_decoder
 ROWS, LENGTH, DIM, FFN_DIM = 2, 64, 128, 352
 
 
-def model_of(recipe: str, *, cache: bool) -> tuple[Decoder, ModelFormats]:
+def model_of(recipe: str, *, cache: bool) -> tuple[Decoder, ModelPrecision]:
     """One block of usual proportions."""
     shape = {"num_layers": 1, "model_dim": DIM, "ffn_dim": FFN_DIM, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
     model = make_decoder(**shape)
     options = {"policy": "fp8", "fp8": {"recipe": recipe, "save_quantized_input": cache}}
-    return model, ModelFormats(model, parse(PrecisionConfig, options, constants=True))
+    return model, ModelPrecision(model, parse(PrecisionConfig, options, constants=True))
 
 
 def run(model: Decoder) -> tuple[torch.Tensor, int]:
@@ -85,8 +84,8 @@ def test_an_input_is_quantized_once_in_forward(monkeypatch):
 
         return run_counted
 
-    monkeypatch.setattr(shared_codes, "quantize", counted("shared"))
-    monkeypatch.setattr(format_operators, "quantize", counted("own"))
+    monkeypatch.setattr(quantize_cache, "quantize", counted("shared"))
+    monkeypatch.setattr(lowp_linear, "quantize", counted("own"))
     run(model_of("tensorwise", cache=True)[0])
     assert calls.count("shared") == 3
     assert calls.count("own") == 7 + 1  # all weights, and the input of o_proj

@@ -6,18 +6,17 @@ import pytest
 import torch
 
 from modelwright.core.config import parse
-from modelwright.ops.formats import Format
-from modelwright.precision import hardware
-from modelwright.precision import model as precision_model
+from modelwright.ops.lowp_linear import Format
+from modelwright.precision import apply, hardware
+from modelwright.precision.apply import ModelPrecision
 from modelwright.precision.hardware import measure_speeds, onednn_speed_up
-from modelwright.precision.model import ModelFormats
 from modelwright.precision.policy import PrecisionConfig
 from tiny_decoder import make_decoder
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16_mixed", "int8"])
 def test_every_format_is_measured_from_every_policy(policy):
-    formats = ModelFormats(make_decoder(), parse(PrecisionConfig, {"policy": policy}, constants=True))
+    formats = ModelPrecision(make_decoder(), parse(PrecisionConfig, {"policy": policy}, constants=True))
     candidates: tuple[Format, ...] = get_args(Format)
     shapes = {"attention": [(32, 32)], "ffn": [(64, 32), (32, 64)]}
     seconds = measure_speeds(formats, shapes, candidates, num_rows=16, device=torch.device("cpu"))  # type: ignore[arg-type]
@@ -28,14 +27,14 @@ def test_every_format_is_measured_from_every_policy(policy):
 @pytest.mark.parametrize("refused_by", ["onednn_multiplies", "_products_are_exact"])
 def test_products_that_are_rounded_or_not_onednns_are_never_faster(monkeypatch, refused_by):
     for check in ("onednn_multiplies", "_products_are_exact"):
-        monkeypatch.setattr(precision_model, check, lambda check=check: check != refused_by)
+        monkeypatch.setattr(apply, check, lambda check=check: check != refused_by)
     assert onednn_speed_up([(32, 32)], num_rows=16) == 0.0
 
 
 def test_the_speed_up_of_onednn_is_of_the_best_times_of_all_shapes(monkeypatch):
     """The first time of each is a slow one; only oneDNN's are asked for at that precision."""
     for check in ("onednn_multiplies", "_products_are_exact"):
-        monkeypatch.setattr(precision_model, check, lambda: True)
+        monkeypatch.setattr(apply, check, lambda: True)
     seen = []
 
     def seconds(x_NI, weight_OI):

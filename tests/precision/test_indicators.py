@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from modelwright.core.config import parse
-from modelwright.ops import formats
-from modelwright.ops.formats import Format, Role
-from modelwright.ops.scaled import dequantize
+from modelwright.ops import lowp_linear
+from modelwright.ops.lowp_linear import Format, Role
+from modelwright.ops.quantize import dequantize
 from modelwright.precision import indicators
+from modelwright.precision.apply import ModelPrecision
 from modelwright.precision.indicators import (
-    Level,
+    GradientStats,
+    LossLevel,
     Momentum,
     Observer,
-    Sums,
     ValueSample,
     error_of,
     kept_noise,
@@ -26,24 +27,23 @@ from modelwright.precision.indicators import (
     trend,
     variation,
 )
-from modelwright.precision.model import ModelFormats
 from modelwright.precision.policy import PrecisionConfig
 from tiny_decoder import make_decoder
 
 
 def test_sums_of_a_tensor_and_what_follows_from_them():
     weight, gradient = torch.full((4,), 2.0), torch.tensor([1.0, -70000.0, 1e-9, 0.0])
-    found = Sums.of(weight, gradient, Momentum(0.1 * gradient, 0.05, 0.04), scale=1.0)
+    found = GradientStats.of(weight, gradient, Momentum(0.1 * gradient, 0.05, 0.04), scale=1.0)
     assert (found.overflows, found.underflows, found.elements) == (1, 1, 4)
     assert found.gradient_noise == pytest.approx(0.0, abs=1e-5)  # all gradients pointed one way
     assert found.update_to_weight == pytest.approx(0.2 / 4)
-    scaled = Sums.of(weight, gradient, None, scale=2.0**10)
+    scaled = GradientStats.of(weight, gradient, None, scale=2.0**10)
     assert (scaled.overflows, scaled.underflows, scaled.gradient_noise) == (1, 0, 0.0)
 
 
 def test_tensors_that_several_ranks_hold_count_once():
-    one = Sums.of(torch.ones(3), torch.ones(3), None, scale=1.0)
-    assert Sums().plus(one, 0.5).plus(one, 0.5) == one
+    one = GradientStats.of(torch.ones(3), torch.ones(3), None, scale=1.0)
+    assert GradientStats().plus(one, 0.5).plus(one, 0.5) == one
 
 
 def test_what_an_average_keeps_of_noise():
@@ -58,10 +58,12 @@ def test_trend_is_the_slope_of_the_logarithm():
     assert trend([1.0, 1.1, 1.2, 1.3]) > 0.2
 
 
-def levels_of(curve: Callable[[int], float], *, every: int, num_periods: int, noise: float, seed: int) -> list[Level]:
+def levels_of(
+    curve: Callable[[int], float], *, every: int, num_periods: int, noise: float, seed: int
+) -> list[LossLevel]:
     draw = random.Random(seed)
     losses = [curve(step) + draw.gauss(0.0, noise) for step in range(1, every * num_periods + 1)]
-    found = [Level.of(losses[start : start + every]) for start in range(0, len(losses), every)]
+    found = [LossLevel.of(losses[start : start + every]) for start in range(0, len(losses), every)]
     return [level for level in found if level]
 
 
@@ -91,17 +93,17 @@ def test_a_jump_is_in_excess_by_what_it_rises(past):
     levels = levels_of(CURVES["root"], every=20, num_periods=past + 1, noise=0.03, seed=past)
     usual = levels[-1]
     fell = levels[-2].mean - usual.mean if past < 3 else 0.0  # a fall that so short a past does not lead to expect
-    risen = Level(1.2 * (usual.mean + fell), usual.variance, usual.count)
+    risen = LossLevel(1.2 * (usual.mean + fell), usual.variance, usual.count)
     assert loss_excess(levels[:-1], risen) == pytest.approx(0.2, abs=0.04)
 
 
 def test_a_level_leaves_its_own_slope_and_what_is_not_finite_out_of_its_variance():
     draw = random.Random(0)
-    level = Level.of([*(5.0 - 0.01 * step + draw.gauss(0.0, 0.1) for step in range(400)), math.nan])
+    level = LossLevel.of([*(5.0 - 0.01 * step + draw.gauss(0.0, 0.1) for step in range(400)), math.nan])
     assert level is not None
     assert level.count == 400
     assert level.variance == pytest.approx(0.01, rel=0.2)
-    assert Level.of([1.0, math.inf]) is None
+    assert LossLevel.of([1.0, math.inf]) is None
 
 
 def test_outliers_variation_and_rises():
@@ -158,7 +160,7 @@ def test_errors_are_those_of_the_products_own_codes(monkeypatch, name, num_rows)
     x, weight, gradient = (uneven(*shape, seed=i) for i, shape in enumerate([(num_rows, 48), (32, 48), (num_rows, 32)]))
     factors: dict[Role, torch.Tensor] = {"x": x, "weight": weight, "grad": gradient}
     lost: dict[Role, float] = dict.fromkeys(factors, 0.0)
-    usual = formats.quantize
+    usual = lowp_linear.quantize
 
     def quantize(factor, grid, dtype, **given):
         codes, scales = usual(factor, grid, dtype, **given)
@@ -167,8 +169,8 @@ def test_errors_are_those_of_the_products_own_codes(monkeypatch, name, num_rows)
         lost[role] = max(lost[role], float(error))
         return codes, scales
 
-    monkeypatch.setattr(formats, "quantize", quantize)
-    product = ModelFormats(make_decoder(), made).product("", chosen)
+    monkeypatch.setattr(lowp_linear, "quantize", quantize)
+    product = ModelPrecision(make_decoder(), made).product("", chosen)
     torch.manual_seed(0)
     wide_x = x.to(made.result_of[chosen]).requires_grad_()
     product(wide_x, weight.clone().requires_grad_()).backward(gradient.to(made.result_of[chosen]))

@@ -12,14 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
 from modelwright.model.attention import packed_attend
-from modelwright.ops import narrow
-from modelwright.ops.formats import E4M3, E5M2
-from modelwright.precision import model as precision_model
-from modelwright.precision.model import (
+from modelwright.ops import lowp_emulation
+from modelwright.ops.lowp_linear import E4M3, E5M2
+from modelwright.precision import apply
+from modelwright.precision.apply import (
     ROLES,
-    DelayedMaxima,
-    FollowMaxima,
-    ModelFormats,
+    AmaxHistory,
+    ModelPrecision,
+    SyncAmaxHistory,
     fp32_products,
     names_of_projections,
 )
@@ -91,9 +91,9 @@ def run(model, *, backward: bool = True) -> tuple[torch.Tensor, Formats]:
 def test_products_run_in_the_formats_of_the_policy(policy, formats, monkeypatch):
     """Seven projections in each of two blocks, three products each; head and loss chunk by chunk beside them. As on a
     processor that has instructions for all formats."""
-    monkeypatch.setattr(narrow, "CPU_MULTIPLIES", narrow.NARROW)
+    monkeypatch.setattr(lowp_emulation, "CPU_MULTIPLIES", lowp_emulation.NARROW)
     model = make_decoder()
-    ModelFormats(model, config(policy))
+    ModelPrecision(model, config(policy))
     _, seen = run(model)
     found = seen.products()
     assert set(found) == formats
@@ -118,7 +118,7 @@ def test_fp8_casts_both_factors_of_all_products_in_every_projection():
         return run_watched
 
     model = make_decoder()
-    ModelFormats(model, config("fp8")).watch(watched)
+    ModelPrecision(model, config("fp8")).watch(watched)
     _, seen = run(model)
     assert forward == {name: {E4M3: 2, E5M2: 0} for name in model.projections()}
     num_projections = len(forward)
@@ -129,20 +129,20 @@ def test_fp8_casts_both_factors_of_all_products_in_every_projection():
 @pytest.mark.parametrize(("policy", "dtype"), [("bf16_mixed", torch.bfloat16), ("pure_fp16", torch.float16)])
 def test_without_instructions_fp32_products_take_factors_of_the_format(policy, dtype, monkeypatch):
     """Every factor of every product has a value of the format, and so has every result that is handed on."""
-    monkeypatch.setattr(narrow, "CPU_MULTIPLIES", frozenset())
+    monkeypatch.setattr(lowp_emulation, "CPU_MULTIPLIES", frozenset())
     model = make_decoder()
-    ModelFormats(model, config(policy))
+    ModelPrecision(model, config(policy))
     loss, seen = run(model)
     assert set(seen.products()) == {torch.float32}
     assert seen.wide_factors(dtype) == 0
-    monkeypatch.setattr(narrow, "CPU_MULTIPLIES", narrow.NARROW)
+    monkeypatch.setattr(lowp_emulation, "CPU_MULTIPLIES", lowp_emulation.NARROW)
     assert loss.item() == pytest.approx(run(model)[0].item(), rel=2e-3)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_loss_is_near_that_of_fp32(policy):
     exact, model = run(make_decoder())[0], make_decoder()
-    ModelFormats(model, config(policy))
+    ModelPrecision(model, config(policy))
     found, _ = run(model)
     assert found.item() == pytest.approx(exact.item(), rel=0.02)
     assert (found == exact) == (policy == "fp32")
@@ -152,7 +152,7 @@ def test_the_stream_has_the_embeddings_format_and_norms_hand_on_what_is_read():
     dtypes = {}
     for policy in ("bf16_mixed", "pure_fp16", "hybrid"):
         model = make_decoder()
-        ModelFormats(model, config(policy))
+        ModelPrecision(model, config(policy))
         block = model.blocks["1"]
         for part in ("attention_norm", "ffn_norm"):
             getattr(block, part).register_forward_hook(
@@ -174,7 +174,7 @@ def test_operators_leave_fp32_only_when_told_so():
         "activation": ["softmax", "reduction", "rope", "norm", "loss", "activation"],
     }.items():
         model = make_decoder()
-        ModelFormats(model, config("pure_fp16", fp32_ops=ops))
+        ModelPrecision(model, config("pure_fp16", fp32_ops=ops))
         losses[name], seen = run(model)
         half_softmax = ("aten.exp_.default", torch.float16) in seen.seen
         half_silu = ("aten.silu.default", torch.float16) in seen.seen
@@ -187,7 +187,7 @@ def test_operators_leave_fp32_only_when_told_so():
 def kept_bytes(**precision) -> int:
     """What forward keeps for backward beside the weights, each tensor's memory once."""
     model = make_decoder()
-    ModelFormats(model, config(**precision))
+    ModelPrecision(model, config(**precision))
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -209,7 +209,7 @@ def test_int8_keeps_less_for_backward_than_fp32():
 
 def test_evaluation_in_fp32_is_that_of_a_plain_model():
     plain, model = make_decoder(), make_decoder()
-    formats = ModelFormats(model, config("int8", eval_dtype="fp32"))
+    formats = ModelPrecision(model, config("int8", eval_dtype="fp32"))
     with torch.no_grad(), formats.evaluating():
         found, _ = run(model, backward=False)
     with torch.no_grad():
@@ -221,8 +221,8 @@ def test_evaluation_in_fp32_is_that_of_a_plain_model():
 
 def test_parts_change_their_format_while_the_others_keep_theirs(monkeypatch):
     model = make_decoder()
-    monkeypatch.setattr(narrow, "CPU_MULTIPLIES", narrow.NARROW)
-    formats = ModelFormats(model, config("fp32"))
+    monkeypatch.setattr(lowp_emulation, "CPU_MULTIPLIES", lowp_emulation.NARROW)
+    formats = ModelPrecision(model, config("fp32"))
     assert formats.parts == ["blocks.0.attention", "blocks.0.ffn", "blocks.1.attention", "blocks.1.ffn"]
     formats.change({"blocks.1.ffn": "int8", "blocks.0.attention": "bf16"})
     _, seen = run(model)
@@ -238,7 +238,7 @@ def test_names_of_all_projections_are_the_models():
 
 
 def test_delayed_scaling_goes_by_the_largest_of_the_last_steps():
-    maxima = DelayedMaxima(2)
+    maxima = AmaxHistory(2)
     seen = []
     for value in (1.0, 4.0, 2.0, 1.0):
         seen.append(maxima("x", torch.tensor([[value]])).item())
@@ -252,8 +252,8 @@ def test_delayed_scaling_goes_by_the_largest_of_the_last_steps():
 def test_an_overflow_under_delayed_scaling_is_seen_and_leaves_the_past_as_it_was(value):
     """One gradient of one projection's result; the finite check looks at the weights' gradients."""
     model = make_decoder()
-    formats = ModelFormats(model, config("fp8", fp8={"scaling": "delayed"}))
-    follow = FollowMaxima(formats, list)
+    formats = ModelPrecision(model, config("fp8", fp8={"scaling": "delayed"}))
+    follow = SyncAmaxHistory(formats, list)
     run(model)
     follow.synchronize()
     past = follow.state_dict()["blocks.1.ffn.up_proj"]
@@ -278,14 +278,14 @@ def test_an_overflow_under_delayed_scaling_is_seen_and_leaves_the_past_as_it_was
 def test_delayed_maxima_are_agreed_upon_and_saved():
     given = config("fp8", fp8={"scaling": "delayed", "amax_history_len": 3})
     model, other = make_decoder(), make_decoder()
-    formats, others = ModelFormats(model, given), ModelFormats(other, given)
+    formats, others = ModelPrecision(model, given), ModelPrecision(other, given)
     run(model)
-    follow = FollowMaxima(formats, lambda values: [2 * value for value in values])  # another rank saw twice as much
+    follow = SyncAmaxHistory(formats, lambda values: [2 * value for value in values])  # another rank saw twice as much
     follow.synchronize()
     state = follow.state_dict()
     assert set(state) == set(model.projections())
     assert all(len(state[name][role]) == 1 for name in state for role in ROLES)
-    FollowMaxima(others, list).load_state_dict(state)
+    SyncAmaxHistory(others, list).load_state_dict(state)
     assert others.delayed["blocks.1.ffn.up_proj"].past == formats.delayed["blocks.1.ffn.up_proj"].past
     weight = model.blocks["0"].ffn.up_proj.weight
     assert state["blocks.0.ffn.up_proj"]["weight"] == pytest.approx([2 * weight.abs().max().item()])
@@ -294,7 +294,7 @@ def test_delayed_maxima_are_agreed_upon_and_saved():
 WHO_MULTIPLIES = """
 import sys
 import torch
-from modelwright.precision.model import fp32_products
+from modelwright.precision.apply import fp32_products
 x, weight = torch.ones(64, 256), torch.ones(128, 256, requires_grad=True)
 for onednn in (False, True):
     print("by onednn" if onednn else "by default", flush=True)
@@ -343,8 +343,8 @@ def test_onednn_is_refused_where_it_would_not_multiply(monkeypatch, on_cpu):
 
 def test_products_that_would_be_rounded_are_refused_and_nothing_stays_set(monkeypatch):
     precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
-    monkeypatch.setattr(precision_model, "onednn_multiplies", lambda: True)
-    monkeypatch.setattr(precision_model, "_products_are_exact", lambda: False)
+    monkeypatch.setattr(apply, "onednn_multiplies", lambda: True)
+    monkeypatch.setattr(apply, "_products_are_exact", lambda: False)
     with pytest.raises(ConfigError, match=r"^precision\.fp32_matmul onednn: oneDNN rounds"), fp32_products(onednn=True):
         pass
     assert torch.get_float32_matmul_precision() == precision

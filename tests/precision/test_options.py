@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from modelwright.core.config import parse
-from modelwright.ops.formats import E4M3, E5M2, Fp8, Int8, in_products
-from modelwright.precision.model import DelayedMaxima, ModelFormats
+from modelwright.ops.lowp_linear import E4M3, E5M2, Fp8, Int8, in_products
+from modelwright.precision.apply import AmaxHistory, ModelPrecision
 from modelwright.precision.policy import PrecisionConfig
 from tiny_decoder import make_decoder
 
@@ -27,8 +27,8 @@ class Case:
     changes: set[str]
 
 
-def past() -> DelayedMaxima:
-    maxima = DelayedMaxima(16)
+def past() -> AmaxHistory:
+    maxima = AmaxHistory(16)
     maxima.push(PAST)
     return maxima
 
@@ -86,7 +86,7 @@ def outcome(product) -> dict[str, torch.Tensor]:
 
 
 def of_config(chosen, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    formats = ModelFormats(make_decoder(), parse(PrecisionConfig, {"policy": chosen, **options}, constants=True))
+    formats = ModelPrecision(make_decoder(), parse(PrecisionConfig, {"policy": chosen, **options}, constants=True))
     for maxima in formats.delayed.values():
         maxima.push(PAST)
     return outcome(formats.product(NAME, chosen))
@@ -119,4 +119,4 @@ def test_delayed_scaling_looks_back_as_many_steps_as_it_is_told():
     given = parse(
         PrecisionConfig, {"policy": "fp8", "fp8": {"scaling": "delayed", "amax_history_len": 3}}, constants=True
     )
-    assert {maxima.past["x"].maxlen for maxima in ModelFormats(make_decoder(), given).delayed.values()} == {3}
+    assert {maxima.past["x"].maxlen for maxima in ModelPrecision(make_decoder(), given).delayed.values()} == {3}

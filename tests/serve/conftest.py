@@ -14,9 +14,9 @@ from modelwright.data.tokenizer import SPECIAL_TOKENS, Tokenizer, TokenizerConfi
 from modelwright.infer.engine import EngineConfig
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.serve.codec import Codec
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.server import ServerThread
+from modelwright.serve.tokenizer import Codec
 
 TEXT = [
     "the quick brown fox jumps over the lazy dog",

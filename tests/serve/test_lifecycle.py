@@ -116,7 +116,7 @@ def test_sigterm_drains_and_exits_with_zero(model_folder):
     program = (
         "import logging, pathlib, sys\n"
         "from modelwright.serve.config import ServeConfig\n"
-        "from modelwright.serve.models import ModelSource\n"
+        "from modelwright.serve.load import ModelSource\n"
         "from modelwright.serve.server import run_server\n"
         "logging.basicConfig(level='INFO', stream=sys.stderr)\n"
         "source = ModelSource(name='tiny', folder=pathlib.Path(sys.argv[1]))\n"

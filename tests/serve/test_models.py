@@ -11,7 +11,7 @@ from modelwright.compress.int8_linear import Int8Linear
 from modelwright.core.errors import ModelError, ModelwrightError
 from modelwright.model.attention import causal_attend
 from modelwright.model.hf import save_model
-from modelwright.serve.models import load_folder
+from modelwright.serve.load import load_folder
 from modelwright.serve.server import ServerThread
 
 

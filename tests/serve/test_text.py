@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from modelwright.data.streaming import ByteStream
-from modelwright.serve.text import AnswerText
+from modelwright.data.stream_decode import ByteStream
+from modelwright.serve.detokenizer import IncrementalDetokenizer
 
 
 def of_bytes() -> ByteStream:
@@ -13,7 +13,7 @@ def of_bytes() -> ByteStream:
 
 
 def feed(text: str, stops: tuple[str, ...] = ()) -> tuple[str, str, list[str]]:
-    answer = AnswerText(of_bytes(), stops)
+    answer = IncrementalDetokenizer(of_bytes(), stops)
     shown: list[str] = []
     for byte in text.encode():
         piece = answer.push(byte, 0.0, ())
@@ -32,7 +32,7 @@ def test_characters_come_whole():
 
 
 def test_an_unfinished_character_is_replaced_at_the_end():
-    answer = AnswerText(of_bytes())
+    answer = IncrementalDetokenizer(of_bytes())
     assert answer.push("é".encode()[0], 0.0, ()).text == ""
     assert answer.finish("length").text == "\ufffd"
 
@@ -52,7 +52,7 @@ def test_stop_strings_against_a_plain_search(seed):
 
 
 def test_tokens_come_with_their_text():
-    answer = AnswerText(of_bytes(), ("xyz",))
+    answer = IncrementalDetokenizer(of_bytes(), ("xyz",))
     pieces = [answer.push(byte, -1.0, ()) for byte in b"abxq"] + [answer.finish("length")]
     assert [[token.token_id for token in piece.tokens] for piece in pieces] == [[97], [98], [], [120, 113], []]
     assert [token.offset for piece in pieces for token in piece.tokens] == [0, 1, 2, 3]

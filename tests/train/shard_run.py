@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.parallel.mesh import World, join_world
-from modelwright.train.checkpoint import writer as checkpoint
+from modelwright.train.checkpoint import writer
 from modelwright.train.checkpoint.reader import CheckpointReader
 from modelwright.train.checkpoint.writer import Best, CheckpointWriter, Snapshot
 
@@ -164,15 +164,15 @@ def fail_on_one_rank(run: Run, folder: Path, step: str) -> None:
     if run.world.rank == 1:
 
         def refuse(tensors, path):
-            raise checkpoint.SafetensorError("I/O error: No space left on device (os error 28)")
+            raise writer.SafetensorError("I/O error: No space left on device (os error 28)")
 
-        checkpoint.save_file = refuse
+        writer.save_file = refuse
     save(run, folder, step)
 
 
 def die_on_one_rank(run: Run, folder: Path, step: str) -> None:
     if run.world.rank == 1:
-        checkpoint.save_file = lambda tensors, path: os._exit(9)
+        writer.save_file = lambda tensors, path: os._exit(9)
     save(run, folder, step)
 
 

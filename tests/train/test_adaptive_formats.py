@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from modelwright.precision.model import ModelFormats
+from modelwright.precision.apply import ModelPrecision
 
 SECONDS = {"fp32": 4.0, "int8": 1.0}
 RULES = {
@@ -23,7 +23,7 @@ BROKEN = "blocks.1.ffn"
 @pytest.fixture
 def int8_spoils_a_product(monkeypatch):
     """Not from the first: rules have let the part in before it does harm."""
-    usual, made = ModelFormats.product, []
+    usual, made = ModelPrecision.product, []
 
     def product(self, name, chosen):
         found = usual(self, name, chosen)
@@ -32,7 +32,7 @@ def int8_spoils_a_product(monkeypatch):
         made.append(name)
         return found if len(made) < 3 else lambda x, weight: -20 * found(x, weight)
 
-    monkeypatch.setattr(ModelFormats, "product", product)
+    monkeypatch.setattr(ModelPrecision, "product", product)
 
 
 def changes(tiny, folder: Path, *, num_steps: int) -> tuple[list[dict], dict]:

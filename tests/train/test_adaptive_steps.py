@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from modelwright.core.config import parse
 from modelwright.core.resources import hardware
 from modelwright.model.attention import packed_attend
-from modelwright.ops.formats import Format
+from modelwright.ops.lowp_linear import Format
 from modelwright.optim.build import OptimizerKind, build_optimizer
 from modelwright.parallel.mesh import World
-from modelwright.precision.adaptive import Bandit
-from modelwright.precision.indicators import Sums
-from modelwright.precision.model import ModelFormats
+from modelwright.precision.apply import ModelPrecision
+from modelwright.precision.controllers import Bandit
+from modelwright.precision.indicators import GradientStats
 from modelwright.precision.policy import Kind, PrecisionConfig
 from modelwright.train.technique import LOSS_SPIKE, NOT_FINITE, Update
-from modelwright.train.techniques import adaptive_precision as adaptive
-from modelwright.train.techniques.adaptive_precision import AdaptivePrecision, Machine, memory_share, momentum_of
+from modelwright.train.techniques import adaptive_precision
+from modelwright.train.techniques.adaptive_precision import AdaptivePrecision, DtypeTimings, memory_share, momentum_of
 from tiny_decoder import make_decoder
 
 SECONDS: dict[Format, float] = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.0}
@@ -44,12 +44,16 @@ class Rig:
     """One process, one tiny model, gradients at random; every format but FP32 is harmless at first."""
 
     def __init__(
-        self, folder: Path, adaptive: dict[str, Any], policy: str = "fp32", seconds: Mapping[Format, float] = SECONDS
+        self,
+        folder: Path,
+        adaptive: dict[str, Any],
+        policy: str = "fp32",
+        seconds: Mapping[Format, float] = SECONDS,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.model = make_decoder()
         config = parse(PrecisionConfig, {"policy": policy, "adaptive": {**RULES, **adaptive}}, constants=True)
-        self.formats = ModelFormats(self.model, config)
+        self.formats = ModelPrecision(self.model, config)
         self.optimizer = build_optimizer(
             self.model, "adamw", learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
         )
@@ -63,7 +67,7 @@ class Rig:
             num_holders=[1] * len(self.names),
             optimizer=self.optimizer,
             world=World(rank=0, size=1, device=torch.device("cpu")),
-            machine=Machine(
+            machine=DtypeTimings(
                 {(kind, name): took for kind in ("attention", "ffn") for name, took in seconds.items()}, 0.1
             ),
             trial=self.trial,
@@ -130,7 +134,7 @@ def test_steps_that_overflow_say_nothing_of_parts_in_other_formats(tmp_path):
 @pytest.mark.parametrize("kind", ["rules", "bandit"])
 def test_a_decision_whose_step_was_skipped_is_made_at_the_next_good_one(tmp_path, monkeypatch, kind):
     """And a run that is resumed in between comes to the same."""
-    monkeypatch.setattr(adaptive, "memory_share", lambda device: 0.5)
+    monkeypatch.setattr(adaptive_precision, "memory_share", lambda device: 0.5)
     given = {"kind": kind, "candidates": ["bf16", "int8"], "measure_steps": 2}
     rig, other = (Rig(tmp_path / name, given) for name in ("whole", "resumed"))
     rig.steps(range(3))
@@ -194,7 +198,9 @@ class Flat(nn.Module):
         self.blocks = nn.Linear(400, 300, bias=False)
 
 
-def measured(kind: OptimizerKind, betas: tuple[float, float], *, noise: float, num_steps: int) -> tuple[Sums, float]:
+def measured(
+    kind: OptimizerKind, betas: tuple[float, float], *, noise: float, num_steps: int
+) -> tuple[GradientStats, float]:
     """After so many steps with gradients of a mean of norm 1 and noise of that variance, clipped to 1 all; and the size
     of the next update, measured at the weights."""
     torch.manual_seed(0)
@@ -206,7 +212,7 @@ def measured(kind: OptimizerKind, betas: tuple[float, float], *, noise: float, n
     for step in range(num_steps):
         weight.grad = mean + spread * torch.randn_like(weight)
         momentum = momentum_of(optimizer.state.get(weight, {}), optimizer.param_groups[0], step)
-        sums = Sums.of(weight.detach(), weight.grad, momentum, scale=1.0)
+        sums = GradientStats.of(weight.detach(), weight.grad, momentum, scale=1.0)
         weight.grad /= weight.grad.norm()
         before = weight.detach().clone()
         optimizer.step()
@@ -275,7 +281,7 @@ def test_a_smaller_format_is_taken_though_it_is_slow_once_memory_is_short(tmp_pa
     """What is short at the second decision is looked at in the third period, also by a run that is resumed with less
     in use."""
     share, rig = [0.5], slow_in_bf16(tmp_path / "whole", kind)
-    monkeypatch.setattr(adaptive, "memory_share", lambda device: share[0])
+    monkeypatch.setattr(adaptive_precision, "memory_share", lambda device: share[0])
     rig.steps(range(4))
     assert not rig.adaptive.looks
     share[0] = 1.0
@@ -293,7 +299,7 @@ def test_a_smaller_format_is_taken_though_it_is_slow_once_memory_is_short(tmp_pa
 
 def test_the_fullest_rank_decides(tmp_path, monkeypatch):
     rig = slow_in_bf16(tmp_path, "rules")
-    monkeypatch.setattr(adaptive, "memory_share", lambda device: 0.3)
+    monkeypatch.setattr(adaptive_precision, "memory_share", lambda device: 0.3)
     monkeypatch.setattr(World, "maxima", lambda self, *values: [max(0.93, value) for value in values])
     rig.steps(range(4))
     assert rig.state["memory_pressure"] == 0.93

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from modelwright.core.errors import ArtifactError, Stopped, StorageError
 from modelwright.core.progress import SilentProgress
-from modelwright.train.checkpoint import writer as checkpoint
+from modelwright.train.checkpoint import writer
 from modelwright.train.checkpoint.reader import CheckpointReader
 from modelwright.train.checkpoint.writer import (
     Best,
@@ -144,8 +144,8 @@ def test_saving_copies_before_it_returns(checkpoints):
 
 def test_saving_does_not_wait_for_the_disk(checkpoints, monkeypatch):
     go_on = threading.Event()
-    save_file = checkpoint.save_file
-    monkeypatch.setattr(checkpoint, "save_file", lambda *a: (go_on.wait(20), save_file(*a)))
+    save_file = writer.save_file
+    monkeypatch.setattr(writer, "save_file", lambda *a: (go_on.wait(20), save_file(*a)))
     checkpoints.save(snapshot(1), best=Best())
     checkpoints.poll()
     assert steps(checkpoints.folder) == []
@@ -232,9 +232,9 @@ def test_a_refused_write_surfaces_once_and_leaves_the_old_one(checkpoints, monke
     save(checkpoints, 1)
 
     def refuse(tensors, path):
-        raise checkpoint.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise writer.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(checkpoint, "save_file", refuse)
+    monkeypatch.setattr(writer, "save_file", refuse)
     checkpoints.save(snapshot(2), best=Best())
     with pytest.raises(StorageError, match="the disk is full; free some space"):
         checkpoints.wait()

@@ -10,8 +10,8 @@ from modelwright.core.errors import ConfigError
 from modelwright.optim.clip import AdaptiveClipConfig
 from modelwright.optim.decay import WeightDecayScheduleConfig
 from modelwright.train.technique import NOT_FINITE, Update
-from modelwright.train.techniques.gradient_clipping import Clip
-from modelwright.train.techniques.weight_decay import DynamicDecay
+from modelwright.train.techniques.gradient_clipping import GradientClipping
+from modelwright.train.techniques.weight_decay import WeightDecaySchedule
 
 
 def update(norm: float, skip: bool = False) -> Update:
@@ -39,7 +39,7 @@ def test_limits_are_their_definition():
 
 
 def test_a_spike_is_clipped_to_what_was_usual_and_joins_the_history():
-    clip = Clip(1.0, AdaptiveClipConfig(kind="percentile", window_steps=6, percentile=100.0))
+    clip = GradientClipping(1.0, AdaptiveClipConfig(kind="percentile", window_steps=6, percentile=100.0))
     for norm in (2.0, 3.0):
         clip.on_gradients(update(norm))
     spike = update(50.0)
@@ -49,7 +49,7 @@ def test_a_spike_is_clipped_to_what_was_usual_and_joins_the_history():
     skipped = update(9.0, skip=True)
     clip.on_gradients(skipped)
     assert float(skipped.gradients[0].norm()) == pytest.approx(9.0)
-    again = Clip(1.0, clip.adaptive)
+    again = GradientClipping(1.0, clip.adaptive)
     again.load_state_dict(clip.state_dict())
     assert again.norms == clip.norms == [2.0, 3.0, 50.0]
 
@@ -57,14 +57,14 @@ def test_a_spike_is_clipped_to_what_was_usual_and_joins_the_history():
 def test_decay_is_low_while_norms_are_large_and_comes_back_below_the_threshold():
     groups = [{"weight_decay": 0.01}, {"weight_decay": 0.0}]
     optimizer = SimpleNamespace(param_groups=groups)
-    decay = DynamicDecay(optimizer, WeightDecayScheduleConfig(grad_norm_threshold=5.0))  # pyright: ignore
+    decay = WeightDecaySchedule(optimizer, WeightDecayScheduleConfig(grad_norm_threshold=5.0))  # pyright: ignore
     found = []
     for norm in (4.9, 5.1, 4.5, 3.9, 4.5, 5.1):
         decay.on_gradients(update(norm))
         found.append(groups[0]["weight_decay"])
         assert groups[1]["weight_decay"] == 0.0
     assert found == pytest.approx([0.01, 0.001, 0.001, 0.01, 0.01, 0.001])
-    again = DynamicDecay(SimpleNamespace(param_groups=[{"weight_decay": 0.01}]), decay.config)  # pyright: ignore
+    again = WeightDecaySchedule(SimpleNamespace(param_groups=[{"weight_decay": 0.01}]), decay.config)  # pyright: ignore
     again.load_state_dict(decay.state_dict())
     assert again.low
 

@@ -14,7 +14,7 @@ from modelwright.core.records import column, read_records
 from modelwright.core.rundir import StageDir
 from modelwright.data.batch import IGNORED
 from modelwright.objectives.pretrain import Pretrain
-from modelwright.precision import model as precision_model
+from modelwright.precision import apply
 from modelwright.train.objective import forward
 from modelwright.train.state import load_best
 from modelwright.train.techniques.adaptive_precision import AdaptivePrecision
@@ -253,7 +253,7 @@ def test_formats_that_would_gain_nothing_are_not_looked_at(tiny, tmp_path, monke
 def test_who_multiplies_is_chosen_for_the_run_alone(tiny, tmp_path, monkeypatch):
     """Each step sees the choice; after the run all is as before."""
     for check in ("onednn_multiplies", "_products_are_exact"):
-        monkeypatch.setattr(precision_model, check, lambda: True)  # wherever this runs
+        monkeypatch.setattr(apply, check, lambda: True)  # wherever this runs
 
     class Seen:
         every = 1

@@ -10,8 +10,8 @@ import torch
 
 from modelwright.core.errors import ConfigError, Stopped
 from modelwright.core.records import column, read_records
-from modelwright.memory import arena_build, arena_run
-from modelwright.memory.arena_run import StepAllocator
+from modelwright.memory import step_arena_build, step_arena_runtime
+from modelwright.memory.step_arena_runtime import StepAllocator
 from modelwright.objectives.pretrain import Pretrain
 from wired_cases import COPIES, Runs, case, values, weights
 
@@ -35,14 +35,14 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def small_tensors_too(monkeypatch):
-    monkeypatch.setattr(arena_run, "LEAST_BYTES", LEAST_BYTES)
-    monkeypatch.setattr(arena_run, "MOST_MISSED", 0.9)
+    monkeypatch.setattr(step_arena_runtime, "LEAST_BYTES", LEAST_BYTES)
+    monkeypatch.setattr(step_arena_runtime, "MOST_MISSED", 0.9)
     yield
     assert StepAllocator().living_bytes() == 0
 
 
 def served(folder: Path) -> list[tuple[int, float]]:
-    return column(read_records(folder / "metrics.jsonl"), "arena_served")
+    return column(read_records(folder / "metrics.jsonl"), "arena_hit_rate")
 
 
 def assert_same(tiny, one: Path, other: Path, step: int = 16) -> None:
@@ -90,7 +90,7 @@ def test_a_step_made_again_in_smaller_microbatches(tiny, tmp_path, batch):
 
 
 def test_a_run_without_a_compiler_ends_early(tiny, tmp_path, monkeypatch):
-    arena_build.allocator.cache_clear()
+    step_arena_build.allocator.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "no-such-compiler -O1")
     with pytest.raises(ConfigError, match=r"step_arena: .*'no-such-compiler'; set step_arena to false"):
@@ -112,9 +112,9 @@ def test_two_processes(tmp_path):
     ]
     hogwild = {"step_arena": True, "async_updates": {"mode": "hogwild"}}
     runs = Runs(tmp_path, [*cases, case("hogwild", settings=hogwild, shape=WIDE)])
-    assert values(runs, "hogwild", "arena_served")
+    assert values(runs, "hogwild", "arena_hit_rate")
     for name in layouts:
-        assert values(runs, f"{name}-with", "arena_served")
+        assert values(runs, f"{name}-with", "arena_hit_rate")
         for rank in range(2):
             left, right = (weights(runs, f"{name}-{arena}", rank) for arena in ("without", "with"))
             assert all(torch.equal(left[key], right[key]) for key in left)

@@ -42,7 +42,7 @@ def test_a_process_under_a_limit_goes_on_in_smaller_microbatches(tmp_path):
     assert len(parts) == 1
     assert min(parts) > 1
     assert len(found["parts"]) == 2
-    events = read_records(tmp_path / "limited" / "watch.jsonl")
+    events = read_records(tmp_path / "limited" / "anomalies.jsonl")
     assert [(event["kind"], event["step"]) for event in events if event["kind"] == "out_of_memory"] == [
         ("out_of_memory", 1)
     ]
@@ -84,7 +84,7 @@ def test_all_ranks_make_the_step_again(runs, layout):
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     found = column(read_records(full / "metrics.jsonl"), "num_microbatches")
     assert found == [(step, 4.0) for step in range(6, 13)]
-    (event,) = [event for event in read_records(full / "watch.jsonl") if event["kind"] == "out_of_memory"]
+    (event,) = [event for event in read_records(full / "anomalies.jsonl") if event["kind"] == "out_of_memory"]
     assert (event["step"], event["value"]) == (6, 2)
     first, second = (of_rank[full.name].weights for of_rank in ended)
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())

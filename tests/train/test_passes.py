@@ -6,18 +6,18 @@ import torch
 from modelwright.memory.activations import Segment
 from modelwright.memory.checkpointing import checkpoint_segments
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import lay_out, single
+from modelwright.parallel.mesh import build_mesh, single
 from modelwright.precision.policy import PrecisionConfig
-from modelwright.train import parallelize as passes
+from modelwright.train import parallelize
 from modelwright.train.objective import forward
 
 
 def test_compile_comes_after_activation_checkpointing(tiny, monkeypatch):
     order = []
-    monkeypatch.setattr(passes, "compile_each_block", lambda model: order.append("compile") or model)
-    passes.apply_passes(
+    monkeypatch.setattr(parallelize, "compile_each_block", lambda model: order.append("compile") or model)
+    parallelize.apply_passes(
         tiny.tiny_model(),
-        mesh=lay_out(single(), ParallelConfig()),
+        mesh=build_mesh(single(), ParallelConfig()),
         parallel=ParallelConfig(),
         activations=lambda model: order.append("checkpoint") or model,
         compile_blocks=True,
@@ -31,7 +31,7 @@ def test_compiled_blocks_give_the_same_gradients_under_the_same_names(tiny):
     """With the tracing back end: graphs are captured and differentiated, only the C++ compiler stays out."""
     plain, compiled = tiny.tiny_model(), tiny.tiny_model()
     checkpoint_segments(compiled, [Segment(num_layers=1, recompute=True), Segment(num_layers=1, recompute=False)])
-    passes.compile_each_block(compiled, backend="aot_eager")
+    parallelize.compile_each_block(compiled, backend="aot_eager")
     assert list(compiled.state_dict()) == list(plain.state_dict())
     batch = tiny.Rows().batch(0)
     for model in (plain, compiled):
@@ -39,5 +39,5 @@ def test_compiled_blocks_give_the_same_gradients_under_the_same_names(tiny):
     for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-6)
     assert all(block._compiled_call_impl is not None for block in compiled.blocks.values())
-    passes.remove_passes(compiled)
+    parallelize.remove_passes(compiled)
     assert all("forward" not in vars(block) and block._compiled_call_impl is None for block in compiled.blocks.values())

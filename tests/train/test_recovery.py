@@ -12,7 +12,7 @@ from modelwright.train.technique import StepInfo
 
 def info(step):
     values = {"loss": 1.0, "losses": {}, "grad_norm": 1.0, "learning_rate": 0.1, "num_tokens": 1, "tokens_per_s": 1.0,
-              "mfu": 0.0, "data_wait_s": 0.0, "exchange_s": 0.0, "step_time_s": 0.1,
+              "mfu": 0.0, "data_wait_s": 0.0, "comm_s": 0.0, "step_time_s": 0.1,
               "bytes_sent": 0}  # fmt: skip
     return StepInfo(step=step, **values)
 

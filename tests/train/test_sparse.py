@@ -16,11 +16,11 @@ from modelwright.core.errors import ConfigError, Stopped
 from modelwright.core.records import column, read_records
 from modelwright.data.batch import IGNORED
 from modelwright.objectives.pretrain import Pretrain
-from modelwright.ops.executed import Executed
+from modelwright.ops.flop_counter import Executed
 from modelwright.optim.sparse import BatchSelectionConfig
 from modelwright.train.flops import attention_flops, dense_flops, head_flops
 from modelwright.train.objective import forward
-from modelwright.train.techniques.batch_selection import RowChoice, first_queries_and_keys, first_tokens
+from modelwright.train.techniques.batch_selection import BatchSelector, first_queries_and_keys, first_tokens
 
 QUIET = {"eval_every_steps": 0, "checkpoint_every_steps": 0}
 FORMS: dict[str, dict[str, Any]] = {
@@ -251,7 +251,7 @@ def test_where_no_row_is_within_the_limit_nothing_is_learned(tiny, tmp_path):
     assert seen[-1].scalars["empty"] == 1.0
     dense = dense_flops(tiny.SHAPE, tiny.Rows().batch(0))
     assert seen[-1].scalars["executed_flops"] < 0.5 * dense  # two rows of eight without labels, and the looks
-    events = [json.loads(line) for line in next((tmp_path / "1").rglob("watch.jsonl")).read_text().splitlines()]
+    events = [json.loads(line) for line in next((tmp_path / "1").rglob("anomalies.jsonl")).read_text().splitlines()]
     assert [event["kind"] for event in events if event["step"] > 2] == ["empty_step"] * 2
 
 
@@ -275,7 +275,7 @@ def test_a_row_without_a_label_in_the_look_is_judged_by_its_tokens(tiny):
     expected[0, 2] = expected[1, 4] = IGNORED
     expected[1, 5:] = IGNORED
     assert torch.equal(look.labels_BT[:4], expected)
-    choice = RowChoice(
+    choice = BatchSelector(
         BatchSelectionConfig(signal="loss", probe_tokens=8),
         tiny.tiny_model(),
         seed=0,
@@ -303,7 +303,7 @@ def test_the_limit_is_that_of_the_weights_at_the_start(tiny, tmp_path):
 def test_labels_of_the_tokens_that_receive_most_attention_are_kept(tiny):
     """Those of a naive count over the first layer's own weights."""
     batch, model = tiny.Rows().batch(0), tiny.tiny_model()
-    choice = RowChoice(
+    choice = BatchSelector(
         BatchSelectionConfig(keep_token_fraction=0.3), model, seed=0, rank=0, num_parts=1, executed=Executed()
     )
     q_BTHd, k_BTKd = first_queries_and_keys(model, batch)

@@ -22,7 +22,7 @@ LEVEL = [1.0, 1.1, 0.9, 1.0, 1.05, 0.95]
 
 def spikes(tmp_path, **config) -> LossSpikes:
     settings = LossSpikeConfig(**{"num_sigmas": 6.0, "window_steps": 6, **config})
-    path = tmp_path / "spikes.jsonl"
+    path = tmp_path / "loss_spikes.jsonl"
     return LossSpikes(settings, lambda flag: flag, path, is_first=True, checkpoint_every=2)
 
 
@@ -44,7 +44,7 @@ def test_a_jump_of_loss_or_norm_is_left_out_and_recorded(tmp_path):
     guard = spikes(tmp_path)
     assert feed(guard, [*LEVEL, 3.0, 1.0]) == [False] * 6 + [True, False]
     assert feed(guard, [1.0, 1.0], first=8, norms=[9.0, 1.1]) == [True, False]
-    lines = [json.loads(line) for line in (tmp_path / "spikes.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "loss_spikes.jsonl").read_text().splitlines()]
     assert [(line["kind"], line["batches"], line["loss"]) for line in lines] == [
         ("spike", [6, 6], 3.0), ("spike", [8, 8], 1.0),
     ]  # fmt: skip
@@ -177,7 +177,7 @@ def test_the_run_goes_back_and_on_with_the_following_batches(tiny, tmp_path):
     assert [event["kind"] for event in result.summary_of("loss_spikes")["left_out"]] == ["spike", "spike", "rollback"]
     assert result.summary_of("loss_spikes")["left_out"][-1] == {"kind": "rollback", "step": 9, "batches": [6, 8]}
     assert result.summary_of("anomalies")["num_events"]["rollback"] == 1
-    assert [event["kind"] for event in read_records(tmp_path / "watch.jsonl")][:3] == [
+    assert [event["kind"] for event in read_records(tmp_path / "anomalies.jsonl")][:3] == [
         "skipped_spike", "skipped_spike", "rollback",
     ]  # fmt: skip
     records = read_records(tmp_path / "metrics.jsonl")
@@ -221,7 +221,7 @@ def test_stopped_before_between_and_after_it_goes_on_with_the_same_bits(tiny, tm
     result = train(tiny, tmp_path / "twice", model=twice)
     assert [event["kind"] for event in result.summary_of("loss_spikes")["left_out"]] == ["spike", "spike", "rollback"]
     assert all(torch.equal(one, two) for one, two in zip(once.parameters(), twice.parameters(), strict=True))
-    for name in ("spikes.jsonl", "watch.jsonl"):
+    for name in ("loss_spikes.jsonl", "anomalies.jsonl"):
         assert (tmp_path / "once" / name).read_text() == (tmp_path / "twice" / name).read_text()
 
 

@@ -5,13 +5,13 @@ import torch
 
 from modelwright.core.errors import ConfigError
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, lay_out, single
+from modelwright.parallel.mesh import World, build_mesh, single
 from modelwright.train.monitors.stragglers import OwnTime, SpeedProbe, StragglerConfig, Stragglers, own_times_compare
 from modelwright.train.technique import StepInfo
 
 STEP = StepInfo(
     step=1, loss=0, losses={}, grad_norm=0, learning_rate=0, num_tokens=0, tokens_per_s=0, mfu=0, data_wait_s=0,
-    exchange_s=0, step_time_s=0, bytes_sent=0,
+    comm_s=0, step_time_s=0, bytes_sent=0,
 )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def test_own_time_is_the_mean_since_it_was_last_asked():
 
 def test_probe_takes_time_and_layouts_say_when_it_is_needed():
     assert 0 < SpeedProbe(torch.device("cpu"))() < 1
-    assert own_times_compare(lay_out(single(), ParallelConfig()))
+    assert own_times_compare(build_mesh(single(), ParallelConfig()))
 
 
 def test_bad_limits_are_refused():

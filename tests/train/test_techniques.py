@@ -16,7 +16,7 @@ from modelwright.optim.schedule import ScheduleConfig
 from modelwright.train.checkpoint.optimizer import load_optimizer_state, optimizer_state_dict, reading_state
 from modelwright.train.technique import NOT_FINITE, Update
 from modelwright.train.techniques.finite_check import FiniteCheck
-from modelwright.train.techniques.gradient_clipping import Clip
+from modelwright.train.techniques.gradient_clipping import GradientClipping
 from modelwright.train.techniques.learning_rate import LearningRate
 
 EMPTY = torch.zeros(1, 1, dtype=torch.int64)
@@ -47,7 +47,7 @@ class Steps:
         self.optimizer = build_optimizer(model, learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
         self.rate = LearningRate(self.optimizer, ScheduleConfig(kind="warmup_linear"), peak=0.1, num_steps=20)
         self.check = FiniteCheck(agree, lambda gradients: float(total_norm(gradients)), max_skipped=max_skipped)
-        self.clip = Clip(1.0, AdaptiveClipConfig())
+        self.clip = GradientClipping(1.0, AdaptiveClipConfig())
 
     def __call__(self, step=0, loss=1.0) -> Update:
         gradients = [p.grad for p in self.model.parameters()]

@@ -197,10 +197,10 @@ def test_no_layout_is_taken_for_corrupt(runs, name):
 
 
 def test_a_wild_batch_is_left_out_and_recorded(runs):
-    (line,) = (runs.folder("wild") / "spikes.jsonl").read_text().splitlines()
+    (line,) = (runs.folder("wild") / "loss_spikes.jsonl").read_text().splitlines()
     assert json.loads(line).items() >= {"batches": [10, 10], "kind": "spike"}.items()
     assert ended(runs, "wild")["events"] == {"skipped_spike": 1}
-    (event,) = read_records(runs.folder("wild") / "watch.jsonl")
+    (event,) = read_records(runs.folder("wild") / "anomalies.jsonl")
     assert (event["step"], event["kind"]) == (11, "skipped_spike")
     assert losses(runs, "wild")[11] < 2 * losses(runs, "wild")[9]
 

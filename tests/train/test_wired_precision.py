@@ -163,8 +163,8 @@ def states(runs: Runs, folder: str) -> dict[str, Any]:
 
 def test_rules_take_the_fastest_format_that_is_tolerable_everywhere(runs):
     assert {change["to"] for change in changes(runs, "rules")} == {"int8"}
-    assert values(runs, "rules", "narrow_share")[:2] == [0.0, 0.0]
-    assert values(runs, "rules", "narrow_share")[-1] == 1.0
+    assert values(runs, "rules", "low_precision_fraction")[:2] == [0.0, 0.0]
+    assert values(runs, "rules", "low_precision_fraction")[-1] == 1.0
 
 
 @pytest.mark.parametrize("name", ["pipeline", "tensor", "zero"])
@@ -176,7 +176,7 @@ def test_ranks_that_hold_parts_decide_alike(runs, name):
 
 
 def test_a_schedule_needs_no_measuring(runs):
-    shares = values(runs, "schedule", "narrow_share")
+    shares = values(runs, "schedule", "low_precision_fraction")
     assert (shares[0], shares[5], shares[-1]) == (0.0, 0.5, 1.0)
     assert not (runs.folder("schedule") / "formats.json").exists()
     assert {change["reason"] for change in changes(runs, "schedule")} == {"by schedule"}

@@ -21,7 +21,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.mesh import single
 from modelwright.train.build import train
-from modelwright.train.checkpoint import writer as checkpoint
+from modelwright.train.checkpoint import writer
 from modelwright.train.config import TrainConfig
 from modelwright.train.objective import Objective
 from modelwright.train.state import TrainResult
@@ -195,7 +195,7 @@ def run_in_float64(folder: Path, config: TrainConfig, **more) -> Decoder:
 
 
 def final_weights(folder: Path, step: int = 12) -> dict[str, torch.Tensor]:
-    return checkpoint.read_weights(folder / "checkpoints", step)
+    return writer.read_weights(folder / "checkpoints", step)
 
 
 def train_under_fire(folder: Path, seed: int, num_kills: int) -> list[int]:
@@ -243,7 +243,7 @@ def _start(folder: Path, *, die_in_file: int = 0) -> int:
 
 def _die_while_writing(num_files: int) -> None:
     """From the `num_files`-th tensor file on: write half of it and die."""
-    save, left = checkpoint.save_file, [num_files]
+    save, left = writer.save_file, [num_files]
 
     def save_half(tensors, path):
         save(tensors, path)
@@ -252,4 +252,4 @@ def _die_while_writing(num_files: int) -> None:
             os.truncate(path, path.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoint.save_file = save_half
+    writer.save_file = save_half

@@ -139,7 +139,7 @@ def report(words: Sequence[str]) -> int:
     parser = _parser("report", "Write a run's report.html again from what is in its folder.")
     parser.add_argument("target", metavar="RUN", help="a run directory or its name")
     options = parser.parse_args(words)
-    from modelwright.pipeline.execute import previous_config
+    from modelwright.pipeline.run import previous_config
     from modelwright.pipeline.stages.report import write_report
     from modelwright.recipes.load import find_run
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from modelwright.core.errors import ModelwrightError, Stopped
 
-LAST_WORDS = "MODELWRIGHT_LAST_WORDS"
+EXIT_REPORT_DIR = "MODELWRIGHT_LAST_WORDS"
 """Environment variable: the folder for last words; whoever finds it was started by `supervise`."""
 BUG, USER, LOST, INTERRUPTED, STOPPED = 1, ModelwrightError.exit_code, 3, 130, Stopped.exit_code
 """Exit codes; LOST is `pipeline.ranks.PeerLost`'s."""
@@ -31,7 +31,7 @@ _TELLING = (USER, BUG, STOPPED, INTERRUPTED, LOST)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Words:
+class ExitReport:
     """How one process ended."""
 
     rank: int
@@ -49,9 +49,9 @@ def is_started() -> bool:
     return "WORLD_SIZE" in os.environ
 
 
-def leave_words(folder: str, text: str, exit_code: int) -> int:
+def write_exit_report(folder: str, text: str, exit_code: int) -> int:
     """Write down how this process ends, unless those who would read it have gone; returns the exit code."""
-    words = Words(rank=int(os.environ.get("RANK", "0")), time_s=time.time(), exit_code=exit_code, text=text)
+    words = ExitReport(rank=int(os.environ.get("RANK", "0")), time_s=time.time(), exit_code=exit_code, text=text)
     temporary = Path(folder) / f"{os.getpid()}.tmp"
     with suppress(FileNotFoundError):
         temporary.write_text(json.dumps(asdict(words)), encoding="utf-8")
@@ -59,14 +59,14 @@ def leave_words(folder: str, text: str, exit_code: int) -> int:
     return exit_code
 
 
-def read_words(folder: Path) -> list[Words]:
+def read_exit_reports(folder: Path) -> list[ExitReport]:
     """The words that were left, those that tell the cause first."""
-    found = [Words(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
+    found = [ExitReport(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
     ranked = {code: place for place, code in enumerate(_TELLING)}
     return sorted(found, key=lambda one: (ranked.get(one.exit_code, len(ranked)), _order(one)))
 
 
-def _order(words: Words) -> float:
+def _order(words: ExitReport) -> float:
     """Errors follow from the first one; of those who were asked to stop the first rank speaks."""
     return words.time_s if words.exit_code in (USER, BUG) else words.rank
 
@@ -83,7 +83,7 @@ def supervise(config: Any, line: Sequence[str], *, threads: int, is_done: Callab
 
     with tempfile.TemporaryDirectory(prefix="modelwright-") as name:
         folder = Path(name)
-        changes = torchrun_environment({LAST_WORDS: name}, threads=threads)
+        changes = torchrun_environment({EXIT_REPORT_DIR: name}, threads=threads)
         with _environment(changes), _silent_library():
             try:
                 ending = launch(
@@ -110,7 +110,7 @@ def supervise(config: Any, line: Sequence[str], *, threads: int, is_done: Callab
 
 def _before_restart(folder: Path) -> None:
     """Say why the processes are started again. Raises `Refused` when they should not be."""
-    words = read_words(folder)
+    words = read_exit_reports(folder)
     for path in folder.glob("*.json"):
         path.unlink()
     if words and words[0].exit_code == USER:
@@ -121,7 +121,7 @@ def _before_restart(folder: Path) -> None:
 
 def _tell(folder: Path, killed: Mapping[int, int], asked: int) -> int:
     """Show how it ended and return the exit code."""
-    words = read_words(folder)
+    words = read_exit_reports(folder)
     cause = words[0] if words else None
     if cause and cause.exit_code == USER:
         return _say(cause.text, USER)

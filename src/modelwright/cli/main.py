@@ -13,8 +13,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 from modelwright import __version__
-from modelwright.cli import commands, lr_range, plan, run
-from modelwright.cli.launch import GOES_ON, LAST_WORDS, leave_words
+from modelwright.cli import commands, lr_find, plan, run
+from modelwright.cli.launch import EXIT_REPORT_DIR, GOES_ON, write_exit_report
 from modelwright.cli.stopping import StopSignals
 from modelwright.core.errors import ModelwrightError
 
@@ -36,7 +36,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "explain": (commands.explain, "explain a setting: its meaning, default and allowed values"),
     "doctor": (commands.doctor, "survey this machine and measure what it can do"),
     "plan": (plan.plan, "propose how to lay a model out over hosts and devices"),
-    "lr-range": (lr_range.lr_range, "propose a peak learning rate by a short sweep over rates"),
+    "lr-range": (lr_find.lr_range, "propose a peak learning rate by a short sweep over rates"),
     "serve": (commands.serve, "serve a run's model over HTTP, as the OpenAI API does"),
     "chat": (commands.chat, "talk to a run's model in the terminal"),
     "export": (commands.export, "write a run's model as a Hugging Face folder"),
@@ -60,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _guarded(name: str, command: Command, words: Sequence[str], *, is_last: bool) -> int:
     """Run the command and turn what ends it into an exit code. is_last: the process ends with it."""
-    folder = os.environ.pop(LAST_WORDS, "")  # not for what this process starts
+    folder = os.environ.pop(EXIT_REPORT_DIR, "")  # not for what this process starts
     if folder:
         commands.leave_with_parent()
 
     def complain(text: str, exit_code: int = ModelwrightError.exit_code) -> int:
-        return leave_words(folder, text, exit_code) if folder else _complain(text, exit_code)
+        return write_exit_report(folder, text, exit_code) if folder else _complain(text, exit_code)
 
     def stopped(number: int) -> int:
         how = "interrupted" if number == signal.SIGINT else "stopped"
@@ -95,7 +95,7 @@ def _guarded(name: str, command: Command, words: Sequence[str], *, is_last: bool
                 return complain(refusal)
             if not folder:
                 raise
-            return leave_words(folder, traceback.format_exc(), 1)
+            return write_exit_report(folder, traceback.format_exc(), 1)
 
 
 def _refusal(error: Exception) -> str:

@@ -11,8 +11,8 @@ from modelwright.core.quantities import parse_quantity
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load
     from modelwright.plan.catalog import ComputeFormat, ComputeRate
+    from modelwright.plan.communication import Cluster
     from modelwright.plan.layout import TrainingJob
-    from modelwright.plan.traffic import Cluster
     from modelwright.precision.policy import PrecisionConfig
 
 
@@ -100,8 +100,8 @@ def plan(words: Sequence[str]) -> int:
     for name in ("hosts", "devices-per-host", "top"):
         if (given := getattr(options, name.replace("-", "_"))) < 1:
             raise ConfigError(f"--{name}: must be at least 1, got {given}")
+    from modelwright.plan.format_layouts import proposal_data, proposal_text
     from modelwright.plan.measured import error_text, measured_errors
-    from modelwright.plan.proposal_text import proposal_data, proposal_text
     from modelwright.plan.search import propose
 
     job, notes = _job(options)
@@ -193,7 +193,7 @@ def _check_measurable(model) -> None:
 def _cluster(options: argparse.Namespace, job: "TrainingJob") -> "Cluster":
     from modelwright.core.resources import hardware
     from modelwright.plan.catalog import DEVICES
-    from modelwright.plan.traffic import Cluster
+    from modelwright.plan.communication import Cluster
 
     sheet = DEVICES.get(options.device)
     given = {

@@ -62,9 +62,9 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
     from modelwright.cli.display import choose_display
     from modelwright.objectives.pretrain import Pretrain
     from modelwright.pipeline.report.memory_page import memory_page
+    from modelwright.plan.format_memory import Known, plan_data, plan_text
     from modelwright.plan.measured import error_text, heap_gap_text, measured_errors
     from modelwright.plan.memory_plan import plan_step
-    from modelwright.plan.memory_text import Known, plan_data, plan_text
 
     if not 0.0 <= options.max_recompute < math.inf:
         raise ConfigError(
@@ -106,7 +106,7 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
 
 def _no_arena() -> str:
     """Why this machine can have no `step_arena`, "" where it can."""
-    from modelwright.memory.arena_build import check_machine
+    from modelwright.memory.step_arena_build import check_machine
     from modelwright.parallel.mesh import default_device
 
     try:
@@ -122,8 +122,8 @@ def _elsewhere(options: argparse.Namespace, model: "ModelConfig", train: "TrainC
     from modelwright.memory.offload import open_store
     from modelwright.parallel.mesh import default_device
     from modelwright.plan.doctor import measure_rates
-    from modelwright.plan.memory_plan import NOWHERE, Elsewhere
-    from modelwright.plan.moving import measure_flops_per_byte
+    from modelwright.plan.memory_plan import NOWHERE, OffloadTarget
+    from modelwright.plan.offload_cost import measure_flops_per_byte
 
     configured = train.activation_checkpointing
     tier = options.offload or configured.offload
@@ -140,7 +140,7 @@ def _elsewhere(options: argparse.Namespace, model: "ModelConfig", train: "TrainC
         assert store is not None
         rates = measure_rates(model, num_tokens=2048, budget_s=2.0)["effective"]
         found = measure_flops_per_byte(store, device, rates.get(train.precision.compute, rates["fp32"]))
-    return Elsewhere(tier=tier, flops_per_byte=found)
+    return OffloadTarget(tier=tier, flops_per_byte=found)
 
 
 def _training(options: argparse.Namespace):

@@ -121,8 +121,8 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
     if hosts and options.nproc != 1:
         raise ConfigError("--nproc: belongs to launch, before the word run")
     from modelwright.pipeline.config import RunConfig
-    from modelwright.pipeline.execute import check_request, execute
     from modelwright.pipeline.plan import describe_plan
+    from modelwright.pipeline.run import check_request, execute
     from modelwright.recipes.load import load
 
     only = _stages(options.stages)
@@ -177,7 +177,7 @@ def _local(num_processes: int) -> Any:
 
 def _start(start: Any, line: Sequence[str], request: Any, only: Sequence[str]) -> int:
     from modelwright.core.resources import num_usable_cores
-    from modelwright.pipeline.execute import is_finished
+    from modelwright.pipeline.run import is_finished
 
     num_threads = request.config.hardware.num_threads or num_usable_cores()
     return supervise(

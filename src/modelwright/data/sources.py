@@ -14,7 +14,6 @@ from typing import Any, Literal
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.seeds import derive_seed
 from modelwright.data import readers
-from modelwright.data.builtin import machine_corpus
 from modelwright.data.conversations import (
     FIELDS,
     FORMS,
@@ -25,13 +24,14 @@ from modelwright.data.conversations import (
     read_conversation,
 )
 from modelwright.data.document import KINDS, SPLITS, Document, Kind, Split
-from modelwright.data.locate import (
+from modelwright.data.find_files import (
     CODE_EXTENSIONS,
     LOOSE_EXTENSIONS,
     MARKUP_EXTENSIONS,
     PROSE_EXTENSIONS,
     locate,
 )
+from modelwright.data.stdlib_corpus import machine_corpus
 
 BUILTIN = "stdlib"
 DEFAULT_TEXT_FIELD = "text"

@@ -27,7 +27,7 @@ from modelwright.core.seeds import derive_seed
 from modelwright.data.chat import DEFAULT_TEMPLATE, ChatTemplate, TextSpan, unshield
 from modelwright.data.document import Message
 from modelwright.data.fast_bpe import fast_encoding, is_byte_level, token_bytes
-from modelwright.data.streaming import ByteStream, LibraryStream, TextStream
+from modelwright.data.stream_decode import ByteStream, LibraryStream, TextStream
 
 BOS, EOS, END, PAD = "<|bos|>", "<|eos|>", "<|end|>", "<|pad|>"
 SPECIAL_TOKENS = (BOS, EOS, END, PAD, "<|system|>", "<|user|>", "<|assistant|>")

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from modelwright.core.errors import ConfigError
-from modelwright.infer.blocks import BlockManager, PagedCache
-from modelwright.infer.head import Product, fastest_head
-from modelwright.infer.invariance import MULTIPLES, stable_row_multiple
-from modelwright.infer.runner import CONTEXT_STEP, ModelRunner
+from modelwright.infer.batch_invariance import MULTIPLES, stable_row_multiple
+from modelwright.infer.kv_cache import BlockManager, PagedCache
+from modelwright.infer.lm_head import Product, fastest_head
+from modelwright.infer.model_runner import CONTEXT_STEP, ModelRunner
 from modelwright.infer.sampler import SampleRequest, sample
 from modelwright.infer.scheduler import Scheduler
 from modelwright.infer.sequence import SamplingParams, Sequence

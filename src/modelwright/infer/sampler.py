@@ -18,7 +18,7 @@ NUCLEUS_PROBE = 128
 
 
 @dataclass(frozen=True)
-class Draw:
+class SampledToken:
     """A chosen token, its log-probability under the model (before temperature), and the likeliest alternatives."""
 
     token_id: int
@@ -35,7 +35,7 @@ class SampleRequest:
     counts: Mapping[int, int]
 
 
-def sample(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> list[Draw]:
+def sample(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> list[SampledToken]:
     """One draw per row of `logits_BV`."""
     logits_BV = logits_BV.float()
     scores_BV = _penalized(logits_BV, requests)
@@ -46,7 +46,7 @@ def sample(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> list[Draw]:
         tokens[row] = _draw(scores_BV[row], request.params, request.params.uniform(request.step))
     chosen_B = logits_BV.gather(1, tokens[:, None])[:, 0] - logits_BV.logsumexp(dim=-1)
     draws = zip(tokens.tolist(), chosen_B.tolist(), requests, range(len(requests)), strict=True)
-    return [Draw(token, logprob, _alternatives(logits_BV[row], r.params)) for token, logprob, r, row in draws]
+    return [SampledToken(token, logprob, _alternatives(logits_BV[row], r.params)) for token, logprob, r, row in draws]
 
 
 def _penalized(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> Tensor:

@@ -10,7 +10,7 @@ its prompt is computed again in the same chunks and its tokens are replayed one 
 from collections import deque
 from dataclasses import dataclass, field
 
-from modelwright.infer.blocks import BlockManager
+from modelwright.infer.kv_cache import BlockManager
 from modelwright.infer.sequence import Sequence
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from modelwright.core.errors import ConfigError
 from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.memory.disk import DiskStore
-from modelwright.ops.pieces import local
+from modelwright.ops.dtensor import local
 
 MIN_BYTES = 2**16
 """Smaller tensors stay: moving them costs more than their memory is worth."""

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from modelwright.ops import cpu_kernels
-from modelwright.ops.narrow import widened
+from modelwright.ops.lowp_emulation import upcast
 
 TILE_LEN = 128
 """Queries per tile. The CPU kernel walks keys in blocks of 512 and skips none within a block (its `kvSplitSize`)."""
@@ -157,7 +157,7 @@ def _packed_forward(
     num_kv_heads = k_BTKd.shape[2]
     out_BTHd = torch.empty_like(q_BTHd, memory_format=torch.contiguous_format)
     lse_BKGT = q_BTHd.new_empty((rows, num_kv_heads, num_heads // num_kv_heads, row_len), dtype=_wide(q_BTHd))
-    q_BKGTd, k_BKGTd, v_BKGTd = _grouped(*widened(q_BTHd, k_BTKd, v_BTKd))
+    q_BKGTd, k_BKGTd, v_BKGTd = _grouped(*upcast(q_BTHd, k_BTKd, v_BTKd))
     out_BKGTd = out_BTHd.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
     bias = bias.to(q_BKGTd.dtype)
     for row, start, first, end, at in bounds_P5.tolist():
@@ -197,11 +197,11 @@ def _packed_backward(
         q, k, v = q_BTHd.contiguous(), k_BTKd.contiguous(), v_BTKd.contiguous()
         return cpu_kernels.attention_backward(grad_BTHd.contiguous(), q, k, v, out_BTHd, lse_BKGT, bounds_P5)
     num_kv_heads = k_BTKd.shape[2]
-    q_BKGTd, k_BKGTd, v_BKGTd = _grouped(*widened(q_BTHd, k_BTKd, v_BTKd))
+    q_BKGTd, k_BKGTd, v_BKGTd = _grouped(*upcast(q_BTHd, k_BTKd, v_BTKd))
     grad_q = torch.empty_like(q_BTHd, memory_format=torch.contiguous_format)
     grad_k, grad_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k_BTKd, v_BTKd))
     grad_BKGTd, out_BKGTd, grad_q_BKGTd = (
-        x.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4) for x in (*widened(grad_BTHd, out_BTHd), grad_q)
+        x.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4) for x in (*upcast(grad_BTHd, out_BTHd), grad_q)
     )
     bias = bias.to(q_BKGTd.dtype)
     for row, start, first, end, at in bounds_P5.tolist():
@@ -248,7 +248,7 @@ def _is_whole(bias: Tensor) -> bool:
 
 def _whole_forward(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bias_B1TT: Tensor) -> tuple[Tensor, Tensor]:
     """One call for all rows."""
-    q_BHTd, k_BHTd, v_BHTd = _whole_heads(*widened(q_BTHd, k_BTKd, v_BTKd))
+    q_BHTd, k_BHTd, v_BHTd = _whole_heads(*upcast(q_BTHd, k_BTKd, v_BTKd))
     out_BHTd, lse_BHT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_BHTd, k_BHTd, v_BHTd, attn_mask=bias_B1TT.to(q_BHTd.dtype)
     )
@@ -265,8 +265,8 @@ def _whole_backward(
     lse_BKGT: Tensor,
     bias_B1TT: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q_BHTd, k_BHTd, v_BHTd = _whole_heads(*widened(q_BTHd, k_BTKd, v_BTKd))
-    grad_BHTd, out_BHTd = (x.transpose(1, 2) for x in widened(grad_BTHd, out_BTHd))
+    q_BHTd, k_BHTd, v_BHTd = _whole_heads(*upcast(q_BTHd, k_BTKd, v_BTKd))
+    grad_BHTd, out_BHTd = (x.transpose(1, 2) for x in upcast(grad_BTHd, out_BTHd))
     grads_BHTd = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad_BHTd, q_BHTd, k_BHTd, v_BHTd, out_BHTd, lse_BKGT.flatten(1, 2), 0.0, False,
         attn_mask=bias_B1TT.to(q_BHTd.dtype),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from modelwright.core.compiled import cache_folder, compiled
+from modelwright.core.cpp_build import cache_folder, compiled
 from modelwright.core.errors import ModelwrightError
 
 log = logging.getLogger("modelwright.ops")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelwright.ops.narrow import product
+from modelwright.ops.lowp_emulation import product
 
 CHUNK_TOKENS = 512
 

@@ -105,7 +105,7 @@ def undisturbed(
         others.begin()
         value = measure()
         sleep(max(0.0, _PERIOD_S - others.seconds()))
-        busy_cores = _cores_in_the_way(others, num_threads)
+        busy_cores = _competing_cores(others, num_threads)
         if num_threads == 1 or not busy_cores:
             return Undisturbed(value=value, num_threads=num_threads, busy_cores=busy_cores)
     torch.set_num_threads(1)
@@ -124,13 +124,13 @@ def _wait_for_free_cores(
     for _ in range(max(1, round(patience_s / _PERIOD_S))):
         others.begin()
         sleep(_PERIOD_S)
-        quietest = min(quietest, _cores_in_the_way(others, num_threads))
+        quietest = min(quietest, _competing_cores(others, num_threads))
         if not quietest:
             break
     return quietest
 
 
-def _cores_in_the_way(others: LoadMeter, num_threads: int) -> float:
+def _competing_cores(others: LoadMeter, num_threads: int) -> float:
     """Cores that other processes use, 0 where they leave enough."""
     cores = others.other_cores()
     return cores if missing_cores(cores, num_threads) >= _MISSING_CORES else 0.0

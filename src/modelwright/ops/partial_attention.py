@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from modelwright.ops.narrow import widened
+from modelwright.ops.lowp_emulation import upcast
 
 Span = tuple[int, int]
 """`(start, end)` of consecutive tokens of a row."""
@@ -107,7 +107,7 @@ def add_keys(
 
     Keys of which every query sees at least one must come first.
     """
-    q_BSHd, k_BNKd, v_BNKd = widened(q_BSHd, k_BNKd, v_BNKd)
+    q_BSHd, k_BNKd, v_BNKd = upcast(q_BSHd, k_BNKd, v_BNKd)
     if isinstance(visible, Mask):
         _merge(out_BSHd, lse_BSH, *_masked_forward(q_BSHd, k_BNKd, v_BNKd, visible.visible_BSN))
         return
@@ -134,7 +134,7 @@ def gradients_of_keys(
     out_BSHd, lse_BSH: of the whole softmax, after all keys were added.
     """
     dtype = lse_BSH.dtype
-    grad_BSHd, out_BSHd, q_BSHd, k_BNKd, v_BNKd = widened(grad_BSHd, out_BSHd, q_BSHd, k_BNKd, v_BNKd)
+    grad_BSHd, out_BSHd, q_BSHd, k_BNKd, v_BNKd = upcast(grad_BSHd, out_BSHd, q_BSHd, k_BNKd, v_BNKd)
     if isinstance(visible, Mask):
         return _masked_backward(grad_BSHd, out_BSHd, lse_BSH, q_BSHd, k_BNKd, v_BNKd, visible.visible_BSN)
     grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=dtype) for x in (q_BSHd, k_BNKd, v_BNKd))

@@ -7,11 +7,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from modelwright.core.errors import ConfigError
-from modelwright.optim.combined import Combined
 from modelwright.optim.lion import Lion
+from modelwright.optim.low_bit_adamw import LowBitAdamW
+from modelwright.optim.multi_optimizer import MultiOptimizer
 from modelwright.optim.muon import Muon
 from modelwright.optim.offload import OffloadedAdamW
-from modelwright.optim.quantized import QuantizedAdamW
 
 OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_bf16_states", "lion", "muon"]
 """AdamW (Loshchilov and Hutter 2019), fused, or with states in 8 bits or BF16; Lion; Muon (Jordan et al. 2024) for the
@@ -45,9 +45,9 @@ def build_optimizer(
         case "adamw":
             return AdamW(groups, **adam, fused=True)
         case "adamw_8bit":
-            return QuantizedAdamW(groups, **adam, states="int8")
+            return LowBitAdamW(groups, **adam, states="int8")
         case "adamw_bf16_states":
-            return QuantizedAdamW(groups, **adam, states="bf16")
+            return LowBitAdamW(groups, **adam, states="bf16")
         case "lion":
             return Lion(groups, lr=learning_rate, betas=betas)
         case "muon":
@@ -61,7 +61,7 @@ def build_optimizer(
             parts: list[Optimizer] = [AdamW(others, **adam, fused=True)] if others else []
             if matrices:  # a pipeline's stage may hold no block
                 parts.append(Muon(matrices, lr=learning_rate, weight_decay=weight_decay))
-            return Combined(parts)
+            return MultiOptimizer(parts)
 
 
 def _groups(parameters: list[Tensor], weight_decay: float) -> list[dict[str, Any]]:

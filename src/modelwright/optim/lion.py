@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from modelwright.ops.pieces import local
+from modelwright.ops.dtensor import local
 
 
 class Lion(Optimizer):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from modelwright.ops.narrow import is_widened
+from modelwright.ops.lowp_emulation import is_emulated
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the published quintic iteration: singular values end between 0.7 and 1.2 after five rounds, not at 1."""
@@ -69,7 +69,7 @@ def orthogonal(matrices_BMN: Tensor, *, eps: float = 1e-7) -> Tensor:
 
 
 def _format(device: torch.device) -> torch.dtype:
-    return torch.float32 if is_widened(torch.bfloat16, device) else torch.bfloat16
+    return torch.float32 if is_emulated(torch.bfloat16, device) else torch.bfloat16
 
 
 def _alike(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from modelwright.ops.pieces import laid_out_as, local
+from modelwright.ops.dtensor import as_dtensor_like, local
 
 HOST = torch.device("cpu")
 
@@ -63,7 +63,7 @@ class OffloadedAdamW(Optimizer):
         own = self._inner.state.get(self._steps[parameter])
         if not own:
             raise KeyError(parameter)
-        return {name: value if name == "step" else laid_out_as(parameter, value) for name, value in own.items()}
+        return {name: value if name == "step" else as_dtensor_like(parameter, value) for name, value in own.items()}
 
     def take_over(self, parameter: Tensor, state: Mapping[str, Any] | None) -> None:
         """States from outside: a checkpoint's; None forgets."""

@@ -27,7 +27,7 @@ from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 
 UnitKind = Literal["none", "columns", "rows", "freeze_prefix", "layers"]
-Course = Literal["constant", "dense_first", "sparse_first"]
+DensitySchedule = Literal["constant", "dense_first", "sparse_first"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class SparseUpdateConfig:
     a boundary; `none`."""
     keep_fraction: float = 0.5
     """Fraction of the units that are updated."""
-    density_schedule: Course = "constant"
+    density_schedule: DensitySchedule = "constant"
     """`constant`, or all units in the first (`dense_first`) or last (`sparse_first`) part of the run, on a linear ramp
     from or to `keep_fraction`."""
     signal: Literal["gradient", "momentum", "random"] = "gradient"

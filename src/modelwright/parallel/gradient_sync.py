@@ -25,7 +25,7 @@ MANY_BUCKETS, SMALL_BUCKET_BYTES = 8, 2**18
 begin only after backward; but none is made smaller than this for it."""
 
 
-class GradientTransport(Protocol):
+class GradientSync(Protocol):
     """Sums gradients over the ranks."""
 
     @property
@@ -136,7 +136,7 @@ def ring_bytes(num_bytes: int, num_ranks: int) -> int:
     return 2 * num_bytes * (num_ranks - 1) // num_ranks
 
 
-class ExactTransport:
+class AllReduceSync:
     """Sums in the gradients' own format: flat buckets, one all-reduce each, all in flight together.
 
     `bytes_sent` counts what a ring would send (`ring_bytes`).

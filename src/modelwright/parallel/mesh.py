@@ -1,7 +1,7 @@
 """Who takes part: this process's rank, the number of processes, its device, and the collectives among them.
 
-`torchrun` starts processes and sets the environment; `join_world` reads it. `lay_out` arranges the processes of a world
-along the axes of a mesh; along each axis they are a smaller world. One process alone is a world of size 1 whose
+`torchrun` starts processes and sets the environment; `join_world` reads it. `build_mesh` arranges the processes of a
+world along the axes of a mesh; along each axis they are a smaller world. One process alone is a world of size 1 whose
 collectives do nothing. Knows nothing about models or gradients.
 """
 
@@ -174,7 +174,7 @@ _LAID_OUT: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Mesh]] 
 the trainings that a process makes one after the other share them."""
 
 
-def lay_out(world: World, config: ParallelConfig) -> Mesh:
+def build_mesh(world: World, config: ParallelConfig) -> Mesh:
     """Arrange the world; again as before for the same axes. Every rank calls it. Raises `ConfigError` when the axes do
     not make up the world."""
     sizes = config.axes(world.size)
@@ -210,7 +210,7 @@ def axis_world(mesh: DeviceMesh, device: torch.device) -> World:
     return World(rank=group.rank(), size=group.size(), device=device, group=group)
 
 
-def world_apart(world: World) -> World:
+def duplicate_group(world: World) -> World:
     """The same ranks with a group of their own, for collectives from another thread. Called by all of them."""
     if world.size == 1:
         return world

@@ -3,7 +3,7 @@
 Every rank begins with its own keys and values and passes them on, so that after as many steps as there are ranks its
 queries have seen all of them; the next block is on its way while the present one is computed. In backward the blocks
 travel once more, each with its gradients, which come home after the last step. No rank holds the keys of whole rows,
-which the all-gather of `parallel/context.py` does; both send about the same bytes.
+which the all-gather of `parallel/context_parallel.py` does; both send about the same bytes.
 
 Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
 """

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from modelwright.ops.pieces import local
-from modelwright.parallel.grad_norm import global_norm, holders, like_parameter
-from modelwright.parallel.gradient_sync import GradientTransport
+from modelwright.ops.dtensor import local
+from modelwright.parallel.grad_norm import global_norm, redistribute_like, replication
+from modelwright.parallel.gradient_sync import GradientSync
 from modelwright.parallel.mesh import Mesh
 
 Done = TypeVar("Done")
@@ -130,7 +130,7 @@ class Replica:
     def __post_init__(self) -> None:
         self.names = {p: name for name, p in self.model.named_parameters() if p.requires_grad}
         self.num_holders = [
-            holders(p, self.mesh, num_stages=self.num_stages_with(name)) for p, name in self.names.items()
+            replication(p, self.mesh, num_stages=self.num_stages_with(name)) for p, name in self.names.items()
         ]
 
     @property
@@ -144,7 +144,7 @@ class Replica:
         for parameter in self.trainable:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            parameter.grad = like_parameter(parameter.grad, parameter)
+            parameter.grad = redistribute_like(parameter.grad, parameter)
         self.finish_gradients()
         return [parameter.grad for parameter in self.names if parameter.grad is not None]
 
@@ -164,7 +164,7 @@ class AllReduce(Strategy):
     def __init__(
         self,
         replica: Replica,
-        sync: GradientTransport,
+        sync: GradientSync,
         *,
         start: Callable[[Sequence[Tensor]], None] | None = None,
         send_rows: Callable[[Sequence[Tensor | None]], None] | None = None,

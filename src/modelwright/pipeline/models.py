@@ -13,13 +13,14 @@ from modelwright.core.artifacts import (
     verify_if_artifact,
     write_artifact,
 )
-from modelwright.core.config import load_yaml, parse
+from modelwright.core.config import parse
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.journal import read_attempts
+from modelwright.pipeline.renamed import read_run_config
+from modelwright.pipeline.stage_log import read_attempts
 from modelwright.serve.config import ServeConfig
-from modelwright.serve.models import ModelSource
+from modelwright.serve.load import ModelSource
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def find_model(path: Path, *, stage: str = "", int8: bool = False) -> FoundModel
     if not (path / "run.json").is_file():
         return _in_folder(path, stage)
     run = RunDir(path)
-    config = parse(RunConfig, load_yaml(run.config))
+    config = parse(RunConfig, read_run_config(run.config))
     if stage and int8:
         raise ConfigError("--stage: --int8 takes the model of the stage quantize; leave one of the two out")
     if stage and stage not in config.trained_stages:

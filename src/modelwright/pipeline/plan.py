@@ -9,19 +9,20 @@ from modelwright.core.artifacts import read_manifest
 from modelwright.core.errors import ArtifactError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
+from modelwright.data.find_files import locate
 from modelwright.data.loader import PackedRows
-from modelwright.data.locate import locate
 from modelwright.data.sources import BUILTIN, SourceConfig
 from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
-from modelwright.pipeline.chain import build_stages
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.execute import previous_config
-from modelwright.pipeline.layouts import planned
+from modelwright.pipeline.plan_inputs import planned
 from modelwright.pipeline.report.format import plural
 from modelwright.pipeline.resolve import measured_rates, resolve
+from modelwright.pipeline.run import previous_config
 from modelwright.pipeline.runner import survey
+from modelwright.pipeline.stages.build import build_stages
 from modelwright.plan.catalog import ComputeRate
+from modelwright.plan.communication import Cluster
 from modelwright.plan.estimate import (
     StageEstimate,
     data_stage,
@@ -33,7 +34,6 @@ from modelwright.plan.estimate import (
 )
 from modelwright.plan.layout import assess
 from modelwright.plan.memory import MemoryEstimate
-from modelwright.plan.traffic import Cluster
 
 BUILTIN_BYTES = {"pretrain": 20e6, "sft": 4e6}
 """Size of the built-in corpus: prose and code, and rendered question/answer pairs."""

@@ -1,8 +1,10 @@
 """Settings of earlier versions: a run that still uses one is told its new name."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
+from modelwright.core.config import load_yaml
 from modelwright.core.errors import ConfigError
 
 _CONSTANT = "is no longer a setting; remove it"
@@ -177,6 +179,19 @@ def check_renamed(data: Mapping[str, Any]) -> None:
             raise ConfigError(f"{key}: {value!r} is now called {new}")
     if "python" in _sources(data):
         raise ConfigError("data.sources: 'python' is now called 'stdlib'")
+
+
+def read_run_config(path: Path) -> dict[str, Any]:
+    """The plain form of a run's config.yaml. Raises `ConfigError` for one that an earlier version has written."""
+    data = load_yaml(path)
+    try:
+        check_renamed(data)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{path}: {error} (the run was made by an earlier version: continue it with that version, or start a new "
+            "run in another --run-dir)"
+        ) from None
+    return data
 
 
 def new_name(key: str) -> str:

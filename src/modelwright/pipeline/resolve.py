@@ -21,13 +21,13 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.core.resources import hardware, num_usable_cores
 from modelwright.model.config import ModelConfig
+from modelwright.ops.lowp_emulation import is_emulated
 from modelwright.ops.microbenchmark import in_turn, undisturbed
-from modelwright.ops.narrow import is_widened
 from modelwright.pipeline.config import TRAININGS, HardwareConfig, RunConfig
 from modelwright.plan.doctor import busy_note, measure_rates
 from modelwright.plan.estimate import size
+from modelwright.precision.apply import fp32_products
 from modelwright.precision.hardware import onednn_speed_up
-from modelwright.precision.model import fp32_products
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.precision.policy import resolve as resolve_precision
 
@@ -178,7 +178,7 @@ def _resolve_precision(config: RunConfig, previous: RunConfig | None, progress: 
     else:
         torch.set_num_threads(config.hardware.num_threads)
         rates = measured_rates(config, config.pretrain.precision, progress.note)
-        if is_widened(torch.bfloat16, torch.device(config.hardware.device)):
+        if is_emulated(torch.bfloat16, torch.device(config.hardware.device)):
             # FP32's products and casts beside them: never the faster, whatever other work makes of a measurement
             rates = {name: rate for name, rate in rates.items() if name != "bf16"}
         best = resolve_precision(PrecisionConfig(policy="auto"), rates)

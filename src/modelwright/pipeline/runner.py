@@ -15,8 +15,8 @@ from modelwright.core.artifacts import ArtifactDraft, Manifest, is_finished, rea
 from modelwright.core.errors import ArtifactError, ConfigError, writing
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir
-from modelwright.pipeline.journal import StageLog, begin_attempt, read_stage_digest
 from modelwright.pipeline.stage import Ranks, Stage, StageContext
+from modelwright.pipeline.stage_log import StageLog, begin_attempt, read_stage_digest
 
 State = Literal["done", "begun", "changed", "new"]
 

@@ -20,10 +20,10 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.resources import hardware, load, num_usable_cores
 from modelwright.model.config import ModelConfig
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
+from modelwright.ops.matmul_rates import int8_linear_rate, matmul_rate
 from modelwright.ops.microbenchmark import Undisturbed, in_turn, undisturbed
-from modelwright.ops.rates import int8_linear_rate, matmul_rate
 from modelwright.plan.estimate import size
-from modelwright.plan.products import Product, Rate, effective_rate, forward_products, training_products
+from modelwright.plan.gemm_shapes import Product, Rate, effective_rate, forward_products, training_products
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INT8_BACKENDS = ("fbgemm", "int_mm")

@@ -21,8 +21,8 @@ from modelwright.parallel.pipeline.schedule import bubble_share, microbatches_in
 from modelwright.parallel.pipeline.stages import rank_of_stage
 from modelwright.parallel.topology.rank_mapping import AxisTraffic
 from modelwright.plan.catalog import PLANNED_AS, ComputeFormat
+from modelwright.plan.communication import Cluster, axis_seconds, axis_traffic
 from modelwright.plan.memory import MemoryEstimate, RankPart, head_workspace, rank_memory
-from modelwright.plan.traffic import Cluster, axis_seconds, axis_traffic
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from modelwright.model.config import ModelConfig
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.plan.estimate import size
-from modelwright.plan.traced_step import ObjectiveOf, trace_step
+from modelwright.plan.trace_step import ObjectiveOf, trace_step
 from modelwright.train.config import TrainConfig
 
 MORE_COMPUTE = 0.2
@@ -62,14 +62,14 @@ class StepPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elsewhere:
+class OffloadTarget:
     """Another place where activations may wait; flops_per_byte: as in `ActivationCheckpointingConfig`."""
 
     tier: Tier = "none"
     flops_per_byte: float = 0.0
 
 
-NOWHERE = Elsewhere()
+NOWHERE = OffloadTarget()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def plan_step(
     seq_len: int,
     budget_bytes: int = 0,
     more_compute: float = MORE_COMPUTE,
-    elsewhere: Elsewhere = NOWHERE,
+    elsewhere: OffloadTarget = NOWHERE,
     arena: bool = False,
     progress: Progress = SilentProgress(),  # noqa: B008
 ) -> StepPlan:
@@ -141,7 +141,7 @@ def plan_step(
     )
 
 
-def _too_small(budget_bytes: int, lowest: int, elsewhere: Elsewhere) -> str:
+def _too_small(budget_bytes: int, lowest: int, elsewhere: OffloadTarget) -> str:
     alone = elsewhere == NOWHERE
     how = "recomputing" if alone else "recomputing and moving"
     more = ", or let activations wait elsewhere (--offload)" if alone else ""
@@ -162,7 +162,7 @@ def _with_updates_in_backward(train: TrainConfig) -> TrainConfig:
 
 
 def _candidates(
-    model: ModelConfig, train: TrainConfig, seq_len: int, elsewhere: Elsewhere
+    model: ModelConfig, train: TrainConfig, seq_len: int, elsewhere: OffloadTarget
 ) -> tuple[_Candidate, Sequence[_Candidate]]:
     """The step as configured; and ways to treat the blocks, from nothing computed again to what keeps least, whatever
     is configured."""

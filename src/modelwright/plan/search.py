@@ -14,8 +14,8 @@ from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.model.config import ModelConfig
 from modelwright.parallel.config import ParallelConfig, Schedule, ZeroStage
 from modelwright.parallel.pipeline.stages import check_microbatches, is_v_shaped
+from modelwright.plan.communication import Cluster
 from modelwright.plan.layout import Assessment, Layout, TrainingJob, assess
-from modelwright.plan.traffic import Cluster
 
 ACTIVATIONS = (
     ActivationCheckpointingConfig(),

@@ -5,7 +5,7 @@ from typing import Literal
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.ops.formats import Format
+from modelwright.ops.lowp_linear import Format
 
 
 @dataclass(frozen=True, kw_only=True)

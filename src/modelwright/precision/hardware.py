@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from modelwright.core.errors import ConfigError
-from modelwright.ops.formats import Format
+from modelwright.ops.lowp_linear import Format
 from modelwright.ops.microbenchmark import in_turn, own_clock, seconds_of
-from modelwright.precision.adaptive import ROOMY
-from modelwright.precision.model import ModelFormats, fp32_products
+from modelwright.precision.apply import ModelPrecision, fp32_products
+from modelwright.precision.controllers import ROOMY
 from modelwright.precision.policy import Kind, PrecisionConfig
 
 REPEATS = 5
@@ -21,7 +21,7 @@ Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Machine:
+class DtypeTimings:
     """What was measured once, when the run began."""
 
     seconds: Mapping[tuple[Kind, Format], float]
@@ -55,7 +55,7 @@ class Machine:
 
 
 def measure_speeds(
-    formats: ModelFormats,
+    formats: ModelPrecision,
     shapes: Mapping[Kind, Sequence[Shape]],
     candidates: Sequence[Format],
     *,
@@ -76,7 +76,7 @@ def measure_speeds(
     return {key: min(times) for key, times in in_turn(measures, num_rounds=REPEATS).items()}
 
 
-def _seconds(formats: ModelFormats, chosen: Format, shape: Shape, num_rows: int, device: torch.device) -> float:
+def _seconds(formats: ModelPrecision, chosen: Format, shape: Shape, num_rows: int, device: torch.device) -> float:
     weight = torch.randn(shape, device=device).requires_grad_()
     x = torch.randn(num_rows, shape[1], device=device, dtype=formats.config.result_of[chosen]).requires_grad_()
     product = formats.product("", chosen) if chosen != "fp32" else F.linear

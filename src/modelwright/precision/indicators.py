@@ -35,9 +35,9 @@ from torch import Tensor
 
 from modelwright.core.outliers import ratio_limit
 from modelwright.model.decoder import Product
-from modelwright.ops.formats import E4M3, FLOATS, GRIDS, Format, Role
-from modelwright.ops.scaled import BLOCK, ROWWISE, TENSORWISE, Grid, dequantize, quantize
-from modelwright.precision.model import part_of
+from modelwright.ops.lowp_linear import E4M3, FLOATS, GRIDS, Format, Role
+from modelwright.ops.quantize import BLOCK, ROWWISE, TENSORWISE, Grid, dequantize, quantize
+from modelwright.precision.apply import part_of
 from modelwright.precision.policy import PrecisionConfig
 
 MAX_ROWS = 128
@@ -54,7 +54,7 @@ FP16_LARGEST, FP16_SMALLEST = 65504.0, 2.0**-24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Signs:
+class Indicators:
     """The indicators of one part at one decision; by format where a format has its own."""
 
     gradient_noise: float
@@ -255,7 +255,7 @@ def kept_noise(beta: float, num_updates: int) -> float:
 
 
 @dataclass(frozen=True)
-class Sums:
+class GradientStats:
     """What is added up over a part's tensors and over ranks; `of` measures one tensor."""
 
     gradient: float = 0.0
@@ -275,7 +275,7 @@ class Sums:
         momentum: Momentum | None,
         *,
         scale: float,
-    ) -> "Sums":
+    ) -> "GradientStats":
         """Of one tensor with its gradient, whose loss was scaled so; momentum: None before the first update."""
         magnitudes = gradient.abs() * scale
         square, average, agreement, kept_noise, update = sum_of_squares(gradient), 0.0, 0.0, 0.0, 0.0
@@ -283,7 +283,7 @@ class Sums:
             mean = momentum.average.to(gradient.device)
             average, agreement = sum_of_squares(mean), float((mean * gradient).sum())
             kept_noise, update = momentum.kept_noise * square, momentum.update
-        return Sums(
+        return GradientStats(
             gradient=square,
             overflows=float((magnitudes > FP16_LARGEST).sum()),
             underflows=float(((magnitudes > 0) & (magnitudes < FP16_SMALLEST)).sum()),
@@ -295,9 +295,9 @@ class Sums:
             weight=sum_of_squares(weight),
         )
 
-    def plus(self, other: "Sums", share: float = 1.0) -> "Sums":
+    def plus(self, other: "GradientStats", share: float = 1.0) -> "GradientStats":
         """share: of the other, for a tensor that several ranks hold."""
-        return Sums(*(a + share * b for a, b in zip(self.values, other.values, strict=True)))
+        return GradientStats(*(a + share * b for a, b in zip(self.values, other.values, strict=True)))
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -342,7 +342,7 @@ def trend(losses: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Level:
+class LossLevel:
     """The finite losses of one period: their mean, and their variance about their own trend, from what each differs by
     from the one before (von Neumann 1941), which a slope hardly touches."""
 
@@ -351,16 +351,16 @@ class Level:
     count: int
 
     @staticmethod
-    def of(losses: Sequence[float]) -> "Level | None":
+    def of(losses: Sequence[float]) -> "LossLevel | None":
         """None of fewer than two."""
         finite = [loss for loss in losses if math.isfinite(loss)]
         if len(finite) < 2:
             return None
         differences = statistics.fmean((b - a) ** 2 for a, b in pairwise(finite))
-        return Level(statistics.fmean(finite), differences / 2, len(finite))
+        return LossLevel(statistics.fmean(finite), differences / 2, len(finite))
 
 
-def loss_excess(past: Sequence[Level], now: Level) -> float:
+def loss_excess(past: Sequence[LossLevel], now: LossLevel) -> float:
     """What the loss of a period lies above what the periods before it led to expect, relative; 0 where that is within
     `SIGMAS` standard errors, or where there is no past.
 

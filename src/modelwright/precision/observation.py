@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from modelwright.ops.formats import Format
-from modelwright.ops.pieces import local
-from modelwright.precision.indicators import Momentum, Observer, Sums, ValueSample, error_of, sum_of_squares
-from modelwright.precision.model import part_of
+from modelwright.ops.dtensor import local
+from modelwright.ops.lowp_linear import Format
+from modelwright.precision.apply import part_of
+from modelwright.precision.indicators import GradientStats, Momentum, Observer, ValueSample, error_of, sum_of_squares
 from modelwright.precision.policy import PrecisionConfig
 
 Factor = Literal["weight", "input", "gradient"]
@@ -46,7 +46,7 @@ class Period:
             if chosen == "fp16":
                 self.overflows[part] = self.overflows.get(part, 0) + 1
 
-    def add_norms(self, sums: Mapping[str, Sums]) -> None:
+    def add_norms(self, sums: Mapping[str, GradientStats]) -> None:
         for part, total in sums.items():
             self.norms.setdefault(part, []).append(total.gradient**0.5)
 
@@ -83,30 +83,30 @@ class PartStatistics:
     sum_over_ranks: Callable[[Sequence[float]], list[float]]
     """Element by element."""
 
-    def gradients(self) -> dict[str, Sums]:
+    def gradients(self) -> dict[str, GradientStats]:
         """Sums of which only `gradient` is measured, the sum of squares of the gradients."""
-        return self._reduced(lambda parameter, gradient: Sums(gradient=sum_of_squares(gradient)))
+        return self._reduced(lambda parameter, gradient: GradientStats(gradient=sum_of_squares(gradient)))
 
-    def sums(self, momentum_of: Callable[[Tensor], Momentum | None], *, loss_scale: float) -> dict[str, Sums]:
+    def sums(self, momentum_of: Callable[[Tensor], Momentum | None], *, loss_scale: float) -> dict[str, GradientStats]:
         """All sums, which take several passes over weights, gradients and moments.
 
         momentum_of: what the optimizer knows of a parameter, None before its first update.
         """
         return self._reduced(
-            lambda parameter, gradient: Sums.of(
+            lambda parameter, gradient: GradientStats.of(
                 local(parameter.detach()), gradient, momentum_of(parameter), scale=loss_scale
             )
         )
 
-    def _reduced(self, measure: Callable[[Tensor, Tensor], Sums]) -> dict[str, Sums]:
-        own = dict.fromkeys(self.parts, Sums())
+    def _reduced(self, measure: Callable[[Tensor, Tensor], GradientStats]) -> dict[str, GradientStats]:
+        own = dict.fromkeys(self.parts, GradientStats())
         for (parameter, name), holders in zip(self.names.items(), self.num_holders, strict=True):
             part = _part_of_weight(name)
             if part in own and parameter.grad is not None:
                 own[part] = own[part].plus(measure(parameter, local(parameter.grad)), 1.0 / holders)
         flat = self.sum_over_ranks([value for sums in own.values() for value in sums.values])
-        width = len(Sums().values)
-        return {part: Sums(*flat[i * width : (i + 1) * width]) for i, part in enumerate(self.parts)}
+        width = len(GradientStats().values)
+        return {part: GradientStats(*flat[i * width : (i + 1) * width]) for i, part in enumerate(self.parts)}
 
     def errors(self, observer: Observer, candidates: Sequence[Format]) -> Errors:
         """Mean relative error that each format makes in weights (measured now), inputs and gradients (observed)."""

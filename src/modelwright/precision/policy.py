@@ -24,7 +24,7 @@ from modelwright.core.compatibility import (
 )
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.ops.formats import FLOATS, Format, Recipe
+from modelwright.ops.lowp_linear import FLOATS, Format, Recipe
 from modelwright.precision.adaptive_config import AdaptiveConfig
 from modelwright.precision.loss_scale import LossScaleConfig
 

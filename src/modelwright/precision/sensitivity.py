@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from modelwright.ops.formats import Format
+from modelwright.ops.lowp_linear import Format
+from modelwright.precision.apply import ModelPrecision
 from modelwright.precision.indicators import relative_rise
-from modelwright.precision.model import ModelFormats
 
 TRIALS = 2
 """Pairs that are tried again at each decision; a pair that was never tried is tried before a part changes to it."""
@@ -20,7 +20,7 @@ class SensitivityTrials:
     Every rank makes the same trials, also of parts that it does not hold.
     """
 
-    formats: ModelFormats
+    formats: ModelPrecision
     loss: Callable[[], float]
     """The loss over all ranks of some rows of the present batch, with the formats in force."""
     sensitivity: dict[Pair, float] = field(default_factory=dict)

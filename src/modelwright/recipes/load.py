@@ -11,8 +11,8 @@ from modelwright.core.config import dump, load_yaml, merge, parse
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import STAGES, TRAININGS, RunConfig
-from modelwright.pipeline.execute import previous_config
-from modelwright.pipeline.renamed import check_renamed
+from modelwright.pipeline.renamed import check_renamed, read_run_config
+from modelwright.pipeline.run import previous_config
 from modelwright.recipes.environment import environment_overrides, given_names
 from modelwright.train.config import LENGTHS
 
@@ -85,7 +85,7 @@ def _base(target: str) -> tuple[dict[str, Any], Path | None, str]:
     if os.path.isdir(path):
         if not os.path.isfile(path / "config.yaml"):
             raise ConfigError(f"{target}: is a folder without config.yaml, so it is no run directory")
-        return load_yaml(path / "config.yaml"), path, str(path)
+        return read_run_config(path / "config.yaml"), path, str(path)
     if path.suffix in (".yaml", ".yml"):
         return _from_file(path), None, str(path)
     near = difflib.get_close_matches(target, RECIPES, n=1, cutoff=0.0)[0]

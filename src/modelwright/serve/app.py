@@ -18,14 +18,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelwright.serve import chat, completions
-from modelwright.serve.answers import Generation, start
-from modelwright.serve.codec import Codec
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.errors import ApiError, error_body, shutting_down
+from modelwright.serve.generation import Generation, start
 from modelwright.serve.limits import Limits
+from modelwright.serve.load import ModelSource
 from modelwright.serve.metrics import Metrics
-from modelwright.serve.models import ModelSource
 from modelwright.serve.protocol import ChatRequest, CompletionRequest, parse_request
+from modelwright.serve.tokenizer import Codec
 from modelwright.serve.worker import RETRY_AFTER_S, EngineWorker
 
 log = logging.getLogger("modelwright.serve")

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from modelwright.serve.answers import Generation
-from modelwright.serve.text import Delta, TokenInfo
+from modelwright.serve.detokenizer import Delta, TokenInfo
+from modelwright.serve.generation import Generation
 
 CHUNK = "chat.completion.chunk"
 

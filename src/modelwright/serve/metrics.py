@@ -20,7 +20,7 @@ class Metrics:
             "modelwright_http_requests", "Finished HTTP requests", ["route", "method", "status"], registry=registry
         )
         self.answers = Counter(
-            "modelwright_answers",
+            "modelwright_generations",
             "Finished answers by reason (stop, length, aborted, error)",
             ["reason"],
             registry=registry,
@@ -59,7 +59,7 @@ class Metrics:
 
 
 @dataclass
-class AnswerClock:
+class RequestTimer:
     """Times one answer."""
 
     metrics: Metrics

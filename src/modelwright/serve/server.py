@@ -17,12 +17,12 @@ from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import Engine
 from modelwright.model.decoder import Decoder
 from modelwright.serve.app import Service, build_app
-from modelwright.serve.codec import Codec
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.errors import shutting_down
 from modelwright.serve.limits import Limits
+from modelwright.serve.load import ModelSource, load_folder
 from modelwright.serve.metrics import Metrics
-from modelwright.serve.models import ModelSource, load_folder
+from modelwright.serve.tokenizer import Codec
 from modelwright.serve.worker import RETRY_AFTER_S, EngineWorker
 
 log = logging.getLogger("modelwright.serve")

@@ -9,9 +9,9 @@ from pathlib import Path
 from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
-from modelwright.serve.codec import Codec
-from modelwright.serve.models import load_folder
-from modelwright.serve.text import AnswerText
+from modelwright.serve.detokenizer import IncrementalDetokenizer
+from modelwright.serve.load import load_folder
+from modelwright.serve.tokenizer import Codec
 
 HELP = "Type a question and press Enter. /new starts over, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer, or leaves."
 
@@ -32,7 +32,7 @@ class Conversation:
         """Pieces of the answer as they become final. Closing the iterator stops the answer and keeps what is there."""
         self.messages.append({"role": "user", "content": question})
         prompt = self._fitting_prompt()
-        text = AnswerText(self._codec.stream())
+        text = IncrementalDetokenizer(self._codec.stream())
         params = replace(self._params, stop_ids=self._codec.stop_ids, max_tokens=self._engine.max_seq_len)
         params = replace(params, seed=secrets.randbits(62))
         answer: list[str] = []

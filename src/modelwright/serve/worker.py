@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from modelwright.infer.engine import Engine, EngineStats, StepOutput
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.errors import ApiError, queue_full
-from modelwright.serve.metrics import AnswerClock, Metrics
+from modelwright.serve.metrics import Metrics, RequestTimer
 
 log = logging.getLogger("modelwright.serve")
 
@@ -56,7 +56,7 @@ class Stream:
     def __init__(self, worker: "EngineWorker", ids: list[str]) -> None:
         self._worker = worker
         self._open = dict(enumerate(ids))
-        self._clocks = [AnswerClock(worker.metrics) for _ in ids]
+        self._clocks = [RequestTimer(worker.metrics) for _ in ids]
         self._inbox: asyncio.Queue[tuple[int, StepOutput] | ApiError] = asyncio.Queue()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, StepOutput]]:

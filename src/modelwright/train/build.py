@@ -13,22 +13,22 @@ from pathlib import Path
 
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.rundir import StageDir
-from modelwright.memory.allocator import freed_memory_kept
-from modelwright.memory.arena_run import StepArena, step_arena
+from modelwright.memory.glibc_malloc import freed_memory_kept
 from modelwright.memory.offload import Store, open_store
+from modelwright.memory.step_arena_runtime import StepArena, step_arena
 from modelwright.model.auxiliary_loss import auxiliary_losses as layers_with_losses
 from modelwright.model.decoder import Decoder
 from modelwright.optim.build import build_optimizer
 from modelwright.optim.delay import compensate
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.gather import give_weights, take_weights, whole_weights
-from modelwright.parallel.gradient_sync import GradientTransport
-from modelwright.parallel.mesh import Mesh, World, lay_out, single
+from modelwright.parallel.full_state import move_out, restore_weights, whole_weights
+from modelwright.parallel.gradient_sync import GradientSync
+from modelwright.parallel.mesh import Mesh, World, build_mesh, single
 from modelwright.parallel.strategies.config import build_strategy
 from modelwright.parallel.strategy import AllReduce, Replica, Strategy
+from modelwright.precision.apply import ModelPrecision, fp32_products
 from modelwright.precision.layer_scales import layer_scales_for
 from modelwright.precision.loss_scale import LossScaler, loss_scale_for
-from modelwright.precision.model import ModelFormats, fp32_products
 from modelwright.train.checkpoint.manager import CheckpointManager
 from modelwright.train.checkpoint.reader import CheckpointReader
 from modelwright.train.checkpoint.writer import CheckpointWriter
@@ -49,7 +49,6 @@ from modelwright.train.techniques.amax_history import amax_history
 from modelwright.train.techniques.auxiliary_losses import auxiliary_losses
 from modelwright.train.techniques.finite_check import finite_check, skip_empty_batches
 from modelwright.train.techniques.gradient_clipping import gradient_clipping
-from modelwright.train.techniques.layer_sparsity import layer_sparsity
 from modelwright.train.techniques.learning_rate import learning_rate
 from modelwright.train.techniques.loss_scaling import PerLayerLossScale, loss_scaling
 from modelwright.train.techniques.loss_spikes import loss_spikes
@@ -60,6 +59,7 @@ from modelwright.train.techniques.out_of_memory import (
     retry_blocked_message,
 )
 from modelwright.train.techniques.pipeline_rebalancing import pipeline_rebalancing
+from modelwright.train.techniques.sparse_updates import layer_sparsity
 from modelwright.train.techniques.token_balance import token_balance
 from modelwright.train.techniques.weight_decay import dynamic_weight_decay
 from modelwright.train.throughput import Throughput
@@ -138,7 +138,7 @@ def build_step(
     note: Callable[[str], None] = lambda text: None,
     report: Report = ignore_event,
     techniques: Sequence[Technique] = (),
-    gradient_sync: GradientTransport | None = None,
+    gradient_sync: GradientSync | None = None,
     abandon_memory: Callable[[], None] = lambda: None,
     peak_flops: float = 0.0,
     wrap_strategy: Callable[[Strategy], Strategy] = lambda strategy: strategy,
@@ -150,7 +150,7 @@ def build_step(
     retried. wrap_strategy: what takes the strategy's place.
     """
     is_hogwild = config.async_updates.mode == "hogwild"
-    mesh = lay_out(single(everyone.world.device), DATA_PARALLEL) if is_hogwild else everyone
+    mesh = build_mesh(single(everyone.world.device), DATA_PARALLEL) if is_hogwild else everyone
     in_place = mesh.is_only_data_parallel
     num_copies = mesh.data.size * mesh.context.size * config.gradient_accumulation_steps
     num_rows = config.batch_tokens // num_copies
@@ -169,7 +169,7 @@ def build_step(
         device=mesh.world.device,
     )
     executor = parallelize(
-        model if in_place else take_weights(model),
+        model if in_place else move_out(model),
         mesh=mesh,
         parallel=parallel,
         activations=activation_pass(
@@ -216,7 +216,7 @@ def build_step(
         )
     strategy = wrap_strategy(strategy)
     exit_stack.callback(strategy.close)
-    formats = ModelFormats(executor.model, config.precision)
+    formats = ModelPrecision(executor.model, config.precision)
     runner: Runner = MicrobatchRunner(
         executor=executor, microbatches=config.gradient_accumulation_steps, device=mesh.world.device
     )
@@ -286,7 +286,7 @@ def train(
     heldout: Sequence[Batch] = (),
     peak_flops: float = 0.0,
     techniques: Sequence[Technique] = (),
-    gradient_sync: GradientTransport | None = None,
+    gradient_sync: GradientSync | None = None,
     parallel: ParallelConfig = DATA_PARALLEL,
     restart: bool = False,
 ) -> TrainResult:
@@ -331,7 +331,7 @@ def train(
                     objective,
                     config,
                     parallel,
-                    lay_out(world, parallel),
+                    build_mesh(world, parallel),
                     num_steps=num_steps,
                     stage=stage,
                     seed=seed,
@@ -372,7 +372,7 @@ def _train_laid_out(
     heldout: Sequence[Batch],
     peak_flops: float,
     techniques: Sequence[Technique],
-    gradient_sync: GradientTransport | None,
+    gradient_sync: GradientSync | None,
     watchdog: Watchdog,
     arena: StepArena,
     stop: StopRequest,
@@ -383,7 +383,7 @@ def _train_laid_out(
     with ExitStack() as exit_stack:
         anomalies = None
         if world.is_first:
-            anomalies = AnomalyLog(stage.path / "watch.jsonl", config.anomalies, note=progress.note)
+            anomalies = AnomalyLog(stage.path / "anomalies.jsonl", config.anomalies, note=progress.note)
         parts = build_step(
             model,
             objective,
@@ -437,5 +437,5 @@ def _train_laid_out(
         exit_stack.callback(trainer.close)
         ended = trainer.fit(stop)
         if not parts.run.mesh.is_only_data_parallel:
-            give_weights(model, whole_weights(parts.run.model, parts.run.mesh))
+            restore_weights(model, whole_weights(parts.run.model, parts.run.mesh))
     return ended

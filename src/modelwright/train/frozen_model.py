@@ -12,7 +12,7 @@ from torch import Tensor
 from modelwright.model.decoder import Decoder
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.mesh import World, lay_out, single
+from modelwright.parallel.mesh import World, build_mesh, single
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.objective import Batch
 from modelwright.train.parallelize import parallelize
@@ -36,7 +36,7 @@ class FrozenModel:
         self.device = world.device
         self.executor = parallelize(
             model,
-            mesh=lay_out(world if sharded else single(world.device), parallel),
+            mesh=build_mesh(world if sharded else single(world.device), parallel),
             parallel=parallel,
             activations=lambda part: part,
             compile_blocks=False,

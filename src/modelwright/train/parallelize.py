@@ -2,7 +2,7 @@
 
 Tensor parallelism changes what the layers are, so it comes first. Loss scales of blocks wrap them next, inside what
 activation checkpointing computes again; that comes before compile, which sees (and may fuse across) what is computed
-again; FSDP, which gathers whole blocks, comes last. How products are computed (`precision/model.py`) is set on the
+again; FSDP, which gathers whole blocks, comes last. How products are computed (`precision/apply.py`) is set on the
 finished layers, whose formats may change while the model trains.
 """
 
@@ -18,14 +18,14 @@ from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.fsdp import shard_states
 from modelwright.parallel.mesh import Mesh
 from modelwright.parallel.pipeline.runner import Pipeline
 from modelwright.parallel.pipeline.schedule import microbatches_in_flight
 from modelwright.parallel.pipeline.stages import layers_of_stages, rank_of_stage
-from modelwright.parallel.shard import shard_states
-from modelwright.parallel.tensor import shard_layers
+from modelwright.parallel.tensor_parallel import shard_layers
+from modelwright.precision.apply import remove_formats
 from modelwright.precision.layer_scales import LayerScales, scale_blocks
-from modelwright.precision.model import remove_formats
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.runner import Executor, WholeModel
 

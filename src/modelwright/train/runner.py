@@ -16,10 +16,10 @@ from torch import Tensor
 
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ContextAttention
-from modelwright.parallel.context import attention_of
+from modelwright.parallel.context_parallel import shard_sequence
+from modelwright.parallel.fsdp import scatter_gradients
 from modelwright.parallel.mesh import World
 from modelwright.parallel.pipeline.trace import StageSpan
-from modelwright.parallel.shard import scatter_gradients
 from modelwright.train.objective import Batch
 
 LossFn = Callable[[Tensor, Batch], Tensor]
@@ -160,5 +160,5 @@ class WholeModel:
             self._loss(part, loss_of)
 
     def _loss(self, part: Batch, loss_of: LossFn) -> Tensor:
-        attend, part = attention_of(part, self.context, self.context_attention)
+        attend, part = shard_sequence(part, self.context, self.context_attention)
         return loss_of(self.model(part.input_ids_BT, part.positions_BT, attend), part)

@@ -8,7 +8,7 @@ from pathlib import Path
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import Mesh, World
 from modelwright.parallel.strategy import Replica, Strategy
-from modelwright.precision.model import ModelFormats
+from modelwright.precision.apply import ModelPrecision
 from modelwright.train.runner import Executor, Runner
 
 Report = Callable[[int, str, float, float, str], None]
@@ -32,7 +32,7 @@ class Runtime:
     strategy: Strategy
     executor: Executor
     runner: Runner
-    formats: ModelFormats
+    formats: ModelPrecision
     everyone: Mesh
     num_steps: int
     seed: int

@@ -60,7 +60,7 @@ class TrainStep:
         weights, work = self.count(batch)
         with timer.measure("compute_s"):
             losses = self.forward_backward(batch, weights, seed_everything)
-        with timer.measure("exchange_s"):
+        with timer.measure("comm_s"):
             gradients = self.strategy.reduce_gradients(self.loss_scaler.unscale)
 
         update = Update(
@@ -76,7 +76,7 @@ class TrainStep:
             technique.on_gradients(update)
         if not update.skipped:
             self.strategy.optimizer_step()
-        with timer.measure("exchange_s"):
+        with timer.measure("comm_s"):
             self.strategy.after_step(step)  # local SGD synchronizes weights here
         self.optimizer.zero_grad(set_to_none=True)
         rate, scalars = self.optimizer.param_groups[0]["lr"], self.strategy.metrics()

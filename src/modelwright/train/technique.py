@@ -63,7 +63,7 @@ class StepInfo:
     step: updates finished, from 1. losses: each term, normalized over the global batch; loss: their sum. grad_norm:
     before clipping. num_tokens: of all ranks, without padding. model_flops: of forward and backward. mfu: model FLOPs
     utilization in [0, 1], 0 when no peak rate is known; peak_flops: the rate of one rank that it refers to, raised when
-    a step is faster. data_wait_s, compute_s, exchange_s: seconds waiting for the batch, in forward and backward, and in
+    a step is faster. data_wait_s, compute_s, comm_s: seconds waiting for the batch, in forward and backward, and in
     communication of gradients and weights with compression and waiting for other ranks; all are parts of step_time_s.
     skip_reason: why the update was skipped, or "". bytes_sent: by this rank since the start, over all of its
     connections and with their headers, None where the kernel does not count them. scalars: what techniques add.
@@ -78,7 +78,7 @@ class StepInfo:
     tokens_per_s: float
     mfu: float
     data_wait_s: float
-    exchange_s: float
+    comm_s: float
     step_time_s: float
     bytes_sent: int | None
     skip_reason: str = ""

@@ -44,7 +44,7 @@ class StepTimer:
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
-        self.seconds = {"data_wait_s": 0.0, "compute_s": 0.0, "exchange_s": 0.0}
+        self.seconds = {"data_wait_s": 0.0, "compute_s": 0.0, "comm_s": 0.0}
 
     @contextmanager
     def measure(self, name: str) -> Generator[None]:

@@ -16,7 +16,7 @@ from modelwright.core.rundir import StageDir
 from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import Mesh, World
 from modelwright.parallel.traffic import Traffic
-from modelwright.precision.model import ModelFormats
+from modelwright.precision.apply import ModelPrecision
 from modelwright.train.checkpoint.manager import CheckpointManager
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import heldout_losses
@@ -53,7 +53,7 @@ class Trainer:
     config: TrainConfig
     num_steps: int
     executor: Executor
-    formats: ModelFormats
+    formats: ModelPrecision
     everyone: Mesh
     stage: StageDir
     progress: Progress

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelwright.parallel.gradient_sync import BUCKET_BYTES, Buckets, GradientTransport
+from modelwright.parallel.gradient_sync import BUCKET_BYTES, Buckets, GradientSync
 from modelwright.parallel.mesh import World
 
 
-class BucketedTransport:
+class BucketedSync:
     """`make` gives each bucket its transport, over `world`, a group that nothing else uses (`world_apart`).
 
     A transport's state must be lists of one tensor a gradient, or empty ones, and under `shared` lists and numbers.
@@ -27,14 +27,14 @@ class BucketedTransport:
     def __init__(
         self,
         world: World,
-        make: Callable[[World], GradientTransport],
+        make: Callable[[World], GradientSync],
         *,
         bucket_bytes: int = BUCKET_BYTES,
         many: int = 1,
     ) -> None:
         self.world = world
         self._make = make
-        self._transports: list[GradientTransport] = []
+        self._transports: list[GradientSync] = []
         self._loaded: dict[str, Any] = {}
         self._in_flight: list[Future[None]] = []
         self._shapes: list[list[torch.Size]] = []

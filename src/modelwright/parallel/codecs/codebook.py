@@ -16,7 +16,7 @@ Pure functions; no state, no rank. Knows nothing of gradients or of what becomes
 import numpy as np
 from numpy.typing import NDArray
 
-from modelwright.ops.sparse_code import Bytes, decode_places, encode_places, pack_bits, unpack_bits
+from modelwright.ops.sparse_codec import Bytes, decode_places, encode_places, pack_bits, unpack_bits
 
 MAX_LEVELS = 8
 _LEVEL = np.dtype([("count", "<u4"), ("place_bytes", "<u4"), ("mean", "<f4"), ("kind", "u1")])

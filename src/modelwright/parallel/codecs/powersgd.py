@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from modelwright.parallel.codecs.error_feedback import Residual, flatten, shaped
-from modelwright.parallel.gradient_sync import ExactTransport
+from modelwright.parallel.gradient_sync import AllReduceSync
 from modelwright.parallel.mesh import World
 
 
-class PowerSgdTransport:
+class PowerSgdSync:
     """Rank-`rank` approximation of every matrix by one power iteration, with error feedback.
 
     P = G Q is summed over the ranks and made orthonormal (Householder QR, which also stands matrices of zeros and of
@@ -23,7 +23,7 @@ class PowerSgdTransport:
     (vectors, small matrices) are summed exactly; more than two dimensions are read as [first, all others].
 
     The factors of all matrices cross in one message each. `bytes_sent` counts them and the exact part as
-    `ExactTransport` does: 2 (n - 1) / n of the payload, a ring all-reduce.
+    `AllReduceSync` does: 2 (n - 1) / n of the payload, a ring all-reduce.
 
     P is computed on every rank from the same sums: ranks whose linear algebra rounds differently would drift apart
     by rounding errors. Values that are not finite reach all ranks and leave residuals and Q alone.
@@ -36,7 +36,7 @@ class PowerSgdTransport:
         self.seed = seed
         self.residual = Residual()
         self.bases_NR: list[Tensor] = []
-        self._sum = ExactTransport(world)
+        self._sum = AllReduceSync(world)
 
     @property
     def bytes_sent(self) -> int:

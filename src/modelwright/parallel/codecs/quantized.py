@@ -54,7 +54,7 @@ class Int8Codec:
         return (grouped_RGK * scales.contiguous().view(torch.float32)[..., None]).flatten(1)[:, :numel]
 
 
-class RoundedTransport:
+class QuantizedSync:
     """A reduce-scatter by hand: every rank gets one chunk from all, adds in FP32 and sends the sum round.
 
     gloo's own BF16 all-reduce rounds every partial sum to 8 bits; here a value is rounded twice, whatever the number

@@ -6,7 +6,7 @@
    a level that stands for its mean, which leaves less behind at one to three bits an entry.
 3. Places as Rice-coded gaps or a bitmap, whichever is smaller.
 
-The arithmetic of the code is `ops/sparse_code.py` and `levels.py`. Knows nothing about losses or optimizers.
+The arithmetic of the code is `ops/sparse_codec.py` and `levels.py`. Knows nothing about losses or optimizers.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.ops import sparse_code
+from modelwright.ops import sparse_codec
 from modelwright.parallel.codecs.allgather_bytes import gather_bytes
 from modelwright.parallel.codecs.codebook import decode_levels, encode_levels
 from modelwright.parallel.codecs.error_feedback import Residual, flatten, write_back
@@ -91,7 +91,7 @@ class Sparse:
     values_K: NDArray[np.float32]
 
 
-class ThreeLevelTransport:
+class TopKQuantizedSync:
     """Every rank sends its own largest entries to all others; each adds up what it received, in the ranks' order.
 
     `bytes_sent`: a ring all-gather passes every message on n - 1 times, so a rank sends (n - 1) times its own message,
@@ -185,33 +185,33 @@ def encode_flat(flat_N: Tensor, bounds: Sequence[int], config: TopKQuantizedConf
         return torch.zeros(0, dtype=torch.uint8)
     threshold = -1.0
     if config.selection == "global" and keep < 1:
-        threshold = sparse_code.sampled_threshold(flat_N, keep, NUM_SAMPLES)
+        threshold = sparse_codec.sampled_threshold(flat_N, keep, NUM_SAMPLES)
     parts = []
     for first, last in pairwise(bounds):
         bucket = flat_N[first:last]
         if threshold >= 0:
-            indices = sparse_code.above(bucket, threshold)
+            indices = sparse_codec.above(bucket, threshold)
         else:
-            indices = sparse_code.top_k(bucket, max(1, round(keep * len(bucket))))
+            indices = sparse_codec.top_k(bucket, max(1, round(keep * len(bucket))))
         parts.append(_encode(indices.cpu().numpy(), bucket[indices].cpu().numpy(), len(bucket), config))
     return torch.from_numpy(np.concatenate(parts))
 
 
 def _encode(
     indices_K: NDArray[np.int64], values_K: NDArray[np.float32], numel: int, config: TopKQuantizedConfig
-) -> sparse_code.Bytes:
+) -> sparse_codec.Bytes:
     if config.codebook == "means":
         return encode_levels(indices_K, values_K, numel)
-    quantized = sparse_code.quantize_within(
+    quantized = sparse_codec.quantize_within(
         values_K, min_bits=config.min_bits, max_bits=config.max_bits, max_error=config.max_error
     )
-    return sparse_code.encode(indices_K, quantized, numel)
+    return sparse_codec.encode(indices_K, quantized, numel)
 
 
 def decode_flat(message: Tensor, bounds: Sequence[int], coded: Literal["uniform", "means"] = "uniform") -> Sparse:
     """What `encode_flat` put into the message."""
     data, at = message.numpy(), 0
-    decode = decode_levels if coded == "means" else sparse_code.decode
+    decode = decode_levels if coded == "means" else sparse_codec.decode
     indices, values = [], []
     for first, last in pairwise(bounds):
         places, kept, used = decode(data[at:], last - first)

@@ -23,9 +23,10 @@ from torch.distributed.pipelining.schedules import (
 
 from modelwright.data.batch import TokenBatch
 from modelwright.model.decoder import Attend, Decoder
-from modelwright.ops.pieces import local
+from modelwright.ops.dtensor import local
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.context import attention_of
+from modelwright.parallel.context_parallel import shard_sequence
+from modelwright.parallel.fsdp import sharded_modules
 from modelwright.parallel.mesh import Mesh
 from modelwright.parallel.pipeline.stages import (
     check_blocks,
@@ -38,8 +39,7 @@ from modelwright.parallel.pipeline.stages import (
     rank_of_stage,
 )
 from modelwright.parallel.pipeline.trace import StageSpan, StageTimeline
-from modelwright.parallel.shard import sharded_modules
-from modelwright.parallel.tensor import stage_tokens
+from modelwright.parallel.tensor_parallel import stage_tokens
 
 Schedule = (
     ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble | ScheduleZBVZeroBubble
@@ -170,7 +170,7 @@ class Pipeline:
                 module.reshard()
 
     def _begin(self, parts: Sequence[TokenBatch], loss_of: Callable[[Tensor, TokenBatch], Tensor]) -> None:
-        self._microbatches = [attention_of(part, self.mesh.context, self.config.context_attention) for part in parts]
+        self._microbatches = [shard_sequence(part, self.mesh.context, self.config.context_attention) for part in parts]
         self._loss_of = loss_of
         for stage in self.stages:
             stage.feed = iter(self._microbatches)

@@ -21,16 +21,16 @@ from modelwright.core.compatibility import (
     feature,
 )
 from modelwright.core.errors import ConfigError
-from modelwright.ops.pieces import local
-from modelwright.parallel.codecs.bucketed import BucketedTransport
-from modelwright.parallel.codecs.powersgd import PowerSgdTransport
-from modelwright.parallel.codecs.quantized import Bf16Codec, Int8Codec, RoundedTransport
-from modelwright.parallel.codecs.topk_quantized import ThreeLevelTransport, TopKQuantizedConfig
-from modelwright.parallel.gradient_sync import MANY_BUCKETS, ExactTransport, GradientTransport
-from modelwright.parallel.mesh import World, world_apart
-from modelwright.parallel.strategies.delayed import DelayedTransport
+from modelwright.ops.dtensor import local
+from modelwright.parallel.codecs.bucketed import BucketedSync
+from modelwright.parallel.codecs.powersgd import PowerSgdSync
+from modelwright.parallel.codecs.quantized import Bf16Codec, Int8Codec, QuantizedSync
+from modelwright.parallel.codecs.topk_quantized import TopKQuantizedConfig, TopKQuantizedSync
+from modelwright.parallel.gradient_sync import MANY_BUCKETS, AllReduceSync, GradientSync
+from modelwright.parallel.mesh import World, duplicate_group
+from modelwright.parallel.strategies.delayed import DelayedSync
 from modelwright.parallel.strategies.hogwild import Hogwild
-from modelwright.parallel.strategies.local_sgd import LocalSgd, LocalSgdConfig, LocalSteps
+from modelwright.parallel.strategies.local_sgd import LocalSgd, LocalSgdConfig, OuterStep
 from modelwright.parallel.strategies.optimizer_in_backward import (
     GradientReady,
     LocalGradients,
@@ -42,7 +42,7 @@ from modelwright.parallel.strategies.optimizer_in_backward import (
 from modelwright.parallel.strategies.shared_memory import SharedMemory, fits
 from modelwright.parallel.strategy import AllReduce, Compensate, Replica, Strategy
 from modelwright.parallel.topology.collectives import TopologyConfig
-from modelwright.parallel.topology.gradient_sync import PlannedTransport
+from modelwright.parallel.topology.gradient_sync import TopologyAwareSync
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ def build_strategy(
     if shares_memory:
         return SharedMemory(replica, overlap=overlap, unscale_first=config.scales_layers)
     if config.transport.local_sgd.sync_every_steps:
-        return LocalSgd(replica, build_local_steps(config.transport, mesh.reduce))
+        return LocalSgd(replica, build_outer_step(config.transport, mesh.reduce))
     if config.asynchronous.mode == "delayed":
         return _delayed(config, replica, compensate)
     built = build_sync(config.transport, mesh.reduce)
@@ -182,9 +182,9 @@ def build_strategy(
 
 
 def _delayed(config: StrategyConfig, replica: Replica, compensate: Compensate | None) -> Strategy:
-    built = build_sync(config.transport, world_apart(replica.mesh.reduce))
+    built = build_sync(config.transport, duplicate_group(replica.mesh.reduce))
     weights = [local(parameter.detach()) for parameter in replica.names]
-    late = DelayedTransport(built.sync, delay=config.asynchronous.delay_steps, weights=weights, compensate=compensate)
+    late = DelayedSync(built.sync, delay=config.asynchronous.delay_steps, weights=weights, compensate=compensate)
 
     def close() -> None:
         late.close()
@@ -198,41 +198,41 @@ class BuiltSync:
     """A way to sum gradients, and what it can do. is_exact: sums of scaled gradients are scaled sums; start, send_rows,
     close: see `AllReduce`."""
 
-    sync: GradientTransport
+    sync: GradientSync
     is_exact: bool
     start: Callable[[Sequence[Tensor]], None] | None = None
     send_rows: Callable[[Sequence[Tensor | None]], None] | None = None
     close: Callable[[], None] = lambda: None
 
 
-def build_local_steps(config: GradientSyncConfig, world: World) -> LocalSteps:
+def build_outer_step(config: GradientSyncConfig, world: World) -> OuterStep:
     """What synchronizes the weights of ranks that take local steps."""
-    return LocalSteps(world, _codec(config, world), config.local_sgd)
+    return OuterStep(world, _codec(config, world), config.local_sgd)
 
 
 def build_sync(config: GradientSyncConfig, world: World) -> BuiltSync:
     """How gradients are summed over the ranks of `world`. Called on all of them."""
     if config.kind == "allreduce":
-        exact = ExactTransport(world)
+        exact = AllReduceSync(world)
         return BuiltSync(sync=exact, is_exact=True, start=exact.arm, send_rows=exact.send_rows, close=exact.close)
     if config.kind == "topology_aware":
         return BuiltSync(sync=_codec(config, world), is_exact=True)
     many = MANY_BUCKETS if config.kind in ("bf16", "int8") else 1  # for the others messages are short, and cost calls
-    bucketed = BucketedTransport(world_apart(world), lambda apart: _codec(config, apart), many=many)
+    bucketed = BucketedSync(duplicate_group(world), lambda apart: _codec(config, apart), many=many)
     return BuiltSync(sync=bucketed, is_exact=False, start=bucketed.arm, close=bucketed.close)
 
 
-def _codec(config: GradientSyncConfig, world: World) -> GradientTransport:
+def _codec(config: GradientSyncConfig, world: World) -> GradientSync:
     match config.kind:
         case "allreduce":
-            return ExactTransport(world)
+            return AllReduceSync(world)
         case "topology_aware":
-            return PlannedTransport(world, config.topology)
+            return TopologyAwareSync(world, config.topology)
         case "bf16":
-            return RoundedTransport(world, Bf16Codec())
+            return QuantizedSync(world, Bf16Codec())
         case "int8":
-            return RoundedTransport(world, Int8Codec())
+            return QuantizedSync(world, Int8Codec())
         case "powersgd":
-            return PowerSgdTransport(world, rank=config.powersgd_rank)
+            return PowerSgdSync(world, rank=config.powersgd_rank)
         case "topk_quantized":
-            return ThreeLevelTransport(world, config.topk_quantized)
+            return TopKQuantizedSync(world, config.topk_quantized)

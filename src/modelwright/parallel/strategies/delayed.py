@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelwright.parallel.gradient_sync import GradientTransport
+from modelwright.parallel.gradient_sync import GradientSync
 from modelwright.parallel.strategy import Compensate
 
 
@@ -33,7 +33,7 @@ class _InFlight:
     sent: "Future[int]"
 
 
-class DelayedTransport:
+class DelayedSync:
     """`inner`, delivering `delay` steps late, at least one, from a thread.
 
     inner: works among ranks of a group that nothing else uses (`world_apart`), because its collectives run beside the
@@ -43,7 +43,7 @@ class DelayedTransport:
 
     def __init__(
         self,
-        inner: GradientTransport,
+        inner: GradientSync,
         *,
         delay: int,
         weights: Sequence[Tensor] = (),

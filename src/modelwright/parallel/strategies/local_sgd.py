@@ -19,8 +19,8 @@ from torch import Tensor
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.ops.pieces import local
-from modelwright.parallel.gradient_sync import ExactTransport, GradientTransport
+from modelwright.ops.dtensor import local
+from modelwright.parallel.gradient_sync import AllReduceSync, GradientSync
 from modelwright.parallel.mesh import World
 from modelwright.parallel.strategies.second_moment_sync import SharedMoment
 from modelwright.parallel.strategy import Replica, Strategy, Unscale
@@ -71,7 +71,7 @@ def _nothing_private(private: Private) -> None:
     assert not private, "private tensors were saved that nobody restores"
 
 
-class LocalSteps:
+class OuterStep:
     """Carries out the meetings of one rank's weights with those of the other ranks.
 
     The strategy calls `begin` once, before its first step, and `after_update` after every update, with this rank's
@@ -79,7 +79,7 @@ class LocalSteps:
     holds them; under another number of ranks each begins with the mean of the old ones.
     """
 
-    def __init__(self, world: World, transport: GradientTransport, config: LocalSgdConfig) -> None:
+    def __init__(self, world: World, transport: GradientSync, config: LocalSgdConfig) -> None:
         assert config.sync_every_steps > 0
         self.world = world
         self.transport = transport
@@ -88,7 +88,7 @@ class LocalSteps:
         self.start: list[Tensor] = []
         self.momentum: list[Tensor] = []
         self._origin: list[Tensor] = []
-        self._last = ExactTransport(world)
+        self._last = AllReduceSync(world)
         self._moment = SharedMoment(world, octaves=config.moment_octaves)
         self._parameters: list[Tensor] = []
         self._private: Callable[[], Private] = dict
@@ -203,9 +203,9 @@ def _copy(tensors: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> 
 
 
 class LocalSgd(Strategy):
-    """Every rank updates its own weights; `LocalSteps` synchronizes them."""
+    """Every rank updates its own weights; `OuterStep` synchronizes them."""
 
-    def __init__(self, replica: Replica, local_steps: LocalSteps) -> None:
+    def __init__(self, replica: Replica, local_steps: OuterStep) -> None:
         self.replica = replica
         self.mesh = replica.mesh
         self.local_steps = local_steps

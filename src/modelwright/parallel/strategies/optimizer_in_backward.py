@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from modelwright.core.errors import ModelwrightError
-from modelwright.ops.pieces import laid_out_as, local
+from modelwright.ops.dtensor import as_dtensor_like, local
 from modelwright.ops.total_norm import total_norm
-from modelwright.parallel.grad_norm import joined_norm, like_parameter
+from modelwright.parallel.grad_norm import combine_norms, redistribute_like
 from modelwright.parallel.gradient_sync import BUCKET_BYTES, MANY_BUCKETS, Buckets, cut_into_buckets
 from modelwright.parallel.mesh import World
 from modelwright.parallel.strategies.shared_memory import SharedModel, shard_range, starts_of
@@ -144,7 +144,7 @@ class ReducedInBackward:
             wait()
             sums = flat.split([local(parameter).numel() for parameter in parameters])
             for parameter, summed in zip(parameters, sums, strict=True):
-                parameter.grad = laid_out_as(parameter, summed.view_as(local(parameter)))
+                parameter.grad = as_dtensor_like(parameter, summed.view_as(local(parameter)))
                 self._then(parameter, parameter)
 
 
@@ -227,7 +227,7 @@ def room_of_two_buckets(parameters: Sequence[Tensor], *, bucket_bytes: int = SHA
 def _final(parameter: Tensor) -> Tensor:
     """The gradient on this rank, zeros where nothing flowed, with sums over tensor parallelism finished."""
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return like_parameter(gradient, parameter)
+    return redistribute_like(gradient, parameter)
 
 
 class OptimizerInBackward(Strategy):
@@ -330,7 +330,7 @@ class OptimizerInBackward(Strategy):
         for parameter, num_holders in zip(self.replica.names, self.replica.num_holders, strict=True):
             copies = 1 if self.ready.updates_shards else num_holders
             by_holders.setdefault(copies, []).append(norms.get(parameter, 0.0))
-        return joined_norm({copies: math.hypot(*held) for copies, held in by_holders.items()}, self.mesh.world)
+        return combine_norms({copies: math.hypot(*held) for copies, held in by_holders.items()}, self.mesh.world)
 
     @torch.no_grad()
     def _update(self, parameter: Tensor, shard: Tensor) -> None:

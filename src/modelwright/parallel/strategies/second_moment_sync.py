@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelwright.ops.sparse_code import rice_decode, rice_encode, rice_parameter
+from modelwright.ops.sparse_codec import rice_decode, rice_encode, rice_parameter
 from modelwright.parallel.codecs.allgather_bytes import gather_bytes
 from modelwright.parallel.codecs.error_feedback import flatten, shaped, write_back
 from modelwright.parallel.mesh import World

@@ -171,10 +171,10 @@ class Collectives:
         if self.world.size == 1 or tensor.numel() == 0:
             return tensor
         vector = tensor.contiguous().view(-1)
-        course = self._course(vector.numel() * vector.element_size())
+        message_plan = self._plan_for(vector.numel() * vector.element_size())
         start = time.perf_counter()
-        self._carry_out(course, vector)
-        self._observe(time.perf_counter() - start, course.predicted_s)
+        self._carry_out(message_plan, vector)
+        self._observe(time.perf_counter() - start, message_plan.predicted_s)
         if not tensor.is_contiguous():
             tensor.copy_(vector.view_as(tensor))
         return tensor
@@ -192,7 +192,7 @@ class Collectives:
 
     def plan_for(self, num_bytes: int) -> AllReducePlan:
         """The plan that a message of that size takes now."""
-        return self._course(num_bytes).plan
+        return self._plan_for(num_bytes).plan
 
     def _messages(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         limit = self.config.coalesce_bytes or self._planner.coalesce_bytes()
@@ -208,29 +208,29 @@ class Collectives:
         if message:
             yield message
 
-    def _course(self, num_bytes: int) -> "_Course":
-        if num_bytes not in self._courses:
+    def _plan_for(self, num_bytes: int) -> "_MessagePlan":
+        if num_bytes not in self._plans:
             plan = self._planner.choose(num_bytes)
             if self.config.algorithm != "auto":
                 allowed = self._planner.candidates(num_bytes)
                 plan = allowed.get(self.config.algorithm, allowed["ring"])
-            self._courses[num_bytes] = _Course(
+            self._plans[num_bytes] = _MessagePlan(
                 plan=plan,
                 own_rounds=plan.rounds_of(self.world.rank),
                 predicted_s=self._planner.seconds(plan, num_bytes),
             )
-        return self._courses[num_bytes]
+        return self._plans[num_bytes]
 
-    def _carry_out(self, course: "_Course", vector: Tensor) -> None:
-        if course.plan.name == "backend":
+    def _carry_out(self, message_plan: "_MessagePlan", vector: Tensor) -> None:
+        if message_plan.plan.name == "backend":
             self.world.all_reduce_sum(vector)
             num_bytes = vector.numel() * vector.element_size()
             self.bytes_sent += ring_bytes(num_bytes, self.world.size)
             return
         # A copy that is awaited from the start cannot come too early: it carries a finished sum, of which this rank's
         # own value, sent before, is a part.
-        bounds = chunk_bounds(vector.numel(), course.plan.num_chunks)
-        exchanges = [self._exchange(steps, vector, bounds) for steps in course.own_rounds]
+        bounds = chunk_bounds(vector.numel(), message_plan.plan.num_chunks)
+        exchanges = [self._exchange(steps, vector, bounds) for steps in message_plan.own_rounds]
         ahead = self.world.device.type == "cpu" and vector.numel() * vector.element_size() <= AHEAD_BYTES
         awaited = [_post(exchange.receives if ahead else []) for exchange in exchanges]
         for exchange, early in zip(exchanges, awaited, strict=True):
@@ -273,13 +273,13 @@ class Collectives:
         self._watch.forget()
 
     def _adopt(self, links: Links) -> None:
-        self._courses: dict[int, _Course] = {}
+        self._plans: dict[int, _MessagePlan] = {}
         self._planner = Planner(links, measure_flat(self.world))
         self.num_plannings += 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Course:
+class _MessagePlan:
     """What this rank does for messages of one size."""
 
     plan: AllReducePlan

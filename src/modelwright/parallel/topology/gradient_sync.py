@@ -12,7 +12,7 @@ from modelwright.parallel.topology.collectives import Collectives, TopologyConfi
 from modelwright.parallel.topology.link_costs import LinksConfig, measure_links
 
 
-class PlannedTransport:
+class TopologyAwareSync:
     """Made on all ranks alike. `bytes_sent`: see `Collectives`; measuring is not among them."""
 
     def __init__(self, world: World, config: TopologyConfig) -> None:

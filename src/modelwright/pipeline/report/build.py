@@ -4,14 +4,14 @@ from modelwright import __version__
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Fact, Page
-from modelwright.pipeline.report.circumstances import (
+from modelwright.pipeline.report.corpus import corpus_section, tokens_section
+from modelwright.pipeline.report.environment import (
     cost_section,
     finished_stages,
     machine_words,
     settings_section,
     used,
 )
-from modelwright.pipeline.report.corpus import corpus_section, tokens_section
 from modelwright.pipeline.report.format import compact, count, flop_rate, kind_title, number, percent, plural, seconds
 from modelwright.pipeline.report.learning import training_section
 from modelwright.pipeline.report.results import (

@@ -20,7 +20,7 @@ _SUMMARIES = {
     "tokens_per_s": "tokens per second",
     "step_time_s": "time per step, s",
     "data_wait_s": "waiting for data, s",
-    "exchange_s": "exchanging gradients, s",
+    "comm_s": "exchanging gradients, s",
     "mfu": "model FLOPs utilization",
 }
 _KINDS = {
@@ -150,7 +150,7 @@ def _summary_table(records: Sequence[dict[str, Any]], world_size: int) -> Table:
     rows = []
     for key, label in _SUMMARIES.items():
         summary = summarize([value for _, value in column(records, key)])
-        if "mean" not in summary or (key == "mfu" and summary["max"] == 0) or (key == "exchange_s" and world_size == 1):
+        if "mean" not in summary or (key == "mfu" and summary["max"] == 0) or (key == "comm_s" and world_size == 1):
             continue
         names = ("mean", "std", "min", "p05", "p50", "p95", "p99", "max")
         rows.append([label, *[percent(summary[part]) if key == "mfu" else number(summary[part], 3) for part in names]])
@@ -160,7 +160,7 @@ def _summary_table(records: Sequence[dict[str, Any]], world_size: int) -> Table:
 
 def _format_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[Block]:
     """Which parts changed their number format, and why; nothing where formats were fixed."""
-    shares, changes = column(records, "narrow_share"), stage.format_changes()
+    shares, changes = column(records, "low_precision_fraction"), stage.format_changes()
     if not shares:
         return []
     svg = line_chart(
@@ -187,5 +187,5 @@ def _watch_blocks(stage: StageData) -> list[Block]:
     kinds = Counter(event["kind"] for event in events)
     found = ", ".join(f"{_KINDS.get(kind, kind)}: {times}" for kind, times in kinds.most_common())
     lines = [f"step {event['step']:>6}  {event['text']}" for event in events]
-    text = first_lines(lines, _EVENTS_SHOWN, "watch.jsonl")
+    text = first_lines(lines, _EVENTS_SHOWN, "anomalies.jsonl")
     return [Note(f"Watch list: {found}.", "warning"), Fold("Steps on the watch list", [Excerpt("", text)])]

@@ -8,8 +8,8 @@ from jinja2 import Environment, StrictUndefined
 from modelwright.memory.lifetimes import Kind, MemoryTimeline
 from modelwright.pipeline.report.charts import Line, line_chart
 from modelwright.plan.estimate import size
+from modelwright.plan.format_memory import Known, plan_text
 from modelwright.plan.memory_plan import StepPlan
-from modelwright.plan.memory_text import Known, plan_text
 from modelwright.train.config import TrainConfig
 
 MIB = 2**20

@@ -10,7 +10,7 @@ from modelwright.core.errors import ArtifactError
 from modelwright.core.records import read_records
 from modelwright.core.rundir import RunDir, StageDir
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.journal import read_attempts
+from modelwright.pipeline.stage_log import read_attempts
 from modelwright.train.techniques.adaptive_precision import CHANGES
 
 
@@ -40,7 +40,7 @@ class StageData:
         return read_records(self.folder.artifact / name)
 
     def watch(self) -> list[dict[str, Any]]:
-        return read_records(self.folder.path / "watch.jsonl")
+        return read_records(self.folder.path / "anomalies.jsonl")
 
     def format_changes(self) -> list[dict[str, Any]]:
         """What adaptive precision changed, in order."""

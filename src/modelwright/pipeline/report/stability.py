@@ -53,7 +53,7 @@ def spike_blocks(stage: StageData) -> list[Block]:
     if rollbacks:
         lost = sum(event["batches"][1] - event["batches"][0] + 1 for event in rollbacks)
         words += f"; {plural(len(rollbacks), 'rollback')} undid {plural(lost, 'update')}"
-    text = first_lines([*map(_event_words, events)], _CHANGES_SHOWN, "spikes.jsonl")
+    text = first_lines([*map(_event_words, events)], _CHANGES_SHOWN, "loss_spikes.jsonl")
     return [Note(words + ".", "warning"), Fold("Skipped batches", [Excerpt("", text)])]
 
 

@@ -13,7 +13,7 @@ from modelwright.core.config import dump
 from modelwright.core.errors import DataError
 from modelwright.core.resources import versions
 from modelwright.data.clean import DROPPED, clean_documents, describe_drops
-from modelwright.data.locate import locate
+from modelwright.data.find_files import locate
 from modelwright.data.sources import BUILTIN, SourceConfig, SourceReport, read_documents
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.redact import redact_text

@@ -18,7 +18,7 @@ from modelwright.evaluate.suite import compare_evaluations, evaluate_model
 from modelwright.model.hf import load_model
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import Stage, StageContext
-from modelwright.pipeline.stages.lineage import final_model
+from modelwright.pipeline.stages.stage_inputs import final_model
 
 RESULTS = "results.json"
 ROWS_AT_ONCE = 64

@@ -8,7 +8,7 @@ from modelwright.data.tokenizer import Tokenizer
 from modelwright.model.hf import load_model
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import Stage, StageContext
-from modelwright.pipeline.stages.folder import save_model_folder
+from modelwright.pipeline.stages.model_folder import save_model_folder
 
 
 def init_stage(config: RunConfig) -> Stage:

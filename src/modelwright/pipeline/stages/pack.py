@@ -20,7 +20,7 @@ from modelwright.data.pack import LossMask, TokenIds, pack
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import Stage, StageContext
-from modelwright.pipeline.stages.lineage import tokenizer_stage
+from modelwright.pipeline.stages.stage_inputs import tokenizer_stage
 
 Sequences = Iterator[tuple[TokenIds, LossMask | None]]
 SHOWN_EVERY = 256

@@ -23,7 +23,7 @@ from modelwright.model.hf import load_model
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import Stage, StageContext
 from modelwright.pipeline.stages.evaluate import RESULTS, headline
-from modelwright.pipeline.stages.lineage import final_model
+from modelwright.pipeline.stages.stage_inputs import final_model
 
 AGREEMENT_ROWS = 16
 

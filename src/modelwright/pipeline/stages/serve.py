@@ -27,7 +27,7 @@ from modelwright.data.tokenizer import Tokenizer
 from modelwright.model.hf import load_config
 from modelwright.pipeline.config import RunConfig, ServeCheckConfig
 from modelwright.pipeline.stage import Stage, StageContext
-from modelwright.pipeline.stages.lineage import final_model
+from modelwright.pipeline.stages.stage_inputs import final_model
 from modelwright.serve.config import ServeConfig
 
 ANSWERS = "answers.json"

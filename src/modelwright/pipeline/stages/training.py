@@ -21,8 +21,8 @@ from modelwright.objectives.sft import Sft
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.resolve import product_rate
 from modelwright.pipeline.stage import Stage, StageContext
-from modelwright.pipeline.stages.folder import save_model_folder
-from modelwright.pipeline.stages.lineage import model_before, tokenizer_stage
+from modelwright.pipeline.stages.model_folder import save_model_folder
+from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import HeldoutBatches

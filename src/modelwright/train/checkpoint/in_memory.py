@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from modelwright.core.errors import writing
-from modelwright.parallel.channel import Channel
+from modelwright.parallel.control_plane import ControlPlane
 from modelwright.train.checkpoint.files import STATE, step_name
 from modelwright.train.checkpoint.sharded_tensors import INDEX, DamagedCheckpointError, ShardReader, read_index
 
@@ -31,7 +31,7 @@ class MemoryCopies:
     root: a folder in memory, on each host its own; key: what tells this run from others.
     """
 
-    def __init__(self, root: Path, key: str, channel: Channel) -> None:
+    def __init__(self, root: Path, key: str, channel: ControlPlane) -> None:
         self.host = f"{socket.gethostname()}:{root}"
         name = hashlib.sha256(f"{self.host}:{key}".encode()).hexdigest()[:16]
         self.folder = root / f"modelwright-{name}"

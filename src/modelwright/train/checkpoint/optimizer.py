@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from modelwright.core.errors import ModelwrightError
-from modelwright.ops.pieces import laid_out_as, local
+from modelwright.ops.dtensor import as_dtensor_like, local
 
 
 def optimizer_state_dict(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
@@ -40,4 +40,4 @@ def _like(value: Any, parameter: Tensor, key: str) -> Any:
         return value
     if key == "step":
         return value.to(parameter.device)
-    return laid_out_as(value, local(value).to(local(parameter).device, parameter.dtype))
+    return as_dtensor_like(value, local(value).to(local(parameter).device, parameter.dtype))

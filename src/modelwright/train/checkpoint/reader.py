@@ -13,7 +13,7 @@ from torch import Tensor
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ArtifactError, writing
-from modelwright.parallel.channel import Channel
+from modelwright.parallel.control_plane import ControlPlane
 from modelwright.parallel.mesh import World, single
 from modelwright.train.checkpoint.files import (
     PARTS,
@@ -48,7 +48,7 @@ class CheckpointReader:
         self.reduce = reduce
         self.memory = memory
         self.copies: MemoryCopies | None = None
-        self.channel = Channel(world)
+        self.channel = ControlPlane(world)
         self._sources: dict[int, Path] = {}
 
     def prepare(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from modelwright.ops.pieces import laid_out_as
+from modelwright.ops.dtensor import as_dtensor_like
 from modelwright.train.checkpoint.sharded_tensors import ShardReader, TensorShard, piece_of
 
 _TENSOR, _FLOAT, _PARAMETERS = "$tensor", "$float", "$parameters"
@@ -140,7 +140,7 @@ def optimizer_state(tree: Mapping[str, Any], reader: ShardReader, weights: Mappi
     def place(full: str, parameter: Tensor) -> Tensor:
         if reader.shape(full) != tuple(parameter.shape):
             return reader.read(full)
-        return laid_out_as(parameter, reader.read(full, piece_of(parameter).box))
+        return as_dtensor_like(parameter, reader.read(full, piece_of(parameter).box))
 
     return {
         name: join(tree[name], lambda full, parameter=parameter: place(full, parameter))

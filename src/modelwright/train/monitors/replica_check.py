@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from modelwright.core.errors import ConfigError, ModelwrightError
-from modelwright.parallel.channel import Channel
+from modelwright.parallel.control_plane import ControlPlane
 from modelwright.train.checkpoint.sharded_tensors import key_from_json, piece_of
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique
@@ -31,7 +31,7 @@ class ReplicaCheck:
     can keep it; a launcher then starts from the checkpoint before. Made on all ranks alike.
     """
 
-    def __init__(self, channel: Channel, tensors: Callable[[], Mapping[str, Tensor]], *, every: int) -> None:
+    def __init__(self, channel: ControlPlane, tensors: Callable[[], Mapping[str, Tensor]], *, every: int) -> None:
         if every < 1:
             raise ConfigError(f"every: must be at least 1 step, got {every}")
         self.channel = channel
@@ -96,5 +96,5 @@ def _shift(values: Tensor, count: int) -> Tensor:
 
 def replica_check(run: Runtime, *, every: int) -> Technique:
     """every: steps between comparisons."""
-    check = ReplicaCheck(Channel(run.world), lambda: run.strategy.replicated() or {}, every=every)
+    check = ReplicaCheck(ControlPlane(run.world), lambda: run.strategy.replicated() or {}, every=every)
     return Technique(name="replica_check", on_step_end=lambda info: check.check(info.step), every=every)

@@ -20,20 +20,21 @@ from modelwright.core.artifacts import write_atomic
 from modelwright.core.event_log import EventLog
 from modelwright.core.resources import hardware, peak_resident_bytes
 from modelwright.model.config import ModelConfig
-from modelwright.ops.formats import Format
-from modelwright.ops.pieces import local
+from modelwright.ops.dtensor import local
+from modelwright.ops.lowp_linear import Format
 from modelwright.parallel.mesh import Mesh, World
-from modelwright.precision.adaptive import Switcher, controller_of, scheduled
 from modelwright.precision.adaptive_config import AdaptiveConfig
-from modelwright.precision.hardware import Machine, Shape, measure_speeds
+from modelwright.precision.apply import ModelPrecision, kind_of, names_of_projections, part_of
+from modelwright.precision.controllers import PrecisionSwitcher, controller_of, scheduled
+from modelwright.precision.hardware import DtypeTimings, Shape, measure_speeds
 from modelwright.precision.indicators import (
     EXPECTING,
-    Level,
+    GradientStats,
+    Indicators,
+    LossLevel,
     Momentum,
     ObservedErrors,
     Observer,
-    Signs,
-    Sums,
     kept_noise,
     loss_excess,
     outlier_share,
@@ -41,7 +42,6 @@ from modelwright.precision.indicators import (
     variation,
 )
 from modelwright.precision.loss_scale import LossScaler
-from modelwright.precision.model import ModelFormats, kind_of, names_of_projections, part_of
 from modelwright.precision.observation import PartStatistics, Period
 from modelwright.precision.policy import Kind
 from modelwright.precision.sensitivity import Pair, SensitivityTrials
@@ -67,14 +67,14 @@ class AdaptivePrecision:
     """
 
     config: AdaptiveConfig
-    formats: ModelFormats
+    formats: ModelPrecision
     names: InitVar[Mapping[Tensor, str]]
     """This rank's parameters."""
     num_holders: InitVar[Sequence[int]]
     """For each of them, the number of ranks that hold it."""
     optimizer: Optimizer
     world: World
-    machine: Machine
+    machine: DtypeTimings
     trial: InitVar[Callable[[], float]]
     """The loss over all ranks of some rows of the present batch, with the formats in force."""
     scale: Callable[[], float]
@@ -86,10 +86,10 @@ class AdaptivePrecision:
     """Of the whole model, the same on all ranks."""
     statistics: PartStatistics = field(init=False)
     trials: SensitivityTrials = field(init=False)
-    switcher: Switcher = field(init=False)
+    switcher: PrecisionSwitcher = field(init=False)
     period: Period = field(init=False)
     log: EventLog = field(init=False)
-    levels: list[Level] = field(default_factory=list[Level])
+    levels: list[LossLevel] = field(default_factory=list[LossLevel])
     """Of the losses of the last periods since a jump."""
     memory_pressure: float = field(init=False)
     is_due: bool = False
@@ -111,7 +111,7 @@ class AdaptivePrecision:
         )
         self.trials = SensitivityTrials(formats=self.formats, loss=trial)
         widest: dict[str, Format] = {part: self.formats.config.format_of(kind_of(part)) for part in self.parts}
-        self.switcher = Switcher(self.config, widest, controller_of(self.config), self.trials.rise)
+        self.switcher = PrecisionSwitcher(self.config, widest, controller_of(self.config), self.trials.rise)
         self.memory_pressure = self.machine.memory_pressure
         self._offer()
         self.period = Period(self._observer())
@@ -154,7 +154,7 @@ class AdaptivePrecision:
         for change in self.switcher.take_changes():
             self.log.append(**change)
         narrow = sum(chosen != "fp32" for chosen in self.switcher.formats.values())
-        update.metrics["narrow_share"] = narrow / max(1, len(self.parts))
+        update.metrics["low_precision_fraction"] = narrow / max(1, len(self.parts))
 
     def _is_measured(self, step: int) -> bool:
         return (
@@ -188,7 +188,7 @@ class AdaptivePrecision:
             self._offer()  # from the next period on, which looks at what is new
             self.period, self.is_due = Period(self._observer()), False
 
-    def _sums(self, step: int) -> dict[str, Sums]:
+    def _sums(self, step: int) -> dict[str, GradientStats]:
         """After `step` updates; only a decision needs more than the gradients'."""
         if not self.is_due:
             return self.statistics.gradients()
@@ -203,7 +203,7 @@ class AdaptivePrecision:
 
         return self.statistics.sums(momentum, loss_scale=self.scale())
 
-    def _decide(self, step: int, sums: Mapping[str, Sums]) -> None:
+    def _decide(self, step: int, sums: Mapping[str, GradientStats]) -> None:
         self._see_memory()
         self._try()
         self.switcher.decide(step, self._signs(sums), self._loss_excess())
@@ -212,12 +212,12 @@ class AdaptivePrecision:
         pairs: list[Pair] = [(part, chosen) for part in self.parts for chosen in self.candidates if chosen != "fp32"]
         self.trials.begin(list(self.switcher.formats.items()), pairs)
 
-    def _signs(self, sums: Mapping[str, Sums]) -> dict[str, Signs]:
+    def _signs(self, sums: Mapping[str, GradientStats]) -> dict[str, Indicators]:
         config, candidates, period = self.formats.config, self.candidates, self.period
         errors = self.statistics.errors(period.observer, candidates)
         loss_trend, norm_outliers = trend(period.losses), outlier_share(period.run_norms)
         return {
-            part: Signs(
+            part: Indicators(
                 gradient_noise=sums[part].gradient_noise,
                 gradient_variance=variation(period.norms[part]),
                 update_to_weight=sums[part].update_to_weight,
@@ -239,7 +239,7 @@ class AdaptivePrecision:
 
     def _loss_excess(self) -> float:
         """Of the period that ends, which then belongs to the past."""
-        now = Level.of(self.period.losses)
+        now = LossLevel.of(self.period.losses)
         if now is None:
             return 0.0
         excess = loss_excess(self.levels, now)
@@ -287,7 +287,7 @@ class AdaptivePrecision:
         self._offer()
         self.period = Period.from_state_dict(state, self._observer(_own_errors(state["observed"], self.world)))
         self.trials.load_state_dict(state)
-        self.levels = [Level(*level) for level in state["levels"]]
+        self.levels = [LossLevel(*level) for level in state["levels"]]
         self.is_due = bool(state["is_due"])
         self.log.load_state_dict(state)
         self._apply()
@@ -400,12 +400,12 @@ def shapes_of(model: ModelConfig, tensor: int) -> dict[Kind, list[Shape]]:
     }
 
 
-def machine_for(folder: Path, formats: ModelFormats, world: World, *, num_rows: int, tensor: int) -> Machine:
+def machine_for(folder: Path, formats: ModelPrecision, world: World, *, num_rows: int, tensor: int) -> DtypeTimings:
     """As measured when the run began, and kept in the folder: of all ranks the slowest and the fullest. Nothing is
     measured for a schedule."""
     config = formats.config
     if not config.adaptive.looks:
-        return Machine({}, 0.0)
+        return DtypeTimings({}, 0.0)
     candidates: list[Format] = list(
         dict.fromkeys(["fp32", *map(config.format_of, ("attention", "ffn")), *config.adaptive.candidates])
     )
@@ -422,7 +422,7 @@ def machine_for(folder: Path, formats: ModelFormats, world: World, *, num_rows: 
         if world.is_first:
             folder.mkdir(parents=True, exist_ok=True)  # it is the first thing that a run writes
             write_atomic(path, json.dumps(dict(zip(names, found, strict=True)), indent=2) + "\n")
-    return Machine(dict(zip(keys, found[:-1], strict=True)), found[-1])
+    return DtypeTimings(dict(zip(keys, found[:-1], strict=True)), found[-1])
 
 
 def _kept(path: Path, names: Sequence[str]) -> dict[str, float]:

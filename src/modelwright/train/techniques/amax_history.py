@@ -1,6 +1,6 @@
 """Delayed scaling of FP8: the largest magnitudes of the last steps, over all ranks, scale the present ones."""
 
-from modelwright.precision.model import FollowMaxima
+from modelwright.precision.apply import SyncAmaxHistory
 from modelwright.train.objective import Batch
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update
@@ -10,7 +10,7 @@ def amax_history(run: Runtime) -> Technique | None:
     """None where nothing is scaled by past steps."""
     if not run.formats.config.delays:
         return None
-    history = FollowMaxima(run.formats, lambda values: run.mesh.world.maxima(*values))
+    history = SyncAmaxHistory(run.formats, lambda values: run.mesh.world.maxima(*values))
 
     def on_batch(step: int, batch: Batch) -> Batch:
         run.formats.begin_step()

@@ -20,15 +20,15 @@ from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.attention import masked_attend
 from modelwright.model.decoder import Attend, Attention, Decoder
+from modelwright.ops.attention_received import received_attention
 from modelwright.ops.cross_entropy import token_log_probs
-from modelwright.ops.executed import Executed
-from modelwright.ops.received_attention import received_attention
+from modelwright.ops.flop_counter import Executed
 from modelwright.ops.rope import apply_rope, rope_tables
 from modelwright.optim.sparse import BatchSelectionConfig
 from modelwright.train.flops import attention_flops, head_flops
 
 
-class RowChoice:
+class BatchSelector:
     """Chooses the rows, and the labels in them, of one step after the other.
 
     num_parts: microbatches, which must share the chosen rows equally; executed: counts what the looks cost.

@@ -6,7 +6,7 @@ from modelwright.optim.clip import AdaptiveClipConfig, scale_to_norm
 from modelwright.train.technique import Technique, Update
 
 
-class Clip:
+class GradientClipping:
     """Scales the gradients so that their global norm is at most `max_norm`, or the limit that recent norms give."""
 
     def __init__(self, max_norm: float, adaptive: AdaptiveClipConfig) -> None:
@@ -34,5 +34,5 @@ def gradient_clipping(max_norm: float, adaptive: AdaptiveClipConfig) -> Techniqu
     """max_norm: 0 leaves gradients alone."""
     if max_norm <= 0:
         return None
-    clip = Clip(max_norm, adaptive)
+    clip = GradientClipping(max_norm, adaptive)
     return Technique(name="gradient_clipping", on_gradients=clip.on_gradients, state=clip, belongs_to_weights=True)

@@ -7,8 +7,9 @@ check).
 Going back (Chowdhery et al. 2022, PaLM, section 5.1: restart from a checkpoint of before the spike, and skip the
 batches that made it) takes weights and optimizer from a checkpoint; the trainer does that on request. Steps are never
 counted twice: update n always learns from batch n, and a run ends after as many batches as without. The batches between
-the checkpoint and the present leave no trace; `spikes.jsonl` has their numbers. Everything here is in the checkpoint,
-and a run goes back to checkpoints of fixed steps only, so that a run that is killed and started again does the same.
+the checkpoint and the present leave no trace; `loss_spikes.jsonl` has their numbers. Everything here is in the
+checkpoint, and a run goes back to checkpoints of fixed steps only, so that a run that is killed and started again does
+the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -250,7 +251,7 @@ def loss_spikes(
     """
     if not config.num_sigmas:
         return None, None
-    path = run.folder / "spikes.jsonl"
+    path = run.folder / "loss_spikes.jsonl"
     spikes = LossSpikes(config, run.max_over_ranks, path, is_first=run.is_first, checkpoint_every=checkpoint_every)
 
     def on_batch(step: int, batch: Batch) -> Batch:

@@ -10,7 +10,7 @@ import torch
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.data.batch import part_sizes
-from modelwright.memory.allocator import give_back_freed_memory
+from modelwright.memory.glibc_malloc import give_back_freed_memory
 from modelwright.parallel.mesh import World
 from modelwright.train.objective import Batch
 from modelwright.train.runner import LossFn, MicrobatchRunner

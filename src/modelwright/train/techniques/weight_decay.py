@@ -9,7 +9,7 @@ from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update
 
 
-class DynamicDecay:
+class WeightDecaySchedule:
     """Lowers the weight decay of all parameter groups while gradients are large."""
 
     def __init__(self, optimizer: Optimizer, config: WeightDecayScheduleConfig) -> None:
@@ -37,5 +37,5 @@ class DynamicDecay:
 def dynamic_weight_decay(config: WeightDecayScheduleConfig, run: Runtime) -> Technique | None:
     if not config.grad_norm_threshold:
         return None
-    decay = DynamicDecay(run.replica.optimizer, config)
+    decay = WeightDecaySchedule(run.replica.optimizer, config)
     return Technique(name="dynamic_weight_decay", on_gradients=decay.on_gradients, state=decay, belongs_to_weights=True)

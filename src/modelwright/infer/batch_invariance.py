@@ -1,0 +1,51 @@
+"""Measure how this machine's matrix products must be padded so that a row's result does not depend on its neighbors.
+
+A BLAS chooses its kernel by the number of rows: one row goes through a matrix-vector kernel that sums in another
+order than the blocked kernel that many rows get. The last bits of a sequence's logits would then depend on how many
+other requests happen to run. Padding the rows to a multiple for which all products agree bit for bit removes that
+(the idea of batch-invariant inference: He et al., Thinking Machines 2025; measured here instead of assumed).
+"""
+
+import itertools
+
+import torch
+from torch import nn
+
+from modelwright.infer.lm_head import Product
+from modelwright.model.decoder import Decoder
+
+MULTIPLES = (1, 2, 4, 8, 16)
+PROBE_ROWS = 64
+
+
+@torch.inference_mode()
+def stable_row_multiple(model: Decoder, head: Product) -> int:
+    """The smallest multiple in `MULTIPLES` that makes every product of `model` independent of the number of rows.
+
+    `head` is how its logits are made. 0 when none does on this machine: results may then differ in the last bits with
+    the load.
+    """
+    products, dtype = _distinct_products(model, head), model.norm.weight.dtype
+    for multiple in MULTIPLES:
+        if all(_is_stable(product, width, multiple, dtype) for product, width in products):
+            return multiple
+    return 0
+
+
+def _distinct_products(model: Decoder, head: Product) -> list[tuple[Product, int]]:
+    """One module of each kind and shape, and the head."""
+    found: dict[tuple[type, int, int], tuple[Product, int]] = {}
+    for module in model.blocks.modules():
+        width, height = getattr(module, "in_features", 0), getattr(module, "out_features", 0)
+        if isinstance(module, nn.Module) and width and height:
+            found.setdefault((type(module), width, height), (module, width))
+    return [*found.values(), (head, model.config.model_dim)]
+
+
+def _is_stable(product: Product, width: int, multiple: int, dtype: torch.dtype) -> bool:
+    x = torch.randn(PROBE_ROWS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    full = product(x)
+    counts = [multiple * n for n in itertools.chain(range(1, 9), (12, 16, 24, 32)) if multiple * n < PROBE_ROWS]
+    heads = all(torch.equal(product(x[:count]), full[:count]) for count in counts)
+    tails = all(torch.equal(product(x[-count:]), full[-count:]) for count in counts)
+    return heads and tails

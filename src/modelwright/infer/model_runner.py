@@ -1,0 +1,193 @@
+"""One step of the model over a paged cache: flatten the plan's tokens, compute, return the rows that need logits.
+
+All tokens of a step pass through the linears as one flat row of N tokens; only attention is taken apart. To keep
+every sequence's numbers independent of its neighbors, a decoding sequence attends over its own length rounded up to
+`CONTEXT_STEP` and shares a call only with sequences of the same rounded length.
+
+Legend: N tokens, B sequences, C tokens of a chunk, D model width, H query heads, K key/value heads, G = H / K,
+d head width, V vocabulary.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modelwright.infer.kv_cache import PagedCache
+from modelwright.infer.lm_head import Product
+from modelwright.infer.scheduler import Chunk, SchedulerOutput
+from modelwright.infer.sequence import Sequence
+from modelwright.model.decoder import Attend, Decoder
+from modelwright.ops.attention import causal_attention, masked_attention
+
+CONTEXT_STEP = 64
+"""Decoding contexts are rounded up to a multiple of this many tokens; a multiple of the block length."""
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Decoding sequences of equal rounded context: rows [start, end) of the step."""
+
+    start: int
+    end: int
+    table: Tensor
+    mask_B11L: Tensor
+
+
+@dataclass(frozen=True)
+class ChunkPiece:
+    """A chunk of one prompt: rows [start, end) of the step. `mask_11CL` is unused when the chunk opens its prompt."""
+
+    start: int
+    end: int
+    opens_prompt: bool
+    table: Tensor
+    mask_11CL: Tensor
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """A plan as tensors. `logit_rows` are the rows whose next token is wanted, in the order of `sampled`."""
+
+    tokens_1N: Tensor
+    positions_1N: Tensor
+    slots: Tensor
+    groups: list[DecodeGroup]
+    pieces: list[ChunkPiece]
+    sampled: list[Sequence]
+    logit_rows: Tensor
+
+
+class ModelRunner:
+    """Runs plans on one model and one cache. `row_multiple`: the rows of every product are padded to a multiple."""
+
+    def __init__(self, model: Decoder, head: Product, cache: PagedCache, *, row_multiple: int) -> None:
+        self._model = model
+        self._head = head
+        self._cache = cache
+        self._row_multiple = row_multiple
+        self._device = model.norm.weight.device
+
+    @torch.inference_mode()
+    def run(self, plan: SchedulerOutput) -> tuple[list[Sequence], Tensor]:
+        """Compute a plan; returns the sequences that get a new token and their logits [B, V]."""
+        step = self._prepare(plan)
+        hidden_1ND = self._model(step.tokens_1N, step.positions_1N, self._attend(step))
+        for sequence in plan.decodes:
+            sequence.num_cached += 1
+        for chunk in plan.chunks:
+            chunk.sequence.num_cached = chunk.end
+        rows_BD = hidden_1ND[0].index_select(0, step.logit_rows)
+        return step.sampled, self._head(rows_BD)[: len(step.sampled)] if step.sampled else rows_BD[:0]
+
+    def _prepare(self, plan: SchedulerOutput) -> StepTensors:
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        groups = self._decode_groups(plan.decodes, tokens, positions, slots)
+        pieces = [self._chunk_piece(chunk, tokens, positions, slots) for chunk in plan.chunks]
+        ordered = [s for members in _by_context(plan.decodes) for s in members]
+        sampled = [(row, s) for row, s in enumerate(ordered) if not s.is_replaying]
+        sampled += [
+            (piece.end - 1, chunk.sequence)
+            for piece, chunk in zip(pieces, plan.chunks, strict=True)
+            if chunk.end == len(chunk.sequence.token_ids)
+        ]
+        padding = [0] * (-len(tokens) % self._row_multiple)
+        logit_rows = [row for row, _ in sampled]
+        logit_rows += [0] * (-len(logit_rows) % self._row_multiple)
+        return StepTensors(
+            tokens_1N=self._ints(tokens + padding)[None],
+            positions_1N=self._ints(positions + padding)[None],
+            slots=self._ints(slots),
+            groups=groups,
+            pieces=pieces,
+            sampled=[sequence for _, sequence in sampled],
+            logit_rows=self._ints(logit_rows),
+        )
+
+    def _decode_groups(
+        self, decodes: list[Sequence], tokens: list[int], positions: list[int], slots: list[int]
+    ) -> list[DecodeGroup]:
+        groups = []
+        for members in _by_context(decodes):
+            start, context = len(tokens), _context(members[0])
+            tables, lengths = [], []
+            for sequence in members:
+                position = sequence.num_cached
+                tokens.append(sequence.token_ids[position])
+                positions.append(position)
+                slots.append(self._slot(sequence, position))
+                tables += self._padded_table(sequence, context)
+                lengths.append(position + 1)
+            mask_BL = torch.arange(context, device=self._device) < self._ints(lengths)[:, None]
+            groups.append(DecodeGroup(start, len(tokens), self._ints(tables), mask_BL[:, None, None, :]))
+        return groups
+
+    def _chunk_piece(self, chunk: Chunk, tokens: list[int], positions: list[int], slots: list[int]) -> ChunkPiece:
+        start, sequence = len(tokens), chunk.sequence
+        span = range(chunk.start, chunk.end)
+        tokens += sequence.token_ids[chunk.start : chunk.end]
+        positions += span
+        slots += [self._slot(sequence, position) for position in span]
+        table = self._padded_table(sequence, _round_up(chunk.end, self._cache.block_len))
+        context = len(table) * self._cache.block_len
+        visible_CL = torch.arange(context, device=self._device) <= self._ints(list(span))[:, None]
+        return ChunkPiece(start, len(tokens), chunk.start == 0, self._ints(table), visible_CL[None, None])
+
+    def _attend(self, step: StepTensors) -> Attend:
+        num_tokens = len(step.slots)
+
+        def attend(layer: int, q_1NHd: Tensor, k_1NKd: Tensor, v_1NKd: Tensor) -> Tensor:
+            self._cache.write(layer, step.slots, k_1NKd[0, :num_tokens], v_1NKd[0, :num_tokens])
+            out_1NHd = torch.zeros_like(q_1NHd)
+            for group in step.groups:
+                out_1NHd[0, group.start : group.end] = self._decode(layer, q_1NHd[0, group.start : group.end], group)
+            for piece in step.pieces:
+                rows = slice(piece.start, piece.end)
+                if piece.opens_prompt:
+                    out_1NHd[:, rows] = causal_attention(q_1NHd[:, rows], k_1NKd[:, rows], v_1NKd[:, rows])
+                else:
+                    keys, values = self._cache.read(layer, piece.table, 1)
+                    out_1NHd[:, rows] = masked_attention(q_1NHd[:, rows], keys, values, piece.mask_11CL)
+            return out_1NHd
+
+        return attend
+
+    def _decode(self, layer: int, q_BHd: Tensor, group: DecodeGroup) -> Tensor:
+        """One query token per sequence: the query heads of a group stand in the place of query tokens, [B, H, d]."""
+        k_BLKd, v_BLKd = self._cache.read(layer, group.table, q_BHd.shape[0])
+        q_BKGd = q_BHd.unflatten(1, (k_BLKd.shape[2], -1))
+        out_BKGd = F.scaled_dot_product_attention(
+            q_BKGd, k_BLKd.transpose(1, 2), v_BLKd.transpose(1, 2), attn_mask=group.mask_B11L
+        )
+        return out_BKGd.flatten(1, 2)
+
+    def _slot(self, sequence: Sequence, position: int) -> int:
+        block_len = self._cache.block_len
+        return sequence.block_table[position // block_len] * block_len + position % block_len
+
+    def _padded_table(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        num_blocks = num_tokens // self._cache.block_len
+        table = sequence.block_table[:num_blocks]
+        return table + [0] * (num_blocks - len(table))
+
+    def _ints(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self._device)
+
+
+def _by_context(decodes: list[Sequence]) -> list[list[Sequence]]:
+    groups: defaultdict[int, list[Sequence]] = defaultdict(list)
+    for sequence in decodes:
+        groups[_context(sequence)].append(sequence)
+    return [groups[context] for context in sorted(groups)]
+
+
+def _context(sequence: Sequence) -> int:
+    return _round_up(sequence.num_cached + 1, CONTEXT_STEP)
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step

@@ -1,0 +1,86 @@
+"""The three matrix products of a linear layer, each of which a technique may compute in another way.
+
+A layer y = x W' costs one product forward and two backward: the gradient of its input, dy W, and of its weight, dy' x.
+Number formats replace how these are computed; sparse updates replace how much of them is. Knows no module.
+
+Legend: N flattened rows, I inputs, O outputs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modelwright.ops.lowp_emulation import is_emulated, product
+
+Pair = Callable[[Tensor, Tensor], Tensor]
+
+
+def _forward(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+    return product(x_NI, weight_OI.T)
+
+
+def _input_gradient(dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
+    return product(dy_NO, weight_OI)
+
+
+def _weight_gradient(dy_NO: Tensor, x_NI: Tensor) -> Tensor:
+    return product(dy_NO.T, x_NI)
+
+
+def _as_it_is(x_NI: Tensor) -> tuple[Tensor, ...]:
+    return (x_NI,)
+
+
+def _alone(x_NI: Tensor) -> Tensor:
+    return x_NI
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearGemms:
+    """How a linear layer multiplies.
+
+    forward: (x_NI, weight_OI) -> y_NO; input_gradient: (dy_NO, weight_OI) -> dx_NI; weight_gradient: (dy_NO, x_NI) ->
+    dw_OI. pack and unpack: what stands for the input x_NI between forward and backward.
+    """
+
+    name: str = "plain"
+    forward: Pair = _forward
+    input_gradient: Pair = _input_gradient
+    weight_gradient: Pair = _weight_gradient
+    pack: Callable[[Tensor], tuple[Tensor, ...]] = _as_it_is
+    unpack: Callable[..., Tensor] = _alone
+
+
+PLAIN = LinearGemms()
+"""In the format of what is multiplied; the twin of all others."""
+
+
+def multiply(x: Tensor, weight_OI: Tensor, products: LinearGemms = PLAIN) -> Tensor:
+    """x [..., I] times weight', [..., O], with gradients by `products`. Differentiable once."""
+    if products is PLAIN and not is_emulated(x.dtype, x.device):
+        return F.linear(x, weight_OI)
+    return _Multiply.apply(x, weight_OI, products)  # type: ignore[return-value]
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight_OI, products):
+        x_NI = x.flatten(0, -2)
+        ctx.save_for_backward(weight_OI, *products.pack(x_NI))
+        ctx.products, ctx.shape, ctx.dtype = products, x.shape, x.dtype
+        return products.forward(x_NI, weight_OI).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        weight_OI, *packed = ctx.saved_tensors
+        dy_NO, dx, dw_OI = grad.flatten(0, -2), None, None
+        if ctx.needs_input_grad[0]:
+            dx = ctx.products.input_gradient(dy_NO, weight_OI).view(ctx.shape).to(ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            x_NI = ctx.products.unpack(*packed)
+            dw_OI = ctx.products.weight_gradient(dy_NO, x_NI).to(weight_OI.dtype)
+        return dx, dw_OI, None

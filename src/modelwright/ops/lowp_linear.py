@@ -1,0 +1,185 @@
+"""The products of a linear layer in each number format, as `LinearGemms`.
+
+A format's three products read their factors in that format and sum in FP32 (or in integers); what comes out has the
+`result` format. Floating-point formats of 16 bits and more are plain casts and need no products of their own:
+`in_float`. Sources: INT8 with per-row scales (SwitchBack, Wortsman et al. 2023; Jetfire, Xi et al. 2024), FP8 with
+current or delayed scaling (Micikevicius et al. 2022), blockwise with E4M3 in all three products (DeepSeek-V3, 2024).
+
+Legend: N flattened rows, I inputs, O outputs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from modelwright.ops.linear_gemms import PLAIN, LinearGemms, multiply
+from modelwright.ops.lowp_emulation import product
+from modelwright.ops.quantize import (
+    ROW_BLOCKS,
+    ROWWISE,
+    SQUARE_BLOCKS,
+    TENSORWISE,
+    Grid,
+    dequantize,
+    quantize,
+    scaled_product,
+)
+from modelwright.ops.quantize_cache import Codes, SharedCodes
+
+Format = Literal["fp32", "bf16", "fp16", "fp8", "int8"]
+FLOATS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Those that are plain casts."""
+Recipe = Literal["tensorwise", "rowwise", "blockwise"]
+Role = Literal["x", "weight", "grad"]
+Kind = Literal["forward", "input gradient", "weight gradient"]
+FACTORS: dict[Kind, tuple[Role, Role]] = {
+    "forward": ("x", "weight"),
+    "input gradient": ("grad", "weight"),
+    "weight gradient": ("grad", "x"),
+}
+"""What each product of a layer multiplies."""
+Maxima = Callable[[Role, Tensor], Tensor]
+"""The role of a factor and its present largest magnitudes -> those to scale by."""
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+GRIDS: dict[Recipe, tuple[Grid, Grid]] = {
+    "tensorwise": (TENSORWISE, TENSORWISE),
+    "rowwise": (ROWWISE, ROWWISE),
+    "blockwise": (ROW_BLOCKS, SQUARE_BLOCKS),
+}
+"""Of activations and gradients, and of weights."""
+
+
+def in_float(
+    dtype: torch.dtype, x: Tensor, weight_OI: Tensor, *, products: LinearGemms = PLAIN, keeps_cast: bool = False
+) -> Tensor:
+    """x [..., I] times weight', computed and returned in `dtype`; gradients flow in it and are returned as given.
+
+    The weight is cast anew for backward: a model would hold the casts of all its weights between the two. keeps_cast:
+    it need not, as where all of it is computed again anyway.
+    """
+    if keeps_cast or weight_OI.dtype == dtype:
+        return multiply(x.to(dtype), weight_OI.to(dtype), products)
+    return multiply(x.to(dtype), weight_OI, _of_casts(products, dtype))
+
+
+def _of_casts(products: LinearGemms, dtype: torch.dtype) -> LinearGemms:
+    """The same products, of weights that they cast."""
+
+    def forward(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+        return products.forward(x_NI, weight_OI.to(dtype))
+
+    def input_gradient(dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
+        return products.input_gradient(dy_NO, weight_OI.to(dtype))
+
+    return replace(products, forward=forward, input_gradient=input_gradient)
+
+
+def in_products(products: LinearGemms, result: torch.dtype, x: Tensor, weight_OI: Tensor) -> Tensor:
+    """x [..., I] times weight' by `products`, in `result`."""
+    return multiply(x.to(result), weight_OI, products)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8:
+    """FP8 products by a recipe.
+
+    result: format of what comes out. gradients: format of the gradients' codes. wide_weight_gradient: the gradient of
+    the weight is computed of unquantized factors. cache: backward reads the input as it was quantized, so that forward
+    keeps one byte an element. shared: where layers that read one input find its codes. maxima: for delayed scaling,
+    tensorwise only; without `shared`, for every layer has its own.
+    """
+
+    recipe: Recipe
+    result: torch.dtype
+    gradients: torch.dtype = E5M2
+    wide_weight_gradient: bool = False
+    cache: bool = False
+    shared: SharedCodes | None = None
+    maxima: Maxima | None = None
+
+    def products(self) -> LinearGemms:
+        weight_gradient = self._wide_weight_gradient if self.wide_weight_gradient else self._weight_gradient
+        packing = {"pack": self._pack, "unpack": self._unpack} if self.cache else {}
+        return LinearGemms(
+            name=f"fp8-{self.recipe}",
+            forward=self._forward,
+            input_gradient=self._input_gradient,
+            weight_gradient=weight_gradient,
+            **packing,
+        )
+
+    def _grid(self, role: Role) -> Grid:
+        return GRIDS[self.recipe][role == "weight"]
+
+    def _quantized(self, factor: Tensor, role: Role) -> Codes:
+        dtype = self.gradients if role == "grad" else E4M3
+        maxima = partial(self.maxima, role) if self.maxima else None
+        return quantize(factor, self._grid(role), dtype, maxima=maxima)
+
+    def _product(self, kind: Kind, a: Codes, b: Codes) -> Tensor:
+        left, right = FACTORS[kind]
+        grids = self._grid(left), self._grid(right)
+        return scaled_product(a, b, grids, self.result, name=f"fp8 {self.recipe}, {kind}")
+
+    def _forward(self, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+        x = self._pack(x_NI)
+        return self._product("forward", x, self._quantized(weight_OI, "weight"))
+
+    def _input_gradient(self, dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
+        dy = self._quantized(dy_NO, "grad")
+        return self._product("input gradient", dy, self._quantized(weight_OI.T, "weight"))
+
+    def _weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
+        dy = self._quantized(dy_NO.T, "grad")
+        return self._product("weight gradient", dy, self._quantized(x_NI.T, "x"))
+
+    def _wide_weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
+        return product(dy_NO.T, x_NI.to(dy_NO.dtype))
+
+    def _pack(self, x_NI: Tensor) -> Codes:
+        return self.shared(x_NI, self._grid("x"), E4M3) if self.shared else self._quantized(x_NI, "x")
+
+    def _unpack(self, *packed: Tensor) -> Tensor:
+        codes_NI, scales = packed
+        return dequantize(codes_NI, scales, self._grid("x")).to(self.result)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8:
+    """INT8 products with a scale for each row of both factors, along the summed dimension.
+
+    stochastic: gradients are rounded at random, so that small ones are right in the mean instead of zero.
+    wide_weight_gradient: as in `Fp8`; its sum runs over all tokens, whose sizes differ most.
+    """
+
+    result: torch.dtype
+    stochastic: bool = True
+    wide_weight_gradient: bool = False
+
+    def products(self) -> LinearGemms:
+        weight_gradient = self._wide_weight_gradient if self.wide_weight_gradient else self._weight_gradient
+        return LinearGemms(
+            name="int8", forward=self._forward, input_gradient=self._input_gradient, weight_gradient=weight_gradient
+        )
+
+    def _product(self, left: Tensor, right: Tensor, *, stochastic: bool) -> Tensor:
+        a = quantize(left, ROWWISE, torch.int8, stochastic=stochastic)
+        b = quantize(right, ROWWISE, torch.int8)
+        return scaled_product(a, b, (ROWWISE, ROWWISE), self.result)
+
+    def _forward(self, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+        return self._product(x_NI, weight_OI, stochastic=False)
+
+    def _input_gradient(self, dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
+        return self._product(dy_NO, weight_OI.T, stochastic=self.stochastic)
+
+    def _weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
+        return self._product(dy_NO.T, x_NI.T, stochastic=self.stochastic)
+
+    def _wide_weight_gradient(self, dy_NO: Tensor, x_NI: Tensor) -> Tensor:
+        return product(dy_NO.T, x_NI.to(dy_NO.dtype))

@@ -1,0 +1,81 @@
+"""Measured rates of the machine: matrix products, INT8 linears, memory bandwidth.
+
+Plans and "fastest" settings rest on these figures, measured at the shapes that the model will use, and never on what
+a processor of that name is supposed to do. Every rate is the best of several repeats under PyTorch's current number of
+threads: other work on the machine can only slow a repeat down, and what serves as a peak must not lie below what the
+machine can do. `microbenchmark.undisturbed` keeps other processes out of the way.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from modelwright.core.errors import ConfigError
+from modelwright.ops.lowp_emulation import product
+from modelwright.ops.microbenchmark import own_clock, repeated, seconds_of
+
+Int8Backend = Literal["fbgemm", "int_mm"]
+
+
+def matmul_rate(m: int, k: int, n: int, *, dtype: torch.dtype, device: torch.device | str, repeats: int = 5) -> float:
+    """FLOP/s of [m, k] @ [k, n] in `dtype`, counted as 2 * m * k * n. A linear layer's layout (weight transposed).
+
+    As models multiply: formats without instructions are widened (`ops.narrow`).
+    """
+    x = torch.randn(m, k, device=device).to(dtype)
+    weight = torch.randn(n, k, device=device).to(dtype)
+    return 2.0 * m * k * n / _best_time(lambda: product(x, weight.T), device, repeats)
+
+
+def int8_linear_rate(m: int, k: int, n: int, *, backend: Int8Backend, repeats: int = 5) -> float:
+    """Operations/s (2 * m * k * n) of a dynamically quantized linear on the CPU, the input's quantization included.
+
+    `fbgemm`: PyTorch's packed `quantized.linear_dynamic` (only on builds with that engine); `int_mm`: per-token
+    quantization around `torch._int_mm`. Raises `ConfigError` when this build does not have the backend.
+    """
+    x = torch.randn(m, k)
+    if backend == "fbgemm":
+        call = _fbgemm_call(x, torch.randn(n, k) / k**0.5)
+    else:
+        call = _int_mm_call(x, torch.randint(-127, 128, (n, k), dtype=torch.int8))
+    return 2.0 * m * k * n / _best_time(call, "cpu", repeats)
+
+
+def _fbgemm_call(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        raise ConfigError("backend: this PyTorch build has no 'fbgemm' engine; use 'int_mm'")
+    scales = (weight.abs().amax(dim=1) / 127.0).double()
+    zeros = torch.zeros(weight.shape[0], dtype=torch.int64)
+    engine = torch.backends.quantized.engine
+    try:
+        torch.backends.quantized.engine = "fbgemm"  # the engine is chosen when the weight is packed
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*quantized tensor creation functions.*")
+            quantized = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+        packed = torch.ops.quantized.linear_prepack(quantized, None)
+    finally:
+        torch.backends.quantized.engine = engine
+    return lambda: torch.ops.quantized.linear_dynamic(x, packed)
+
+
+def _int_mm_call(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    columns = weight.t()
+    int_mm = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
+
+    def call() -> Tensor:
+        scale = x.abs().amax(dim=1, keepdim=True) / 127.0
+        quantized = (x / scale).round_().to(torch.int8)
+        return int_mm(quantized, columns).float() * scale
+
+    return call
+
+
+def _best_time(call: Callable[[], Tensor], device: torch.device | str, repeats: int) -> float:
+    """Seconds of one call: the best of `repeats`, each at least a millisecond of work, after a warm-up."""
+    clock = own_clock(device)
+    seconds_of(call, device, clock=clock)
+    calls = max(1, round(1e-3 / max(seconds_of(call, device, clock=clock), 1e-7)))
+    return min(repeated(lambda: seconds_of(call, device, calls=calls, clock=clock) / calls, num_rounds=repeats))

@@ -1,0 +1,235 @@
+"""Products of matrices in eight bits: groups of elements share a scale, sums are kept in more bits.
+
+All products of a linear layer have the form a b' with both factors cut into groups along the summed dimension. A grid
+says how: (rows, columns) of a group, 0 for all of them. Tensorwise: one scale; rowwise: one for each row; blockwise, as
+DeepSeek-V3 trains (2024, section 3.3): 1 x 128 for activations and gradients, 128 x 128 for weights. `scaled_product`
+takes the hardware's kernel where there is one; `scaled_product_naive` says what it means, and runs anywhere.
+
+Legend: M, N rows of the factors, K the summed dimension, R rows of either, G groups.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from modelwright.ops import cpu_kernels
+from modelwright.ops.lowp_emulation import is_emulated
+
+log = logging.getLogger("modelwright.ops")
+
+Grid = tuple[int, int]
+TENSORWISE: Grid = (0, 0)
+ROWWISE: Grid = (1, 0)
+BLOCK = 128
+ROW_BLOCKS: Grid = (1, BLOCK)
+SQUARE_BLOCKS: Grid = (BLOCK, BLOCK)
+Maxima = Callable[[Tensor], Tensor]
+"""Present largest magnitudes of groups -> those to scale by, of the same shape."""
+INT8_MAX = 127.0
+_TINY = 2.0**-100
+"""Smallest scale: groups of zeros divide by it."""
+
+
+def largest(dtype: torch.dtype) -> float:
+    """The largest code of an eight-bit format; INT8 is used symmetrically."""
+    return INT8_MAX if dtype == torch.int8 else torch.finfo(dtype).max
+
+
+def group_maxima(x_RK: Tensor, grid: Grid) -> Tensor:
+    """Largest magnitude of each group, [rows of groups, columns of groups], FP32. The last groups may be smaller."""
+    (rows, columns), (num_rows, num_columns) = _sizes(x_RK, grid), x_RK.shape
+    x = x_RK.detach().abs()
+    if columns < num_columns:
+        x = torch.nn.functional.pad(x, (0, -num_columns % columns)).unflatten(1, (-1, columns)).amax(2)
+    else:
+        x = x.amax(1, keepdim=True)
+    if rows == 1:
+        return x.float()
+    if rows < num_rows:
+        x = torch.nn.functional.pad(x, (0, 0, 0, -num_rows % rows)).unflatten(0, (-1, rows)).amax(1)
+    else:
+        x = x.amax(0, keepdim=True)
+    return x.float()
+
+
+def quantize(
+    x_RK: Tensor, grid: Grid, dtype: torch.dtype, *, maxima: Maxima | None = None, stochastic: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Codes [R, K] in `dtype` (INT8 or an FP8 format) and FP32 scales, one for each group: x is about code * scale.
+
+    maxima: what groups are scaled by, of their present maxima (delayed scaling goes by earlier steps'); what is larger
+    is then cut off. A group with a value that is not finite has a scale that is not, so that no overflow passes for a
+    large number.
+    stochastic: INT8 codes are rounded up or down at random, right in the mean (Gupta et al. 2015), with the device's
+    default generator.
+    """
+    in_one_piece = x_RK.is_contiguous() or x_RK.T.is_contiguous()
+    if (grid, dtype, maxima) == (ROWWISE, torch.int8, None) and in_one_piece and cpu_kernels.take(x_RK):
+        return cpu_kernels.quantize(x_RK.detach(), stochastic=stochastic)
+    return quantize_naive(x_RK, grid, dtype, maxima=maxima, stochastic=stochastic)
+
+
+def quantize_naive(
+    x_RK: Tensor, grid: Grid, dtype: torch.dtype, *, maxima: Maxima | None = None, stochastic: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The definition, by PyTorch's operators; the twin of `quantize`."""
+    found = group_maxima(x_RK, grid)
+    if maxima is not None:
+        found = torch.where(found.isfinite(), maxima(found), found)
+    scales = (found / largest(dtype)).clamp_min_(_TINY)
+    scaled_RK = x_RK.float() / _spread(scales, x_RK, grid)
+    if dtype == torch.int8:
+        rounded = scaled_RK.add_(torch.rand_like(scaled_RK)).floor_() if stochastic else scaled_RK.round_()
+        return rounded.clamp_(-INT8_MAX, INT8_MAX).to(dtype), scales
+    return scaled_RK.clamp_(-largest(dtype), largest(dtype)).to(dtype), scales
+
+
+def dequantize(codes_RK: Tensor, scales: Tensor, grid: Grid) -> Tensor:
+    """FP32 [R, K]."""
+    return codes_RK.float() * _spread(scales, codes_RK, grid)
+
+
+def scaled_product_naive(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], grids: tuple[Grid, Grid], result: torch.dtype
+) -> Tensor:
+    """a_MK b_NK', [M, N] in `result`, of codes and scales: the definition, with sums in FP32; the twin."""
+    return (dequantize(*a, grids[0]) @ dequantize(*b, grids[1]).T).to(result)
+
+
+def scaled_product(
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    grids: tuple[Grid, Grid],
+    result: torch.dtype,
+    *,
+    name: str = "eight-bit product",
+) -> Tensor:
+    """a_MK b_NK', [M, N] in `result`, of codes and scales.
+
+    INT8 with scales that do not change along K: an integer product, exact before scaling. FP8: the device's kernel if
+    it has one for these grids, formats and shapes and gives what the definition gives, else the definition; on
+    accelerators that is logged, once for each `name`.
+    """
+    (a_MK, a_scales), (b_NK, b_scales) = a, b
+    if a_MK.dtype == torch.int8 and not grids[0][1] and not grids[1][1]:
+        sums_MN = int8_product(a_MK, b_NK)
+        if sums_MN.dtype == torch.int32 and result in cpu_kernels.NAMES and cpu_kernels.take(a_scales, b_scales):
+            return cpu_kernels.rescale(sums_MN, a_scales, b_scales, result)
+        return (sums_MN.float() * a_scales * b_scales.T).to(result)
+    kernel = fp8_kernel(a_MK.device, a_MK.dtype, b_NK.dtype, grids, result)
+    if kernel is not None and _fits_kernel(a_MK, b_NK, grids):
+        return kernel(a, b)
+    if a_MK.device.type != "cpu" and not torch.compiler.is_compiling():
+        _say_that_it_is_slow(name, "its shapes" if kernel else "its formats and scales")
+    return scaled_product_naive(a, b, grids, result)
+
+
+def int8_product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    """a b' of INT8 codes, exact, [M, N]: INT32, or FP32 where codes are widened (exact up to 2^24, then rounded).
+
+    CUDA's kernel wants more than 16 rows and multiples of 8: factors are padded with zeros there.
+    """
+    if is_emulated(torch.int8, a_MK.device):
+        return a_MK.float() @ b_NK.float().T
+    int_mm = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
+    if a_MK.device.type == "cpu":
+        return int_mm(a_MK, b_NK.T)
+    (num_rows, num_summed), num_columns = a_MK.shape, b_NK.shape[0]
+    pad = torch.nn.functional.pad
+    more_rows = max(32 - num_rows, -num_rows % 8)
+    a_MK = pad(a_MK, (0, -num_summed % 8, 0, more_rows)).contiguous()
+    b_NK = pad(b_NK, (0, -num_summed % 8, 0, -num_columns % 8)).contiguous()
+    return int_mm(a_MK, b_NK.T)[:num_rows, :num_columns]
+
+
+def _sizes(x_RK: Tensor, grid: Grid) -> tuple[int, int]:
+    """Rows and columns of a group of this tensor."""
+    rows, columns = grid
+    return min(rows or x_RK.shape[0], x_RK.shape[0]), min(columns or x_RK.shape[1], x_RK.shape[1])
+
+
+def _spread(scales: Tensor, x_RK: Tensor, grid: Grid) -> Tensor:
+    """Scales so that they multiply with x_RK."""
+    rows, columns = _sizes(x_RK, grid)
+    if scales.shape[0] > 1 and rows > 1:
+        scales = scales.repeat_interleave(rows, dim=0)[: x_RK.shape[0]]
+    if scales.shape[1] > 1 and columns > 1:
+        scales = scales.repeat_interleave(columns, dim=1)[:, : x_RK.shape[1]]
+    return scales
+
+
+Kernel = Callable[[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], Tensor]
+
+
+@cache
+def _say_that_it_is_slow(name: str, reason: str) -> None:
+    log.warning(
+        "%s: the device has no kernel for %s. FP32 products of dequantized factors take its place, more slowly.",
+        name,
+        reason,
+    )
+
+
+def _fits_kernel(a_MK: Tensor, b_NK: Tensor, grids: tuple[Grid, Grid]) -> bool:
+    """The kernels want dimensions in multiples of 16; the summed one, if blocks cut it, of 128."""
+    multiple = BLOCK if BLOCK in (grids[0][1], grids[1][1]) else 16
+    return a_MK.shape[1] % multiple == 0 and b_NK.shape[0] % 16 == 0 and a_MK.shape[0] % 16 == 0
+
+
+@cache
+def fp8_kernel(
+    device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, grids: tuple[Grid, Grid], result: torch.dtype
+) -> Kernel | None:
+    """The device's own product, if it has one and it agrees with the definition on an example. Asked once."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9) or torch.int8 in (a_dtype, b_dtype):
+        return None
+
+    def kernel(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
+        return scaled_mm(a, b, grids, result)
+
+    return kernel if _agrees(kernel, device, (a_dtype, b_dtype), grids, result) else None
+
+
+def scaled_mm(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], grids: tuple[Grid, Grid], result: torch.dtype
+) -> Tensor:
+    """CUDA's FP8 product. It reads both factors along the summed dimension: codes of transposed views are copied."""
+    (a_MK, a_scales), (b_NK, b_scales) = a, b
+    scale_a, scale_b = _laid_out(a_scales, grids[0]), _laid_out(b_scales, grids[1]).T
+    if grids == (TENSORWISE, TENSORWISE):
+        scale_a, scale_b = scale_a.view(()), scale_b.view(())
+    product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    return product(a_MK.contiguous(), b_NK.contiguous().T, scale_a=scale_a, scale_b=scale_b, out_dtype=result)
+
+
+def _laid_out(scales: Tensor, grid: Grid) -> Tensor:
+    """Scales where CUDA's product looks for them (cuBLAS, "1D and 2D block scaling"): those of row blocks lie column by
+    column, of squares row by row with each row begun at a multiple of four, all others one after another."""
+    if grid == ROW_BLOCKS:
+        return scales.T.contiguous().T
+    if grid == SQUARE_BLOCKS:
+        num_columns = scales.shape[1]
+        return torch.nn.functional.pad(scales.contiguous(), (0, -num_columns % 4))[:, :num_columns]
+    return scales.contiguous()
+
+
+def _agrees(
+    kernel: Kernel,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    grids: tuple[Grid, Grid],
+    result: torch.dtype,
+) -> bool:
+    generator = torch.Generator(device).manual_seed(0)
+    factors = [torch.randn(2 * BLOCK, 256, device=device, generator=generator).T for _ in dtypes]  # as in backward
+    a, b = (quantize(x, grid, dtype) for x, grid, dtype in zip(factors, grids, dtypes, strict=True))
+    try:
+        found, wanted = kernel(a, b), scaled_product_naive(a, b, grids, torch.float32)
+    except (RuntimeError, ValueError, NotImplementedError):  # this build or device has none for these grids
+        return False
+    tolerance = 4 * math.sqrt(2 * BLOCK) * torch.finfo(result).eps
+    return bool(((found.float() - wanted).abs().max() <= tolerance * wanted.std()).item())

@@ -1,0 +1,62 @@
+"""Backward products of which only chosen outputs of a layer take part: smaller dense products, not a mask.
+
+Of dy [N, O] only the columns S that are chosen are multiplied. Kind `columns` shrinks both backward products (the
+gradient of the input is then an approximation), kind `rows` the gradient of the weight alone, which is exact in the
+rows that are chosen and zero elsewhere. What is left out is never computed, so there is no remainder to keep: who
+chooses makes up for it (`optim.selection`). Knows no module, nor why something is chosen.
+
+Legend: N flattened rows, I inputs, O outputs, S chosen outputs.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from modelwright.ops.linear_gemms import LinearGemms
+
+Chosen = Callable[[], Tensor | None]
+"""Numbers of the outputs that take part now, int64 [S] in rising order; None for all."""
+
+
+def on_rows(inner: LinearGemms, chosen: Chosen) -> LinearGemms:
+    """Like `inner`, but the weight's gradient is computed in its chosen rows only."""
+
+    def weight_gradient(dy_NO: Tensor, x_NI: Tensor) -> Tensor:
+        rows_S = chosen()
+        if rows_S is None:
+            return inner.weight_gradient(dy_NO, x_NI)
+        part_SI = inner.weight_gradient(dy_NO.index_select(1, rows_S), x_NI)
+        return part_SI.new_zeros(dy_NO.shape[1], part_SI.shape[1]).index_copy_(0, rows_S, part_SI)
+
+    return replace(inner, name=f"{inner.name}, chosen rows", weight_gradient=weight_gradient)
+
+
+def on_columns(inner: LinearGemms, chosen: Chosen) -> LinearGemms:
+    """Like `on_rows`, and the input's gradient takes the chosen columns of dy only."""
+
+    def input_gradient(dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
+        columns_S = chosen()
+        if columns_S is None:
+            return inner.input_gradient(dy_NO, weight_OI)
+        return inner.input_gradient(dy_NO.index_select(1, columns_S), weight_OI.index_select(0, columns_S))
+
+    return replace(on_rows(inner, chosen), name=f"{inner.name}, chosen columns", input_gradient=input_gradient)
+
+
+def masked_naive(inner: LinearGemms, chosen: Chosen, *, input_too: bool) -> LinearGemms:
+    """The twin of both: whole products of a dy in which the other columns are zero. Saves nothing."""
+
+    def masked(dy_NO: Tensor) -> Tensor:
+        columns_S = chosen()
+        if columns_S is None:
+            return dy_NO
+        return dy_NO * torch.zeros(dy_NO.shape[1], dtype=dy_NO.dtype).index_fill_(0, columns_S, 1.0)
+
+    return replace(
+        inner,
+        name="masked",
+        input_gradient=lambda dy, weight: inner.input_gradient(masked(dy) if input_too else dy, weight),
+        weight_gradient=lambda dy, x: inner.weight_gradient(masked(dy), x),
+    )

@@ -1,0 +1,109 @@
+"""Context parallelism: the ranks of one axis share the tokens of each row.
+
+A row of T tokens is cut into twice as many chunks as there are ranks, and rank r takes chunk r from the front and
+chunk r from the back: the causal work of a long document is then the same on every rank. Queries stay. Keys and values
+of all tokens are gathered in every layer (as in Llama 3, section 3.3.2), and their gradients summed and scattered; or
+they are passed from rank to rank (`ring_attention.py`). A document sees itself only, wherever the cuts fall. Sums over
+the tokens of all ranks are what whole rows would give.
+
+Legend: B rows, T tokens of a whole row, S those on this rank, H query heads, K key/value heads, d head width, R ranks.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from modelwright.core.errors import ConfigError
+from modelwright.data.batch import TokenBatch
+from modelwright.model.attention import packed_attend
+from modelwright.model.decoder import Attend
+from modelwright.ops.attention import masked_attention, packed_attention, packed_tiles
+from modelwright.ops.partial_attention import visible_blocks, visible_mask
+from modelwright.parallel.config import ContextAttention
+from modelwright.parallel.mesh import World
+from modelwright.parallel.ring_attention import ring_attention
+from modelwright.parallel.tp_collectives import gathered, summed_slice, with_gradient
+
+
+def shard_sequence(
+    part: TokenBatch, context: World, kind: ContextAttention = "all_gather"
+) -> tuple[Attend, TokenBatch]:
+    """The `Attend` of packed rows, and the tokens of theirs that are this rank's.
+
+    kind: how ranks attend to each other's tokens. All ranks of the axis come with the same rows. Raises `ConfigError`
+    when the tokens of a row do not divide.
+    """
+    if context.size == 1:
+        return packed_attend(part.segments_BT), part
+    row_len = part.segments_BT.shape[1]
+    own_S = _places(row_len, context.size, context.rank).to(part.segments_BT.device)
+    attend = _attend_on_cpu if part.segments_BT.device.type == "cpu" else _attend_elsewhere
+    attend = _attend_in_ring if kind == "ring" else attend
+    return attend(part.segments_BT, context, own_S), part.take_tokens(own_S)
+
+
+def local_spans(row_len: int, num_ranks: int, rank: int) -> Sequence[tuple[int, int]]:
+    """`(start, end)` of the two runs of tokens that `rank` holds, in their order there."""
+    if row_len % (2 * num_ranks):
+        raise ConfigError(
+            f"context: rows of {row_len} tokens do not divide into two equal chunks for each of {num_ranks} ranks; "
+            f"choose a row length that is a multiple of {2 * num_ranks}"
+        )
+    chunk = row_len // (2 * num_ranks)
+    return [(first * chunk, (first + 1) * chunk) for first in (rank, 2 * num_ranks - 1 - rank)]
+
+
+def _places(row_len: int, num_ranks: int, rank: int) -> Tensor:
+    return torch.cat([torch.arange(start, end) for start, end in local_spans(row_len, num_ranks, rank)])
+
+
+def _attend_on_cpu(segments_BT: Tensor, context: World, own_S: Tensor) -> Attend:
+    tiles = packed_tiles(segments_BT, spans=local_spans(segments_BT.shape[1], context.size, context.rank))
+
+    def attend(layer: int, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
+        return packed_attention(q_BSHd, *_whole_rows(k_BSKd, v_BSKd, context), tiles)
+
+    return attend
+
+
+def _attend_elsewhere(segments_BT: Tensor, context: World, own_S: Tensor) -> Attend:
+    same_BST = segments_BT[:, own_S, None] == segments_BT[:, None, :]
+    before_ST = own_S[:, None] >= torch.arange(segments_BT.shape[1], device=own_S.device)
+    mask_B1ST = (same_BST & before_ST).unsqueeze(1)
+
+    def attend(layer: int, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
+        k_BTKd, v_BTKd = _whole_rows(k_BSKd, v_BSKd, context)
+        return masked_attention(q_BSHd.to(v_BTKd.dtype), k_BTKd, v_BTKd, mask_B1ST)
+
+    return attend
+
+
+def _attend_in_ring(segments_BT: Tensor, context: World, own_S: Tensor) -> Attend:
+    spans = [local_spans(segments_BT.shape[1], context.size, rank) for rank in range(context.size)]
+    own, on_cpu = spans[context.rank], segments_BT.device.type == "cpu"
+    visible = [
+        visible_blocks(segments_BT, own, keys) if on_cpu else visible_mask(segments_BT, own, keys) for keys in spans
+    ]
+
+    def attend(layer: int, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
+        return ring_attention(q_BSHd, k_BSKd, v_BSKd, context, visible)  # pyright: ignore
+
+    return attend
+
+
+def _whole_rows(k_BSKd: Tensor, v_BSKd: Tensor, context: World) -> tuple[Tensor, Tensor]:
+    """Keys and values of all tokens in the order of the row, in the format of the values; one message."""
+    num_ranks, row_len = context.size, k_BSKd.shape[1] * context.size
+    order_T = torch.cat([_places(row_len, num_ranks, rank) for rank in range(num_ranks)]).to(k_BSKd.device)
+    sorted_T = order_T.argsort()
+
+    def there(both: Tensor) -> Tensor:
+        return gathered(both, context, 1)[:, sorted_T]
+
+    def back(gradient: Tensor) -> Tensor:
+        return summed_slice(gradient[:, order_T], context, 1)
+
+    both_BTKd = with_gradient(torch.cat([k_BSKd.to(v_BSKd.dtype), v_BSKd], dim=2), there, back)
+    k_BTKd, v_BTKd = both_BTKd.chunk(2, dim=2)
+    return k_BTKd, v_BTKd

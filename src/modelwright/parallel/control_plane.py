@@ -1,0 +1,113 @@
+"""A line between the processes of a run that is apart from the training's own: for what a thread has to agree on.
+
+A collective of a background thread must not mix with those of the training, so it has a process group of its own, over
+gloo whatever the device. No rank waits for ever: a process that has died or is late becomes one clear error on the
+others. Knows nothing about what is agreed on.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from modelwright.core.errors import ModelwrightError, StorageError
+from modelwright.parallel.mesh import World
+
+T = TypeVar("T")
+
+TIMEOUT_S = 600.0
+
+
+class LostRankError(ModelwrightError):
+    """Another process of the run has ended or did not answer in time."""
+
+    exit_code = 3
+
+
+class ControlPlane:
+    """All ranks of a world; every rank makes one and calls the same methods in the same order, from one thread at a
+    time. With one process nothing is sent."""
+
+    def __init__(self, world: World, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.rank = world.rank
+        self.size = world.size
+        self.timeout_s = timeout_s
+        self._group: dist.ProcessGroup | None = None
+        if world.size > 1:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            assert isinstance(group, dist.ProcessGroup)
+            self._group = group
+        self._world = World(rank=world.rank, size=world.size, device=torch.device("cpu"), group=self._group)
+
+    def exchange(self, value: Any, *, what: str = "agreement") -> list[Any]:
+        """The values of all ranks, in rank order, as `World.gather_json` returns them. Raises `LostRankError`."""
+        return self._guard(lambda: self._world.gather_json(value), what)
+
+    def any(self, flag: bool, *, what: str = "agreement") -> bool:
+        """Whether the flag is set on any rank: one small message."""
+        if self._group is None:
+            return flag
+        found = torch.tensor([int(flag)])
+        self._guard(lambda: dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group), what)
+        return bool(found)
+
+    def attempt(self, action: Callable[[], T], *, what: str) -> T:
+        """Run `action` on every rank; when it raises on any, raise on every rank. `action` itself sends nothing.
+
+        A rank's own error is raised as it is, another's as `StorageError` with its rank and text.
+        """
+        if self._group is None:
+            return action()
+        problem: Exception | None = None
+        result: Any = None
+        try:
+            result = action()
+        except Exception as error:
+            problem = error
+        texts = self.exchange(None if problem is None else str(problem) or repr(problem), what=what)
+        if problem is not None:
+            raise problem
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise StorageError(f"{what}: rank {rank} failed: {text}")
+        return result
+
+    def move(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[int, int]], *, what: str
+    ) -> list[Tensor]:
+        """Send byte tensors to ranks and receive others, (number of bytes, rank) each; in order between two ranks."""
+        received = [torch.empty(size, dtype=torch.uint8) for size, _ in receives]
+        if self._group is None:
+            return received
+        group = self._group
+
+        def run() -> None:
+            works = [dist.isend(tensor, group=group, group_dst=to) for tensor, to in sends]
+            works += [
+                dist.irecv(tensor, group=group, group_src=source)
+                for tensor, (_, source) in zip(received, receives, strict=True)
+            ]
+            for work in works:
+                assert work is not None
+                work.wait()
+
+        self._guard(run, what)
+        return received
+
+    def broadcast(self, tensor: Tensor, *, source: int, what: str) -> Tensor:
+        """One rank's bytes on all ranks, in place (uint8, on the CPU)."""
+        if self._group is not None:
+            self._guard(lambda: dist.broadcast(tensor, group_src=source, group=self._group), what)
+        return tensor
+
+    def _guard(self, action: Callable[[], T], what: str) -> T:
+        try:
+            return action()
+        except RuntimeError as error:  # gloo's connection errors and timeouts, PyTorch's own
+            text = str(error).splitlines()[0][:200]
+            raise LostRankError(
+                f"{what}: another process of the run has ended or did not answer within {self.timeout_s:.0f} s ({text})"
+            ) from error

@@ -1,0 +1,78 @@
+"""Whole tensors out of a model that is laid out over a mesh, and pieces of whole tensors back into it.
+
+Every rank calls these in the same order. Knows nothing about files.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from modelwright.model.decoder import Decoder
+from modelwright.parallel.mesh import Mesh
+
+
+def whole_weights(model: nn.Module, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of the whole model by name, one at a time, on all ranks; pipeline stages hold names of their own."""
+    mine = dict(model.state_dict())
+    if mesh.pipeline.size == 1:
+        yield from ((name, _whole(weight)) for name, weight in mine.items())
+        return
+    for name, (owner, shape, dtype) in _owners(mine, mesh).items():
+        whole = _whole(mine[name]).contiguous() if name in mine else torch.empty(
+            shape, dtype=dtype, device=mesh.world.device
+        )  # fmt: skip
+        dist.broadcast(whole, group_src=owner, group=mesh.pipeline.group)
+        yield name, whole
+
+
+def _owners(mine: Mapping[str, Tensor], mesh: Mesh) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
+    """The first stage that holds each name, with shape and type, in the same order on all ranks."""
+    mine_as_json = {
+        name: (list(weight.shape), str(weight.dtype).removeprefix("torch.")) for name, weight in mine.items()
+    }
+    found: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
+    for stage, held in enumerate(mesh.pipeline.gather_json(mine_as_json)):
+        for name, (shape, dtype) in held.items():
+            found.setdefault(name, (stage, torch.Size(shape), getattr(torch, dtype)))
+    return found
+
+
+@torch.no_grad()
+def put(target: Tensor, whole: Tensor) -> None:
+    """Copy this rank's piece of `whole` into `target`, in place; no rank waits for another."""
+    if not isinstance(target, DTensor):
+        target.copy_(whole)
+        return
+    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    piece = whole[tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))]
+    target.to_local().copy_(piece)
+
+
+def move_out(model: Decoder) -> Decoder:
+    """A model with the very weights of `model`, to be laid out; `model` keeps its shape and no values."""
+    shared = {id(parameter): parameter for parameter in model.parameters()}
+    taken = copy.deepcopy(model, shared)
+    _set_weights(model, {name: parameter.to("meta") for name, parameter in model.named_parameters()})
+    return taken
+
+
+def restore_weights(model: Decoder, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Put whole weights into a model whose own were taken."""
+    for name, whole in weights:
+        _set_weights(model, {name: whole.detach()})
+
+
+def _set_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        place, _, own = name.rpartition(".")
+        module = model.get_submodule(place)
+        setattr(module, own, nn.Parameter(weight, requires_grad=getattr(module, own).requires_grad))
+
+
+def _whole(weight: Tensor) -> Tensor:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight

@@ -1,0 +1,204 @@
+"""Tensor parallelism: the ranks of one axis share every layer's heads, FFN columns and the vocabulary.
+
+A model pass. Every parameter becomes a DTensor on the axis, under its own name, and the modules' `forward`s compute
+with the local pieces, so that the model's own operators stay in use. Query/key/value and gate/up projections are cut
+by output columns, output and down projections by input rows (Shoeybi et al. 2019, "Megatron-LM"); with sequence
+parallelism the residual stream and its norms are cut by tokens (Korthikanti et al. 2022). Key/value heads that are
+fewer than the ranks are kept whole by every rank, which uses the head of its own queries.
+
+What goes into the embedding and what comes out of the final norm is whole and the same on all ranks of the axis, so
+that objectives know nothing of this: each rank computes every loss term, and every gradient of it, alike. A pipeline
+stage that has no embedding takes, and one that has no final norm gives, `stage_tokens` of each row's tokens.
+
+Legend: B rows, T tokens of a row, S tokens of a row on this rank, D model width.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from modelwright.core.errors import ConfigError
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Attention, Block, Decoder, FeedForward, Linear, RMSNorm
+from modelwright.parallel import vocab_parallel
+from modelwright.parallel.mesh import World, axis_world
+from modelwright.parallel.tp_collectives import enter, gather, gather_replicated, leave, reduce_scatter
+
+TOKENS = 1
+"""The dimension of tokens in [B, T, D]."""
+
+
+def shard_layers(model: Decoder, tensor: DeviceMesh, *, sequence_parallel: bool) -> Decoder:
+    """Divide the layers that are here over the mesh axis `tensor`, in place. Every rank comes with the same weights.
+
+    sequence_parallel: norms and the residual stream between blocks hold T / ranks tokens on each rank; without it all
+    of them on every rank. Raises `ConfigError` when the model's shape does not divide.
+    """
+    check_shape(model.config, tensor.size())
+    axis = axis_world(tensor, torch.device(tensor.device_type))
+    layers = _Layers(mesh=tensor, axis=axis, sequence_parallel=sequence_parallel)
+    for block in model.blocks.values():
+        assert isinstance(block, Block)
+        _share_block(layers, block, model.config)
+    if model.norm is not None:
+        _share_norm(layers, model.norm, partial_over_axis=sequence_parallel)
+        _replace(model.norm, forward=partial(layers.whole_after, model.norm.forward))
+    if model.embedding is not None:
+        layers.place(model.embedding, Shard(0))
+        _replace(model.embedding, forward=partial(_embed, layers, model.embedding))
+    if model.head is not None:
+        layers.place(model.head, Shard(0))
+    _replace(
+        model,
+        cross_entropy=partial(vocab_parallel.cross_entropy, model, layers.axis),
+        logits=partial(vocab_parallel.logits, model, layers.axis),
+    )
+    return model
+
+
+def stage_tokens(row_len: int, num_ranks: int, *, sequence_parallel: bool) -> int:
+    """Tokens of each row in the residual stream between blocks on one of `num_ranks` ranks of the tensor axis.
+
+    A pipeline stage hands on [B, stage_tokens, D]. Raises `ConfigError` when the tokens do not divide.
+    """
+    if not sequence_parallel:
+        return row_len
+    if row_len % num_ranks:
+        raise ConfigError(
+            f"sequence_parallel: rows of {row_len} tokens do not divide among the {num_ranks} ranks of the tensor "
+            "axis; choose another row length or switch it off"
+        )
+    return row_len // num_ranks
+
+
+def check_shape(config: ModelConfig, num_ranks: int) -> None:
+    """Raises `ConfigError` when a model of this shape cannot be divided among `num_ranks` ranks."""
+    for name in ("num_heads", "ffn_dim"):
+        if getattr(config, name) % num_ranks:
+            raise ConfigError(f"{name}: {getattr(config, name)} does not divide among {num_ranks} tensor ranks")
+    if config.num_kv_heads % num_ranks and num_ranks % config.num_kv_heads:
+        raise ConfigError(
+            f"num_kv_heads: {config.num_kv_heads} heads neither divide among {num_ranks} tensor ranks nor serve whole "
+            "groups of them"
+        )
+    if len(vocab_parallel.own_rows(config.vocab_size, num_ranks, num_ranks - 1)) == 0:
+        raise ConfigError(f"vocab_size: {config.vocab_size} leaves one of {num_ranks} tensor ranks without a row")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layers:
+    """What every replaced `forward` needs."""
+
+    mesh: DeviceMesh
+    axis: World
+    sequence_parallel: bool
+
+    def place(self, module: nn.Linear | nn.Embedding | RMSNorm, placement: Placement) -> None:
+        """Make the module's weight a DTensor that shares no memory with the whole one."""
+        piece = distribute_tensor(module.weight.detach(), self.mesh, [placement], src_data_rank=None).clone()
+        module.weight = nn.Parameter(piece, requires_grad=module.weight.requires_grad)
+
+    def whole_before(self, forward: Callable[..., Tensor], x_BSD: Tensor, *rest: Any) -> Tensor:
+        """`forward` of all tokens."""
+        x_BTD = gather(x_BSD, self.axis, TOKENS) if self.sequence_parallel else enter(x_BSD, self.axis)
+        return forward(x_BTD, *rest)
+
+    def whole_after(self, forward: Callable[..., Tensor], x_BSD: Tensor) -> Tensor:
+        out = forward(x_BSD)
+        return gather_replicated(out, self.axis, TOKENS) if self.sequence_parallel else out
+
+    def summed(self, part_BTD: Tensor) -> Tensor:
+        """The sum of all ranks' parts, as the residual stream holds it: [B, S, D]."""
+        if not self.sequence_parallel:
+            return leave(part_BTD, self.axis)
+        stage_tokens(part_BTD.shape[TOKENS], self.axis.size, sequence_parallel=True)
+        return reduce_scatter(part_BTD, self.axis, TOKENS)
+
+
+def _share_block(layers: _Layers, block: Block, config: ModelConfig) -> None:
+    for norm in (block.attention_norm, block.ffn_norm):
+        _share_norm(layers, norm, partial_over_axis=layers.sequence_parallel)
+    _share_attention(layers, block.attention, config)
+    _share_feed_forward(layers, block.ffn)
+
+
+def _share_attention(layers: _Layers, attention: Attention, config: ModelConfig) -> None:
+    _share_columns(layers, attention.q_proj)
+    for projection in (attention.k_proj, attention.v_proj):
+        if config.num_kv_heads >= layers.axis.size:
+            _share_columns(layers, projection)
+        else:
+            head = layers.axis.rank * config.num_kv_heads // layers.axis.size
+            _share_one_head(layers, projection, head, config.head_dim)
+    _share_rows(layers, attention.o_proj)
+    for norm in (attention.q_norm, attention.k_norm):
+        if isinstance(norm, RMSNorm):
+            _share_norm(layers, norm, partial_over_axis=True)  # every rank norms its own heads
+    _replace(attention, forward=partial(layers.whole_before, attention.forward))
+
+
+def _share_feed_forward(layers: _Layers, ffn: FeedForward) -> None:
+    _share_columns(layers, ffn.gate_proj)
+    _share_columns(layers, ffn.up_proj)
+    _share_rows(layers, ffn.down_proj)
+    _replace(ffn, forward=partial(layers.whole_before, ffn.forward))
+
+
+def _share_columns(layers: _Layers, linear: Linear) -> None:
+    layers.place(linear, Shard(0))
+    _replace(linear, forward=partial(_project, linear))
+
+
+def _share_rows(layers: _Layers, linear: Linear) -> None:
+    layers.place(linear, Shard(1))
+    _replace(linear, forward=partial(_project_and_sum, layers, linear))
+
+
+def _share_one_head(layers: _Layers, linear: Linear, head: int, head_dim: int) -> None:
+    layers.place(linear, Replicate())
+    _replace(linear, forward=partial(_project_one_head, linear, slice(head * head_dim, (head + 1) * head_dim)))
+
+
+def _share_norm(layers: _Layers, norm: RMSNorm, *, partial_over_axis: bool) -> None:
+    """partial_over_axis: whether each rank norms values of its own, so that the weight's gradients add up."""
+    layers.place(norm, Replicate())
+    _replace(norm, forward=partial(_norm, norm, Partial() if partial_over_axis else Replicate()))
+
+
+def _replace(module: nn.Module, **methods: Callable[..., Tensor]) -> None:
+    for name, method in methods.items():
+        setattr(module, name, method)
+
+
+def _project(linear: Linear, x: Tensor) -> Tensor:
+    return linear.product(x, _local(linear))
+
+
+def _project_and_sum(layers: _Layers, linear: Linear, x: Tensor) -> Tensor:
+    return layers.summed(linear.product(x, _local(linear)))
+
+
+def _project_one_head(linear: Linear, rows: slice, x: Tensor) -> Tensor:
+    return linear.product(x, _local(linear, Partial())[rows])
+
+
+def _norm(norm: RMSNorm, gradient: Placement, x: Tensor) -> Tensor:
+    return norm.norm(x, _local(norm, gradient))
+
+
+def _embed(layers: _Layers, embedding: nn.Embedding, tokens_BT: Tensor) -> Tensor:
+    return layers.summed(vocab_parallel.embed(_local(embedding), tokens_BT, embedding.num_embeddings, layers.axis))
+
+
+def _local(module: nn.Module, gradient: Placement | None = None) -> Tensor:
+    """This rank's piece of the weight; `gradient`: how its gradient is placed, where not as the weight is."""
+    weight = module.weight
+    assert isinstance(weight, DTensor)
+    return weight.to_local(grad_placements=[gradient] if gradient is not None else None)

@@ -1,0 +1,86 @@
+"""Moves along one axis that gradients pass through, each with its conjugate in backward.
+
+Each name says what happens forward; the docstring says what happens to the gradient. A tensor that is the same on all
+ranks has the same gradient on all ranks; one of which each rank holds a part has that part's gradient. Sums are made
+in FP32, whatever is summed, and rounded once. Knows no layer.
+
+Source: Shoeybi et al. 2019, "Megatron-LM" (`enter` and `leave` are its f and g); Korthikanti et al. 2022 (the others).
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from modelwright.parallel.mesh import World
+
+Move = Callable[[Tensor], Tensor]
+
+
+def with_gradient(x: Tensor, there: Move, back: Move) -> Tensor:
+    """`there(x)`, whose gradient is `back` of what comes in. Neither may work in place."""
+    return _Moved.apply(x, there, back)  # type: ignore[return-value]
+
+
+def enter(x: Tensor, axis: World) -> Tensor:
+    """x as it is, the same on all ranks, for work that each rank does a part of; gradients are summed."""
+    return with_gradient(x, lambda y: y.view_as(y), lambda grad: summed(grad, axis))
+
+
+def leave(x: Tensor, axis: World) -> Tensor:
+    """The sum of all ranks' parts; every rank's part gets the whole gradient."""
+    return with_gradient(x, lambda y: summed(y, axis), lambda grad: grad)
+
+
+def gather(x: Tensor, axis: World, dim: int) -> Tensor:
+    """All ranks' slices of dimension `dim`, for work that each rank does a part of; gradients are summed, then cut."""
+    return with_gradient(x, lambda y: gathered(y, axis, dim), lambda grad: summed_slice(grad, axis, dim))
+
+
+def reduce_scatter(x: Tensor, axis: World, dim: int) -> Tensor:
+    """This rank's slice of the sum of all ranks' parts; gradients are gathered."""
+    return with_gradient(x, lambda y: summed_slice(y, axis, dim), lambda grad: gathered(grad, axis, dim))
+
+
+def gather_replicated(x: Tensor, axis: World, dim: int) -> Tensor:
+    """All ranks' slices, for work that all ranks do alike; every rank keeps its slice of the gradient, unsummed."""
+    return with_gradient(x, lambda y: gathered(y, axis, dim), lambda grad: own_slice(grad, axis, dim))
+
+
+def summed(x: Tensor, axis: World) -> Tensor:
+    """The sum over the ranks, the same bits everywhere."""
+    return axis.all_reduce_sum(_widened(x).clone(memory_format=torch.contiguous_format)).to(x.dtype)
+
+
+def gathered(x: Tensor, axis: World, dim: int) -> Tensor:
+    """The ranks' tensors, of one shape, one after another along `dim`."""
+    return torch.cat(axis.all_gather(x).unbind(0), dim)
+
+
+def summed_slice(x: Tensor, axis: World, dim: int) -> Tensor:
+    """This rank's slice along `dim`, which must divide, of the sum over the ranks."""
+    parts = [part.contiguous() for part in _widened(x).chunk(axis.size, dim)]
+    mine = torch.empty_like(parts[0])
+    dist.reduce_scatter(mine, parts, group=axis.group)
+    return mine.to(x.dtype)
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def own_slice(x: Tensor, axis: World, dim: int) -> Tensor:
+    return x.chunk(axis.size, dim)[axis.rank].contiguous()
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, there, back):
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return ctx.back(grad), None, None

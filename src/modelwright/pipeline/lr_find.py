@@ -1,0 +1,223 @@
+"""Learning-rate range test (Smith 2017, Cyclical Learning Rates for Training Neural Networks, section 3.3).
+
+A short pretraining through THE loop, in which the rate climbs by equal factors from one step to the next, stopped when
+the loss runs away. It proposes a peak rate: a tenth of the rate at which the smoothed loss was lowest, a usual choice,
+for at the lowest point the run is about to diverge; and it tells the rate of the steepest fall, which is Smith's. Works
+in folders of its own: the run's folder is read, when its rows are there, and never written to.
+"""
+
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from modelwright import __version__
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
+from modelwright.core.progress import Progress
+from modelwright.core.rundir import RunDir, StageDir
+from modelwright.core.seeds import derive_seed
+from modelwright.data.loader import PackedLoader, PackedRows
+from modelwright.model.hf import load_model
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.optim.schedule import ScheduleConfig
+from modelwright.parallel.mesh import single
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.process_group import use_threads
+from modelwright.pipeline.report.blocks import Chart, Fact, Page, Section, Table
+from modelwright.pipeline.report.charts import Line, line_chart, smooth
+from modelwright.pipeline.report.format import number
+from modelwright.pipeline.report.render import render
+from modelwright.pipeline.run import execute, resolve_config
+from modelwright.pipeline.runner import survey
+from modelwright.pipeline.stages.build import build_stages
+from modelwright.pipeline.stages.training import fresh_model
+from modelwright.train.build import train
+from modelwright.train.config import TrainConfig
+from modelwright.train.technique import StepInfo, Technique
+
+SMOOTHING = 0.9
+"""Weight of the past in the smoothed loss, with Adam's correction at the start."""
+AWAY = 1.25
+"""The test ends when the smoothed loss is so many times its lowest value, after a tenth of the steps."""
+SAFETY = 0.1
+"""The proposal, as a share of the rate of the lowest loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeConfig:
+    """From which rate to which one, in how many steps."""
+
+    first: float = 1e-6
+    last: float = 1.0
+    num_steps: int = 150
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.first < self.last < math.inf:
+            raise ConfigError(f"first: must be above 0 and below last, both finite, got {self.first:g}, {self.last:g}")
+        if self.num_steps < 20:
+            raise ConfigError(f"steps: must be at least 20, got {self.num_steps}; 100 to 300 are usual")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """What the test found. points: (rate, loss); smoothed: the same, smoothed; lowest, steepest: rates; diverged:
+    whether it ended before its last step."""
+
+    points: Sequence[tuple[float, float]]
+    smoothed: Sequence[tuple[float, float]]
+    lowest: float
+    steepest: float
+    diverged: bool
+
+    @property
+    def proposal(self) -> float:
+        return SAFETY * self.lowest
+
+
+class RanAwayError(ModelwrightError):
+    """The loss has left where it came from: there is nothing to learn from higher rates."""
+
+
+@dataclass
+class Follow:
+    """Keeps rates and losses, and ends the run when the loss runs away."""
+
+    num_steps: int
+    points: list[tuple[float, float]] = field(default_factory=list)
+
+    def observe(self, info: StepInfo) -> None:
+        self.points.append((info.learning_rate, info.loss))
+        values = [value for _, value in smooth(self.points, SMOOTHING)]
+        away = len(values) > self.num_steps // 10 and values[-1] > AWAY * min(values)
+        if away or not math.isfinite(info.loss):
+            raise RanAwayError(f"step {info.step}: the loss runs away at a rate of {info.learning_rate:g}")
+
+
+def range_test(
+    config: RunConfig, run: RunDir, folder: Path, test: RangeConfig, *, words: Sequence[str], progress: Progress
+) -> Sweep:
+    """Sweep over rates of the stage pretrain; writes `folder/lr-range.html` and `.json`.
+
+    run: of the real run, whose rows are taken if they are there as `config` has them; else some are made below
+    `folder`.
+    """
+    if "pretrain" not in config.stages:
+        raise ConfigError("stages: the range test is one of pretraining; add pretrain")
+    config = resolve_config(config, run, progress)
+    rows = _rows(config, run, folder, words, progress)
+    use_threads(config.hardware.num_threads)
+    found = sweep(config, rows, test, progress)
+    write_sweep(found, config, test, folder)
+    return found
+
+
+def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) -> Sweep:
+    """The run itself, on packed rows, in this process alone; leaves nothing behind."""
+    packed = PackedRows(rows)
+    training = range_settings(config.pretrain, test)
+    loader = PackedLoader(
+        packed, batch_rows=training.batch_rows(packed.seq_len), seed=derive_seed(config.seed, "pretrain", "order")
+    )
+    follow, diverged = Follow(test.num_steps), False
+    with tempfile.TemporaryDirectory(prefix="modelwright-lr-range-") as scratch:
+        try:
+            train(
+                load_model(Path(config.init_from)) if config.init_from else fresh_model(config),
+                Pretrain(loader),
+                training,
+                num_steps=test.num_steps,
+                world=single(config.hardware.device),
+                stage=StageDir(Path(scratch)),
+                seed=derive_seed(config.seed, "pretrain"),
+                name="lr-range",
+                input_digest="lr-range",
+                progress=progress,
+                techniques=[Technique(name="lr_range", on_step_end=follow.observe)],
+            )
+        except RanAwayError:
+            diverged = True
+        except Stopped as error:
+            raise Stopped("stopped; the test begins anew the next time", error.exit_code - 128) from None
+    return judge(follow.points, diverged=diverged)
+
+
+def range_settings(training: TrainConfig, test: RangeConfig) -> TrainConfig:
+    """The stage's own settings, but for length, rate and all that costs time beside the steps."""
+    return replace(
+        training,
+        num_steps=test.num_steps,
+        num_tokens=0,
+        num_epochs=0.0,
+        learning_rate=test.last,
+        schedule=ScheduleConfig(kind="exponential", warmup_fraction=0.0, initial_lr_fraction=test.first / test.last),
+        eval_every_steps=0,
+        checkpoint_every_steps=0,
+        checkpoint_every_minutes=0.0,
+        loss_spikes=replace(training.loss_spikes, num_sigmas=0.0, rollback_after=0),
+    )
+
+
+def judge(points: Sequence[tuple[float, float]], *, diverged: bool) -> Sweep:
+    """The lowest point and the steepest fall of the smoothed loss over the logarithm of the rate.
+
+    Raises `ModelwrightError` when the loss ran away at once.
+    """
+    finite = [(rate, loss) for rate, loss in points if math.isfinite(loss)]
+    smoothed = smooth(finite, SMOOTHING)
+    if len(smoothed) < 3:
+        raise ModelwrightError("the loss ran away within the first steps; begin at a lower rate (--first)")
+    # over two steps each, about the one between
+    slopes = [(b[1] - a[1]) / math.log(b[0] / a[0]) for a, b in zip(smoothed, smoothed[2:], strict=False)]
+    return Sweep(
+        points=finite,
+        smoothed=smoothed,
+        lowest=min(smoothed, key=lambda point: point[1])[0],
+        steepest=smoothed[1 + slopes.index(min(slopes))][0],
+        diverged=diverged,
+    )
+
+
+def write_sweep(found: Sweep, config: RunConfig, test: RangeConfig, folder: Path) -> None:
+    """The chart as one page, and the figures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {**vars(found), "proposal": found.proposal, "test": vars(test)}
+    write_atomic(folder / "lr-range.json", json.dumps(record, indent=1))
+    lines = [
+        Line("every step", [(math.log10(rate), loss) for rate, loss in found.points], faint=True),
+        Line("smoothed", [(math.log10(rate), loss) for rate, loss in found.smoothed]),
+    ]
+    lowest = min(loss for _, loss in found.smoothed)
+    chart = line_chart(
+        lines, name="lr-range", x_label="log10 of the learning rate", y_label="nats per token",
+        top=AWAY * max(found.smoothed[0][1], lowest),
+    )  # fmt: skip
+    rows = [
+        ["proposed peak", number(found.proposal, 3), "a tenth of the rate of the lowest loss"],
+        ["lowest smoothed loss", number(found.lowest, 3), f"{number(lowest)} nats"],
+        ["steepest fall", number(found.steepest, 3), "of the smoothed loss over the logarithm of the rate"],
+    ]
+    end = "stopped when the loss ran away" if found.diverged else "the loss did not run away: try a higher --last"
+    blocks = [Chart("Loss over the learning rate", chart, f"{len(found.points)} steps; {end}."),
+              Table(["result", "rate", "explanation"], rows, "Results in numbers", numeric=(1,))]  # fmt: skip
+    page = Page(
+        title=f"{config.name}: learning-rate range test",
+        subtitle=f"{number(test.first, 3)} to {number(test.last, 3)}",
+        facts=[Fact("Proposed peak rate", number(found.proposal, 3), f"configured {config.pretrain.learning_rate:g}")],
+        sections=[Section("lr-range", "Range test", blocks)],
+        footer=f"Written by Modelwright {__version__}. This file needs no network.",
+    )
+    write_atomic(folder / "lr-range.html", render(page))
+
+
+def _rows(config: RunConfig, run: RunDir, folder: Path, words: Sequence[str], progress: Progress) -> Path:
+    """The packed rows of pretraining: the run's own, or ones that are made for this."""
+    place = run
+    if survey(run, build_stages(config, run)).states["pack"] != "done":
+        place = RunDir(folder / "data")
+        stages = tuple(name for name in config.stages if name in ("clean", "tokenize", "pack"))
+        data = replace(config, stages=stages)
+        execute(data, place, only=(), origin="lr-range", words=words, progress=progress)
+    return place.stage("pack").artifact / "pretrain" / "train"

@@ -1,0 +1,94 @@
+"""What can be known to fail in training before any data is prepared: layouts, shapes, rows, devices.
+
+Every message begins with the full path of the field to change. Reads nothing and writes nothing.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from modelwright.core.errors import ConfigError
+from modelwright.memory.offload import check_tier
+from modelwright.memory.step_arena_build import check_machine
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.context_parallel import local_spans
+from modelwright.parallel.pipeline.stages import check_microbatches, check_ties, layers_of_stages
+from modelwright.parallel.tensor_parallel import check_shape, stage_tokens
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.resolve import check_size, resolved_device
+from modelwright.train.config import TrainConfig, check_layout
+
+
+@contextmanager
+def prefix_errors(section: str) -> Iterator[None]:
+    """A `ConfigError` about a field becomes one about that field of `section`."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{section}.{error}") from None
+
+
+def check_training(config: RunConfig, layout: ParallelConfig, *, num_processes: int, stages: Sequence[str]) -> None:
+    """Whether `num_processes` laid out as `layout` can train `stages` (those of pretrain and sft among them).
+
+    `config.model` is the model that is trained. Raises `ConfigError`.
+    """
+    stages = [name for name in stages if name in ("pretrain", "sft")]
+    if not stages:
+        return
+    check_size(config.model)
+    with prefix_errors("parallel"):
+        axes = layout.axes(num_processes)
+    _check_model(config, layout)
+    for name in stages:
+        with prefix_errors(name):
+            _check_stage(config.stage_config(name), layout, config, axes)
+            if name == "pretrain" and not config.init_from and config.pretrain.batch_selection.max_initial_loss:
+                raise ConfigError(
+                    "batch_selection.max_initial_loss: initial weights of a run from scratch guess everywhere; start "
+                    "from a trained model with init_from, or leave it at 0"
+                )
+
+
+def _check_model(config: RunConfig, layout: ParallelConfig) -> None:
+    try:
+        check_shape(config.model, layout.tensor)
+    except ConfigError as error:
+        raise ConfigError(f"parallel.tensor: {layout.tensor} does not suit the model (model.{error})") from None
+    row_len = config.pack.seq_len
+    with prefix_errors("parallel"):
+        if layout.pipeline > 1:
+            layers_of_stages(config.model, layout)
+            check_ties(config.model, layout)
+        if layout.context > 1:
+            local_spans(row_len, layout.context, 0)
+        stage_tokens(row_len // layout.context, layout.tensor, sequence_parallel=layout.sequence_parallel)
+
+
+def _check_stage(training: TrainConfig, layout: ParallelConfig, config: RunConfig, axes: Mapping[str, int]) -> None:
+    check_layout(training, layout, num_processes=math.prod(axes.values()))
+    num_copies = training.num_copies(axes)
+    num_rows = training.batch_rows(config.pack.seq_len, num_copies=num_copies) // num_copies
+    if training.batch_selection.signal != "none":
+        training.batch_selection.num_chosen(num_rows, training.gradient_accumulation_steps)
+    check_microbatches(layout, training.gradient_accumulation_steps)
+    kept, on_cpu = training.activation_checkpointing, resolved_device(config.hardware.device) == "cpu"
+    if training.precision.fp32_matmul == "onednn" and not on_cpu:
+        raise ConfigError("precision.fp32_matmul: onednn needs a CPU, and this run uses a GPU; set default or tf32")
+    if training.optimizer_cpu_offload and on_cpu:
+        raise ConfigError("optimizer_cpu_offload: has no effect on a CPU run; switch it off")
+    if training.optimizer_cpu_offload and training.async_updates.mode == "hogwild":
+        raise ConfigError(
+            "optimizer_cpu_offload: async_updates.mode hogwild shares the optimizer states; switch one of them off"
+        )
+    if training.step_arena:
+        check_machine(on_cpu=on_cpu)
+    with prefix_errors("activation_checkpointing"):
+        check_tier(kept, on_cpu=on_cpu)
+    zero_bubble = layout.pipeline > 1 and layout.schedule == "zero_bubble"
+    if zero_bubble and (training.compile or kept.offload != "none" or kept.mode in ("full", "selective")):
+        name = "compile" if training.compile else "activation_checkpointing"
+        raise ConfigError(
+            f"{name}: does not go with parallel.schedule zero_bubble, which takes blocks apart; switch it off, or take "
+            "1f1b or interleaved"
+        )

@@ -1,0 +1,151 @@
+"""The processes of a run, with the patience that a pipeline needs.
+
+While rank 0 prepares data the others wait at a barrier, perhaps for hours; the training collectives keep their short
+timeout, so that a hang there is noticed. Hence a second process group that only waits. Who is which rank, and with
+what layout, is settled here, before any group is built.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.elastic import join_as_fits
+from modelwright.parallel.heartbeat import Heartbeat
+from modelwright.parallel.mesh import World, join_world
+from modelwright.parallel.topology.link_costs import LinksConfig
+from modelwright.parallel.topology.rank_mapping import DEFAULT_TRAFFIC, AxisTraffic, Placement, find_places, take_places
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.plan_inputs import planned
+from modelwright.pipeline.preflight import prefix_errors
+from modelwright.pipeline.resolve import check_device, resolve_model, resolved_device
+from modelwright.plan.layout import expected_traffic
+
+PATIENCE = timedelta(days=7)
+_LEFT = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Socket is not connected",
+    "Connection refused",
+)  # fmt: skip
+"""What gloo, NCCL and the store say in a process whose peer has gone."""
+
+
+class PeerLost(ModelwrightError):
+    """Another process of the run has ended; what became of it is told elsewhere."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """`world` for training, laid out as `layout` says; `barrier` waits as long as it takes; `placement`: how the ranks
+    were numbered anew, None when they were not."""
+
+    world: World
+    layout: ParallelConfig
+    waiting_group: Any = None
+    placement: Placement | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        return self.world.size
+
+    def barrier(self) -> None:
+        """Wait until all processes are here. Raises `PeerLost` when one of them has gone."""
+        if self.size == 1:
+            return
+        try:
+            dist.barrier(group=self.waiting_group)
+        except RuntimeError as error:
+            raise PeerLost("another process of this run has ended; its own message says why") from error
+
+
+def as_lost_peer(error: RuntimeError) -> RuntimeError | PeerLost:
+    """`PeerLost` for a collective that failed because another process has left, any other error as it is."""
+    text = str(error)
+    if isinstance(error, dist.DistNetworkError) or any(words in text for words in _LEFT):
+        reason = text.strip().splitlines()[0][:200]
+        return PeerLost(f"another process of this run has ended or cannot be reached ({reason}); its message says why")
+    return error
+
+
+@contextmanager
+def join_ranks(config: RunConfig, *, links: Path, num_rows: int = 0, host: str = "") -> Iterator[RunGroup | None]:
+    """All processes that were started, or this one alone; None for a process that the layout has no place for.
+
+    links: where measured links are kept; num_rows: above 0 (`shared_rows`) the layout is made to fit the processes that
+    are there, and one that is left over waits at the context's end; host: this process's host, "" for its network name.
+    """
+    device = _own_device(resolved_device(config.hardware.device))
+    fitted = join_as_fits(config.parallel, num_rows=num_rows, device=device) if num_rows else None
+    with fitted or _join_all(config.parallel, device) as joined:
+        if joined is None:
+            yield None
+            return
+        world, layout = joined
+        placement = None
+        if layout.reorder_ranks and world.size > 1:
+            with prefix_errors("parallel"):
+                axes = layout.axes(world.size)
+            traffic = _traffic(config, layout, world.size)
+            placement = find_places(world, axes, LinksConfig(cache=str(links)), traffic, host=host)
+            world = take_places(world, placement.order)
+        waiting = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
+        with Heartbeat(world, lost_after_s=layout.heartbeat_timeout_s):
+            yield RunGroup(world, layout, waiting, placement)
+
+
+def _traffic(config: RunConfig, layout: ParallelConfig, num_processes: int) -> dict[str, AxisTraffic]:
+    """What the first training of the run will send along each axis, as far as is known before its data is there."""
+    config = resolve_model(config)
+    training = config.pretrain if "pretrain" in config.stages else config.sft
+    try:
+        job, placed = planned(config, training, layout, num_processes)
+        return DEFAULT_TRAFFIC | expected_traffic(job, placed)
+    except ConfigError:
+        return DEFAULT_TRAFFIC  # what is wrong is told where all of the request is checked
+
+
+@contextmanager
+def _join_all(parallel: ParallelConfig, device: torch.device) -> Iterator[tuple[World, ParallelConfig]]:
+    with join_world(device) as world:
+        yield world, parallel
+
+
+def shared_rows(config: RunConfig) -> int:
+    """What the number of copies of the model must divide: rows of a microbatch of all copies, in every training that
+    the run has."""
+    trainings = [config.stage_config(name) for name in config.trainings]
+    return math.gcd(*(one.batch_rows(config.pack.seq_len) // one.gradient_accumulation_steps for one in trainings)) or 1
+
+
+def _own_device(device: str) -> torch.device:
+    if device == "cpu":
+        return torch.device("cpu")
+    check_device(device)
+    num_cards, num_here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if num_here > num_cards:
+        raise ConfigError(
+            f"--nproc: {num_here} processes need a card each, and this machine has {num_cards}; start fewer, or choose "
+            "hardware.device cpu"
+        )
+    return torch.device(device, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def use_threads(num_threads: int) -> int:
+    """Share `num_threads` among the processes of this machine and return this process's part (at least 1)."""
+    share = max(1, num_threads // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    torch.set_num_threads(share)
+    return share

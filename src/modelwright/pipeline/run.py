@@ -1,0 +1,244 @@
+"""One run from its configuration to its outcome: folder, lock, run.json, config.yaml, stages, signals.
+
+The only place that knows all of them; what a stage does and what the terminal shows lie elsewhere.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from modelwright import __version__
+from modelwright.core.artifacts import Manifest
+from modelwright.core.config import load_yaml, parse, save_yaml
+from modelwright.core.errors import STOPPING, ArtifactError, ConfigError, ModelwrightError, StorageError
+from modelwright.core.progress import Progress, SilentProgress
+from modelwright.core.resources import git_commit, hardware, versions
+from modelwright.core.rundir import RunDir
+from modelwright.parallel.elastic import fit, num_restarts, num_used
+from modelwright.parallel.topology.rank_mapping import Placement
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.preflight import check_training, prefix_errors
+from modelwright.pipeline.process_group import RunGroup, as_lost_peer, join_ranks, shared_rows, use_threads
+from modelwright.pipeline.redact import redact_words
+from modelwright.pipeline.renamed import read_run_config
+from modelwright.pipeline.resolve import check_device, resolve, resolve_model, resolved_device
+from modelwright.pipeline.runner import Outcome, run_stages, survey
+from modelwright.pipeline.stage import Stage
+from modelwright.pipeline.stage_log import now
+from modelwright.pipeline.stages.build import build_stages
+
+PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "openai", "transformers")
+LOCK_PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended: what became of each stage; `is_first` on the process that may print."""
+
+    outcomes: Sequence[Outcome]
+    is_first: bool
+    has_model: bool
+
+
+def execute(
+    config: RunConfig,
+    run: RunDir,
+    *,
+    only: Sequence[str],
+    origin: str,
+    words: Sequence[str],
+    progress: Progress,
+    elastic: bool = False,
+    restart: bool = False,
+) -> RunResult:
+    """Bring the run in `run` to its end and return what was done.
+
+    `only`: the stages to work on (empty: all), which the configuration has among others; `words`: the command line, for
+    run.json; `elastic`: the layout is made to fit the processes that are there; `restart`: training whose checkpoints
+    are all damaged begins again. Called by every process that was started. Raises `ModelwrightError` for whatever a
+    person can do something about, `Stopped` when training was asked to stop.
+    """
+    run.create()
+    num_rows = shared_rows(config) if elastic else 0
+    joined = join_ranks(config, links=run.path / "links.json", num_rows=num_rows)
+    with joined as ranks, ExitStack() as held:
+        if ranks is None:
+            return RunResult([], False, False)
+        shown = progress if ranks.rank == 0 else SilentProgress()
+        if ranks.rank == 0:
+            _hold(run, held, LOCK_PATIENCE_S if elastic else 0.0)
+            config = resolve_config(config, run, shown)
+            stages = _stages(config, run, only, ranks)
+            to_do = _to_do(run, stages, only)
+            check_training(config, ranks.layout, num_processes=ranks.size, stages=to_do)
+            save_yaml(run.config, config)
+            _tell_places(ranks.placement, shown)
+        ranks.barrier()
+        if ranks.rank != 0:
+            config = parse(RunConfig, load_yaml(run.config))
+            stages = _stages(config, run, only, ranks)
+        use_threads(config.hardware.num_threads)
+        with _journal(run, config, origin, words, ranks) as after_stage:
+            outcomes = run_stages(
+                run,
+                stages,
+                ranks=ranks,
+                progress=shown,
+                only=("init", *only) if only else (),
+                restart=restart,
+                after_stage=after_stage,
+            )
+        has_model = any(run.stage(name).artifact.is_dir() for name in config.trained_stages)
+        return RunResult(outcomes, ranks.rank == 0, has_model)
+
+
+def check_request(
+    config: RunConfig, run: RunDir, only: Sequence[str], *, num_processes: int, elastic: bool = False
+) -> None:
+    """Raise `ConfigError` for what `execute` would refuse before its first stage, without starting or writing
+    anything."""
+    if previous_config(run) is None:
+        config = resolve_model(config)
+        check_device(resolved_device(config.hardware.device))
+        to_do: Sequence[str] = config.stages
+    else:
+        config = resolve_config(config, run, SilentProgress())
+        to_do = _to_do(run, build_stages(config, run, only), only)
+    layout = config.parallel
+    if elastic:
+        with prefix_errors("parallel"):
+            layout = fit(layout, num_processes=num_processes, num_rows=shared_rows(config))
+        num_processes = num_used(layout)
+    check_training(config, layout, num_processes=num_processes, stages=to_do)
+
+
+def is_finished(config: RunConfig, run: RunDir, only: Sequence[str]) -> bool:
+    """Whether nothing of the request is left to do."""
+    if previous_config(run) is None:
+        return False
+    return not _to_do(run, build_stages(resolve_config(config, run, SilentProgress()), run, only), only)
+
+
+def resolve_config(config: RunConfig, run: RunDir, progress: Progress) -> RunConfig:
+    """The resolved configuration, as this machine and what is in the folder have it."""
+    return resolve(config, previous_config(run), progress)
+
+
+def _stages(config: RunConfig, run: RunDir, only: Sequence[str], ranks: RunGroup) -> list[Stage]:
+    """The layout is that of the processes that are there now; config.yaml keeps the one that was asked for."""
+    return build_stages(replace(config, parallel=ranks.layout), run, only)
+
+
+def _to_do(run: RunDir, stages: Sequence[Stage], only: Sequence[str]) -> list[str]:
+    states = survey(run, stages).states
+    return [name for name, state in states.items() if state != "done" and (not only or name in only)]
+
+
+def _hold(run: RunDir, held: ExitStack, patience_s: float) -> None:
+    """Lock the run; a process of before that is gone with its host may seem to hold it for a while."""
+    give_up = time.monotonic() + patience_s
+    while True:
+        try:
+            held.enter_context(run.lock())
+            return
+        except StorageError:
+            raise
+        except ModelwrightError:
+            if time.monotonic() >= give_up:
+                raise
+        time.sleep(1.0)
+
+
+def _tell_places(placement: Placement | None, progress: Progress) -> None:
+    if placement is None:
+        return
+    before, after = (f"{1e3 * seconds:.3g} ms" for seconds in (placement.seconds_before, placement.seconds_after))
+    if placement.seconds_after < placement.seconds_before:
+        order = ", ".join(map(str, placement.order))
+        progress.note(f"placement: messages of a step take {after} instead of {before} by the links; order {order}")
+    else:
+        progress.note(f"placement: the ranks stay where they are; messages of a step take {before} by the links")
+
+
+def previous_config(run: RunDir) -> RunConfig | None:
+    """The configuration that the run was last worked on with, `None` for a new run."""
+    if not run.config.exists():
+        return None
+    remedy = "mend or remove it, or choose another --run-dir"
+    try:
+        data = read_run_config(run.config)
+    except ConfigError as error:
+        raise ArtifactError(f"{error}; {remedy}") from None
+    try:
+        return parse(RunConfig, data)
+    except ConfigError as error:
+        raise ArtifactError(f"{run.config}: {error}; {remedy}") from None
+
+
+@contextmanager
+def _journal(
+    run: RunDir, config: RunConfig, origin: str, words: Sequence[str], ranks: RunGroup
+) -> Iterator[Callable[[Stage, Manifest], None]]:
+    """Keep run.json on the first process: how the block ends, and each stage that the yielded function is told of.
+
+    A collective that fails because another process has left is raised as `PeerLost`.
+    """
+    journal = _RunJournal(run, config, origin, words, ranks) if ranks.rank == 0 else None
+    try:
+        yield journal.stage_done if journal else lambda stage, manifest: None
+    except BaseException as error:
+        if journal:
+            journal.end("stopped" if isinstance(error, STOPPING) else "failed", str(error))
+        if isinstance(error, RuntimeError) and ranks.size > 1:
+            raise as_lost_peer(error) from error
+        raise
+    if journal:
+        journal.end("done", "")
+
+
+class _RunJournal:
+    """run.json: one entry per invocation, and the digests of what each stage made."""
+
+    def __init__(self, run: RunDir, config: RunConfig, origin: str, words: Sequence[str], ranks: RunGroup) -> None:
+        self._run = run
+        try:
+            self._info = run.read_info()
+        except ArtifactError:
+            self._info = {"name": config.name, "created": now(), "invocations": [], "stages": {}}
+        self._entry: dict[str, Any] = {
+            "started": now(),
+            "command": ["modelwright", *redact_words(words)],
+            "origin": origin,
+            "commit": own_commit(),
+            "versions": {"modelwright": __version__, **versions(*PACKAGES)},
+            "hardware": hardware() | {"device": str(ranks.world.device), "num_threads": config.hardware.num_threads},
+            "world_size": ranks.size,
+            "restart": num_restarts(),
+            "state": "running",
+        }
+        if ranks.placement:
+            self._entry["placement"] = asdict(ranks.placement)
+        self._info["invocations"].append(self._entry)
+        run.write_info(self._info)
+
+    def stage_done(self, stage: Stage, manifest: Manifest) -> None:
+        self._info["stages"][stage.name] = {
+            "digest": manifest.digest,
+            "content": manifest.content_digest,
+            "parents": dict(manifest.inputs),
+        }
+        self._run.write_info(self._info)
+
+    def end(self, state: str, error: str) -> None:
+        self._entry |= {"ended": now(), "state": state} | ({"error": error} if error else {})
+        with nullcontext() if state == "done" else suppress(OSError):
+            self._run.write_info(self._info)
+
+
+def own_commit() -> str:
+    """The commit of this package's own checkout, "" when it is installed from a wheel."""
+    folder = Path(__file__).resolve().parents[1]
+    return "" if "site-packages" in folder.parts else git_commit(folder)

@@ -1,0 +1,121 @@
+"""One training step of a configuration, traced on fake tensors: what would be alive when, on one process.
+
+The step is the one that training takes, made by the same builder (`train.build.build_step`): its second one, when
+optimizer states exist. `compile` is left out, for what a compiler fuses does not show, and formats stay as they begin.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from modelwright.core.errors import ConfigError
+from modelwright.data.batch import IGNORED, TokenBatch
+from modelwright.memory.disk import MOST_QUEUED_BYTES, READ_AHEAD
+from modelwright.memory.lifetimes import MemoryTimeline
+from modelwright.memory.offload import Nowhere
+from modelwright.memory.trace import StepTrace, fake_model
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Decoder
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.mesh import build_mesh, single
+from modelwright.parallel.strategy import Strategy, Unscale
+from modelwright.precision.adaptive_config import AdaptiveConfig
+from modelwright.train.build import build_step
+from modelwright.train.config import TrainConfig
+from modelwright.train.objective import BatchSource, Objective
+
+ObjectiveOf = Callable[[BatchSource], Objective]
+
+
+@dataclass(frozen=True)
+class SameRows:
+    """Every batch is this one: whole rows of one document each, with every token but the last of a row predicted."""
+
+    rows: TokenBatch
+    num_batches_per_epoch: int = 1
+
+    def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
+        return self.rows
+
+
+def trace_step(
+    model: ModelConfig, train: TrainConfig, objective_of: ObjectiveOf, *, seq_len: int, fake: bool = True
+) -> MemoryTimeline:
+    """The timeline of one step on one process, on the CPU. fake: without computing anything, nor memory.
+
+    Raises `ConfigError` when the batch does not divide into rows and microbatches.
+    """
+    if train.precision.policy == "auto":
+        raise ConfigError("precision.policy: 'auto' is not resolved yet; set fp32 or bf16_mixed")
+    train = replace(train, precision=replace(train.precision, adaptive=AdaptiveConfig()))
+    rows = train.batch_rows(seq_len)
+    decoder = fake_model(lambda: Decoder(model)) if fake else Decoder(model)
+    assert isinstance(decoder, Decoder)
+    if not fake:
+        decoder.init_weights(0)
+    on_disk = train.activation_checkpointing.offload == "disk"
+    trace = StepTrace(decoder)
+    with ExitStack() as exit_stack, trace.places():
+        one_step = build_step(
+            decoder,
+            objective_of(SameRows(_rows(rows, seq_len, model.vocab_size))),
+            replace(train, compile=False, batch_tokens=rows * seq_len),
+            ParallelConfig(),
+            build_mesh(single(), ParallelConfig()),
+            num_steps=2,
+            seed=0,
+            folder=Path(os.devnull),
+            store=Nowhere(queued_bytes=MOST_QUEUED_BYTES, read_ahead=READ_AHEAD) if on_disk else Nowhere(),
+            exit_stack=exit_stack,
+            wrap_strategy=WithoutNorms,
+        ).one_step
+        with trace:
+            one_step.strategy.begin(0, 2)
+            one_step.model.train()
+            one_step(0)
+            trace.begin()
+            one_step(1)
+            timeline = trace.timeline()
+    return timeline
+
+
+class WithoutNorms(Strategy):
+    """A strategy whose gradient norms are not computed: of a large model they are made of a great many small tensors,
+    none of which lasts, and on fake tensors they have no value."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.mesh = strategy.mesh
+
+    def begin(self, step: int, num_steps: int) -> None:
+        self.strategy.begin(step, num_steps)
+
+    def before_last_backward(self, loss_sums: Tensor, *, is_empty: bool) -> None:
+        self.strategy.before_last_backward(loss_sums, is_empty=is_empty)
+
+    def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
+        return self.strategy.reduce_gradients(unscale)
+
+    def grad_norm(self, gradients: list[Tensor]) -> float:
+        return 1.0
+
+    def optimizer_step(self) -> None:
+        self.strategy.optimizer_step()
+
+
+def _rows(num_rows: int, seq_len: int, vocab_size: int) -> TokenBatch:
+    """Token ids do not matter to memory; labels that do not count do."""
+    tokens_BT = torch.arange(num_rows * seq_len).view(num_rows, seq_len) % vocab_size
+    labels_BT = tokens_BT.roll(-1, dims=1)
+    labels_BT[:, -1] = IGNORED
+    return TokenBatch(
+        input_ids_BT=tokens_BT,
+        labels_BT=labels_BT,
+        positions_BT=torch.arange(seq_len).repeat(num_rows, 1),
+        segments_BT=torch.zeros(num_rows, seq_len, dtype=torch.int32),
+    )

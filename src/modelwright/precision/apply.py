@@ -1,0 +1,286 @@
+"""A model pass: the formats of a policy brought to a decoder's layers, where they can be changed while it trains.
+
+Norms hand on what the layers behind them read, so that nothing is cast twice; matrix products come by `Linear.product`.
+The residual stream has the embedding's format. Parameter names and the weights' own format stay as they are. Knows no
+rank.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from modelwright.core.errors import ConfigError
+from modelwright.model.decoder import Block, Decoder, Product, RMSNorm
+from modelwright.ops.linear_gemms import PLAIN, LinearGemms
+from modelwright.ops.lowp_linear import FLOATS, Format, Fp8, Int8, Role, in_float, in_products
+from modelwright.ops.quantize_cache import SharedCodes
+from modelwright.precision.policy import Kind, PrecisionConfig
+
+Around = Callable[[str, LinearGemms], LinearGemms]
+"""`(a projection's name, its products) -> those that take their place`."""
+ROLES: tuple[Role, ...] = ("x", "weight", "grad")
+
+
+def part_of(name: str) -> str:
+    """What changes its format together: `blocks.3.ffn.up_proj` -> `blocks.3.ffn`."""
+    return name.rpartition(".")[0]
+
+
+def kind_of(part: str) -> Kind:
+    """Of a part: `blocks.3.ffn` -> ffn."""
+    return "ffn" if part.endswith(".ffn") else "attention"
+
+
+def names_of_projections(num_layers: int) -> list[str]:
+    """Of all projections of a whole model with that many blocks, in the order of the layers."""
+    attention = [f"attention.{name}_proj" for name in ("q", "k", "v", "o")]
+    ffn = [f"ffn.{name}_proj" for name in ("gate", "up", "down")]
+    return [f"blocks.{layer}.{name}" for layer in range(num_layers) for name in (*attention, *ffn)]
+
+
+class AmaxHistory:
+    """Largest magnitudes of one layer's factors in the last steps, to scale the present ones by.
+
+    The first step, which has no past, goes by its own.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.past: dict[Role, deque[float]] = {role: deque(maxlen=length) for role in ROLES}
+        self._now: dict[Role, list[Tensor]] = {role: [] for role in ROLES}
+
+    def __call__(self, role: Role, now: Tensor) -> Tensor:
+        self._now[role].append(now)
+        if not self.past[role]:
+            return now
+        return torch.full_like(now, max(self.past[role]))
+
+    def begin(self) -> None:
+        """Forget what was seen outside of steps (evaluation)."""
+        self._now = {role: [] for role in ROLES}
+
+    def collect(self) -> list[float]:
+        """This rank's maxima of the step, by role, and forget them."""
+        found = [float(torch.stack(now).max()) if now else 0.0 for now in self._now.values()]
+        self.begin()
+        return found
+
+    def push(self, maxima: Sequence[float]) -> None:
+        """The step is over; the maxima of all ranks. Values that are not finite are left out: `quantize` has made the
+        step's gradients not finite by them."""
+        for role, value in zip(ROLES, maxima, strict=True):
+            if 0.0 < value < float("inf"):
+                self.past[role].append(value)
+
+
+Watched = Callable[[str, Product], Product]
+"""Name and product of a projection -> the same product, with somebody looking on."""
+
+
+def _unwatched(name: str, product: Product) -> Product:
+    return product
+
+
+class ModelPrecision:
+    """The formats of one model's parts, `blocks.3.attention` or `blocks.3.ffn`; `change` gives some of them others."""
+
+    def __init__(self, model: Decoder, config: PrecisionConfig) -> None:
+        self.model = model
+        self.config = config
+        self.projections = model.projections()
+        self.parts = list(dict.fromkeys(map(part_of, self.projections)))
+        self.formats: dict[str, Format] = {part: config.format_of(kind_of(part)) for part in self.parts}
+        self.delayed = {name: AmaxHistory(config.fp8.amax_history_len) for name in self.projections if config.delays}
+        self.shared = {
+            part: SharedCodes() for part in self.parts if config.fp8.save_quantized_input and not config.delays
+        }
+        self._watched: Watched = _unwatched
+        self._around: Around | None = None
+        self._apply()
+
+    def change(self, formats: Mapping[str, Format]) -> None:
+        """From now on these parts compute in these formats."""
+        self.formats |= formats
+        self._apply()
+
+    def watch(self, watched: Watched | None) -> None:
+        """From now on every product goes through `watched`; None ends it."""
+        self._watched = watched or _unwatched
+        self._apply()
+
+    def put_around(self, around: Around | None) -> None:
+        """From now on every projection's products are what this makes of them, in whichever format; None ends it."""
+        self._around = around
+        self._apply()
+
+    def product(self, name: str, chosen: Format) -> Product:
+        """How the projection of this name multiplies in a format."""
+        config, result = self.config, self.config.result_of[chosen]
+        if chosen == "fp32" and self._is_plain and self._around is None:
+            return F.linear
+        if chosen in FLOATS:
+            products = self._changed(name, PLAIN)
+            return partial(in_float, FLOATS[chosen], products=products, keeps_cast=self._is_recomputed(name))
+        if chosen == "int8":
+            wide = config.int8.wgrad_high_precision
+            made = Int8(result=result, stochastic=config.int8.stochastic_rounding, wide_weight_gradient=wide)
+            return partial(in_products, self._changed(name, made.products()), result)
+        delays = {}
+        if name in self.delayed:
+            delays = {"maxima": self.delayed[name]}
+        caches = config.fp8.save_quantized_input and not name.endswith("o_proj")  # whose input attention keeps as it is
+        made = Fp8(
+            recipe=config.fp8.recipe,
+            result=result,
+            gradients=config.fp8.gradient_dtype,
+            wide_weight_gradient=config.fp8.wgrad_high_precision,
+            cache=caches,
+            shared=self.shared.get(part_of(name)) if caches else None,
+            **delays,
+        )
+        return partial(in_products, self._changed(name, made.products()), result)
+
+    def _changed(self, name: str, products: LinearGemms) -> LinearGemms:
+        return products if self._around is None else self._around(name, products)
+
+    def _is_recomputed(self, name: str) -> bool:
+        """Of a projection; one without a name is none of the model's."""
+        block = self.model.blocks[name.split(".")[1]] if name else None
+        return isinstance(block, Block) and block.is_recomputed
+
+    def begin_step(self) -> None:
+        """Before each step."""
+        for delayed in self.delayed.values():
+            delayed.begin()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The block computes in FP32 where the config says so."""
+        if self.config.eval_dtype == "policy":
+            yield
+            return
+        remove_formats(self.model)
+        try:
+            yield
+        finally:
+            self._apply()
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether all is computed in the format of the weights, so that nothing needs a cast."""
+        return {*self.config.formats.values(), *self.formats.values()} == {"fp32"}
+
+    def _apply(self) -> None:
+        """Norms give what the part behind them reads; heads' norms keep the format that they get."""
+        plain, ops, formats = self._is_plain, self.config.fp32_ops, self.config.formats
+        self.model.ends.stream_dtype = None if plain else FLOATS[formats["embedding"]]
+        self.model.ends.head_dtype = None if plain else FLOATS[formats["head"]]
+        self.model.ends.loss_in_fp32 = "loss" in ops
+        for name, projection in self.projections.items():
+            projection.product = self._watched(name, self.product(name, self.formats[part_of(name)]))
+        for norm in norms_of(self.model):
+            norm.in_fp32 = "norm" in ops
+        for layer, block in self.model.blocks.items():
+            assert isinstance(block, Block)
+            block.attention_norm.out_dtype = None if plain else self._result(f"blocks.{layer}.attention")
+            block.ffn_norm.out_dtype = None if plain else self._result(f"blocks.{layer}.ffn")
+            block.ffn.activation_in_fp32 = "activation" in ops
+
+    def _result(self, part: str) -> torch.dtype:
+        return self.config.result_of[self.formats[part]]
+
+
+class SyncAmaxHistory:
+    """After each step the maxima of delayed scaling, over all ranks, join the past ones."""
+
+    def __init__(self, formats: ModelPrecision, agree: Callable[[Sequence[float]], Sequence[float]]) -> None:
+        self.formats = formats
+        self.agree = agree
+
+    def synchronize(self) -> None:
+        """All ranks name all layers of the whole model, whichever they hold."""
+        own, nothing = self.formats.delayed, [0.0] * len(ROLES)
+        names = names_of_projections(self.formats.model.config.num_layers)
+        found = self.agree([value for name in names for value in (own[name].collect() if name in own else nothing)])
+        for number, name in enumerate(names):
+            if name in own:
+                own[name].push(found[number * len(ROLES) : (number + 1) * len(ROLES)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: {role: list(one.past[role]) for role in ROLES} for name, one in self.formats.delayed.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, one in self.formats.delayed.items():
+            for role in ROLES if name in state else ():
+                one.past[role].extend(float(value) for value in state[name][role])
+
+
+def norms_of(model: Decoder) -> Iterator[RMSNorm]:
+    """All norms that are here, heads' norms too."""
+    return (module for module in cast(nn.Module, model).modules() if isinstance(module, RMSNorm))
+
+
+def remove_formats(model: Decoder) -> None:
+    """Make the model compute in the format of its weights again."""
+    model.ends.reset()
+    for projection in model.projections().values():
+        projection.product = F.linear
+    for norm in norms_of(model):
+        norm.out_dtype, norm.in_fp32 = None, True
+    for block in model.blocks.values():
+        assert isinstance(block, Block)
+        block.ffn.activation_in_fp32 = False
+
+
+@contextmanager
+def fp32_products(*, tf32: bool = False, onednn: bool = False, on_cpu: bool = True) -> Iterator[None]:
+    """In the block, FP32 products on CUDA keep 10 bits of mantissa, or all of them; or on a CPU they are oneDNN's.
+
+    Raises `ConfigError` where it would not be oneDNN's, or where these would be rounded on the way.
+    """
+    if not onednn:
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        try:
+            yield
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+        return
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")  # what makes PyTorch ask oneDNN, which need not round for it
+    try:
+        if not (on_cpu and onednn_multiplies()):
+            raise ConfigError(
+                "precision.fp32_matmul onednn: PyTorch does not use oneDNN for FP32 products here, only on CPUs "
+                "with AVX-512, unless it was built without it; set default"
+            )
+        if not _products_are_exact():
+            raise ConfigError(
+                "precision.fp32_matmul onednn: oneDNN rounds FP32 products to BF16 on this processor; set default, or "
+                "take policy bf16_mixed, which is faster still"
+            )
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def onednn_multiplies() -> bool:
+    """Whether PyTorch would ask oneDNN for FP32 products: what it asks of the processor itself."""
+    return (
+        torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.enabled
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+def _products_are_exact() -> bool:
+    """Whether FP32 products on this CPU err by FP32's last bits only: BF16's would by 10,000 times as much."""
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(256, 256, generator=draw) for _ in range(2))
+    exact = x.double() @ y.double()
+    return float((x @ y - exact).abs().max() / exact.abs().max()) < 1e-5

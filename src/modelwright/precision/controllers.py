@@ -1,0 +1,315 @@
+"""Which parts of a model compute in which format, decided anew every so many steps from the indicators of a run.
+
+An estimate of damage says what a format would cost a part (`damage`); a map of the hardware, measured once at the
+shapes of the run, says what it would gain. A controller weighs both: fixed rules, a contextual bandit that learns from
+what its choices brought (LinUCB, Li et al. 2010), or a schedule by steps that looks at nothing. A change needs a gain
+worth its while and a time of rest (hysteresis), has a reason that a person can read, and is undone when the loss jumps.
+Knows no rank and no module.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from modelwright.ops.lowp_linear import Format
+from modelwright.precision.adaptive_config import AdaptiveConfig
+from modelwright.precision.indicators import Indicators
+
+EMA = 0.9
+ROOMY = 0.9
+"""Memory pressure below which a change has to make a part faster by `min_gain`, and from which bytes count."""
+_FEATURES = 11
+
+
+@dataclass(frozen=True)
+class FormatChoice:
+    """A format for a part, and why."""
+
+    chosen: Format
+    reason: str
+
+
+def error(signs: Indicators, chosen: Format) -> float:
+    """What the three products of a layer lose in a format, relative."""
+    parts = (signs.weight_error, signs.input_error, signs.gradient_error)
+    return math.sqrt(sum(part.get(chosen, 0.0) ** 2 for part in parts))
+
+
+def damage(signs: Indicators, chosen: Format) -> float:
+    """Estimated harm of a format, about as a share of the loss; 0 for FP32.
+
+    Rounding adds noise to a gradient that is noisy already, so it counts by what the noise leaves visible; a weight
+    whose rounding hides many updates moves late; FP16 also loses what over- or underflows, and the steps that are
+    skipped for it. A rise of the loss that was seen when the part was tried counts as it is. Unrest (norms that vary,
+    outliers, a loss that rises) makes all of it worse.
+    """
+    if chosen == "fp32":
+        return 0.0
+    visible = error(signs, chosen) / math.sqrt(1.0 + signs.gradient_noise)
+    hidden = signs.weight_error.get(chosen, 0.0) / max(signs.update_to_weight, 1e-9)
+    late = 1.0 + 0.1 * math.log10(max(1.0, hidden))
+    lost = 10 * signs.overflow_share + signs.underflow_share + signs.skipped_share
+    out_of_range = lost if chosen == "fp16" else 0.0
+    unrest = 1.0 + signs.gradient_variance + signs.norm_outliers + max(0.0, signs.loss_trend)
+    return unrest * (late * visible + out_of_range + max(0.0, signs.sensitivity.get(chosen, 0.0)))
+
+
+def shortage(signs: Indicators) -> float:
+    """Of memory: 0 while it is roomy, 1 when all of it is in use. What is measured of a machine differs a little from
+    run to run, which must not change decisions while nothing is short."""
+    return min(1.0, max(0.0, (signs.memory_pressure - ROOMY) / (1.0 - ROOMY)))
+
+
+class Controller(Protocol):
+    """Proposes a format for a part; `learn` hears what the last one brought."""
+
+    def propose(self, part: str, signs: Indicators, present: Format, candidates: Sequence[Format]) -> FormatChoice: ...
+
+    def learn(self, part: str, signs: Indicators, chosen: Format, loss_excess: float) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Rules:
+    """The fastest format whose damage is tolerable; where memory is short the smallest, the faster of two alike."""
+
+    def __init__(self, config: AdaptiveConfig) -> None:
+        self.config = config
+
+    def propose(self, part: str, signs: Indicators, present: Format, candidates: Sequence[Format]) -> FormatChoice:
+        harm = {chosen: damage(signs, chosen) for chosen in candidates}
+        allowed: list[Format] = [chosen for chosen in candidates if harm[chosen] <= self.config.tolerance]
+        is_short = signs.memory_pressure >= ROOMY
+        best = min(allowed, key=lambda chosen: (signs.size[chosen] if is_short else 0.0, signs.speed[chosen]))
+        if harm[present] > self.config.tolerance:
+            return FormatChoice(best, f"damage of {present} {harm[present]:.3g} is above {self.config.tolerance:g}")
+        if is_short:
+            bytes_of = f"{signs.size[best]:g} of FP32's bytes, {present} {signs.size[present]:g}"
+            return FormatChoice(
+                best, f"{bytes_of}: {signs.memory_pressure:.0%} of memory in use, damage {harm[best]:.3g}"
+            )
+        if signs.speed[present] < self.config.min_speedup * signs.speed[best]:
+            return FormatChoice(present, f"{best} would not be {self.config.min_speedup:g}x as fast")
+        gain = signs.speed[present] / signs.speed[best]
+        return FormatChoice(best, f"{gain:.2f}x as fast as {present}, damage {harm[best]:.3g}")
+
+    def learn(self, part: str, signs: Indicators, chosen: Format, loss_excess: float) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def features(signs: Indicators, chosen: Format) -> np.ndarray:
+    """What the bandit sees of a part and a format, each about in [0, 1]."""
+    lost = (signs.overflow_share, signs.underflow_share, signs.skipped_share)
+    values = (
+        1.0,
+        min(1.0, 10 * error(signs, chosen)),
+        1 / math.sqrt(1.0 + signs.gradient_noise),
+        min(1.0, signs.gradient_variance),
+        min(1.0, 100 * signs.update_to_weight),
+        min(1.0, max(-1.0, 10 * signs.sensitivity.get(chosen, 0.0))),
+        min(1.0, max(-1.0, signs.loss_trend)),
+        min(1.0, signs.speed[chosen]),
+        max(lost),
+        signs.norm_outliers,
+        shortage(signs) * (1.0 - signs.size[chosen]),
+    )
+    return np.array(values)
+
+
+class Bandit:
+    """Learns for each format a linear estimate of its reward, and tries what it is unsure of (LinUCB, disjoint arms).
+
+    Reward: the share of FP32's time saved, and of its bytes as far as memory is short, less `damage_weight` times the
+    damage: the estimate's, and what the loss was above what was expected, since the choice was made. It is never more
+    than what the estimate leaves of those shares, which is known beforehand, so that a format is not tried that could
+    not win.
+    """
+
+    def __init__(self, config: AdaptiveConfig) -> None:
+        self.config = config
+        self.precision: dict[str, np.ndarray] = {}
+        self.rewards: dict[str, np.ndarray] = {}
+
+    def _arm(self, chosen: str) -> tuple[np.ndarray, np.ndarray]:
+        return (
+            self.precision.setdefault(chosen, np.eye(_FEATURES)),
+            self.rewards.setdefault(chosen, np.zeros(_FEATURES)),
+        )
+
+    def _bound(self, signs: Indicators, chosen: Format) -> float:
+        precision, rewards = self._arm(chosen)
+        seen, inverse = features(signs, chosen), np.linalg.inv(precision)
+        hoped = float(inverse @ rewards @ seen + self.config.exploration * math.sqrt(seen @ inverse @ seen))
+        return min(hoped, self.reward(signs, chosen, 0.0))
+
+    def propose(self, part: str, signs: Indicators, present: Format, candidates: Sequence[Format]) -> FormatChoice:
+        bounds = {chosen: self._bound(signs, chosen) for chosen in candidates}
+        best = max(candidates, key=lambda chosen: bounds[chosen])
+        return FormatChoice(best, f"reward of up to {bounds[best]:.3g} expected, {bounds[present]:.3g} of {present}")
+
+    def reward(self, signs: Indicators, chosen: Format, loss_excess: float) -> float:
+        harm = damage(signs, chosen) + max(0.0, loss_excess)
+        saved = 1.0 - min(1.0, signs.speed[chosen]) + shortage(signs) * (1.0 - signs.size[chosen])
+        return saved - self.config.damage_penalty * harm
+
+    def learn(self, part: str, signs: Indicators, chosen: Format, loss_excess: float) -> None:
+        precision, rewards = self._arm(chosen)
+        seen = features(signs, chosen)
+        precision += np.outer(seen, seen)
+        rewards += self.reward(signs, chosen, loss_excess) * seen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "precision": {name: value.tolist() for name, value in self.precision.items()},
+            "rewards": {name: value.tolist() for name, value in self.rewards.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.precision = {name: np.array(value) for name, value in state["precision"].items()}
+        self.rewards = {name: np.array(value) for name, value in state["rewards"].items()}
+
+
+def scheduled(
+    config: AdaptiveConfig, step: int, parts: Sequence[str], widest: Mapping[str, Format]
+) -> dict[str, Format]:
+    """The formats of a schedule at a step: feed-forward parts first, from the middle of the model outwards."""
+    share = [0.0, *(share for start, share in config.schedule if start <= step)][-1]
+    middle = (len(parts) - 1) / 2
+    order = sorted(parts, key=lambda part: (not part.endswith(".ffn"), abs(parts.index(part) - middle)))
+    narrow = set(order[: round(share * len(parts))])
+    return {part: config.low_precision if part in narrow else widest[part] for part in parts}
+
+
+@dataclass
+class PrecisionSwitcher:
+    """The present formats of all parts, with hysteresis, a fallback, and a reason for each change.
+
+    widest: what a part falls back to in the end (the policy's format). probe: the relative rise of the loss with a part
+    in a format, None where nothing tells; no format but FP32 is changed to whose rise is not known. offered: those of
+    the candidates that are worth while at present.
+    """
+
+    config: AdaptiveConfig
+    widest: dict[str, Format]
+    controller: Controller
+    probe: Callable[[str, Format], float | None]
+    offered: tuple[Format, ...] = field(init=False)
+    formats: dict[str, Format] = field(default_factory=dict)
+    good: dict[str, Format] = field(default_factory=dict)
+    resting: dict[str, int] = field(default_factory=dict)
+    mean_loss: float = 0.0
+    last_signs: dict[str, Indicators] = field(default_factory=dict)
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    """Since they were last taken."""
+
+    def __post_init__(self) -> None:
+        self.offered = self.config.candidates
+        self.formats = self.formats or dict(self.widest)
+        self.good = self.good or dict(self.widest)
+
+    def candidates(self, part: str) -> list[Format]:
+        return list(dict.fromkeys(["fp32", self.widest[part], self.formats[part], *self.offered]))
+
+    def see_loss(self, step: int, loss: float) -> bool:
+        """Every step; whether the loss jumped, so that formats went back to the last good ones."""
+        excess = loss / self.mean_loss - 1.0 if self.mean_loss > 0 else 0.0
+        jumped = not math.isfinite(loss) or excess > self.config.revert_on_loss_rise
+        if math.isfinite(loss):
+            self.mean_loss = EMA * self.mean_loss + (1 - EMA) * loss if self.mean_loss else loss
+        narrow = {part for part, chosen in self.formats.items() if chosen != self.widest[part]}
+        if not jumped or not narrow:
+            return False
+        back = self.good if self.good != self.formats else self.widest
+        harm = min(1.0, excess) if math.isfinite(excess) else 1.0
+        for part in sorted(narrow):
+            if part in self.last_signs and back[part] != self.formats[part]:  # of what may have brought the jump
+                self.controller.learn(part, self.last_signs.pop(part), self.formats[part], harm)
+            self._switch(step, part, FormatChoice(back[part], f"the loss jumped to {loss:.4g}"))
+            self.resting[part] = self.config.cooldown_decisions
+        self.good = dict(self.formats)
+        return True
+
+    def decide(self, step: int, signs: Mapping[str, Indicators], loss_excess: float) -> None:
+        """All parts, in one order; loss_excess: what the loss was above what the earlier periods led to expect."""
+        self.last_signs, last_signs = {}, self.last_signs
+        if loss_excess <= self.config.revert_on_loss_rise:
+            self.good = dict(self.formats)
+        for part, seen in signs.items():
+            self.last_signs[part] = seen
+            if part in last_signs:
+                lost = seen.skipped_share if self.formats[part] == "fp16" else 0.0
+                self.controller.learn(part, last_signs[part], self.formats[part], loss_excess + lost)
+            if self.resting.get(part, 0) > 0:
+                self.resting[part] -= 1
+                continue
+            choice = self._proved(part)
+            if choice.chosen != self.formats[part]:
+                self._switch(step, part, choice)
+                self.resting[part] = self.config.cooldown_decisions
+
+    def _proved(self, part: str) -> FormatChoice:
+        """What the controller proposes when it knows the rise of the loss with what it proposes."""
+        candidates = self.candidates(part)
+        while True:
+            signs = self.last_signs[part]
+            choice = self.controller.propose(part, signs, self.formats[part], candidates)
+            if choice.chosen in ("fp32", self.formats[part], *signs.sensitivity):
+                return choice
+            rise = self.probe(part, choice.chosen)
+            if rise is None:
+                candidates.remove(choice.chosen)
+            else:
+                sensitivity = {**signs.sensitivity, choice.chosen: rise}
+                self.last_signs[part] = replace(signs, sensitivity=sensitivity)
+
+    def follow(self, step: int, formats: Mapping[str, Format]) -> None:
+        """Take over what a schedule says."""
+        for part, chosen in formats.items():
+            if chosen != self.formats[part]:
+                self._switch(step, part, FormatChoice(chosen, "by schedule"))
+
+    def take_changes(self) -> list[dict[str, Any]]:
+        taken, self.changes = self.changes, []
+        return taken
+
+    def _switch(self, step: int, part: str, choice: FormatChoice) -> None:
+        if choice.chosen == self.formats[part]:
+            return
+        self.changes.append(
+            {"step": step, "part": part, "from": self.formats[part], "to": choice.chosen, "reason": choice.reason}
+        )
+        self.formats[part] = choice.chosen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "formats": dict(self.formats),
+            "good": dict(self.good),
+            "resting": dict(self.resting),
+            "mean_loss": self.mean_loss,
+            "last_signs": {part: _plain(signs) for part, signs in self.last_signs.items()},
+            "controller": self.controller.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.formats, self.good = dict(state["formats"]), dict(state["good"])
+        self.resting = {part: int(count) for part, count in state["resting"].items()}
+        self.mean_loss = float(state["mean_loss"])
+        self.last_signs = {part: Indicators(**signs) for part, signs in state["last_signs"].items()}
+        self.controller.load_state_dict(state["controller"])
+
+
+def _plain(signs: Indicators) -> dict[str, Any]:
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in vars(signs).items()}
+
+
+def controller_of(config: AdaptiveConfig) -> Controller:
+    return Bandit(config) if config.kind == "bandit" else Rules(config)

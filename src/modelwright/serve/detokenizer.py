@@ -1,0 +1,81 @@
+"""From tokens to text while they arrive: whole characters only, and nothing past a stop string.
+
+Knows nothing about HTTP and nothing about the engine.
+"""
+
+from dataclasses import dataclass, field
+
+from modelwright.data.stream_decode import TextStream
+
+
+@dataclass(frozen=True)
+class TokenInfo:
+    """A token of the answer with its log-probability, likeliest alternatives and place in the answer's text."""
+
+    token_id: int
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Text that is final, the tokens that belong to it, and why the answer is over ("" while it goes on)."""
+
+    text: str
+    tokens: tuple[TokenInfo, ...] = ()
+    finish_reason: str = ""
+
+
+@dataclass
+class IncrementalDetokenizer:
+    """Assembles one answer. `stop_texts` end it; neither they nor what comes after is shown."""
+
+    stream: TextStream
+    stop_texts: tuple[str, ...] = ()
+    _held: str = ""
+    _num_shown: int = 0
+    _pending: list[TokenInfo] = field(default_factory=list)
+
+    def push(self, token_id: int, logprob: float, alternatives: tuple[tuple[int, float], ...]) -> Delta:
+        """Take a token; the piece has `finish_reason` "stop" when it completes a stop string."""
+        self._pending.append(TokenInfo(token_id, logprob, alternatives, self._num_shown + len(self._held)))
+        self._held += self._step(token_id)
+        cut = self._find_stop()
+        if cut >= 0:
+            self._held = self._held[:cut]
+            return self._release(len(self._held), "stop")
+        return self._release(len(self._held) - self._num_doubtful(), "")
+
+    def finish(self, reason: str) -> Delta:
+        """The rest of the text when the engine has ended the answer."""
+        self._held += self.stream.finish()
+        cut = self._find_stop()
+        self._held = self._held[:cut] if cut >= 0 else self._held
+        return self._release(len(self._held), "stop" if cut >= 0 else reason)
+
+    def _step(self, token_id: int) -> str:
+        """Text of a token; a model may have more tokens than its tokenizer, and those say nothing."""
+        try:
+            return self.stream.step(token_id)
+        except ValueError:
+            return ""
+
+    def _find_stop(self) -> int:
+        places = [place for place in (self._held.find(text) for text in self.stop_texts) if place >= 0]
+        return min(places, default=-1)
+
+    def _num_doubtful(self) -> int:
+        """Length of the longest tail that may be the beginning of a stop string."""
+        longest = max((len(text) - 1 for text in self.stop_texts), default=0)
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(text.startswith(self._held[-length:]) for text in self.stop_texts):
+                return length
+        return 0
+
+    def _release(self, length: int, reason: str) -> Delta:
+        text, self._held = self._held[:length], self._held[length:]
+        self._num_shown += length
+        ready = [info for info in self._pending if info.offset < self._num_shown]
+        self._pending = [info for info in self._pending if info.offset >= self._num_shown]
+        return Delta(text, tuple(ready), reason)

@@ -1,0 +1,45 @@
+"""Load what is served: a folder in the Hugging Face layout, or an INT8 folder with a tokenizer beside the weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from modelwright.compress.int8 import Int8WeightsConfig, is_int8_folder, load_int8
+from modelwright.core.errors import ModelError
+from modelwright.model.decoder import Decoder
+from modelwright.model.hf import load_model
+from modelwright.serve.tokenizer import Codec
+
+SHORT_DIGEST = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Where a model comes from, for people: its folder, the stage that made it and the SHA-256 over its files.
+
+    `stage` and `digest` are "" for a folder that no stage wrote (downloaded, exported).
+    """
+
+    name: str
+    folder: Path
+    stage: str = ""
+    digest: str = ""
+
+    def describe(self) -> str:
+        """`sft of tiny (runs/tiny/sft/artifact, sha256 0123456789ab)`."""
+        if not self.digest:
+            return f"{self.name} ({self.folder}, without a manifest, so its files are not verified)"
+        return f"{self.stage} of {self.name} ({self.folder}, sha256 {self.digest[:SHORT_DIGEST]})"
+
+
+def load_folder(folder: Path, int8: Int8WeightsConfig) -> tuple[Decoder, Codec]:
+    """The model and its tokenizer. Raises `ModelError` when files are missing or do not fit together."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such model folder")
+    model = load_int8(folder, int8) if is_int8_folder(folder) else load_model(folder)
+    codec = Codec.load(folder)
+    if codec.vocab_size > model.config.vocab_size:
+        raise ModelError(
+            f"{folder}: the tokenizer has {codec.vocab_size} tokens, the model only {model.config.vocab_size}; "
+            "they do not belong together"
+        )
+    return model.eval(), codec

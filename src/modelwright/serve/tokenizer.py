@@ -1,0 +1,71 @@
+"""What the server needs of a tokenizer: prompts in, text out, refusals in the server's form.
+
+What a person writes never becomes a control token: `<|end|>` in a message is encoded as the characters that it
+consists of. Only the chat template's own text is read with control tokens.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from modelwright.core.errors import DataError
+from modelwright.data.fast_bpe import is_byte_level, token_bytes
+from modelwright.data.stream_decode import TextStream
+from modelwright.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from modelwright.serve.errors import ApiError
+
+
+class Codec:
+    """A tokenizer for serving. `bytes_of`: the bytes of each token of a byte-level vocabulary, else empty.
+
+    `stop_ids`: tokens that end an answer and are never shown. `max_token_bytes`: how much text one token stands for at
+    most, 0 where there is no bound (the tokenizer changes the text first, or has a token for any unknown word). Safe
+    to use from several threads.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, bytes_of: Mapping[int, bytes], *, normalizes: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._bytes_of = bytes_of
+        self.max_token_bytes = 0 if normalizes else max(map(len, bytes_of.values()), default=0)
+        control = [tokenizer.id_of(token) for token in SPECIAL_TOKENS]
+        self.stop_ids = tuple(sorted({*tokenizer.stop_ids, *(token for token in control if token is not None)}))
+
+    @classmethod
+    def load(cls, folder: Path) -> "Codec":
+        """Read a tokenizer folder. Raises `ArtifactError` when it cannot be read."""
+        tokenizer = Tokenizer.load(folder)
+        definition = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        bytes_of = token_bytes(definition) if is_byte_level(definition) else {}
+        return cls(tokenizer, bytes_of, normalizes=bool(definition.get("normalizer")))
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        """A prompt for plain completion: as documents begin in training, with the begin token where there is one."""
+        begin = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
+        return begin + self._tokenizer.encode(text)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """A conversation up to where the assistant is to speak. Raises `ApiError` 400 when the template refuses it."""
+        try:
+            return self._tokenizer.encode_prompt(messages)
+        except DataError as error:
+            raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+
+    def stream(self) -> TextStream:
+        """A decoder that takes one token at a time, gives whole characters only and leaves control tokens out."""
+        return self._tokenizer.stream()
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without control tokens."""
+        return self._tokenizer.decode(ids)
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text, control tokens by name; "" for one beyond the vocabulary (the model may have more)."""
+        return self._tokenizer.token_text(token_id) if token_id < self.vocab_size else ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token as bytes: exact for byte-level vocabularies, else its text in UTF-8."""
+        return self._bytes_of.get(token_id) or self.token_text(token_id).encode("utf-8")
