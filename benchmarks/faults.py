@@ -165,8 +165,9 @@ class Hosts:
 
     def start(self, name: str) -> None:
         config = LaunchConfig(
-            min_hosts=1, max_hosts=len(self.names), rendezvous=f"{self.net.address('control')}:{PORT}",
-            separate_store=True, address=self.net.address(name), last_call_s=6, lost_after_s=6, max_restarts=1000,
+            min_hosts=1, max_hosts=len(self.names), rdzv_endpoint=f"{self.net.address('control')}:{PORT}",
+            external_store=True, local_addr=self.net.address(name), last_call_timeout_s=6,
+            keep_alive_timeout_s=6, max_restarts=1000,
         )  # fmt: skip
         words = ["work", str(self.folder), str(self.num_steps)]
         command = [sys.executable, __file__, "host", json.dumps(dump(config)), *words]

@@ -70,11 +70,9 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "AdamW, BF16 states": {"optimizer": "adamw_bf16_states"},
     "Lion": {"optimizer": "lion"},
     "Muon": {"optimizer": "muon"},
-    "DeepSeekAdam": {"optimizer": "deepseek_adam"},
     "no clipping": {"max_grad_norm": 0.0},
     "adaptive clipping": {"adaptive_clip": {"kind": "percentile"}},
     "dynamic decay": {"weight_decay_schedule": {"grad_norm_threshold": 5.0}},
-    "learning-rate rule": {"rate_rule": {"kind": "sqrt"}},
     "loss spikes": {"loss_spikes": {"num_sigmas": 6.0}},
     "rollback": {
         "loss_spikes": {"num_sigmas": 6.0, "rollback_after": 2, "lr_factor_steps": 2},

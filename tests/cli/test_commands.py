@@ -58,7 +58,7 @@ def test_without_the_claims_package_the_error_says_what_to_install(
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "tiny", "--budget", "0.05"]) == 0
+    assert main(["doctor", "tiny", "--seconds", "0.05"]) == 0
     assert "recommended compute" in capsys.readouterr().out
 
 

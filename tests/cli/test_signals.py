@@ -65,7 +65,7 @@ def end_by(started: Started, number: int, is_so: Callable[[], bool]) -> str:
 
 @BOTH
 @pytest.mark.parametrize(
-    ("command", "goes_on"), [("run", GOES_ON), ("plan", ""), ("lr-range", ""), ("config", ""), ("doctor", "")]
+    ("command", "goes_on"), [("run", GOES_ON), ("plan", ""), ("lr-find", ""), ("config", ""), ("doctor", "")]
 )
 def test_while_a_file_is_read(tmp_path: Path, number: signal.Signals, command: str, goes_on: str) -> None:
     """A file that never ends: nothing is written to the pipe."""
@@ -146,7 +146,7 @@ def test_running_in_one_process(tmp_path: Path, number: signal.Signals, stage: s
 @BOTH
 def test_a_test_of_rates(tmp_path: Path, number: signal.Signals) -> None:
     packed = tmp_path / "out" / "data" / "pack" / "artifact"
-    words = ("lr-range", "tiny", "--out", tmp_path / "out", "--run-dir", tmp_path / "run", "--steps", "100000")
+    words = ("lr-find", "tiny", "--out", tmp_path / "out", "--run-dir", tmp_path / "run", "--steps", "100000")
     last = end_by(start(*words), number, packed.exists)
     assert last in (
         "modelwright: stopped; the test begins anew the next time", f"modelwright: {CODES[number][1]}"

@@ -78,11 +78,11 @@ def test_a_killed_host_is_done_without(undisturbed, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    hosts = {"rendezvous": f"127.0.0.1:{port}", "separate_store": True, "max_hosts": 2, "last_call_s": 4}
+    hosts = {"rdzv_endpoint": f"127.0.0.1:{port}", "external_store": True, "max_hosts": 2, "last_call_timeout_s": 4}
     serve = f"from modelwright.parallel.elastic import serve_rendezvous; serve_rendezvous({port})"
     store = subprocess.Popen([sys.executable, "-c", serve])
     try:
-        launched = [start(tmp_path, "host", host=host, lost_after_s=3, **hosts) for host in "ab"]
+        launched = [start(tmp_path, "host", host=host, keep_alive_timeout_s=3, **hosts) for host in "ab"]
         (errors, code), (_, killed) = finish(*launched)
     finally:
         store.kill()
@@ -121,10 +121,10 @@ def test_too_few_processes_for_one_copy_are_refused():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"processes": 0}, {"max_hosts": 0}, {"max_restarts": -1}, {"lost_after_s": 1}, {"max_hosts": 2}]
+    "wrong", [{"processes": 0}, {"max_hosts": 0}, {"max_restarts": -1}, {"keep_alive_timeout_s": 1}, {"max_hosts": 2}]
 )
 def test_wrong_settings_are_named(wrong):
-    name = "rendezvous" if wrong == {"max_hosts": 2} else next(iter(wrong))
+    name = "rdzv_endpoint" if wrong == {"max_hosts": 2} else next(iter(wrong))
     with pytest.raises(ConfigError, match=f"^{name}: "):
         LaunchConfig(**wrong)
 

@@ -62,13 +62,14 @@ def test_a_file_that_cannot_be_right(inside: Command, tmp_path: Path, content: b
     assert [found.name for found in tmp_path.iterdir()] == ["mine.yaml"]
 
 
-@pytest.mark.parametrize("command", [("run", "--dry-run"), ("run",), ("config",), ("doctor",), ("plan",)])
+@pytest.mark.parametrize("command", [("run", "--dry-run"), ("run",), ("config",), ("doctor",), ("plan", "memory")])
 def test_every_command_refuses_a_section_that_is_a_number(
     inside: Command, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("recipe: tiny\npretrain: 5\n")
-    assert_one_line(inside(command[0], str(path), *command[1:]), "pretrain: expected a mapping, got 5")
+    words = (command[0], str(path), *command[1:]) if command[0] != "plan" else (*command, str(path))
+    assert_one_line(inside(*words), "pretrain: expected a mapping, got 5")
 
 
 @pytest.mark.parametrize("size", [("--model.model_dim", "100000000"), ("--model.num_layers", "100000000")])
@@ -82,8 +83,10 @@ def test_a_model_that_the_machine_cannot_hold(inside: Command, tmp_path: Path, s
 def test_planning_a_model_that_cannot_be_measured(inside: Command, tmp_path: Path) -> None:
     path = tmp_path / "large.yaml"
     path.write_text("recipe: tiny\nmodel: {model_dim: 100000000}\n")
-    assert_one_line(inside("plan", str(path)), "--flops: the model's largest matrix")
-    assert_one_line(inside("plan", str(path), "--top", "0", "--flops", "1e12"), "--top: must be at least 1, got 0")
+    assert_one_line(inside("plan", "layout", str(path)), "--flops: the model's largest matrix")
+    assert_one_line(
+        inside("plan", "layout", str(path), "--top", "0", "--flops", "1e12"), "--top: must be at least 1, got 0"
+    )
 
 
 @pytest.mark.parametrize("words", [["--dry-run"], [], ["--nproc", "2"]])
@@ -143,9 +146,9 @@ def test_an_export_never_replaces_a_file(inside: Command, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("lr-range", "tiny", "--last", "inf"), "first: must be above 0 and below last, both finite"),
-        (("doctor", "tiny", "--budget", "nan"), "--budget: must be a number of seconds above 0"),
-        (("doctor", "tiny", "--budget", "-1"), "--budget: must be a number of seconds above 0"),
+        (("lr-find", "tiny", "--max-lr", "inf"), "--min-lr: must be above 0 and below --max-lr, both finite"),
+        (("doctor", "tiny", "--seconds", "nan"), "--seconds: must be above 0"),
+        (("doctor", "tiny", "--seconds", "-1"), "--seconds: must be above 0"),
     ],
 )
 def test_numbers_that_measure_nothing(inside: Command, words: tuple[str, ...], message: str) -> None:
@@ -154,7 +157,7 @@ def test_numbers_that_measure_nothing(inside: Command, words: tuple[str, ...], m
 
 def test_the_range_test_needs_a_folder(inside: Command, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert_one_line(inside("lr-range", "tiny", "--out", str(tmp_path / "file")), "--out: ", "is a file")
+    assert_one_line(inside("lr-find", "tiny", "--out", str(tmp_path / "file")), "--out: ", "is a file")
 
 
 @pytest.mark.parametrize(

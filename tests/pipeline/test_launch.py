@@ -206,8 +206,8 @@ def test_a_process_too_many_waits(run: Path, command: Command) -> None:
     [
         (["run"], "run: name a recipe"),
         (["tiny"], "launch: ends with a run command"),
-        (["--hosts", "two", "run", "tiny"], "--hosts: 'two' is no number"),
-        (["--hosts", "1:2", "run", "tiny"], "--rendezvous: several hosts need"),
+        (["--nnodes", "two", "run", "tiny"], "--nnodes: 'two' is no number"),
+        (["--nnodes", "1:2", "run", "tiny"], "--rdzv-endpoint: several hosts need"),
         (["--nproc", "0", "run", "tiny"], "--nproc: must be at least 1"),
         (["run", "tiny", "--nproc", "2"], "--nproc: belongs to launch"),
         (["run", "tiny", "--parallel.tensor", "4"], "parallel.data: one copy of the model takes 4 processes"),

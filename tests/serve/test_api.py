@@ -251,7 +251,7 @@ def test_health_metrics_and_page(client: OpenAI, server: ServerThread):
         'modelwright_kv_blocks{state="free"}',
         "modelwright_running_answers",
         "modelwright_waiting_answers",
-        'modelwright_answers_total{reason="length"}',
+        'modelwright_generations_total{reason="length"}',
     ):
         assert name in text, name
     page = httpx.get(server.url)

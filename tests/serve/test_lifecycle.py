@@ -30,7 +30,7 @@ def post(url: str, **options) -> httpx.Response:
 
 
 def test_full_queue_is_429_with_retry_after(slow_server):
-    server = slow_server(max_queue=1)
+    server = slow_server(max_queued=1)
     refusals = 'modelwright_http_requests_total{method="POST",route="/v1/completions",status="429"} '
 
     def retried() -> bool:
@@ -70,7 +70,7 @@ def test_a_client_that_leaves_frees_its_place(slow_server, stream):
                 wait_until(lambda: server.service.worker.num_open == 1)
         wait_until(lambda: server.service.worker.num_open == 0)
     metrics = httpx.get(f"{server.url}/metrics").text
-    assert 'modelwright_answers_total{reason="aborted"} 1.0' in metrics
+    assert 'modelwright_generations_total{reason="aborted"} 1.0' in metrics
     assert post(server.url, max_tokens=2).status_code == 200
     stats = server.service.worker.engine.stats()
     assert stats.num_free_blocks == stats.num_blocks

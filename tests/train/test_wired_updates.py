@@ -164,7 +164,7 @@ def test_other_optimizers_learn_and_go_on_with_the_same_bits(runs, kind):
 
 def test_other_optimizers_under_zero_3_make_the_same_updates_and_muon_is_refused(runs):
     assert losses(runs, "lion-zero") == pytest.approx(losses(runs, "lion"), rel=1e-3)
-    assert losses(runs, "adamw_int8-zero") == pytest.approx(losses(runs, "adamw_8bit"), rel=2e-2)
+    assert losses(runs, "adamw_8bit-zero") == pytest.approx(losses(runs, "adamw_8bit"), rel=2e-2)
     assert ended(runs, "muon-zero")["kind"] == "ConfigError"
     assert ended(runs, "muon-zero")["error"].startswith("optimizer: muon needs whole weight matrices")
 

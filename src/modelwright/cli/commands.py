@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from modelwright.cli.overrides import read_overrides, split_settings
+from modelwright.cli.parsers import new_parser
 from modelwright.core.errors import ConfigError, Stopped
 
 LEAVING_S = 120
@@ -22,9 +23,13 @@ COMMANDS_GROUP = "modelwright.commands"
 STAGE_HELP = "the model of this stage of the run: pretrain or sft (default: the last that has finished)"
 
 
+def recipes_parser() -> argparse.ArgumentParser:
+    return new_parser("recipes", "List the recipes that `modelwright run` knows.", example="modelwright recipes")
+
+
 def recipes(words: Sequence[str]) -> int:
     """`modelwright recipes`"""
-    _parser("recipes", "List the recipes that `modelwright run` knows.").parse_args(words)
+    recipes_parser().parse_args(words)
     from modelwright.recipes.load import RECIPES, recipe_file
 
     for name in RECIPES:
@@ -33,73 +38,82 @@ def recipes(words: Sequence[str]) -> int:
     return 0
 
 
-def config(words: Sequence[str]) -> int:
-    """`modelwright config`"""
-    from modelwright.cli.config import config
-
-    return config(words)
-
-
-def explain(words: Sequence[str]) -> int:
-    """`modelwright explain`"""
-    from modelwright.cli.config import explain
-
-    return explain(words)
+def doctor_parser() -> argparse.ArgumentParser:
+    parser = new_parser(
+        "doctor",
+        "Survey this machine and measure its rates at a model's own shapes.",
+        example="modelwright doctor quickstart --json",
+    )
+    parser.add_argument("target", nargs="?", default="quickstart", help="whose model (default: quickstart)")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument(
+        "--seconds", type=float, default=6.0, metavar="S", help="time for each measurement (default: 6)"
+    )
+    return parser
 
 
 def doctor(words: Sequence[str]) -> int:
     """`modelwright doctor`"""
-    parser = _parser("doctor", "Survey this machine and measure its rates at a model's own shapes.")
-    parser.add_argument("target", nargs="?", default="quickstart", help="whose model (default: quickstart)")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--budget", type=float, default=6.0, metavar="SECONDS", help="time for each measurement")
-    options = parser.parse_args(words)
-    if not 0 < options.budget < math.inf:
-        raise ConfigError(f"--budget: must be a number of seconds above 0, got {options.budget}")
+    options = doctor_parser().parse_args(words)
+    if not 0 < options.seconds < math.inf:
+        raise ConfigError(f"--seconds: must be above 0, got {options.seconds}")
     from modelwright.pipeline.doctor import examine
     from modelwright.recipes.load import load
 
-    print(examine(load(options.target, {}).config, as_json=options.json, budget_s=options.budget))
+    print(examine(load(options.target, {}).config, as_json=options.json, budget_s=options.seconds))
     return 0
 
 
-def serve(words: Sequence[str]) -> int:
-    """`modelwright serve`"""
-    parser = _parser("serve", "Serve a model over HTTP as the OpenAI API does; SIGTERM or Ctrl-C drains and stops.")
-    parser.usage = (
-        "modelwright serve RUN|MODEL_FOLDER [--stage NAME] [--int8] [--port N] [--host H] [--engine.max_num_seqs N ...]"
+def serve_parser() -> argparse.ArgumentParser:
+    parser = new_parser(
+        "serve",
+        "Serve a model over HTTP as the OpenAI API does; SIGTERM or Ctrl-C drains and stops. Every setting of the "
+        "server can be given by its name (docs/config.md, section serve).",
+        example="modelwright serve runs/quickstart --port 8000 --engine.max_num_seqs 64",
+        usage="modelwright serve RUN|MODEL_FOLDER [--stage NAME] [--int8] [--port N] [--host H] [--a.b VALUE ...]",
     )
     parser.add_argument("target", metavar="RUN|MODEL_FOLDER", help="a run directory, its name, or a model folder")
     parser.add_argument("--stage", default="", help=STAGE_HELP)
     parser.add_argument("--int8", action="store_true", help="serve the run's INT8 model")
-    parser.add_argument("--name", default="", help="what clients call the model (default: the run's name)")
-    parser.add_argument("--with-parent", action="store_true", help="stop when the process that started it has gone")
-    parser.epilog = "Every other setting of the server can be given by its name, --port 0 takes a free port."
-    leading, own, rest = split_settings(words, ("stage", "int8", "name", "with-parent", "help"))
-    parsed = parser.parse_args([*leading, *own])
+    parser.add_argument(
+        "--served-model-name", default="", metavar="NAME", help="what clients call the model (the run's)"
+    )
+    parser.add_argument("--exit-with-parent", action="store_true", help="stop when the process that started it is gone")
+    return parser
+
+
+def serve(words: Sequence[str]) -> int:
+    """`modelwright serve`"""
+    own_names = ("stage", "int8", "served-model-name", "exit-with-parent", "help")
+    leading, own, rest = split_settings(words, own_names)
+    parsed = serve_parser().parse_args([*leading, *own])
     from modelwright.core.config import dump, merge, parse
     from modelwright.pipeline.models import find_model
     from modelwright.serve.config import ServeConfig
     from modelwright.serve.server import run_server
 
     found = find_model(_run_or_folder(parsed.target), stage=parsed.stage, int8=parsed.int8)
-    if parsed.with_parent:
+    if parsed.exit_with_parent:
         leave_with_parent()
     settings = parse(ServeConfig, merge(dump(found.server), read_overrides(ServeConfig, rest)))
     _remark(found.remark)
-    number = run_server(found.source, settings, model_name=parsed.name or found.source.name, announce=_say)
+    number = run_server(found.source, settings, model_name=parsed.served_model_name or found.source.name, announce=_say)
     return 128 + number if number else 0
 
 
-def chat(words: Sequence[str]) -> int:
-    """`modelwright chat`"""
-    parser = _parser("chat", "Talk to a model in the terminal.")
+def chat_parser() -> argparse.ArgumentParser:
+    parser = new_parser("chat", "Talk to a model in the terminal.", example="modelwright chat runs/quickstart")
     parser.add_argument("target", metavar="RUN|MODEL_FOLDER", help="a run directory, its name, or a model folder")
     parser.add_argument("--stage", default="", help=STAGE_HELP)
     parser.add_argument("--int8", action="store_true", help="take the run's INT8 model")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 always takes the likeliest token")
     parser.add_argument("--top-p", type=float, default=0.95, help="sample from the likeliest tokens of this weight")
-    options = parser.parse_args(words)
+    return parser
+
+
+def chat(words: Sequence[str]) -> int:
+    """`modelwright chat`"""
+    options = chat_parser().parse_args(words)
     from modelwright.pipeline.models import find_model
     from modelwright.serve.terminal import chat as talk
 
@@ -110,15 +124,23 @@ def chat(words: Sequence[str]) -> int:
     return 0
 
 
-def export(words: Sequence[str]) -> int:
-    """`modelwright export`"""
-    parser = _parser("export", "Write a run's model as a folder that `transformers` loads.")
-    parser.usage = "modelwright export RUN --to hf [DEST] [--stage NAME] [--overwrite]"
+def export_parser() -> argparse.ArgumentParser:
+    parser = new_parser(
+        "export",
+        "Write a run's model as a folder that `transformers` loads.",
+        example="modelwright export runs/quickstart --to hf exported",
+        usage="modelwright export RUN --to hf [DEST] [--stage NAME] [--overwrite]",
+    )
     parser.add_argument("target", metavar="RUN", help="a run directory or its name")
     parser.add_argument("--to", nargs="+", required=True, metavar=("hf", "DEST"), help="format, and where to")
     parser.add_argument("--stage", default="", help=STAGE_HELP)
     parser.add_argument("--overwrite", action="store_true", help="replace DEST when it exists")
-    options = parser.parse_args(words)
+    return parser
+
+
+def export(words: Sequence[str]) -> int:
+    """`modelwright export`"""
+    options = export_parser().parse_args(words)
     if options.to[0] != "hf" or len(options.to) > 2:
         raise ConfigError(f"--to: {' '.join(options.to)!r} is not understood; write --to hf, or --to hf DEST")
     from modelwright.pipeline.models import export_hf, find_model
@@ -134,11 +156,19 @@ def export(words: Sequence[str]) -> int:
     return 0
 
 
+def report_parser() -> argparse.ArgumentParser:
+    parser = new_parser(
+        "report",
+        "Write a run's report.html again from what is in its folder.",
+        example="modelwright report runs/quickstart",
+    )
+    parser.add_argument("target", metavar="RUN", help="a run directory or its name")
+    return parser
+
+
 def report(words: Sequence[str]) -> int:
     """`modelwright report`"""
-    parser = _parser("report", "Write a run's report.html again from what is in its folder.")
-    parser.add_argument("target", metavar="RUN", help="a run directory or its name")
-    options = parser.parse_args(words)
+    options = report_parser().parse_args(words)
     from modelwright.pipeline.run import previous_config
     from modelwright.pipeline.stages.report import write_report
     from modelwright.recipes.load import find_run
@@ -162,10 +192,6 @@ def prove(words: Sequence[str]) -> int:
         "prove: the claims are a package of their own, modelwright-claims, which is not installed; "
         "in a checkout: pip install -e claims"
     )
-
-
-def _parser(name: str, description: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(prog=f"modelwright {name}", description=description)
 
 
 def _run_or_folder(word: str) -> Path:

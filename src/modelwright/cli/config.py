@@ -3,33 +3,38 @@
 import argparse
 import difflib
 from collections.abc import Sequence
-
-import yaml
+from typing import TYPE_CHECKING
 
 from modelwright.cli.overrides import read_overrides, split_words
-from modelwright.core.config import difference, dump
-from modelwright.core.config_docs import Setting, annotated_yaml, defaults_of, settings_of
+from modelwright.cli.parsers import new_parser
 from modelwright.core.errors import ConfigError
-from modelwright.pipeline.config import TRAININGS, RunConfig
-from modelwright.pipeline.renamed import RENAMED, new_name
-from modelwright.recipes.load import load
 
-_CONFIG_USAGE = "modelwright config RECIPE|CONFIG.yaml|RUN_DIR [--diff] [--plain] [--a.b VALUE ...]"
+if TYPE_CHECKING:  # PyTorch takes seconds to load
+    from modelwright.core.config_docs import Setting
+
+
+def config_parser() -> argparse.ArgumentParser:
+    parser = new_parser(
+        "config",
+        "Print a configuration as YAML, overrides applied, each setting under its documentation. It runs as it is.",
+        example="modelwright config quickstart --diff > mine.yaml",
+        usage="modelwright config RECIPE|CONFIG.yaml|RUN_DIR [--diff] [--plain] [--a.b VALUE ...]",
+    )
+    parser.add_argument("--diff", action="store_true", help="print only what differs from the defaults")
+    parser.add_argument("--plain", action="store_true", help="print no documentation")
+    return parser
 
 
 def config(words: Sequence[str]) -> int:
     """`modelwright config`"""
-    parser = argparse.ArgumentParser(
-        prog="modelwright config",
-        usage=_CONFIG_USAGE,
-        description="Print a configuration as YAML, overrides applied, each setting under its documentation. It can be "
-        "run as it is.",
-        epilog="example: modelwright config quickstart --diff > mine.yaml",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--diff", action="store_true", help="print only what differs from the defaults")
-    parser.add_argument("--plain", action="store_true", help="print no documentation")
-    flags, others = parser.parse_known_args(words)
+    import yaml
+
+    from modelwright.core.config import difference, dump
+    from modelwright.core.config_docs import annotated_yaml, defaults_of
+    from modelwright.pipeline.config import TRAININGS, RunConfig
+    from modelwright.recipes.load import load
+
+    flags, others = config_parser().parse_known_args(words)
     leading, options = split_words(others)
     if len(leading) != 1:
         raise ConfigError("config: name one recipe, YAML file or run directory (modelwright recipes lists the recipes)")
@@ -48,19 +53,27 @@ def config(words: Sequence[str]) -> int:
 
 def dump_order() -> list[str]:
     """The sections of a run in the order in which they are printed."""
+    from modelwright.core.config_docs import settings_of
+    from modelwright.pipeline.config import RunConfig
+
     return list(dict.fromkeys(setting.key.partition(".")[0] for setting in settings_of(RunConfig)))
+
+
+def explain_parser() -> argparse.ArgumentParser:
+    parser = new_parser(
+        "explain",
+        "Explain one setting, or all whose keys begin or end with KEY.",
+        example="modelwright explain precision.policy",
+    )
+    parser.add_argument("key", metavar="KEY", help="a setting, such as pretrain.learning_rate or precision.policy")
+    return parser
 
 
 def explain(words: Sequence[str]) -> int:
     """`modelwright explain`"""
-    parser = argparse.ArgumentParser(
-        prog="modelwright explain",
-        description="Explain one setting, or all whose keys end or begin with KEY.",
-        epilog="example: modelwright explain precision.policy",
-        allow_abbrev=False,
-    )
-    parser.add_argument("key", metavar="KEY", help="a setting, such as pretrain.learning_rate or precision.policy")
-    key = parser.parse_args(words).key.lstrip("-")
+    from modelwright.pipeline.renamed import RENAMED, new_name
+
+    key = explain_parser().parse_args(words).key.lstrip("-")
     known = run_settings()
     if key in RENAMED:
         raise ConfigError(f"{key}: {new_name(key)}")
@@ -74,18 +87,18 @@ def explain(words: Sequence[str]) -> int:
     return 0
 
 
-def run_settings() -> list[Setting]:
+def run_settings() -> "list[Setting]":
     """All settings of a run, shared ones once: what training stages inherit is listed under `training`."""
+    from modelwright.core.config_docs import settings_of
+    from modelwright.pipeline.config import TRAININGS, RunConfig
+
     known = list(settings_of(RunConfig))
     shared = {one.key.removeprefix("training.") for one in known if one.key.startswith("training.")}
-    return [one for one in known if not (_in_stage(one.key) and one.key.partition(".")[2] in shared)]
+    split = ((one, *one.key.partition(".")) for one in known)
+    return [one for one, stage, _, key in split if not (stage in TRAININGS and key in shared)]
 
 
-def _in_stage(key: str) -> bool:
-    return key.partition(".")[0] in TRAININGS
-
-
-def described(setting: Setting) -> list[str]:
+def described(setting: "Setting") -> list[str]:
     """Lines about one setting, for a terminal."""
     facts = {"default": setting.default, "allowed": setting.allowed, "unit": setting.unit}
     inherits = "pretrain and sft inherit it and may set their own" if setting.key.startswith("training.") else ""

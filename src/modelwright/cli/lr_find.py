@@ -1,4 +1,4 @@
-"""`modelwright lr-range`: which peak learning rate suits a recipe, by a short sweep over rates."""
+"""`modelwright lr-find`: which peak learning rate suits a recipe, by a short sweep over rates."""
 
 import argparse
 import sys
@@ -7,57 +7,59 @@ from pathlib import Path
 
 from modelwright.cli.display import choose_display
 from modelwright.cli.overrides import read_overrides, split_settings
+from modelwright.cli.parsers import new_parser
 from modelwright.core.errors import ConfigError
 
-_FLAGS = ("first", "last", "steps", "run-dir", "out", "help")
+_FLAGS = ("min-lr", "max-lr", "steps", "run-dir", "out", "help")
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="modelwright lr-range",
-        usage="modelwright lr-range RECIPE|CONFIG.yaml|RUN_DIR [--first RATE] [--last RATE] [--steps N] [--out DIR] "
+    parser = new_parser(
+        "lr-find",
+        "Pretrain for some steps while the learning rate climbs by equal factors, until the loss diverges, and propose "
+        "a peak rate (Smith 2017). Uses the run's packed rows if they exist, else makes some; never writes into the "
+        "run's own folder.",
+        example="modelwright lr-find quickstart --min-lr 1e-5 --max-lr 0.1",
+        usage="modelwright lr-find RECIPE|CONFIG.yaml|RUN_DIR [--min-lr RATE] [--max-lr RATE] [--steps N] [--out DIR] "
         "[--a.b VALUE ...]",
-        description="Pretrain for some steps while the learning rate climbs by equal factors, until the loss runs "
-        "away, and propose a peak rate (Smith 2017). Rows of the run are taken when they are there, else they are "
-        "made; the run's own folder is never written to.",
     )
     parser.add_argument("target", metavar="RECIPE|CONFIG.yaml|RUN_DIR")
-    parser.add_argument("--first", type=float, default=1e-6, metavar="RATE", help="where the sweep begins (1e-6)")
-    parser.add_argument("--last", type=float, default=1.0, metavar="RATE", help="where it would end (1)")
+    parser.add_argument("--min-lr", type=float, default=1e-6, metavar="RATE", help="first rate (default: 1e-6)")
+    parser.add_argument("--max-lr", type=float, default=1.0, metavar="RATE", help="last rate (default: 1)")
     parser.add_argument("--steps", type=int, default=150, metavar="N", help="steps from one to the other (150)")
     parser.add_argument("--run-dir", metavar="DIR", default="", help="where the run lies (default: runs/<name>)")
-    parser.add_argument("--out", metavar="DIR", default="", help="for chart and figures (default: <run>-lr-range)")
+    parser.add_argument("--out", metavar="DIR", default="", help="for chart and figures (default: <run>-lr-find)")
     return parser
 
 
-def lr_range(words: Sequence[str]) -> int:
-    """`modelwright lr-range`"""
+def lr_find(words: Sequence[str]) -> int:
+    """`modelwright lr-find`"""
     options, settings = _read(words)
     from modelwright.pipeline.config import RunConfig
     from modelwright.pipeline.lr_find import RangeConfig, range_test
     from modelwright.recipes.load import load
 
-    test = RangeConfig(first=options.first, last=options.last, num_steps=options.steps)
+    test = RangeConfig(min_lr=options.min_lr, max_lr=options.max_lr, num_steps=options.steps)
     request = load(options.target, read_overrides(RunConfig, settings), options.run_dir)
-    folder = Path(options.out) if options.out else request.run.path.with_name(f"{request.run.path.name}-lr-range")
+    folder = Path(options.out) if options.out else request.run.path.with_name(f"{request.run.path.name}-lr-find")
     if folder.resolve() == request.run.path.resolve():
         raise ConfigError(f"--out: {folder} is the run's own folder, which the test leaves alone; choose another one")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out: {folder} is a file; choose a folder")
     display = choose_display(sys.stderr)
     try:
-        found = range_test(request.config, request.run, folder, test, words=["lr-range", *words], progress=display)
+        found = range_test(request.config, request.run, folder, test, words=["lr-find", *words], progress=display)
     finally:
         display.end()
     print(f"proposed peak  {found.proposal:.3g}   (a tenth of {found.lowest:.3g}, where the loss was lowest)")
     print(f"steepest fall  {found.steepest:.3g}")
     print(f"configured     {request.config.pretrain.learning_rate:.3g}")
-    print(f"chart          {folder / 'lr-range.html'}")
+    print(f"chart          {folder / 'lr-find.html'}")
     return 0
 
 
 def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Sequence[tuple[str, list[str]]]]:
     leading, own, settings = split_settings(words, _FLAGS)
     if not leading and "--help" not in own:
-        raise ConfigError("lr-range: name a recipe, a YAML file or a run directory first")
+        raise ConfigError("lr-find: name a recipe, a YAML file or a run directory first")
     return parser().parse_args([*leading, *own]), settings

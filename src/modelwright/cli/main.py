@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 from modelwright import __version__
-from modelwright.cli import commands, lr_find, plan, run
+from modelwright.cli import commands, completion, config, lr_find, plan, run
 from modelwright.cli.launch import EXIT_REPORT_DIR, GOES_ON, write_exit_report
 from modelwright.cli.stopping import StopSignals
 from modelwright.core.errors import ModelwrightError
@@ -32,17 +32,19 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "run": (run.run, "run a recipe, a YAML file, or a run directory again; resumes what was cut off"),
     "launch": (run.launch, "run on several hosts, or with processes that may come and go"),
     "recipes": (commands.recipes, "list the recipes"),
-    "config": (commands.config, "print the configuration of a recipe or a YAML file, with documentation"),
-    "explain": (commands.explain, "explain a setting: its meaning, default and allowed values"),
+    "config": (config.config, "print the configuration of a recipe or a YAML file, with documentation"),
+    "explain": (config.explain, "explain a setting: its meaning, default and allowed values"),
     "doctor": (commands.doctor, "survey this machine and measure what it can do"),
-    "plan": (plan.plan, "propose how to lay a model out over hosts and devices"),
-    "lr-range": (lr_find.lr_range, "propose a peak learning rate by a short sweep over rates"),
+    "plan": (plan.plan, "plan a parallel layout, or the memory of a training step"),
+    "lr-find": (lr_find.lr_find, "propose a peak learning rate by a short sweep over rates"),
     "serve": (commands.serve, "serve a run's model over HTTP, as the OpenAI API does"),
     "chat": (commands.chat, "talk to a run's model in the terminal"),
     "export": (commands.export, "write a run's model as a Hugging Face folder"),
     "report": (commands.report, "write a run's report.html again"),
     "prove": (commands.prove, "measure the claims of the ledger on this machine"),
+    "completion": (completion.completion, "print shell completion for bash, zsh or fish"),
 }
+_RENAMED = {"lr-range": "lr-find"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _guarded("help", lambda _: _show(_help(), 0 if words else 2), [], is_last=argv is None)
     if words[0] == "--version":
         return _show(f"modelwright {__version__}", 0)
+    if words[0] in _RENAMED:
+        return _complain(f"{words[0]}: is now called {_RENAMED[words[0]]}")
     if words[0] not in COMMANDS:
         near = difflib.get_close_matches(words[0], COMMANDS, n=1, cutoff=0.0)
         return _complain(f"{words[0]}: unknown command; did you mean {near[0]!r}? (modelwright --help lists them)")

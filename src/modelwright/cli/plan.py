@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from modelwright.cli import plan_memory
+from modelwright.cli.parsers import new_parser
 from modelwright.core.errors import ConfigError
 from modelwright.core.quantities import parse_quantity
 
@@ -23,11 +24,10 @@ _SIZES = (
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="modelwright plan",
-        description="Plan a training before it runs.",
-        epilog="example: modelwright plan layout llama3.1-8b --hosts 2 --devices-per-host 8 --device h100",
-        allow_abbrev=False,
+    parser = new_parser(
+        "plan",
+        "Plan a training before it runs.",
+        example="modelwright plan layout llama3.1-8b --hosts 2 --devices-per-host 8 --device h100",
     )
     commands = parser.add_subparsers(dest="command", metavar="layout|memory", required=True)
     _layout_options(

@@ -11,6 +11,7 @@ from typing import Any
 from modelwright.cli.display import choose_display, duration
 from modelwright.cli.launch import is_started, supervise
 from modelwright.cli.overrides import read_overrides, split_settings
+from modelwright.cli.parsers import new_parser
 from modelwright.core.errors import ConfigError
 
 _FLAGS = ("run-dir", "dry-run", "restart", "stages", "nproc", "help")
@@ -18,13 +19,13 @@ _FLAGS = ("run-dir", "dry-run", "restart", "stages", "nproc", "help")
 
 def parser() -> argparse.ArgumentParser:
     """Describes the options; settings of the run itself are read by `cli.overrides`."""
-    parser = argparse.ArgumentParser(
-        prog="modelwright run",
+    parser = new_parser(
+        "run",
+        "Bring a run to its end: finished stages are skipped, a stage that was cut off goes on.",
+        example="modelwright run quickstart --nproc 2 --training.precision.policy bf16_mixed",
         usage="modelwright run RECIPE|CONFIG.yaml|RUN_DIR [--run-dir DIR] [--dry-run] [--restart] [--stages A,B] "
         "[--nproc N] [--a.b VALUE ...]",
-        description="Bring a run to its end: finished stages are skipped, a stage that was cut off goes on.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=(
+        notes=(
             "settings:\n"
             "  Every setting that `modelwright config RECIPE` prints can be given by its dotted name:\n"
             "    modelwright run quickstart --data.sources notes/ more/*.jsonl.zst --pretrain.num_steps 500\n"
@@ -59,27 +60,28 @@ def parser() -> argparse.ArgumentParser:
 
 
 def launch_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="modelwright launch",
+    parser = new_parser(
+        "launch",
+        "Run on several hosts that may come and go. Start the same line on every host; the run directory must lie on a "
+        "file system that all of them see. When a process or a host is lost, or one comes (back), the processes begin "
+        "again from the last checkpoint, with as many copies of the model as there is room for. A host that is asked "
+        "to stop (SIGTERM, Ctrl-C) saves and leaves; the others go on without it as long as there are MIN of them. "
+        "Hosts find each other at HOST:PORT, on one of them or, so that any of them may go, on a machine that stays: "
+        "modelwright launch --serve-rendezvous PORT.",
+        example="modelwright launch --nnodes 1:2 --rdzv-endpoint HOST:29400 run quickstart",
         usage="modelwright launch [OPTIONS] run RECIPE ...   or   modelwright launch --serve-rendezvous PORT",
-        description="Run on several hosts that may come and go. Start the same line on every host; the run directory "
-        "must lie on a file system that all of them see. When a process or a host is lost, or one comes (back), "
-        "the processes begin again from the last checkpoint, with as many copies of the model as there is room for.",
-        epilog="A host that is asked to stop (SIGTERM, Ctrl-C) saves and leaves; the others go on without it as long "
-        "as there are MIN of them. Hosts find each other at HOST:PORT, on one of them or, so that any of them may go, "
-        "on a machine that stays: modelwright launch --serve-rendezvous PORT.",
     )
     add = parser.add_argument
     add("--nproc", dest="processes", type=int, metavar="N", help="processes on each host (default: 1)")
-    add("--hosts", default="1", metavar="MIN:MAX", help="how many hosts, or from how many to how many (default: 1)")
-    add("--rendezvous", metavar="HOST:PORT", help="where the hosts find each other")
-    add("--separate-store", action="store_true", help="none of the hosts answers there: --serve-rendezvous does")
-    add("--address", help="where the others reach this host (default: its network name)")
-    add("--name", help="of the run, equal on all hosts (default: modelwright)")
+    add("--nnodes", default="1", metavar="MIN:MAX", help="how many hosts, or from how many to how many (default: 1)")
+    add("--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts find each other")
+    add("--external-store", action="store_true", help="none of the hosts answers there: --serve-rendezvous does")
+    add("--local-addr", help="where the others reach this host (default: its network name)")
+    add("--run-id", help="of the run, equal on all hosts (default: modelwright)")
     add("--max-restarts", type=int, metavar="N", help="after so many it gives up (default: 100)")
     add("--join-timeout-s", type=int, metavar="S", help="how long to wait for MIN hosts (default: 600)")
-    add("--last-call-s", type=int, metavar="S", help="how long more may join then (default: 5)")
-    add("--lost-after-s", type=int, metavar="S", help="an unheard host is gone after this (default: 15)")
+    add("--last-call-timeout-s", type=int, metavar="S", help="how long more may join then (default: 5)")
+    add("--keep-alive-timeout-s", type=int, metavar="S", help="an unheard host is gone after this (default: 15)")
     add("--serve-rendezvous", type=int, metavar="PORT", help="only answer to hosts that look for each other")
     add("command", nargs=argparse.REMAINDER, metavar="run RECIPE ...", help="see modelwright run --help")
     return parser
@@ -100,16 +102,16 @@ def launch(words: Sequence[str]) -> int:
         serve_rendezvous(options.serve_rendezvous)
     if options.command[:1] != ["run"]:
         raise ConfigError("launch: ends with a run command: modelwright launch --nproc 2 run RECIPE ...")
-    least, _, most = options.hosts.partition(":")
+    least, _, most = options.nnodes.partition(":")
     if not least.isdecimal() or not (most or least).isdecimal():
-        raise ConfigError(f"--hosts: {options.hosts!r} is no number of hosts; write 2, or 1:4 for one to four")
+        raise ConfigError(f"--nnodes: {options.nnodes!r} is no number of hosts; write 2, or 1:4 for one to four")
     given = {field.name: getattr(options, field.name, None) for field in fields(LaunchConfig)}
     given |= {"min_hosts": int(least), "max_hosts": int(most or least)}
     try:
         config = LaunchConfig(**{name: value for name, value in given.items() if value is not None})
     except ConfigError as error:
         name, _, rest = str(error).partition(":")
-        option = {"processes": "nproc", "min_hosts": "hosts", "max_hosts": "hosts"}.get(name, name.replace("_", "-"))
+        option = {"processes": "nproc", "min_hosts": "nnodes", "max_hosts": "nnodes"}.get(name, name.replace("_", "-"))
         raise ConfigError(f"--{option}:{rest}") from None
     return _run(options.command[1:], ["launch", *words], config)
 

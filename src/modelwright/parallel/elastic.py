@@ -50,59 +50,59 @@ SAVING_S = 120
 class LaunchConfig:
     """How the processes of a run are started; the same on every host, but for what `torchrun` finds out itself.
 
-    processes: on each host. min_hosts and max_hosts: the run waits for the first number and takes in hosts up to the
-    second; rendezvous: HOST:PORT that the hosts ask for each other, empty when there is one host only; with
-    separate_store nobody of them runs what answers there, but `serve_rendezvous` does, so that any host may go;
-    address: where the others reach this host, its host name when empty; name: of the run, equal on all hosts;
-    max_restarts: after so many it gives up; join_timeout_s: how long to wait for min_hosts; last_call_s: how long more
-    hosts may join once there are enough; lost_after_s: a host that was not heard of for so long is gone.
+    processes: on each host. min_hosts, max_hosts: the run starts with the first number and admits hosts up to the
+    second. rdzv_endpoint: HOST:PORT where hosts find each other; empty for one host. external_store: none of the hosts
+    serves that port, `serve_rendezvous` does, so that any host may leave. local_addr: where the others reach this
+    host; empty for its host name. run_id: equal on all hosts. max_restarts: then the run fails. join_timeout_s: how
+    long to wait for min_hosts. last_call_timeout_s: how long more hosts may join after that. keep_alive_timeout_s: a
+    host that was silent for this long is gone.
     """
 
     processes: int = 1
     min_hosts: int = 1
     max_hosts: int = 1
-    rendezvous: str = ""
-    separate_store: bool = False
-    address: str = ""
-    name: str = "modelwright"
+    rdzv_endpoint: str = ""
+    external_store: bool = False
+    local_addr: str = ""
+    run_id: str = "modelwright"
     max_restarts: int = 100
     join_timeout_s: int = 600
-    last_call_s: int = 5
-    lost_after_s: int = 15
+    last_call_timeout_s: int = 5
+    keep_alive_timeout_s: int = 15
 
     def __post_init__(self) -> None:
-        for name in ("processes", "min_hosts", "join_timeout_s", "last_call_s"):
+        for name in ("processes", "min_hosts", "join_timeout_s", "last_call_timeout_s"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
         if self.max_hosts < self.min_hosts:
             raise ConfigError(f"max_hosts: must not be below min_hosts ({self.min_hosts}), got {self.max_hosts}")
         if self.max_restarts < 0:
             raise ConfigError(f"max_restarts: must not be negative, got {self.max_restarts}")
-        if self.lost_after_s < 3:
-            raise ConfigError(f"lost_after_s: must be at least 3, got {self.lost_after_s}")
-        if self.max_hosts > 1 and ":" not in self.rendezvous:
-            raise ConfigError("rendezvous: several hosts need HOST:PORT of one of them, equal on all")
+        if self.keep_alive_timeout_s < 3:
+            raise ConfigError(f"keep_alive_timeout_s: must be at least 3, got {self.keep_alive_timeout_s}")
+        if self.max_hosts > 1 and ":" not in self.rdzv_endpoint:
+            raise ConfigError("rdzv_endpoint: several hosts need HOST:PORT of one of them, equal on all")
 
 
 def torchrun_options(config: LaunchConfig, backend: str) -> list[str]:
     """The options with which `torchrun` starts the processes of this host. backend: of the rendezvous."""
     waits = {
         "join_timeout": config.join_timeout_s,
-        "last_call_timeout": config.last_call_s,
-        "keep_alive_interval": max(1, config.lost_after_s // 3),
+        "last_call_timeout": config.last_call_timeout_s,
+        "keep_alive_interval": max(1, config.keep_alive_timeout_s // 3),
         "keep_alive_max_attempt": 3,
-        "read_timeout": max(10, config.lost_after_s),
+        "read_timeout": max(10, config.keep_alive_timeout_s),
     }
-    if config.separate_store:
+    if config.external_store:
         waits["is_host"] = 0
     # The host's own name leads nowhere on many a laptop; a lone host needs none.
-    address = config.address or ("" if config.rendezvous else "localhost")
+    address = config.local_addr or ("" if config.rdzv_endpoint else "localhost")
     return [
         f"--nnodes={config.min_hosts}:{config.max_hosts}",
         f"--nproc-per-node={config.processes}",
         f"--rdzv-backend={backend}",
-        f"--rdzv-endpoint={config.rendezvous or 'localhost:0'}",
-        f"--rdzv-id={config.name}",
+        f"--rdzv-endpoint={config.rdzv_endpoint or 'localhost:0'}",
+        f"--rdzv-id={config.run_id}",
         f"--rdzv-conf={','.join(f'{key}={value}' for key, value in waits.items())}",
         f"--max-restarts={config.max_restarts}",
         "--monitor-interval=0.5",

@@ -50,15 +50,17 @@ SAFETY = 0.1
 class RangeConfig:
     """From which rate to which one, in how many steps."""
 
-    first: float = 1e-6
-    last: float = 1.0
+    min_lr: float = 1e-6
+    max_lr: float = 1.0
     num_steps: int = 150
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.first < self.last < math.inf:
-            raise ConfigError(f"first: must be above 0 and below last, both finite, got {self.first:g}, {self.last:g}")
+        if not 0.0 < self.min_lr < self.max_lr < math.inf:
+            raise ConfigError(
+                f"--min-lr: must be above 0 and below --max-lr, both finite, got {self.min_lr:g} and {self.max_lr:g}"
+            )
         if self.num_steps < 20:
-            raise ConfigError(f"steps: must be at least 20, got {self.num_steps}; 100 to 300 are usual")
+            raise ConfigError(f"--steps: must be at least 20, got {self.num_steps}; 100 to 300 are usual")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +101,7 @@ class Follow:
 def range_test(
     config: RunConfig, run: RunDir, folder: Path, test: RangeConfig, *, words: Sequence[str], progress: Progress
 ) -> Sweep:
-    """Sweep over rates of the stage pretrain; writes `folder/lr-range.html` and `.json`.
+    """Sweep over rates of the stage pretrain; writes `folder/lr-find.html` and `.json`.
 
     run: of the real run, whose rows are taken if they are there as `config` has them; else some are made below
     `folder`.
@@ -122,7 +124,7 @@ def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) 
         packed, batch_rows=training.batch_rows(packed.seq_len), seed=derive_seed(config.seed, "pretrain", "order")
     )
     follow, diverged = Follow(test.num_steps), False
-    with tempfile.TemporaryDirectory(prefix="modelwright-lr-range-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="modelwright-lr-find-") as scratch:
         try:
             train(
                 load_model(Path(config.init_from)) if config.init_from else fresh_model(config),
@@ -132,8 +134,8 @@ def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) 
                 world=single(config.hardware.device),
                 stage=StageDir(Path(scratch)),
                 seed=derive_seed(config.seed, "pretrain"),
-                name="lr-range",
-                input_digest="lr-range",
+                name="lr-find",
+                input_digest="lr-find",
                 progress=progress,
                 techniques=[Technique(name="lr_range", on_step_end=follow.observe)],
             )
@@ -151,8 +153,8 @@ def range_settings(training: TrainConfig, test: RangeConfig) -> TrainConfig:
         num_steps=test.num_steps,
         num_tokens=0,
         num_epochs=0.0,
-        learning_rate=test.last,
-        schedule=ScheduleConfig(kind="exponential", warmup_fraction=0.0, initial_lr_fraction=test.first / test.last),
+        learning_rate=test.max_lr,
+        schedule=ScheduleConfig(kind="exponential", warmup_fraction=0.0, initial_lr_fraction=test.min_lr / test.max_lr),
         eval_every_steps=0,
         checkpoint_every_steps=0,
         checkpoint_every_minutes=0.0,
@@ -168,7 +170,7 @@ def judge(points: Sequence[tuple[float, float]], *, diverged: bool) -> Sweep:
     finite = [(rate, loss) for rate, loss in points if math.isfinite(loss)]
     smoothed = smooth(finite, SMOOTHING)
     if len(smoothed) < 3:
-        raise ModelwrightError("the loss ran away within the first steps; begin at a lower rate (--first)")
+        raise ModelwrightError("the loss ran away within the first steps; begin at a lower rate (--min-lr)")
     # over two steps each, about the one between
     slopes = [(b[1] - a[1]) / math.log(b[0] / a[0]) for a, b in zip(smoothed, smoothed[2:], strict=False)]
     return Sweep(
@@ -184,14 +186,14 @@ def write_sweep(found: Sweep, config: RunConfig, test: RangeConfig, folder: Path
     """The chart as one page, and the figures."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {**vars(found), "proposal": found.proposal, "test": vars(test)}
-    write_atomic(folder / "lr-range.json", json.dumps(record, indent=1))
+    write_atomic(folder / "lr-find.json", json.dumps(record, indent=1))
     lines = [
         Line("every step", [(math.log10(rate), loss) for rate, loss in found.points], faint=True),
         Line("smoothed", [(math.log10(rate), loss) for rate, loss in found.smoothed]),
     ]
     lowest = min(loss for _, loss in found.smoothed)
     chart = line_chart(
-        lines, name="lr-range", x_label="log10 of the learning rate", y_label="nats per token",
+        lines, name="lr-find", x_label="log10 of the learning rate", y_label="nats per token",
         top=AWAY * max(found.smoothed[0][1], lowest),
     )  # fmt: skip
     rows = [
@@ -199,17 +201,17 @@ def write_sweep(found: Sweep, config: RunConfig, test: RangeConfig, folder: Path
         ["lowest smoothed loss", number(found.lowest, 3), f"{number(lowest)} nats"],
         ["steepest fall", number(found.steepest, 3), "of the smoothed loss over the logarithm of the rate"],
     ]
-    end = "stopped when the loss ran away" if found.diverged else "the loss did not run away: try a higher --last"
+    end = "stopped when the loss ran away" if found.diverged else "the loss did not run away: try a higher --max-lr"
     blocks = [Chart("Loss over the learning rate", chart, f"{len(found.points)} steps; {end}."),
               Table(["result", "rate", "explanation"], rows, "Results in numbers", numeric=(1,))]  # fmt: skip
     page = Page(
         title=f"{config.name}: learning-rate range test",
-        subtitle=f"{number(test.first, 3)} to {number(test.last, 3)}",
+        subtitle=f"{number(test.min_lr, 3)} to {number(test.max_lr, 3)}",
         facts=[Fact("Proposed peak rate", number(found.proposal, 3), f"configured {config.pretrain.learning_rate:g}")],
-        sections=[Section("lr-range", "Range test", blocks)],
+        sections=[Section("lr-find", "Range test", blocks)],
         footer=f"Written by Modelwright {__version__}. This file needs no network.",
     )
-    write_atomic(folder / "lr-range.html", render(page))
+    write_atomic(folder / "lr-find.html", render(page))
 
 
 def _rows(config: RunConfig, run: RunDir, folder: Path, words: Sequence[str], progress: Progress) -> Path:
@@ -219,5 +221,5 @@ def _rows(config: RunConfig, run: RunDir, folder: Path, words: Sequence[str], pr
         place = RunDir(folder / "data")
         stages = tuple(name for name in config.stages if name in ("clean", "tokenize", "pack"))
         data = replace(config, stages=stages)
-        execute(data, place, only=(), origin="lr-range", words=words, progress=progress)
+        execute(data, place, only=(), origin="lr-find", words=words, progress=progress)
     return place.stage("pack").artifact / "pretrain" / "train"

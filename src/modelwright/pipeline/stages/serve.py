@@ -155,7 +155,7 @@ def choose_questions(folder: Path, clean: Path, check: ServeCheckConfig) -> Ques
 def start_server(folder: Path, server: ServeConfig, log_folder: Path, timeout_s: float) -> Iterator[Server]:
     """`modelwright serve folder` as a process on a free port; on the way out SIGTERM, and its exit code is noted."""
     settings = [f"--{name}={value}" for name, value in _flat(dump(server)) if value != ""]
-    command = [sys.executable, "-m", "modelwright.cli.main", "serve", str(folder), "--with-parent", *settings]
+    command = [sys.executable, "-m", "modelwright.cli.main", "serve", str(folder), "--exit-with-parent", *settings]
     log = log_folder / "server.log"
     started = time.monotonic()
     with open(log, "w", encoding="utf-8") as errors:

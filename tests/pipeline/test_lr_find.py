@@ -37,11 +37,11 @@ def test_smoothing_is_unbiased_at_its_start():
 
 
 def test_a_curve_that_ends_at_once_proposes_nothing():
-    with pytest.raises(ModelwrightError, match="--first"):
+    with pytest.raises(ModelwrightError, match="--min-lr"):
         judge([(1e-3, 5.0), (1e-2, math.nan)], diverged=True)
 
 
-@pytest.mark.parametrize(("change", "field"), [({"first": 2.0}, "first"), ({"num_steps": 3}, "steps")])
+@pytest.mark.parametrize(("change", "field"), [({"min_lr": 2.0}, "--min-lr"), ({"num_steps": 3}, "--steps")])
 def test_what_makes_no_sense_is_named(change, field):
     with pytest.raises(ConfigError, match=f"^{field}: "):
         RangeConfig(**change)
@@ -55,31 +55,31 @@ def test_the_command_makes_its_own_rows_or_takes_the_runs_and_leaves_the_run_alo
     tmp_path: Path, corpus: Path, inside: Command
 ) -> None:
     settings = ("--data.sources", str(corpus), *SMALL)
-    run, beside = tmp_path / "run", tmp_path / "run-lr-range"
-    done = inside("lr-range", "tiny", "--run-dir", str(run), "--steps", "40", "--first", "1e-5", *settings)
+    run, beside = tmp_path / "run", tmp_path / "run-lr-find"
+    done = inside("lr-find", "tiny", "--run-dir", str(run), "--steps", "40", "--min-lr", "1e-5", *settings)
     assert done.returncode == 0, done.stderr
     assert "proposed peak" in done.stdout
     assert not run.exists()
-    record = json.loads((beside / "lr-range.json").read_text())
+    record = json.loads((beside / "lr-find.json").read_text())
     rates = [rate for rate, _ in record["points"]]
     assert rates[0] == pytest.approx(1e-5)
     assert all(b > a for a, b in itertools.pairwise(rates))
     assert 1e-5 < record["lowest"] < 1.0
-    assert "<svg" in (beside / "lr-range.html").read_text()
+    assert "<svg" in (beside / "lr-find.html").read_text()
 
     stages = ("--stages", "clean,tokenize,pack")
     assert inside("run", "tiny", "--run-dir", str(run), *stages, *settings).returncode == 0
     before = snapshot(run)
     out = tmp_path / "out"
-    sweep = ("--steps", "40", "--first", "1e-5")
-    done = inside("lr-range", "tiny", "--run-dir", str(run), *sweep, "--out", str(out), *settings)
+    sweep = ("--steps", "40", "--min-lr", "1e-5")
+    done = inside("lr-find", "tiny", "--run-dir", str(run), *sweep, "--out", str(out), *settings)
     assert done.returncode == 0, done.stderr
     assert snapshot(run) == before
-    assert sorted(path.name for path in out.iterdir()) == ["lr-range.html", "lr-range.json"]
-    assert json.loads((out / "lr-range.json").read_text())["points"] == record["points"]
+    assert sorted(path.name for path in out.iterdir()) == ["lr-find.html", "lr-find.json"]
+    assert json.loads((out / "lr-find.json").read_text())["points"] == record["points"]
 
 
 def test_it_does_not_write_into_the_run(tmp_path: Path, inside: Command) -> None:
-    done = inside("lr-range", "tiny", "--run-dir", str(tmp_path), "--out", str(tmp_path))
+    done = inside("lr-find", "tiny", "--run-dir", str(tmp_path), "--out", str(tmp_path))
     assert done.returncode == 2
     assert "--out: " in done.stderr
