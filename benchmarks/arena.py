@@ -70,7 +70,7 @@ ENVIRONMENT = {
     "jemalloc_kept": {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"},
     "tcmalloc": {},
 }
-"""Of each kind of run."""
+"""Environment variables of each kind of run."""
 LIBRARIES = {
     "jemalloc": "jemalloc",
     "jemalloc_pytorch": "jemalloc",

@@ -33,8 +33,8 @@ TUNING_SEEDS, SEEDS = (4000, 4010), (4001, 4002, 4003)
 """The plain loop is tuned by its mean loss over all of the first, the other arms on the first of them."""
 RATES = (2e-3, 4e-3, 8e-3)
 SHARES = (1.0, 0.85, 0.7, 0.6, 0.5, 0.42, 0.35, 0.25, 0.18, 0.125)
-"""Of the plain loop's steps that an arm is tried with, until it no longer reaches its loss; then the middle between the
-last two."""
+"""Fractions of the plain loop's steps that an arm is tried with, until it no longer reaches its loss; then the middle
+between the last two."""
 PLAIN, PLAIN_BY_ONEDNN, FULL = "plain", "plain, products by oneDNN", "everything"
 WIDE, NO_NETWORK = ", wide", "two hosts were not compared"
 MARGIN = 0.01

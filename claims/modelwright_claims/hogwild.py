@@ -20,13 +20,13 @@ from modelwright_claims.training_run import Processes, Run
 
 PUBLISHED_WORKERS, PUBLISHED_SPEED = 8, 6.8
 EFFICIENCY = PUBLISHED_SPEED / PUBLISHED_WORKERS
-"""Of the published speed-up: what a worker adds, in units of one process alone."""
+"""Scaling efficiency of the published speed-up: what a worker adds, in units of one process alone."""
 MARGIN = 0.02
 """Nats that count as no loss: what a change of seed moves the held-out loss by at least."""
 CORES_PER_WORKER = 2
 RATES = (5e-4, 1e-3, 2e-3)
 STRENGTHS = (1.0, 10.0, 100.0)
-"""Of the delay compensation, in units of the tokens in a batch; which one helps, and which one harms, differs much."""
+"""Strengths of the delay compensation, in units of the tokens in a batch; the best one varies widely."""
 TUNING_SEED, FIRST_SEED = 3000, 3001
 NUM_UNTIMED_STEPS = 10
 Method = Literal["hogwild", "synchronous", "compensated"]

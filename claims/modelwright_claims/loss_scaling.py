@@ -47,7 +47,7 @@ LOST = "gradient lost"
 RIVALS = (NONE, FITS[0], STATIC)
 STABLE, SKIPPED, GRADIENT_LOST, LOSS = "stable updates, ", "skipped updates, ", "gradient lost, ", "held-out loss, "
 PROJECTIONS = 7
-"""Of a block."""
+"""Projections of a block."""
 
 
 def _fp16(**scale: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Tokens are random: memory does not depend on what they say. On a CPU the bytes are resident memory above what the
 process held before the model, with a heap that maps every larger tensor by itself and gives it back at once, so that
 the gaps of a heap that keeps memory (`memory.allocator`) do not count; on a GPU they are the allocator's. Neither
-depends on what else the machine does. Writing the last checkpoint does not count. Knows no claim.
+depends on what else the machine does. Writing the last checkpoint does not count.
 """
 
 import contextlib

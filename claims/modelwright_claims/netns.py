@@ -19,7 +19,6 @@ frames (`mtu`) when they are fast.
 
 A network is taken down when its block is left, by a watcher process when the program dies, and by the next network's
 start when the watcher died too. Needs root and iproute2: `missing()` says what is not there, `NetworkError` is raised.
-Knows nothing about PyTorch beyond the environment variables that it reads.
 """
 
 import argparse

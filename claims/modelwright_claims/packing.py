@@ -19,7 +19,7 @@ PACKED, PADDED = "packed", "padded"
 EQUAL_TOKENS, EQUAL_TIME = "padded, equal tokens", "padded, equal time"
 PACE, SHARE = "real tokens per second, ", "real tokens in "
 MOST_BATCHES = 4
-"""Of rows, packed, that are put together until a whole number of padded rows holds as many tokens."""
+"""Most packed batches that are put together until a whole number of padded rows holds as many tokens."""
 
 
 def measure(setting: Setting) -> Measurement:

@@ -1,7 +1,4 @@
-"""The ways to train that the sparse claim compares: each at its best rate, a baseline at equal compute.
-
-Knows no target but the one that decides how a run is made: the compute of a baseline.
-"""
+"""The ways to train that the sparse claim compares: each at its best rate, a baseline at equal compute."""
 
 import math
 import statistics
@@ -29,7 +26,7 @@ TARGET_FLOPS = 0.40
 SIZE = Size(model_dim=96, num_layers=3, seq_len=128, batch_rows=12, num_steps=3000)
 SMALLER = {"model_dim": 64, "num_layers": 3}
 BEFORE = {"num_steps": 8000, "learning_rate": 3e-3}
-"""Of the training whose model is then updated."""
+"""The training whose model is then updated."""
 UNTIED = {"tie_embeddings": False}
 ONE_THREAD = Processes(threads=1)
 BUDGETS = (0.2, 0.4, 0.6)

@@ -19,7 +19,7 @@ from modelwright_claims.wild_batches import Wild
 
 NUM_EVALUATIONS = 25
 HELDOUT_BATCHES = 2
-"""Of 32 rows: enough to tell runs apart, and little beside the training."""
+"""Batches of 32 rows: enough to tell runs apart, and little beside the training."""
 TUNING_SEED = 3000
 FIRST_SEED = 3001
 CONSTANT = {"kind": "constant", "warmup_fraction": 0.05}

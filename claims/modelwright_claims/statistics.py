@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from modelwright_claims.claim import Figure
 
 CONFIDENCE = 0.95
-"""Of a one-sided bound."""
+"""Confidence of a one-sided bound."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
 """All-reduce over uneven links: as the ranks arrived, placed, by chosen algorithms, with small messages joined, and
-when a link degrades. Needs root (`netns.missing`). Knows no claim.
+when a link degrades. Needs root (`netns.missing`).
 
 Settings: `racks`: eight hosts in two racks whose ranks arrived alternately, 1 Gbit/s inside, 100 Mbit/s and 1 ms one
 way between the racks (the delay is made by a user-space process, see `netns.py`); `shaped`: the same without delay;

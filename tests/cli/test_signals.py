@@ -65,12 +65,12 @@ def end_by(started: Started, number: int, is_so: Callable[[], bool]) -> str:
 
 @BOTH
 @pytest.mark.parametrize(
-    ("command", "goes_on"), [("run", GOES_ON), ("plan", ""), ("lr-find", ""), ("config", ""), ("doctor", "")]
+    ("command", "goes_on"), [("run", GOES_ON), ("plan layout", ""), ("lr-find", ""), ("config", ""), ("doctor", "")]
 )
 def test_while_a_file_is_read(tmp_path: Path, number: signal.Signals, command: str, goes_on: str) -> None:
     """A file that never ends: nothing is written to the pipe."""
     os.mkfifo(tmp_path / "settings.yaml")
-    started = start(command, tmp_path / "settings.yaml")
+    started = start(*command.split(), tmp_path / "settings.yaml")
     last = end_by(started, number, lambda: handles_signals(started.pid))
     assert last == f"modelwright: {CODES[number][1]}{goes_on}"
 

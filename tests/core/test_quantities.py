@@ -65,7 +65,7 @@ def test_whole_numbers_take_prefixes(field: str, text: str, value: int) -> None:
     [
         ("num_tokens", "2MB", "num_tokens: '2MB' has a unit that does not belong here; write 2000000, 2M or 2Mi"),
         ("shard_bytes", "2MB/s", "shard_bytes: '2MB/s' has a unit"),
-        ("num_tokens", "1.2345K", "num_tokens: '1.2345K' is no whole number"),
+        ("num_tokens", "1.2345K", "num_tokens: '1.2345K' is not a whole number"),
         ("num_tokens", "12", "num_tokens: expected int, got '12'"),
         ("num_tokens", "two", "num_tokens: expected int, got 'two'"),
         ("num_tokens", "-2M", "num_tokens: expected int, got '-2M'"),

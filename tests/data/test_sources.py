@@ -181,7 +181,7 @@ def test_missing_and_unsupported_sources(tmp_path: Path) -> None:
     fails(r"a\.docx: the extension \.docx is not supported; convert it to one of \.txt", tmp_path / "a.docx")
     (tmp_path / "README").write_bytes(b"x")
     fails(r"README: the extension \(none\) is not supported", tmp_path / "README")
-    fails(r"nope://x/y: is no address that fsspec knows", "nope://x/y")
+    fails(r"nope://x/y: is not an address that fsspec knows", "nope://x/y")
     fails(r"needs a package that is not installed", "adl://x/y.txt")
     with pytest.raises(ConfigError, match="sources: is empty"):
         SourceConfig(sources=())

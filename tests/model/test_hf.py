@@ -139,7 +139,7 @@ def test_older_config_spelling(folder):
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized weights"),
         ({"num_key_value_heads": 3}, "num_kv_heads: 3 must divide"),
-        ({"vocab_size": "many"}, "a size is no number"),
+        ({"vocab_size": "many"}, "a size is not a number"),
         ({"hidden_size": 16}, "tensors of another shape .*embed_tokens"),
         ({"num_hidden_layers": 3}, r"tensors missing: model\.layers\.2"),
         ({"num_hidden_layers": 1}, r"tensors unknown: model\.layers\.1"),

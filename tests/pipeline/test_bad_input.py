@@ -152,8 +152,8 @@ def test_user_mistakes_on_the_command_line(inside: Command, tmp_path: Path) -> N
     assert_one_line(
         inside("run", "tiny", "--init-from", str(tmp_path / "none"), "--run-dir", str(tmp_path / "r")), "none"
     )
-    assert_one_line(inside("chat", str(tmp_path)), "is no run directory")
-    assert_one_line(inside("export", str(tmp_path), "--to", "hf"), "is no run directory")
+    assert_one_line(inside("chat", str(tmp_path)), "is not a run directory")
+    assert_one_line(inside("export", str(tmp_path), "--to", "hf"), "is not a run directory")
     assert_one_line(inside("prove"), "--all")
 
 

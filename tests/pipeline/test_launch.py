@@ -206,7 +206,7 @@ def test_a_process_too_many_waits(run: Path, command: Command) -> None:
     [
         (["run"], "run: name a recipe"),
         (["tiny"], "launch: ends with a run command"),
-        (["--nnodes", "two", "run", "tiny"], "--nnodes: 'two' is no number"),
+        (["--nnodes", "two", "run", "tiny"], "--nnodes: 'two' is not a number"),
         (["--nnodes", "1:2", "run", "tiny"], "--rdzv-endpoint: several hosts need"),
         (["--nproc", "0", "run", "tiny"], "--nproc: must be at least 1"),
         (["run", "tiny", "--nproc", "2"], "--nproc: belongs to launch"),

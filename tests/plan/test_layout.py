@@ -323,7 +323,7 @@ def test_tokens_of_a_batch_take_prefixes(capsys: pytest.CaptureFixture[str]) -> 
     assert f"{2**21:,} tokens an update" in capsys.readouterr().out
     for given, message in (
         ("2000000", "must be a multiple of a row's 4096 tokens, got 2000000"),
-        ("2MB", "'2MB' is no whole number; write 4096, 4Ki or 2M"),
+        ("2MB", "'2MB' is not a whole number; write 4096, 4Ki or 2M"),
         ("-4096", "must be a multiple of a row's 4096 tokens, got -4096"),
     ):
         assert main([*words, "--batch-tokens", given]) == 2

@@ -3,7 +3,7 @@
 A process that was started here leaves its last words (message, exit code) in a folder instead of on the terminal. When
 all have ended, or before they are started again, the words that tell the cause are shown. An error that a person must
 do something about ends the run on all hosts; whatever else happens, the processes are started again as often as the
-configuration allows. Knows nothing about what they do.
+configuration allows.
 """
 
 import json

@@ -129,7 +129,7 @@ def number(text: str, name: str) -> float:
     """`80GB`, `64GiB`, `9e14`, `900M` as a number. Raises `ConfigError` for anything else."""
     quantity = parse_quantity(text)
     if quantity is None or quantity.value <= 0:
-        raise ConfigError(f"{name}: {text!r} is no size above 0; write 80GB, 64GiB or 8e10")
+        raise ConfigError(f"{name}: {text!r} is not a size above 0; write 80GB, 64GiB or 8e10")
     return float(quantity.value)
 
 

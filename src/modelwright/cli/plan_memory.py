@@ -40,14 +40,14 @@ def count(text: str, name: str) -> int:
     """`4096`, `4Ki` or `2M` as a whole number. Raises `ConfigError` for anything else."""
     number = -int(text[1:]) if text[:1] == "-" and text[1:].isdecimal() else parse_count(text)
     if number is None:
-        raise ConfigError(f"{name}: {text!r} is no whole number; write 4096, 4Ki or 2M")
+        raise ConfigError(f"{name}: {text!r} is not a whole number; write 4096, 4Ki or 2M")
     return number
 
 
 def batch_tokens(text: str, seq_len: int) -> int:
     """Tokens of a batch of rows: what is given, or for a rounded figure such as 2M the nearest number of whole rows.
 
-    Raises `ConfigError` for a plain number that is no multiple of a row.
+    Raises `ConfigError` for a plain number that is not a multiple of a row.
     """
     number = count(text, "--batch-tokens")
     if not text.lstrip("-").isdecimal():
@@ -71,7 +71,7 @@ def show(options: argparse.Namespace, number: Callable[[str, str], float]) -> in
             f"--max-recompute: must not be negative, got {options.max_recompute}; 0.2 allows a fifth more"
         )
     if options.html and not options.html.parent.is_dir():
-        raise ConfigError(f"--html: {options.html.parent} is no folder; name a file in one that exists")
+        raise ConfigError(f"--html: {options.html.parent} is not a folder; name a file in one that exists")
     model, train, seq_len = _training(options)
     no_arena = _no_arena()
     plan = plan_step(

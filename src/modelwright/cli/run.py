@@ -104,7 +104,7 @@ def launch(words: Sequence[str]) -> int:
         raise ConfigError("launch: ends with a run command: modelwright launch --nproc 2 run RECIPE ...")
     least, _, most = options.nnodes.partition(":")
     if not least.isdecimal() or not (most or least).isdecimal():
-        raise ConfigError(f"--nnodes: {options.nnodes!r} is no number of hosts; write 2, or 1:4 for one to four")
+        raise ConfigError(f"--nnodes: {options.nnodes!r} is not a number of hosts; write 2, or 1:4 for one to four")
     given = {field.name: getattr(options, field.name, None) for field in fields(LaunchConfig)}
     given |= {"min_hosts": int(least), "max_hosts": int(most or least)}
     try:

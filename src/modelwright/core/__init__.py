@@ -1,1 +1,1 @@
-"""Floor 0: configuration, run directory, artifacts, records, seeds, errors. Knows nothing about tensors."""
+"""Floor 0: configuration, run directory, artifacts, records, seeds, errors."""

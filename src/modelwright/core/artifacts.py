@@ -1,7 +1,7 @@
 """Artifacts: folders that are either whole or absent.
 
 An artifact is written into `<folder>.partial`, flushed to disk, given its `manifest.json` last and renamed into place.
-A reader that finds a manifest finds every file that it lists. Knows nothing about what the files mean.
+A reader that finds a manifest finds every file that it lists.
 """
 
 import hashlib
@@ -84,9 +84,9 @@ def write_artifact(
 def read_manifest(folder: Path, *, kind: str = "", verify: bool = False) -> Manifest:
     """Read and check an artifact's manifest.
 
-    Checks that every listed file exists with its size, and with `verify` also its SHA-256, which reads every file
-    once. Whoever loads a finished artifact verifies it first. Raises `ArtifactError` when the manifest is missing (the
-    artifact was never finished), damaged, or of another kind.
+    Checks that every listed file exists with its size, and with `verify` also its SHA-256, which reads every file once.
+    Callers verify an artifact before they load it. Raises `ArtifactError` when the manifest is missing (the artifact
+    was never finished), damaged, or of another kind.
     """
     path = folder / MANIFEST
     try:

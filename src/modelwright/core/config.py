@@ -243,7 +243,7 @@ def _whole_number(text: str, path: str) -> Any:
     if quantity.unit and not (quantity.unit == "b" and counts_bytes):
         raise ConfigError(f"{path}: {text!r} has a unit that does not belong here; write 2000000, 2M or 2Mi")
     if quantity.value.denominator != 1:
-        raise ConfigError(f"{path}: {text!r} is no whole number")
+        raise ConfigError(f"{path}: {text!r} is not a whole number")
     return int(quantity.value)
 
 

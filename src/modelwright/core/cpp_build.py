@@ -1,7 +1,6 @@
 """C++ sources of this package as shared libraries: compiled when they are first asked for, kept in the user's cache.
 
-One library for each text of the source, compiler's name and options. Needs a C++ compiler (`CXX`, else `g++`). Knows no
-source.
+One library for each text of the source, compiler's name and options. Needs a C++ compiler (`CXX`, else `g++`).
 """
 
 import hashlib

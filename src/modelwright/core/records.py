@@ -1,7 +1,7 @@
 """Metric records: one JSON object per line, mirrored to TensorBoard, and their summaries.
 
-A line is written whole and flushed; on resume the lines past the checkpoint's step are cut, so that a step is
-recorded once. Knows nothing about what a metric means.
+A line is written whole and flushed; on resume the lines past the checkpoint's step are cut, so that a step is recorded
+once.
 """
 
 import json

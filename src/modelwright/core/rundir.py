@@ -73,7 +73,7 @@ class RunDir:
             exists = self.path.exists()
             above = next((path for path in (self.path, *self.path.parents) if path.exists()), Path())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--run-dir: {self.path} is no usable path ({error}); choose another one") from None
+            raise ConfigError(f"--run-dir: {self.path} is not a usable path ({error}); choose another one") from None
         if not above.is_dir():
             what = "is" if exists else f"lies below {above}, which is"
             raise ConfigError(f"--run-dir: {self.path} {what} a file, not a folder; choose another one")
@@ -89,7 +89,7 @@ class RunDir:
         try:
             info: Any = json.loads(self.info.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            raise ArtifactError(f"{self.path}: is no run directory (it has no readable run.json)") from None
+            raise ArtifactError(f"{self.path}: is not a run directory (it has no readable run.json)") from None
         kinds = {"invocations": list, "stages": dict}
         found = cast(dict[str, Any], info) if isinstance(info, dict) else {}
         if not all(isinstance(found.get(name), kind) for name, kind in kinds.items()):
@@ -103,7 +103,7 @@ class RunDir:
     def lock(self) -> Generator[None]:
         """Hold the run for this process. Raises `ModelwrightError` when another process is working in it.
 
-        The lock is the operating system's: it goes with the process, also on kill -9.
+        The lock is the operating system's, so it is released even on kill -9.
         """
         with writing(self.path), open(self.path / ".lock", "a+") as file:
             try:

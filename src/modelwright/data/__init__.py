@@ -1,1 +1,1 @@
-"""Floor 1: text to documents to tokens to resumable batches. Knows no model."""
+"""Floor 1: text to documents to tokens to resumable batches."""

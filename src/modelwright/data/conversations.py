@@ -96,7 +96,7 @@ def _turns(name: str, turns: Any) -> list[Message]:
 
 def _read_turn(name: str, number: int, turn: Any) -> Message:
     if not isinstance(turn, Mapping):
-        raise ValueError(f"turn {number} of {name} is no object with a role and a text")
+        raise ValueError(f"turn {number} of {name} is not an object with a role and a text")
     role = _first(turn, "role", "from")
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"turn {number} of {name} has the role {role!r}, not one of {', '.join(ROLES)}")

@@ -1,6 +1,6 @@
 """Docstrings of Python modules: from source files by their syntax trees, from compiled modules by inspection.
 
-Source files are parsed, never imported. Knows nothing about documents, splits or questions.
+Source files are parsed, never imported.
 """
 
 import ast

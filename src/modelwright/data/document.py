@@ -1,4 +1,4 @@
-"""The one unit that travels from sources through cleaning to tokens. Knows nothing about files or tokens."""
+"""The one unit that travels from sources through cleaning to tokens."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -80,7 +80,7 @@ def _filesystem(source: str) -> tuple[fsspec.AbstractFileSystem, str]:
     except ImportError as error:
         raise DataError(f"{source}: needs a package that is not installed ({error})") from None
     except ValueError as error:
-        raise DataError(f"{source}: is no address that fsspec knows ({error}); check --data.sources") from None
+        raise DataError(f"{source}: is not an address that fsspec knows ({error}); check --data.sources") from None
     return filesystem, str(path)
 
 

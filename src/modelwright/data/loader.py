@@ -2,7 +2,7 @@
 
 All ranks see one global order: rows are shuffled anew in every epoch, epochs follow one another without a gap, and
 batch `i` holds places `i * batch_rows` to `(i + 1) * batch_rows` of that order. A rank takes its equal share of
-consecutive rows, so any number of ranks gives the same global batch. Knows nothing about models or text.
+consecutive rows, so any number of ranks gives the same global batch.
 """
 
 import json

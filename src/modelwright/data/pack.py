@@ -8,9 +8,9 @@ A shard folder holds rows of `seq_len` tokens, filled with whole sequences where
     lengths.bin       uint32, the lengths of the pieces, row after row
     offsets.bin       int64 [rows + 1], where each row's pieces start in lengths.bin
 
-A sequence longer than a row is cut into pieces that overlap by one token: the last token of a piece is the first of
-the next, so every token but a sequence's first is predicted exactly once. Memory is bounded by about 30 bytes a piece:
-the tokens wait in a spool file while the rows are planned. Knows nothing about text.
+A sequence longer than a row is cut into pieces that overlap by one token: the last token of a piece is the first of the
+next, so every token but a sequence's first is predicted exactly once. Memory is bounded by about 30 bytes a piece: the
+tokens wait in a spool file while the rows are planned.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Docstrings to question/answer pairs: the first paragraphs as plain sentences, the question in varied words.
 
-Pure functions of their arguments. Knows nothing about splits or files.
+Pure functions of their arguments.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Files of any supported format to raw texts and records, with where each stands.
 
 What is wrong with a file goes to a `Complaint`, which raises or counts; the reader then goes on with what is left.
-Local paths and fsspec URLs are the same here. Knows nothing about splits, kinds or cleaning.
+Local paths and fsspec URLs are the same here.
 """
 
 import csv

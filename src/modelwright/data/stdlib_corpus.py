@@ -4,8 +4,8 @@ Code: the standard library's sources. Prose: the docstrings of the standard libr
 reference in `pydoc_data.topics`. Questions and answers: one pair for each docstring whose first paragraph answers
 "What does X do?". Tests are left out, and so is what the build of the interpreter generated about this machine.
 
-The split is by module: everything that comes from one module is on one side of it. Deterministic for given versions
-of Python, torch and NumPy. Knows nothing about a user's files.
+The split is by module: everything that comes from one module is on one side of it. Deterministic for given versions of
+Python, torch and NumPy.
 """
 
 import importlib.util

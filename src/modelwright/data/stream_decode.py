@@ -1,4 +1,4 @@
-"""Token ids to text, one at a time: a client never sees half a character. Knows nothing about vocabularies' origin."""
+"""Token ids to text, one at a time: a client never sees half a character."""
 
 import codecs
 from collections.abc import Mapping

@@ -2,7 +2,7 @@
 
 A tokenizer folder holds `tokenizer.json`, `tokenizer_config.json` (special tokens, chat template) and
 `special_tokens_map.json`; `transformers.AutoTokenizer` loads it and gives the same ids. A Hugging Face tokenizer of any
-kind can be loaded in its place. Knows nothing about models or packing.
+kind can be loaded in its place.
 """
 
 import heapq

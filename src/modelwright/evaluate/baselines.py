@@ -1,7 +1,7 @@
 """The table of baselines beside a model's bits per byte: bigram, gzip, xz, on the very same documents.
 
-Knows no model. What is compared with what: the bigram learns from the model's own training tokens and is scored on
-the same tokens; the compressors see no training text, but in their concatenated reading all held-out text before.
+What is compared with what: the bigram learns from the model's own training tokens and is scored on the same tokens; the
+compressors see no training text, but in their concatenated reading all held-out text before.
 """
 
 from collections.abc import Iterable, Sequence

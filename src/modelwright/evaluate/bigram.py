@@ -4,10 +4,10 @@ Interpolated Kneser-Ney of order two (Kneser & Ney 1995; Chen & Goodman 1999, se
 
     p(w | v) = max(c(v w) - d, 0) / c(v) + d n(v) / c(v) * q(w)
 
-c counts pairs, n(v) is the number of different tokens seen after v, and the unigram q(w), to which it backs off,
-is proportional to the number of different tokens seen before w (plus one half, so that nothing is impossible). The
-discount d sets the interpolation and is chosen on a slice of the training tokens that the trial counts leave out.
-All in vectorised NumPy. Knows nothing about text.
+c counts pairs, n(v) is the number of different tokens seen after v, and the unigram q(w), to which it backs off, is
+proportional to the number of different tokens seen before w (plus one half, so that nothing is impossible). The
+discount d sets the interpolation and is chosen on a slice of the training tokens that the trial counts leave out. All
+in vectorised NumPy.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

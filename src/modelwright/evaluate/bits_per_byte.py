@@ -1,9 +1,8 @@
 """Bits per byte of held-out documents: how many bits the model needs for one byte of text it has not seen.
 
-Independent of the tokenizer (bytes are the text's own), so models with different vocabularies and file compressors
-can stand in one table. A document is scored as the start token followed by its text: every token of the text is
-predicted exactly once; the start token is given and the end token is not counted, as its cost belongs to no byte.
-Knows nothing about baselines.
+Independent of the tokenizer (bytes are the text's own), so models with different vocabularies and file compressors can
+stand in one table. A document is scored as the start token followed by its text: every token of the text is predicted
+exactly once; the start token is given and the end token is not counted, as its cost belongs to no byte.
 """
 
 import hashlib

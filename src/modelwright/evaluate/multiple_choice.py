@@ -10,7 +10,7 @@ answer. Longer answers are less likely, so the log-likelihood is divided by a le
 - `gain`: how much the question helps, per byte: the log-likelihood less that of the same candidate after a question
   that names nothing (Holtzman et al. 2021). Takes out how plain a candidate is by itself; costs a second pass.
 
-Which one ranks is fixed in the config before the run. Knows nothing about how questions are made.
+Which one ranks is fixed in the config before the run.
 """
 
 import dataclasses

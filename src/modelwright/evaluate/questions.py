@@ -1,9 +1,9 @@
 """Multiple-choice questions made from held-out question/answer documents.
 
 Each question keeps its own answer and gets three distractors, the answers of other held-out documents: of the same
-package but another module where there are enough, so that vocabulary is no cue, and of similar length, so that
-length is none: the answer is the shortest, second, third or longest of the four equally often, as far as the
-documents allow. Positions are shuffled. Everything depends on the documents and the seed alone. Knows no model.
+package but another module where there are enough, so that vocabulary is no cue, and of similar length, so that length
+is none: the answer is the shortest, second, third or longest of the four equally often, as far as the documents allow.
+Positions are shuffled. Everything depends on the documents and the seed alone.
 """
 
 import hashlib

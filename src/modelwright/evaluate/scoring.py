@@ -1,6 +1,6 @@
 """Log-probabilities that a model gives to token sequences of any length.
 
-Knows nothing about text: ids in, nats out. Legend: B rows, T tokens, D model width, N predictions.
+Legend: B rows, T tokens, D model width, N predictions.
 """
 
 from collections.abc import Sequence

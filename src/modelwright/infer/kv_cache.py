@@ -13,7 +13,7 @@ from modelwright.model.config import ModelConfig
 
 
 class BlockManager:
-    """Counts and hands out blocks. Knows nothing about what is stored in them."""
+    """Counts and hands out blocks."""
 
     def __init__(self, num_blocks: int, block_len: int) -> None:
         self.num_blocks = num_blocks

@@ -1,4 +1,4 @@
-"""Choose the next token of every row of logits. Knows nothing about sequences or caches.
+"""Choose the next token of every row of logits.
 
 A row's choice depends on its logits, its parameters and its own random number, never on the other rows.
 

@@ -1,5 +1,5 @@
-"""Continuous batching: which sequences take part in the next step (Orca, Yu et al. 2022; chunked prefill, Agrawal
-et al. 2023). Knows nothing about tensors.
+"""Continuous batching: which sequences take part in the next step (Orca, Yu et al. 2022; chunked prefill, Agrawal et
+al. 2023).
 
 First come, first served. Every step carries one token of each running sequence and some chunks of prompts. Chunks are
 cut at multiples of `prefill_chunk_size` of the prompt itself, never to fit a step, so that a prompt is computed in the

@@ -1,4 +1,4 @@
-"""What one request asks for and how far its sequence has come. Knows nothing about other requests."""
+"""What one request asks for and how far its sequence has come."""
 
 from collections import Counter
 from dataclasses import dataclass, field

@@ -1,1 +1,1 @@
-"""Floor 3: what stays in memory between forward and backward. Knows no rank, no optimizer, no loss."""
+"""Floor 3: what stays in memory between forward and backward."""

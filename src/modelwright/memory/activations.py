@@ -1,7 +1,7 @@
 """How many bytes a block of the decoder keeps for its backward pass, and what it costs to compute them again.
 
-The figures follow `model.decoder.Block` tensor by tensor; tests hold them against what autograd really saves. All
-are per token of one microbatch on one rank. Knows no layout: whoever divides heads and columns hands in what is left.
+The figures follow `model.decoder.Block` tensor by tensor; tests hold them against what autograd really saves. All are
+per token of one microbatch on one rank.
 
 All heads together: Q this rank's queries, K its keys, F its feed-forward columns.
 """

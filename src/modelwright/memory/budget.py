@@ -2,9 +2,9 @@
 their input, and whose share waits elsewhere.
 
 Blocks run backward from the last to the first, so while a segment runs, what all segments before it keep is still
-there: the budget holds at every such moment. Chosen by dynamic programming over (blocks done, bytes kept so far),
-after the knapsack form of Beaumont et al. 2021, "Efficient Combination of Rematerialization and Offloading" and of
-PyTorch's memory-budget partitioner. Knows no model: choices come as bytes and costs.
+there: the budget holds at every such moment. Chosen by dynamic programming over (blocks done, bytes kept so far), after
+the knapsack form of Beaumont et al. 2021, "Efficient Combination of Rematerialization and Offloading" and of PyTorch's
+memory-budget partitioner.
 """
 
 import itertools

@@ -74,7 +74,7 @@ class DiskStore:
         return self._result(reading)
 
     def release(self, place: int, num_bytes: int) -> None:
-        """What lay there is not needed any more."""
+        """Free the place of a tensor that is not needed anymore."""
         self._free.setdefault(_pages(num_bytes), []).append(place)
 
     def _reading(self, waiting: "_Waiting") -> "Future[Tensor]":
@@ -83,7 +83,7 @@ class DiskStore:
         return waiting.reading
 
     def _place(self, num_bytes: int) -> int:
-        """Of the same size as one that is free again, else at the end: sizes come again in every step."""
+        """An offset in the file: a free place of the same size, else the end. Sizes recur in every step."""
         pages = _pages(num_bytes)
         if self._free.get(pages):
             return self._free[pages].pop()

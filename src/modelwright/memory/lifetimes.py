@@ -1,7 +1,6 @@
 """What is alive when: intervals of the tensors of a step, their sum over time, and its peak.
 
-Time counts operators. A tensor is alive from its birth up to and including the moment before its death. Knows no
-tensor, only names and numbers of bytes.
+Time counts operators. A tensor is alive from its birth up to and including the moment before its death.
 """
 
 from collections.abc import Mapping

@@ -164,7 +164,7 @@ def offloading(modules: Sequence[nn.Module], shared: Iterable[Tensor], store: St
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """Of a DTensor; empty for others."""
+    """Mesh and placements of a DTensor; empty for plain tensors."""
     return (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()) if isinstance(tensor, DTensor) else ()
 
 

@@ -7,7 +7,7 @@ does not grow the heap either. A step that differs from the plan misses in part:
 allocator. When much is missed for several steps new records are made; when that does not help the arena is given up.
 Results are the same to the bit.
 
-Knows no model. Nothing of it is in a checkpoint: a run that goes on records anew.
+Nothing of it is in a checkpoint: a run that goes on records anew.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ from modelwright.memory.step_arena_build import allocator, check_machine
 LEAST_BYTES = 2**16
 """Smaller tensors stay in the heap: they are most of the number and next to nothing of the bytes."""
 MOST_MISSED = 0.2
-"""Of a step's bytes; steps above it do not count as served."""
+"""Most of a step's bytes that may miss the arena; above it the step does not count as served."""
 PATIENCE = 3
 """Such steps in a row, and new records are made."""
 NUM_RECORDS = 2
@@ -55,7 +55,7 @@ class Planned(NamedTuple):
 
 
 class Mode(IntEnum):
-    """Of `arena_allocator.cpp`."""
+    """Modes of `arena_allocator.cpp`."""
 
     PASS_THROUGH = 0
     RECORD = 1
@@ -64,8 +64,9 @@ class Mode(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Of one replayed step: allocations and their bytes by where they came from (the arena, by mistake the usual
-    allocator, as planned the usual allocator), and the most bytes that were alive in the arena."""
+    """Figures of one replayed step: allocations and their bytes from the arena, from the usual allocator by mistake,
+    and from it as planned; and the most bytes that were alive in the arena.
+    """
 
     num_served: int
     served_bytes: int
@@ -77,13 +78,13 @@ class Figures:
 
     @property
     def served_share(self) -> float:
-        """Of the bytes that do not outlive the step, in [0, 1]."""
+        """Fraction of the bytes that do not outlive the step that came from the arena, in [0, 1]."""
         total = self.served_bytes + self.missed_bytes
         return self.served_bytes / total if total else 1.0
 
 
 class StepAllocator:
-    """The library's functions, in Python's types. There is one allocator in a process."""
+    """Python wrapper of the allocator library. A process has at most one allocator."""
 
     def __init__(self) -> None:
         self._library = allocator()
@@ -96,7 +97,7 @@ class StepAllocator:
         self._library.arena_end()
 
     def lifetimes(self) -> tuple[list[Lifetime], list[bool]]:
-        """Of the recorded step's allocations, in their order; and which of them are still alive. Time counts
+        """Lifetimes of the recorded step's allocations, in their order, and which of them are still alive. Time counts
         allocations and releases."""
         found, length = np.empty((self._library.arena_num_recorded(), 3), np.int64), self._library.arena_time()
         self._library.arena_copy_recorded(_pointer(found))

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from modelwright.memory.lifetimes import Kind, Lifetime, MemoryTimeline, Phase
 
 LARGEST_REAL_BYTES = 2**20
-"""Of a tensor made from nothing amid a traced step on fake tensors; larger ones are fake."""
+"""Largest tensor that a traced step on fake tensors really allocates; larger ones are fake."""
 
 
 @dataclass

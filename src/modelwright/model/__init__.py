@@ -1,1 +1,1 @@
-"""Floor 2: one decoder on a single device. Knows no rank, no cache, no loss."""
+"""Floor 2: one decoder on a single device."""

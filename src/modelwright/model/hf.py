@@ -1,9 +1,8 @@
 """Decoders in the Hugging Face layout: the only format in which this project keeps weights.
 
-A model folder holds `config.json` (type `llama`, or `qwen3` for a decoder with QK-norm), `model.safetensors` or
-shards with `model.safetensors.index.json`, and `generation_config.json`. `transformers` reads what `save_model`
-writes, and `load_model` reads what `transformers` writes. Nothing is unpickled. Knows nothing about tokenizers, whose
-files may lie in the same folder.
+A model folder holds `config.json` (type `llama`, or `qwen3` for a decoder with QK-norm), `model.safetensors` or shards
+with `model.safetensors.index.json`, and `generation_config.json`. `transformers` reads what `save_model` writes, and
+`load_model` reads what `transformers` writes. Nothing is unpickled.
 """
 
 import json
@@ -136,7 +135,7 @@ def config_from_hf(data: Mapping[str, Any], *, source: str = "config.json") -> M
     except KeyError as error:
         raise ModelError(f"{source}: has no {error.args[0]!r}, so it does not describe a whole model") from None
     except (TypeError, ValueError) as error:
-        text = str(error) if isinstance(error, ConfigError) else f"a size is no number ({error})"
+        text = str(error) if isinstance(error, ConfigError) else f"a size is not a number ({error})"
         raise ModelError(f"{source}: {text}") from None
 
 

@@ -1,9 +1,9 @@
 """Softmax attention over whole rows: the fast paths and their naive twin.
 
 Packed rows hold several documents, and a token sees its own document only. On a CPU most of a full T x T product would
-be masked away, so `packed_attention` cuts every document into tiles of queries and gives each tile just the keys it
-may see. This package's own kernels take all tiles at once (`cpu_kernels`); where there are none, each is a call of
-PyTorch's, and rows so short that calls cost more than masked products are not cut. Knows nothing of caches and layers.
+be masked away, so `packed_attention` cuts every document into tiles of queries and gives each tile just the keys it may
+see. This package's own kernels take all tiles at once (`cpu_kernels`); where there are none, each is a call of
+PyTorch's, and rows so short that calls cost more than masked products are not cut.
 
 Legend: B rows, T tokens, H query heads, K key/value heads, d head width, G = H / K query heads per key/value head.
 Query head h reads key/value head h // G.

@@ -1,6 +1,6 @@
 """How much attention a token receives: which tokens of a row the others look at.
 
-Knows no layer. Legend: B rows, T tokens, H query heads, K key/value heads, d head width, G = H / K.
+Legend: B rows, T tokens, H query heads, K key/value heads, d head width, G = H / K.
 """
 
 import torch

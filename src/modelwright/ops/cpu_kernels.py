@@ -3,7 +3,7 @@
 They take the place of chains of PyTorch's operators, which stay as their twins and do the work wherever the kernels
 cannot be had: without a C++ compiler, or with `MODELWRIGHT_CPU_KERNELS=0`. All compute in FP32, whatever the format of
 the tensors; results do not depend on the number of threads but for a norm's gradient of its weight. On fake tensors
-they allocate what they would, and compute nothing. Knows no layer.
+they allocate what they would, and compute nothing.
 """
 
 import ctypes

@@ -2,7 +2,7 @@
 
 A vocabulary of 12,000 makes the logits the largest tensor of a small model's step. Here they exist for one chunk of
 tokens at a time, and both gradients are computed while the chunk is still in the cache, so that nothing is computed
-twice. Tokens whose label is ignored cost nothing. Knows nothing about means: the sum is what can be split freely.
+twice. Tokens whose label is ignored cost nothing.
 
 Legend: N flattened tokens, D model width, V vocabulary, C tokens of one chunk.
 """

@@ -1,4 +1,4 @@
-"""This rank's piece of a tensor that may be laid out over several. Knows no mesh."""
+"""This rank's piece of a tensor that may be laid out over several."""
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor

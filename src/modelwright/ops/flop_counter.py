@@ -1,7 +1,7 @@
 """Counts the FLOPs of the products that really run, from the shapes that reach them. 2 for a multiply-add.
 
 Put it innermost, so that it sees what is left after something has been left out. Attention and the head are no layers
-with `LinearGemms`: who runs them says so with `add`. Knows no module.
+with `LinearGemms`: who runs them says so with `add`.
 """
 
 import math

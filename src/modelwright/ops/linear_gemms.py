@@ -1,7 +1,7 @@
 """The three matrix products of a linear layer, each of which a technique may compute in another way.
 
 A layer y = x W' costs one product forward and two backward: the gradient of its input, dy W, and of its weight, dy' x.
-Number formats replace how these are computed; sparse updates replace how much of them is. Knows no module.
+Number formats replace how these are computed; sparse updates replace how much of them is.
 
 Legend: N flattened rows, I inputs, O outputs.
 """

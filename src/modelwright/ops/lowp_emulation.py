@@ -3,7 +3,7 @@
 Without them PyTorch multiplies BF16 and FP16 at a tenth of FP32's speed and INT8 at a thirtieth (AVX2, one thread). The
 same result comes of FP32 products of widened factors: a product of two BF16, FP16 or INT8 numbers is exact in FP32, and
 sums are kept in FP32 as hardware with such instructions keeps them. Only the one product's factors are wide, and only
-while it runs: what a model keeps has the narrow format. Knows no layer.
+while it runs: what a model keeps has the narrow format.
 """
 
 import torch

@@ -51,7 +51,7 @@ GRIDS: dict[Recipe, tuple[Grid, Grid]] = {
     "rowwise": (ROWWISE, ROWWISE),
     "blockwise": (ROW_BLOCKS, SQUARE_BLOCKS),
 }
-"""Of activations and gradients, and of weights."""
+"""Scale granularity of activations and gradients, and of weights."""
 
 
 def in_float(

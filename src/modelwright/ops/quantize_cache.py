@@ -1,6 +1,6 @@
 """Codes of one input for all layers that read it: quantized once, and kept once between forward and backward.
 
-Several projections read the same tensor one after the other (queries, keys and values; gate and up). Knows no module.
+Several projections read the same tensor one after the other (queries, keys and values; gate and up).
 """
 
 import weakref

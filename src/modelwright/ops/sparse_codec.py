@@ -5,8 +5,6 @@ Pure functions from tensors and arrays to tensors, arrays and bytes; no state, n
     header   18 bytes: place code, value bits, count, bytes of the place code, lowest and highest magnitude
     places   nothing (every entry is kept), one bit an entry, or Rice-coded gaps: whichever is smaller
     values   one sign bit and the level of the magnitude, `bits` in all, most significant first
-
-Knows nothing of gradients or of what becomes of the entries that were not kept.
 """
 
 import math

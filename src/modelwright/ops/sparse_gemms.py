@@ -3,7 +3,7 @@
 Of dy [N, O] only the columns S that are chosen are multiplied. Kind `columns` shrinks both backward products (the
 gradient of the input is then an approximation), kind `rows` the gradient of the weight alone, which is exact in the
 rows that are chosen and zero elsewhere. What is left out is never computed, so there is no remainder to keep: who
-chooses makes up for it (`optim.selection`). Knows no module, nor why something is chosen.
+chooses makes up for it (`optim.selection`).
 
 Legend: N flattened rows, I inputs, O outputs, S chosen outputs.
 """

@@ -1,4 +1,4 @@
-"""The L2 norm of many tensors together, as accurate on the CPU as on an accelerator. Knows no rank."""
+"""The L2 norm of many tensors together, as accurate on the CPU as on an accelerator."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The optimizer of a model, with weight decay on matrices only. Knows no schedule and no step."""
+"""The optimizer of a model, with weight decay on matrices only."""
 
 from typing import Any, Literal
 

@@ -1,7 +1,4 @@
-"""Clipping of gradients, over many tensors at once: to a fixed norm, or to one that follows the norms of late.
-
-Knows no rank: replicas see equal norms, and so have equal histories.
-"""
+"""Clipping of gradients, over many tensors at once: to a fixed norm, or to one that follows the norms of late."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

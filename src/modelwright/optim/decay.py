@@ -1,4 +1,4 @@
-"""Weight decay that eases off while gradients are large. Knows no optimizer step and no rank."""
+"""Weight decay that eases off while gradients are large."""
 
 from dataclasses import dataclass
 

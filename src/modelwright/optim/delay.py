@@ -4,7 +4,7 @@ DC-ASGD (Zheng et al. 2017, Asynchronous Stochastic Gradient Descent with Delay 
 term of the gradient, with the Hessian's diagonal approximated by `strength * g * g`. The square of one sample's
 gradient estimates the diagonal; the square of a mean over n samples is about n times too small, so a `strength` of
 order 1 does nothing here and one of the order of the predicted tokens in a batch does a little. Far more can help or
-ruin a run, so it wants tuning. Knows nothing about where the delay comes from.
+ruin a run, so it wants tuning.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Lion (Chen et al. 2023, Symbolic Discovery of Optimization Algorithms): the sign of an interpolated momentum.
 
-One state instead of AdamW's two. Its rates are 3 to 10 times smaller than AdamW's, its decay as much larger. Knows no
-layout: of a divided parameter each rank changes its own piece.
+One state instead of AdamW's two. Its learning rates are 3 to 10 times smaller than AdamW's and its weight decay as much
+larger. On a sharded parameter each rank updates its own shard.
 """
 
 from collections.abc import Sequence

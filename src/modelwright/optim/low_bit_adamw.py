@@ -2,8 +2,7 @@
 
 2.03 or 4 bytes a parameter instead of 8. A state is unpacked, changed by AdamW's formula in FP32 and packed again, one
 parameter at a time. From outside the states are FP32: packing what was unpacked changes no bit, so a checkpoint neither
-loses anything nor depends on blocks, and any layout or other AdamW can go on from it. Knows no layout: of a divided
-parameter each rank keeps the states of its own piece.
+loses anything nor depends on blocks, and any layout or other AdamW can go on from it.
 """
 
 import math

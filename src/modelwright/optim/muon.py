@@ -1,9 +1,8 @@
 """Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"): the momentum of a matrix, made
 orthogonal, is what it moves by.
 
-Matrices of one shape go through the Newton-Schulz iteration together, in BF16 as published where the machine
-multiplies BF16, and in FP32 elsewhere, where BF16 would take ten times as long (`ops.narrow`). Knows no layout:
-matrices are whole.
+Matrices of one shape go through the Newton-Schulz iteration together, in BF16 as published where the machine multiplies
+BF16, and in FP32 elsewhere, where BF16 would take ten times as long (`ops.narrow`).
 """
 
 import math
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 from modelwright.ops.lowp_emulation import is_emulated
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the published quintic iteration: singular values end between 0.7 and 1.2 after five rounds, not at 1."""
+"""Coefficients of the published quintic iteration: after five rounds singular values lie between 0.7 and 1.2."""
 NUM_ROUNDS = 5
 TOGETHER = 2**22
 """Elements that are iterated together, unless one matrix has more: their copies are the iteration's memory."""

@@ -2,7 +2,7 @@
 
 Gradients go down to the host, which computes AdamW's step, and the step comes up: 4 bytes each way per parameter and
 update, against 8 bytes of accelerator memory per parameter that are free for something else. Weights stay where they
-are; weight decay happens there. Knows no layout: of a divided parameter each rank keeps the states of its own piece.
+are; weight decay happens there.
 """
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence

@@ -1,6 +1,6 @@
 """What a person chooses about sparse updates: which units of the model are updated, which rows of a batch are learned.
 
-What is not chosen is not computed. Knows no model and no rank.
+What is not chosen is not computed.
 """
 
 import math
@@ -86,7 +86,7 @@ class BatchSelectionConfig:
         return self.signal == "loss_change" or self.max_initial_loss > 0
 
     def num_chosen(self, num_rows: int, num_parts: int) -> int:
-        """Of a rank's rows, at most; `num_parts` microbatches share them equally, each at least one.
+        """Most rows of a rank that are selected; `num_parts` microbatches share them equally, at least one each.
 
         Raises `ConfigError` where that is all of the rows, so that there is nothing to choose.
         """

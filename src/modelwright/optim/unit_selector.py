@@ -3,8 +3,7 @@
 The signal of a unit that is not chosen is as old as its last choice; it would never change, and a unit that was weak
 once would be left out for good (as where a published mask is only ever multiplied by the next one: `shrunk_mask`). Two
 things bring it back: every choice that passes it over adds its signal once more, for what it misses adds up, and a
-share of the places is drawn at random from all units that have none. Knows no model; the same on all ranks that see the
-same signals.
+share of the places is drawn at random from all units that have none.
 """
 
 import math

@@ -1,1 +1,1 @@
-"""Floor 3: ranks, collectives and how gradients travel. Knows no optimizer and no loss."""
+"""Floor 3: ranks, collectives and how gradients travel."""

@@ -78,7 +78,9 @@ class ParallelConfig:
             raise ConfigError("stages_per_rank: an interleaved schedule needs at least 2")
         stages = self.pipeline * self.stages_per_rank
         if self.layers_per_stage and (len(self.layers_per_stage) != stages or min(self.layers_per_stage) < 0):
-            raise ConfigError(f"layers_per_stage: needs {stages} numbers of layers, got {self.layers_per_stage}")
+            raise ConfigError(
+                f"layers_per_stage: needs one number for each of the {stages} stages, got {self.layers_per_stage}"
+            )
 
     def axes(self, num_processes: int) -> dict[str, int]:
         """Ranks along each axis of the mesh, slowest first: pipeline, replicate, shard, context, tensor.

@@ -2,7 +2,7 @@
 
 A collective of a background thread must not mix with those of the training, so it has a process group of its own, over
 gloo whatever the device. No rank waits for ever: a process that has died or is late becomes one clear error on the
-others. Knows nothing about what is agreed on.
+others.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """Training that goes on when processes come and go: how `torchrun` is started, and what layout its processes get.
 
-`torchrun` starts the processes of every host again when one of them ends, and with as many hosts as there are then.
-The data axis of the layout grows and shrinks with them; the global batch and the order of the data do not change. Each
-start goes on from the last checkpoint. Knows nothing about steps or checkpoints.
+`torchrun` starts the processes of every host again when one of them ends, and with as many hosts as there are then. The
+data axis of the layout grows and shrinks with them; the global batch and the order of the data do not change. Each
+start goes on from the last checkpoint.
 """
 
 import math
@@ -299,7 +299,7 @@ def serve_rendezvous(port: int) -> None:
     Raises `ConfigError` when the port is not to be had.
     """
     if not 0 < port < 2**16:
-        raise ConfigError(f"serve_rendezvous: {port} is no port; choose one from 1024 to 65535")
+        raise ConfigError(f"serve_rendezvous: {port} is not a port; choose one from 1024 to 65535")
     try:
         store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)  # pyright: ignore
     except dist.DistNetworkError:

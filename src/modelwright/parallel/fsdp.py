@@ -3,7 +3,7 @@
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Stage 1 adds gradients
 up over the microbatches of a step and scatters them once; stage 2 scatters them after each microbatch; stage 3 gathers
 each block when it is needed and lets it go. Gradients leave as sums, never means: the loop has divided already. Weights
-are divided in FP32 and gathered in the format in which their products read them. Knows nothing about rows or losses.
+are divided in FP32 and gathered in the format in which their products read them.
 """
 
 from collections.abc import Mapping

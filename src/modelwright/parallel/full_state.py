@@ -1,6 +1,6 @@
 """Whole tensors out of a model that is laid out over a mesh, and pieces of whole tensors back into it.
 
-Every rank calls these in the same order. Knows nothing about files.
+Every rank calls these in the same order.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """Gradients of a model that is laid out over a mesh: their norm, and where pieces of one parameter must agree.
 
 A gradient is a plain tensor, equal on all ranks of the mesh that hold its parameter, or a DTensor of which each rank
-holds a piece. Knows nothing about what is done with gradients.
+holds a piece.
 """
 
 import math

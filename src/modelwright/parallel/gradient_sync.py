@@ -1,7 +1,7 @@
 """The gradient-transport seam: how gradients cross the network, and how many bytes their messages have.
 
 Gradients come in as each rank's share of one sum (already divided by the global normalizer) and leave as the sum.
-Knows nothing about losses or optimizers. `transports/` holds those that send fewer bytes.
+`transports/` holds those that send fewer bytes.
 
 A transport's state differs from rank to rank, and a checkpoint keeps it for each rank. What stands under a key
 `shared` is equal on all ranks; of all other tensors only the sum over the ranks matters, so that under another number
@@ -76,7 +76,7 @@ class Buckets:
         self._num_begun = 0
 
     def arm(self, parameters: Sequence[Tensor]) -> None:
-        """Before the last backward of a step."""
+        """Called before the last backward pass of a step."""
         if list(map(id, self._hooked)) != list(map(id, parameters)):
             self.close()
             self._hooked = list(parameters)

@@ -2,7 +2,7 @@
 
 `torchrun` starts processes and sets the environment; `join_world` reads it. `build_mesh` arranges the processes of a
 world along the axes of a mesh; along each axis they are a smaller world. One process alone is a world of size 1 whose
-collectives do nothing. Knows nothing about models or gradients.
+collectives do nothing.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""An optimizer's states before its first step, for those who must place them somewhere. Knows no process."""
+"""An optimizer's states before its first step, for code that allocates them."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
-"""Memory that all processes of a world on one host map: what one writes the others see. No locks.
+"""Memory that all processes of one host map: writes by one are visible to all, without locks.
 
-Backed by a file in the host's memory that loses its name as soon as everybody has opened it, so nothing is left behind
-however the processes end.
+It is backed by a file in the host's memory whose name is removed once every process has opened it, so nothing is left
+behind however the processes end.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Moves along one axis that gradients pass through, each with its conjugate in backward.
 
 Each name says what happens forward; the docstring says what happens to the gradient. A tensor that is the same on all
-ranks has the same gradient on all ranks; one of which each rank holds a part has that part's gradient. Sums are made
-in FP32, whatever is summed, and rounded once. Knows no layer.
+ranks has the same gradient on all ranks; one of which each rank holds a part has that part's gradient. Sums are made in
+FP32, whatever is summed, and rounded once.
 
 Source: Shoeybi et al. 2019, "Megatron-LM" (`enter` and `leave` are its f and g); Korthikanti et al. 2022 (the others).
 """
@@ -34,7 +34,9 @@ def leave(x: Tensor, axis: World) -> Tensor:
 
 
 def gather(x: Tensor, axis: World, dim: int) -> Tensor:
-    """All ranks' slices of dimension `dim`, for work that each rank does a part of; gradients are summed, then cut."""
+    """All ranks' slices of dimension `dim`, for work of which each rank does a part; backward sums the gradients and
+    takes this rank's slice.
+    """
     return with_gradient(x, lambda y: gathered(y, axis, dim), lambda grad: summed_slice(grad, axis, dim))
 
 

@@ -2,7 +2,7 @@
 
 Rank r holds rows `own_rows`, as a DTensor's `Shard(0)` cuts them: the last rank may have fewer. Logits of the whole
 vocabulary never meet on one rank in training: three numbers per token do (Shoeybi et al. 2019, section 3). Hidden
-states, labels and the loss are the same on all ranks, to the last bit. Knows nothing about blocks.
+states, labels and the loss are the same on all ranks, to the last bit.
 
 Legend: B rows, T tokens, D model width, V vocabulary, U the rows of it on this rank, C tokens of one chunk, R ranks.
 """

@@ -179,7 +179,7 @@ class RunConfig:
         raise ConfigError(f"pack.seq_len: {self.pack.seq_len} is more than the model's context {context}; {remedy}")
 
     def _check_lengths(self) -> None:
-        """What the sections of the stages that the run has must agree on; those of other stages do not matter."""
+        """Check that the sections of the run's own stages agree; other stages do not matter."""
         if not self.init_from:
             self.check_context()
         if "tokenize" in self.stages and not self.init_from and self.tokenizer.vocab_size > self.model.vocab_size:

@@ -131,7 +131,7 @@ def _estimate(config: RunConfig, run: RunDir, name: str, rates: dict[str, float]
 
 
 def _memories(config: RunConfig, num_processes: int) -> dict[str, MemoryEstimate]:
-    """Of one process, the fullest one; of copies in shared memory each counts the whole."""
+    """Memory of the fullest process by stage; each process counts weights in shared memory in full."""
     result, device = {}, config.hardware.device
     for name in ("pretrain", "sft"):
         training = config.stage_config(name)

@@ -9,7 +9,7 @@ from modelwright.train.config import TrainConfig
 def planned(
     config: RunConfig, training: TrainConfig, layout: ParallelConfig, num_processes: int
 ) -> tuple[TrainingJob, Layout]:
-    """Of one of the run's trainings. Raises `ConfigError` when the batch does not divide as the layout asks."""
+    """The job and layout of one training stage. Raises `ConfigError` when the layout does not divide the batch."""
     copies = training.num_copies(layout.axes(num_processes))
     rows = training.batch_rows(config.pack.seq_len, num_copies=copies)
     job = TrainingJob(

@@ -2,7 +2,7 @@
 
 A finished stage whose digest (settings, parents' contents, versions) is unchanged is skipped. A stage that was cut off
 keeps its folder and goes on from its checkpoints; a stage whose digest changed starts from an empty folder. What an
-earlier invocation finished is verified against its manifest before it is used. Knows nothing about what any stage does.
+earlier invocation finished is verified against its manifest before it is used.
 """
 
 import shutil

@@ -32,7 +32,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StageContext:
-    """What a stage's function is handed.
+    """Arguments of a stage's function.
 
     `folder`: where checkpoints, metrics and the log go while it works; `output`: the draft of its artifact, which only
     rank 0 may write to; `parents`: the finished artifacts by stage name; `digest`: of everything that determines the

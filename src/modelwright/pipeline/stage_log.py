@@ -1,7 +1,7 @@
 """The journal of a stage: `stage.json` (digest, attempts and what each used) and `log.txt`.
 
-`stage.json` is written before the stage's first byte, so that a folder left by a killed process says which settings
-it belongs to. Knows nothing about what the stage does.
+`stage.json` is written before the stage's first byte, so that a folder left by a killed process says which settings it
+belongs to.
 """
 
 import json

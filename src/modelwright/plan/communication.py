@@ -3,7 +3,7 @@
 Ring algorithms: an all-gather or reduce-scatter of S bytes over n ranks sends (n - 1) / n * S from each, an all-reduce
 twice that. An axis whose ranks lie in one host uses the host's link, any other the network. What training sends follows
 the passes: FSDP2 as `parallel.zero_stage` sets it up, FP32 weights and gradients; tensor parallelism as Shoeybi et al.
-2019 and, with sequence parallelism, Korthikanti et al. 2022 (equal bytes). Knows no schedule.
+2019 and, with sequence parallelism, Korthikanti et al. 2022 (equal bytes).
 """
 
 from collections.abc import Mapping

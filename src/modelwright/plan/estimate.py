@@ -1,7 +1,6 @@
 """What a stage will cost: parameters, FLOPs, memory by part and wall time, without running it.
 
-Memory is `plan.memory`'s for one rank. Time is FLOPs over a measured rate times an assumed utilization. Knows no
-recipe: the caller says how many tokens each stage sees.
+Memory is `plan.memory`'s for one rank. Time is FLOPs over a measured rate times an assumed utilization.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A proposal of layouts as plain text, or as plain data for JSON. Knows no search."""
+"""A proposal of layouts as plain text, or as plain data for JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""The timeline of a step's memory and its plan as plain text, or as plain data for JSON. Knows no search."""
+"""The timeline of a step's memory and its plan as plain text, or as plain data for JSON."""
 
 import itertools
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,7 @@
 """One layout of a training job over a cluster: memory of its fullest rank, and how long a step takes.
 
 Time is compute over the share of the peak rate that published runs reach, plus the pipeline's bubble, plus what
-communication its overlap does not hide. Estimates rank layouts; they do not replace a measurement. Knows no search and
-no terminal.
+communication its overlap does not hide. Estimates rank layouts; they do not replace a measurement.
 """
 
 import math

@@ -1,9 +1,9 @@
 """Bytes on one rank at the peak of a training step, by part, under any layout.
 
-A step's peak is the largest of a few moments: the head's turn after the last block, each segment's backward, the end
-of backward, the exchange of gradients. For each the parts are added up as PyTorch holds them: FSDP2's buffers (a flat
+A step's peak is the largest of a few moments: the head's turn after the last block, each segment's backward, the end of
+backward, the exchange of gradients. For each the parts are added up as PyTorch holds them: FSDP2's buffers (a flat
 message beside the copies made of it, the next group fetched ahead, the last scattered message) follow
-`torch.distributed.fsdp._fully_shard`. Tests hold totals against measured peaks. Knows no time and no link.
+`torch.distributed.fsdp._fully_shard`. Tests hold totals against measured peaks.
 """
 
 from collections.abc import Iterator
@@ -97,7 +97,7 @@ class RankPart:
 
     @property
     def pieces(self) -> int:
-        """Into how many pieces the states are cut."""
+        """Number of shards that the states are divided into."""
         return 1 if self.zero_stage == 0 else self.sharing
 
 
@@ -234,7 +234,7 @@ def _num_parameters(model: ModelConfig, part: RankPart) -> int:
 
 
 def _kept(part: RankPart) -> int:
-    """What the blocks keep of one microbatch."""
+    """Bytes that the blocks save for one microbatch."""
     return part.num_tokens * total_kept_bytes(part.shape, part.segments)
 
 

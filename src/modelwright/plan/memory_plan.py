@@ -52,7 +52,7 @@ class StepPlan:
 
     @property
     def saved_share(self) -> float:
-        """Of the peak."""
+        """Fraction of the peak that the plan saves."""
         return 1.0 - self.after.peak_bytes / self.before.peak_bytes
 
     def settings(self, configured: TrainConfig) -> dict[str, object]:

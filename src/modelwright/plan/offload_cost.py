@@ -9,7 +9,7 @@ NUM_TENSORS, TENSOR_BYTES = 32, 8 * 2**20
 
 
 def measure_flops_per_byte(store: Store, device: torch.device, flops_per_s: float) -> float:
-    """Of this store, with nothing computed beside it. flops_per_s: what a step computes with.
+    """FLOPs that could be computed while a byte moves to this store. flops_per_s: of a training step.
 
     Files pass through the system's cache, as they do in training.
     """

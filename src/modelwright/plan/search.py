@@ -1,7 +1,7 @@
 """Proposes layouts of a training job over a cluster: all that fit, fastest first, and why the others do not.
 
 Tries every way to divide the devices among the axes, ZeRO stages over all copies or within hosts, schedules, sizes of
-microbatches and ways to treat activations. Knows no recipe and no terminal.
+microbatches and ways to treat activations.
 """
 
 import itertools

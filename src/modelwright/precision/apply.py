@@ -1,8 +1,7 @@
 """A model pass: the formats of a policy brought to a decoder's layers, where they can be changed while it trains.
 
 Norms hand on what the layers behind them read, so that nothing is cast twice; matrix products come by `Linear.product`.
-The residual stream has the embedding's format. Parameter names and the weights' own format stay as they are. Knows no
-rank.
+The residual stream has the embedding's format. Parameter names and the weights' own format stay as they are.
 """
 
 from collections import deque
@@ -33,12 +32,12 @@ def part_of(name: str) -> str:
 
 
 def kind_of(part: str) -> Kind:
-    """Of a part: `blocks.3.ffn` -> ffn."""
+    """The kind of a submodule: `blocks.3.ffn` -> ffn."""
     return "ffn" if part.endswith(".ffn") else "attention"
 
 
 def names_of_projections(num_layers: int) -> list[str]:
-    """Of all projections of a whole model with that many blocks, in the order of the layers."""
+    """Names of all projections of a model with that many blocks, in the order of the layers."""
     attention = [f"attention.{name}_proj" for name in ("q", "k", "v", "o")]
     ffn = [f"ffn.{name}_proj" for name in ("gate", "up", "down")]
     return [f"blocks.{layer}.{name}" for layer in range(num_layers) for name in (*attention, *ffn)]
@@ -149,7 +148,7 @@ class ModelPrecision:
         return products if self._around is None else self._around(name, products)
 
     def _is_recomputed(self, name: str) -> bool:
-        """Of a projection; one without a name is none of the model's."""
+        """Whether a projection runs again in backward. Nameless ones are not the model's."""
         block = self.model.blocks[name.split(".")[1]] if name else None
         return isinstance(block, Block) and block.is_recomputed
 

@@ -4,7 +4,6 @@ An estimate of damage says what a format would cost a part (`damage`); a map of 
 shapes of the run, says what it would gain. A controller weighs both: fixed rules, a contextual bandit that learns from
 what its choices brought (LinUCB, Li et al. 2010), or a schedule by steps that looks at nothing. A change needs a gain
 worth its while and a time of rest (hysteresis), has a reason that a person can read, and is undone when the loss jumps.
-Knows no rank and no module.
 """
 
 import math
@@ -58,8 +57,9 @@ def damage(signs: Indicators, chosen: Format) -> float:
 
 
 def shortage(signs: Indicators) -> float:
-    """Of memory: 0 while it is roomy, 1 when all of it is in use. What is measured of a machine differs a little from
-    run to run, which must not change decisions while nothing is short."""
+    """How short memory is: 0 while there is plenty, 1 when all is used. What is measured of a machine differs a little
+    from run to run, which must not change decisions while nothing is short.
+    """
     return min(1.0, max(0.0, (signs.memory_pressure - ROOMY) / (1.0 - ROOMY)))
 
 

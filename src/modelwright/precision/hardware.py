@@ -25,7 +25,7 @@ class DtypeTimings:
     """What was measured once, when the run began."""
 
     seconds: Mapping[tuple[Kind, Format], float]
-    """Of a kind of part in a format, forward and backward."""
+    """Seconds of forward and backward for a kind of submodule in a format."""
     memory_pressure: float
     """The share of the machine's memory that weights, gradients, moments and what was there before take: what is in use
     later is more."""

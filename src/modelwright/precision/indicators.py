@@ -18,8 +18,6 @@ Fifteen indicators, of a part (the attention or the feed-forward layers of one b
     speed                seconds of a format over those of FP32 at the part's own shapes, measured at the start
     size                 bytes of what a format's products give over those of FP32
     memory_pressure      of the machine: the largest share of its memory that was in use so far, on the fullest rank
-
-Knows no rank: sums over ranks are taken where they are known.
 """
 
 import math
@@ -93,7 +91,7 @@ class ValueSample:
 
     @staticmethod
     def of(values: Tensor) -> "ValueSample":
-        """Of [..., K] values, of which there is at least one row."""
+        """A sample of [..., K] values, which have at least one row."""
         all_NK = values.detach().flatten(0, -2) if values.dim() > 2 else values.detach()
         num_rows = all_NK.shape[0]
         start = (num_rows - 1) // 2 // MAX_ROWS * MAX_ROWS
@@ -150,7 +148,7 @@ def _error_of_codes(
 
 
 def _codes_of(chosen: Format, role: Role, config: PrecisionConfig) -> tuple[torch.dtype, Grid]:
-    """Of an eight-bit format's factors."""
+    """The dtype and scale granularity of an 8-bit format's factors."""
     if chosen == "int8":
         return torch.int8, ROWWISE
     rows, squares = GRIDS[config.fp8.recipe]
@@ -256,7 +254,7 @@ def kept_noise(beta: float, num_updates: int) -> float:
 
 @dataclass(frozen=True)
 class GradientStats:
-    """What is added up over a part's tensors and over ranks; `of` measures one tensor."""
+    """Statistics that are summed over a submodule's tensors and over ranks; `of` measures one tensor."""
 
     gradient: float = 0.0
     overflows: float = 0.0
@@ -276,7 +274,8 @@ class GradientStats:
         *,
         scale: float,
     ) -> "GradientStats":
-        """Of one tensor with its gradient, whose loss was scaled so; momentum: None before the first update."""
+        """Statistics of one tensor and its gradient. scale: loss scale of the gradient; momentum: None before the first
+        update."""
         magnitudes = gradient.abs() * scale
         square, average, agreement, kept_noise, update = sum_of_squares(gradient), 0.0, 0.0, 0.0, 0.0
         if momentum is not None:
@@ -352,7 +351,7 @@ class LossLevel:
 
     @staticmethod
     def of(losses: Sequence[float]) -> "LossLevel | None":
-        """None of fewer than two."""
+        """The level of some losses; None for fewer than two."""
         finite = [loss for loss in losses if math.isfinite(loss)]
         if len(finite) < 2:
             return None
@@ -390,5 +389,5 @@ def outlier_share(norms: Sequence[float]) -> float:
 
 
 def relative_rise(exact: float, narrow: float) -> float:
-    """Of a loss; a value that is not finite counts as a doubling."""
+    """Relative rise of a loss; a value that is not finite counts as a doubling."""
     return (narrow - exact) / exact if math.isfinite(narrow) and 0 < exact < math.inf else 1.0

@@ -8,8 +8,6 @@ residual stream is FP32). A block's scale falls when the overflow began there: w
 backward pass with gradients that are not finite; with it fall the blocks behind it that have not had a good update
 yet, or a first scale that is too large would have to be found out block by block. It grows when too many of its
 gradients are small.
-
-Knows no rank: what is found in gradients is agreed upon elsewhere, so that the scales are the same everywhere.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +23,7 @@ from modelwright.precision.loss_scale import MAX_HISTORY, LossScale, LossScaleCo
 
 SMALLEST_NORMAL = 2.0**-14
 LARGEST = 65504.0
-"""Of FP16."""
+"""FP16's smallest normal and largest finite number."""
 HEADROOM = 4.0
 """How many times as large as the largest gradient of a block FP16's largest number stays when its scale grows."""
 

@@ -1,8 +1,7 @@
 """Loss scaling: gradients in a narrow format are computed of a loss so many times as large (Micikevicius et al. 2018).
 
 The scale is a power of two in most settings, so that scaling and unscaling change no bit unless something overflows or
-would have underflowed. Knows no rank: whether an update overflowed is agreed upon elsewhere, so that the scale is the
-same everywhere.
+would have underflowed.
 """
 
 import math

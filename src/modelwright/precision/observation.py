@@ -28,7 +28,7 @@ class Period:
 
     observer: Observer
     losses: list[float] = field(default_factory=list)
-    """Of all steps but those whose loss jumped, skipped ones included."""
+    """Losses of all steps, skipped ones included, but those whose loss jumped."""
     run_norms: list[float] = field(default_factory=list)
     """Norms of the whole gradient, of the same steps."""
     norms: dict[str, list[float]] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class PartStatistics:
     """Adds up what is measured of weights and gradients, over the tensors of each part and over all ranks."""
 
     parts: Sequence[str]
-    """Of the whole model, the same on all ranks."""
+    """Names of the whole model's submodules, the same on all ranks."""
     config: PrecisionConfig
     names: Mapping[Tensor, str]
     """This rank's parameters."""

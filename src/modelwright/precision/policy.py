@@ -2,8 +2,7 @@
 
 A policy names a format for each kind of layer; `layers` overrides single kinds, `fp32_ops` names the operators that
 stay in FP32 inside narrower layers. `auto` is a wish that is settled once, before a run, from measured rates
-(`resolve`) and written into the resolved config, so that a rerun on a busier machine cannot flip it. Knows no module;
-`model.py` brings a policy to one.
+(`resolve`) and written into the resolved config, so that a rerun on a busier machine cannot flip it.
 """
 
 from collections.abc import Mapping
@@ -142,16 +141,16 @@ class PrecisionConfig:
         for name in self.fp32_ops:
             if name not in (*ALWAYS_FP32, *CAN_BE_NARROW):
                 known = ", ".join((*ALWAYS_FP32, *CAN_BE_NARROW))
-                raise ConfigError(f"fp32_ops: {name!r} is no operator that has a choice; known are {known}")
+                raise ConfigError(f"fp32_ops: {name!r} is not an operator that has a choice; known are {known}")
         for name, reason in ALWAYS_FP32.items():
             if name not in self.fp32_ops:
                 raise ConfigError(f"fp32_ops: {name} cannot be left out: {reason}")
 
     def format_of(self, kind: Kind) -> Format:
-        """Of a kind of layer. Raises `ConfigError` while the policy is `auto`, which must be resolved before."""
+        """The format of a kind of layer. Raises `ConfigError` while the policy is `auto`."""
         if self.policy == "auto":
             raise ConfigError(
-                "policy: 'auto' is not settled yet; resolve it from measured rates or set fp32 or bf16_mixed"
+                "policy: 'auto' is not resolved yet; resolve it from measured rates or set fp32 or bf16_mixed"
             )
         return getattr(self.overrides, kind) or POLICIES[self.policy][KINDS.index(kind)]
 
@@ -188,7 +187,7 @@ class PrecisionConfig:
 
     @property
     def delays(self) -> bool:
-        """Whether FP8 goes by the maxima of earlier steps in some layer, now or after a change."""
+        """Whether any layer uses delayed FP8 scaling, now or after a change of formats."""
         return self.fp8.scaling == "delayed" and "fp8" in self.possible
 
     def features(self) -> list[Feature]:

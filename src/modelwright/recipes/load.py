@@ -75,7 +75,7 @@ def find_run(word: str) -> RunDir:
     for path in (Path(word), RUNS / word):
         if os.path.isfile(path / "run.json"):
             return RunDir(path)
-    raise ConfigError(f"{word}: is no run directory (no run.json in it or in {RUNS / word})")
+    raise ConfigError(f"{word}: is not a run directory (no run.json in it or in {RUNS / word})")
 
 
 def _base(target: str) -> tuple[dict[str, Any], Path | None, str]:
@@ -84,7 +84,7 @@ def _base(target: str) -> tuple[dict[str, Any], Path | None, str]:
         return dump(recipe(target)), None, f"recipe {target}"
     if os.path.isdir(path):
         if not os.path.isfile(path / "config.yaml"):
-            raise ConfigError(f"{target}: is a folder without config.yaml, so it is no run directory")
+            raise ConfigError(f"{target}: is a folder without config.yaml, so it is not a run directory")
         return read_run_config(path / "config.yaml"), path, str(path)
     if path.suffix in (".yaml", ".yml"):
         return _from_file(path), None, str(path)

@@ -28,7 +28,7 @@ def chunk(generation: Generation, index: int, piece: Delta) -> dict[str, Any]:
 
 
 def usage_chunk(generation: Generation) -> dict[str, Any]:
-    """The last event, when the client asked for it."""
+    """The usage event at the end of a stream, if the client asked for it."""
     return generation.envelope("text_completion", []) | {"usage": generation.usage()}
 
 

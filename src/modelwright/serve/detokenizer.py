@@ -1,7 +1,4 @@
-"""From tokens to text while they arrive: whole characters only, and nothing past a stop string.
-
-Knows nothing about HTTP and nothing about the engine.
-"""
+"""From tokens to text while they arrive: whole characters only, and nothing past a stop string."""
 
 from dataclasses import dataclass, field
 

@@ -6,7 +6,7 @@ from starlette.responses import JSONResponse
 
 
 class ApiError(Exception):
-    """A refusal: HTTP status, a sentence for the person, the field at fault, a code for the program."""
+    """An API error: HTTP status, message, offending field and error code."""
 
     def __init__(
         self, status: int, message: str, *, param: str = "", code: str = "", headers: dict[str, str] | None = None

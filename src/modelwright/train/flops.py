@@ -1,6 +1,6 @@
 """FLOPs of what stands around the projections, from the batch that goes in: attention and head, forward.
 
-A token attends to itself and to what stands before it in its document. Backward costs twice as much. Knows no step.
+A token attends to itself and to what stands before it in its document. Backward costs twice as much.
 """
 
 from modelwright.data.batch import TokenBatch
@@ -8,18 +8,18 @@ from modelwright.model.config import ModelConfig
 
 
 def attention_flops(shape: ModelConfig, batch: TokenBatch) -> int:
-    """Of one layer: scores and values, 2 for a multiply-add."""
+    """FLOPs of one layer's scores and values, 2 for a multiply-add."""
     contexts = int(((batch.positions_BT + 1) * (batch.segments_BT >= 0)).sum())
     return 4 * shape.num_heads * shape.head_dim * contexts
 
 
 def head_flops(shape: ModelConfig, batch: TokenBatch) -> int:
-    """Of the head: labels that do not count cost none."""
+    """FLOPs of the head; ignored labels cost none."""
     return 2 * batch.num_targets * shape.vocab_size * shape.model_dim
 
 
 def dense_flops(shape: ModelConfig, batch: TokenBatch) -> int:
-    """Of forward and backward where nothing is left out, padding included, as it is computed too."""
+    """FLOPs of a dense forward and backward pass; padding counts, as it is computed, too."""
     attention = shape.model_dim * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
     products = 2 * batch.num_tokens * (attention + 3 * shape.model_dim * shape.ffn_dim)
     return 3 * (shape.num_layers * (products + attention_flops(shape, batch)) + head_flops(shape, batch))

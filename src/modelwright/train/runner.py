@@ -34,7 +34,7 @@ class Executor(Protocol):
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
-        """Of all stages of a pipeline; empty for a whole model."""
+        """Layers of each pipeline stage; empty without a pipeline."""
         ...
 
     def stage_spans(self) -> list[StageSpan]:
@@ -54,7 +54,7 @@ class Executor(Protocol):
         ...
 
     def evaluate(self, parts: Sequence[Batch], loss_of: LossFn) -> None:
-        """Forward only; call without gradients. All parts have the same number of rows on all ranks."""
+        """Forward only; call under `no_grad`. Microbatches must have the same number of rows on all ranks."""
         ...
 
 

@@ -40,7 +40,7 @@ class Work:
 
 
 class StepTimer:
-    """Adds up the seconds of named parts of one step."""
+    """Sums the seconds of named phases of one step."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Messages of any length from every rank to every rank, and what they cost. Knows nothing about their content."""
+"""Messages of any length from every rank to every rank, and what they cost."""
 
 from torch import Tensor
 

@@ -1,7 +1,7 @@
 """Any transport, bucket by bucket, beginning while backward still runs.
 
 Neighboring gradients make a bucket. Each bucket has a transport of its own, with what that holds back; one thread
-carries them out, on all ranks in one order, from the last gradients to the first. Knows no codec.
+carries them out, on all ranks in one order, from the last gradients to the first.
 """
 
 from collections.abc import Callable, Sequence

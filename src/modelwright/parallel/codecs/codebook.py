@@ -10,7 +10,7 @@ rare level costs little. One coded bucket is
     places   of all values among the bucket's entries, then for each further level among the values of the one before
     signs    one bit a value
 
-Pure functions; no state, no rank. Knows nothing of gradients or of what becomes of the entries that were not kept.
+Pure functions; no state, no rank.
 """
 
 import numpy as np

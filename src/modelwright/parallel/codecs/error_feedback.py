@@ -1,7 +1,7 @@
 """Error feedback: what a transport left out of one message joins the next (Seide et al. 2014; Karimireddy et al. 2019).
 
 Gradients travel as one flat FP32 vector; the residual is kept for each gradient, so that a checkpoint can lay it out
-anew with the parameters. Knows no codec and no rank.
+anew with the parameters.
 """
 
 from collections.abc import Sequence

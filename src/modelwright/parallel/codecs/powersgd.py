@@ -1,6 +1,6 @@
 """PowerSGD: gradients of matrices as products of two thin ones (Vogels, Karimireddy and Jaggi 2019, algorithm 1).
 
-Knows nothing about losses or optimizers. Legend: M and N are a matrix's height and width, R the rank.
+Legend: M and N are a matrix's height and width, R the rank.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,4 @@
-"""Every value of the gradients in a narrow format on the wire, BF16 or INT8, summed in FP32. Knows nothing about losses
-or optimizers."""
+"""Every value of the gradients in a narrow format on the wire, BF16 or INT8, summed in FP32."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -21,7 +20,7 @@ class WireFormat(Protocol):
     """How FP32 values cross the wire."""
 
     def encode(self, values_RC: Tensor) -> Tensor:
-        """Each row as bytes [R, bytes, uint8], all rows of one length."""
+        """Encode each row as bytes [R, bytes, uint8]; all rows have the same length."""
         ...
 
     def decode(self, messages_RB: Tensor, numel: int) -> Tensor:

@@ -6,7 +6,7 @@
    a level that stands for its mean, which leaves less behind at one to three bits an entry.
 3. Places as Rice-coded gaps or a bitmap, whichever is smaller.
 
-The arithmetic of the code is `ops/sparse_codec.py` and `levels.py`. Knows nothing about losses or optimizers.
+The arithmetic of the code is `ops/sparse_codec.py` and `levels.py`.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Which layers make up which pipeline stage: consecutive layers, so that the slowest stage is as fast as can be.
 
-Costs come from the model's FLOPs or from measured times. Knows nothing about schedules or processes.
+Costs come from the model's FLOPs or from measured times.
 """
 
 import math

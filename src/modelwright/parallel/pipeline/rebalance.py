@@ -1,7 +1,7 @@
 """Keeping a pipeline balanced while it trains: when stages drift apart, a better split of the layers; and microbatches
 of equal numbers of real tokens.
 
-A new split is proposed, never made: whoever owns the run lays the model out anew, at a checkpoint. Knows no schedule.
+A new split is proposed, never made: whoever owns the run lays the model out anew, at a checkpoint.
 """
 
 import statistics
@@ -43,10 +43,10 @@ class LoadBalanceConfig:
 
 
 class StageBalance:
-    """Watches how long each stage computes, waiting left out, and proposes a split when the stages drift apart.
+    """Measures how long each stage computes, without waiting, and proposes a split when the stages drift apart.
 
-    costs: what layers cost by the model's own measure; what a stage takes beyond that is laid to its device
-    (`slowness`), whatever the cause. When the cause moves along with the layers, the next proposal corrects it.
+    costs: cost of each layer by the model's own measure. Time beyond that is attributed to the stage's device
+    (`slowness`); if its cause moves with the layers instead, the next proposal corrects it.
     """
 
     def __init__(self, costs: LayerCosts, layers_per_stage: Sequence[int], config: LoadBalanceConfig) -> None:

@@ -2,7 +2,7 @@
 
 Schedules are PyTorch's: GPipe (Huang et al. 2019), 1F1B and interleaved 1F1B (Narayanan et al. 2021), zero bubble (Qi
 et al. 2023: ZB-H1 with one stage a rank, ZB-V with two). One microbatch makes any of them a plain layer-to-device map.
-Gradients are sums over microbatches: nothing is averaged here. Knows no objective and no normalizer.
+Gradients are sums over microbatches: nothing is averaged here.
 
 Legend: B rows, T tokens of a row that this rank computes, D model width.
 """
@@ -181,7 +181,7 @@ class Pipeline:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what travels between stages."""
+        """Dtype of the activations that are sent between stages."""
         return self.model.ends.stream_dtype or self.weight_dtype
 
     @property

@@ -1,6 +1,6 @@
-"""A model cut into pipeline stages: which rank holds which stage, and the part of the model that a stage is.
+"""Cuts a model into pipeline stages: which rank holds which stage, and the submodules of each stage.
 
-A part is a `Decoder` that holds some of the whole model's modules under the whole model's names. Knows no schedule.
+The model of a stage is a `Decoder` with some of the whole model's modules, under their own names.
 """
 
 from collections.abc import Sequence

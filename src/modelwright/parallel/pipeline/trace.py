@@ -1,7 +1,4 @@
-"""When a rank computes and when it waits: what each pipeline stage did in a step, by the clock of its device.
-
-Knows nothing about schedules.
-"""
+"""When a rank computes and when it waits: what each pipeline stage did in a step, by the clock of its device."""
 
 import time
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Which updates were drawn and made, and what was reported of them, in memory that all processes of a host map.
 
 The kernel's record locks guard the counters, and tell who is alive: a process that has ended, however it did, holds
-none. Knows nothing about what an update or a report is.
+none.
 """
 
 import fcntl

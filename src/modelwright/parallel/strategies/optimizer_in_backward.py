@@ -231,7 +231,7 @@ def _final(parameter: Tensor) -> Tensor:
 
 
 class OptimizerInBackward(Strategy):
-    """Updates parameters in backward, unless a loss is not finite or nothing in the batch is learned.
+    """Updates parameters during backward, unless a loss is not finite or no label in the batch counts.
 
     ready: see `GradientReady`; clip_norm: the limit that the last step's norm is compared with, 0 for none.
     """
@@ -248,7 +248,7 @@ class OptimizerInBackward(Strategy):
         self.ready = ready
         self.clip_norm = clip_norm
         self.optimizer = replica.optimizer
-        """Of what this process updates."""
+        """The optimizer of the parameters that this process updates."""
         self.last_norm = 0.0
         """0 before the first step."""
         self._group_of = {p: group for group in replica.optimizer.param_groups for p in group["params"]}

@@ -6,8 +6,8 @@ the step of their mean gradient. Measured, this costs local steps more than what
 denominator on all ranks the mean of the steps is linear in the gradients again, which is what makes error feedback
 sound (1-bit Adam, Tang et al. 2021, freezes the moment for that; 0/1 Adam, Lu et al. 2022, refreshes it seldom).
 
-Moments change slowly and span many magnitudes, so a rank sends by how many steps of `octaves` each has moved, in
-log2, from what all ranks agreed on the last time: small whole numbers, Rice-coded. Knows no optimizer and no weights.
+Moments change slowly and span many magnitudes, so a rank sends by how many steps of `octaves` each has moved, in log2,
+from what all ranks agreed on the last time: small whole numbers, Rice-coded.
 """
 
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ Why all ranks end with the same bits. Ring, tree and hierarchical: every chunk's
 from there. Doubling: both partners of an exchange hold a and b and compute a + b and b + a, which IEEE addition makes
 equal; by induction all ranks of a block hold equal bits. The tests verify it: each rank's result is the same
 expression, up to swapping the two sides of an addition, with every rank's value in it once.
-
-Knows nothing about tensors or process groups.
 """
 
 import heapq

@@ -1,5 +1,5 @@
 """Exact sums by plans for the links that there are: each message by the cheapest algorithm, small ones joined, and new
-plans when a link's speed changes during the run. Measures the links when it is made. Knows no compression.
+plans when a link's speed changes during the run. Measures the links when it is made.
 """
 
 from collections.abc import Sequence

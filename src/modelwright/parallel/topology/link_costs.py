@@ -3,7 +3,7 @@
 A message of n bytes between two ranks takes latency + n / bandwidth (the alpha-beta model). Ranks on one host share its
 figures, and every two hosts are measured once, so that the cost is that of the number of hosts. `measure_links` is a
 collective call: every rank of the world makes it and gets the same numbers to the last bit, so that whatever is planned
-from them is the same plan everywhere. Knows nothing about algorithms or about who should sit where.
+from them is the same plan everywhere.
 """
 
 import datetime

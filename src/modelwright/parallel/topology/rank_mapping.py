@@ -1,8 +1,8 @@
 """Which rank sits where on the mesh, so that those who talk most are joined by the fastest links.
 
-`place` is a pure function: costs of the links and sizes of the axes in, a permutation of the ranks out; the same
-input gives the same answer on every rank. `take_places` carries it out by numbering the processes anew, before
-anything was built on the old numbers. Knows nothing about models; how much each axis says is handed in.
+`place` is a pure function: costs of the links and sizes of the axes in, a permutation of the ranks out; the same input
+gives the same answer on every rank. `take_places` carries it out by numbering the processes anew, before anything was
+built on the old numbers.
 
 An axis is spread over lines of ranks (the other coordinates fixed) that work at the same time: the slowest hop of the
 slowest line decides what the axis costs. All axes but the pipeline close to rings.

@@ -1,7 +1,7 @@
 """Charts as inline SVG whose colors are CSS variables, so that one picture serves light and dark.
 
 Drawn with matplotlib's `Figure` objects alone (no pyplot, no global state). Text stays text: it can be selected, and
-the page's font is used. Knows nothing about what the numbers mean.
+the page's font is used.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""What a run's folder says, read once for the report. A stage that is not there is simply empty."""
+"""The contents of a run's folder, read once for the report. Stages that have not run are empty."""
 
 import json
 from collections.abc import Mapping

@@ -40,6 +40,6 @@ def _run(context: StageContext, folder: Path) -> None:
 def _fingerprint(folder: Path) -> list[list[str | int]]:
     """Name, size and time of each file that matters."""
     if not folder.is_dir():
-        raise ConfigError(f"init_from: {folder} is no folder; give a Hugging Face model folder on disk")
+        raise ConfigError(f"init_from: {folder} is not a folder; give a Hugging Face model folder on disk")
     files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".jinja"))
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]

@@ -1,7 +1,4 @@
-"""What lies in a folder of checkpoints: which are finished, whether they are undamaged, what they hold.
-
-Knows nothing about how they are written.
-"""
+"""What lies in a folder of checkpoints: which are finished, whether they are undamaged, what they hold."""
 
 import json
 import re
@@ -37,7 +34,7 @@ def best_step_of(path: Path) -> int:
 
 
 def other_steps_of(path: Path) -> list[int]:
-    """Of further checkpoints that it refers to."""
+    """Steps of further checkpoints that this one refers to."""
     try:
         return [int(step) for step in read_manifest(path).facts.get("also", ())]
     except ArtifactError:

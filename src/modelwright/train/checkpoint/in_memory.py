@@ -1,8 +1,8 @@
 """Copies of a run's state in the memory of its hosts, for going on quickly when a process or a host is gone.
 
 A copy is a checkpoint folder in a file system in memory, which outlives the processes: each rank's files lie on its own
-host and on that of another rank. As long as no two neighbors are lost together, the hosts that are left have all of
-it. They pass each other what each lacks, and read it like a checkpoint on disk. Knows nothing about the state.
+host and on that of another rank. As long as no two neighbors are lost together, the hosts that are left have all of it.
+They pass each other what each lacks, and read it like a checkpoint on disk.
 """
 
 import hashlib

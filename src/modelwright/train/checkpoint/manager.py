@@ -80,11 +80,11 @@ class CheckpointManager:
         self.writer.forget()
 
     def resume(self) -> int:
-        """Go on from the newest whole checkpoint, whatever the layout and number of ranks that wrote it; returns its
-        step, 0 without one.
+        """Resume from the newest intact checkpoint, whatever layout and number of ranks wrote it; returns its step, 0
+        without one.
 
-        All ranks read their parts of it (the run directory is shared); without one, copies of the model begin with
-        the first one's weights.
+        All ranks read their shards of it (the run directory is shared); without one, all replicas start with the first
+        replica's weights.
         """
         self.reader.prepare()
         step = self.reader.latest_step(self.progress.note, restart=self.restart)

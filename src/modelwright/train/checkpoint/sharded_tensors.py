@@ -2,7 +2,7 @@
 
 A tensor is plain (whole on every rank that has its name) or a DTensor of which each rank holds a piece. Each piece is
 written once, by one of the ranks that hold it; `index.json` says where in the whole tensor it belongs. A reader takes
-from each file just the values that its own piece of the tensor needs. Knows nothing about what the tensors mean.
+from each file just the values that its own piece of the tensor needs.
 
 PyTorch's distributed checkpoint with its safetensors writer was tried: it carries DTensors, names that only some ranks
 have and 0-dimensional tensors, but a value that is no tensor makes a file that no reader opens, a missing file shows as

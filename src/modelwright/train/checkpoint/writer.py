@@ -11,9 +11,7 @@
 
 Several processes write one pair of tensor files each, `model-00000-of-00004.safetensors` and so on; a tensor may then
 lie in several files. A checkpoint is whole or absent. It loads under any number of processes, any layout and any number
-of microbatches. Only JSON and safetensors are read: loading runs no code. Knows nothing about what the tensors mean,
-but for two rules on the state: `optimizer/<parameter>` is laid out as that parameter is, and `strategy`
-differs from rank to rank (`train/checkpoint/state_tree.py`).
+of microbatches. Only JSON and safetensors are read: loading runs no code.
 """
 
 import errno

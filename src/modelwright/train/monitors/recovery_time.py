@@ -17,7 +17,7 @@ from modelwright.train.runtime import Runtime
 from modelwright.train.technique import StepInfo, Technique
 
 LINE_BYTES = 128
-"""Of the file that is written over at every step, whole: no process ends between its first byte and its last."""
+"""Size of the file that every step overwrites in one write, so that no crash leaves half of it."""
 
 
 class RecoveryTime:

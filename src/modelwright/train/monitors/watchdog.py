@@ -2,7 +2,7 @@
 
 A lost link or a collective that one rank never enters blocks a process inside C code without an error. The clock runs
 in `faulthandler`'s own thread, which needs neither the interpreter's lock nor a healthy main thread. There is one such
-clock in a process. Knows nothing about steps: whoever makes progress says so.
+clock in a process.
 """
 
 import faulthandler

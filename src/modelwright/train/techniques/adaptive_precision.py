@@ -83,14 +83,14 @@ class AdaptivePrecision:
     """Each change is a line there."""
 
     parts: list[str] = field(init=False)
-    """Of the whole model, the same on all ranks."""
+    """Names of the whole model's submodules, the same on all ranks."""
     statistics: PartStatistics = field(init=False)
     trials: SensitivityTrials = field(init=False)
     switcher: PrecisionSwitcher = field(init=False)
     period: Period = field(init=False)
     log: EventLog = field(init=False)
     levels: list[LossLevel] = field(default_factory=list[LossLevel])
-    """Of the losses of the last periods since a jump."""
+    """Loss levels of the last periods since a jump."""
     memory_pressure: float = field(init=False)
     is_due: bool = False
     """Whether a decision waits for a step that is not skipped, since the last step of its period was."""
@@ -119,7 +119,7 @@ class AdaptivePrecision:
 
     @property
     def looks(self) -> bool:
-        """Whether there is anything to choose, so that indicators are worth their time."""
+        """Whether there is more than one format to choose from; otherwise indicators are not measured."""
         return self.config.looks and len(self.candidates) > 1
 
     @property
@@ -238,7 +238,7 @@ class AdaptivePrecision:
         }
 
     def _loss_excess(self) -> float:
-        """Of the period that ends, which then belongs to the past."""
+        """How far the ending period's loss exceeds the earlier ones'; adds it to them."""
         now = LossLevel.of(self.period.losses)
         if now is None:
             return 0.0
@@ -372,7 +372,7 @@ def adaptive_precision(
 
 
 def momentum_of(state: Mapping[str, Any], group: Mapping[str, Any], num_updates: int) -> Momentum | None:
-    """Of a parameter that AdamW, Lion or Muon changes, None before its first update.
+    """Momentum of a parameter that AdamW, Lion or Muon updates; None before its first update.
 
     Lion moves every element by the rate, Muon by 0.2 of it, root mean square.
     """
@@ -391,7 +391,7 @@ def momentum_of(state: Mapping[str, Any], group: Mapping[str, Any], num_updates:
 
 
 def shapes_of(model: ModelConfig, tensor: int) -> dict[Kind, list[Shape]]:
-    """Of the projections that one of `tensor` ranks computes, by kind of part."""
+    """Shapes of the projections that one of `tensor` ranks computes, by kind of submodule."""
     width, heads = model.model_dim, model.num_heads * model.head_dim // tensor
     pairs, wide = max(1, model.num_kv_heads // tensor) * model.head_dim, model.ffn_dim // tensor
     return {

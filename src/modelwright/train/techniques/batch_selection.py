@@ -3,8 +3,7 @@
 The look is a forward pass over the first tokens of each row, without gradient. What it finds decides on whole rows, or
 on whole groups of rows that belong together (the coarse stage); in the rows that are chosen, the attention that tokens
 receive in the first layer may decide which labels are learned (the fine stage). A row that is not chosen costs nothing
-else. Each rank chooses among its own rows, as many as the others, or as lie within its limit. Knows nothing about units
-of the model.
+else. Each rank chooses among its own rows, as many as the others, or as lie within its limit.
 """
 
 import math
@@ -87,7 +86,7 @@ class BatchSelector:
         places = min(self.config.num_chosen(batch.num_groups, self.num_parts), len(order))
         if worth_G is None:
             return order[:places].sort().values
-        # a share of few rows is no whole number: round up as often as it takes
+        # a share of few rows is not a whole number: round up as often as it takes
         expected = self.config.random_fraction * places
         num_drawn = int(expected) + int(torch.rand((), generator=draw).item() < expected % 1.0)
         num_drawn = min(num_drawn, len(order) - places)

@@ -129,7 +129,7 @@ def layer_of(name: str) -> int | None:
 
 
 def _largest(gradients: Sequence[Tensor]) -> list[float]:
-    """Of each gradient by magnitude, nan where one is; pieces may be empty."""
+    """The largest magnitude of each gradient, nan where one is nan; local shards may be empty."""
     held = [gradient for gradient in gradients if gradient.numel()]
     norms: Iterator[float] = iter(())
     if held:

@@ -96,8 +96,8 @@ class LossSpikeConfig:
             raise ConfigError("rollback_after: counts spikes, and num_sigmas is 0; 6 is usual")
         if self.rollback_after > min(self.max_consecutive, self.rollback_window_steps):
             raise ConfigError(
-                f"rollback_after: {self.rollback_after} spikes never come together: max_consecutive "
-                f"({self.max_consecutive}) and rollback_window ({self.rollback_window_steps}) must be at least as many"
+                f"rollback_after: {self.rollback_after} spikes cannot be reached: max_consecutive "
+                f"({self.max_consecutive}) and rollback_window_steps ({self.rollback_window_steps}) must be as many"
             )
 
     def features(self) -> list[Feature]:

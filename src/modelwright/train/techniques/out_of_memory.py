@@ -19,7 +19,7 @@ from modelwright.train.technique import Technique, Update
 WhenOutOfMemory = Literal["halve_microbatch", "fail"]
 
 _WORDS = ("can't allocate memory", "std::bad_alloc", "out of memory", "Cannot allocate memory")
-"""Of PyTorch's allocator on the CPU, of C++, of accelerators, of the system."""
+"""Out-of-memory messages of PyTorch's CPU allocator, C++, accelerators and the operating system."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -134,7 +134,7 @@ def out_of_memory(retry: RetryOutOfMemory) -> Technique:
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Let go of what nobody needs: cycles of a failed step's graph, and freed memory that allocators keep."""
+    """Free the reference cycles of a failed step's graph and the memory that allocators cache."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -96,7 +96,7 @@ class SparseUpdates:
                 block.forward = partial(self.run_block, layer, block.forward)
 
     def sparse_products(self, name: str, inner: LinearGemms) -> LinearGemms:
-        """Of a projection, in whichever format: counted where they run, after something has been left out."""
+        """The GEMMs of a projection, in whichever format, without unselected units; FLOPs are counted after that."""
         leave_out = {"columns": on_columns, "rows": on_rows}.get(self.config.kind)
         products = counted(inner, self.executed)
         return leave_out(products, partial(self.chosen.get, name)) if leave_out else products
