@@ -120,28 +120,23 @@ def share_of_rows(parameters, choice, rank: int) -> list[torch.Tensor]:
     return shares
 
 
-def lay_out_twice() -> None:
-    """Join the world two times and lay it out; the same layout must start no thread again."""
-    meshes = []
-    for attempt in range(2):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)  # sets this world's keys in the store apart
-        with join_world(torch.device("cpu")) as world:
-            copies = build_mesh(world, ParallelConfig())
-            num_threads = len(os.listdir("/proc/self/task"))
-            assert build_mesh(world, ParallelConfig()) is copies
-            assert num_threads == len(os.listdir("/proc/self/task"))
-            divided = build_mesh(world, ParallelConfig(zero_stage=3))
-            assert divided.shard.size == 2
-            assert copies.shard.size == 1
-            for mesh in (copies, divided):
-                assert mesh.data.sums([world.rank + 1.0]) == [3.0]
-            meshes.append(copies)
-            world.barrier()
-    assert meshes[0] is not meshes[1]
+def build_one_mesh_twice() -> None:
+    """The same layout must start no thread again."""
+    with join_world(torch.device("cpu")) as world:
+        copies = build_mesh(world, ParallelConfig())
+        num_threads = len(os.listdir("/proc/self/task"))
+        assert build_mesh(world, ParallelConfig()) is copies
+        assert num_threads == len(os.listdir("/proc/self/task"))
+        divided = build_mesh(world, ParallelConfig(zero_stage=3))
+        assert divided.shard.size == 2
+        assert copies.shard.size == 1
+        for mesh in (copies, divided):
+            assert mesh.data.sums([world.rank + 1.0]) == [3.0]
+        world.barrier()
 
 
-def test_an_arrangement_is_made_once_as_long_as_the_processes_stay_together():
-    run_distributed(lay_out_twice, 2, joins_world=False)
+def test_a_mesh_is_built_once_as_long_as_the_processes_stay_together():
+    run_distributed(build_one_mesh_twice, 2, joins_world=False)
 
 
 def test_only_chosen_rows_are_sent():
