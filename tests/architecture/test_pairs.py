@@ -39,7 +39,7 @@ SHAPE = ModelConfig(
 BASE = {
     "num_steps": 2,
     "batch_tokens": 8 * 16,
-    "precision": {"policy": "fp32", "onednn": False},
+    "precision": {"policy": "fp32", "fp32_matmul": "default"},
     "eval_every_steps": 0,
     "checkpoint_every_steps": 0,
     "checkpoint_every_minutes": 0.0,

@@ -75,7 +75,7 @@ def test_the_plain_loop_learns():
 @pytest.mark.parametrize("has_bf16", [True, False])
 def test_ingredients_are_added_one_at_a_time_and_left_out_one_at_a_time(monkeypatch, has_bf16):
     """BF16 is one of them where there are instructions for it."""
-    monkeypatch.setattr(efficiency_20x, "is_widened", lambda dtype, device: not has_bf16)
+    monkeypatch.setattr(efficiency_20x, "is_emulated", lambda dtype, device: not has_bf16)
     monkeypatch.setattr(efficiency_20x, "onednn_is_exact", lambda: False)
     arms = arms_of("two hosts", SIZE)
     assert arms[PLAIN] == Run(size=SIZE, loop="plain", mode="one_per_row", processes=Processes(hosts=2))
@@ -114,7 +114,7 @@ class Bench:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[Run] = []
-        monkeypatch.setattr(efficiency_20x, "is_widened", lambda dtype, device: True)
+        monkeypatch.setattr(efficiency_20x, "is_emulated", lambda dtype, device: True)
         monkeypatch.setattr(efficiency_20x, "onednn_is_exact", lambda: False)
         monkeypatch.setattr(
             efficiency_20x, "real_token_share", lambda setting, size, *, mode: 1.0 - 0.5 * (mode == "one_per_row")

@@ -73,7 +73,7 @@ def other_runs() -> list[list[str]]:
     for line in re.findall(shown, text, flags=re.MULTILINE):
         words = shlex.split(line, comments=True)
         if words[1] == "launch":
-            hosts, _, most = words[words.index("--hosts") + 1].partition(":")
+            hosts, _, most = words[words.index("--nnodes") + 1].partition(":")
             words = ["modelwright", "run", *words[words.index("run") + 1 :], "--nproc", most or hosts]
         if "PATH" not in words and words not in commands():
             found.append(words)

@@ -104,5 +104,5 @@ def test_sums_of_int8_products_are_exact(monkeypatch):
 
 
 def test_fp32_and_accelerators_are_never_widened():
-    assert not lowp_emulation.is_widened(torch.float32, torch.device("cpu"))
-    assert not lowp_emulation.is_widened(torch.bfloat16, torch.device("cuda"))
+    assert not lowp_emulation.is_emulated(torch.float32, torch.device("cpu"))
+    assert not lowp_emulation.is_emulated(torch.bfloat16, torch.device("cuda"))

@@ -80,4 +80,4 @@ def test_all_chosen_is_the_dense_run(runs):
 
 def test_a_divided_model_is_refused(runs):
     assert ended(runs, "divided")["kind"] == "ConfigError"
-    assert ended(runs, "divided")["error"].startswith("sparse.")
+    assert ended(runs, "divided")["error"].startswith("sparse_updates.")
