@@ -112,11 +112,14 @@ def test_serving(model_folder: Path, number: signal.Signals) -> None:
 @BOTH
 @pytest.mark.parametrize("is_answering", [False, True])
 def test_chatting(model_folder: Path, tmp_path: Path, number: signal.Signals, is_answering: bool) -> None:
-    """Ctrl-C at the prompt ends the chat; during an answer it ends the answer only."""
+    """Ctrl-C at the prompt ends the chat; during an answer it ends the answer only.
+
+    At temperature 0 the random model repeats itself until its context is full, so that the answer does not end first.
+    """
     pipe = tmp_path / "stdin"
     os.mkfifo(pipe)
     with open(pipe, "r+b", buffering=0) as questions:
-        started = start_process("modelwright.cli.main", "chat", model_folder, stdin=pipe)
+        started = start_process("modelwright.cli.main", "chat", model_folder, "--temperature", "0", stdin=pipe)
         wait_until(lambda: started.is_alive, lambda: started.output.endswith("> "))
         if is_answering:
             num_shown = len(started.output)

@@ -51,7 +51,7 @@ def test_a_loss_scale_is_needed_where_gradients_pass_through_fp16():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"fp32_ops": ["softmax", "reduction", "rope", "dropout"]}, "fp32_ops: 'dropout' is no operator"),
+        ({"fp32_ops": ["softmax", "reduction", "rope", "dropout"]}, "fp32_ops: 'dropout' is not an operator"),
         ({"fp32_ops": ["norm"]}, "fp32_ops: softmax cannot be left out: attention kernels"),
         ({"fp32_ops": ["softmax", "rope"]}, "fp32_ops: reduction cannot be left out.*gradient_sync.kind bf16"),
         ({"overrides": {"head": "int8"}}, "overrides.head"),

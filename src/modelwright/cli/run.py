@@ -2,6 +2,7 @@
 several that are started here, the outcome to the terminal."""
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.cli.parsers import new_parser
 from modelwright.core.errors import ConfigError
 
-_FLAGS = ("run-dir", "dry-run", "restart", "stages", "nproc", "help")
+_FLAGS = ("run-dir", "dry-run", "restart", "stages", "nproc", "minutes", "help")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
         "Bring a run to its end: finished stages are skipped, a stage that was cut off goes on.",
         example="modelwright run quickstart --nproc 2 --training.precision.policy bf16_mixed",
         usage="modelwright run RECIPE|CONFIG.yaml|RUN_DIR [--run-dir DIR] [--dry-run] [--restart] [--stages A,B] "
-        "[--nproc N] [--a.b VALUE ...]",
+        "[--nproc N] [--minutes N] [--a.b VALUE ...]",
         notes=(
             "settings:\n"
             "  Every setting that `modelwright config RECIPE` prints can be given by its dotted name:\n"
@@ -55,6 +56,14 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--stages", metavar="A,B", help="work on these stages only")
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine (default: 1)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=0.0,
+        metavar="N",
+        help="train for about this long: steps are timed when the run is created, and their number is written into its "
+        "config.yaml",
+    )
     parser.add_argument("--init-from", metavar="PATH", help="start training from a Hugging Face folder")
     return parser
 
@@ -127,6 +136,8 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
     from modelwright.pipeline.run import check_request, execute
     from modelwright.recipes.load import load
 
+    if not 0 <= options.minutes < math.inf:
+        raise ConfigError(f"--minutes: must be above 0, got {options.minutes:g}")
     only = _stages(options.stages)
     request = load(options.target, read_overrides(RunConfig, settings), options.run_dir, only)
     if options.dry_run or not is_started():
@@ -139,7 +150,7 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
             )
             return 0
         if hosts or num_processes > 1:
-            return _start(start, line, request, only)
+            return _start(start, line, request, only, options.minutes)
     started = time.monotonic()
     display = choose_display(sys.stderr)
     try:
@@ -152,6 +163,7 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
             progress=display,
             elastic=hosts is not None,
             restart=options.restart,
+            minutes=options.minutes,
         )
     finally:
         display.end()
@@ -177,7 +189,7 @@ def _local(num_processes: int) -> Any:
     return LaunchConfig(processes=num_processes, max_restarts=0)
 
 
-def _start(start: Any, line: Sequence[str], request: Any, only: Sequence[str]) -> int:
+def _start(start: Any, line: Sequence[str], request: Any, only: Sequence[str], minutes: float) -> int:
     from modelwright.core.resources import num_usable_cores
     from modelwright.pipeline.run import is_finished
 
@@ -186,7 +198,7 @@ def _start(start: Any, line: Sequence[str], request: Any, only: Sequence[str]) -
         start,
         line,
         threads=max(1, num_threads // start.processes),
-        is_done=lambda: is_finished(request.config, request.run, only),
+        is_done=lambda: is_finished(request.config, request.run, only, minutes=minutes),
     )
 
 

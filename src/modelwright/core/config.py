@@ -43,7 +43,7 @@ def constant(default: T) -> T:
 
     `parse` refuses it and `dump` leaves it out. Use it for thresholds that no user has a reason to change.
     """
-    return cast(T, dataclasses.field(default=default, metadata={"constant": True}))
+    return dataclasses.field(default=default, metadata={"constant": True})
 
 
 def is_constant(field: dataclasses.Field[Any]) -> bool:

@@ -29,6 +29,7 @@ from modelwright.pipeline.runner import Outcome, run_stages, survey
 from modelwright.pipeline.stage import Stage
 from modelwright.pipeline.stage_log import now
 from modelwright.pipeline.stages.build import build_stages
+from modelwright.pipeline.time_budget import fit_to_minutes, with_lengths_of
 
 PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "openai", "transformers")
 LOCK_PATIENCE_S = 120.0
@@ -53,12 +54,14 @@ def execute(
     progress: Progress,
     elastic: bool = False,
     restart: bool = False,
+    minutes: float = 0.0,
 ) -> RunResult:
     """Bring the run in `run` to its end and return what was done.
 
     `only`: the stages to work on (empty: all), which the configuration has among others; `words`: the command line, for
     run.json; `elastic`: the layout is made to fit the processes that are there; `restart`: training whose checkpoints
-    are all damaged begins again. Called by every process that was started. Raises `ModelwrightError` for whatever a
+    are all damaged begins again; `minutes`: training is as long as fits into this time (`time_budget`), 0 for the
+    configured length. Called by every process that was started. Raises `ModelwrightError` for whatever a
     person can do something about, `Stopped` when training was asked to stop.
     """
     run.create()
@@ -68,6 +71,8 @@ def execute(
         if ranks is None:
             return RunResult([], False, False)
         shown = progress if ranks.rank == 0 else SilentProgress()
+        if minutes:
+            config = fit_to_minutes(config, minutes, run, ranks, shown)
         if ranks.rank == 0:
             _hold(run, held, LOCK_PATIENCE_S if elastic else 0.0)
             config = resolve_config(config, run, shown)
@@ -115,10 +120,13 @@ def check_request(
     check_training(config, layout, num_processes=num_processes, stages=to_do)
 
 
-def is_finished(config: RunConfig, run: RunDir, only: Sequence[str]) -> bool:
-    """Whether nothing of the request is left to do."""
-    if previous_config(run) is None:
+def is_finished(config: RunConfig, run: RunDir, only: Sequence[str], *, minutes: float = 0.0) -> bool:
+    """Whether nothing of the request is left to do. minutes: as in `execute`."""
+    previous = previous_config(run)
+    if previous is None:
         return False
+    if minutes:
+        config = with_lengths_of(config, previous)
     return not _to_do(run, build_stages(resolve_config(config, run, SilentProgress()), run, only), only)
 
 

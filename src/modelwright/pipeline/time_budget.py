@@ -1,0 +1,175 @@
+"""Fit the length of training to a time budget, from steps that are timed when the run is created.
+
+The lengths are written into the run's config.yaml as `num_steps`, so that a run that is interrupted and resumed ends
+with the same bits as one that is not. They are measured once: the same command keeps them.
+"""
+
+import shutil
+import statistics
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from modelwright.core.config import load_yaml, parse, save_yaml
+from modelwright.core.errors import ConfigError
+from modelwright.core.progress import Progress
+from modelwright.core.rundir import RunDir, StageDir
+from modelwright.core.seeds import derive_seed
+from modelwright.data.batch import TokenBatch
+from modelwright.model.hf import load_model
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.process_group import RunGroup, use_threads
+from modelwright.pipeline.renamed import read_run_config
+from modelwright.pipeline.resolve import resolve
+from modelwright.pipeline.stages.training import fresh_model
+from modelwright.train.build import train
+from modelwright.train.config import TrainConfig
+from modelwright.train.technique import StepInfo, Technique
+
+NUM_WARMUP_STEPS, NUM_TIMED_STEPS = 4, 8
+FEWEST_STEPS = 10
+"""Steps that a stage needs for a warmup and a decay of its learning rate."""
+SFT_FRACTION = 0.1
+"""Part of the budget for fine-tuning where pretraining comes before it."""
+FOLDER = "time-budget"
+
+
+def fit_to_minutes(config: RunConfig, minutes: float, run: RunDir, ranks: RunGroup, progress: Progress) -> RunConfig:
+    """The configuration with a `num_steps` for each training stage, such that training takes about `minutes`.
+
+    Called on all ranks, before the run's config.yaml is written. A run that has one keeps its lengths. Raises
+    `ConfigError` when the budget is too small for a useful number of steps.
+    """
+    is_new = not run.config.exists()
+    ranks.barrier()
+    if not is_new:
+        return with_lengths_of(config, parse(RunConfig, read_run_config(run.config)))
+    folder = run.path / FOLDER
+    if ranks.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        save_yaml(folder / "config.yaml", resolve(config, None, progress))
+    ranks.barrier()
+    resolved = parse(RunConfig, load_yaml(folder / "config.yaml"))
+    use_threads(resolved.hardware.num_threads)
+    seconds = {name: step_seconds(resolved, name, folder, ranks, progress) for name in resolved.trainings}
+    lengths = num_steps_within(resolved, 60.0 * minutes, seconds)
+    ranks.barrier()
+    if ranks.rank == 0:
+        shutil.rmtree(folder)
+        for name, num_steps in lengths.items():
+            progress.note(f"{name}: {num_steps:,} steps of {seconds[name]:.3g} s fit into the time budget")
+    return with_lengths(resolved, lengths)
+
+
+def with_lengths_of(config: RunConfig, other: RunConfig) -> RunConfig:
+    """The configuration with the lengths that `other` has."""
+    stages = {
+        name: replace(
+            config.stage_config(name),
+            num_steps=other.stage_config(name).num_steps,
+            num_tokens=other.stage_config(name).num_tokens,
+            num_epochs=other.stage_config(name).num_epochs,
+        )
+        for name in config.trainings
+    }
+    return replace(config, **stages)
+
+
+def with_lengths(config: RunConfig, num_steps: Mapping[str, int]) -> RunConfig:
+    stages = {
+        name: replace(config.stage_config(name), num_steps=count, num_tokens=0, num_epochs=0.0)
+        for name, count in num_steps.items()
+    }
+    return replace(config, **stages)
+
+
+def num_steps_within(config: RunConfig, budget_s: float, seconds: Mapping[str, float]) -> dict[str, int]:
+    """Updates of each training stage that take `budget_s` together, validation included.
+
+    seconds: of one update, by stage. A validation costs a third of an update for each of its tokens (no backward pass).
+    """
+    fractions = (
+        {"pretrain": 1.0 - SFT_FRACTION, "sft": SFT_FRACTION} if len(seconds) > 1 else dict.fromkeys(seconds, 1.0)
+    )
+    lengths: dict[str, int] = {}
+    for name, step_s in seconds.items():
+        training = config.stage_config(name)
+        validation_s = step_s * config.validation_tokens / training.batch_tokens / 3
+        each_s = step_s + (validation_s / training.eval_every_steps if training.eval_every_steps else 0.0)
+        lengths[name] = int((fractions[name] * budget_s - validation_s) / each_s)
+        if lengths[name] < FEWEST_STEPS:
+            needed_s = (FEWEST_STEPS * each_s + validation_s) / fractions[name]
+            raise ConfigError(
+                f"--minutes: {budget_s / 60:g} is too little for {FEWEST_STEPS} steps of {name}; "
+                f"give at least {needed_s / 60:.2g}, or a smaller model or batch"
+            )
+    return lengths
+
+
+def step_seconds(config: RunConfig, name: str, folder: Path, ranks: RunGroup, progress: Progress) -> float:
+    """Median seconds of an update of a training stage, on random tokens in full rows, as the layout trains it."""
+    training = config.stage_config(name)
+    timed = Timed()
+    num_steps = NUM_WARMUP_STEPS + NUM_TIMED_STEPS
+    train(
+        load_model(Path(config.init_from)) if config.init_from else fresh_model(config),
+        Pretrain(RandomRows(config, training)),
+        replace(
+            training,
+            num_steps=num_steps,
+            num_tokens=0,
+            num_epochs=0.0,
+            eval_every_steps=0,
+            checkpoint_every_steps=0,
+            checkpoint_every_minutes=0.0,
+            keep_best=False,
+            loss_spikes=replace(training.loss_spikes, num_sigmas=0.0, rollback_after=0),
+        ),
+        num_steps=num_steps,
+        world=ranks.world,
+        stage=StageDir(folder / name),
+        seed=derive_seed(config.seed, name),
+        name=f"time {name}",
+        input_digest=FOLDER,
+        progress=progress,
+        parallel=ranks.layout,
+        techniques=[Technique(name="timed", on_step_end=timed.observe)],
+    )
+    (slowest,) = ranks.world.maxima(statistics.median(timed.seconds[NUM_WARMUP_STEPS:]))
+    return float(slowest)
+
+
+class Timed:
+    """Seconds of each step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def observe(self, info: StepInfo) -> None:
+        self.seconds.append(info.step_time_s)
+
+
+class RandomRows:
+    """Batches of random tokens, each row one document."""
+
+    num_batches_per_epoch = 1
+
+    def __init__(self, config: RunConfig, training: TrainConfig) -> None:
+        self.vocab_size, self.seq_len = config.model.vocab_size, config.pack.seq_len
+        self.num_rows = training.batch_tokens // self.seq_len
+
+    def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:
+        draw = torch.Generator().manual_seed(index)
+        shape = (self.num_rows, self.seq_len)
+        ids_BT = torch.randint(self.vocab_size, shape, generator=draw)
+        whole = TokenBatch(
+            input_ids_BT=ids_BT,
+            labels_BT=ids_BT.roll(-1, dims=1),
+            positions_BT=torch.arange(self.seq_len).expand(shape).contiguous(),
+            segments_BT=torch.zeros(shape, dtype=torch.int32),
+        )
+        return whole.split(world_size)[rank]

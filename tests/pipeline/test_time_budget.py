@@ -1,0 +1,63 @@
+"""`run --minutes N`: training as long as fits into a time budget."""
+
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from modelwright.core.artifacts import read_manifest
+from modelwright.core.config import load_yaml
+from modelwright.core.errors import ConfigError
+from modelwright.pipeline.time_budget import num_steps_within
+from modelwright.recipes.load import recipe
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_steps_and_validations_share_the_budget() -> None:
+    config = recipe("tiny")
+    config = replace(
+        config,
+        validation_tokens=6144,
+        pretrain=replace(config.pretrain, batch_tokens=2048, eval_every_steps=10),
+        sft=replace(config.sft, batch_tokens=2048, eval_every_steps=0),
+    )
+    steps = num_steps_within(config, 1000.0, {"pretrain": 1.0, "sft": 2.0})
+    assert steps == {"pretrain": int((900 - 1) / 1.1), "sft": int((100 - 2) / 2)}
+    assert num_steps_within(config, 1000.0, {"sft": 2.0}) == {"sft": 499}
+
+
+def test_a_budget_that_is_too_small_says_how_much_is_needed() -> None:
+    with pytest.raises(ConfigError, match=r"--minutes: 0\.1 is too little for 10 steps of sft; give at least"):
+        num_steps_within(recipe("tiny"), 6.0, {"pretrain": 0.01, "sft": 1.0})
+
+
+@pytest.mark.parametrize(("minutes", "more"), [("0.05", []), ("0.15", ["--nproc", "2"])])
+def test_the_length_is_measured_once_and_kept(
+    inside: Command, small_words: Sequence[str], tmp_path: Path, minutes: str, more: list[str]
+) -> None:
+    run = tmp_path / "run"
+    words = [*small_words, "--run-dir", str(run), *more]
+    first = inside(*words, "--minutes", minutes, "--stages", "clean,tokenize,pack,pretrain")
+    assert first.returncode == 0, first.stderr
+    config = load_yaml(run / "config.yaml")
+    num_steps = config["pretrain"]["num_steps"]
+    assert num_steps >= 10
+    assert (config["pretrain"]["num_tokens"], config["pretrain"]["num_epochs"]) == (0, 0.0)
+    if not more:  # else other processes write to the terminal
+        assert f"pretrain: {num_steps:,} steps" in first.stderr
+    assert not (run / "time-budget").exists()
+    digest = read_manifest(run / "pretrain" / "artifact").content_digest
+    again = inside(*words, "--minutes", "1", "--stages", "clean,tokenize,pack,pretrain")
+    assert again.returncode == 0, again.stderr
+    assert load_yaml(run / "config.yaml") == config
+    assert read_manifest(run / "pretrain" / "artifact").content_digest == digest
+
+
+@pytest.mark.parametrize("minutes", ["-1", "nan", "inf"])
+def test_a_budget_is_a_number_above_0(inside: Command, tmp_path: Path, minutes: str) -> None:
+    done = inside("run", "tiny", "--run-dir", str(tmp_path / "run"), "--minutes", minutes)
+    assert done.returncode == 2
+    assert "--minutes: must be above 0" in done.stderr
