@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
 from modelwright.model.config import ModelConfig
@@ -21,17 +22,22 @@ BOTH = pytest.mark.parametrize("number", list(CODES), ids=lambda number: number.
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose answers fill its context: one of two letters always has the largest logit."""
+    tokenizer = train_tokenizer(["what does this do? it copies"] * 9, TokenizerConfig(vocab_size=330))
     model = Decoder(
         ModelConfig(
             vocab_size=330, num_layers=1, model_dim=32, num_heads=2, num_kv_heads=2, head_dim=16, ffn_dim=32,
-            max_seq_len=4096,
+            max_seq_len=4096, tie_embeddings=False,
         )
     )  # fmt: skip
     model.init_weights(0)
+    with torch.no_grad():
+        assert model.head is not None
+        (one,), (other,) = tokenizer.encode("w"), tokenizer.encode("d")
+        model.head.weight.zero_()
+        model.head.weight[one], model.head.weight[other] = 1.0, -1.0
     folder = tmp_path_factory.mktemp("model")
-    save_model_folder(
-        model, train_tokenizer(["what does this do? it copies"] * 9, TokenizerConfig(vocab_size=330)), folder
-    )
+    save_model_folder(model, tokenizer, folder)
     return folder
 
 
@@ -114,7 +120,7 @@ def test_serving(model_folder: Path, number: signal.Signals) -> None:
 def test_chatting(model_folder: Path, tmp_path: Path, number: signal.Signals, is_answering: bool) -> None:
     """Ctrl-C at the prompt ends the chat; during an answer it ends the answer only.
 
-    At temperature 0 the random model repeats itself until its context is full, so that the answer does not end first.
+    At temperature 0 the model goes on until its context is full, so that the answer does not end first.
     """
     pipe = tmp_path / "stdin"
     os.mkfifo(pipe)
