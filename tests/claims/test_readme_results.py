@@ -130,26 +130,30 @@ def test_what_memory_means_is_said_beside_the_figures() -> None:
     assert "resident memory of the whole process falls by a smaller share" in words
 
 
-def test_the_table_of_other_trainers_is_that_of_the_benchmark() -> None:
-    results = record(f"peers-fp32-{OLDER_MACHINE}")
-    summaries, task = results["summary"], results["task"]
+def test_the_tables_of_other_trainers_are_those_of_the_benchmark() -> None:
     text = section("Other trainers")
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
-    assert rows[2:] == [
-        [
-            name.replace("Trainer", "`Trainer`"),
-            f"{summary['tokens_per_s']:,.0f}",
-            "" if own is summary else f"{own['tokens_per_s'] / summary['tokens_per_s']:.2f} times as fast",
-            f"{summary['peak_bytes'] / 2**20:,.0f} MiB",
-            f"{summary['heldout_loss']:.4f}",
-        ]
-        for own in [summaries["Modelwright"]]
-        for name, summary in summaries.items()
+    tables = [
+        [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines() if line.startswith("| ")]
+        for part in text.split("In BF16")
     ]
-    assert f"{task['num_steps']} steps of {task['batch_rows'] * task['seq_len']:,} tokens" in text
-    assert f"the first {task['warmup_steps']} are not timed" in text
-    assert f"up to {max(summary['spread'] for summary in summaries.values()):.0%}" in text
-    assert f"commit {results['commit'][:7]}" in text
+    results = [record(f"peers-{compute}-{MACHINE}") for compute in ("fp32", "bf16")]
+    for rows, found in zip(tables, results, strict=True):
+        own = found["summary"]["Modelwright"]
+        assert rows[2:] == [
+            [
+                name.replace("Trainer", "`Trainer`"),
+                f"{summary['tokens_per_s']:,.0f}",
+                "" if own is summary else f"{own['tokens_per_s'] / summary['tokens_per_s']:.2f} times as fast",
+                f"{summary['peak_bytes'] / 2**20:,.0f} MiB",
+                f"{summary['heldout_loss']:.4f}",
+            ]
+            for name, summary in found["summary"].items()
+        ]
+        task = found["task"]
+        assert f"{task['num_steps']} steps of {task['batch_rows'] * task['seq_len']:,} tokens" in text
+        assert f"the first {task['warmup_steps']} are not timed" in text
+        assert f"commit {found['commit'][:7]}" in text
+    assert f"up to {max(one['spread'] for found in results for one in found['summary'].values()):.0%}" in text
 
 
 def test_speeds_of_number_formats_are_those_of_the_records() -> None:
