@@ -200,7 +200,7 @@ def _to_tune(arm: Run) -> Run:
     The number of hosts matters to a loss only where they do not sum gradients exactly, and the rate of their links, or
     the machine, not at all: one process, or two that no link slows down, each with one thread.
     """
-    hosts = arm.processes.hosts if "transport" in arm.settings else 1
+    hosts = arm.processes.hosts if "gradient_sync" in arm.settings else 1
     return replace(arm, processes=Processes(hosts=hosts, threads=1))
 
 

@@ -64,7 +64,7 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "explain", "precision.policy")
     assert text.startswith("training.precision.policy\n")
     assert "default: auto" in text
-    assert "bf16_mixed" in text
+    assert "allowed: fp32, bf16_mixed, " in text
     assert "may set their own" in text
     assert printed(capsys, "explain", "gradient_sync.local_sgd").count("\n\n") == 4
     assert main(["explain", "pretrain.learning_rat"]) == 2

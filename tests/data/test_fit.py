@@ -17,7 +17,7 @@ def conversation(question_len: int, answer_len: int, *after: int) -> tuple[np.nd
 
 
 def test_what_fits_stays_and_nothing_follows_the_last_answer() -> None:
-    fit = ConversationFit(seq_len=8, overlong="cut")
+    fit = ConversationFit(seq_len=8, overlong="split")
     for after in ((), (5,), (5, 1, 1, 1, 1, 1, 1)):
         fitted = fit.fit(*conversation(3, 4, *after), stop_ids=STOPS)
         assert fitted is not None
@@ -29,27 +29,27 @@ def test_what_fits_stays_and_nothing_follows_the_last_answer() -> None:
 def test_an_answer_without_an_end_gets_one() -> None:
     ids, mask = conversation(2, 3, 5)
     ids[ids == END] = 2
-    fitted = ConversationFit(seq_len=8, overlong="cut").fit(ids, mask, stop_ids=STOPS)
+    fitted = ConversationFit(seq_len=8, overlong="split").fit(ids, mask, stop_ids=STOPS)
     assert fitted is not None
     assert fitted[0].tolist() == [1, 1, 2, 2, 2, END]
     assert fitted[1].tolist() == [0, 0, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("overlong", ["cut", "skip"])
+@pytest.mark.parametrize("overlong", ["split", "skip"])
 def test_pairs_longer_than_a_row_are_counted(overlong) -> None:
     fit = ConversationFit(seq_len=8, overlong=overlong)
     fitted = [fit.fit(*conversation(*lengths), stop_ids=STOPS) for lengths in ((4, 4), (4, 9), (8, 2), (20, 20))]
     first, second, *others = [None if pair is None else (pair[0].tolist(), pair[1].tolist()) for pair in fitted]
     assert first == ([1, 1, 1, 1, 2, 2, 2, END], [0, 0, 0, 0, 1, 1, 1, 1])
-    assert second == (([1, 1, 1, 1, 2, 2, 2, 2], [0, 0, 0, 0, 1, 1, 1, 1]) if overlong == "cut" else None)
+    assert second == (([1, 1, 1, 1, 2, 2, 2, 2], [0, 0, 0, 0, 1, 1, 1, 1]) if overlong == "split" else None)
     assert others == [None, None], "no token of the answer fits"
     facts = fit.facts()
     assert facts["num_conversations"] == 4
-    assert (facts["num_truncated"], facts["num_dropped"]) == ((1, 2) if overlong == "cut" else (0, 3))
+    assert (facts["num_truncated"], facts["num_dropped"]) == ((1, 2) if overlong == "split" else (0, 3))
 
 
 def test_the_row_that_holds_nearly_all() -> None:
-    fit = ConversationFit(seq_len=4, overlong="cut")
+    fit = ConversationFit(seq_len=4, overlong="split")
     assert fit.row_len() == 0
     for length in range(2, 202):
         fit.fit(*conversation(1, length - 1), stop_ids=STOPS)

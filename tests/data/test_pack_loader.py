@@ -76,7 +76,7 @@ def test_pieces_overlap_by_one(length: int, seq_len: int, expected: list[tuple[i
     assert list(pieces(length, seq_len)) == expected
 
 
-@pytest.mark.parametrize("mode", ["best_fit", "pad"])
+@pytest.mark.parametrize("mode", ["best_fit", "one_per_row"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_target_is_predicted_once_from_its_own_document(tmp_path: Path, mode, masked: bool, seed: int) -> None:

@@ -47,11 +47,28 @@ def test_effective_rate_weighs_by_time() -> None:
     assert slow_head == pytest.approx(total / (head + (total - head) / 10))
 
 
+class Quiet:
+    """A machine on which nothing else runs."""
+
+    def begin(self) -> None: ...
+
+    def seconds(self) -> float:
+        return 1.0
+
+    def other_cores(self) -> float:
+        return 0.0
+
+
+class Busy(Quiet):
+    def other_cores(self) -> float:
+        return 1e3
+
+
 def test_a_slow_format_is_measured_with_fewer_tokens_and_not_recommended() -> None:
     def rate(m: int, k: int, n: int, dtype: torch.dtype) -> float:
         return 1e9 if dtype == torch.float32 else 1e6
 
-    training = measure_rates(MODEL, num_tokens=4096, budget_s=1.5, rate=rate)
+    training = measure_rates(MODEL, num_tokens=4096, budget_s=1.5, rate=rate, others=Quiet())
     assert training["tokens"]["fp32"] == 4096
     assert 64 <= training["tokens"]["bf16"] < 4096
     assert training["effective"] == pytest.approx({"fp32": 1e9, "bf16": 1e6})
@@ -62,15 +79,6 @@ def test_a_slow_format_is_measured_with_fewer_tokens_and_not_recommended() -> No
 
 
 def test_several_threads_on_a_busy_machine_are_taken_for_as_many_times_one() -> None:
-    class Busy:
-        def begin(self) -> None: ...
-
-        def seconds(self) -> float:
-            return 1.0
-
-        def other_cores(self) -> float:
-            return 1e3
-
     def rate(m: int, k: int, n: int, dtype: torch.dtype) -> float:
         """Threads without a core each wait for each other."""
         alone = 2e9 if dtype == torch.bfloat16 else 1e9
