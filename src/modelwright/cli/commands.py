@@ -1,4 +1,4 @@
-"""The other commands: each reads its words, calls one function of the floors below, prints what comes back."""
+"""The smaller commands. Each parses its arguments, calls one function of the floors below and prints the result."""
 
 import argparse
 import math
@@ -202,7 +202,7 @@ def _run_or_folder(word: str) -> Path:
 
 
 def leave_with_parent() -> None:
-    """Ask this process to stop as SIGTERM does once its parent is another one: a killed parent can tell nobody."""
+    """Send SIGTERM to this process once its parent has changed, because a killed parent cannot notify anyone."""
     parent = os.getppid()
 
     def watch() -> None:

@@ -78,7 +78,7 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def bash(words: Mapping[str, Sequence[str]]) -> str:
-    """Completes files where no word of ours fits."""
+    """Complete file names where none of our words fits."""
     cases = "\n".join(f'        {name}) words="{" ".join(of)}" ;;' for name, of in words.items())
     return f"""_modelwright() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" words=""

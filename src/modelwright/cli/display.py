@@ -1,6 +1,5 @@
-"""What long work looks like on the terminal: one live line on a terminal, now and then a plain line elsewhere.
-
-Both are `core.progress.Progress`. They know numbers and names, not what is being done.
+"""Progress on the terminal: one live line on a terminal, an occasional plain line elsewhere. Both implement
+`core.progress.Progress`. They know numbers and names, not the work behind them.
 """
 
 import time
@@ -26,7 +25,7 @@ def choose_display(stream: TextIO) -> Progress:
 
 
 class TaskProgress:
-    """What is being done, with rate and time left from the last seconds (so that a resumed run starts afresh)."""
+    """Rate and remaining time of a piece of work, from the last seconds, so that a resumed run starts afresh."""
 
     def __init__(self, name: str = "", total: float = 0, unit: str = "") -> None:
         self.name, self.total, self.unit = name, total, unit
@@ -52,7 +51,7 @@ class TaskProgress:
         return (after - before) / (end - start) if end > start else 0.0
 
     def __str__(self) -> str:
-        """`1,024/2,000 steps, 0:05:12 left, loss 2.31, mfu 52%, 3.1 steps/s`: what matters most stands first."""
+        """`1,024/2,000 steps, 0:05:12 left, loss 2.31, mfu 52%, 3.1 steps/s`, most important first."""
         rate = self.rate
         parts = [f"{self.done:,.0f}{f'/{self.total:,.0f}' if self.total else ''} {self.unit}"]
         if self.total and rate > 0:
@@ -65,7 +64,7 @@ class TaskProgress:
 
 
 class PlainDisplay:
-    """Lines for a log file: one at the start, one every ten seconds at most, one at the end."""
+    """Lines for a log file: one at the start, at most one every ten seconds, one at the end."""
 
     def __init__(self, stream: TextIO, every_s: float = LINE_EVERY_S) -> None:
         self._stream, self._every_s = stream, every_s
@@ -100,7 +99,7 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """One line that redraws itself; notes scroll by above it."""
+    """One line that redraws itself; notes scroll past above it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -133,7 +132,7 @@ class LiveDisplay:
 
 
 def show(value: float | str, key: str = "") -> str:
-    """A number short enough to read in passing."""
+    """A number short enough to read at a glance."""
     if isinstance(value, str):
         return value
     if key == "mfu":

@@ -1,9 +1,8 @@
 """Several processes that look like one from outside: one message, one exit code, one display.
 
-A process that was started here leaves its last words (message, exit code) in a folder instead of on the terminal. When
-all have ended, or before they are started again, the words that tell the cause are shown. An error that a person must
-do something about ends the run on all hosts; whatever else happens, the processes are started again as often as the
-configuration allows.
+A process started here writes its exit report (message, exit code) to a folder instead of the terminal. When all have
+ended, or before they are restarted, the reports that tell the cause are shown. An error that a person must fix ends the
+run on all hosts; after any other failure the processes are restarted as often as the configuration allows.
 """
 
 import json
@@ -41,16 +40,16 @@ class ExitReport:
 
 
 class Refused(ModelwrightError):
-    """A process met an error that it would meet again."""
+    """A process met an error that would occur again after a restart."""
 
 
 def is_started() -> bool:
-    """Whether this process is one of several already, whoever started them."""
+    """Whether this process is already one of several, whoever started them."""
     return "WORLD_SIZE" in os.environ
 
 
 def write_exit_report(folder: str, text: str, exit_code: int) -> int:
-    """Write down how this process ends, unless those who would read it have gone; returns the exit code."""
+    """Write this process's exit report unless the processes that would read it are gone; returns the exit code."""
     words = ExitReport(rank=int(os.environ.get("RANK", "0")), time_s=time.time(), exit_code=exit_code, text=text)
     temporary = Path(folder) / f"{os.getpid()}.tmp"
     with suppress(FileNotFoundError):
@@ -60,14 +59,16 @@ def write_exit_report(folder: str, text: str, exit_code: int) -> int:
 
 
 def read_exit_reports(folder: Path) -> list[ExitReport]:
-    """The words that were left, those that tell the cause first."""
+    """The exit reports, those that tell the cause first."""
     found = [ExitReport(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
     ranked = {code: place for place, code in enumerate(_TELLING)}
     return sorted(found, key=lambda one: (ranked.get(one.exit_code, len(ranked)), _order(one)))
 
 
 def _order(words: ExitReport) -> float:
-    """Errors follow from the first one; of those who were asked to stop the first rank speaks."""
+    """Order of exit reports: later errors follow from the first one; of the processes that were asked to stop, the
+    first rank speaks.
+    """
     return words.time_s if words.exit_code in (USER, BUG) else words.rank
 
 
@@ -109,7 +110,7 @@ def supervise(config: Any, line: Sequence[str], *, threads: int, is_done: Callab
 
 
 def _before_restart(folder: Path) -> None:
-    """Say why the processes are started again. Raises `Refused` when they should not be."""
+    """Report why the processes are restarted. Raises `Refused` if they must not be."""
     words = read_exit_reports(folder)
     for path in folder.glob("*.json"):
         path.unlink()
@@ -120,7 +121,7 @@ def _before_restart(folder: Path) -> None:
 
 
 def _tell(folder: Path, killed: Mapping[int, int], asked: int) -> int:
-    """Show how it ended and return the exit code."""
+    """Show how the run ended and return the exit code."""
     words = read_exit_reports(folder)
     cause = words[0] if words else None
     if cause and cause.exit_code == USER:
@@ -145,7 +146,7 @@ def _say(text: str, exit_code: int) -> int:
 
 @contextmanager
 def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """What torch hands on to the processes that it starts."""
+    """The environment that torch passes on to the processes it starts."""
     before = dict(os.environ)
     os.environ.update(changes)
     try:
@@ -157,7 +158,7 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _silent_library() -> Iterator[None]:
-    """torchrun's own reports of processes that ended stay out of the way of ours."""
+    """Silence torchrun's own reports of failed processes."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _guarded(name: str, command: Command, words: Sequence[str], *, is_last: bool) -> int:
-    """Run the command and turn what ends it into an exit code. is_last: the process ends with it."""
+    """Run the command and turn whatever ends it into an exit code. is_last: the process ends with it."""
     folder = os.environ.pop(EXIT_REPORT_DIR, "")  # not for what this process starts
     if folder:
         commands.leave_with_parent()
@@ -103,7 +103,7 @@ def _guarded(name: str, command: Command, words: Sequence[str], *, is_last: bool
 
 
 def _refusal(error: Exception) -> str:
-    """What the operating system has refused, where a user can do something about it; "" for everything else."""
+    """What the operating system refused, if a user can do something about it; "" for everything else."""
     if not isinstance(error, OSError):
         return ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

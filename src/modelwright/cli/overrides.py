@@ -1,7 +1,7 @@
 """Dotted overrides on the command line: `--a.b value`, `--a.b=value`, `--data.sources one two three`.
 
 Turns words into a plain mapping for `core.config`. A word meant for a text field stays text (`--name 1e3`), everything
-else is read as YAML reads it. Knows the config's dataclasses only through their type hints.
+else is read as YAML reads it.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from modelwright.core.errors import ConfigError
 
 @typing.runtime_checkable
 class HasRenamed(Protocol):
-    """A config that knows its settings of earlier versions."""
+    """A config that knows settings of earlier versions."""
 
     @classmethod
     def renamed(cls, key: str) -> str:
-        """What became of a key, in words; "" for one that never was."""
+        """What became of a key, as text; "" for one that never existed."""
         ...
 
 
@@ -47,7 +47,8 @@ def split_settings(
     words: Sequence[str], own: Sequence[str]
 ) -> tuple[list[str], list[str], list[tuple[str, list[str]]]]:
     """Split into the words before the first option, the options in `own` as words for a parser, and all other options,
-    which are settings. `-h` becomes `--help`, which `own` should name."""
+    which are settings. `-h` becomes `--help`, which `own` should contain.
+    """
     leading, options = split_words(words)
     spelled = [word for name, values in options if name in own for word in (f"--{name}", *values)]
     if "-h" in words:
@@ -56,9 +57,8 @@ def split_settings(
 
 
 def read_overrides(config: type, options: Sequence[tuple[str, list[str]]]) -> dict[str, Any]:
-    """The mapping that the options spell, for the dataclass `config`.
-
-    An option without a value means `true`. Raises `ConfigError` for a setting that does not exist, naming the nearest.
+    """The mapping that the options describe, for the dataclass `config`. An option without a value means `true`. Raises
+    `ConfigError` for a setting that does not exist and names the nearest one.
     """
     data: dict[str, Any] = {}
     for dotted, words in options:
@@ -69,7 +69,7 @@ def read_overrides(config: type, options: Sequence[tuple[str, list[str]]]) -> di
 
 
 def field_type(config: type, dotted: str) -> Any:
-    """The type hint of the field at a dotted path. Raises `ConfigError` naming the nearest known path."""
+    """The type hint of the field at a dotted path. Raises `ConfigError` and names the nearest known path."""
     hint: Any = config
     for name in dotted.split("."):
         hints = _hints(hint)
@@ -85,7 +85,7 @@ def field_type(config: type, dotted: str) -> Any:
 
 
 def _hints(config: Any) -> dict[str, Any]:
-    """The types of a dataclass's settings by their names; nothing for anything else."""
+    """The types of a dataclass's settings by name; empty for anything else."""
     if not (isinstance(config, type) and dataclasses.is_dataclass(config)):
         return {}
     hints = typing.get_type_hints(config)
@@ -101,7 +101,7 @@ def all_paths(config: type, prefix: str = "") -> Iterator[str]:
 
 
 def _known(group: Any) -> str:
-    """What there is beside an unknown name."""
+    """Known names close to an unknown one, as text."""
     return f" (known there: {', '.join(typing.get_type_hints(group))})" if dataclasses.is_dataclass(group) else ""
 
 

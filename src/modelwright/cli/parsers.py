@@ -1,11 +1,13 @@
-"""Command-line parsers that look alike."""
+"""Command-line parsers with a common look."""
 
 import argparse
 from typing import Any
 
 
 def new_parser(name: str, description: str, *, example: str, notes: str = "", **more: Any) -> argparse.ArgumentParser:
-    """A parser whose help ends with one example. Options are never abbreviated: what follows may be a setting."""
+    """A parser whose help ends with one example. Options cannot be abbreviated, because what follows may be a
+    setting.
+    """
     epilog = "\n".join(part for part in (notes, f"example: {example}") if part)
     return argparse.ArgumentParser(
         prog=f"modelwright {name}",
@@ -18,4 +20,4 @@ def new_parser(name: str, description: str, *, example: str, notes: str = "", **
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of the notes."""
+    """Keeps the line breaks of the notes."""

@@ -1,4 +1,4 @@
-"""`modelwright plan`: which layout for a model on these hosts, how much memory it takes, how long a step lasts."""
+"""`modelwright plan`: which layout suits a model on given hosts, how much memory it needs, how long a step takes."""
 
 import argparse
 import json
@@ -116,7 +116,9 @@ def plan(words: Sequence[str]) -> int:
 
 
 def _spelled_out(words: Sequence[str]) -> list[str]:
-    """The words; raises `ConfigError` for `plan TARGET`, which was a command once, and names the present ones."""
+    """The arguments; raises `ConfigError` for `plan TARGET`, a command of earlier versions, and names the present
+    ones.
+    """
     first = next((word for word in words if not word.startswith("-")), "")
     if first and first not in ("layout", "memory"):
         raise ConfigError(
@@ -157,7 +159,7 @@ def _job(options: argparse.Namespace):
 
 
 def _format_of(precision: "PrecisionConfig", device: str | None) -> "ComputeFormat":
-    """What most products of a recipe are computed in on such a device, or on this machine."""
+    """The format of most matrix products of a recipe on such a device, or on this machine."""
     from modelwright.plan.catalog import DEVICES
 
     if precision.policy == "auto" and device and "bf16" in DEVICES[device].rates:
@@ -169,7 +171,7 @@ def _format_of(precision: "PrecisionConfig", device: str | None) -> "ComputeForm
 
 
 def _on_device(wanted: "ComputeFormat", device: str | None) -> tuple["ComputeFormat", list[str]]:
-    """The format that takes the place of one that the device does not have, and a note that says so."""
+    """The format that replaces one that the device lacks, and a note that says so."""
     from modelwright.plan.catalog import DEVICES
 
     rates = DEVICES[device].rates if device else {}

@@ -1,4 +1,6 @@
-"""`modelwright plan memory TARGET`: what is alive when in a training step, and a plan that takes less memory."""
+"""`modelwright plan memory TARGET`: which tensors a training step keeps alive and when, and a plan that needs less
+memory.
+"""
 
 import argparse
 import json
@@ -29,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def row_len(given: int | None, usual: int, *, longest: int) -> int:
-    """Raises `ConfigError` for a row that the model has no positions for."""
+    """Raises `ConfigError` for a row longer than the model's context."""
     seq_len = usual if given is None else given
     if not 1 <= seq_len <= longest:
         raise ConfigError(f"--seq-len: must be from 1 to the model's context of {longest} tokens, got {seq_len}")
@@ -45,8 +47,7 @@ def count(text: str, name: str) -> int:
 
 
 def batch_tokens(text: str, seq_len: int) -> int:
-    """Tokens of a batch of rows: what is given, or for a rounded figure such as 2M the nearest number of whole rows.
-
+    """Tokens of a batch of rows: the given number, or for a rounded figure such as 2M the nearest multiple of a row.
     Raises `ConfigError` for a plain number that is not a multiple of a row.
     """
     number = count(text, "--batch-tokens")
@@ -117,7 +118,9 @@ def _no_arena() -> str:
 
 
 def _elsewhere(options: argparse.Namespace, model: "ModelConfig", train: "TrainConfig"):
-    """Where activations may wait, and what moving costs: as given or configured, else measured on this machine."""
+    """Where activations can be offloaded to and what moving them costs: as given or configured, else measured on this
+    machine.
+    """
     from modelwright.memory.config import ActivationCheckpointingConfig
     from modelwright.memory.offload import open_store
     from modelwright.parallel.mesh import default_device

@@ -1,5 +1,6 @@
-"""`modelwright run` and `modelwright launch`: words to a request, the request to the pipeline, in this process or in
-several that are started here, the outcome to the terminal."""
+"""`modelwright run` and `modelwright launch`: parse the arguments into a request, pass it to the pipeline in this
+process or in several started here, and show the outcome.
+"""
 
 import argparse
 import math
@@ -19,7 +20,7 @@ _FLAGS = ("run-dir", "dry-run", "restart", "stages", "nproc", "minutes", "help")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Describes the options; settings of the run itself are read by `cli.overrides`."""
+    """Describes the options; `cli.overrides` reads the settings of the run itself."""
     parser = new_parser(
         "run",
         "Bring a run to its end: finished stages are skipped, a stage that was cut off goes on.",
@@ -126,8 +127,9 @@ def launch(words: Sequence[str]) -> int:
 
 
 def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
-    """Work on the request in this process, or start others that do; `line`: the whole command line; `hosts`: the
-    `LaunchConfig`, None for processes on this machine only."""
+    """Run the request in this process or start others that do. line: the whole command line; hosts: the `LaunchConfig`,
+    None for processes on this machine only.
+    """
     options, settings = _read(words)
     if hosts and options.nproc != 1:
         raise ConfigError("--nproc: belongs to launch, before the word run")
@@ -173,7 +175,7 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
 
 
 def _stages(text: str | None) -> tuple[str, ...]:
-    """The names in `--stages A,B`; none where the option was not given."""
+    """The names in `--stages A,B`; empty if the option was not given."""
     names = tuple(name.strip() for name in (text or "").split(",") if name.strip())
     if text is not None and not names:
         raise ConfigError("--stages: names no stage; write --stages clean,tokenize, or leave it out for all of them")
@@ -181,7 +183,7 @@ def _stages(text: str | None) -> tuple[str, ...]:
 
 
 def _local(num_processes: int) -> Any:
-    """Processes on this machine that are not started again."""
+    """Processes on this machine that are not restarted."""
     from modelwright.parallel.elastic import LaunchConfig
 
     if num_processes < 1:

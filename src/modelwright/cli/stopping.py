@@ -1,5 +1,6 @@
-"""Ctrl-C and SIGTERM mean the same in every command: an exception in the main thread, and where that does not end the
-command, the end of the process. Training and the server have handlers of their own, which stop politely."""
+"""Ctrl-C and SIGTERM mean the same in every command: an exception in the main thread, and if that does not end the
+command, the end of the process. Training and the server have handlers of their own, which stop gracefully.
+"""
 
 import os
 import signal
@@ -13,13 +14,13 @@ GRACE_S = 5.0
 
 
 class StopSignals:
-    """Within the block, from `listen` on, Ctrl-C raises `KeyboardInterrupt` and SIGTERM `SystemExit`; `received`: the
-    signals that have come.
+    """Within the block, from `listen` on, Ctrl-C raises `KeyboardInterrupt` and SIGTERM `SystemExit`. received: the
+    signals that have arrived.
 
-    Where the block does not end within `GRACE_S` of a signal, because a call does not return or a library has swallowed
+    If the block does not end within `GRACE_S` of a signal, because a call does not return or a library has swallowed
     the exception, `give_up` is called with the signal and the process ends at once. is_last: the process ends after the
-    block, where a signal ends it without a word; spared: signals that the command may outlive. Does nothing outside the
-    main thread, where Python handles no signals.
+    block, silently if a signal ended it; spared: signals that the command may survive. Does nothing outside the main
+    thread, where Python handles no signals.
     """
 
     def __init__(self, give_up: Callable[[int], object], *, is_last: bool, spared: Sequence[int] = ()) -> None:
@@ -38,7 +39,9 @@ class StopSignals:
         return self
 
     def listen(self) -> None:
-        """Take the signals over. Called where what they raise is caught, for one may be waiting already."""
+        """Install the handlers. Call it where the exceptions that they raise are caught, because a signal may be
+        pending.
+        """
         if self._pipe == -1:
             return
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -63,7 +66,7 @@ class StopSignals:
         raise SystemExit(128 + number)
 
     def _watch(self, reading: int) -> None:
-        """In a thread of its own: Python writes the number of each signal to the pipe before any handler runs."""
+        """Runs in its own thread: Python writes the number of each signal to the pipe before any handler runs."""
         while came := os.read(reading, 1):
             number = came[0]
             if number not in self._spared and signal.getsignal(number) == self._on_signal:

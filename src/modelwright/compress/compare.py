@@ -1,4 +1,4 @@
-"""An INT8 model beside the model that it was made from: size, speed, agreement."""
+"""An INT8 model against the model it was made from: size, speed, agreement."""
 
 import statistics
 from collections.abc import Callable
@@ -80,8 +80,9 @@ def compare(
 def measure_speed(
     reference: Decoder, int8: Decoder, *, num_streams: int, num_tokens: int, repeats: int = 7
 ) -> SpeedPair:
-    """Time forward passes up to each stream's next logits: `num_tokens` of 1 is the shape of decoding (without what
-    attention reads of a cache), more that of a prompt."""
+    """Time forward passes up to each stream's next logits. `num_tokens` of 1 is the shape of decoding (without
+    attention's reads of a cache), more that of a prompt.
+    """
     passes = {name: _one_pass(model, num_streams, num_tokens) for name, model in (("fp32", reference), ("int8", int8))}
     measures = {name: partial(seconds_of, run, "cpu") for name, run in passes.items()}
     times = in_turn(measures, num_rounds=repeats, num_warmups=1)

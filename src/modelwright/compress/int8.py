@@ -49,9 +49,8 @@ class Int8WeightsConfig:
 
 
 def quantize_model(model: Decoder, config: Int8WeightsConfig) -> Decoder:
-    """A new decoder with all linears in INT8, the head and the embedding's table too; norms stay as they are.
-
-    `model` is left as it was. The result is for inference: it has no gradients.
+    """A new decoder with all linears, the head and the embedding table in INT8; norms stay as they are. `model` is not
+    changed. The result is for inference: it has no gradients.
     """
     tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     for name, weight in list(_matrices(model)):
@@ -105,13 +104,13 @@ def load_int8(folder: Path, config: Int8WeightsConfig) -> Decoder:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all distinct tensors of a model as they are stored."""
+    """Bytes of all distinct tensors of a model as stored."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum(tensor.nbytes for tensor in {tensor.data_ptr(): tensor for tensor in tensors}.values())
 
 
 def _matrices(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """The matrices that are quantized, by module name; a tied head goes by the name of the embedding."""
+    """The matrices that are quantized, by module name; a tied head is listed under the name of the embedding."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             yield name, module.weight

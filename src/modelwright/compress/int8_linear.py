@@ -38,7 +38,7 @@ def quantize_rows(weight_OD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int8_linear_naive(x_ND: Tensor, weight_OD: Tensor, scale_O: Tensor) -> Tensor:
-    """The definition in exact arithmetic (float64 holds all these integers); the twin of the backends."""
+    """The definition in exact arithmetic (float64 holds all these integers): the reference for the backends."""
     peak_N1 = x_ND.abs().amax(dim=-1, keepdim=True).clamp_min(_TINY)
     levels_ND = torch.round((x_ND / peak_N1) * ACTIVATION_LEVELS).double()
     sums_NO = levels_ND @ weight_OD.double().T
@@ -60,7 +60,7 @@ class Int8Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight as FP32 [O, D]: what the INT8 values stand for."""
+        """The weight as FP32 [O, D], dequantized."""
         return self.quantized.float() * self.scale[:, None]
 
     def forward(self, x_BD: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Artifacts: folders that are either whole or absent.
 
-An artifact is written into `<folder>.partial`, flushed to disk, given its `manifest.json` last and renamed into place.
-A reader that finds a manifest finds every file that it lists.
+An artifact is written into `<folder>.partial` and flushed to disk; `manifest.json` is written last, and the folder is
+renamed into place. A reader that finds a manifest finds every file it lists.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ class Manifest:
 
 
 class ArtifactDraft:
-    """The folder being written (`path`) and the facts that its manifest will carry."""
+    """The folder being written (`path`) and the facts for its manifest."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -107,7 +107,7 @@ def read_manifest(folder: Path, *, kind: str = "", verify: bool = False) -> Mani
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it. Raises `StorageError` when that is refused, for whatever reason."""
+    """Create a folder and its parents. Raises `StorageError` if that fails for any reason."""
     try:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)

@@ -15,14 +15,14 @@ _GUEST = 8
 
 
 class LoadMeter(Protocol):
-    """What measurements ask about other processes. Tests bring their own."""
+    """What measurements ask about other processes. Tests provide their own."""
 
     def begin(self) -> None:
-        """A new period starts."""
+        """Start a new period."""
         ...
 
     def seconds(self) -> float:
-        """Since the period began."""
+        """Seconds since the period began."""
         ...
 
     def other_cores(self) -> float:
@@ -31,7 +31,7 @@ class LoadMeter(Protocol):
 
 
 class OtherProcesses:
-    """`LoadMeter` of this machine, from /proc/stat; where there is none, from the load of the last minute."""
+    """`LoadMeter` of this machine, from /proc/stat, or from the load average of the last minute where there is none."""
 
     def __init__(self) -> None:
         self.begin()
@@ -51,12 +51,12 @@ class OtherProcesses:
 
 
 def missing_cores(other_cores: float, num_threads: int) -> float:
-    """How many of its threads this process had no core for."""
+    """How many threads of this process were waiting for a core."""
     return max(0.0, min(num_threads, other_cores + num_threads - num_usable_cores()))
 
 
 def _busy_seconds() -> float | None:
-    """Time that the usable processors have not been idle since the machine started."""
+    """Time that the usable processors have been busy since the machine started."""
     try:
         lines = _STAT.read_text().splitlines()
     except OSError:

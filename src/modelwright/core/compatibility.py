@@ -1,7 +1,7 @@
-"""Which features of a training run go together: derived from what each needs of the run and what it takes away.
+"""Which features of a training run can be combined, derived from what each feature needs and what it breaks.
 
-A feature declares both beside its configuration; `check_compatible` refuses a run in which one feature takes away what
-another needs. No rule names a pair.
+A feature declares both next to its configuration; `check_compatible` refuses a run in which one feature breaks what
+another one needs. No rule names a pair.
 """
 
 import itertools
@@ -30,10 +30,8 @@ REVERSIBLE_UPDATES = "updates that a rollback can undo"
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """Something that a run does besides plain training.
-
-    key: the setting that switches it on; value: of that setting, where it matters. needs: properties of the run that it
-    relies on; breaks: those that it takes away.
+    """Something that a run does besides plain training. key: the setting that enables it; value: of that setting, where
+    it matters; needs: properties of the run that it relies on; breaks: properties that it removes.
     """
 
     key: str
@@ -46,12 +44,12 @@ class Feature:
 
 
 def feature(key: str, value: object = "", *, needs: Iterable[str] = (), breaks: Iterable[str] = ()) -> Feature:
-    """A `Feature` from plain collections."""
+    """Build a `Feature` from plain collections."""
     return Feature(key=key, value=str(value), needs=frozenset(needs), breaks=frozenset(breaks))
 
 
 def conflict(features: Iterable[Feature]) -> str:
-    """Why these features do not go together, or ""."""
+    """Why these features cannot be combined, or ""."""
     for one, other in itertools.permutations(features, 2):
         for need in sorted(one.needs & other.breaks):
             what = f"{one.value} needs" if one.value else "needs"
@@ -60,6 +58,6 @@ def conflict(features: Iterable[Feature]) -> str:
 
 
 def check_compatible(features: Iterable[Feature]) -> None:
-    """Raise `ConfigError` for the first feature that another one leaves without what it needs."""
+    """Raise `ConfigError` for the first feature whose needs another one breaks."""
     if problem := conflict(features):
         raise ConfigError(problem)

@@ -41,7 +41,7 @@ _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
 def constant(default: T) -> T:
     """A dataclass field that Python code can replace, for tests and experiments, but that is not a setting.
 
-    `parse` refuses it and `dump` leaves it out. Use it for thresholds that no user has a reason to change.
+    `parse` rejects it and `dump` omits it. Use it for thresholds that no user has a reason to change.
     """
     return dataclasses.field(default=default, metadata={"constant": True})
 
@@ -56,7 +56,7 @@ class Layered(Protocol):
 
     @classmethod
     def expand(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """From the plain form to one value for each field. Raises `ConfigError`."""
+        """Convert the plain form to one value per field. Raises `ConfigError`."""
         ...
 
     @classmethod
@@ -114,7 +114,7 @@ def dump(config: Any, *, constants: bool = False) -> Any:
 
 
 def set_dotted(data: dict[str, Any], dotted: str, value: Any) -> None:
-    """Set `data["a"]["b"] = value` for `dotted == "a.b"`, making the mappings in between."""
+    """Set `data["a"]["b"] = value` for `dotted == "a.b"`, creating the mappings in between."""
     *parents, last = dotted.split(".")
     for parent in parents:
         group: Any = data.setdefault(parent, {})
@@ -134,8 +134,9 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def difference(config: Mapping[str, Any], base: Mapping[str, Any], *, without: Sequence[str] = ()) -> dict[str, Any]:
-    """What `config` has that `base` does not have, or has otherwise: `merge(base, difference(config, base))` gives
-    `config` where it has all keys of `base`. without: keys of the top level to leave out."""
+    """The keys of `config` that `base` lacks or has with other values: `merge(base, difference(config, base))` gives
+    `config` if it has all keys of `base`. without: keys of the top level to leave out.
+    """
     changed: dict[str, Any] = {}
     for key, value in config.items():
         if key in without or (key in base and base[key] == value):
@@ -173,7 +174,9 @@ def load_yaml(path: Path | str) -> dict[str, Any]:
 
 
 def save_yaml(path: Path | str, config: Any) -> None:
-    """Write a config's plain form, keys in the order of definition; a reader sees the old file or the new one."""
+    """Write a config's plain form, keys in the order of definition. A reader sees the old file or the new one, never a
+    part.
+    """
     write_atomic(Path(path), yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True))
 
 
@@ -235,7 +238,7 @@ def _convert_union(args: tuple[Any, ...], value: Any, path: str, constants: bool
 
 
 def _whole_number(text: str, path: str) -> Any:
-    """`2M` as 2,000,000; in fields that count bytes `180MiB`, too. Text that is no such number is left as it is."""
+    """`2M` as 2,000,000; in fields that count bytes `180MiB`, too. Other text is returned unchanged."""
     quantity = parse_quantity(text)
     if quantity is None or quantity.is_bare:
         return text

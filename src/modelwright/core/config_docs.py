@@ -30,9 +30,8 @@ _UNITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One leaf key of a configuration.
-
-    default: its plain form, or "required"; allowed: the type, or the literal values.
+    """One leaf key of a configuration. default: its plain form, or "required"; allowed: the type or the literal
+    values.
     """
 
     key: str
@@ -43,7 +42,7 @@ class Setting:
 
 
 def settings_of(cls: type, path: str = "") -> Iterator[Setting]:
-    """Every leaf key of a config dataclass, constants left out, in the order of definition."""
+    """Every leaf key of a config dataclass except constants, in the order of definition."""
     hints, docs = typing.get_type_hints(cls), field_docs(cls)
     for field in setting_fields(cls):
         key = f"{path}.{field.name}" if path else field.name
@@ -130,7 +129,7 @@ def plain_value(value: Any) -> str:
 
 
 def annotated_yaml(cls: type, plain: Mapping[str, Any], *, indent: int = 0) -> Iterator[str]:
-    """Lines of YAML for the plain form of a config, each setting under its documentation."""
+    """YAML lines for the plain form of a config, each setting below its documentation."""
     hints, docs, pad = typing.get_type_hints(cls), field_docs(cls), " " * indent
     for key, value in plain.items():
         is_group = dataclasses.is_dataclass(hints[key])

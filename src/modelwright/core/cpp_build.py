@@ -1,6 +1,7 @@
-"""C++ sources of this package as shared libraries: compiled when they are first asked for, kept in the user's cache.
+"""Compiles C++ sources of this package as shared libraries on first use and caches them in the user's cache folder.
 
-One library for each text of the source, compiler's name and options. Needs a C++ compiler (`CXX`, else `g++`).
+There is one library for each combination of source text, compiler and options. Needs a C++ compiler (`CXX`, else
+`g++`).
 """
 
 import hashlib
@@ -22,7 +23,7 @@ def cache_folder() -> Path:
 
 
 def library(source: Path, options: Sequence[str], *, folder: Path, known: str = "") -> Path:
-    """Where the library lies once it is built. known: what else it depends on."""
+    """Path of the library once it is built. known: further inputs that it depends on."""
     parts = "\0".join([known, *_compiler(), *options]).encode() + source.read_bytes()
     return folder / f"{source.stem}-{hashlib.sha256(parts).hexdigest()[:16]}.so"
 
@@ -32,9 +33,8 @@ def has_compiler() -> bool:
 
 
 def compiled(source: Path, options: Sequence[str], *, folder: Path, way_out: str, known: str = "") -> Path:
-    """The library in `folder`, compiled if it is not there; processes that do so at once leave one whole file.
-
-    Raises `ModelwrightError` with the way out and what the compiler said.
+    """The library in `folder`, compiled if missing. Concurrent builds leave one whole file. Raises `ModelwrightError`
+    with the remedy and the compiler's output.
     """
     found = library(source, options, folder=folder, known=known)
     if found.exists():
@@ -54,7 +54,7 @@ def compiled(source: Path, options: Sequence[str], *, folder: Path, way_out: str
 
 
 def cannot_be_built(text: str, way_out: str) -> str:
-    """Why, for an error's message."""
+    """The reason, for an error message."""
     said = f"cannot be built with {_compiler()[0]!r}; {way_out} install a C++ compiler (or name it in CXX)"
     return f"{said}: {text.strip()[-600:]}"
 

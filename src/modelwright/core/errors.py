@@ -1,7 +1,7 @@
-"""Errors that a user is meant to read: one sentence that names what is wrong and the way out.
+"""Errors that a user is meant to read: one sentence that names what is wrong and the remedy.
 
-The command line prints the message of a `ModelwrightError` without a traceback; anything else is a bug and
-keeps its traceback.
+The command line prints the message of a `ModelwrightError` without a traceback; anything else is a bug and keeps its
+traceback.
 """
 
 import errno
@@ -26,7 +26,7 @@ class DataError(ModelwrightError, ValueError):
 
 
 class ArtifactError(ModelwrightError):
-    """An artifact is missing, incomplete or of another kind than was asked for."""
+    """An artifact is missing, incomplete or of an unexpected kind."""
 
 
 class ModelError(ModelwrightError, ValueError):
@@ -38,7 +38,7 @@ class StorageError(ModelwrightError, OSError):
 
 
 class Stopped(ModelwrightError):
-    """The process was asked to stop by a signal (SIGTERM unless told otherwise); what was finished stays."""
+    """The process was asked to stop by a signal (SIGTERM unless told otherwise); finished work stays."""
 
     exit_code = 128 + signal.SIGTERM
 
@@ -53,7 +53,7 @@ STOPPING = (Stopped, KeyboardInterrupt, SystemExit)
 
 @contextmanager
 def writing(path: Path | str) -> Generator[None]:
-    """Turn the operating system's refusal to write `path` into one clear `StorageError`."""
+    """Turn an operating system error while writing `path` into one clear `StorageError`."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,6 @@
-"""A log of rare events of a run, as JSON lines that a checkpoint can take back. Metrics of every step: records.py."""
+"""A log of rare events of a run, as JSON lines, that can be rewound to a checkpoint. Metrics of every step are in
+records.py.
+"""
 
 import json
 from pathlib import Path
@@ -12,11 +14,11 @@ MAX_EVENTS = 1000
 
 
 class EventLog:
-    """Keeps events in memory on every rank and writes them to `path` on the first one.
+    """Keeps events in memory on every rank and writes them to `path` from the first one on.
 
-    A kill can cut off the last line, which `read_records` leaves out and the next process removes. Events past
-    `max_events` are dropped. A file that an earlier process left is emptied, since the run repeats its events after a
-    checkpoint, which holds those before it; with `keep_existing` it is continued instead: for events that are not in
+    A kill can truncate the last line, which `read_records` ignores and the next process removes. Events past
+    `max_events` are dropped. The file of an earlier process is emptied, because the run repeats its events after a
+    checkpoint, which holds those before it; with `keep_existing` it is continued instead, for events that are not in
     checkpoints.
     """
 
@@ -31,7 +33,7 @@ class EventLog:
             self._rewrite()  # drops a last line that was cut off
 
     def append(self, **event: Any) -> bool:
-        """Add an event, a line; False when the log is full. Numbers that are not finite become text."""
+        """Add an event, one line; False if the log is full. Non-finite numbers become text."""
         if len(self.events) >= self.max_events:
             return False
         line = json_line(event)
@@ -44,13 +46,13 @@ class EventLog:
         return {"events": list(self.events)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the events of a checkpoint and write the file as it was then."""
+        """Restore the events of a checkpoint and rewrite the file accordingly."""
         self.events = list(state["events"])
         if self.is_first and (self.events or self.path.exists()):
             self._rewrite()
 
     def _append(self, line: str) -> None:
-        """One write to the end of the file, which a kill cuts in two only where a page of the file ends."""
+        """Append in one write, which a kill can truncate only at a page boundary of the file."""
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "ab") as file:

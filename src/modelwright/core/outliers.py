@@ -28,10 +28,8 @@ class RobustLevel:
         return RobustLevel(median, MAD_TO_SIGMA * statistics.median(abs(value - median) for value in values))
 
     def upper_limit(self, num_sigmas: float, min_rise: float) -> float:
-        """The largest value that is no outlier.
-
-        min_rise: least distance from the median, relative to it; it keeps small changes of a nearly constant series,
-        whose deviation is close to 0, from being outliers.
+        """The largest value that is not an outlier. min_rise: least distance from the median, relative to it, so that
+        small changes of a nearly constant series, whose deviation is close to 0, are not outliers.
         """
         return self.median + max(num_sigmas * self.sigma, min_rise * abs(self.median))
 
@@ -39,7 +37,7 @@ class RobustLevel:
 class RecentValues:
     """The last `size` accepted values of a series, each with its step, and their level.
 
-    The caller decides which values to accept: outliers should stay out, or the level follows them. Values must be
+    The caller decides which values to accept: outliers should be excluded, or the level follows them. Values must be
     finite.
     """
 
@@ -70,7 +68,7 @@ class RecentValues:
         self._entries = [entry for entry in self._entries if entry[0] < step]
 
     def clear(self) -> None:
-        """Start again, because the series has reached a new level."""
+        """Start over, because the series has reached a new level."""
         self._entries = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,7 +79,7 @@ class RecentValues:
 
 
 def ratio_limit(values: Sequence[float], factor: float) -> float:
-    """`factor` times the median: for values whose deviation is unknown or meaningless, such as the ranks' times."""
+    """`factor` times the median: for values whose deviation is unknown or meaningless, such as the times of ranks."""
     return factor * statistics.median(values)
 
 

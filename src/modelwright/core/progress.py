@@ -1,21 +1,21 @@
-"""What long work tells about itself. The terminal (floor 9) decides how it looks."""
+"""The interface by which long work reports its progress. The terminal (floor 9) decides how it looks."""
 
 from typing import Protocol
 
 
 class Progress(Protocol):
-    """Told by long work how far it is; shows rate and time left."""
+    """Long work reports to it how far it is; it shows rate and time left."""
 
     def begin(self, name: str, total: float, unit: str) -> None:
         """A piece of work starts: `total` units of `unit` ("documents", "tokens", "steps"); 0 when unknown."""
         ...
 
     def advance(self, done: float, **fields: float | str) -> None:
-        """`done` units are finished so far; `fields` are shown beside them (loss, mfu, ...)."""
+        """`done` units are finished; `fields` are shown beside them (loss, mfu, ...)."""
         ...
 
     def note(self, text: str) -> None:
-        """One line that stays: a warning, a decision, a result."""
+        """Show one line that stays: a warning, a decision, a result."""
         ...
 
     def end(self) -> None:

@@ -14,8 +14,9 @@ _QUANTITY = re.compile(r"(\d+\.?\d*(?:e[+-]?\d{1,3})?) ?([kmgt]i?|)((?:b|flop)?(
 
 @dataclass(frozen=True)
 class Quantity:
-    """`value` without its prefix, exactly; `unit`: "", "b", "flop", or one of them a second ("b/s", "/s"); is_bare:
-    whether it was a plain number, without prefix and unit."""
+    """`value` with its prefix applied, exactly; `unit`: "", "b", "flop", or one of them per second ("b/s", "/s");
+    is_bare: whether it was a plain number, without prefix and unit.
+    """
 
     value: Fraction
     unit: str
@@ -23,7 +24,7 @@ class Quantity:
 
 
 def parse_quantity(text: str) -> Quantity | None:
-    """What `text` says, `None` when it is no such number. Negative numbers are none."""
+    """Parse `text`; `None` if it is not such a number. Negative numbers are not accepted."""
     matched = _QUANTITY.fullmatch(text.strip())
     if matched is None:
         return None

@@ -1,7 +1,7 @@
 """Metric records: one JSON object per line, mirrored to TensorBoard, and their summaries.
 
-A line is written whole and flushed; on resume the lines past the checkpoint's step are cut, so that a step is recorded
-once.
+A line is written whole and flushed. On resume the lines past the checkpoint's step are removed, so that a step is
+recorded once.
 """
 
 import json
@@ -47,7 +47,7 @@ class Recorder:
 
 
 def _start() -> Any:
-    """TensorBoard's message after which it forgets what older files hold of this step and later ones."""
+    """TensorBoard's purge event: older files' records of this step and later ones are ignored."""
     from tensorboardX.proto import event_pb2  # pyright: ignore[reportMissingTypeStubs]
 
     messages: Any = event_pb2
@@ -55,7 +55,7 @@ def _start() -> Any:
 
 
 def _summary(values: Mapping[str, float | int | str | bool]) -> Any:
-    """TensorBoard's message of all numbers."""
+    """TensorBoard's event with all numbers."""
     from tensorboardX.proto import summary_pb2  # pyright: ignore[reportMissingTypeStubs]
 
     messages: Any = summary_pb2
@@ -67,7 +67,7 @@ def _summary(values: Mapping[str, float | int | str | bool]) -> Any:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a metrics file; a last line cut off by a crash is left out. No file: no records."""
+    """All whole records of a metrics file, ignoring a last line truncated by a crash. A missing file has no records."""
     if not path.exists():
         return []
     records: list[dict[str, Any]] = []

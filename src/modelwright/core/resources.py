@@ -1,4 +1,4 @@
-"""What the process and the machine have: peak memory of a piece of work, hardware, versions, commit."""
+"""Resources of the process and the machine: peak memory of a piece of work, hardware, versions, commit."""
 
 import contextlib
 import importlib.metadata
@@ -36,7 +36,7 @@ class ResourceUse:
 
 
 def peak_resident_bytes() -> int:
-    """Peak resident memory of this process in bytes, since the last reset where the system can reset it."""
+    """Peak resident memory of this process in bytes, since the last reset if the system can reset it."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -53,7 +53,7 @@ def num_usable_cores() -> int:
 
 
 def load() -> float:
-    """Processes that wanted to compute, mean of the last minute; 0 where the system does not tell."""
+    """Runnable processes, mean over the last minute; 0 if the system does not report it."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 

@@ -1,4 +1,4 @@
-"""The run directory: where everything about one run lies.
+"""The run directory holds everything about one run.
 
 <run>/run.json           command line, commit, versions, hardware
 <run>/config.yaml        resolved configuration
@@ -68,7 +68,7 @@ class RunDir:
         return StageDir(self.path / name)
 
     def check(self) -> None:
-        """Raise `ConfigError` when there can be no folder of this path; makes nothing."""
+        """Raise `ConfigError` if no folder can exist at this path; creates nothing."""
         try:
             exists = self.path.exists()
             above = next((path for path in (self.path, *self.path.parents) if path.exists()), Path())
@@ -79,13 +79,13 @@ class RunDir:
             raise ConfigError(f"--run-dir: {self.path} {what} a file, not a folder; choose another one")
 
     def create(self) -> "RunDir":
-        """Make the folder. Raises `ConfigError` or `StorageError` when that is refused."""
+        """Create the folder. Raises `ConfigError` or `StorageError` if that fails."""
         self.check()
         make_folder(self.path)
         return self
 
     def read_info(self) -> dict[str, Any]:
-        """The content of `run.json`. Raises `ArtifactError` when there is none or it is damaged."""
+        """The content of `run.json`. Raises `ArtifactError` if it is missing or damaged."""
         try:
             info: Any = json.loads(self.info.read_text(encoding="utf-8"))
         except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""A batch of packed token rows: what a loader gives and a training step eats."""
+"""A batch of packed token rows: what a loader yields and a training step consumes."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -13,8 +13,9 @@ IGNORED = -100
 
 
 def part_sizes(num_groups: int, num_parts: int) -> list[int]:
-    """Groups of rows in each part: equal, or where they do not divide one more in the first ones. Raises `ValueError`
-    when there are fewer groups than parts."""
+    """Groups of rows in each part: equal, or one more in the first parts if they do not divide evenly. Raises
+    `ValueError` if there are fewer groups than parts.
+    """
     if num_groups < num_parts:
         raise ValueError(f"{num_groups} groups of rows cannot be cut into {num_parts} microbatches")
     size, rest = divmod(num_groups, num_parts)
@@ -68,16 +69,16 @@ class TokenBatch:
 
     @property
     def num_targets(self) -> int:
-        """Tokens that are predicted."""
+        """Tokens that are predicted: labels that count."""
         return int((self.labels_BT != IGNORED).sum())
 
     def split(self, num_parts: int) -> list["TokenBatch"]:
-        """Cut into `num_parts` batches of consecutive groups, as `part_sizes` says."""
+        """Split into `num_parts` batches of consecutive groups, sized by `part_sizes`."""
         ends = [end * self.group_size for end in accumulate(part_sizes(self.num_groups, num_parts), initial=0)]
         return [self.map(lambda x, rows=slice(*pair): x[rows]) for pair in pairwise(ends)]
 
     def padded(self, num_groups: int) -> "TokenBatch":
-        """With groups of padding at the end if there are fewer than `num_groups`."""
+        """Padded with empty groups to at least `num_groups`."""
         missing = (num_groups - self.num_groups) * self.group_size
         if missing <= 0:
             return self
@@ -87,7 +88,7 @@ class TokenBatch:
         return self._join(padding)
 
     def take(self, groups: Tensor) -> "TokenBatch":
-        """The groups with these numbers, in this order."""
+        """The groups with these numbers, in the given order."""
         rows = self.rows_of(groups)
         return self.map(lambda x: x[rows])
 
@@ -97,13 +98,13 @@ class TokenBatch:
         return (groups[:, None] * self.group_size + places).flatten()
 
     def without_weight(self, groups: Tensor) -> "TokenBatch":
-        """The batch, in which these groups have the labels and the extras of padding."""
+        """The batch with the labels and extras of these groups replaced by those of padding."""
         rows = self.rows_of(groups)
         extras = {name: values.index_fill(0, rows, 0) for name, values in self.extras.items()}
         return replace(self, labels_BT=self.labels_BT.index_fill(0, rows, IGNORED), extras=extras)
 
     def take_tokens(self, places_S: Tensor) -> "TokenBatch":
-        """These places of every row, in this order."""
+        """These positions of every row, in the given order."""
         return self.map(lambda x: x[:, places_S], of_rows=lambda x: x)
 
     def to(self, device: torch.device | str) -> "TokenBatch":

@@ -1,7 +1,7 @@
-"""Chat templates: messages to one text, and which part of the text the assistant speaks.
+"""Chat templates: messages to one text, and which parts of the text the assistant speaks.
 
 Templates are Jinja, rendered in a sandbox with the settings and helpers that `transformers` uses, so a template gives
-the same text here and there. Special tokens that a user writes into a message are shielded: they stay plain text.
+the same text in both. Special tokens that a user writes into a message are shielded: they stay plain text.
 """
 
 import json
@@ -74,9 +74,8 @@ class ChatTemplate:
             raise DataError(f"the chat template refuses these messages: {error}") from None
 
     def spans(self, messages: Sequence[Message]) -> list[TextSpan]:
-        """The conversation cut where the assistant begins and ends to speak; the joined texts are the rendering.
-
-        Raises `DataError` when an earlier turn's rendering depends on a later one, so that there is no such cut.
+        """The conversation split where the assistant's turns begin and end; the joined texts are the rendering. Raises
+        `DataError` if an earlier turn's rendering depends on a later one, so that there is no such split.
         """
         answers = self._answers(messages)
         if not _is_chain(answers):
@@ -111,7 +110,7 @@ class ChatTemplate:
 
 
 def _is_chain(answers: Sequence[tuple[str, str]]) -> bool:
-    """Whether each prompt goes on from the answer before."""
+    """Whether each prompt continues the previous answer."""
     return all(prompt.startswith(answered) for (_, answered), (prompt, _) in pairwise(answers))
 
 
@@ -125,13 +124,14 @@ def _joined(answers: Sequence[tuple[str, str]]) -> tuple[str, list[TextSpan]]:
 
 
 def unshield(text: str) -> str:
-    """The text as it was before `ChatTemplate.render` shielded it."""
+    """Undo the shielding of `ChatTemplate.render`."""
     return text.replace(SHIELD, "") if SHIELD in text else text
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`, with which templates mark what the assistant says. Read over here:
-    `spans` finds the same by rendering."""
+    """`{% generation %}...{% endgeneration %}`, which marks what the assistant says in some templates. Ignored here:
+    `spans` finds the same parts by rendering.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's protocol
 

@@ -1,4 +1,4 @@
-"""Records that hold a question with its answer or a whole conversation, in the forms that published data sets have.
+"""Records that hold a question with its answer or a whole conversation, in the layouts of published data sets.
 
     question, answer
     instruction, output, and input where there is one        Alpaca
@@ -39,19 +39,19 @@ _HINTS = {
 
 
 def form_of(names: Iterable[str]) -> tuple[str, ...]:
-    """The needed fields of the form that a record or table with these fields has; empty when it has none."""
+    """The required fields of the layout that a record or table with these fields has; empty if it has none."""
     there = set(names)
     return next((needed for needed in _NEEDED if there.issuperset(needed)), ())
 
 
 def is_conversation(record: Mapping[str, Any]) -> bool:
-    """Whether a record has one of the forms; in a table it may be another row's, with nothing in this one."""
+    """Whether a record has one of the layouts; a table may hold them in another row."""
     form = form_of(record)
     return bool(form) and record[form[0]] is not None
 
 
 def num_hints(names: Iterable[str]) -> int:
-    """How many of the fields sound like those of a question, an answer or a conversation, in whatever form."""
+    """How many fields are named like those of a question, an answer or a conversation."""
     return len(_HINTS.intersection(names))
 
 

@@ -1,6 +1,5 @@
-"""Docstrings of Python modules: from source files by their syntax trees, from compiled modules by inspection.
-
-Source files are parsed, never imported.
+"""Docstrings of Python modules: from source files by syntax tree, from compiled modules by inspection. Source files are
+parsed, never imported.
 """
 
 import ast
@@ -81,7 +80,7 @@ def docstrings_of_compiled_stdlib() -> Iterator[Docstring]:
 
 
 def docstrings_of_compiled(module: str, public: str) -> Iterator[Docstring]:
-    """Docstrings of the compiled functions and classes that an importable module (or class in it) holds."""
+    """Docstrings of the compiled functions and classes in an importable module, or in a class of it."""
     holder = _import(module)
     if holder is None:
         return
@@ -120,7 +119,7 @@ def _docstrings_of_node(node: ast.Module | ast.ClassDef, module: str, name: str,
 
 
 def _definitions(body: list[ast.stmt]) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Definitions in a body, those under `if` and `try` too."""
+    """Definitions in a body, including those under `if` and `try`."""
     for statement in body:
         if isinstance(statement, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield statement
@@ -135,7 +134,7 @@ def _docstring(module: str, name: str, kind: NameKind, value: object) -> Iterato
 
 
 def _import(name: str) -> object | None:
-    """A module, or a class in one; None when the machine cannot import it."""
+    """A module, or a class in one; None if this machine cannot import it."""
     parent, _, last = name.rpartition(".")
     try:
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""The one unit that travels from sources through cleaning to tokens."""
+"""The unit that travels from sources through cleaning to tokens."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -41,13 +41,13 @@ class Document:
 
     @property
     def body(self) -> str:
-        """What makes the document what it is: the answers of a "qa" document, else the text without its title."""
+        """The part that identifies the document: the answers of a "qa" document, else the text without its title."""
         if self.kind == "qa":
             return "\n\n".join(turn["content"] for turn in self.messages if turn["role"] == "assistant")
         return self.text.removeprefix(self.meta.get("title", "")).lstrip("\n")
 
     def map_text(self, change: Callable[[str], str]) -> "Document":
-        """The document with `change` applied to its text, for "qa" to each turn, and to its title."""
+        """The document with `change` applied to its text (for "qa" to each turn) and to its title."""
         meta = dict(self.meta)
         for key in ("title", "question", "answer"):
             if key in meta:

@@ -50,7 +50,7 @@ def fast_encoding(definition_json: str) -> tiktoken.Encoding | None:
 
 
 def _pattern(definition: Mapping[str, Any]) -> str | None:
-    """The one pattern that splits a text before BPE; None when there is more to it."""
+    """The single pattern that splits a text before BPE; None if there is more than that."""
     if definition.get("normalizer"):
         return None
     steps = definition.get("pre_tokenizer") or {}
@@ -71,7 +71,7 @@ def _is_plain_bpe(model: Mapping[str, Any]) -> bool:
 
 
 def _ids_follow_merges(model: Mapping[str, Any]) -> bool:
-    """Whether the merges make each token once, in the order of the ids: tiktoken merges by id, `tokenizers` by rank."""
+    """Whether the merges create each token once, in the order of ids: tiktoken merges by id, `tokenizers` by rank."""
     vocab = model["vocab"]
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     made = [vocab.get(left + right, -1) for left, right in pairs]

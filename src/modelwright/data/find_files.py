@@ -1,6 +1,5 @@
-"""From what a user names (a path, a directory, a glob, an fsspec URL) to the files to read, in a fixed order.
-
-Knows the names of formats, not their contents. What is passed over on the way is told with its reason.
+"""Resolves what a user names (a path, a directory, a glob, an fsspec URL) to the files to read, in a fixed order.
+Skipped files are reported with the reason.
 """
 
 import os
@@ -37,7 +36,7 @@ SkipFile = Callable[[str, str], None]
 def locate(sources: tuple[str, ...], skip: SkipFile) -> Iterator[File]:
     """The files that the sources name, each once, sorted within a source.
 
-    A file named outright must be of a supported format; in directories and globs others are passed over and told.
+    A file named explicitly must have a supported format; in directories and globs others are skipped and reported.
     Raises `DataError` for a source that names nothing, or a URL whose fsspec backend is not installed.
     """
     seen: set[tuple[str, str]] = set()
@@ -85,7 +84,7 @@ def _filesystem(source: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 
 def _walk(filesystem: fsspec.AbstractFileSystem, folder: str, skip: SkipFile) -> list[str]:
-    """Files below a folder, sorted; hidden ones and the caches of `datasets` left out."""
+    """Files below a folder, sorted, without hidden ones and the caches of `datasets`."""
     if isinstance(filesystem, LocalFileSystem):
         return sorted(_walk_local(folder, skip))
     below = [str(name) for name in filesystem.find(folder)]
@@ -93,7 +92,7 @@ def _walk(filesystem: fsspec.AbstractFileSystem, folder: str, skip: SkipFile) ->
 
 
 def _walk_local(root: str, skip: SkipFile) -> Iterator[str]:
-    """fsspec's own walk leaves directories out silently when they cannot be read."""
+    """Report directories that cannot be read, which fsspec's own walk omits silently."""
 
     def unreadable(error: OSError) -> None:
         skip(f"directory that cannot be read ({error.strerror})", _posix(str(error.filename)))
@@ -125,7 +124,7 @@ def _posix(path: str) -> str:
 
 
 def _shown(source: str, path: str, name: str) -> str:
-    """The name to show for a found file: as the user wrote the source, where that is possible."""
+    """The name to show for a file: as the user wrote the source, if possible."""
     if "://" in source or any(mark in source for mark in _GLOB_MARKS):
         return os.path.relpath(name) if "://" not in source else name
     return source.rstrip("/") + name.removeprefix(path.rstrip("/"))
@@ -146,7 +145,7 @@ def _supported(filesystem: fsspec.AbstractFileSystem, path: str, shown: str, ski
 
 
 def _problem_of(path: str) -> str:
-    """Why a local path cannot be read as a file; "" when it can."""
+    """Why a local path cannot be read as a file; "" if it can."""
     try:
         return "" if stat.S_ISREG(os.stat(path).st_mode) else "no regular file"
     except FileNotFoundError:

@@ -70,7 +70,7 @@ class PackedRows:
         return self._lengths[self._offsets[row] : self._offsets[row + 1]].astype(np.int64)
 
     def batches(self, batch_rows: int) -> Iterator[TokenBatch]:
-        """Every row once, in the order on disk; the last batch may have fewer rows. For evaluation."""
+        """Every row once, in the order on disk; the last batch may be smaller. For evaluation."""
         for first in range(0, self.num_rows, batch_rows):
             yield self.gather(np.arange(first, min(first + batch_rows, self.num_rows)))
 
@@ -88,7 +88,7 @@ class PackedLoader:
 
     @property
     def num_batches_per_epoch(self) -> int:
-        """Batches after which every row was seen at least once."""
+        """Number of batches after which every row was seen at least once."""
         return -(-self.rows.num_rows // self.batch_rows)
 
     def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:

@@ -141,7 +141,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 class _Spool:
-    """Pieces' tokens and masks in files, one after another, until their rows are known."""
+    """Tokens and masks of the pieces in files, one after another, until their rows are known."""
 
     def __init__(self, folder: Path, dtype: np.dtype) -> None:
         self.dtype = dtype
@@ -204,7 +204,7 @@ def _add(
 
 
 def pieces(length: int, seq_len: int) -> Iterator[tuple[int, int]]:
-    """Where to cut a sequence: `[start, end)` of pieces of at most `seq_len` tokens that overlap by one token."""
+    """Where to split a sequence: `[start, end)` of pieces of at most `seq_len` tokens that overlap by one token."""
     for start in range(0, length - 1, seq_len - 1):
         yield start, min(start + seq_len, length)
 

@@ -1,6 +1,5 @@
-"""Docstrings to question/answer pairs: the first paragraphs as plain sentences, the question in varied words.
-
-Pure functions of their arguments.
+"""Docstrings to question/answer pairs: the first paragraphs as plain sentences, the question in varied wording. Pure
+functions.
 """
 
 import re
@@ -59,7 +58,9 @@ _SIGNATURE = re.compile(r"[\w.]+\s*\(.*\)\s*(->.*|:)?$|[\w.]+\s*\(.*->.*$|[\w.]+
 
 
 def question(docstring: Docstring, *, canonical: bool) -> str:
-    """The question about a name: the canonical wording, or one that the name itself picks (every second canonical)."""
+    """The question about a name: the canonical wording, or one that the name selects (every second one is
+    canonical).
+    """
     variants = _VARIANTS[docstring.kind]
     pick = derive_seed(0, "question", docstring.name) % (2 * len(variants))
     template = CANONICAL if canonical or pick >= len(variants) else variants[pick]
@@ -69,8 +70,8 @@ def question(docstring: Docstring, *, canonical: bool) -> str:
 def answer(text: str) -> str:
     """The first paragraphs of a docstring as plain sentences, at most `MAX_ANSWER_CHARS`; "" when it has none.
 
-    Signatures at the start are passed over; sections (Args, Returns), lists, code and tables end the answer; markup
-    of reStructuredText is reduced to the names that it holds.
+    Signatures at the start are skipped; sections (Args, Returns), lists, code and tables end the answer; markup of
+    reStructuredText is reduced to the names that it holds.
     """
     parts: list[str] = []
     for paragraph in re.split(r"\n\s*\n", text.strip()):
@@ -92,7 +93,7 @@ def answer(text: str) -> str:
 
 
 def _prose(paragraph: str) -> tuple[str, bool]:
-    """The sentences that a paragraph begins with, on one line, and whether something else follows them."""
+    """The sentences at the start of a paragraph, on one line, and whether something else follows."""
     lines = [line.strip() for line in paragraph.splitlines()]
     for number, line in enumerate(lines):
         underlined = number + 1 < len(lines) and re.fullmatch(r"[-=~^*]{3,}", lines[number + 1])
@@ -103,7 +104,7 @@ def _prose(paragraph: str) -> tuple[str, bool]:
 
 
 def _is_term(number: int, paragraph: str) -> bool:
-    """Whether a line is a term with its indented definition below (`sep` / `    The separator ...`)."""
+    """Whether a line is a term whose definition is indented below it (`sep` / ` The separator ...`)."""
     line, *below = paragraph.splitlines()[number : number + 2]
     return bool(below) and len(line.split()) <= 3 and _indent(below[0]) > _indent(line)
 
@@ -124,5 +125,5 @@ def _whole_sentences(text: str) -> str:
 
 
 def _without_announcement(text: str) -> str:
-    """Without a last sentence that announces what was left out ("For example:")."""
+    """Remove a last sentence that announces omitted content ("For example:")."""
     return _whole_sentences(text) if text.endswith(":") else text

@@ -1,7 +1,7 @@
-"""Files of any supported format to raw texts and records, with where each stands.
+"""Reads files of any supported format as raw texts and records, each with its location.
 
-What is wrong with a file goes to a `Complaint`, which raises or counts; the reader then goes on with what is left.
-Local paths and fsspec URLs are the same here.
+Problems with a file go to a `Complaint`, which raises or counts; the reader then continues with the rest. Local paths
+and fsspec URLs are handled alike.
 """
 
 import csv
@@ -38,8 +38,7 @@ ChooseColumns = Callable[[Sequence[str]], list[str]]
 
 @dataclass(frozen=True)
 class File:
-    """A file to read: its path for `filesystem`, the name to show, and the format and compression its name says.
-
+    """A file to read: its path for `filesystem`, the name to show, and format and compression according to its name.
     `is_named`: the user named this very file, not a directory or a pattern.
     """
 
@@ -52,7 +51,7 @@ class File:
 
 
 def read_lines(file: File, complain: Complaint) -> Iterator[tuple[int, bytes]]:
-    """`(line number from 1, line)` with its line end; a byte order mark at the start is taken off."""
+    """`(line number from 1, line)` with its line end; a byte order mark at the start is removed."""
     number, parts = 1, [b""]
 
     def current_line() -> int:
@@ -110,7 +109,7 @@ def _sections(lines: Iterable[tuple[int, bytes]], section_chars: int) -> Iterato
 
 
 def read_jsonl(file: File, complain: Complaint) -> Iterator[tuple[str, Record]]:
-    """`(where, record)` of a JSON Lines file; blank lines are passed over."""
+    """`(where, record)` of a JSON Lines file; blank lines are skipped."""
     for number, line in read_lines(file, complain):
         for where, text in _decoded(file, number, line, complain):
             if not text.strip():
@@ -125,9 +124,8 @@ def read_jsonl(file: File, complain: Complaint) -> Iterator[tuple[str, Record]]:
 
 
 def read_json(file: File, complain: Complaint) -> Iterator[tuple[str, Record]]:
-    """`(where, record)` of a JSON file: a list of records, one record, or JSON Lines under the name `.json`.
-
-    The whole file stands in memory; JSON Lines do not need that.
+    """`(where, record)` of a JSON file: a list of records, one record, or JSON Lines named `.json`. The whole file is
+    held in memory, except for JSON Lines.
     """
     content = b"".join(line for _, line in read_lines(file, complain))
     for _, text in _decoded(file, 1, content, complain):
@@ -139,7 +137,7 @@ def read_json(file: File, complain: Complaint) -> Iterator[tuple[str, Record]]:
 
 
 def _json_items(file: File, text: str, complain: Complaint) -> Iterator[tuple[str, Record]]:
-    """The items of a list, or the one value that there is. What stands before damage comes first."""
+    """The items of a list, or the only value. Whatever precedes damage is yielded first."""
     at, line, counted = _next(text, 0), 1, 0
     is_list = text[at] == "["
     at = _next(text, at + is_list)
@@ -157,7 +155,7 @@ def _json_items(file: File, text: str, complain: Complaint) -> Iterator[tuple[st
 
 
 def _json_item(text: str, at: int, is_list: bool) -> tuple[Any, int]:
-    """The value that begins at `at`, and the place of the next one. Raises `JSONDecodeError`."""
+    """The value that begins at `at`, and the position of the next one. Raises `JSONDecodeError`."""
     value, at = json.JSONDecoder().raw_decode(text, at)
     at = _next(text, at)
     if is_list and text[at : at + 1] not in (",", "]"):
@@ -168,7 +166,7 @@ def _json_item(text: str, at: int, is_list: bool) -> tuple[Any, int]:
 
 
 def _next(text: str, at: int) -> int:
-    """The place of the next character that is no white space."""
+    """The position of the next character that is not white space."""
     while at < len(text) and text[at] in " \t\r\n":
         at += 1
     return at
@@ -193,8 +191,8 @@ def _objects(where: str, record: Any, complain: Complaint) -> Iterator[tuple[str
 def read_csv(file: File, complain: Complaint) -> Iterator[tuple[str, Record]]:
     """`(where, record)` of a table in text: the first row names the columns; an empty cell is None.
 
-    Columns of `.tsv` are separated by tabs, those of `.csv` by what stands most often in the first line: commas,
-    semicolons or tabs. Cells with separators, quotes or line ends are quoted as RFC 4180 says.
+    Columns of `.tsv` are separated by tabs, those of `.csv` by the most frequent in the first line: commas, semicolons
+    or tabs. Cells with separators, quotes or line ends are quoted as in RFC 4180.
     """
     last = 0
 
@@ -228,7 +226,7 @@ def read_csv(file: File, complain: Complaint) -> Iterator[tuple[str, Record]]:
 
 
 def read_parquet(file: File, complain: Complaint, choose: ChooseColumns) -> Iterator[tuple[str, Record]]:
-    """`(where, record)` of a Parquet file, with the columns that `choose` takes."""
+    """`(where, record)` of a Parquet file, with the columns that `choose` selects."""
     row = 0
     with _opened(file) as raw, _damaged_table(file, complain, lambda: row):
         table = pyarrow.parquet.ParquetFile(raw)
@@ -240,7 +238,7 @@ def read_parquet(file: File, complain: Complaint, choose: ChooseColumns) -> Iter
 
 
 def read_arrow(file: File, complain: Complaint, choose: ChooseColumns) -> Iterator[tuple[str, Record]]:
-    """As `read_parquet`, for the Arrow stream files of a Hugging Face `datasets` folder."""
+    """Like `read_parquet`, for the Arrow stream files of a Hugging Face `datasets` folder."""
     row = 0
     with _opened(file) as raw, _damaged_table(file, complain, lambda: row):
         for batch in pyarrow.ipc.open_stream(raw):
@@ -264,7 +262,7 @@ def _opened(file: File) -> Iterator[Any]:
 
 
 def _chunks(raw: Any, file: File, complain: Complaint, line: Callable[[], int]) -> Iterator[bytes]:
-    """Decompressed data. What can be read before the damage comes first, then the complaint."""
+    """Decompressed data. What can be read before damage is yielded first, then the complaint is raised."""
     read = {"": _plain_chunks, "gz": _gzip_chunks, "zst": _zstd_chunks}[file.compression]
     try:
         yield from read(raw)
@@ -284,14 +282,14 @@ def _plain_chunks(raw: Any) -> Iterator[bytes]:
 
 
 def _gzip_chunks(raw: Any) -> Iterator[bytes]:
-    """Raises `EOFError` when the file ends within a member. Reads in small steps, to give all that is whole."""
+    """Raises `EOFError` if the file ends within a member. Reads in small steps to yield everything that is intact."""
     with gzip.open(raw) as file:
         while chunk := file.read1(io.DEFAULT_BUFFER_SIZE):
             yield chunk
 
 
 def _zstd_chunks(raw: Any) -> Iterator[bytes]:
-    """Raises `EOFError` when the file ends within a frame, which zstandard's own stream reader does not notice."""
+    """Raises `EOFError` if the file ends within a frame, which zstandard's own stream reader does not notice."""
     frames = zstandard.ZstdDecompressor(max_window_size=2**31)
     frame, inside = frames.decompressobj(), False
     while data := raw.read(CHUNK_BYTES):

@@ -1,4 +1,4 @@
-"""What a user names as sources, read as documents with a kind and a split.
+"""Reads the sources that a user names as documents with a kind and a split.
 
 Prose comes from text files, web pages and records with a text field, code from source files by their extension,
 questions and answers from records in the forms of `data.conversations`. The word `stdlib` stands for the machine's own
@@ -73,8 +73,9 @@ class SourceConfig:
 
 @dataclass(kw_only=True)
 class SourceReport:
-    """What came in. `documents` and `bytes` (UTF-8) by kind; records that were left out (`skipped`) and files and
-    directories that were passed over (`passed_over`) by reason, with the first few `examples` of each reason."""
+    """What was read. `documents` and `bytes` (UTF-8) by kind; `skipped` records and files and directories that were
+    `passed_over`, by reason, with the first few `examples` of each reason.
+    """
 
     num_files: int = 0
     documents: dict[str, int] = field(default_factory=dict)
@@ -93,15 +94,15 @@ class SourceReport:
         self.bytes[document.kind] = self.bytes.get(document.kind, 0) + size
 
     def skip(self, reason: str, where: str) -> None:
-        """A record is left out."""
+        """Count a skipped record."""
         self._count(self.skipped, reason, where)
 
     def pass_over(self, reason: str, name: str) -> None:
-        """A file or directory is not read."""
+        """Count a file or directory that is not read."""
         self._count(self.passed_over, reason, name)
 
     def summary(self) -> list[str]:
-        """What was not read, in one line for files and one for records; empty when all was."""
+        """What was not read, in one line for files and one for records; empty if everything was."""
         lines = []
         if self.passed_over:
             lines.append(f"not read: {self._reasons(self.passed_over)}")
@@ -143,7 +144,7 @@ def read_documents(config: SourceConfig, *, report: SourceReport) -> Iterator[Do
 
 @dataclass(frozen=True)
 class _Unsplit:
-    """A document whose split is still to be decided by its hash."""
+    """A document whose split will be decided by its hash."""
 
     document: Document
 
@@ -216,14 +217,15 @@ def _records(
 
 
 class _NoRecords(Exception):
-    """A file that was found in a directory holds something else than text."""
+    """A file found in a directory is not text."""
 
 
 def _loose_records(
     file: readers.File, config: SourceConfig, report: SourceReport, complain: readers.Complaint
 ) -> Iterator[tuple[str, readers.Record]]:
-    """Records of a format that settings and figures are kept in too: unless the file was named outright, it is passed
-    over when its first record holds neither text nor anything like a question."""
+    """Records of a format that is also used for settings and figures: unless the file was named explicitly, it is
+    skipped if its first record holds neither text nor anything like a question.
+    """
     is_text = file.is_named
 
     def complain_of_text(reason: str, where: str, problem: str, way_out: str) -> None:
@@ -246,7 +248,7 @@ def _document(
     where: str, record: Mapping[str, Any], source: str, config: SourceConfig, report: SourceReport,
     complain: readers.Complaint,
 ) -> Document | _Unsplit | None:  # fmt: skip
-    """The document in a record; None when it was complained about or is empty."""
+    """The document in a record; None if it was reported or is empty."""
     if all(name in record for name in _DOCUMENT_FIELDS) and record["kind"] in KINDS and record["split"] in SPLITS:
         return Document(**{name: record[name] for name in _DOCUMENT_FIELDS})
     kind: Kind = "prose"
@@ -279,28 +281,26 @@ def _document(
 
 
 def _way_to_text(record: Mapping[str, Any]) -> str:
-    """What to do about a record without text; a text field alone would leave the answers of a pair out."""
+    """The remedy for a record without text; a text field alone would omit the answers of a pair."""
     if num_hints(record):
         return f"rename them to one of the accepted forms of questions and answers: {FORMS}"
     return f"name the right one with --data.text_field; pairs are accepted as {FORMS}"
 
 
 def _encodable(text: str) -> str:
-    """Half surrogate pairs, which JSON can spell (`\\ud800`) and UTF-8 cannot, become question marks."""
+    """Replace lone surrogates, which JSON can express (`\ud800`) and UTF-8 cannot, by question marks."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _given_split(file: readers.File) -> Split | None:
-    """The side that a Hugging Face dataset's own split says (`.../test/data-00000.arrow` is held out)."""
+    """The split named by a Hugging Face dataset (`.../test/data-00000.arrow` is held out)."""
     is_heldout = file.extension == ".arrow" and PurePosixPath(file.path).parent.name in _HELDOUT_NAMES
     return "heldout" if is_heldout else None
 
 
 def _split(documents: Iterator[Document | _Unsplit], fraction: float) -> Iterator[Document]:
-    """Decide the open splits by the hash of the text, so that equal texts are on the same side.
-
-    However few documents of a kind there are, one of two or more is held out: until the first one is, that with the
-    smallest hash is kept back.
+    """Decide the open splits by the hash of the text, so that equal texts get the same split. If a kind has two or more
+    documents, at least one is held out: until the first one is, the document with the smallest hash is retained.
     """
     kept_back: dict[str, tuple[float, Document]] = {}
     num_train: dict[str, int] = {}

@@ -1,11 +1,9 @@
-"""The text that is on every machine: the running interpreter's own libraries, as documents.
+"""The text that exists on every machine: the running interpreter's own libraries, as documents.
 
 Code: the standard library's sources. Prose: the docstrings of the standard library, torch and NumPy, and the language
-reference in `pydoc_data.topics`. Questions and answers: one pair for each docstring whose first paragraph answers
-"What does X do?". Tests are left out, and so is what the build of the interpreter generated about this machine.
-
-The split is by module: everything that comes from one module is on one side of it. Deterministic for given versions of
-Python, torch and NumPy.
+reference in `pydoc_data.topics`. Questions and answers: one pair for each docstring whose first paragraph answers "What
+does X do?". Tests are left out, and so is what the interpreter's build generated about this machine. The split is by
+module: everything from one module has the same split. Deterministic for given versions of Python, torch and NumPy.
 """
 
 import importlib.util
@@ -40,9 +38,8 @@ SkipFile = Callable[[str, str], None]
 
 
 def machine_corpus(*, fraction: float, skip: SkipFile) -> Iterator[Document]:
-    """The documents of this machine's libraries; `fraction` in (0, 1] takes a share of the modules, by hash.
-
-    Raises `DataError` when the interpreter comes without its sources.
+    """The documents of this machine's libraries; `fraction` in (0, 1] takes a share of the modules, by hash. Raises
+    `DataError` if the interpreter comes without its sources.
     """
     seen: set[str] = set()
     for origin, docstring, code in _modules(fraction, skip):
@@ -54,12 +51,12 @@ def machine_corpus(*, fraction: float, skip: SkipFile) -> Iterator[Document]:
 
 
 def split_of(module: str) -> Split:
-    """The side on which a module is."""
+    """The split of a module."""
     return "heldout" if _hash("module", module) < HELDOUT_FRACTION else "train"
 
 
 def _modules(fraction: float, skip: SkipFile) -> Iterator[tuple[str, Docstring | None, Document | None]]:
-    """`(origin, docstring, code)`, one of the two at a time."""
+    """`(origin, docstring, code)`, with one of the last two at a time."""
     found = False
     for origin, base in (("stdlib", stdlib_folder()), ("torch", _package("torch")), ("numpy", _package("numpy"))):
         for module, path in module_files(base, "" if origin == "stdlib" else origin) if base else ():

@@ -1,4 +1,4 @@
-"""Token ids to text, one at a time: a client never sees half a character."""
+"""Token ids to text, one at a time: a client never receives half a character."""
 
 import codecs
 from collections.abc import Mapping
@@ -9,19 +9,19 @@ from tokenizers.decoders import DecodeStream
 
 
 class TextStream(Protocol):
-    """The texts of all steps and of `finish`, joined, are the text of all ids."""
+    """The joined texts of all steps and of `finish` are the text of all ids."""
 
     def step(self, token_id: int) -> str:
-        """The text that became whole with this id; may be empty. Raises `ValueError` for an unknown id."""
+        """The text completed by this id; may be empty. Raises `ValueError` for an unknown id."""
         ...
 
     def finish(self) -> str:
-        """What is left: a replacement character when the ids end within a character."""
+        """The rest: a replacement character if the ids end within a character."""
         ...
 
 
 class ByteStream:
-    """For byte-level vocabularies: `token_bytes` by id, and the texts of added tokens, which stand for themselves."""
+    """For byte-level vocabularies: `token_bytes` by id, and the texts of added tokens, which represent themselves."""
 
     def __init__(self, token_bytes: Mapping[int, bytes], added: Mapping[int, str]) -> None:
         self._bytes = token_bytes

@@ -72,7 +72,7 @@ class TokenizerConfig:
 def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> "Tokenizer":
     """Learn a byte-level BPE from a sample of the texts.
 
-    The sample depends on the texts alone, not on their order; the result neither on threads nor on the hash seed.
+    The sample depends on the texts alone, not on their order. The result depends on neither threads nor the hash seed.
     Raises `DataError` when there is no text.
     """
     sample = _sample(texts, config.sample_bytes)
@@ -102,7 +102,7 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> "Tokenizer
 
 
 class Tokenizer:
-    """Encodes and decodes. Special tokens in a text stay plain text, unless the chat template put them there."""
+    """Encodes and decodes. Special tokens in a text stay plain text unless the chat template inserted them."""
 
     def __init__(
         self, library: tokenizers.Tokenizer, *, special_tokens: dict[str, str], template: str = DEFAULT_TEMPLATE
@@ -162,8 +162,9 @@ class Tokenizer:
 
     @cached_property
     def end_id(self) -> int:
-        """The first special token that the chat template puts after an assistant's content (`<|im_end|>` of ChatML);
-        the end-of-text token where it puts none."""
+        """The first special token that the chat template puts after an assistant's content (`<|im_end|>` of ChatML), or
+        the end-of-text token if it puts none.
+        """
         turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBE}]
         try:
             spoken = "".join(span.text for span in self.chat_template.spans(turns) if span.spoken)
@@ -179,11 +180,11 @@ class Tokenizer:
 
     @property
     def is_fast(self) -> bool:
-        """Whether encoding goes through `tiktoken`."""
+        """Whether encoding uses `tiktoken`."""
         return self._fast is not None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a plain text: no special token is added, and none is read out of the text."""
+        """Ids of a plain text: no special token is added, and none is recognized in the text."""
         if self._fast is not None and not (len(text) > LONG_SPACE and _LONG_SPACE.search(text)):
             return self._fast.encode_ordinary(text)
         # a batch of one: unlike `encode`, it lets other threads work meanwhile
@@ -202,26 +203,25 @@ class Tokenizer:
                 yield from pool.map(self.encode_document, block, chunksize=32)
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, skip_special: bool = True) -> str:
-        """The text of ids; bytes that are no UTF-8 become replacement characters.
-
-        Raises `ValueError` for an id outside the vocabulary.
+        """The text of ids; invalid UTF-8 becomes replacement characters. Raises `ValueError` for an id outside the
+        vocabulary.
         """
         stream = self.stream(skip_special=skip_special)
         return "".join([*(stream.step(int(i)) for i in ids), stream.finish()])
 
     def stream(self, *, skip_special: bool = True) -> TextStream:
-        """A decoder that takes one id at a time and gives whole characters only."""
+        """A decoder that takes one id at a time and returns whole characters only."""
         added = {i: "" if skip_special and token in self._special else token for token, i in self._added.items()}
         if self._bytes is not None:
             return ByteStream(self._bytes, added)
         return LibraryStream(self._library, skip_special)
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """The conversation as the text that the model sees. Raises `DataError` when the template refuses it."""
+        """The conversation as the text that the model sees. Raises `DataError` if the template rejects it."""
         return unshield(self.chat_template.render(messages, add_generation_prompt=add_generation_prompt))
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a conversation up to where the assistant is to speak."""
+        """Ids of a conversation up to where the assistant's turn begins."""
         return self._encode_rendered(self.chat_template.render(messages, add_generation_prompt=True))
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
@@ -247,7 +247,7 @@ class Tokenizer:
         return np.array(ids, dtype=np.int64), np.array(mask, dtype=np.uint8)
 
     def token_text(self, token_id: int) -> str:
-        """A token as text to show; bytes that are no whole character become replacement characters."""
+        """A token as text to show; incomplete characters become replacement characters."""
         return self.decode([token_id], skip_special=False)
 
     def id_of(self, token: str) -> int | None:
@@ -255,12 +255,12 @@ class Tokenizer:
         return self._added.get(token)
 
     def _answer_len(self, ids: Sequence[int]) -> int:
-        """Tokens of an answer up to and with the first one that stops generation; all where none does."""
+        """Tokens of an answer up to and including the first one that stops generation; all if none does."""
         stops = self.stop_ids
         return next((place + 1 for place, token in enumerate(ids) if token in stops), len(ids))
 
     def _encode_rendered(self, text: str) -> list[int]:
-        """Ids of a rendered template: special tokens are read, shielded ones are plain text."""
+        """Ids of a rendered template: special tokens are recognized, shielded ones are plain text."""
         ids: list[int] = []
         at = 0
         for match in self._cut.finditer(text):
@@ -290,7 +290,7 @@ def _sample(texts: Iterable[str], sample_bytes: int) -> list[str]:
 
 
 def _without_special_tokens(definition: dict[str, Any]) -> tokenizers.Tokenizer:
-    """The tokenizer without added tokens, which reads special tokens in a text as plain text."""
+    """The tokenizer without added tokens, which treats special tokens in a text as plain text."""
     return tokenizers.Tokenizer.from_str(json.dumps({**definition, "added_tokens": [], "post_processor": None}))
 
 

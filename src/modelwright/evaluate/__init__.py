@@ -1,1 +1,1 @@
-"""Floor 5: numbers for people and gates. Knows a model, a tokenizer and documents; knows no run, stage or server."""
+"""Floor 5: evaluation of a model on documents, without runs, stages or servers."""

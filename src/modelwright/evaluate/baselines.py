@@ -1,4 +1,4 @@
-"""The table of baselines beside a model's bits per byte: bigram, gzip, xz, on the very same documents.
+"""Baselines for a model's bits per byte: bigram, gzip, xz, on the very same documents.
 
 What is compared with what: the bigram learns from the model's own training tokens and is scored on the same tokens; the
 compressors see no training text, but in their concatenated reading all held-out text before.
@@ -18,7 +18,7 @@ from modelwright.evaluate.config import EvaluateConfig
 
 
 def compressor_table(documents: Sequence[Document]) -> dict[str, dict[str, dict[str, float]]]:
-    """Per kind what `compressed_bits` says."""
+    """Per kind the result of `compressed_bits`."""
     kinds = dict.fromkeys(document.kind for document in documents)
     return {kind: compressed_bits([d.text for d in documents if d.kind == kind]) for kind in kinds}
 
@@ -32,7 +32,7 @@ def bigram_table(
     vocab_size: int,
     progress: Progress,
 ) -> dict[str, Any]:
-    """The bigram's discount, its number of training pairs and per kind what `summarize_scores` says."""
+    """The bigram's discount, its number of training pairs and per kind the result of `summarize_scores`."""
     progress.begin("bigram baseline", 0, "tokens")
     bigram = train_bigram(training_pairs(train_rows, max_tokens=config.bigram_tokens), vocab_size=vocab_size)
     encoded = [tokenizer.encode(document.text) for document in documents]

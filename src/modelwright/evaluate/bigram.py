@@ -1,4 +1,4 @@
-"""The bigram baseline: what the previous token alone tells about the next, learned from the model's training tokens.
+"""The bigram baseline: what the previous token alone predicts about the next, learned from the model's training tokens.
 
 Interpolated Kneser-Ney of order two (Kneser & Ney 1995; Chen & Goodman 1999, section 2.7):
 
@@ -81,7 +81,9 @@ def train_bigram(pairs: Iterable[Pairs], *, vocab_size: int) -> Bigram:
 
 
 def training_pairs(batches: Iterable[TokenBatch], *, max_tokens: int) -> Iterator[Pairs]:
-    """The predictions that the model trains on, up to `max_tokens` of them (0: all): same pairs, same boundaries."""
+    """The predictions that the model is trained on, up to `max_tokens` of them (0: all): same pairs, same
+    boundaries.
+    """
     left = max_tokens or np.iinfo(np.int64).max
     for batch in batches:
         labels = batch.labels_BT.numpy()

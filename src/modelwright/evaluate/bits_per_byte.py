@@ -1,8 +1,8 @@
 """Bits per byte of held-out documents: how many bits the model needs for one byte of text it has not seen.
 
 Independent of the tokenizer (bytes are the text's own), so models with different vocabularies and file compressors can
-stand in one table. A document is scored as the start token followed by its text: every token of the text is predicted
-exactly once; the start token is given and the end token is not counted, as its cost belongs to no byte.
+be compared in one table. A document is scored as the start token followed by its text: every token of the text is
+predicted exactly once; the start token is given and the end token is not counted, because its cost belongs to no byte.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from modelwright.model.decoder import Decoder
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentScore:
-    """What one document costs: `nats` for `num_tokens` tokens, `num_bytes` UTF-8 bytes of text."""
+    """Cost of one document: `nats` for `num_tokens` tokens, `num_bytes` UTF-8 bytes of text."""
 
     id: str
     kind: str
@@ -34,7 +34,7 @@ class DocumentScore:
 
 
 def start_id(tokenizer: Tokenizer) -> int:
-    """What stands before a text: the begin token, or the end token of the text before it where there is none."""
+    """The token before a text: the begin token, or the end token of the previous text if there is none."""
     return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
 
 
@@ -43,9 +43,9 @@ def select_documents(
 ) -> list[Document]:
     """Non-empty documents of `kinds`, of each kind a sample of at most `max_bytes_per_kind` bytes (0: all).
 
-    Documents are drawn at random and passed over when they no longer fit, so a tight cap favors short ones; at least
-    one of a kind is taken. The sample depends on `seed` and the documents' ids and texts alone, not on their order. The
-    result is in the order of kinds, then of ids.
+    Documents are drawn at random and skipped once they no longer fit, so a tight cap favors short ones; at least one of
+    a kind is taken. The sample depends on `seed` and the documents' ids and texts alone, not on their order. The result
+    is in the order of kinds, then of ids.
     """
     by_kind: dict[str, list[Document]] = {kind: [] for kind in kinds}
     for document in documents:
@@ -71,7 +71,7 @@ def score_documents(
     *,
     progress: Progress,
 ) -> list[DocumentScore]:
-    """The model's cost of each document, every token with up to the model's context."""
+    """The model's cost of each document, each token given as much context as the model takes."""
     encoded = [tokenizer.encode(document.text) for document in documents]
     nats = sequence_nats(
         model,

@@ -8,7 +8,7 @@ answer. Longer answers are less likely, so the log-likelihood is divided by a le
 - `token`: by tokens. An artifact of the tokenizer: a rare word cut into many pieces gains, as its last pieces are
   nearly free.
 - `gain`: how much the question helps, per byte: the log-likelihood less that of the same candidate after a question
-  that names nothing (Holtzman et al. 2021). Takes out how plain a candidate is by itself; costs a second pass.
+  that names nothing (Holtzman et al. 2021). Cancels the candidate's unconditional likelihood; costs a second pass.
 
 Which one ranks is fixed in the config before the run.
 """
@@ -62,7 +62,8 @@ def answer_questions(
 
 
 def summarize_answers(records: Sequence[Mapping[str, Any]], *, score: str) -> dict[str, Any]:
-    """Accuracy with its 95% Wilson interval, the exact one-sided p-value against chance, and what cues alone reach.
+    """Accuracy with its 95% Wilson interval, the exact one-sided p-value against chance, and the accuracy of cues
+    alone.
 
     `by_score`: accuracy under each computed score. `cues`: accuracy of choosing the longest, the shortest, or the
     candidate that shares most words with the question; ties share the credit.

@@ -50,10 +50,10 @@ class _Entry:
 
 
 def build_questions(documents: Iterable[Document], config: MultipleChoiceConfig) -> list[Question]:
-    """Up to `config.num_questions` questions from the documents of kind "qa"; fewer when the documents do not suffice.
+    """Up to `config.num_questions` questions from the documents of kind "qa"; fewer if there are not enough documents.
 
-    A document needs `meta["question"]` and `meta["answer"]`; `meta["module"]` and `meta["name"]` are used where
-    they are. The same question twice is asked once.
+    A document needs `meta["question"]` and `meta["answer"]`; `meta["module"]` and `meta["name"]` are used if present.
+    The same question twice is asked once.
     """
     pool = _entries(documents, config)
     questions: list[Question] = []
@@ -67,7 +67,7 @@ def build_questions(documents: Iterable[Document], config: MultipleChoiceConfig)
 
 
 def same_meaning(first: Sequence[str], second: Sequence[str]) -> bool:
-    """Whether two texts, given as words, say the same: one begins with the other, or most words are shared."""
+    """Whether two texts, given as words, say the same: one is a prefix of the other, or most words are shared."""
     short, long = sorted((first, second), key=len)
     if list(long[: len(short)]) == list(short):
         return True
@@ -90,7 +90,7 @@ TIERS: dict[str, Callable[[_Entry, _Entry], bool]] = {
 
 
 def _entries(documents: Iterable[Document], config: MultipleChoiceConfig) -> list[_Entry]:
-    """Eligible documents by rising answer length; of equal questions the one with the first id."""
+    """Eligible documents by increasing answer length; of equal questions the one with the first id."""
     found: dict[tuple[str, ...], _Entry] = {}
     for document in sorted((d for d in documents if d.kind == "qa"), key=lambda d: d.id):
         entry = _entry(document)
@@ -150,7 +150,7 @@ def _assemble(entry: _Entry, distractors: Sequence[_Entry], tier: str, seed: int
 
 
 def _distractors(entry: _Entry, near: Sequence[_Entry], num_shorter: int, seed: int) -> list[_Entry]:
-    """Three entries, `num_shorter` of them shorter than the answer, none with the meaning of another; or none."""
+    """Three entries, `num_shorter` of them shorter than the answer, none equivalent to another; or none."""
     shorter, longer = _by_side(entry, near, seed)
     chosen: list[_Entry] = []
     for side, wanted in ((shorter, num_shorter), (longer, NUM_CANDIDATES - 1)):
@@ -165,7 +165,7 @@ def _distractors(entry: _Entry, near: Sequence[_Entry], num_shorter: int, seed: 
 
 
 def _by_side(entry: _Entry, near: Sequence[_Entry], seed: int) -> tuple[list[_Entry], list[_Entry]]:
-    """Shorter and longer entries (equal length: either, by draw), each in runs of nearest length, drawn in a run."""
+    """Shorter and longer entries (ties are drawn), each in groups of similar length, shuffled within a group."""
     sides: tuple[list[_Entry], list[_Entry]] = ([], [])
     for other in near:
         coin = _draw(seed, "side", entry.id, other.id)[0] & 1

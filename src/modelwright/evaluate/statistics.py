@@ -1,4 +1,4 @@
-"""Intervals and exact tests for proportions. Pure Python, in log space where numbers get small."""
+"""Intervals and exact tests for proportions. Pure Python, in log space for small numbers."""
 
 import math
 

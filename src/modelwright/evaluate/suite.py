@@ -1,6 +1,6 @@
 """The whole evaluation of one model as plain JSON, and of two models against each other.
 
-Works for FP32 and INT8 models alike. Expects held-out documents only; choosing them is the caller's part.
+Works for FP32 and INT8 models alike. Expects held-out documents only; selecting them is up to the caller.
 """
 
 import json
@@ -69,7 +69,7 @@ def evaluate_model(
 
 
 def compare_evaluations(folder: Path, reference: Path, config: EvaluateConfig) -> dict[str, Any]:
-    """What changed from the model evaluated into `reference` to the one evaluated into `folder`, in pairs.
+    """Paired differences between the model evaluated into `folder` and the one evaluated into `reference`.
 
     `{"bits_per_byte": {kind: {"difference", "low", "high"}}, "multiple_choice": {"won", "lost", "log10_p_value"}}`:
     bits per byte with a 95% bootstrap interval over documents (negative: better), questions that only the one or
@@ -96,12 +96,12 @@ def compare_evaluations(folder: Path, reference: Path, config: EvaluateConfig) -
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write records as JSON lines, whole or not at all."""
+    """Write records as JSON lines, atomically."""
     write_atomic(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
 def is_lossless(tokenizer: Tokenizer, texts: Sequence[str]) -> bool:
-    """Whether decoding gives back every text; if not, bits per byte flatter the model."""
+    """Whether decoding restores every text; if not, bits per byte flatter the model."""
     return all(tokenizer.decode(tokenizer.encode(text)) == text for text in texts)
 
 

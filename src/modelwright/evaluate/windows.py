@@ -1,4 +1,4 @@
-"""Long sequences cut into overlapping windows, windows packed into rows. Pure integers: knows no model.
+"""Splits long sequences into overlapping windows and packs windows into rows. Integer arithmetic only.
 
 A sequence of n + 1 tokens has n predictions; prediction i is of token i + 1 from the tokens up to i.
 """

@@ -1,1 +1,1 @@
-"""Floor 4: the inference engine. Token ids in, token ids out; knows no text and no network."""
+"""Floor 4: the inference engine. Token ids in, token ids out, without text or network."""

@@ -1,7 +1,7 @@
 """The engine: requests of token ids go in, tokens come out step by step.
 
-One thread calls it; it knows no clock, no text and no network. A request's tokens depend on the model, its prompt,
-its parameters and its seed, and not on what else is running: see `runner`, `scheduler` and `invariance` for how.
+One thread calls it. A request's tokens depend on the model, its prompt, its parameters and its seed, and not on what
+else is running: see `model_runner`, `scheduler` and `batch_invariance`.
 """
 
 import math
@@ -50,8 +50,8 @@ class EngineConfig:
 class StepOutput:
     """One new token of one request.
 
-    `finish_reason`: "" while the request goes on, else "stop" (a stop token, which is `token_id`), "length", or
-    "error" (the model's output was not finite; `token_id` means nothing then). `logprob` is under the model's own
+    `finish_reason`: "" while the request is running, else "stop" (a stop token, which is `token_id`), "length", or
+    "error" (the model's output was not finite; `token_id` is meaningless then). `logprob` is under the model's own
     distribution, before temperature; `alternatives` are (token, log-probability), likeliest first.
     """
 
@@ -68,7 +68,7 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """How busy the engine is."""
+    """Load of the engine."""
 
     num_running: int
     num_waiting: int
@@ -125,7 +125,7 @@ class Engine:
         )
 
     def add(self, request_id: str, prompt_ids: Ids[int], params: SamplingParams) -> None:
-        """Queue a request. `max_tokens` is cut to what the context has room for.
+        """Queue a request. `max_tokens` is capped by the context.
 
         Raises `ConfigError` when the id is in use, or the prompt is empty, holds unknown tokens or leaves no room.
         """
@@ -147,14 +147,14 @@ class Engine:
         self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> bool:
-        """Forget a request and free its cache; false when it is not there (finished already)."""
+        """Abort a request and free its cache; false if it is unknown (already finished)."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._scheduler.remove(sequence)
         return sequence is not None
 
     def step(self) -> list[StepOutput]:
-        """Compute one step: at most one new token per running request. No work: no outputs."""
+        """Compute one step: at most one new token per running request. Without work there are no outputs."""
         if not self._sequences:
             return []
         sequences, logits_BV = self._runner.run(self._scheduler.plan())

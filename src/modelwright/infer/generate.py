@@ -1,4 +1,4 @@
-"""Completions of many prompts at once, without a server: rollouts, evaluation, data generation."""
+"""Completions of many prompts at once, without a server, for rollouts, evaluation and data generation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,11 +28,10 @@ def generate(
     *,
     on_step: Callable[[int], None] = lambda num_finished: None,
 ) -> list[Completion]:
-    """One completion for each prompt, in their order; `params` are those of each prompt.
-
-    model: whole, with any weights; it may be in training and is left in the mode that it was in. Two calls with the
-    same weights, prompts and seeds give the same completions. on_step: called after each step of the engine with the
-    number of finished completions. Raises `ConfigError` for a prompt that the engine refuses.
+    """One completion for each prompt, in order. params: of each prompt; model: whole, with any weights; it may be in
+    training mode and keeps its mode. Two calls with the same weights, prompts and seeds return the same completions.
+    on_step: called after each step of the engine with the number of finished completions. Raises `ConfigError` for a
+    prompt that the engine rejects.
     """
     was_training = model.training
     try:

@@ -1,6 +1,6 @@
 """The paged key/value cache: fixed-size blocks handed out to sequences, as in vLLM (Kwon et al. 2023).
 
-Block 0 is never handed out: padded entries of block tables point at it, and what they read there is masked.
+Block 0 is never handed out: padded entries of block tables point at it, and their contents are masked.
 
 Legend: L blocks, S tokens per block, B sequences, N tokens, K key/value heads, d head width.
 """
@@ -13,7 +13,7 @@ from modelwright.model.config import ModelConfig
 
 
 class BlockManager:
-    """Counts and hands out blocks."""
+    """Counts and allocates blocks."""
 
     def __init__(self, num_blocks: int, block_len: int) -> None:
         self.num_blocks = num_blocks
@@ -29,7 +29,7 @@ class BlockManager:
         return max(0, -(-num_tokens // self.block_len) - len(sequence.block_table))
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give `sequence` room for `num_tokens` tokens; false, with nothing changed, when blocks are short."""
+        """Allocate room for `num_tokens` tokens of `sequence`; false, with nothing changed, if blocks are short."""
         needed = self.num_needed(sequence, num_tokens)
         if needed > len(self._free):
             return False
@@ -37,7 +37,7 @@ class BlockManager:
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Take all blocks of `sequence` back; its cache is gone."""
+        """Free all blocks of `sequence`; its cache is gone."""
         self._free.extend(reversed(sequence.block_table))
         sequence.block_table.clear()
         sequence.num_cached = 0
@@ -64,7 +64,7 @@ class PagedCache:
         self._values[layer].flatten(0, 1).index_copy_(0, slots_N, v_NKd)
 
     def read(self, layer: int, table: Tensor, num_sequences: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, tokens, K, d] of sequences whose block tables, equally long, lie one after another."""
+        """Keys and values [B, tokens, K, d] of sequences whose block tables, equally long, are concatenated."""
         keys = self._keys[layer].index_select(0, table)
         values = self._values[layer].index_select(0, table)
         _, _, num_heads, width = keys.shape

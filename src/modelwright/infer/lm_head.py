@@ -1,7 +1,7 @@
-"""The product that makes logits, the largest one of a step, in the form that is fastest here.
+"""The matrix product that computes logits, the largest one of a step, by the method that is fastest here.
 
-A vocabulary-sized weight is repacked at every call by a BLAS that does not know that it stays the same. oneDNN can pack
-it once. Which of the two is faster is measured on the spot; an INT8 head brings its own product.
+A BLAS that does not know that the weight is constant repacks a vocabulary-sized matrix in every call; oneDNN can pack
+it once. The faster one is found by measuring; an INT8 head brings its own product.
 """
 
 import statistics
@@ -21,7 +21,7 @@ _ROWS = (4, 32)
 
 @torch.inference_mode()
 def fastest_head(model: Decoder) -> Product:
-    """The fastest way to multiply by the head on this machine; all ways agree to rounding."""
+    """The fastest way to multiply by the head on this machine; all ways agree up to rounding."""
     if model.head is not None and not isinstance(model.head, torch.nn.Linear):
         return model.head
     weight_VD = model.head_weight
@@ -47,7 +47,7 @@ def _packed(weight_VD: Tensor) -> Product:
 
 
 def _seconds(product: Product, width: int) -> float:
-    """Sum over `_ROWS` of the median time of three products, after one that warms up."""
+    """Sum over `_ROWS` of the median time of three products, after a warm-up."""
     total = 0.0
     for rows in _ROWS:
         x = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))

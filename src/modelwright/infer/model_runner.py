@@ -1,8 +1,8 @@
 """One step of the model over a paged cache: flatten the plan's tokens, compute, return the rows that need logits.
 
-All tokens of a step pass through the linears as one flat row of N tokens; only attention is taken apart. To keep
-every sequence's numbers independent of its neighbors, a decoding sequence attends over its own length rounded up to
-`CONTEXT_STEP` and shares a call only with sequences of the same rounded length.
+All tokens of a step pass through the linears as one flat row of N tokens; only attention is computed per sequence. To
+keep every sequence's numbers independent of its neighbors, a decoding sequence attends over its own length rounded up
+to `CONTEXT_STEP` and shares a call only with sequences of the same rounded length.
 
 Legend: N tokens, B sequences, C tokens of a chunk, D model width, H query heads, K key/value heads, G = H / K,
 d head width, V vocabulary.
@@ -49,7 +49,7 @@ class ChunkPiece:
 
 @dataclass(frozen=True)
 class StepTensors:
-    """A plan as tensors. `logit_rows` are the rows whose next token is wanted, in the order of `sampled`."""
+    """A plan as tensors. `logit_rows` are the rows whose next token is needed, in the order of `sampled`."""
 
     tokens_1N: Tensor
     positions_1N: Tensor
@@ -157,7 +157,7 @@ class ModelRunner:
         return attend
 
     def _decode(self, layer: int, q_BHd: Tensor, group: DecodeGroup) -> Tensor:
-        """One query token per sequence: the query heads of a group stand in the place of query tokens, [B, H, d]."""
+        """One query token per sequence: the query heads of a group take the place of query tokens, [B, H, d]."""
         k_BLKd, v_BLKd = self._cache.read(layer, group.table, q_BHd.shape[0])
         q_BKGd = q_BHd.unflatten(1, (k_BLKd.shape[2], -1))
         out_BKGd = F.scaled_dot_product_attention(

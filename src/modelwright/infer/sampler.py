@@ -28,7 +28,7 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """How to choose one row's token: parameters, number of the new token, how often each token came before."""
+    """How to choose one row's token: parameters, index of the new token, counts of the tokens so far."""
 
     params: SamplingParams
     step: int
@@ -64,7 +64,7 @@ def _penalized(logits_BV: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
 
 
 def _draw(scores_V: Tensor, params: SamplingParams, uniform: float) -> int:
-    """Inverse of the cumulative distribution over the tokens that top-k and top-p leave, in order of their ids."""
+    """Inverse CDF sampling over the tokens that top-k and top-p keep, in order of their ids."""
     probabilities_V = (scores_V / max(params.temperature, 1e-5)).softmax(dim=-1)
     if params.top_k or params.top_p < 1:
         ids = _kept(probabilities_V, params)
@@ -73,7 +73,7 @@ def _draw(scores_V: Tensor, params: SamplingParams, uniform: float) -> int:
 
 
 def _kept(probabilities_V: Tensor, params: SamplingParams) -> Tensor:
-    """Ids, ascending, of the top-k tokens and among these of the smallest set with mass `top_p`."""
+    """Ids, ascending, of the top-k tokens, restricted to the smallest set with mass `top_p`."""
     limit = min(params.top_k or probabilities_V.numel(), probabilities_V.numel())
     probe = min(limit, NUCLEUS_PROBE) if params.top_p < 1 else limit
     values, ids = probabilities_V.topk(probe)

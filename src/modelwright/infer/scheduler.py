@@ -1,10 +1,10 @@
 """Continuous batching: which sequences take part in the next step (Orca, Yu et al. 2022; chunked prefill, Agrawal et
 al. 2023).
 
-First come, first served. Every step carries one token of each running sequence and some chunks of prompts. Chunks are
-cut at multiples of `prefill_chunk_size` of the prompt itself, never to fit a step, so that a prompt is computed in the
-same chunks whatever else is running. When blocks run out, the newest running sequence is put back to the queue; later
-its prompt is computed again in the same chunks and its tokens are replayed one by one, bit for bit.
+First come, first served. Every step carries one token of each running sequence and some chunks of prompts. Prompts are
+split at multiples of `prefill_chunk_size` of the prompt itself, never to fit a step, so that a prompt is computed in
+the same chunks whatever else is running. When blocks run out, the newest running sequence is preempted and requeued;
+later its prompt is computed again in the same chunks and its tokens are replayed one by one, bit for bit.
 """
 
 from collections import deque
@@ -32,7 +32,7 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """Holds the waiting and the running sequences."""
+    """Holds waiting and running sequences."""
 
     def __init__(self, blocks: BlockManager, *, max_running: int, prefill_chunk: int, prefill_budget: int) -> None:
         self.blocks = blocks
@@ -47,7 +47,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that is finished or was aborted, and free its blocks."""
+        """Remove a finished or aborted sequence and free its blocks."""
         if sequence in self.running:
             self.running.remove(sequence)
         else:
@@ -65,7 +65,7 @@ class Scheduler:
         return plan
 
     def _reserve_decodes(self) -> list[Sequence]:
-        """Room for one more token in every decoding sequence, oldest first; the newest give way."""
+        """Allocate room for one more token of every decoding sequence, oldest first; the newest are preempted."""
         ready: list[Sequence] = []
         for sequence in list(self.running):
             if sequence.in_prefill or sequence not in self.running:
@@ -86,7 +86,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit_next(self) -> bool:
-        """Start the first waiting sequence if there is a place and room for all its tokens and one more."""
+        """Start the first waiting sequence if there is a slot and room for all its tokens and one more."""
         if not self.waiting or len(self.running) >= self._max_running:
             return False
         sequence = self.waiting[0]
@@ -96,7 +96,9 @@ class Scheduler:
         return True
 
     def _take_chunk(self, sequence: Sequence, plan: SchedulerOutput, budget: int) -> int:
-        """Plan the next chunk of a prompt if any budget is left; one a step, since a chunk needs those before it."""
+        """Plan the next chunk of a prompt if any budget is left; one per step, because a chunk needs its
+        predecessors.
+        """
         if budget <= 0:
             return budget
         start = sequence.num_cached

@@ -1,4 +1,4 @@
-"""What one request asks for and how far its sequence has come."""
+"""The parameters of one request and the state of its sequence."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ class SamplingParams:
 
 @dataclass(eq=False)
 class Sequence:
-    """One request on its way: all its tokens, and how many of them the cache holds."""
+    """A request in progress: all its tokens, and how many of them the cache holds."""
 
     request_id: str
     token_ids: list[int]
@@ -68,11 +68,11 @@ class Sequence:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether tokens that were generated before a preemption are still being put back into the cache."""
+        """Whether tokens generated before a preemption are still being recomputed into the cache."""
         return self.num_cached + 1 < len(self.token_ids)
 
     def append(self, token_id: int) -> str:
-        """Add a new token; returns why the sequence is over ("stop", "length"), or "" when it goes on."""
+        """Append a new token; returns why the sequence is finished ("stop", "length"), or "" if it is not."""
         self.token_ids.append(token_id)
         self.counts[token_id] += 1
         if token_id in self.params.stop_ids:

@@ -1,9 +1,8 @@
-"""How many bytes a block of the decoder keeps for its backward pass, and what it costs to compute them again.
+"""Bytes that a block of the decoder saves for its backward pass, and the cost of recomputing them.
 
-The figures follow `model.decoder.Block` tensor by tensor; tests hold them against what autograd really saves. All are
-per token of one microbatch on one rank.
-
-All heads together: Q this rank's queries, K its keys, F its feed-forward columns.
+The figures follow `model.decoder.Block` tensor by tensor; tests compare them with what autograd saves. All are per
+token of one microbatch on one rank. Over all heads, Q is the width of this rank's queries, K that of its keys, F its
+feed-forward columns.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,9 +21,9 @@ FP32_BYTES = 4
 class Segment:
     """Consecutive blocks that are treated alike.
 
-    recompute false: they keep all that backward needs. True: they keep the input of the first and the outputs of the
-    operators in `keep`; the rest is computed again, for all of them at once. `keep` needs segments of one block.
-    offload: what they keep waits elsewhere.
+    recompute false: they save all that backward needs. True: they save the input of the first block and the outputs of
+    the operators in `keep`, and recompute the rest, all blocks at once. `keep` needs segments of one block. offload:
+    saved tensors wait elsewhere.
     """
 
     num_layers: int
@@ -60,22 +59,22 @@ class BlockShape:
 
     @property
     def width(self) -> int:
-        """Bytes of an element that a product computes."""
+        """Bytes of an element that a matrix product computes."""
         return FP32_BYTES if self.compute == "fp32" else 2
 
     @property
     def input_bytes(self) -> int:
-        """The block's input: the residual stream is FP32 in either format."""
+        """The block's input: the residual stream is FP32 in either case."""
         return FP32_BYTES * self.stream_dim
 
     @property
     def whole_bytes(self) -> int:
-        """All that backward needs when nothing is computed again.
+        """All that backward needs if nothing is recomputed.
 
-        Two norms: normalized input in FP32 and one divisor; what they hand to the products. Q/K-norm: the same for each
-        head. Attention: rotated q and k, v, output, log of the softmax's denominator. Feed-forward: gate, up,
-        silu(gate), their product. Where fused, norms keep their input instead, which the stream has in FP32 and the
-        products of queries and keys give in their own format, and silu(gate) is not kept.
+        Two norms: normalized input in FP32 and one divisor; their outputs. Q/K-norm: the same for each head. Attention:
+        rotated q and k, v, output, log of the softmax's denominator. Feed-forward: gate, up, silu(gate), their product.
+        Where fused, norms keep their input instead, which the stream has in FP32 and the products of queries and keys
+        give in their own format, and silu(gate) is not kept.
         """
         normed = self.query_dim + self.kv_dim if self.qk_norm else 0
         divisors = 2 + (self.num_heads + self.num_kv_heads if self.qk_norm else 0)
@@ -86,18 +85,18 @@ class BlockShape:
 
     @property
     def workspace_bytes(self) -> int:
-        """While the block runs backward: gradients of product, gate and up, and of two hidden states."""
+        """Working memory of the block's backward: gradients of product, gate and up, and of two hidden states."""
         return self.width * 3 * self.ffn_dim + FP32_BYTES * 2 * self.stream_dim
 
     def output_bytes(self, operator: Operator) -> int:
-        """The output of an operator, what `keep` costs."""
+        """The output of an operator, which is the cost of `keep`."""
         if operator == "attend":
             return self.width * self.query_dim + FP32_BYTES * self.num_heads
         columns = {"q_proj": self.query_dim, "k_proj": self.kv_dim, "v_proj": self.kv_dim, "o_proj": self.model_dim}
         return self.width * columns.get(operator, self.ffn_dim)
 
     def flops(self, operator: Operator) -> float:
-        """FLOPs of one forward pass of an operator, what `keep` saves."""
+        """FLOPs of one forward pass of an operator, which `keep` saves."""
         if operator == "attend":
             return 4.0 * self.query_dim * self.mean_context
         if operator == "o_proj":
@@ -109,29 +108,29 @@ class BlockShape:
         return sum(map(self.flops, OPERATORS)) + 2.0 * self.ffn_dim * self.model_dim
 
     def saved_bytes(self, segment: Segment) -> int:
-        """From forward to backward, by all blocks of the segment, wherever it waits."""
+        """Saved from forward to backward by all blocks of the segment, wherever it waits."""
         if not segment.recompute:
             return segment.num_layers * self.whole_bytes
         return self.input_bytes + sum(map(self.output_bytes, segment.keep))
 
     def kept_bytes(self, segment: Segment) -> int:
-        """The part of `saved_bytes` that takes the device's memory meanwhile."""
+        """The part of `saved_bytes` that stays in device memory."""
         return 0 if segment.offload else self.saved_bytes(segment)
 
     def moved_bytes(self, segment: Segment) -> int:
-        """Out and back."""
+        """Bytes that leave the device and return."""
         return 2 * self.saved_bytes(segment) if segment.offload else 0
 
     def moment_bytes(self, segment: Segment) -> int:
-        """Beside what is kept, while the segment runs backward: what was computed again or came back, and one block's
-        workspace."""
+        """Extra memory while the segment runs backward: what was recomputed or fetched, and one block's workspace."""
         again = segment.num_layers * self.whole_bytes - sum(map(self.output_bytes, segment.keep))
         back = self.saved_bytes(segment) if segment.offload else 0
         return self.workspace_bytes + (max(0, again) if segment.recompute else 0) + back
 
     def recomputed_flops(self, segment: Segment) -> float:
-        """FLOPs computed again. The last product of a segment is not: nobody needs its output (where products are
-        PyTorch's own; those of `ops.products` are)."""
+        """FLOPs recomputed. The last product of a segment is not, because its output is not needed (for PyTorch's own
+        products and those of `ops.linear_gemms`).
+        """
         if not segment.recompute:
             return 0.0
         spared = sum(map(self.flops, segment.keep)) + 2.0 * self.ffn_dim * self.model_dim
@@ -147,7 +146,7 @@ def block_shape(
     sequence_parallel: bool = False,
     fused: bool = False,
 ) -> BlockShape:
-    """The shape of a rank's block when `tensor` ranks divide heads and columns. Raises `ConfigError` if they cannot."""
+    """The shape of a rank's block if `tensor` ranks divide heads and columns. Raises `ConfigError` if they cannot."""
     for name in ("num_heads", "num_kv_heads", "ffn_dim"):
         if getattr(model, name) % tensor:
             raise ConfigError(f"tensor: {tensor} does not divide {name} {getattr(model, name)}")
@@ -167,12 +166,12 @@ def block_shape(
 
 
 def total_kept_bytes(shape: BlockShape, segments: Iterable[Segment]) -> int:
-    """Bytes per token that all blocks keep."""
+    """Bytes per token that all blocks save."""
     return sum(map(shape.kept_bytes, segments))
 
 
 def total_moved_bytes(shape: BlockShape, segments: Iterable[Segment]) -> int:
-    """Bytes per token that go elsewhere and come back."""
+    """Bytes per token that are offloaded and fetched."""
     return sum(map(shape.moved_bytes, segments))
 
 
@@ -186,12 +185,13 @@ def peak_bytes(shape: BlockShape, segments: Sequence[Segment]) -> int:
 
 
 def total_recomputed_flops(shape: BlockShape, segments: Iterable[Segment]) -> float:
-    """FLOPs per token that all blocks compute again."""
+    """FLOPs per token that all blocks recompute."""
     return sum(map(shape.recomputed_flops, segments))
 
 
 def head_workspace_bytes(model: ModelConfig, *, num_tokens: int, chunk_tokens: int, tensor: int = 1) -> int:
-    """A chunk of logits, which becomes its softmax and its gradient and once stands beside its cast to 16 bits; and the
-    gradient of the head's weight. On one rank."""
+    """A chunk of logits, which becomes its softmax and its gradient and coexists once with its cast to 16 bits, and the
+    gradient of the head's weight, on one rank.
+    """
     chunk = min(chunk_tokens, num_tokens)
     return FP32_BYTES * (model.vocab_size // tensor) * (3 * chunk // 2 + model.model_dim)

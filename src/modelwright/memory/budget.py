@@ -1,10 +1,9 @@
-"""The least computed again and moved under a memory budget: which blocks keep everything, which some outputs, which
-their input, and whose share waits elsewhere.
+"""Chooses what to save, recompute and offload under a memory budget at the least cost.
 
-Blocks run backward from the last to the first, so while a segment runs, what all segments before it keep is still
-there: the budget holds at every such moment. Chosen by dynamic programming over (blocks done, bytes kept so far), after
-the knapsack form of Beaumont et al. 2021, "Efficient Combination of Rematerialization and Offloading" and of PyTorch's
-memory-budget partitioner.
+Blocks run backward from the last to the first. While a segment runs, everything saved by the segments before it is
+still there, so the budget must hold at every such moment. Solved by dynamic programming over (blocks done, bytes saved
+so far), after the knapsack form of Beaumont et al. 2021, "Efficient Combination of Rematerialization and Offloading"
+and of PyTorch's memory-budget partitioner.
 """
 
 import itertools
@@ -26,7 +25,9 @@ _CAPS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentChoice:
-    """One way to treat the blocks of `segment`: bytes kept to backward, bytes besides while it runs backward, cost."""
+    """One way to treat the blocks of `segment`: bytes saved until backward, extra bytes while it runs backward,
+    cost.
+    """
 
     segment: Segment
     kept_bytes: int
@@ -36,7 +37,7 @@ class SegmentChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What the activations of one rank may take.
+    """Limit of the activations of one rank.
 
     in_flight: microbatches whose activations are held at once (a pipeline's stages hold several); end_bytes: needed
     when all blocks are done and nothing has run backward (the head's chunk of logits).
@@ -50,10 +51,9 @@ class Budget:
 def block_choices(
     shape: BlockShape, num_tokens: int, num_layers: int, *, flops_per_byte: float = 0.0
 ) -> list[SegmentChoice]:
-    """The choices for homogeneous blocks: keep all; keep the outputs that cost most per byte; units of blocks.
-
-    flops_per_byte: what is kept may also wait elsewhere, which costs as much as so many FLOPs for each byte that goes
-    or comes back; without it (0) nothing leaves.
+    """The choices for homogeneous blocks: save everything; save the outputs that cost most per byte; segments of
+    blocks. flops_per_byte: saved tensors may also be offloaded, at the cost of so many FLOPs for each byte that leaves
+    or returns; 0 disables offloading.
     """
     by_cost = sorted(OPERATORS, key=lambda name: shape.flops(name) / shape.output_bytes(name), reverse=True)
     segments = [Segment(num_layers=1, recompute=False)]
@@ -78,8 +78,8 @@ def block_choices(
 def solve(choices: Sequence[SegmentChoice], num_layers: int, budget: Budget) -> list[SegmentChoice]:
     """The cheapest sequence of choices for `num_layers` blocks within the budget.
 
-    Exact up to rounding kept bytes to 1/8192 of the budget. With several microbatches in flight the others hold all
-    that the blocks keep: the solver tries caps on that total. Raises `ConfigError` that names the least budget.
+    Exact up to rounding saved bytes to 1/8192 of the budget. With several microbatches in flight the others hold all
+    that the blocks save, so the solver tries caps on that total. Raises `ConfigError` that names the least budget.
     """
     best = _best(choices, num_layers, budget)
     if best is not None:
@@ -128,7 +128,7 @@ def _best(choices: Sequence[SegmentChoice], num_layers: int, budget: Budget) -> 
 def _solve_capped(
     choices: Sequence[SegmentChoice], num_layers: int, budget: Budget, cap: int
 ) -> list[SegmentChoice] | None:
-    """One microbatch in flight; at most `cap` bytes kept in all."""
+    """One microbatch in flight; at most `cap` bytes saved in total."""
     quantum = max(1, budget.num_bytes // _QUANTA)
     steps = budget.num_bytes // quantum
     costs = np.full((num_layers + 1, steps + 1), np.inf)

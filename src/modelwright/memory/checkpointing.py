@@ -1,4 +1,4 @@
-"""Activation checkpointing: what is not kept is computed again in the backward pass.
+"""Activation checkpointing: what is not saved is recomputed in the backward pass.
 
 A model pass, `model -> model`, that changes the model in place and leaves parameter names alone. Gradients are the
 same to the last bit on one device (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et
@@ -32,10 +32,9 @@ def segments_for(
     in_flight: int = 1,
     end_bytes: int = 0,
 ) -> list[Segment]:
-    """How `num_layers` consecutive blocks are treated; a last unit may be shorter than the others.
-
-    shape, num_tokens (of one microbatch), in_flight and end_bytes (see `Budget`) matter to mode budget only, which
-    raises `ConfigError` when the budget is too small.
+    """How `num_layers` consecutive blocks are treated; the last segment may be shorter than the others. shape,
+    num_tokens (of one microbatch), in_flight and end_bytes (see `Budget`) are used by mode budget only, which raises
+    `ConfigError` if the budget is too small.
     """
     away = config.offload != "none"
     if config.mode == "none":
@@ -53,9 +52,8 @@ def segments_for(
 
 
 def checkpoint_segments(model: Decoder, segments: Sequence[Segment], *, store: Store | None = None) -> Decoder:
-    """Treat the model's blocks, in order, as the segments say. Returns the same model.
-
-    store: where that waits which segments give away.
+    """Treat the model's blocks, in order, as the segments specify. Returns the same model. store: where offloaded
+    tensors wait.
     """
     assert store is not None or not any(segment.offload for segment in segments)
     assert sum(segment.num_layers for segment in segments) == len(model.blocks)
@@ -73,7 +71,7 @@ def checkpoint_segments(model: Decoder, segments: Sequence[Segment], *, store: S
 
 
 def remove_checkpoints(model: Decoder) -> None:
-    """Make the model plain again: whatever wraps its blocks goes."""
+    """Remove everything that wraps the model's blocks."""
     model.__dict__.pop("run_blocks", None)
     for block in model.blocks.values():
         assert isinstance(block, Block)
@@ -100,7 +98,7 @@ def _run_units(
     positions_BT: Tensor,
     attend: Attend,
 ) -> Tensor:
-    """`Decoder.run_blocks`, with every unit of several blocks as one checkpointed function."""
+    """`Decoder.run_blocks` with every segment of several blocks as one checkpointed function."""
     cos, sin = rope_tables(positions_BT, model.config.head_dim, model.config.rope_theta)
     for segment, unit in units:
         run = partial(_run_in_turn, unit)

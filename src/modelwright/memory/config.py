@@ -1,4 +1,4 @@
-"""What a person chooses about activations: what forward keeps for backward, where, and what is computed again."""
+"""Settings of activations: what forward saves for backward, where, and what is recomputed."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args

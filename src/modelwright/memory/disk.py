@@ -1,9 +1,8 @@
-"""Tensors wait in a file: written behind the computation, read ahead of it.
+"""Offloads tensors to a file: written behind the computation, read ahead of it.
 
-One thread writes in the order in which tensors come, one reads. Backward asks in about the reverse order, so whoever is
-fetched has the ones before him read ahead. A tensor that is asked for before it was written never leaves. The file has
-no name, so that nothing is left of it when a process is killed; its places are used again from step to step. Knows
-tensors only.
+One thread writes in the order of arrival, one reads. Backward asks in roughly the reverse order, so fetching a tensor
+prefetches the ones before it. A tensor that is requested before it was written stays in memory. The file has no name,
+so nothing is left of it if the process is killed; its space is reused from step to step.
 """
 
 import os
@@ -28,7 +27,7 @@ T = TypeVar("T")
 
 
 class DiskStore:
-    """A file in `folder`; written_bytes, read_bytes: so far. Raises `ModelwrightError` when the disk fails."""
+    """A file in `folder`. written_bytes, read_bytes: so far. Raises `ModelwrightError` if the disk fails."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -44,7 +43,9 @@ class DiskStore:
         self._waiting: weakref.WeakValueDictionary[int, _Waiting] = weakref.WeakValueDictionary()
 
     def put(self, piece: Tensor) -> Callable[[], Tensor]:
-        """See `offload.Store`. Returns once no more than `MOST_QUEUED_BYTES` are still to be written, or this one."""
+        """See `offload.Store`. Returns once at most `MOST_QUEUED_BYTES`, or this tensor alone, are waiting to be
+        written.
+        """
         dense = piece if torch.empty_like(piece, device="meta").stride() == piece.stride() else piece.contiguous()
         waiting = _Waiting(self, dense, self._place(dense.nbytes), self._number)
         self._waiting[self._number] = waiting
@@ -60,7 +61,7 @@ class DiskStore:
         return waiting.fetch
 
     def fetch(self, waiting: "_Waiting") -> Tensor:
-        """The tensor again; of those put shortly before it the reading begins."""
+        """Fetch the tensor; starts reading those put shortly before it."""
         held = waiting.held
         reading = self._reading(waiting) if held is None else None
         for number in range(waiting.number - 1, waiting.number - 1 - READ_AHEAD, -1):
@@ -74,7 +75,7 @@ class DiskStore:
         return self._result(reading)
 
     def release(self, place: int, num_bytes: int) -> None:
-        """Free the place of a tensor that is not needed anymore."""
+        """Free the space of a tensor that is no longer needed."""
         self._free.setdefault(_pages(num_bytes), []).append(place)
 
     def _reading(self, waiting: "_Waiting") -> "Future[Tensor]":
@@ -83,7 +84,7 @@ class DiskStore:
         return waiting.reading
 
     def _place(self, num_bytes: int) -> int:
-        """An offset in the file: a free place of the same size, else the end. Sizes recur in every step."""
+        """An offset in the file: a free slot of the same size, else the end. Sizes recur in every step."""
         pages = _pages(num_bytes)
         if self._free.get(pages):
             return self._free[pages].pop()
@@ -116,7 +117,7 @@ class DiskStore:
 
 
 class _Waiting:
-    """A tensor in the file, or on its way there: `held` until it is written."""
+    """A tensor in the file, or on its way there. held: the tensor until it is written."""
 
     def __init__(self, store: DiskStore, dense: Tensor, place: int, number: int) -> None:
         self.held: Tensor | None = dense
@@ -158,7 +159,7 @@ def _failed(folder: Path, error: OSError) -> ModelwrightError:
 
 
 def _letting_go(waiting: _Waiting) -> Callable[[Future[None]], None]:
-    """Once written the tensor is free; if writing failed it stays, for whoever asks."""
+    """Release the tensor once it is written; if writing failed it stays available."""
     known = weakref.ref(waiting)
 
     def let_go(written: Future[None]) -> None:
@@ -174,5 +175,5 @@ def _pages(num_bytes: int) -> int:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """All of its memory, in the order in which it lies."""
+    """All bytes of its memory, in storage order."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,8 +1,8 @@
-"""Freed memory stays with the process while it trains.
+"""Keeps freed memory in the process while it trains.
 
-glibc gives large blocks back to the system as soon as they are freed and asks for them again in the next step; every
-page is then faulted in and zeroed anew. Keeping them saves that. Only where the C library is glibc; elsewhere, and
-on accelerators (which have caching allocators), nothing changes.
+glibc returns large blocks to the system as soon as they are freed and asks for them again in the next step; every page
+is then faulted in and zeroed anew. Keeping them avoids that. Only where the C library is glibc; elsewhere, and on
+accelerators (which have caching allocators), nothing changes.
 """
 
 import ctypes
@@ -19,9 +19,8 @@ _DEFAULTS = {_TRIM_THRESHOLD: 64 * 2**20, _TOP_PAD: 128 * 2**10, _MMAP_THRESHOLD
 
 @contextmanager
 def freed_memory_kept() -> Iterator[bool]:
-    """Within the block up to 1 GiB of freed memory is kept and blocks of any size come from the heap.
-
-    Yields whether that is so. On the way out the process goes back to glibc's habits and gives unused memory back.
+    """Within the block up to 1 GiB of freed memory is kept and blocks of any size come from the heap. Yields whether
+    that is in effect. On exit the process returns to glibc's defaults and releases unused memory.
     """
     if platform.libc_ver()[0] != "glibc":
         yield False
@@ -36,7 +35,7 @@ def freed_memory_kept() -> Iterator[bool]:
 
 
 def give_back_freed_memory() -> None:
-    """Give freed memory back to the system now, as far as the heap's gaps allow."""
+    """Release freed memory to the system now, as far as fragmentation allows."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,4 +1,4 @@
-"""What is alive when: intervals of the tensors of a step, their sum over time, and its peak.
+"""Lifetimes of the tensors of a step, the bytes alive over time, and the peak.
 
 Time counts operators. A tensor is alive from its birth up to and including the moment before its death.
 """
@@ -16,10 +16,8 @@ Phase = Literal["forward", "backward", "update"]
 
 @dataclass(frozen=True, kw_only=True)
 class Lifetime:
-    """One block of memory, however many tensors look at it.
-
-    birth: the operator that made it, death: the operator before which it was gone, or the end of the step; operator and
-    place: what made it, and where in the model.
+    """One block of memory, however many tensors view it. birth: the operator that allocated it; death: the operator
+    before which it was freed, or the end of the step; operator and place: what allocated it, and where in the model.
     """
 
     num_bytes: int
@@ -43,7 +41,7 @@ class MemoryTimeline:
     phases: tuple[tuple[int, Phase], ...] = ()
 
     def live_bytes(self, kind: Kind | None = None) -> list[int]:
-        """At each operator, of one kind or of all."""
+        """Bytes alive at each operator, of one kind or of all."""
         changes = [0] * (self.length + 1)
         for one in self.lifetimes:
             if kind is None or one.kind == kind:
@@ -62,12 +60,12 @@ class MemoryTimeline:
         return max(self.live_bytes(), default=0)
 
     def alive(self, time: int) -> list[Lifetime]:
-        """The largest first."""
+        """The largest blocks alive, largest first."""
         found = [one for one in self.lifetimes if one.birth <= time < one.death]
         return sorted(found, key=lambda one: (-one.num_bytes, one.birth))
 
     def by_kind(self, time: int) -> Mapping[Kind, int]:
-        """Bytes alive, of every kind."""
+        """Bytes alive of every kind."""
         alive = self.alive(time)
         return {kind: sum(one.num_bytes for one in alive if one.kind == kind) for kind in KINDS}
 
@@ -79,5 +77,5 @@ class MemoryTimeline:
 
     @property
     def of_step(self) -> tuple[Lifetime, ...]:
-        """Those that come and go within the step: all but weights and optimizer states."""
+        """Blocks allocated and freed within the step: all but weights and optimizer states."""
         return tuple(one for one in self.lifetimes if one.kind not in ("weights", "optimizer"))

@@ -1,9 +1,9 @@
-"""What is kept for backward waits elsewhere: in the host's memory, or in a file.
+"""Offloads tensors saved for backward to host memory or to a file.
 
-`torch.autograd.graph.save_on_cpu` would move weights and their casts too, which FSDP frees and gathers by itself, and
-would move a tensor once for each operator that saves it: here only activations go, each of them once, and what all
+`torch.autograd.graph.save_on_cpu` would also move weights and their casts, which FSDP frees and gathers by itself, and
+would move a tensor once for each operator that saves it. Here only activations move, each of them once, and what all
 blocks share stays. Copies to the host run in the order of the device's stream through pinned memory; a file is written
-and read by threads of its own (`disk.py`).
+and read by its own threads (`disk.py`).
 """
 
 import weakref
@@ -32,15 +32,15 @@ Fetch = Callable[[], Tensor]
 
 
 class Store(Protocol):
-    """Where tensors wait."""
+    """Where offloaded tensors wait."""
 
     def put(self, piece: Tensor) -> Fetch:
-        """The tensor may be freed as soon as this returns; what it gives must not be written to."""
+        """The tensor may be freed as soon as this returns; the tensor fetched later must not be modified."""
         ...
 
 
 class HostStore:
-    """The host's memory, pinned where the device is CUDA's."""
+    """Host memory, pinned if the device is CUDA."""
 
     def put(self, piece: Tensor) -> Fetch:
         device = piece.device
@@ -50,10 +50,8 @@ class HostStore:
 
 
 class Nowhere:
-    """Keeps nothing but shapes, and gives zeros: for tracing a step without the place where its tensors wait.
-
-    queued_bytes, read_ahead: of a file (`disk.py`), whose queue is taken to be as full as it may be; it empties in
-    backward.
+    """Keeps only shapes and returns zeros: for tracing a step without real storage. queued_bytes, read_ahead: of a file
+    (`disk.py`), whose queue is assumed to be as full as allowed; it empties in backward.
     """
 
     def __init__(self, *, queued_bytes: int = 0, read_ahead: int = 0) -> None:
@@ -84,7 +82,7 @@ class Nowhere:
 
 
 class _Shape:
-    """A tensor that may be here or not."""
+    """A tensor that may be offloaded."""
 
     def __init__(self, piece: Tensor) -> None:
         self.piece: Tensor | None = piece
@@ -101,7 +99,7 @@ class _Shape:
 
 
 def check_tier(config: ActivationCheckpointingConfig, *, on_cpu: bool) -> None:
-    """Raises `ConfigError` for the host's memory when the model lies there already."""
+    """Raises `ConfigError` for host memory if the model is already there."""
     if config.offload == "host" and on_cpu:
         raise ConfigError(
             "offload: host moves activations to the host's memory, where those of the CPU lie already; "
@@ -110,9 +108,8 @@ def check_tier(config: ActivationCheckpointingConfig, *, on_cpu: bool) -> None:
 
 
 def open_store(config: ActivationCheckpointingConfig, *, device: torch.device, folder: Path) -> Store | None:
-    """Where what blocks keep waits, if the configuration says so; a file in `folder` unless it names another.
-
-    Raises `ConfigError` as `check_tier`.
+    """The store for what blocks save, if configured; a file in `folder` unless the configuration names another. Raises
+    `ConfigError` like `check_tier`.
     """
     check_tier(config, on_cpu=device.type == "cpu")
     if config.offload == "disk":
@@ -122,7 +119,7 @@ def open_store(config: ActivationCheckpointingConfig, *, device: torch.device, f
 
 @dataclass
 class _Away:
-    """A tensor that has gone; uses: how often it is still asked for; here: it, once it is back and until the last."""
+    """An offloaded tensor. uses: how often it is still needed; here: the tensor from its fetch until the last use."""
 
     fetch: Fetch
     uses: int = 0
@@ -136,9 +133,8 @@ class _Away:
 
 
 def offloading(modules: Sequence[nn.Module], shared: Iterable[Tensor], store: Store) -> AbstractContextManager[Any]:
-    """Within the block what autograd saves goes to the store, but not the weights nor the tensors in `shared`.
-
-    A weight is known by its shape: what ranks gather of it has a storage of its own.
+    """Within the block, what autograd saves goes to the store, except weights and the tensors in `shared`. A weight is
+    recognized by its shape, because gathered weights have their own storage.
     """
     staying = {_storage(tensor) for tensor in shared}
     gone: dict[tuple[Any, ...], tuple[_Away, weakref.ref[Any]]] = {}

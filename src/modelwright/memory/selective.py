@@ -1,8 +1,8 @@
-"""Selective activation checkpointing: outputs of chosen operators are kept, everything else is computed again.
+"""Selective activation checkpointing: outputs of chosen operators are saved, everything else is recomputed.
 
 PyTorch's selective checkpointing decides operator by operator; here an operator is named by its place in the block
-(`config.OPERATORS`), so that each product can be chosen by itself. Knows the order in which a block runs its products
-and which attention operators there are.
+(`config.OPERATORS`), so that each matrix product can be chosen separately. Relies on the order in which a block runs
+its products and on the known attention operators.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ _ATTENTION = {
 
 
 def contexts_keeping(keep: Sequence[Operator]) -> Callable[[], Contexts]:
-    """A `context_fn` for `torch.utils.checkpoint.checkpoint` of one block, which keeps the outputs of `keep`."""
+    """A `context_fn` for `torch.utils.checkpoint.checkpoint` of one block that saves the outputs of `keep`."""
 
     def make() -> Contexts:
         num_products = 0

@@ -1,9 +1,9 @@
-"""One arena for all tensors of a step: an offset for each, such that no two that are alive at once overlap.
+"""One arena for all tensors of a step: an offset for each, such that no two tensors alive at the same time overlap.
 
 Offsets by size: the largest tensor first, each into the smallest gap between those that live when it does (Pisarchyk
 and Lee 2020, "Efficient Memory Management for Deep Neural Net Inference", section 4.3: greedy by size, best fit), and
-by birth, as an allocator would have to; the smaller arena wins. No arena is smaller than what is alive at the peak.
-Knows only lifetimes.
+by birth, as an allocator would have to; the smaller arena wins. No arena can be smaller than the bytes alive at the
+peak.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,9 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Arena:
-    """Where each of `lifetimes` begins, in their order, and the arena's size; `live_bytes`: the lower bound, which is
-    what is alive at the peak, rounded up to the alignment tensor by tensor."""
+    """The offset of each of `lifetimes`, in order, and the arena's size. live_bytes: the lower bound, which is the
+    bytes alive at the peak, each tensor rounded up to the alignment.
+    """
 
     lifetimes: tuple[Lifetime, ...]
     offsets: tuple[int, ...]
@@ -29,18 +30,18 @@ class Arena:
 
     @property
     def reuse_share(self) -> float:
-        """How much less memory than if no two tensors of the step shared any, in [0, 1]."""
+        """Memory saved relative to an arena in which no two tensors share space, in [0, 1]."""
         total = sum(one.num_bytes for one in self.lifetimes)
         return 1.0 - self.num_bytes / total if total else 0.0
 
     @property
     def fragmentation(self) -> float:
-        """How much of the arena no plan could need: its share above the lower bound."""
+        """The arena's share above the lower bound."""
         return 1.0 - self.live_bytes / self.num_bytes if self.num_bytes else 0.0
 
 
 def plan_arena(lifetimes: Sequence[Lifetime], *, alignment: int = ALIGNMENT) -> Arena:
-    """The smaller of the arenas by size and by birth."""
+    """The smaller of the arenas planned by size and by birth."""
     sizes = np.array([-(-one.num_bytes // alignment) * alignment for one in lifetimes], dtype=np.int64)
     births, deaths = (np.array([getattr(one, name) for one in lifetimes], np.int64) for name in ("birth", "death"))
     orders = (np.lexsort((births, -sizes)), np.lexsort((-sizes, births)))
@@ -55,7 +56,7 @@ def plan_arena(lifetimes: Sequence[Lifetime], *, alignment: int = ALIGNMENT) -> 
 
 
 def _place(sizes: np.ndarray, births: np.ndarray, deaths: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Each into the smallest gap that it fits into among those placed before it, else on top."""
+    """Place each block into the smallest gap that it fits into among those placed before it, else on top."""
     offsets, placed = np.zeros_like(sizes), np.zeros(len(sizes), dtype=bool)
     for number in order:
         if sizes[number]:
@@ -66,7 +67,7 @@ def _place(sizes: np.ndarray, births: np.ndarray, deaths: np.ndarray, order: np.
 
 
 def _best_gap(starts: np.ndarray, ends: np.ndarray, size: int) -> int:
-    """Where the smallest gap of at least `size` begins; the end of all when there is none."""
+    """Offset of the smallest gap of at least `size`; the end if there is none."""
     if not len(starts):
         return 0
     order = np.argsort(starts, kind="stable")

@@ -1,7 +1,7 @@
-"""The arena's allocator: compiled when it is first asked for, kept in the user's cache, and put in PyTorch's place.
+"""Builds the arena's allocator on first use, caches it in the user's cache folder, and installs it in PyTorch.
 
-One shared library for each version of PyTorch, of the source and of the compiler's name. Needs a C++ compiler (`CXX`,
-else `g++`) and the headers that PyTorch comes with. What the allocator does stands in `arena_allocator.cpp`.
+There is one shared library for each version of PyTorch, of the source and of the compiler. Needs a C++ compiler (`CXX`,
+else `g++`) and the headers that PyTorch ships. `step_arena.cpp` documents the allocator itself.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ _ALLOCATOR, _WAY_OUT = "step_arena: its allocator", "set step_arena to false, or
 
 
 def check_machine(*, on_cpu: bool) -> None:
-    """Raises `ConfigError` where there can be no arena, as far as that shows without building it."""
+    """Raises `ConfigError` if an arena is impossible here, as far as that shows without building it."""
     if not on_cpu:
         raise ConfigError("step_arena: is for CPUs; accelerators' allocators keep memory themselves; set it to false")
     if sys.platform != "linux":
@@ -31,9 +31,8 @@ def check_machine(*, on_cpu: bool) -> None:
 
 @functools.cache
 def allocator() -> ctypes.PyDLL:
-    """The library, in PyTorch's place from now on; it passes everything through until it is told otherwise.
-
-    Raises `ConfigError` where it cannot be built or another library has taken that place.
+    """The library, installed as PyTorch's allocator; it passes everything through until told otherwise. Raises
+    `ConfigError` if it cannot be built or another allocator is installed.
     """
     made = ctypes.PyDLL(str(built(cache_folder())))
     numbers = ctypes.POINTER(ctypes.c_int64)
@@ -58,7 +57,7 @@ def allocator() -> ctypes.PyDLL:
 
 
 def built(folder: Path) -> Path:
-    """The library in `folder`, compiled if it is not there. Raises `ConfigError` where it cannot be."""
+    """The library in `folder`, compiled if missing. Raises `ConfigError` if it cannot be."""
     try:
         return compiled(SOURCE, _options(), folder=folder, way_out=_WAY_OUT, known=torch.__version__)
     except ModelwrightError as error:
@@ -66,7 +65,7 @@ def built(folder: Path) -> Path:
 
 
 def _options() -> list[str]:
-    """PyTorch's headers ask for C++20 from 2.12 on."""
+    """PyTorch's headers require C++20 from 2.12 on."""
     torch_folder = Path(torch.__file__).parent
     return [
         *("-std=c++20", "-O2", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"),

@@ -1,13 +1,13 @@
-"""A training step's memory in one arena: the larger tensors of a step are recorded, planned, and put where planned.
+"""A training step's memory in one arena: the larger tensors of a step are recorded, planned, and placed as planned.
 
-The first step makes the optimizer's states, the next two are recorded and the last one is planned (`plan_arena`), with
-some room where the two differ; from then on the same pages serve every step, without the gaps that a heap has at its
-peak and without a page fault. While steps are recorded every larger tensor has a mapping of its own, so that recording
-does not grow the heap either. A step that differs from the plan misses in part: those tensors come from PyTorch's own
-allocator. When much is missed for several steps new records are made; when that does not help the arena is given up.
-Results are the same to the bit.
+The first step creates the optimizer's states, the next two are recorded and the last one is planned (`plan_arena`),
+with some slack where the two differ. From then on the same pages serve every step, without heap fragmentation at the
+peak and without page faults. While steps are recorded every larger tensor has its own mapping, so that recording does
+not grow the heap either.
 
-Nothing of it is in a checkpoint: a run that goes on records anew.
+A step that differs from the plan misses in part: those tensors come from PyTorch's own allocator. If much is missed for
+several steps, steps are recorded anew; if that does not help, the arena is given up. Results are bit-identical. Nothing
+of it is in a checkpoint: a resumed run records anew.
 """
 
 import ctypes
@@ -46,8 +46,9 @@ OUTLIVES = -1
 
 
 class Planned(NamedTuple):
-    """One allocation of a step. One that varies from step to step serves blocks of half its bytes to all of them, and
-    never outlives the step."""
+    """One allocation of a step. A varying one, whose size differs from step to step, is served in blocks of half its
+    bytes and never outlives the step.
+    """
 
     num_bytes: int
     offset: int
@@ -65,7 +66,7 @@ class Mode(IntEnum):
 @dataclass(frozen=True, kw_only=True)
 class Figures:
     """Figures of one replayed step: allocations and their bytes from the arena, from the usual allocator by mistake,
-    and from it as planned; and the most bytes that were alive in the arena.
+    and from it as planned; and the peak bytes alive in the arena.
     """
 
     num_served: int
@@ -90,15 +91,16 @@ class StepAllocator:
         self._library = allocator()
 
     def begin(self, mode: Mode, least_bytes: int) -> None:
-        """The calling thread's allocations of so many bytes or more are the step's from now on."""
+        """From now on, allocations of the calling thread of at least this many bytes belong to the step."""
         self._library.arena_begin(mode, least_bytes)
 
     def end(self) -> None:
         self._library.arena_end()
 
     def lifetimes(self) -> tuple[list[Lifetime], list[bool]]:
-        """Lifetimes of the recorded step's allocations, in their order, and which of them are still alive. Time counts
-        allocations and releases."""
+        """Lifetimes of the recorded step's allocations, in order, and which of them are still alive. Time counts
+        allocations and frees.
+        """
         found, length = np.empty((self._library.arena_num_recorded(), 3), np.int64), self._library.arena_time()
         self._library.arena_copy_recorded(_pointer(found))
         lives = [death == OUTLIVES for death in found[:, 2].tolist()]
@@ -109,16 +111,16 @@ class StepAllocator:
         return lifetimes, lives
 
     def plan(self, planned: Sequence[Planned], arena_bytes: int) -> None:
-        """Replace the plan. Raises `OSError` when the arena cannot be had."""
+        """Replace the plan. Raises `OSError` if the arena cannot be allocated."""
         numbers = [np.array(values, np.int64) for values in zip(*planned, strict=True)] or [np.empty(0, np.int64)] * 3
         self._check(self._library.arena_plan(len(planned), *map(_pointer, numbers), arena_bytes))
 
     def drop(self) -> None:
-        """Forget the plan; the arena goes when the last tensor in it does."""
+        """Forget the plan; the arena is freed with the last tensor in it."""
         self._library.arena_drop()
 
     def give_back(self) -> None:
-        """Those pages of the arena to the system on which nothing lives. They come back, as zeros, when touched."""
+        """Release the pages of the arena that hold no tensor. They return, zeroed, when touched."""
         self._check(self._library.arena_give_back())
 
     def figures(self) -> Figures:
@@ -127,7 +129,7 @@ class StepAllocator:
         return Figures(**dict(zip(Figures.__dataclass_fields__, found.tolist(), strict=True)))
 
     def living_bytes(self) -> int:
-        """In all arenas, also those that are on their way out."""
+        """Bytes in all arenas, including those being retired."""
         return self._library.arena_living_bytes()
 
     def _check(self, error: int) -> None:
@@ -138,9 +140,8 @@ class StepAllocator:
 def plan_replay(
     lifetimes: Sequence[Lifetime], lives: Sequence[bool], before: Counter[int]
 ) -> tuple[list[Planned], int]:
-    """The plan of a recorded step, and its arena's size.
-
-    lives: which blocks outlive the step; before: how often each size came in the step before, which says what varies.
+    """The plan of a recorded step, and its arena's size. lives: which blocks outlive the step; before: how often each
+    size occurred in the previous step, which shows what varies.
     """
     sizes = Counter(one.num_bytes for one in lifetimes)
     varies = [
@@ -158,7 +159,7 @@ def plan_replay(
 
 
 class StepArena:
-    """The arena of one training run; `note` tells people when it is given up. Without an allocator it does nothing."""
+    """The arena of one training run. note: reports when it is given up. Without an allocator it does nothing."""
 
     def __init__(self, used: StepAllocator | None = None, note: Callable[[str], None] = print) -> None:
         self._used = used
@@ -185,7 +186,7 @@ class StepArena:
             self._replayed(self._used)
 
     def abandon(self) -> None:
-        """Amid a step that begins again in another form: the arena goes, and the form to come is recorded."""
+        """In the middle of a step that restarts in another form: drop the arena and record the new form."""
         if self._used is None or self._mode == Mode.PASS_THROUGH:
             return
         self._used.end()
@@ -195,7 +196,9 @@ class StepArena:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Between steps, around other work that takes much memory: it may have the arena's, and leaves none behind."""
+        """Between steps, around other work that needs much memory: that work may use the arena's memory, and leaves
+        none behind.
+        """
         if self._used is None or self._mode == Mode.PASS_THROUGH:
             yield
             return
@@ -204,7 +207,7 @@ class StepArena:
         give_back_freed_memory()
 
     def figures(self) -> dict[str, float]:
-        """For the metrics of the step that has just ended; empty while none is replayed."""
+        """Metrics of the step that has just ended; empty while none is replayed."""
         if self._used is None or self._mode != Mode.REPLAY or not self._num_good + self._num_poor:
             return {}
         found = self._used.figures()
@@ -262,7 +265,7 @@ class StepArena:
 
 @contextmanager
 def step_arena(is_wanted: bool, device: torch.device, note: Callable[[str], None]) -> Iterator[StepArena]:
-    """For a run on `device`. Raises `ConfigError` where it cannot be had."""
+    """The arena for a run on `device`. Raises `ConfigError` if it is impossible."""
     if is_wanted:
         check_machine(on_cpu=device.type == "cpu")
     arena = StepArena(StepAllocator() if is_wanted else None, note)

@@ -1,11 +1,11 @@
-"""A step on record: when each block of memory was made, by what, and when it was gone.
+"""Traces a step: when each block of memory was allocated, by which operator, and when it was freed.
 
-`StepTrace` sees every operator below autograd, and the death of every storage that one has made (views of one tensor
-are one storage). On real tensors it watches; on fake ones (`fake_model`), which have shapes and no values, it computes
-nothing, so that a model of any size can be traced. What a kernel takes for itself while it runs does not show.
+`StepTrace` sees every operator below autograd, and the death of every storage that an operator created (views of one
+tensor are one storage). On real tensors it observes; on fake ones (`fake_model`), which have shapes and no values,
+nothing is computed, so that a model of any size can be traced. Temporary memory inside a kernel is not visible.
 
-Only what follows from weights is fake. Token ids, positions, masks and sums of losses are real and small, so the step's
-own Python code runs as it does in training; where it asks a fake tensor for its value it gets 1.
+Only what depends on weights is fake. Token ids, positions, masks and sums of losses are real and small, so the step's
+own Python code runs as in training; where it asks a fake tensor for its value it gets 1.
 """
 
 import weakref
@@ -28,7 +28,7 @@ LARGEST_REAL_BYTES = 2**20
 
 @dataclass
 class _Block:
-    """A storage: until it is gone `death` is -1."""
+    """A storage; `death` is -1 until it is freed."""
 
     num_bytes: int
     birth: int
@@ -39,7 +39,7 @@ class _Block:
 
 
 def fake_model(make: Callable[[], nn.Module]) -> nn.Module:
-    """What `make` gives, with fake parameters."""
+    """The result of `make`, with fake parameters."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         return make()
 
@@ -47,7 +47,7 @@ def fake_model(make: Callable[[], nn.Module]) -> nn.Module:
 class StepTrace(TorchDispatchMode):
     """Records operators and storages within its `with` block.
 
-    Use: make all steps but the last, call `begin`, make the last one, ask for its `timeline`.
+    Use: run all steps but the last, call `begin`, run the last one, read `timeline`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,7 +62,7 @@ class StepTrace(TorchDispatchMode):
         self._weights: set[int] = set()
 
     def begin(self) -> None:
-        """What is there now was there before the step: weights, and the optimizer's states."""
+        """Everything allocated so far existed before the step: weights, and the optimizer's states."""
         self._time, self._blocks, self._backward = 0, [], []
         for parameter in self._model.parameters():
             self._notice(parameter, "weight")
@@ -72,7 +72,7 @@ class StepTrace(TorchDispatchMode):
         self._blocks = [block for block, _ in self._living.values()]
 
     def timeline(self) -> MemoryTimeline:
-        """Since `begin`."""
+        """The timeline since `begin`."""
         length = self._time + 1
         phases = self._phases()
         starts = [time for time, phase in phases if phase == "backward"]
@@ -81,7 +81,9 @@ class StepTrace(TorchDispatchMode):
 
     @contextmanager
     def places(self) -> Iterator[None]:
-        """Within the block modules say where the step is: those that run, and in backward those that were last done."""
+        """Within the block, modules report where the step is: those running forward, and in backward those that ran
+        last.
+        """
         hooks = []
         for name, module in self._model.named_modules():
             hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._enter(name)))
@@ -95,7 +97,7 @@ class StepTrace(TorchDispatchMode):
                 hook.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """An operator whose result lies in memory that was there before the trace (a batch) makes nothing."""
+        """An operator whose result is in memory that existed before the trace (a batch) allocates nothing."""
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         given = {_key(tensor) for tensor in tensors}
@@ -108,7 +110,7 @@ class StepTrace(TorchDispatchMode):
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Values of fake tensors are 1; what is made from nothing is fake only where it is large."""
+        """Values of fake tensors are 1; tensors created from nothing are fake only if they are large."""
         if self._fake is None:
             return func(*args, **kwargs)
         if any(isinstance(one, FakeTensor) for one in tensors):
@@ -145,7 +147,7 @@ class StepTrace(TorchDispatchMode):
                 known[0].is_gradient = True
 
     def _phases(self) -> tuple[tuple[int, Phase], ...]:
-        """Backward is where autograd's engine runs; after its last operator comes the update."""
+        """Backward is the time in autograd's engine; the update comes after its last operator."""
         last = max((time for time, inside in enumerate(self._backward, 1) if inside), default=len(self._backward))
         found: list[tuple[int, Phase]] = [(0, "forward")]
         for time, inside in enumerate(self._backward, 1):

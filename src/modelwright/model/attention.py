@@ -24,7 +24,7 @@ def causal_attend() -> Attend:
 def packed_attend(segments_BT: Tensor) -> Attend:
     """Every token sees the tokens of its own document before it and itself; `segments_BT` names the documents.
 
-    On a CPU each document is computed by itself, unless rows are short; elsewhere a mask over the whole rows does it.
+    On a CPU each document is computed by itself, unless rows are short; elsewhere a mask over whole rows is used.
     """
     if segments_BT.device.type == "cpu":
         tiles = packed_cuts(segments_BT)
@@ -37,7 +37,7 @@ def packed_attend(segments_BT: Tensor) -> Attend:
 
 
 def masked_attend(segments_BT: Tensor) -> Attend:
-    """The same by a mask over the whole rows: on a CPU for rows so short that cutting them costs more than it saves."""
+    """The same by a mask over whole rows: on a CPU for rows so short that splitting them costs more than it saves."""
     mask_B1TT = document_mask(segments_BT)
 
     def attend_mask(layer: int, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:

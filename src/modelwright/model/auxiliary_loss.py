@@ -1,8 +1,8 @@
-"""Terms of the training loss that a layer adds itself: a router's load balance, a penalty on activations.
+"""Terms of the training loss that a layer adds itself: a router's load balancing, a penalty on activations.
 
-The term is not carried to the end of the model. Its gradient begins where the layer computes it (as Megatron-Core's
-`MoEAuxLossAutoScaler` does), so it works in any stage of a pipeline and where activations are computed again. The
-training step says at which scale (`train/techniques/auxiliary_losses.py`).
+The term is not carried to the end of the model. Its gradient begins where the layer computes it (as in Megatron-Core's
+`MoEAuxLossAutoScaler`), so it works in any pipeline stage and with recomputed activations. The training step sets its
+scale (`train/techniques/auxiliary_losses.py`).
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ class AuxiliaryLoss(nn.Module):
     """`hidden = self.balance(hidden, loss)`: passes `hidden` on, and adds `weight` times the mean of the loss over the
     tokens of the global batch to what is minimized.
 
-    name: in the metrics; layers may share one, and their terms add up. The loss is a scalar: the sum over the tokens at
+    name: of the metric; layers may share one, and their terms add up. The loss is a scalar: the sum over the tokens at
     hand, so that the parts of a batch add up to the whole. Evaluation leaves it out.
     """
 
@@ -27,13 +27,13 @@ class AuxiliaryLoss(nn.Module):
         self.total = torch.zeros((), dtype=torch.float64)
 
     def begin_step(self, scale: float, device: torch.device) -> None:
-        """scale: of the loss, over the number of tokens of the global batch."""
+        """scale: of the loss, divided by the number of tokens of the global batch."""
         self.scale, self.total = self.scale.to(device), self.total.to(device)
         self.scale.fill_(self.weight * scale)
         self.forget()
 
     def forget(self) -> None:
-        """Begin the step again."""
+        """Restart the step."""
         self.total.zero_()
 
     def forward(self, hidden: Tensor, loss: Tensor) -> Tensor:
@@ -56,5 +56,5 @@ class _AddTerm(torch.autograd.Function):
 
 
 def auxiliary_losses(model: nn.Module) -> list[AuxiliaryLoss]:
-    """Those of the layers that are here."""
+    """The auxiliary losses of the layers in this process."""
     return [module for module in model.modules() if isinstance(module, AuxiliaryLoss)]

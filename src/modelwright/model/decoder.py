@@ -1,8 +1,8 @@
 """The decoder: RMSNorm, rotary grouped-query attention with optional QK-norm, SwiGLU, optionally tied embeddings.
 
-Single-device code. It does not know how attention finds its keys: every layer hands its queries, keys and values to
-an `Attend` function, which training builds from a mask and inference from a KV cache. It returns hidden states;
-`logits` and `cross_entropy` are what its head makes of them. Blocks are named by layer: a part of them keeps its names.
+Single-device code. Attention is a parameter: every layer passes its queries, keys and values to an `Attend` function,
+which training builds from a mask and inference from a KV cache. It returns hidden states; `logits` and `cross_entropy`
+are what its head makes of them. Blocks are named by layer, so a pipeline stage keeps their names.
 
 Legend: B rows, T tokens, D model width, H query heads, K key/value heads, d head width, V vocabulary.
 """
@@ -29,9 +29,8 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class Linear(nn.Linear):
-    """A projection without bias.
-
-    `product` multiplies: the place for other number formats and for products that leave something out.
+    """A projection without bias. `product` multiplies: the hook for other number formats and for products that skip a
+    part.
     """
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
@@ -43,9 +42,8 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension with a learned scale.
-
-    out_dtype: None gives the input's format; in_fp32: computed so whatever comes in.
+    """Root-mean-square norm over the last dimension with a learned scale. out_dtype: None is the input's; in_fp32:
+    computed in FP32 whatever the input's format.
     """
 
     def __init__(self, dim: int, eps: float) -> None:
@@ -101,9 +99,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream.
-
-    is_recomputed: what it computes is not kept for backward but computed again.
+    """Pre-norm attention and feed-forward, each added to the residual stream. is_recomputed: its activations are
+    recomputed for backward.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -121,9 +118,8 @@ class Block(nn.Module):
 
 @dataclass
 class EndFormats:
-    """Formats at the ends of a model, shared by the parts that it is cut into.
-
-    stream_dtype: of the residual stream, and head_dtype: of the products of head and loss; None is the weights' own.
+    """Formats at the ends of a model, shared by its pipeline stages. stream_dtype: of the residual stream; head_dtype:
+    of the products of head and loss. None is that of the weights.
     """
 
     stream_dtype: torch.dtype | None = None
@@ -135,7 +131,7 @@ class EndFormats:
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer; `blocks` is where passes (checkpointing, compile, sharding) take hold."""
+    """A decoder-only transformer; passes (checkpointing, compile, sharding) work on `blocks`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -148,7 +144,7 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The output projection [V, D]: the embedding itself when tied."""
+        """The output projection [V, D]: the embedding itself if tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, attend: Attend) -> Tensor:
@@ -164,21 +160,21 @@ class Decoder(nn.Module):
         return hidden_BTD.to(self.ends.stream_dtype) if self.ends.stream_dtype else hidden_BTD
 
     def run_blocks(self, hidden_BTD: Tensor, positions_BT: Tensor, attend: Attend) -> Tensor:
-        """The residual stream [B, T, D] after all blocks that are here."""
+        """The residual stream [B, T, D] after all blocks in this process."""
         cos, sin = rope_tables(positions_BT, self.config.head_dim, self.config.rope_theta)
         for block in self.blocks.values():
             hidden_BTD = block(hidden_BTD, cos, sin, attend)
         return hidden_BTD
 
     def projections(self) -> dict[str, Linear]:
-        """The linear layers of the blocks that are here, by their names."""
+        """The linear layers of the blocks in this process, by name."""
         named = cast(Iterator[tuple[str, nn.Module]], self.blocks.named_modules())
         return {f"blocks.{name}": module for name, module in named if isinstance(module, Linear)}
 
     def cross_entropy(self, hidden_BTD: Tensor, labels_BT: Tensor, *, chunk_tokens: int) -> Tensor:
-        """Sum of the labels' negative log-likelihoods (nats), FP32; logits stand for `chunk_tokens` tokens at most.
-
-        Here, because only the model knows where its head lies. Labels of -100 do not count and cost no head.
+        """Sum of the labels' negative log-likelihoods (nats), FP32; logits exist for at most `chunk_tokens` tokens at a
+        time. It is a method because only the model knows where its head is. Labels of -100 do not count and cost
+        nothing.
         """
         hidden_ND, labels_N = hidden_BTD.flatten(0, 1), labels_BT.flatten()
         return linear_cross_entropy(

@@ -36,9 +36,8 @@ _BLOCK_NAMES = {
 def save_model(
     model: Decoder, folder: Path, *, eos_id: int | None = None, bos_id: int | None = None, pad_id: int | None = None
 ) -> None:
-    """Write the decoder into `folder` (made if missing), each file whole or not at all.
-
-    The weights keep their number format. Raises `StorageError` when the disk refuses.
+    """Write the decoder into `folder` (created if missing), each file atomically. The weights keep their number format.
+    Raises `StorageError` if writing fails.
     """
     special = {"bos_token_id": bos_id, "eos_token_id": eos_id, "pad_token_id": pad_id}
     weights = {hf_name(name): tensor.detach().contiguous() for name, tensor in model.state_dict().items()}

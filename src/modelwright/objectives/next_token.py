@@ -26,8 +26,7 @@ def num_targets(batch: TokenBatch) -> Tensor:
 
 
 def next_token_loss(hidden_BTD: Tensor, batch: TokenBatch, model: Decoder, *, chunk_tokens: int) -> Tensor:
-    """Sum of the negative log-likelihoods of the labels; logits never stand for more than `chunk_tokens` tokens.
-
-    Tokens without a label cost no head.
+    """Sum of the negative log-likelihoods of the labels; logits never exist for more than `chunk_tokens` tokens at a
+    time. Tokens without a label skip the head.
     """
     return model.cross_entropy(hidden_BTD, batch.labels_BT, chunk_tokens=chunk_tokens)

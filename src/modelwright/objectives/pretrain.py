@@ -14,9 +14,8 @@ from modelwright.train.objective import BatchSource, Objective
 
 @dataclass(frozen=True)
 class Pretrain(Objective):
-    """Next-token prediction on the batches of `source`; one term, `loss`, in nats per predicted token.
-
-    chunk_tokens: for how many tokens logits stand in memory at a time.
+    """Next-token prediction on the batches of `source`; one term, `loss`, in nats per predicted token. chunk_tokens:
+    number of tokens whose logits exist at a time.
     """
 
     source: BatchSource

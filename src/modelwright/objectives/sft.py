@@ -1,6 +1,6 @@
 """Supervised fine-tuning: only the tokens of answers are learned; questions are context.
 
-Which tokens are answers is in the labels of the packed shards; this module refuses shards that say "all of them".
+Which tokens are answers is in the labels of the packed shards; this module rejects shards in which all tokens are.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,15 +20,15 @@ from modelwright.train.objective import BatchSource, Objective
 class Sft(Objective):
     """Next-token prediction on answers; one term, `loss`, in nats per answer token of the whole batch.
 
-    Every answer token counts the same, so long answers count more than short ones (a mean of per-example means
-    would not). chunk_tokens: for how many tokens logits stand in memory at a time.
+    Every answer token counts the same, so long answers count more than short ones (a mean of per-example means would
+    not). chunk_tokens: number of tokens whose logits exist at a time.
     """
 
     source: BatchSource
     chunk_tokens: int = CHUNK_TOKENS
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
-        """Raises `DataError` when the first batch predicts questions too: the loss mask was lost on the way."""
+        """Raises `DataError` if the first batch predicts questions too: the loss mask was lost on the way."""
         batches = numbered_batches(self.source, first=first, rank=rank, world_size=world_size)
         batch = next(batches)
         _require_mask(batch)

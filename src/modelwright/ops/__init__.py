@@ -1,1 +1,1 @@
-"""Floor 1: pure tensor functions, each fast one beside its naive twin, and measured rates of the machine."""
+"""Floor 1: pure tensor functions, each fast one next to its naive reference, and measured rates of the machine."""

@@ -1,9 +1,9 @@
-"""Softmax attention over whole rows: the fast paths and their naive twin.
+"""Softmax attention over whole rows: the fast paths and their naive reference.
 
 Packed rows hold several documents, and a token sees its own document only. On a CPU most of a full T x T product would
-be masked away, so `packed_attention` cuts every document into tiles of queries and gives each tile just the keys it may
-see. This package's own kernels take all tiles at once (`cpu_kernels`); where there are none, each is a call of
-PyTorch's, and rows so short that calls cost more than masked products are not cut.
+be masked away, so `packed_attention` splits every document into tiles of queries and gives each tile only its visible
+keys. This package's own kernels take all tiles at once (`cpu_kernels`); otherwise each tile is one call of PyTorch's
+attention, and rows so short that calls cost more than masked products are not split.
 
 Legend: B rows, T tokens, H query heads, K key/value heads, d head width, G = H / K query heads per key/value head.
 Query head h reads key/value head h // G.
@@ -32,7 +32,7 @@ MOST_WHOLE = 512
 def document_mask(segments_BT: Tensor) -> Tensor:
     """Boolean [B, 1, T, T]: true where query token i may see key token j <= i of the same segment.
 
-    A token always sees itself, padding too, so that no row of the softmax is empty.
+    A token always sees itself, padding too, so no row of the softmax is empty.
     """
     same_BTT = segments_BT[:, :, None] == segments_BT[:, None, :]
     return same_BTT.tril().unsqueeze(1)
@@ -55,7 +55,7 @@ def masked_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask_B1TT: 
 
 
 def masked_attention_naive(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask_B1TT: Tensor) -> Tensor:
-    """The definition, step by step; the twin of `masked_attention` and of `packed_attention`."""
+    """The definition, step by step: the reference for `masked_attention` and `packed_attention`."""
     group = q_BTHd.shape[2] // k_BTKd.shape[2]
     k_BTHd, v_BTHd = (x.repeat_interleave(group, dim=2) for x in (k_BTKd, v_BTKd))
     scores_BHTT = torch.einsum("bthd,bshd->bhts", q_BTHd, k_BTHd) / q_BTHd.shape[-1] ** 0.5
@@ -65,12 +65,12 @@ def masked_attention_naive(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask_
 
 @dataclass(frozen=True)
 class Tiles:
-    """How packed rows are cut for `packed_attention`.
+    """How packed rows are split for `packed_attention`.
 
-    bounds_P5: int64, one tile a line: row, first key, first query, end (of both queries and keys), all three counted in
-    the row; and where the first query lies in the tensor of queries, which may hold only some of the row's tokens.
-    bias: [tile_len, most keys that a tile sees, rounded up], additive causal mask aligned at its lower right corner.
-    Rows that are not cut have no tile, and as bias the additive mask of whole rows, [B, 1, T, T].
+    bounds_P5: int64, one tile per line: row, first key, first query and end (of queries and keys), all counted within
+    the row; and the position of the first query in the tensor of queries, which may hold only some of the row's tokens.
+    bias: [tile_len, most keys of any tile, rounded up], additive causal mask aligned at its lower right corner. Rows
+    that are not split have no tile, and as bias the additive mask of whole rows, [B, 1, T, T].
     """
 
     bounds_P5: Tensor
@@ -78,7 +78,7 @@ class Tiles:
 
 
 def packed_cuts(segments_BT: Tensor) -> Tiles:
-    """`packed_tiles`, or no cuts where short rows under a mask are expected to take less time. CPU tensors only."""
+    """`packed_tiles`, or no tiles for short rows where a mask is expected to be faster. CPU tensors only."""
     tiles, (num_rows, row_len) = packed_tiles(segments_BT), segments_BT.shape
     if cpu_kernels.kernels() is not None:
         return tiles
@@ -90,7 +90,7 @@ def packed_cuts(segments_BT: Tensor) -> Tiles:
 
 
 def whole_rows(segments_BT: Tensor) -> Tiles:
-    """No cuts: documents are told apart by a mask."""
+    """No tiles: documents are separated by a mask."""
     mask_B1TT = document_mask(segments_BT)
     bias_B1TT = torch.zeros(mask_B1TT.shape).masked_fill_(~mask_B1TT, float("-inf"))
     return Tiles(torch.empty(0, 5, dtype=torch.int64), bias_B1TT)
@@ -99,10 +99,9 @@ def whole_rows(segments_BT: Tensor) -> Tiles:
 def packed_tiles(
     segments_BT: Tensor, tile_len: int = TILE_LEN, *, spans: Sequence[tuple[int, int]] | None = None
 ) -> Tiles:
-    """Cut every run of equal segment numbers into tiles of at most `tile_len` queries. CPU tensors only.
-
-    spans: `(start, end)` of the tokens whose queries are computed, one span after another in the tensor of queries;
-    the whole row unless given.
+    """Split every run of equal segment numbers into tiles of at most `tile_len` queries. CPU tensors only. spans:
+    `(start, end)` of the tokens whose queries are computed, concatenated in the tensor of queries; the whole row by
+    default.
     """
     bounds: list[tuple[int, int, int, int, int]] = []
     spans = [(0, segments_BT.shape[1])] if spans is None else spans
@@ -132,7 +131,7 @@ def _document_tiles(
 def packed_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, tiles: Tiles) -> Tensor:
     """Causal attention within documents, [B, T, H, d], in the number format of `v_BTKd`. CPU only.
 
-    Equals `masked_attention` under `document_mask`, at the queries that the tiles were cut for. One opaque operator to
+    Equals `masked_attention` under `document_mask`, at the queries of the tiles. One opaque operator to
     `torch.compile`; differentiable once.
     """
     q_BTHd, k_BTKd = q_BTHd.to(v_BTKd.dtype), k_BTKd.to(v_BTKd.dtype)
@@ -140,7 +139,7 @@ def packed_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, tiles: Tile
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """The format in which the kernel keeps the softmax's denominator."""
+    """The dtype in which the kernel keeps the softmax's denominator."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -294,7 +293,7 @@ def _grouped(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> tuple[Tensor, Te
 
 
 def _tile_bias(bias: Tensor, start: int, first: int, end: int) -> Tensor | None:
-    """The causal bias of queries first..end over keys start..end; a document's first tile is plainly causal."""
+    """The causal bias of queries first..end over keys start..end; a document's first tile is simply causal."""
     if first == start:
         return None
     height, width = bias.shape

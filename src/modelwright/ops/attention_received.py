@@ -1,4 +1,4 @@
-"""How much attention a token receives: which tokens of a row the others look at.
+"""How much attention each token of a row receives from the others.
 
 Legend: B rows, T tokens, H query heads, K key/value heads, d head width, G = H / K.
 """
@@ -12,11 +12,11 @@ from modelwright.ops.lowp_emulation import product
 
 @torch.no_grad()
 def received_attention(q_BTHd: Tensor, k_BTKd: Tensor, segments_BT: Tensor) -> Tensor:
-    """The softmax weight on each token [B, T], FP32, summed over the queries of its document from itself on, in units
-    of what it would be if every query looked at all tokens before it alike; the mean over heads.
+    """The softmax weight on each token [B, T], FP32, summed over the queries of its document from itself on, relative
+    to uniform attention over all preceding tokens; the mean over heads.
 
-    The unit matters: without it, the first tokens of a document would always receive most. Row by row, so that the
-    weights [H, T, T] of one row stand in memory at a time.
+    The unit matters: without it, the first tokens of a document would always receive most. Row by row, so only the
+    weights [H, T, T] of one row are in memory at a time.
     """
     group = q_BTHd.shape[2] // k_BTKd.shape[2]
     received = []

@@ -1,9 +1,9 @@
-"""This package's own kernels for processors (`kernels/`), compiled for the one at hand when first asked for.
+"""This package's own kernels for CPUs (`kernels/`), compiled for the present processor on first use.
 
-They take the place of chains of PyTorch's operators, which stay as their twins and do the work wherever the kernels
-cannot be had: without a C++ compiler, or with `MODELWRIGHT_CPU_KERNELS=0`. All compute in FP32, whatever the format of
-the tensors; results do not depend on the number of threads but for a norm's gradient of its weight. On fake tensors
-they allocate what they would, and compute nothing.
+They replace chains of PyTorch operators, which remain as their references and do the work wherever the kernels are
+unavailable: without a C++ compiler, or with `MODELWRIGHT_CPU_KERNELS=0`. All compute in FP32, whatever the format of
+the tensors. Results do not depend on the number of threads, except for a norm's gradient of its weight. On fake tensors
+they allocate their results and compute nothing.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ Argument = Tensor | int | float | bool
 
 @functools.cache
 def kernels() -> ctypes.CDLL | None:
-    """The library; None, with a line in the log, where it cannot be had. Asked once."""
+    """The library; None, with a line in the log, if it is unavailable. Tried once."""
     if os.environ.get(SWITCH, "1") == "0":
         return None
     try:
@@ -45,7 +45,9 @@ def kernels() -> ctypes.CDLL | None:
 
 
 def _known() -> str:
-    """What the library depends on beside its source: the headers, and what the compiler chooses instructions by."""
+    """What the library depends on besides its source: the headers, and the instruction set that the compiler
+    selects.
+    """
     known = [header.read_bytes() for header in sorted(SOURCE.parent.glob("*.h"))]
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
@@ -56,12 +58,14 @@ def _known() -> str:
 
 
 def are_used_on(device: str) -> bool:
-    """Whether models on such a device are computed with them: where the planner takes this machine for the one."""
+    """Whether models on such a device are computed with the kernels, provided that the device is like this machine."""
     return device == "cpu" and kernels() is not None
 
 
 def take(*tensors: Tensor) -> bool:
-    """Whether kernels take these tensors: of a CPU, in a format they know, no wrappers, not while code is traced."""
+    """Whether kernels take these tensors: on a CPU, in a supported format, no wrapper subclasses, not while code is
+    traced.
+    """
     return (
         all(
             type(one) in (Tensor, nn.Parameter, FakeTensor) and one.device.type == "cpu" and one.dtype in NAMES
@@ -73,13 +77,14 @@ def take(*tensors: Tensor) -> bool:
 
 
 def take_heads(x: Tensor) -> bool:
-    """Whether kernels take queries or keys of this width."""
+    """Whether kernels support queries or keys of this width."""
     return x.shape[-1] % LANES == 0 and take(x)
 
 
 def attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P5: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal attention of tiles (`ops.attention.Tiles`), one format: the output [B, T, H, d], zeros where there is no
-    tile, and the logs of the softmax's denominators [B, K, G, T], FP32."""
+    """Causal attention of tiles (`ops.attention.Tiles`), one format: the output [B, T, H, d], zeros outside the tiles,
+    and the logs of the softmax's denominators [B, K, G, T], FP32.
+    """
     (rows, row_len, num_heads, head_dim), num_kv_heads = q_BTHd.shape, k_BTKd.shape[2]
     out_BTHd = torch.zeros_like(q_BTHd, memory_format=torch.contiguous_format)
     lse_BKGT = q_BTHd.new_zeros((rows, num_kv_heads, num_heads // num_kv_heads, row_len), dtype=torch.float32)
@@ -158,7 +163,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 
 
 def rotate(x_BTHd: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor, *, back: bool) -> Tensor:
-    """Heads turned by the angles of `ops.rope.rope_tables`, or turned back."""
+    """Heads rotated by the angles of `ops.rope.rope_tables`, or rotated back."""
     y = x_BTHd.new_empty(x_BTHd.shape)
     rows, row_len, num_heads, head_dim = x_BTHd.shape
     _call(f"rotate_{NAMES[x_BTHd.dtype]}", x_BTHd, cos_BT1d, sin_BT1d, rows * row_len, num_heads, head_dim, back, y)
@@ -166,8 +171,9 @@ def rotate(x_BTHd: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor, *, back: bool) ->
 
 
 def quantize(x_RK: Tensor, *, stochastic: bool) -> tuple[Tensor, Tensor]:
-    """INT8 codes [R, K], which lie as `x_RK` does (row by row or column by column), and FP32 scales [R, 1]. Random
-    rounding takes one number of PyTorch's generator as its seed."""
+    """INT8 codes [R, K], with the memory layout of `x_RK` (row-major or column-major), and FP32 scales [R, 1].
+    Stochastic rounding takes one number of PyTorch's generator as its seed.
+    """
     by_column = not x_RK.is_contiguous()
     given = x_RK.T if by_column else x_RK
     codes = given.new_empty(given.shape, dtype=torch.int8)
@@ -180,14 +186,14 @@ def quantize(x_RK: Tensor, *, stochastic: bool) -> tuple[Tensor, Tensor]:
 
 
 def rescale(sums_MN: Tensor, of_rows: Tensor, of_columns: Tensor, result: torch.dtype) -> Tensor:
-    """Sums of codes' products (INT32) times a scale of their row and one of their column, in `result`."""
+    """Sums of products of codes (INT32) times the scales of their row and column, in `result`."""
     found = sums_MN.new_empty(sums_MN.shape, dtype=result)
     _call(f"rescale_{NAMES[result]}", sums_MN, *sums_MN.shape, of_rows, of_columns, found)
     return found
 
 
 def _call(name: str, *arguments: Argument) -> None:
-    """By pointers, so tensors must be contiguous; results are tensors too, and were made so."""
+    """Calls by pointer, so tensors must be contiguous; results are allocated accordingly."""
     tensors = [one for one in arguments if isinstance(one, Tensor)]
     if any(type(one) is FakeTensor for one in tensors):
         return

@@ -1,8 +1,8 @@
-"""Cross-entropy of a linear head without whole logits.
+"""Cross-entropy of a linear head without materializing all logits.
 
 A vocabulary of 12,000 makes the logits the largest tensor of a small model's step. Here they exist for one chunk of
-tokens at a time, and both gradients are computed while the chunk is still in the cache, so that nothing is computed
-twice. Tokens whose label is ignored cost nothing.
+tokens at a time, and both gradients are computed while the chunk is still in the cache, so nothing is computed twice.
+Tokens whose label is ignored cost nothing.
 
 Legend: N flattened tokens, D model width, V vocabulary, C tokens of one chunk.
 """
@@ -47,11 +47,11 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum over tokens of -log softmax(hidden @ weight.T)[label], a scalar in FP32 (nats).
 
-    hidden_ND, weight_VD: floating point; labels_N: int64, `ignore_index` for tokens that do not count. The products
-    run in `compute`, unless given in the wider format of the two; the softmax in FP32, without `in_fp32` in the
-    products' format; all sums over chunks in FP32. Differentiable once, in
-    hidden and weight. Peak memory above the gradients: a few times chunk_tokens * V elements. loss_of_logits: another
-    softmax, such as one over a vocabulary of which only some rows are here.
+    hidden_ND, weight_VD: floating point; labels_N: int64, `ignore_index` for tokens that do not count. The products run
+    in `compute`, by default the wider format of the two; the softmax in FP32, without `in_fp32` in the products'
+    format; all sums over chunks in FP32. Differentiable once, in hidden and weight. Peak memory above the gradients: a
+    few times chunk_tokens * V elements. loss_of_logits: another softmax, such as one over a vocabulary of which this
+    rank holds only some rows.
     """
     compute = compute or torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
     return _LinearCrossEntropy.apply(  # type: ignore[return-value]
@@ -62,7 +62,7 @@ def linear_cross_entropy(
 def linear_cross_entropy_naive(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, ignore_index: int = -100
 ) -> Tensor:
-    """The definition, with whole logits; the twin of `linear_cross_entropy`."""
+    """The definition, with all logits: the reference for `linear_cross_entropy`."""
     logits_NV = F.linear(hidden_ND, weight_VD).float()
     return F.cross_entropy(logits_NV, labels_N, ignore_index=ignore_index, reduction="sum")
 
@@ -85,7 +85,7 @@ def token_log_probs(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Computes the gradients of the sum along with the sum; backward only scales them."""
+    """Computes the gradients together with the sum; backward only scales them."""
 
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, labels_N, chunk_tokens, ignore_index, compute, in_fp32, loss_of_logits):
@@ -120,7 +120,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _times(x_ND: Tensor, factor: Tensor, chunk_tokens: int) -> Tensor:
-    """x times a number in FP32, rounded once: a factor in a narrow format would be off by one share everywhere."""
+    """x times a number in FP32, rounded once: a factor rounded to a narrow format would bias all elements alike."""
     if x_ND.dtype in (torch.float32, torch.float64):
         return x_ND * factor
     result_ND = torch.empty_like(x_ND)
@@ -130,7 +130,7 @@ def _times(x_ND: Tensor, factor: Tensor, chunk_tokens: int) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, with `total` in FP32 whatever the factors are in."""
+    """total += left @ right, with `total` in FP32 whatever the format of the factors."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
@@ -138,7 +138,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _chunks(labels_N: Tensor, ignore_index: int, chunk_tokens: int) -> Iterator[slice | Tensor]:
-    """Indices of the tokens that count, `chunk_tokens` at a time; slices (no copy) when all of them do."""
+    """Indices of the tokens that count, `chunk_tokens` at a time; slices (no copy) if all of them do."""
     kept = labels_N != ignore_index
     if bool(kept.all()):
         for start in range(0, labels_N.numel(), chunk_tokens):

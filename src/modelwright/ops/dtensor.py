@@ -1,14 +1,14 @@
-"""This rank's piece of a tensor that may be laid out over several."""
+"""This rank's shard of a tensor that may be a DTensor."""
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's piece, sharing memory; a plain tensor itself."""
+    """This rank's shard, sharing memory; a plain tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def as_dtensor_like(whole: Tensor, piece: Tensor) -> Tensor:
-    """A piece of this rank as a tensor that is laid out like `whole`, sharing the piece's memory."""
+    """A DTensor placed like `whole` around this rank's shard, sharing its memory."""
     return DTensor(piece, whole._spec, requires_grad=False) if isinstance(whole, DTensor) else piece

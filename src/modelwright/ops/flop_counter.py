@@ -1,7 +1,7 @@
-"""Counts the FLOPs of the products that really run, from the shapes that reach them. 2 for a multiply-add.
+"""Counts the FLOPs of the products that are executed, from the shapes that reach them, 2 per multiply-add.
 
-Put it innermost, so that it sees what is left after something has been left out. Attention and the head are no layers
-with `LinearGemms`: who runs them says so with `add`.
+Wrap the innermost `LinearGemms`, so that only the remaining work is counted after something has been skipped. Attention
+and the head are not layers with `LinearGemms`; the code that runs them calls `add`.
 """
 
 import math
@@ -14,7 +14,7 @@ from modelwright.ops.linear_gemms import LinearGemms, Pair
 
 @dataclass
 class Executed:
-    """A sum of FLOPs, in this process."""
+    """Number of FLOPs in this process."""
 
     flops: int = 0
 
@@ -23,7 +23,7 @@ class Executed:
 
 
 def counted(inner: LinearGemms, executed: Executed) -> LinearGemms:
-    """`inner`, with what it computes added to `executed`."""
+    """`inner`, with the FLOPs it computes added to `executed`."""
 
     def counting(product: Pair) -> Pair:
         def run(left: Tensor, right: Tensor) -> Tensor:

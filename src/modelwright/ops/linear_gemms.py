@@ -1,7 +1,7 @@
-"""The three matrix products of a linear layer, each of which a technique may compute in another way.
+"""The three matrix products of a linear layer, each of which a technique may replace.
 
-A layer y = x W' costs one product forward and two backward: the gradient of its input, dy W, and of its weight, dy' x.
-Number formats replace how these are computed; sparse updates replace how much of them is.
+A layer y = x W' costs one product forward and two backward: the gradients of its input, dy W (dgrad), and of its
+weight, dy' x (wgrad). Number formats change how these are computed, sparse updates how much of them.
 
 Legend: N flattened rows, I inputs, O outputs.
 """
@@ -43,7 +43,7 @@ class LinearGemms:
     """How a linear layer multiplies.
 
     forward: (x_NI, weight_OI) -> y_NO; input_gradient: (dy_NO, weight_OI) -> dx_NI; weight_gradient: (dy_NO, x_NI) ->
-    dw_OI. pack and unpack: what stands for the input x_NI between forward and backward.
+    dw_OI. pack and unpack: how the input x_NI is saved between forward and backward.
     """
 
     name: str = "plain"
@@ -59,7 +59,7 @@ PLAIN = LinearGemms()
 
 
 def multiply(x: Tensor, weight_OI: Tensor, products: LinearGemms = PLAIN) -> Tensor:
-    """x [..., I] times weight', [..., O], with gradients by `products`. Differentiable once."""
+    """x [..., I] times weight', [..., O], with gradients computed by `products`. Differentiable once."""
     if products is PLAIN and not is_emulated(x.dtype, x.device):
         return F.linear(x, weight_OI)
     return _Multiply.apply(x, weight_OI, products)  # type: ignore[return-value]

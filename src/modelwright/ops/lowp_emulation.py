@@ -1,9 +1,9 @@
-"""Products of matrices in formats for which a processor may have no instructions.
+"""Matrix products in formats that a processor may have no instructions for.
 
-Without them PyTorch multiplies BF16 and FP16 at a tenth of FP32's speed and INT8 at a thirtieth (AVX2, one thread). The
-same result comes of FP32 products of widened factors: a product of two BF16, FP16 or INT8 numbers is exact in FP32, and
-sums are kept in FP32 as hardware with such instructions keeps them. Only the one product's factors are wide, and only
-while it runs: what a model keeps has the narrow format.
+Without instructions PyTorch multiplies BF16 and FP16 at a tenth of FP32's speed and INT8 at a thirtieth (AVX2, one
+thread). FP32 products of widened factors give the same result: a product of two BF16, FP16 or INT8 numbers is exact in
+FP32, and sums are kept in FP32, as in hardware with such instructions. Only one product's factors are widened, and only
+while it runs; the model keeps the narrow format.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def _instructions_of_cpu() -> frozenset[torch.dtype]:
-    """The narrow formats that this processor multiplies by itself; all of them where PyTorch cannot tell."""
+    """The narrow formats that this processor multiplies natively; all of them if PyTorch cannot tell."""
     if not torch.backends.mkldnn.is_available():
         return frozenset({torch.bfloat16, torch.float16, torch.int8})
     found = {
@@ -40,5 +40,5 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def upcast(*factors: Tensor) -> tuple[Tensor, ...]:
-    """The factors as a kernel wants them: in FP32 if their format has no instructions here, else as they are."""
+    """The factors for the kernel: in FP32 if their format has no instructions here, else unchanged."""
     return tuple(one.float() if is_emulated(one.dtype, one.device) else one for one in factors)

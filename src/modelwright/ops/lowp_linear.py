@@ -1,6 +1,6 @@
 """The products of a linear layer in each number format, as `LinearGemms`.
 
-A format's three products read their factors in that format and sum in FP32 (or in integers); what comes out has the
+A format's three products read their factors in that format and sum in FP32 (or in integers); the output has the
 `result` format. Floating-point formats of 16 bits and more are plain casts and need no products of their own:
 `in_float`. Sources: INT8 with per-row scales (SwitchBack, Wortsman et al. 2023; Jetfire, Xi et al. 2024), FP8 with
 current or delayed scaling (Micikevicius et al. 2022), blockwise with E4M3 in all three products (DeepSeek-V3, 2024).
@@ -57,10 +57,11 @@ GRIDS: dict[Recipe, tuple[Grid, Grid]] = {
 def in_float(
     dtype: torch.dtype, x: Tensor, weight_OI: Tensor, *, products: LinearGemms = PLAIN, keeps_cast: bool = False
 ) -> Tensor:
-    """x [..., I] times weight', computed and returned in `dtype`; gradients flow in it and are returned as given.
+    """x [..., I] times weight', computed and returned in `dtype`; gradients are computed in it and returned in the
+    original formats.
 
-    The weight is cast anew for backward: a model would hold the casts of all its weights between the two. keeps_cast:
-    it need not, as where all of it is computed again anyway.
+    The weight is cast again for backward; otherwise a model would hold the casts of all its weights in between.
+    keeps_cast: keep the cast instead, for blocks that are recomputed anyway.
     """
     if keeps_cast or weight_OI.dtype == dtype:
         return multiply(x.to(dtype), weight_OI.to(dtype), products)
@@ -68,7 +69,7 @@ def in_float(
 
 
 def _of_casts(products: LinearGemms, dtype: torch.dtype) -> LinearGemms:
-    """The same products, of weights that they cast."""
+    """The same products for weights that they cast themselves."""
 
     def forward(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
         return products.forward(x_NI, weight_OI.to(dtype))
@@ -80,7 +81,7 @@ def _of_casts(products: LinearGemms, dtype: torch.dtype) -> LinearGemms:
 
 
 def in_products(products: LinearGemms, result: torch.dtype, x: Tensor, weight_OI: Tensor) -> Tensor:
-    """x [..., I] times weight' by `products`, in `result`."""
+    """x [..., I] times weight' by `products`, with the output in `result`."""
     return multiply(x.to(result), weight_OI, products)
 
 
@@ -88,10 +89,10 @@ def in_products(products: LinearGemms, result: torch.dtype, x: Tensor, weight_OI
 class Fp8:
     """FP8 products by a recipe.
 
-    result: format of what comes out. gradients: format of the gradients' codes. wide_weight_gradient: the gradient of
-    the weight is computed of unquantized factors. cache: backward reads the input as it was quantized, so that forward
-    keeps one byte an element. shared: where layers that read one input find its codes. maxima: for delayed scaling,
-    tensorwise only; without `shared`, for every layer has its own.
+    result: format of the output. gradients: FP8 format of the gradients. wide_weight_gradient: the weight's gradient is
+    computed from unquantized factors. cache: save the quantized input for backward, one byte per element. shared: cache
+    of quantized inputs for layers that read the same one. maxima: for delayed scaling, tensorwise only; without
+    `shared`, because every layer has its own.
     """
 
     recipe: Recipe
@@ -151,10 +152,10 @@ class Fp8:
 
 @dataclass(frozen=True, kw_only=True)
 class Int8:
-    """INT8 products with a scale for each row of both factors, along the summed dimension.
+    """INT8 products with one scale per row of both factors, along the summed dimension.
 
-    stochastic: gradients are rounded at random, so that small ones are right in the mean instead of zero.
-    wide_weight_gradient: as in `Fp8`; its sum runs over all tokens, whose sizes differ most.
+    stochastic: gradients are rounded stochastically, so that small ones are unbiased instead of zero.
+    wide_weight_gradient: as in `Fp8`; its sum runs over all tokens, whose magnitudes differ most.
     """
 
     result: torch.dtype

@@ -1,9 +1,9 @@
 """Measured rates of the machine: matrix products, INT8 linears, memory bandwidth.
 
-Plans and "fastest" settings rest on these figures, measured at the shapes that the model will use, and never on what
-a processor of that name is supposed to do. Every rate is the best of several repeats under PyTorch's current number of
-threads: other work on the machine can only slow a repeat down, and what serves as a peak must not lie below what the
-machine can do. `microbenchmark.undisturbed` keeps other processes out of the way.
+Plans and automatic settings rest on these figures, measured at the shapes that the model will use, and never on the
+nominal rate of a processor. Every rate is the best of several repeats under PyTorch's current number of threads: other
+work on the machine can only slow a repeat down, and a peak must not lie below what the machine can do.
+`microbenchmark.undisturbed` waits for other processes to finish.
 """
 
 import warnings
@@ -21,9 +21,10 @@ Int8Backend = Literal["fbgemm", "int_mm"]
 
 
 def matmul_rate(m: int, k: int, n: int, *, dtype: torch.dtype, device: torch.device | str, repeats: int = 5) -> float:
-    """FLOP/s of [m, k] @ [k, n] in `dtype`, counted as 2 * m * k * n. A linear layer's layout (weight transposed).
+    """FLOP/s of [m, k] @ [k, n] in `dtype`, counted as 2 * m * k * n.
 
-    As models multiply: formats without instructions are widened (`ops.narrow`).
+    The layout is a linear layer's (weight transposed). Formats without instructions are widened, as in models
+    (`ops.lowp_emulation`).
     """
     x = torch.randn(m, k, device=device).to(dtype)
     weight = torch.randn(n, k, device=device).to(dtype)
@@ -34,7 +35,7 @@ def int8_linear_rate(m: int, k: int, n: int, *, backend: Int8Backend, repeats: i
     """Operations/s (2 * m * k * n) of a dynamically quantized linear on the CPU, the input's quantization included.
 
     `fbgemm`: PyTorch's packed `quantized.linear_dynamic` (only on builds with that engine); `int_mm`: per-token
-    quantization around `torch._int_mm`. Raises `ConfigError` when this build does not have the backend.
+    quantization around `torch._int_mm`. Raises `ConfigError` if this build lacks the backend.
     """
     x = torch.randn(m, k)
     if backend == "fbgemm":

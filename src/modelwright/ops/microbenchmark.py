@@ -1,10 +1,10 @@
-"""The one micro-benchmark timer: seconds of short calls, repeated, in turn, and with other processes out of the way.
+"""The micro-benchmark timer: seconds of short calls, repeated, interleaved, and undisturbed by other processes.
 
 What is timed, and whether the minimum or the median of the repeats counts, is up to the caller: the minimum for what a
 machine can do, since other work only slows a repeat down; the median for what it usually does.
 
-`torch.utils.benchmark.Timer` does not serve: it repeats one statement before the next, so that a busy moment meets only
-one of two rivals, and it counts the time for which other processes had the core.
+`torch.utils.benchmark.Timer` is not suitable: it repeats one statement before the next, so that a busy moment affects
+only one of two alternatives, and it counts time in which other processes had the core.
 """
 
 import time
@@ -34,7 +34,7 @@ _MISSING_CORES = 0.25
 def seconds_of(
     call: Callable[[], object], device: torch.device | str, *, calls: int = 1, clock: Clock = time.perf_counter
 ) -> float:
-    """Seconds of all calls together, from the moment when the device is idle to when it is idle again."""
+    """Wall-clock seconds of all calls together, from idle device to idle device."""
     on_cpu = torch.device(device).type == "cpu"
     if not on_cpu:
         torch.accelerator.synchronize()
@@ -47,9 +47,8 @@ def seconds_of(
 
 
 def own_clock(device: torch.device | str) -> Clock:
-    """The clock that other processes disturb the least: on a single thread of a CPU it stops while they have the core.
-
-    Several threads wait for each other, and an accelerator for its host, so for them it is the wall clock.
+    """The clock that other processes disturb least. For a single CPU thread it stops while they have the core. Several
+    threads wait for each other, and an accelerator for its host, so for them it is the wall clock.
     """
     on_one_thread = torch.device(device).type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if on_one_thread else time.perf_counter
@@ -58,9 +57,8 @@ def own_clock(device: torch.device | str) -> Clock:
 def in_turn(
     measures: Mapping[K, Callable[[], float]], *, num_rounds: int, num_warmups: int = 0
 ) -> dict[K, list[float]]:
-    """What each measure returns in every round; a round goes through all of them, so that all meet the same moments.
-
-    num_warmups: rounds before those that count.
+    """The results of each measure in every round; a round goes through all of them, so that all meet the same
+    conditions. num_warmups: rounds before those that count.
     """
     figures: dict[K, list[float]] = {key: [] for key in measures}
     for number in range(num_warmups + num_rounds):
@@ -78,8 +76,9 @@ def repeated(measure: Callable[[], float], *, num_rounds: int, num_warmups: int 
 
 @dataclass(frozen=True, kw_only=True)
 class Undisturbed(Generic[T]):
-    """value: what was measured; num_threads: by how many threads; busy_cores: that other processes used at the quietest
-    time, 0 where they left a core for each thread."""
+    """value: the measurement; num_threads: threads used; busy_cores: cores that other processes used at the quietest
+    time, 0 if they left a core for each thread.
+    """
 
     value: T
     num_threads: int
@@ -93,10 +92,10 @@ def undisturbed(
     patience_s: float = PATIENCE_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Undisturbed[T]:
-    """Measure on the CPU when other processes leave a core for each of PyTorch's threads, or else on one thread.
+    """Measure on the CPU if other processes leave a core for each of PyTorch's threads, or else on one thread.
 
-    Threads that wait for each other and have no core each reach a hundredth of their rate, of which nothing follows.
-    One thread's own time is known however busy the machine is (`own_clock`).
+    Threads that wait for each other without a core each reach a hundredth of their rate, which says nothing. One
+    thread's own time is known however busy the machine is (`own_clock`).
     """
     num_threads, busy_cores = torch.get_num_threads(), 0.0
     if num_threads > 1:
@@ -118,8 +117,9 @@ def undisturbed(
 def _wait_for_free_cores(
     others: LoadMeter, num_threads: int, patience_s: float, sleep: Callable[[float], None]
 ) -> float:
-    """0 as soon as there is a core for each thread; after `patience_s` the cores that others used at the quietest
-    time."""
+    """0 as soon as there is a core for each thread; after `patience_s` the number of cores that others used at the
+    quietest time.
+    """
     quietest = float(num_usable_cores())
     for _ in range(max(1, round(patience_s / _PERIOD_S))):
         others.begin()
@@ -131,6 +131,6 @@ def _wait_for_free_cores(
 
 
 def _competing_cores(others: LoadMeter, num_threads: int) -> float:
-    """Cores that other processes use, 0 where they leave enough."""
+    """Cores that other processes use, 0 if they leave enough."""
     cores = others.other_cores()
     return cores if missing_cores(cores, num_threads) >= _MISSING_CORES else 0.0

@@ -1,7 +1,7 @@
 """Root-mean-square normalization (Zhang and Sennrich 2019).
 
-PyTorch's own `rms_norm` is composed of many elementwise passes on a CPU, forward and backward; here both directions
-are one kernel each (`cpu_kernels`) or, where there is none, written out with as few passes as eager code allows.
+PyTorch's own `rms_norm` takes many elementwise passes on a CPU, forward and backward; here both directions are one
+kernel each (`cpu_kernels`) or, without kernels, as few passes as eager code allows.
 
 Legend: D normalized width, the last dimension.
 """
@@ -18,7 +18,7 @@ def rms_norm(
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the format of `x` or `out_dtype`.
 
-    Computed in FP32 or wider; without `in_fp32` in the format of `x`, unless there is a kernel.
+    Computed in FP32 or wider; without `in_fp32` in the format of `x`, unless a kernel is used.
 
     Differentiable once, in `x` and `weight_D`. Under `torch.compile` the definition itself is traced: the compiler
     fuses it better than it would fuse a fixed backward.
@@ -36,7 +36,7 @@ def rms_norm(
 def rms_norm_naive(
     x: Tensor, weight_D: Tensor, eps: float, *, out_dtype: torch.dtype | None = None, in_fp32: bool = True
 ) -> Tensor:
-    """The definition; the twin of `rms_norm`."""
+    """The definition: the reference for `rms_norm`."""
     wide = x.to(_working_dtype(x, in_fp32))
     unit = wide / (wide.square().mean(dim=-1, keepdim=True) + eps).sqrt()
     return (unit * weight_D.to(wide.dtype)).to(out_dtype or x.dtype)
@@ -70,7 +70,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _RmsNormByKernel(torch.autograd.Function):
-    """Keeps its input, which the residual stream keeps in any case, where the other keeps a normalized copy."""
+    """Saves its input, which the residual stream keeps in any case, where the other version saves a normalized copy."""
 
     @staticmethod
     def forward(ctx, x, weight_D, eps, out_dtype):

@@ -1,4 +1,4 @@
-"""Attention of queries to some of their keys, and how such parts add up to the whole: the arithmetic of ring attention.
+"""Attention of queries to some of their keys, and how such parts are combined: the arithmetic of ring attention.
 
 A softmax over all keys is a weighted sum of softmaxes over disjoint sets of keys; the weights follow from the logarithm
 of each softmax's denominator (log-sum-exp), so that keys can be visited one block after another. Sources: Milakov and
@@ -25,7 +25,8 @@ Span = tuple[int, int]
 
 class VisibleBlock(NamedTuple):
     """Queries and keys of one row that see each other: all of them, or, on the diagonal, each query the keys up to its
-    own. All four bounds count places in the tensors of queries and keys, which may hold some of the row's tokens only.
+    own position. All four bounds are positions in the tensors of queries and keys, which may hold only some of the
+    row's tokens.
     """
 
     row: int
@@ -38,7 +39,7 @@ class VisibleBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """What the queries of one rank see of the keys of one rank, as a list of blocks: for a CPU."""
+    """Which keys of one rank the queries of another see, as a list of blocks, for a CPU."""
 
     blocks: Sequence[VisibleBlock]
 
@@ -54,10 +55,10 @@ Visible = Blocks | Mask
 
 
 def visible_blocks(segments_BT: Tensor, query_spans: Sequence[Span], key_spans: Sequence[Span]) -> Blocks:
-    """What queries at `query_spans` see of keys at `key_spans`: earlier tokens of their own document, and themselves.
+    """Which keys at `key_spans` the queries at `query_spans` see: earlier tokens of their own document, and themselves.
 
     segments_BT: the document of each token of the whole rows, on the CPU. Two spans are equal or do not overlap. A
-    tensor of queries or keys holds one span after another.
+    tensor of queries or keys holds the spans concatenated.
     """
     blocks: list[VisibleBlock] = []
     for row, segments_T in enumerate(segments_BT):
@@ -74,7 +75,7 @@ def visible_blocks(segments_BT: Tensor, query_spans: Sequence[Span], key_spans: 
 
 
 def _within(document: Span, spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
-    """The part of each span that lies in the document, and its place in the tensor of all spans."""
+    """The part of each span that lies in the document, and its position in the tensor of all spans."""
     offset = 0
     for start, end in spans:
         first, last = max(start, document[0]), min(end, document[1])
@@ -95,7 +96,7 @@ def _positions(spans: Sequence[Span], device: torch.device) -> Tensor:
 
 
 def empty_output(q_BSHd: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [B, S, H, d] and log-sum-exp [B, S, H] of attention to no key, in at least FP32, to be added to."""
+    """Output [B, S, H, d] and log-sum-exp [B, S, H] of attention to no keys, in at least FP32, to accumulate into."""
     dtype = torch.promote_types(q_BSHd.dtype, torch.float32)
     return q_BSHd.new_zeros(q_BSHd.shape, dtype=dtype), q_BSHd.new_full(q_BSHd.shape[:3], -math.inf, dtype=dtype)
 
@@ -103,9 +104,8 @@ def empty_output(q_BSHd: Tensor) -> tuple[Tensor, Tensor]:
 def add_keys(
     out_BSHd: Tensor, lse_BSH: Tensor, q_BSHd: Tensor, k_BNKd: Tensor, v_BNKd: Tensor, visible: Visible
 ) -> None:
-    """Let the queries see further keys: `out_BSHd` and `lse_BSH` are changed in place.
-
-    Keys of which every query sees at least one must come first.
+    """Accumulate attention to further keys: `out_BSHd` and `lse_BSH` are changed in place. Keys of which every query
+    sees at least one must come first.
     """
     q_BSHd, k_BNKd, v_BNKd = upcast(q_BSHd, k_BNKd, v_BNKd)
     if isinstance(visible, Mask):
@@ -128,10 +128,9 @@ def gradients_of_keys(
     v_BNKd: Tensor,
     visible: Visible,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What some keys contribute to the gradients of the queries [B, S, H, d], and the gradients of these keys and
-    values from these queries [B, N, K, d], in at least FP32.
-
-    out_BSHd, lse_BSH: of the whole softmax, after all keys were added.
+    """The contribution of some keys to the gradients of the queries [B, S, H, d], and the gradients of these keys and
+    values from these queries [B, N, K, d], in at least FP32. out_BSHd, lse_BSH: of the whole softmax, after all keys
+    were added.
     """
     dtype = lse_BSH.dtype
     grad_BSHd, out_BSHd, q_BSHd, k_BNKd, v_BNKd = upcast(grad_BSHd, out_BSHd, q_BSHd, k_BNKd, v_BNKd)
@@ -170,7 +169,7 @@ def _repeated(q_BSHd: Tensor, *keys_and_values_NKd: Tensor) -> list[Tensor]:
 
 
 def _merge(out_xHd: Tensor, lse_xH: Tensor, part_xHd: Tensor, part_lse_xH: Tensor) -> None:
-    """Add a softmax over further keys, in place."""
+    """Combine with a softmax over further keys, in place."""
     lse_after_xH = torch.logaddexp(lse_xH, part_lse_xH.to(lse_xH.dtype))
     out_xHd *= (lse_xH - lse_after_xH).exp().unsqueeze(-1)
     out_xHd += part_xHd * (part_lse_xH - lse_after_xH).exp().unsqueeze(-1)

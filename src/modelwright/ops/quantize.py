@@ -1,9 +1,9 @@
-"""Products of matrices in eight bits: groups of elements share a scale, sums are kept in more bits.
+"""Matrix products in eight bits: groups of elements share a scale, sums are accumulated in higher precision.
 
 All products of a linear layer have the form a b' with both factors cut into groups along the summed dimension. A grid
-says how: (rows, columns) of a group, 0 for all of them. Tensorwise: one scale; rowwise: one for each row; blockwise, as
+gives the (rows, columns) of a group, 0 for all of them. Tensorwise: one scale; rowwise: one for each row; blockwise, as
 DeepSeek-V3 trains (2024, section 3.3): 1 x 128 for activations and gradients, 128 x 128 for weights. `scaled_product`
-takes the hardware's kernel where there is one; `scaled_product_naive` says what it means, and runs anywhere.
+uses the hardware's kernel if there is one; `scaled_product_naive` is the definition, and runs anywhere.
 
 Legend: M, N rows of the factors, K the summed dimension, R rows of either, G groups.
 """
@@ -61,11 +61,10 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Codes [R, K] in `dtype` (INT8 or an FP8 format) and FP32 scales, one for each group: x is about code * scale.
 
-    maxima: what groups are scaled by, of their present maxima (delayed scaling goes by earlier steps'); what is larger
-    is then cut off. A group with a value that is not finite has a scale that is not, so that no overflow passes for a
-    large number.
-    stochastic: INT8 codes are rounded up or down at random, right in the mean (Gupta et al. 2015), with the device's
-    default generator.
+    maxima: the maxima that scales derive from, given the present ones (delayed scaling uses those of earlier steps);
+    larger values are clipped. A group with a non-finite value has a non-finite scale, so that no overflow passes for a
+    large number. stochastic: INT8 codes are rounded stochastically (Gupta et al. 2015), with the device's default
+    generator.
     """
     in_one_piece = x_RK.is_contiguous() or x_RK.T.is_contiguous()
     if (grid, dtype, maxima) == (ROWWISE, torch.int8, None) and in_one_piece and cpu_kernels.take(x_RK):
@@ -76,7 +75,7 @@ def quantize(
 def quantize_naive(
     x_RK: Tensor, grid: Grid, dtype: torch.dtype, *, maxima: Maxima | None = None, stochastic: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The definition, by PyTorch's operators; the twin of `quantize`."""
+    """The definition, in PyTorch operators: the reference for `quantize`."""
     found = group_maxima(x_RK, grid)
     if maxima is not None:
         found = torch.where(found.isfinite(), maxima(found), found)
@@ -89,14 +88,14 @@ def quantize_naive(
 
 
 def dequantize(codes_RK: Tensor, scales: Tensor, grid: Grid) -> Tensor:
-    """FP32 [R, K]."""
+    """Dequantize to FP32 [R, K]."""
     return codes_RK.float() * _spread(scales, codes_RK, grid)
 
 
 def scaled_product_naive(
     a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], grids: tuple[Grid, Grid], result: torch.dtype
 ) -> Tensor:
-    """a_MK b_NK', [M, N] in `result`, of codes and scales: the definition, with sums in FP32; the twin."""
+    """a_MK b_NK', [M, N] in `result`, of codes and scales: the definition, with sums in FP32, and the reference."""
     return (dequantize(*a, grids[0]) @ dequantize(*b, grids[1]).T).to(result)
 
 
@@ -111,8 +110,8 @@ def scaled_product(
     """a_MK b_NK', [M, N] in `result`, of codes and scales.
 
     INT8 with scales that do not change along K: an integer product, exact before scaling. FP8: the device's kernel if
-    it has one for these grids, formats and shapes and gives what the definition gives, else the definition; on
-    accelerators that is logged, once for each `name`.
+    it supports these grids, formats and shapes and agrees with the definition, else the definition; on accelerators
+    that is logged, once for each `name`.
     """
     (a_MK, a_scales), (b_NK, b_scales) = a, b
     if a_MK.dtype == torch.int8 and not grids[0][1] and not grids[1][1]:
@@ -131,7 +130,7 @@ def scaled_product(
 def int8_product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
     """a b' of INT8 codes, exact, [M, N]: INT32, or FP32 where codes are widened (exact up to 2^24, then rounded).
 
-    CUDA's kernel wants more than 16 rows and multiples of 8: factors are padded with zeros there.
+    CUDA's kernel needs more than 16 rows and multiples of 8: factors are padded with zeros there.
     """
     if is_emulated(torch.int8, a_MK.device):
         return a_MK.float() @ b_NK.float().T
@@ -153,7 +152,7 @@ def _sizes(x_RK: Tensor, grid: Grid) -> tuple[int, int]:
 
 
 def _spread(scales: Tensor, x_RK: Tensor, grid: Grid) -> Tensor:
-    """Scales so that they multiply with x_RK."""
+    """Scales broadcast so that they multiply with x_RK."""
     rows, columns = _sizes(x_RK, grid)
     if scales.shape[0] > 1 and rows > 1:
         scales = scales.repeat_interleave(rows, dim=0)[: x_RK.shape[0]]
@@ -175,7 +174,7 @@ def _say_that_it_is_slow(name: str, reason: str) -> None:
 
 
 def _fits_kernel(a_MK: Tensor, b_NK: Tensor, grids: tuple[Grid, Grid]) -> bool:
-    """The kernels want dimensions in multiples of 16; the summed one, if blocks cut it, of 128."""
+    """The kernels need dimensions in multiples of 16, and a blockwise summed dimension in multiples of 128."""
     multiple = BLOCK if BLOCK in (grids[0][1], grids[1][1]) else 16
     return a_MK.shape[1] % multiple == 0 and b_NK.shape[0] % 16 == 0 and a_MK.shape[0] % 16 == 0
 
@@ -184,7 +183,7 @@ def _fits_kernel(a_MK: Tensor, b_NK: Tensor, grids: tuple[Grid, Grid]) -> bool:
 def fp8_kernel(
     device: torch.device, a_dtype: torch.dtype, b_dtype: torch.dtype, grids: tuple[Grid, Grid], result: torch.dtype
 ) -> Kernel | None:
-    """The device's own product, if it has one and it agrees with the definition on an example. Asked once."""
+    """The device's own product, if it has one that agrees with the definition on an example. Tried once."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9) or torch.int8 in (a_dtype, b_dtype):
         return None
 
@@ -207,8 +206,9 @@ def scaled_mm(
 
 
 def _laid_out(scales: Tensor, grid: Grid) -> Tensor:
-    """Scales where CUDA's product looks for them (cuBLAS, "1D and 2D block scaling"): those of row blocks lie column by
-    column, of squares row by row with each row begun at a multiple of four, all others one after another."""
+    """Scales in the layout that CUDA's product expects (cuBLAS, "1D and 2D block scaling"): those of row blocks column
+    by column, those of squares row by row with each row starting at a multiple of four, all others contiguous.
+    """
     if grid == ROW_BLOCKS:
         return scales.T.contiguous().T
     if grid == SQUARE_BLOCKS:

@@ -1,4 +1,4 @@
-"""Codes of one input for all layers that read it: quantized once, and kept once between forward and backward.
+"""Codes of one input for all layers that read it: quantized once, and saved once between forward and backward.
 
 Several projections read the same tensor one after the other (queries, keys and values; gate and up).
 """
@@ -17,16 +17,15 @@ Codes = tuple[Tensor, Tensor]
 
 
 class SharedCodes:
-    """Codes of the tensor that was quantized last, for as long as its memory lives and nobody writes to it.
-
-    They are made anew each time for wrappers of tensors (DTensor), inference tensors and while code is traced.
+    """Codes of the tensor that was quantized last, valid while its memory lives and is not written to. Tensor wrappers
+    (DTensor), inference tensors and tensors under tracing are quantized every time.
     """
 
     def __init__(self) -> None:
         self._last: tuple[weakref.ref[Any], tuple[Any, ...], Codes] | None = None
 
     def __call__(self, x_NI: Tensor, grid: Grid, dtype: torch.dtype) -> Codes:
-        """What `quantize` gives."""
+        """The result of `quantize`."""
         if torch.compiler.is_compiling() or type(x_NI) not in (Tensor, FakeTensor) or x_NI.is_inference():
             return quantize(x_NI, grid, dtype)
         storage, last = x_NI.untyped_storage(), self._last

@@ -28,7 +28,7 @@ def apply_rope(x_BTHd: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor) -> Tensor:
 
 
 def apply_rope_naive(x_BTHd: Tensor, positions_BT: Tensor, theta: float) -> Tensor:
-    """The definition: pair i as a complex number, times exp(i * position * theta^(-2i / head_dim)). The twin."""
+    """The definition: pair i as a complex number, times exp(i * position * theta^(-2i / head_dim)). The reference."""
     half = x_BTHd.shape[-1] // 2
     frequencies = theta ** -(torch.arange(half, dtype=torch.float64) / half)
     angles = positions_BT[..., None, None].double() * frequencies

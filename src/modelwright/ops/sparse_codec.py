@@ -1,4 +1,4 @@
-"""Sparse vectors as compact bytes: which entries to keep, their values in 2 to 16 bits, their places in few bits.
+"""Sparse vectors as compact bytes: which entries to keep, their values in 2 to 16 bits, their positions in few bits.
 
 Pure functions from tensors and arrays to tensors, arrays and bytes; no state, no rank. A coded bucket is
 
@@ -33,9 +33,8 @@ def top_k(values_N: Tensor, k: int) -> Tensor:
 
 def sampled_threshold(values_N: Tensor, keep: float, num_samples: int) -> float:
     """The magnitude above which about the share `keep` of the values lies, from `num_samples` evenly spaced ones.
-
     Sampling instead of sorting is from Deep Gradient Compression (Lin et al. 2018, section 3); the spacing is odd, so
-    that it does not fall into step with rows of even width.
+    that it does not align with rows of even width.
     """
     stride = max(1, values_N.numel() // num_samples) | 1
     sample = values_N[::stride].abs()
@@ -59,7 +58,7 @@ class Quantized:
     codes_K: NDArray[np.uint16]
 
     def values(self) -> NDArray[np.float32]:
-        """What the codes stand for [K]; the same arithmetic on both sides of the wire."""
+        """The values of the codes [K]; the same arithmetic on both sides of the wire."""
         levels = (1 << (self.bits - 1)) - 1
         step = np.float32((self.high - self.low) / levels)
         magnitudes = np.float32(self.low) + (self.codes_K & levels).astype(np.float32) * step
@@ -79,7 +78,7 @@ def quantize(values_K: NDArray[np.float32], bits: int) -> Quantized:
 
 
 def relative_error(values_K: NDArray[np.float32], quantized: Quantized) -> float:
-    """Norm of what quantization changed over the norm of the values; 0 when there is nothing but zeros."""
+    """Norm of the quantization error over the norm of the values; 0 for zeros."""
     norm = float(np.linalg.norm(values_K))
     return float(np.linalg.norm(values_K - quantized.values())) / norm if norm > 0 else 0.0
 
@@ -87,7 +86,7 @@ def relative_error(values_K: NDArray[np.float32], quantized: Quantized) -> float
 def quantize_within(values_K: NDArray[np.float32], *, min_bits: int, max_bits: int, max_error: float) -> Quantized:
     """The narrowest width in [min_bits, max_bits] whose observed relative error is at most `max_error`.
 
-    The next width to try comes from the error seen: each bit halves it. At `max_bits` any error is accepted.
+    The next width to try follows from the observed error, which each bit halves. At `max_bits` any error is accepted.
     """
     bits = min_bits
     while True:
@@ -109,7 +108,7 @@ def pack_bits(codes_K: NDArray[np.uint16] | NDArray[np.uint64], bits: int) -> By
 
 
 def unpack_bits(data: Bytes, count: int, bits: int) -> NDArray[np.int64]:
-    """The codes that `pack_bits` wrote."""
+    """The codes that `pack_bits` packed."""
     if bits == 0:
         return np.zeros(count, np.int64)
     table = np.unpackbits(data, count=count * bits).reshape(count, bits)
@@ -120,7 +119,7 @@ def unpack_bits(data: Bytes, count: int, bits: int) -> NDArray[np.int64]:
 
 
 def rice_parameter(gaps_K: NDArray[np.int64]) -> int:
-    """The number of low bits that makes the Rice code of the gaps shortest, found beside log2 of their mean."""
+    """The number of low bits that minimizes the length of the gaps' Rice code, found next to log2 of their mean."""
     guess = int(math.log2(max(1.0, float(gaps_K.mean()))))
     return min(range(max(0, guess - 1), guess + 2), key=lambda low: _rice_bits(gaps_K, low))
 
@@ -130,7 +129,9 @@ def _rice_bits(gaps_K: NDArray[np.int64], low: int) -> int:
 
 
 def rice_encode(gaps_K: NDArray[np.int64], low: int) -> Bytes:
-    """Rice code (Rice and Plaunt 1971): the low bits of all gaps, then the rest of each in unary, closed by a one."""
+    """Rice code (Rice and Plaunt 1971): the low bits of all gaps, then the rest of each in unary, terminated by a
+    one.
+    """
     ends = np.cumsum((gaps_K >> low) + 1) - 1
     unary = np.zeros(int(ends[-1]) + 1 if len(ends) else 0, np.uint8)
     unary[ends] = 1
@@ -138,7 +139,7 @@ def rice_encode(gaps_K: NDArray[np.int64], low: int) -> Bytes:
 
 
 def rice_decode(data: Bytes, count: int, low: int) -> NDArray[np.int64]:
-    """The gaps that `rice_encode` wrote."""
+    """The gaps that `rice_encode` encoded."""
     split = (count * low + 7) // 8
     ends = np.flatnonzero(np.unpackbits(data[split:]))[:count]
     return (np.diff(ends, prepend=-1) - 1 << low) | unpack_bits(data[:split], count, low)
@@ -160,7 +161,7 @@ def encode_places(indices_K: NDArray[np.int64], numel: int) -> tuple[int, Bytes]
 
 
 def decode_places(kind: int, data: Bytes, count: int, numel: int) -> NDArray[np.int64]:
-    """The indices that `encode_places` wrote."""
+    """The indices that `encode_places` encoded."""
     if kind == _ALL:
         return np.arange(numel)
     if kind == _BITMAP:
@@ -178,7 +179,7 @@ def encode(indices_K: NDArray[np.int64], quantized: Quantized, numel: int) -> By
 
 
 def decode(data: Bytes, numel: int) -> tuple[NDArray[np.int64], NDArray[np.float32], int]:
-    """Indices and values of the bucket at the front of `data`, and how many bytes it took."""
+    """Indices and values of the bucket at the start of `data`, and its length in bytes."""
     size = _HEADER.itemsize
     header = data[:size].view(_HEADER)[0]
     bits, count, place_bytes = int(header["bits"]), int(header["count"]), int(header["place_bytes"])

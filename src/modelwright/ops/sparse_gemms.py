@@ -1,11 +1,9 @@
-"""Backward products of which only chosen outputs of a layer take part: smaller dense products, not a mask.
+"""Backward products of only the selected outputs of a layer: smaller dense products, not a mask.
 
-Of dy [N, O] only the columns S that are chosen are multiplied. Kind `columns` shrinks both backward products (the
-gradient of the input is then an approximation), kind `rows` the gradient of the weight alone, which is exact in the
-rows that are chosen and zero elsewhere. What is left out is never computed, so there is no remainder to keep: who
-chooses makes up for it (`optim.selection`).
-
-Legend: N flattened rows, I inputs, O outputs, S chosen outputs.
+Of dy [N, O] only the selected columns S are multiplied. Kind `columns` shrinks both backward products (the gradient of
+the input is then an approximation); kind `rows` shrinks only the gradient of the weight, which is exact in the selected
+rows and zero elsewhere. What is left out is never computed, so there is no remainder to keep; the selector makes up for
+it (`optim.unit_selector`). Legend: N flattened rows, I inputs, O outputs, S selected outputs.
 """
 
 from collections.abc import Callable
@@ -21,7 +19,7 @@ Chosen = Callable[[], Tensor | None]
 
 
 def on_rows(inner: LinearGemms, chosen: Chosen) -> LinearGemms:
-    """Like `inner`, but the weight's gradient is computed in its chosen rows only."""
+    """Like `inner`, but the weight's gradient is computed in its selected rows only."""
 
     def weight_gradient(dy_NO: Tensor, x_NI: Tensor) -> Tensor:
         rows_S = chosen()
@@ -34,7 +32,7 @@ def on_rows(inner: LinearGemms, chosen: Chosen) -> LinearGemms:
 
 
 def on_columns(inner: LinearGemms, chosen: Chosen) -> LinearGemms:
-    """Like `on_rows`, and the input's gradient takes the chosen columns of dy only."""
+    """Like `on_rows`, and the input's gradient uses the selected columns of dy only."""
 
     def input_gradient(dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
         columns_S = chosen()
@@ -46,7 +44,7 @@ def on_columns(inner: LinearGemms, chosen: Chosen) -> LinearGemms:
 
 
 def masked_naive(inner: LinearGemms, chosen: Chosen, *, input_too: bool) -> LinearGemms:
-    """The twin of both: whole products of a dy in which the other columns are zero. Saves nothing."""
+    """The reference for both: whole products of a dy in which the other columns are zero. Saves nothing."""
 
     def masked(dy_NO: Tensor) -> Tensor:
         columns_S = chosen()

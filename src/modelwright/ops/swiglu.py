@@ -18,7 +18,7 @@ def swiglu(gate: Tensor, up: Tensor, *, in_fp32: bool = False) -> Tensor:
 
 
 def swiglu_naive(gate: Tensor, up: Tensor, *, in_fp32: bool = False) -> Tensor:
-    """The definition; the twin of `swiglu`."""
+    """The definition: the reference for `swiglu`."""
     return (F.silu(gate.float() if in_fp32 else gate) * up).to(up.dtype)
 
 

@@ -11,7 +11,7 @@ _PIECE = 2**16
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """A scalar, 0 for no tensors; not finite when any value is not."""
+    """A scalar, 0 for no tensors; not finite if any value is not."""
     pieces = [piece for one in tensors for piece in _pieces(one)]
     return get_total_norm(pieces, foreach=True) if pieces else torch.zeros(())
 

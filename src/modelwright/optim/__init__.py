@@ -1,1 +1,1 @@
-"""Floor 3: what happens between gradient and weight."""
+"""Floor 3: everything between gradient and weight."""

@@ -33,8 +33,8 @@ def build_optimizer(
 ) -> Optimizer:
     """An optimizer over the trainable parameters in the order of their names.
 
-    Parameters of two and more dimensions decay; norms and biases do not. offload: the host updates, and keeps AdamW's
-    states. Raises `ConfigError` for Muon on divided matrices.
+    Parameters of two and more dimensions decay; norms and biases do not. offload: the host updates, and holds AdamW's
+    states. Raises `ConfigError` for Muon on sharded matrices.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     adam: dict[str, Any] = {"lr": learning_rate, "betas": betas, "eps": eps}

@@ -1,4 +1,4 @@
-"""Clipping of gradients, over many tensors at once: to a fixed norm, or to one that follows the norms of late."""
+"""Gradient clipping over many tensors at once: to a fixed norm, or to one that follows recent norms."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class AdaptiveClipConfig:
             raise ConfigError(f"num_stddev: must be above 0, got {self.num_stddev}; 2 is usual")
 
     def features(self) -> list[Feature]:
-        """What this needs of a run."""
+        """What adaptive clipping needs of a run."""
         return [feature("kind", self.kind, needs=[WHOLE_GRADIENTS])] if self.kind != "none" else []
 
     def limit(self, norms: Sequence[float], floor: float) -> float:
@@ -59,7 +59,9 @@ def scale_to_norm(gradients: list[Tensor], norm: float, max_norm: float) -> None
 
 
 def clip_naive(gradients: list[Tensor], max_norm: float) -> float:
-    """The definition, step by step; the twin of `ops.total_norm` and `scale_to_norm`. Returns the norm before."""
+    """The definition, step by step: the reference for `ops.total_norm` and `scale_to_norm`. Returns the norm before
+    scaling.
+    """
     norm = sum(float((gradient.double() ** 2).sum()) for gradient in gradients) ** 0.5
     for gradient in gradients:
         gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))

@@ -1,4 +1,4 @@
-"""Weight decay that eases off while gradients are large."""
+"""Weight decay that is lowered while gradients are large."""
 
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ class WeightDecayScheduleConfig:
             )
 
     def features(self) -> list[Feature]:
-        """What this needs of a run."""
+        """What the schedule needs of a run."""
         return [feature("grad_norm_threshold", needs=[WHOLE_GRADIENTS])] if self.grad_norm_threshold else []
 
     def is_low(self, norm: float, was_low: bool) -> bool:

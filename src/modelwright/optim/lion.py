@@ -1,7 +1,7 @@
 """Lion (Chen et al. 2023, Symbolic Discovery of Optimization Algorithms): the sign of an interpolated momentum.
 
-One state instead of AdamW's two. Its learning rates are 3 to 10 times smaller than AdamW's and its weight decay as much
-larger. On a sharded parameter each rank updates its own shard.
+One state instead of AdamW's two. Its learning rates are 3 to 10 times smaller than AdamW's and its weight decay is
+larger by the same factor. On a sharded parameter each rank updates its own shard.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from modelwright.ops.dtensor import local
 
 
 class Lion(Optimizer):
-    """An `Optimizer` by its interface. betas: of the interpolation that is applied, and of the momentum kept."""
+    """Lion with the `Optimizer` interface. betas: of the interpolation that is applied, and of the stored momentum."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], *, lr: float, betas: tuple[float, float]) -> None:
         super().__init__([{**group} for group in groups], {"lr": lr, "betas": betas, "weight_decay": 0.0})

@@ -1,8 +1,8 @@
 """AdamW with small states: 8 bits (Dettmers et al. 2022, block by block) or BF16 with stochastic rounding.
 
-2.03 or 4 bytes a parameter instead of 8. A state is unpacked, changed by AdamW's formula in FP32 and packed again, one
-parameter at a time. From outside the states are FP32: packing what was unpacked changes no bit, so a checkpoint neither
-loses anything nor depends on blocks, and any layout or other AdamW can go on from it.
+2.03 or 4 bytes per parameter instead of 8. A state is unpacked, updated by AdamW's formula in FP32 and packed again,
+one parameter at a time. From outside the states are FP32. Packing an unpacked state again changes no bit, so a
+checkpoint is lossless and independent of blocks, and any layout or another AdamW can resume from it.
 """
 
 import math
@@ -31,7 +31,9 @@ class Packed:
 
 
 def pack_signed(values: Tensor) -> Packed:
-    """int8: the sign and the root of the magnitude in 127 parts of the block's largest, fine near zero."""
+    """int8: the sign and the square root of the magnitude in 127 levels relative to the block's largest, fine near
+    zero.
+    """
     blocks = _blocks(values)
     scales = blocks.abs().amax(dim=1, keepdim=True)
     parts = (blocks.abs() / scales.clamp(min=torch.finfo(torch.float32).tiny)).sqrt_()
@@ -45,7 +47,9 @@ def unpack_signed(packed: Packed, shape: torch.Size) -> Tensor:
 
 
 def pack_square(values: Tensor) -> Packed:
-    """uint8: the fourth root in 255 parts of the block's largest; what is above zero stays so, for it is divided by."""
+    """uint8: the fourth root in 255 levels relative to the block's largest; positive values stay positive, because they
+    are divisors.
+    """
     blocks = _blocks(values)
     scales = blocks.amax(dim=1, keepdim=True)
     parts = (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)).sqrt_().sqrt_()
@@ -60,7 +64,9 @@ def unpack_square(packed: Packed, shape: torch.Size) -> Tensor:
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
-    """BF16, up or down with the probability that keeps the mean; what BF16 can hold stays as it is."""
+    """BF16, rounded up or down with probabilities that preserve the mean; values that BF16 can represent are
+    unchanged.
+    """
     bits = values.view(torch.int32)
     noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     rounded = ((bits + noise) & -65536).view(torch.float32)
@@ -68,9 +74,8 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class LowBitAdamW(Optimizer):
-    """An `Optimizer` by its interface; `state` shows FP32 tensors and takes them, as AdamW's does.
-
-    Random bits of `bf16` follow the number of the step alone, so that copies of a parameter stay equal on all ranks.
+    """AdamW with the `Optimizer` interface; `state` reads and takes FP32 tensors, like AdamW's. The random bits of
+    `bf16` depend on the step number alone, so that replicas of a parameter stay equal on all ranks.
     """
 
     def __init__(
@@ -97,7 +102,7 @@ class LowBitAdamW(Optimizer):
                     self._change(parameter, local(parameter.grad), group)
 
     def unpacked(self, parameter: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Step and FP32 moments of this rank's piece; zeros for a parameter that has none yet."""
+        """Step and FP32 moments of this rank's shard; zeros for a parameter that has none yet."""
         weight = local(parameter)
         if parameter not in self.packed:
             zeros = torch.zeros_like(weight, dtype=torch.float32)
@@ -108,7 +113,7 @@ class LowBitAdamW(Optimizer):
         return step, unpack_signed(first, weight.shape), unpack_square(second, weight.shape)
 
     def pack(self, parameter: Tensor, step: Tensor, first: Tensor, second: Tensor) -> None:
-        """Keep these FP32 moments of this rank's piece."""
+        """Store these FP32 moments of this rank's shard."""
         if self.states == "int8":
             self.packed[parameter] = step, pack_signed(first), pack_square(second)
             return
@@ -130,7 +135,7 @@ class LowBitAdamW(Optimizer):
 
 
 class _Unpacked(MutableMapping[Tensor, dict[str, Any]]):
-    """The states by parameter as AdamW has them: step, exp_avg and exp_avg_sq, FP32, laid out like the parameter."""
+    """The states by parameter in AdamW's form: step, exp_avg and exp_avg_sq, FP32, laid out like the parameter."""
 
     def __init__(self, optimizer: LowBitAdamW) -> None:
         self.optimizer = optimizer

@@ -1,4 +1,4 @@
-"""Several optimizers, each with parameters of its own, behind the interface of one."""
+"""Several optimizers, each with its own parameters, behind the interface of one."""
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 
 class MultiOptimizer(Optimizer):
-    """`param_groups` are those of all parts; a parameter's state is that of the part which changes it."""
+    """`param_groups` are those of all parts; a parameter's state is held by the part that updates it."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         groups = [group for part in parts for group in part.param_groups]

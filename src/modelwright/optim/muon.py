@@ -1,8 +1,8 @@
-"""Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"): the momentum of a matrix, made
-orthogonal, is what it moves by.
+"""Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"): a matrix moves by its
+orthogonalized momentum.
 
-Matrices of one shape go through the Newton-Schulz iteration together, in BF16 as published where the machine multiplies
-BF16, and in FP32 elsewhere, where BF16 would take ten times as long (`ops.narrow`).
+Matrices of one shape go through the Newton-Schulz iteration together, in BF16 as published if the machine multiplies
+BF16 natively, else in FP32, because emulated BF16 would take ten times as long (`ops.lowp_emulation`).
 """
 
 import math
@@ -23,8 +23,9 @@ TOGETHER = 2**22
 
 
 class Muon(Optimizer):
-    """An `Optimizer` by its interface, over matrices. Nesterov's momentum. Moves have the root mean square of AdamW's
-    (Liu et al. 2025, "Muon is Scalable for LLM Training"), so that AdamW's rates fit."""
+    """Muon with the `Optimizer` interface, over matrices, with Nesterov momentum. Updates have the root mean square of
+    AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training"), so that AdamW's learning rates fit.
+    """
 
     def __init__(
         self, matrices: Sequence[Tensor], *, lr: float, weight_decay: float, momentum: float = 0.95, eps: float = 1e-7
@@ -40,7 +41,7 @@ class Muon(Optimizer):
                 self._move(alike, group)
 
     def _move(self, matrices: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """All of one shape."""
+        """Update all matrices of one shape."""
         for matrix in matrices:
             if not self.state[matrix]:
                 self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
@@ -55,7 +56,7 @@ class Muon(Optimizer):
 
 
 def orthogonal(matrices_BMN: Tensor, *, eps: float = 1e-7) -> Tensor:
-    """Each matrix U S V^T as about U V^T, in the format of the iteration."""
+    """Replace each matrix U S V^T by approximately U V^T, in the format of the iteration."""
     is_tall = matrices_BMN.shape[1] > matrices_BMN.shape[2]
     wide_BMN = (matrices_BMN.mT if is_tall else matrices_BMN).to(_format(matrices_BMN.device))
     a, b, c = COEFFICIENTS
@@ -72,7 +73,7 @@ def _format(device: torch.device) -> torch.dtype:
 
 
 def _alike(matrices: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Matrices of one shape, not too many at a time."""
+    """Matrices of one shape, a limited number at a time."""
     by_shape: dict[torch.Size, list[Tensor]] = {}
     for matrix in matrices:
         by_shape.setdefault(matrix.shape, []).append(matrix)

@@ -1,8 +1,8 @@
-"""AdamW whose states wait in host memory (ZeRO-Offload: Ren et al. 2021), for models on an accelerator.
+"""AdamW with its states in host memory (ZeRO-Offload: Ren et al. 2021), for models on an accelerator.
 
-Gradients go down to the host, which computes AdamW's step, and the step comes up: 4 bytes each way per parameter and
-update, against 8 bytes of accelerator memory per parameter that are free for something else. Weights stay where they
-are; weight decay happens there.
+Gradients are copied to the host, which computes AdamW's step, and the step is copied back: 4 bytes each way per
+parameter and update, and 8 bytes of accelerator memory per parameter are saved. Weights stay on the accelerator, where
+weight decay is applied.
 """
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -18,9 +18,8 @@ HOST = torch.device("cpu")
 
 
 class OffloadedAdamW(Optimizer):
-    """An `Optimizer` by its interface: parameter groups of `params` and `weight_decay`, states by parameter, `step`.
-
-    Gives AdamW's weights up to the rounding of one addition.
+    """AdamW with the `Optimizer` interface: parameter groups of `params` and `weight_decay`, states by parameter,
+    `step`. Gives AdamW's weights up to the rounding of one addition.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
@@ -59,14 +58,16 @@ class OffloadedAdamW(Optimizer):
         return self._gradients[parameter].copy_(gradient, non_blocking=True)
 
     def shown(self, parameter: Tensor) -> dict[str, Any]:
-        """The host's states of a parameter, sharing memory, laid out as it is. Raises `KeyError` before its first."""
+        """The host's states of a parameter, sharing memory, laid out like it. Raises `KeyError` before the first
+        step.
+        """
         own = self._inner.state.get(self._steps[parameter])
         if not own:
             raise KeyError(parameter)
         return {name: value if name == "step" else as_dtensor_like(parameter, value) for name, value in own.items()}
 
     def take_over(self, parameter: Tensor, state: Mapping[str, Any] | None) -> None:
-        """States from outside: a checkpoint's; None forgets."""
+        """Set the states from a checkpoint; None removes them."""
         step = self._steps[parameter]
         self._inner.state.pop(step, None)
         if state is not None:
@@ -79,8 +80,9 @@ class OffloadedAdamW(Optimizer):
 
 
 class _OnHost(MutableMapping[Tensor, dict[str, Any]]):
-    """The states by parameter. What is put in goes to the host at once, so that a run that is resumed needs no more of
-    the accelerator's memory than it did before."""
+    """The states by parameter. States that are set move to the host at once, so that a resumed run needs no more
+    accelerator memory than before.
+    """
 
     def __init__(self, optimizer: OffloadedAdamW) -> None:
         self.optimizer = optimizer

@@ -42,10 +42,10 @@ class ScheduleConfig:
 def rate_factor(config: ScheduleConfig, step: int, num_steps: int) -> float:
     """The share of the peak rate for update `step` (from 0) of `num_steps`.
 
-    Warmup: (step + 1) / warmup steps, so that the first update is not lost on a rate of zero. Decay: from 1 right
-    after warmup towards `final_lr_fraction` at `num_steps`; half a cosine is SGDR's first period (Loshchilov and
-    Hutter 2017, equation 5), `wsd` with its root-shaped cooldown that of Haegele et al. 2024, `inverse_sqrt` that of
-    Vaswani et al. 2017.
+    Warmup: (step + 1) / warmup steps, so that the first update does not have a rate of zero. Decay: from 1 right after
+    warmup towards `final_lr_fraction` at `num_steps`; half a cosine is SGDR's first period (Loshchilov and Hutter 2017,
+    equation 5), `wsd` with its root-shaped cooldown that of Haegele et al. 2024, `inverse_sqrt` that of Vaswani et al.
+    2017.
     """
     if config.kind == "exponential":
         return config.initial_lr_fraction ** (1.0 - step / max(1, num_steps - 1))

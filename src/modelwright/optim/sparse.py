@@ -1,6 +1,5 @@
-"""What a person chooses about sparse updates: which units of the model are updated, which rows of a batch are learned.
-
-What is not chosen is not computed.
+"""Settings of sparse updates: which units of the model are updated, which rows of a batch are trained on. Everything
+else is not computed.
 """
 
 import math
@@ -77,18 +76,17 @@ class BatchSelectionConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether something happens to the batch before it is trained on."""
+        """Whether the batch is changed before it is trained on."""
         return self.signal != "none" or self.keep_token_fraction < 1.0
 
     @property
     def needs_start(self) -> bool:
-        """Whether the weights with which the run began are kept."""
+        """Whether the initial weights of the run are kept."""
         return self.signal == "loss_change" or self.max_initial_loss > 0
 
     def num_chosen(self, num_rows: int, num_parts: int) -> int:
-        """Most rows of a rank that are selected; `num_parts` microbatches share them equally, at least one each.
-
-        Raises `ConfigError` where that is all of the rows, so that there is nothing to choose.
+        """Most rows of a rank that are selected; `num_parts` microbatches share them equally, at least one each. Raises
+        `ConfigError` if that is all of the rows, so that there is nothing to select.
         """
         chosen = max(1, round(self.keep_fraction * num_rows / num_parts)) * num_parts
         if chosen > num_rows or (chosen == num_rows and self.keep_fraction < 1.0):
@@ -148,11 +146,11 @@ class SparseUpdateConfig:
 
     @property
     def freezes(self) -> bool:
-        """Whether whole blocks are left out of the update."""
+        """Whether whole blocks are skipped in the update."""
         return self.kind in ("freeze_prefix", "layers")
 
     def share(self, step: int, num_steps: int) -> float:
-        """The share of the units that update `step` (from 0) chooses."""
+        """The share of the units that update `step` (from 0) selects."""
         if self.density_schedule == "constant":
             return self.keep_fraction
         done = step / num_steps
@@ -163,7 +161,7 @@ class SparseUpdateConfig:
 
 
 def sparsity_features(units: SparseUpdateConfig, rows: BatchSelectionConfig) -> list[Feature]:
-    """What sparse updates and batch selection need of a run, and take away. Choosing units needs more."""
+    """What sparse updates and batch selection need of a run, and break. Selecting units needs more."""
     needs = {EAGER_BLOCKS, SYNCHRONOUS_UPDATES, PROMPT_GRADIENTS, SAME_MATMULS, WHOLE_GRADIENTS, WHOLE_MODEL}
     whole = {ADAMW_STATES, RESIDENT_STATES, EXACT_SUMS, EQUAL_REPLICAS}
     found = list[Feature]()

@@ -1,9 +1,10 @@
-"""Which units are chosen next: the strongest signals, and some of all others, so that nothing dies for ever.
+"""Selects the units to update: those with the strongest signals, and some of all others, so that none is excluded for
+good.
 
-The signal of a unit that is not chosen is as old as its last choice; it would never change, and a unit that was weak
-once would be left out for good (as where a published mask is only ever multiplied by the next one: `shrunk_mask`). Two
-things bring it back: every choice that passes it over adds its signal once more, for what it misses adds up, and a
-share of the places is drawn at random from all units that have none.
+The signal of a unit that is not selected dates from its last selection. It would never change, and a unit that was weak
+once would be excluded forever (as with a published mask that is repeatedly multiplied by the next one: `shrunk_mask`).
+Two mechanisms bring it back: every selection that skips it adds its signal once more, because what it misses
+accumulates, and a share of the slots is drawn at random from all units that have none.
 """
 
 import math
@@ -16,7 +17,7 @@ from modelwright.core.seeds import derive_seed
 
 
 class Selector:
-    """Chooses among `num_units`. Units without a signal yet come before all others, in random order."""
+    """Selects among `num_units`. Units without a signal come before all others, in random order."""
 
     def __init__(self, num_units: int, *, seed: int, name: str, regrowth: float, feedback: bool) -> None:
         self.seed = seed
@@ -32,9 +33,8 @@ class Selector:
         return len(self.signals)
 
     def refresh(self, step: int, share: float, measured: Tensor | None) -> Tensor:
-        """Choose anew: the numbers of the chosen units, in rising order.
-
-        measured: signals [num_units], of which those of the present choice are taken; None chooses at random.
+        """Select anew: the numbers of the selected units, in increasing order. measured: signals [num_units], of which
+        those of the present selection are used; None selects at random.
         """
         draw = torch.Generator().manual_seed(derive_seed(self.seed, "units", self.name, step))
         places = max(1, round(share * self.num_units))
@@ -57,7 +57,7 @@ class Selector:
         return self.indices()
 
     def indices(self) -> Tensor:
-        """The present choice, in rising order."""
+        """The present selection, in increasing order."""
         return self.chosen.nonzero()[:, 0]
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,11 +73,9 @@ Signal = Literal["gradient", "momentum"]
 
 
 def moment_signal(state: dict[str, Any], signal: Signal, betas: tuple[float, float], eps: float) -> Tensor | None:
-    """Per element of a parameter, from an Adam's state for it; None before its first update.
-
-    `gradient`: the square of its gradients, as an average over the last ones; `momentum`: the square of the share of
-    them that points one way, m^2 / v, 1 where all gradients were equal and near 0 where they are noise. Both with
-    Adam's correction for an average that began at zero.
+    """Signal per element of a parameter, from its Adam state; None before its first update. `gradient`: the squared
+    gradient, as a running average; `momentum`: the squared share of the gradients that points one way, m^2 / v, 1 if
+    all gradients were equal and near 0 if they are noise. Both with Adam's bias correction.
     """
     if "exp_avg_sq" not in state or not float(state["step"]):
         return None
@@ -90,9 +88,8 @@ def moment_signal(state: dict[str, Any], signal: Signal, betas: tuple[float, flo
 
 
 def shrunk_mask(mask: Tensor, signal: Tensor, share: float) -> Tensor:
-    """The published pseudo-code, kept as a warning: the new mask is the old one times what is strongest now.
-
-    What has left it never comes back, and from one refresh to the next the mask can only lose units.
+    """The published pseudo-code, kept as a warning: the new mask is the old one times the strongest units now. A unit
+    that has left it never returns, and from one refresh to the next the mask can only lose units.
     """
     strongest = torch.zeros_like(mask).index_fill_(0, signal.topk(max(1, round(share * len(signal)))).indices, True)
     return mask & strongest

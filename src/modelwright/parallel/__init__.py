@@ -1,1 +1,1 @@
-"""Floor 3: ranks, collectives and how gradients travel."""
+"""Floor 3: ranks, collectives and gradient synchronization."""

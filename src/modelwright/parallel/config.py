@@ -1,4 +1,4 @@
-"""What a person chooses about how training is spread over processes."""
+"""Settings of the layout of training over processes."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -85,8 +85,7 @@ class ParallelConfig:
     def axes(self, num_processes: int) -> dict[str, int]:
         """Ranks along each axis of the mesh, slowest first: pipeline, replicate, shard, context, tensor.
 
-        Neighboring ranks are the ones that talk most. Raises `ConfigError` when the product cannot be
-        `num_processes`.
+        Neighboring ranks are the ones that talk most. Raises `ConfigError` if the product cannot be `num_processes`.
         """
         others = self.pipeline * self.context * self.tensor
         data = self.data or num_processes // others
@@ -107,7 +106,7 @@ class ParallelConfig:
         }
 
     def features(self, num_processes: int) -> list[Feature]:
-        """What this layout needs of a run, and takes away."""
+        """What this layout needs of a run, and breaks."""
         found = []
         if self.pipeline > 1:
             found.append(feature("pipeline", self.pipeline, needs=[WHOLE_GRADIENTS], breaks=[WHOLE_MODEL]))
@@ -125,6 +124,6 @@ class ParallelConfig:
         return found
 
     def _usable(self, num_processes: int) -> int:
-        """The number of processes nearest to the given one that the axes can make."""
+        """The number of processes nearest to the given one that the axes permit."""
         others = self.pipeline * self.context * self.tensor
         return others * (self.data or max(1, round(num_processes / others)))

@@ -1,10 +1,10 @@
 """Context parallelism: the ranks of one axis share the tokens of each row.
 
-A row of T tokens is cut into twice as many chunks as there are ranks, and rank r takes chunk r from the front and
-chunk r from the back: the causal work of a long document is then the same on every rank. Queries stay. Keys and values
-of all tokens are gathered in every layer (as in Llama 3, section 3.3.2), and their gradients summed and scattered; or
-they are passed from rank to rank (`ring_attention.py`). A document sees itself only, wherever the cuts fall. Sums over
-the tokens of all ranks are what whole rows would give.
+A row of T tokens is split into twice as many chunks as there are ranks, and rank r takes chunk r from the front and
+chunk r from the back, so that the causal work of a long document is the same on every rank. Queries stay. Keys and
+values of all tokens are gathered in every layer (as in Llama 3, section 3.3.2), and their gradients summed and
+scattered; or they are passed from rank to rank (`ring_attention.py`). A document attends only to itself, wherever rows
+are split. Sums over the tokens of all ranks are what whole rows would give.
 
 Legend: B rows, T tokens of a whole row, S those on this rank, H query heads, K key/value heads, d head width, R ranks.
 """
@@ -29,10 +29,8 @@ from modelwright.parallel.tp_collectives import gathered, summed_slice, with_gra
 def shard_sequence(
     part: TokenBatch, context: World, kind: ContextAttention = "all_gather"
 ) -> tuple[Attend, TokenBatch]:
-    """The `Attend` of packed rows, and the tokens of theirs that are this rank's.
-
-    kind: how ranks attend to each other's tokens. All ranks of the axis come with the same rows. Raises `ConfigError`
-    when the tokens of a row do not divide.
+    """The `Attend` of packed rows, and this rank's tokens of them. kind: how ranks attend to each other's tokens. All
+    ranks of the axis pass the same rows. Raises `ConfigError` if the tokens of a row do not divide evenly.
     """
     if context.size == 1:
         return packed_attend(part.segments_BT), part
@@ -44,7 +42,7 @@ def shard_sequence(
 
 
 def local_spans(row_len: int, num_ranks: int, rank: int) -> Sequence[tuple[int, int]]:
-    """`(start, end)` of the two runs of tokens that `rank` holds, in their order there."""
+    """`(start, end)` of the two runs of tokens that `rank` holds, in storage order."""
     if row_len % (2 * num_ranks):
         raise ConfigError(
             f"context: rows of {row_len} tokens do not divide into two equal chunks for each of {num_ranks} ranks; "
@@ -93,7 +91,7 @@ def _attend_in_ring(segments_BT: Tensor, context: World, own_S: Tensor) -> Atten
 
 
 def _whole_rows(k_BSKd: Tensor, v_BSKd: Tensor, context: World) -> tuple[Tensor, Tensor]:
-    """Keys and values of all tokens in the order of the row, in the format of the values; one message."""
+    """Keys and values of all tokens in row order, in the format of the values; one message."""
     num_ranks, row_len = context.size, k_BSKd.shape[1] * context.size
     order_T = torch.cat([_places(row_len, num_ranks, rank) for rank in range(num_ranks)]).to(k_BSKd.device)
     sorted_T = order_T.argsort()

@@ -1,8 +1,7 @@
-"""A line between the processes of a run that is apart from the training's own: for what a thread has to agree on.
+"""A communication channel between the processes of a run that is separate from training, for background threads.
 
-A collective of a background thread must not mix with those of the training, so it has a process group of its own, over
-gloo whatever the device. No rank waits for ever: a process that has died or is late becomes one clear error on the
-others.
+A collective of a background thread must not mix with those of training, so it has its own process group, over gloo
+whatever the device. No rank waits forever: a process that has died or is late becomes one clear error on the others.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +27,9 @@ class LostRankError(ModelwrightError):
 
 
 class ControlPlane:
-    """All ranks of a world; every rank makes one and calls the same methods in the same order, from one thread at a
-    time. With one process nothing is sent."""
+    """All ranks of a world; every rank creates one and calls the same methods in the same order, from one thread at a
+    time. With one process nothing is sent.
+    """
 
     def __init__(self, world: World, *, timeout_s: float = TIMEOUT_S) -> None:
         self.rank = world.rank
@@ -43,7 +43,7 @@ class ControlPlane:
         self._world = World(rank=world.rank, size=world.size, device=torch.device("cpu"), group=self._group)
 
     def exchange(self, value: Any, *, what: str = "agreement") -> list[Any]:
-        """The values of all ranks, in rank order, as `World.gather_json` returns them. Raises `LostRankError`."""
+        """The values of all ranks, in rank order, like `World.gather_json`. Raises `LostRankError`."""
         return self._guard(lambda: self._world.gather_json(value), what)
 
     def any(self, flag: bool, *, what: str = "agreement") -> bool:
@@ -55,9 +55,8 @@ class ControlPlane:
         return bool(found)
 
     def attempt(self, action: Callable[[], T], *, what: str) -> T:
-        """Run `action` on every rank; when it raises on any, raise on every rank. `action` itself sends nothing.
-
-        A rank's own error is raised as it is, another's as `StorageError` with its rank and text.
+        """Run `action` on every rank; if it raises on any, raise on every rank. `action` itself must not communicate. A
+        rank's own error is raised unchanged, another rank's as `StorageError` with its rank and text.
         """
         if self._group is None:
             return action()
@@ -78,7 +77,7 @@ class ControlPlane:
     def move(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[int, int]], *, what: str
     ) -> list[Tensor]:
-        """Send byte tensors to ranks and receive others, (number of bytes, rank) each; in order between two ranks."""
+        """Send byte tensors to ranks and receive others, (number of bytes, rank) each; ordered between two ranks."""
         received = [torch.empty(size, dtype=torch.uint8) for size, _ in receives]
         if self._group is None:
             return received
@@ -98,7 +97,7 @@ class ControlPlane:
         return received
 
     def broadcast(self, tensor: Tensor, *, source: int, what: str) -> Tensor:
-        """One rank's bytes on all ranks, in place (uint8, on the CPU)."""
+        """Broadcast one rank's bytes, in place (uint8, on the CPU)."""
         if self._group is not None:
             self._guard(lambda: dist.broadcast(tensor, group_src=source, group=self._group), what)
         return tensor

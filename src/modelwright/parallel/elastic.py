@@ -1,8 +1,8 @@
-"""Training that goes on when processes come and go: how `torchrun` is started, and what layout its processes get.
+"""Elastic training: how `torchrun` is started, and which layout its processes get.
 
-`torchrun` starts the processes of every host again when one of them ends, and with as many hosts as there are then. The
-data axis of the layout grows and shrinks with them; the global batch and the order of the data do not change. Each
-start goes on from the last checkpoint.
+`torchrun` restarts the processes of every host when one of them ends, with as many hosts as there are then. The data
+axis of the layout grows and shrinks with them; the global batch and the order of the data do not change. Each start
+resumes from the last checkpoint.
 """
 
 import math
@@ -48,14 +48,14 @@ SAVING_S = 120
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """How the processes of a run are started; the same on every host, but for what `torchrun` finds out itself.
+    """How the processes of a run are started; the same on every host, except for what `torchrun` determines itself.
 
     processes: on each host. min_hosts, max_hosts: the run starts with the first number and admits hosts up to the
-    second. rdzv_endpoint: HOST:PORT where hosts find each other; empty for one host. external_store: none of the hosts
-    serves that port, `serve_rendezvous` does, so that any host may leave. local_addr: where the others reach this
-    host; empty for its host name. run_id: equal on all hosts. max_restarts: then the run fails. join_timeout_s: how
-    long to wait for min_hosts. last_call_timeout_s: how long more hosts may join after that. keep_alive_timeout_s: a
-    host that was silent for this long is gone.
+    second. rdzv_endpoint: HOST:PORT of the rendezvous; empty for one host. external_store: the port is served by
+    `serve_rendezvous` instead of one of the hosts, so that any host may leave. local_addr: where the others reach this
+    host; empty for its host name. run_id: equal on all hosts. max_restarts: after that many restarts the run fails.
+    join_timeout_s: how long to wait for min_hosts. last_call_timeout_s: how much longer more hosts may join.
+    keep_alive_timeout_s: a host that was silent for this long is considered gone.
     """
 
     processes: int = 1
@@ -111,11 +111,11 @@ def torchrun_options(config: LaunchConfig, backend: str) -> list[str]:
 
 
 def torchrun_environment(environment: Mapping[str, str], *, threads: int) -> dict[str, str]:
-    """The environment that goes with `torchrun_options`; threads: of each process.
+    """The environment for `torchrun_options`. threads: of each process.
 
-    A store that the rendezvous and the workers share keeps addresses of processes that are gone, so restarts over gloo
-    fail now and then: each start gets a store of its own. What PyTorch warns of when a process loses another one, page
-    by page, says nothing beside the error that ended the other; it is left out unless the environment asks for it.
+    A store that the rendezvous and the workers share keeps addresses of dead processes, so restarts over gloo fail
+    occasionally: each start gets its own store. PyTorch's long warnings when a process loses another one add nothing to
+    the error that ended the other; they are suppressed unless the environment asks for them.
     """
     return {
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -128,10 +128,9 @@ def torchrun_environment(environment: Mapping[str, str], *, threads: int) -> dic
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How `launch` came to an end on this host; without any of these its processes have finished.
-
-    failed: processes ended with an error once too often; killed: the signals that ended some of them, by rank;
-    asked: the signal that this process was sent; closed: another host has ended the run.
+    """How `launch` ended on this host; without any of these its processes have finished. failed: processes failed more
+    often than allowed; killed: the signals that ended some of them, by rank; asked: the signal that this process
+    received; closed: another host has ended the run.
     """
 
     failed: bool = False
@@ -145,11 +144,11 @@ def launch(
 ) -> Ending:
     """What `torchrun` does for `python -m MODULE WORDS`, in this process and with its environment.
 
-    Call it from the main thread. A signal that asks this process to stop is passed on to those it started, and waits
-    for them. logs: a folder for the library's own files; before_restart: called whenever the processes are about to be
-    started again; what it raises ends the run on all hosts, and passes through. A host that is cut off from the others
-    comes back by itself when it reaches them again within `join_timeout_s`. Raises `RendezvousError` when the hosts do
-    not find each other.
+    Call it from the main thread. A signal that asks this process to stop is forwarded to the processes it started, and
+    they are waited for. logs: a folder for the library's own files. before_restart: called whenever the processes are
+    about to be restarted; an exception that it raises ends the run on all hosts, and propagates. A host that loses its
+    connection to the others rejoins by itself if it reaches them again within `join_timeout_s`. Raises
+    `RendezvousError` if the hosts do not find each other.
     """
     backend, gates, stop = f"modelwright-{uuid.uuid4().hex}", list[_Gate](), _StopSignals()
 
@@ -174,7 +173,7 @@ def launch(
 
 
 def _killed(error: ChildFailedError) -> dict[int, int]:
-    """The signals that ended processes, by rank, without those that were ended because of the first."""
+    """The signals that ended processes, by rank, without processes that were stopped as a consequence."""
     first = min(failure.timestamp for failure in error.failures.values())
     return {
         rank: -failure.exitcode
@@ -184,7 +183,7 @@ def _killed(error: ChildFailedError) -> dict[int, int]:
 
 
 def _run_until_found(run: Callable[[], object], gates: Sequence["_Gate"], patience_s: float) -> None:
-    """Run this host's agent; again and again for so long when it has lost the others after it had found them."""
+    """Run this host's agent; retry for this long if it loses the others after it had found them."""
     given_up_at = 0.0
     while True:
         num_before = len(gates)
@@ -200,10 +199,10 @@ def _run_until_found(run: Callable[[], object], gates: Sequence["_Gate"], patien
 
 
 class _Gate:
-    """A rendezvous handler over c10d that asks before this host comes back.
+    """A rendezvous handler over c10d that checks before this host rejoins.
 
-    A host that loses the others does not close the rendezvous behind itself, as torch's agent would have it: the
-    message may get through when the cable is back, and nobody could come in again.
+    A host that loses the others does not close the rendezvous behind it, as torch's agent would: the message might get
+    through once the connection is back, and nobody could join again.
     """
 
     def __init__(self, wanted: RendezvousParameters, before_return: Callable[[], None], stop: "_StopSignals") -> None:
@@ -236,7 +235,7 @@ class _Gate:
         return found
 
     def num_nodes_waiting(self) -> int:
-        """The agent asks again and again while its workers run."""
+        """The agent polls this while its workers run."""
         self._stop.release()
         return self._asked(self._handler.num_nodes_waiting)
 
@@ -255,11 +254,11 @@ class _Gate:
 
 
 class _StopSignals:
-    """Within the block, a signal that asks this process to stop is added to `asked` and becomes torch's exception.
+    """Within the block, a signal that asks this process to stop is added to `asked` and raises torch's exception.
 
-    torch passes the signal of its exception on to the workers: always SIGTERM, because a Ctrl-C would show the
-    traceback of a worker that is still importing. While workers are being started the exception waits: torch would
-    forget those that it has started, which would then wait for the others for ever.
+    torch forwards the signal of its exception to the workers: always SIGTERM, because a Ctrl-C would show the traceback
+    of a worker that is still importing. While workers are being started the exception is deferred; otherwise torch
+    would forget those already started, which would then wait for the others forever.
     """
 
     def __init__(self) -> None:
@@ -278,11 +277,11 @@ class _StopSignals:
             signal.signal(number, handler)
 
     def hold(self) -> None:
-        """From here on workers are being started."""
+        """Workers are being started from here on."""
         self._is_starting = True
 
     def release(self) -> None:
-        """No worker is being started; raises `SignalException` when a signal has come meanwhile."""
+        """No worker is being started anymore; raises `SignalException` if a signal has arrived meanwhile."""
         self._is_starting = False
         if self.asked:
             raise SignalException(f"got signal {self.asked[0]}", signal.SIGTERM)
@@ -294,9 +293,8 @@ class _StopSignals:
 
 
 def serve_rendezvous(port: int) -> None:
-    """Answer at HOST:`port` until this process is ended: where hosts find each other, on a machine that stays.
-
-    Raises `ConfigError` when the port is not to be had.
+    """Serve the rendezvous at HOST:`port` until this process is stopped, on a machine that stays. Raises `ConfigError`
+    if the port is unavailable.
     """
     if not 0 < port < 2**16:
         raise ConfigError(f"serve_rendezvous: {port} is not a port; choose one from 1024 to 65535")
@@ -310,16 +308,16 @@ def serve_rendezvous(port: int) -> None:
 
 
 def num_restarts() -> int:
-    """How often this host's processes were started again."""
+    """How often this host's processes were restarted."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def fit(config: ParallelConfig, *, num_processes: int, num_rows: int) -> ParallelConfig:
-    """The layout for as many of the processes as can be used: the data axis takes the largest number of copies that
-    divides the rows of the global batch; the other axes stay.
+    """The layout for as many of the processes as can be used.
 
-    A `data` of the config is the most that is taken. Where its copies no longer make up whole shard groups, the groups
-    get smaller, or take all copies. Raises `ConfigError` when one copy of the model no longer fits.
+    The data axis takes the largest number of replicas that divides the rows of the global batch; the other axes stay. A
+    `data` in the config is the maximum. If its replicas no longer make up whole shard groups, the groups shrink, or
+    take all replicas. Raises `ConfigError` if one replica of the model no longer fits.
     """
     others = config.pipeline * config.context * config.tensor
     most = min(num_processes // others, config.data or num_rows)
@@ -336,7 +334,7 @@ def fit(config: ParallelConfig, *, num_processes: int, num_rows: int) -> Paralle
 
 
 def num_used(config: ParallelConfig) -> int:
-    """Processes of a layout that `fit` has settled."""
+    """Processes of a layout that `fit` has chosen."""
     return config.pipeline * config.data * config.context * config.tensor
 
 
@@ -344,10 +342,10 @@ def num_used(config: ParallelConfig) -> int:
 def join_as_fits(
     config: ParallelConfig, *, num_rows: int, device: torch.device | None = None
 ) -> Iterator[tuple[World, ParallelConfig] | None]:
-    """The world and layout for the processes that `torchrun` has started now; None for one that is left over.
+    """The world and layout for the processes that `torchrun` has started; None for a process that is left over.
 
-    A process that is left over (three processes cannot share eight rows) waits at the context's end until the others
-    have finished, so that its host is there when the layout changes again.
+    A process that is left over (three processes cannot share eight rows) waits at the end of the context until the
+    others have finished, so that its host is available when the layout changes again.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))
@@ -374,20 +372,20 @@ def join_as_fits(
 
 
 def _store(rank: int, size: int) -> Store:
-    """A store of all processes at MASTER_ADDR:MASTER_PORT, run by the first one (or by `torchrun`)."""
+    """A store of all processes at MASTER_ADDR:MASTER_PORT, served by the first one (or by `torchrun`)."""
     found, _, _ = next(iter(rendezvous("env://", rank, size, timeout=timedelta(minutes=10))))
     return PrefixStore("modelwright", found)
 
 
 def _wait_until_finished(store: Store) -> None:
-    """Returns when the run is finished; a store that is gone before is an error, so that the process starts again."""
+    """Returns when the run is finished. A store that disappears earlier is an error, so that the process restarts."""
     while not store.check([FINISHED]):
         time.sleep(0.5)
     store.add(HEARD, 1)
 
 
 def _tell_finished(store: Store, num_waiting: int) -> None:
-    """Stay, with the store, until the waiting processes have heard it, or are gone."""
+    """Keep the store alive until the waiting processes have been notified, or are gone."""
     store.set(FINISHED, "")
     deadline = time.monotonic() + 30
     while store.add(HEARD, 0) < num_waiting and time.monotonic() < deadline:

@@ -1,9 +1,9 @@
-"""ZeRO by PyTorch's FSDP2: what every copy of a model would hold is divided among the ranks of one axis.
+"""ZeRO by PyTorch's FSDP2: what every replica of a model would hold is divided among the ranks of one axis.
 
-Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Stage 1 adds gradients
-up over the microbatches of a step and scatters them once; stage 2 scatters them after each microbatch; stage 3 gathers
-each block when it is needed and lets it go. Gradients leave as sums, never means: the loop has divided already. Weights
-are divided in FP32 and gathered in the format in which their products read them.
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Stage 1 accumulates
+gradients over the microbatches of a step and scatters them once; stage 2 scatters them after each microbatch; stage 3
+gathers each block when it is needed and frees it afterwards. Gradients leave as sums, never means, because the trainer
+has already divided. Weights are sharded in FP32 and gathered in the format in which their products read them.
 """
 
 from collections.abc import Mapping
@@ -21,11 +21,12 @@ from modelwright.parallel.config import ZeroStage
 def shard_states(
     model: Decoder, sharing: DeviceMesh, zero_stage: ZeroStage, formats: Mapping[str, torch.dtype]
 ) -> Decoder:
-    """Divide parameters, gradients and optimizer states over the mesh `sharing`, in place; names stay.
+    """Shard parameters, gradients and optimizer states over the mesh `sharing`, in place; names stay.
 
-    formats: in which projections are gathered, by the part of a block (attention, ffn); all else is gathered as it is.
-    Each block is gathered as one message, or each of its parts where their formats differ. Embedding, last norm and
-    head go with the root, and so do the blocks' norms where projections are narrowed: FSDP has one format a message.
+    formats: in which projections are gathered, by the part of a block (attention, ffn); everything else is gathered in
+    its own format. Each block is gathered as one message, or each of its parts where their formats differ. Embedding,
+    last norm and head go with the root, and so do the blocks' norms where projections are narrowed: FSDP has one format
+    per message.
     """
     options: dict[str, Any] = {"mesh": sharing, "reshard_after_forward": zero_stage == 3}
     if set(formats.values()) <= {torch.float32}:
@@ -65,7 +66,7 @@ def _projection_weights(module: nn.Module) -> set[nn.Parameter]:
 
 
 def scatter_gradients(model: nn.Module, now: bool) -> None:
-    """Whether the next backward pass sums and scatters gradients, or keeps them whole to be added to (ZeRO-1)."""
+    """Whether the next backward pass reduces and scatters gradients, or keeps them whole for accumulation (ZeRO-1)."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)
 

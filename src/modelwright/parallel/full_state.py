@@ -1,6 +1,5 @@
-"""Whole tensors out of a model that is laid out over a mesh, and pieces of whole tensors back into it.
-
-Every rank calls these in the same order.
+"""Gathers whole tensors from a model laid out over a mesh, and distributes whole tensors into it. Every rank calls
+these functions in the same order.
 """
 
 import copy
@@ -17,7 +16,7 @@ from modelwright.parallel.mesh import Mesh
 
 
 def whole_weights(model: nn.Module, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of the whole model by name, one at a time, on all ranks; pipeline stages hold names of their own."""
+    """Every weight of the whole model by name, one at a time, on all ranks. Pipeline stages hold different names."""
     mine = dict(model.state_dict())
     if mesh.pipeline.size == 1:
         yield from ((name, _whole(weight)) for name, weight in mine.items())
@@ -31,7 +30,7 @@ def whole_weights(model: nn.Module, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
 
 
 def _owners(mine: Mapping[str, Tensor], mesh: Mesh) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
-    """The first stage that holds each name, with shape and type, in the same order on all ranks."""
+    """The first stage that holds each name, with shape and dtype, in the same order on all ranks."""
     mine_as_json = {
         name: (list(weight.shape), str(weight.dtype).removeprefix("torch.")) for name, weight in mine.items()
     }
@@ -44,7 +43,7 @@ def _owners(mine: Mapping[str, Tensor], mesh: Mesh) -> dict[str, tuple[int, torc
 
 @torch.no_grad()
 def put(target: Tensor, whole: Tensor) -> None:
-    """Copy this rank's piece of `whole` into `target`, in place; no rank waits for another."""
+    """Copy this rank's shard of `whole` into `target`, in place, without communication."""
     if not isinstance(target, DTensor):
         target.copy_(whole)
         return
@@ -54,7 +53,7 @@ def put(target: Tensor, whole: Tensor) -> None:
 
 
 def move_out(model: Decoder) -> Decoder:
-    """A model with the very weights of `model`, to be laid out; `model` keeps its shape and no values."""
+    """A model that takes over the weights of `model`, to be laid out; `model` keeps shapes but no values."""
     shared = {id(parameter): parameter for parameter in model.parameters()}
     taken = copy.deepcopy(model, shared)
     _set_weights(model, {name: parameter.to("meta") for name, parameter in model.named_parameters()})
@@ -62,7 +61,7 @@ def move_out(model: Decoder) -> Decoder:
 
 
 def restore_weights(model: Decoder, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Put whole weights into a model whose own were taken."""
+    """Put whole weights back into a model whose weights were taken."""
     for name, whole in weights:
         _set_weights(model, {name: whole.detach()})
 

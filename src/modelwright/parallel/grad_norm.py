@@ -1,7 +1,7 @@
-"""Gradients of a model that is laid out over a mesh: their norm, and where pieces of one parameter must agree.
+"""Norm of the gradients of a model laid out over a mesh, and consistency of replicated gradients.
 
 A gradient is a plain tensor, equal on all ranks of the mesh that hold its parameter, or a DTensor of which each rank
-holds a piece.
+holds a shard.
 """
 
 import math
@@ -16,16 +16,15 @@ from modelwright.parallel.mesh import Mesh, World
 
 
 def redistribute_like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The gradient laid out as its parameter is: sums that are still split over the mesh are finished."""
+    """The gradient placed like its parameter: pending partial sums over the mesh are reduced."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         return gradient.redistribute(placements=parameter.placements)
     return gradient
 
 
 def global_norm(gradients: Sequence[Tensor], mesh: Mesh, *, num_holders: Sequence[int]) -> float:
-    """The L2 norm of the gradients of the whole model; not finite when any piece is not.
-
-    num_holders: for each gradient, how many ranks of the mesh hold each of its elements (`replication`).
+    """The L2 norm of the gradients of the whole model; not finite if any shard is not. num_holders: for each gradient,
+    the number of ranks that hold each of its elements (`replication`).
     """
     if mesh.world.size == 1 or mesh.is_only_data_parallel:
         return float(total_norm(gradients))
@@ -37,14 +36,15 @@ def global_norm(gradients: Sequence[Tensor], mesh: Mesh, *, num_holders: Sequenc
 
 
 def combine_norms(norms: Mapping[int, float], world: World) -> float:
-    """The L2 norm of the gradients of the whole model, from the norms of what this rank holds; not finite when any is
-    not. norms: by the number of ranks that hold the same."""
+    """The L2 norm of the gradients of the whole model, from the norms on this rank; not finite if any is not. norms: by
+    the number of ranks that hold the same elements.
+    """
     square = sum(norm * norm / copies for copies, norm in norms.items())
     return math.sqrt(world.sums([square])[0])
 
 
 def parts_norm(parts: Sequence[Tensor], world: World) -> float:
-    """The L2 norm of gradients of which every rank holds another part; not finite when any part is not."""
+    """The L2 norm of gradients of which every rank holds a different part; not finite if any part is not."""
     return combine_norms({1: float(total_norm(parts))}, world)
 
 

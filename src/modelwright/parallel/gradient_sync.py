@@ -1,12 +1,10 @@
-"""The gradient-transport seam: how gradients cross the network, and how many bytes their messages have.
+"""How gradients cross the network, and how many bytes that takes.
 
 Gradients come in as each rank's share of one sum (already divided by the global normalizer) and leave as the sum.
-`transports/` holds those that send fewer bytes.
-
-A transport's state differs from rank to rank, and a checkpoint keeps it for each rank. What stands under a key
-`shared` is equal on all ranks; of all other tensors only the sum over the ranks matters, so that under another number
-of ranks each gets that sum divided by the new number. A list of tensors with the gradients' shapes, in their order,
-follows the parameters into another layout.
+`codecs/` holds implementations that send fewer bytes. The state differs from rank to rank, and a checkpoint stores it
+per rank. Entries under a key `shared` are equal on all ranks; of all other tensors only the sum over the ranks matters,
+so that under another number of ranks each gets that sum divided by the new number. A list of tensors with the
+gradients' shapes, in their order, follows the parameters into another layout.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,12 +28,15 @@ class GradientSync(Protocol):
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes of this transport's own messages from this rank so far. The metric `bytes_sent` counts all that
-        the process sends (`parallel/traffic.py`)."""
+        """Payload bytes of this rank's own messages so far. The metric `bytes_sent` counts everything that the process
+        sends (`parallel/traffic.py`).
+        """
         ...
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
-        """Replace every gradient by its sum over the ranks, in place; same tensors in the same order everywhere."""
+        """Replace every gradient by its sum over the ranks, in place; the same tensors in the same order on every
+        rank.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -49,11 +50,9 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 class Buckets:
-    """Cuts gradients into buckets, from the last to the first, and has each begun: once armed, as soon as its last
-    gradient is there and the bucket before it has been begun, so that all ranks begin them in one order.
-
-    begin: called with a bucket's gradients, or with what `of` makes of its parameters; many: how many of them a small
-    model should make (`cut_into_buckets`).
+    """Forms buckets of gradients, from the last to the first, and starts each: once armed, as soon as its last gradient
+    is ready and the previous bucket has started, so that all ranks use the same order. begin: called with a bucket's
+    gradients, or with `of` applied to its parameters; many: number of buckets for a small model (`cut_into_buckets`).
     """
 
     def __init__(
@@ -86,13 +85,13 @@ class Buckets:
         self._armed = True
 
     def close(self) -> None:
-        """Leave the parameters as they were."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooked, self._hooks = [], []
 
     def finish(self, gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Have the buckets begun that are left, and return them all."""
+        """Start the remaining buckets, and return all of them."""
         self._armed = False
         buckets = self.cut(gradients)
         for bucket in buckets[self._num_begun :]:
@@ -101,7 +100,7 @@ class Buckets:
         return buckets
 
     def cut(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Neighbors of one format in each, in their order; the last ones first."""
+        """Neighbors of one dtype in each bucket, in order; the last ones first."""
         return cut_into_buckets(tensors, self.bucket_bytes, many=self.many)
 
     def _finished(self, parameter: Tensor) -> None:
@@ -116,8 +115,9 @@ class Buckets:
 
 
 def cut_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int, *, many: int = 1) -> list[list[Tensor]]:
-    """Neighbors of one format in each, in their order, together at most `bucket_bytes` if not one, and no more than
-    makes about so `many` buckets, unless they would be smaller than `SMALL_BUCKET_BYTES`; the last ones first."""
+    """Neighbors of one dtype in each bucket, in order, at most `bucket_bytes` in total unless there is only one, and no
+    more than makes about `many` buckets, unless they would be smaller than `SMALL_BUCKET_BYTES`; the last ones first.
+    """
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     most = min(bucket_bytes, max(-(-sum(sizes) // many), SMALL_BUCKET_BYTES))
     buckets: list[list[Tensor]] = []
@@ -132,14 +132,13 @@ def cut_into_buckets(tensors: Sequence[Tensor], bucket_bytes: int, *, many: int 
 
 
 def ring_bytes(num_bytes: int, num_ranks: int) -> int:
-    """What each rank sends in a ring all-reduce of so many bytes: 2 (n - 1) / n of them."""
+    """Bytes that each rank sends in a ring all-reduce of this many bytes: 2 (n - 1) / n of them."""
     return 2 * num_bytes * (num_ranks - 1) // num_ranks
 
 
 class AllReduceSync:
-    """Sums in the gradients' own format: flat buckets, one all-reduce each, all in flight together.
-
-    `bytes_sent` counts what a ring would send (`ring_bytes`).
+    """Sums in the gradients' own dtype: flat buckets, one all-reduce each, all in flight together. `bytes_sent` counts
+    what a ring would send (`ring_bytes`).
     """
 
     def __init__(self, world: World, *, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -150,8 +149,9 @@ class AllReduceSync:
         self._in_flight: list[tuple[Tensor, Sequence[Tensor | None], Callable[[], object]]] = []
 
     def send_rows(self, chosen: Sequence[Tensor | None]) -> None:
-        """From the next step on send no other rows of the gradients than these (int64 [S]; None for all of them), in
-        the order in which `reduce` sees them. The others must be zero, and the choice the same, on all ranks."""
+        """From the next step on send only these rows of the gradients (int64 [S]; None for all of them), in the order
+        in which `reduce` sees them. The others must be zero, and the choice the same, on all ranks.
+        """
         self._chosen = chosen
 
     def arm(self, parameters: Sequence[Tensor]) -> None:
@@ -159,7 +159,7 @@ class AllReduceSync:
             self._buckets.arm(parameters)
 
     def close(self) -> None:
-        """At the end of a run."""
+        """Call at the end of a run."""
         self._buckets.close()
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:

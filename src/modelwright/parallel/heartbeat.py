@@ -1,8 +1,8 @@
-"""Every process says that it lives, and ends when another falls silent, so that a launcher can start the run again.
+"""Every process signals that it is alive, and exits when another falls silent, so that a launcher can restart the run.
 
-A host that is cut off closes no connection: who waits for it in a collective, or at a barrier while data is prepared,
-would wait for as long as that may take. Here a thread of each process counts in the store through which the processes
-found each other, and reads the others' counters. It needs neither the main thread nor a collective.
+A host that loses its network closes no connection, so a process that waits for it in a collective, or at a barrier
+while data is prepared, would wait indefinitely. Here a thread of each process increments a counter in the store through
+which the processes found each other, and reads the others' counters. It needs neither the main thread nor a collective.
 """
 
 import os
@@ -27,10 +27,9 @@ _KEY = "heartbeat/"
 
 
 class Heartbeat:
-    """Used as a context, on all processes of a world alike; does nothing in a world of one.
-
-    lost_after_s: a process is taken for lost when its counter did not move for so long, and this one ends with status
-    `LOST` after a line on stderr; 0 switches it off.
+    """Used as a context, on all processes of a world alike; does nothing in a world of one. lost_after_s: a process is
+    considered lost if its counter did not change for this long, and this process exits with status `LOST` after a line
+    on stderr; 0 disables it.
     """
 
     def __init__(self, world: World, *, lost_after_s: float) -> None:
@@ -67,10 +66,8 @@ class Heartbeat:
         _ask(lambda: store.add(f"{_KEY}{self.world.rank}", _GONE))
 
     def _next_beat_is_the_last(self, heard: dict[int, float]) -> bool:
-        """Wait for the next beat; whether it is time to leave.
-
-        Was this process itself stopped for long (Ctrl-Z, a paused machine), the others were perhaps, too: everybody
-        gets the whole time again.
+        """Wait for the next beat; returns whether to leave. If this process itself was stopped for long (Ctrl-Z, a
+        paused machine), the others may have been too, so everyone gets the full time again.
         """
         started = time.monotonic()
         leaving = self._leaving.wait(self.lost_after_s / 8)
@@ -91,7 +88,7 @@ class Heartbeat:
 
 
 def _connect(timeout_s: float) -> Store:
-    """A connection that nothing else uses: one that waits for a key would stop the counting."""
+    """A separate connection: on a shared one, waiting for a key would block the counting."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TCPStore(
         address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(1.0, timeout_s))
@@ -99,7 +96,7 @@ def _connect(timeout_s: float) -> Store:
 
 
 def _ask(question: Callable[[], Answer]) -> Answer | None:
-    """The store's answer, None when it does not answer: its host may be the one that is lost."""
+    """The store's answer, None if it does not answer: its host may be the one that is lost."""
     try:
         return question()
     except RuntimeError:

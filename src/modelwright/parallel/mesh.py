@@ -1,7 +1,7 @@
-"""Who takes part: this process's rank, the number of processes, its device, and the collectives among them.
+"""The processes that take part: this process's rank, their number, its device, and their collectives.
 
 `torchrun` starts processes and sets the environment; `join_world` reads it. `build_mesh` arranges the processes of a
-world along the axes of a mesh; along each axis they are a smaller world. One process alone is a world of size 1 whose
+world along the axes of a mesh; along each axis they are a smaller world. A single process is a world of size 1 whose
 collectives do nothing.
 """
 
@@ -23,8 +23,7 @@ from modelwright.parallel.config import ParallelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Some processes, and this one's place among them. Collectives work in place and on every rank, in the same order.
-
+    """A group of processes, and this one's rank in it. Collectives work in place and on every rank, in the same order.
     group: None for all processes.
     """
 
@@ -50,7 +49,7 @@ class World:
         return tensor
 
     def start_sum(self, tensor: Tensor) -> Callable[[], object]:
-        """Begin a sum over all ranks, in place; the returned function waits for it."""
+        """Start a sum over all ranks, in place; the returned function waits for it."""
         if self.size == 1:
             return lambda: None
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
@@ -66,9 +65,8 @@ class World:
         return gathered
 
     def gather_bytes(self, message: Tensor) -> list[Tensor]:
-        """The messages [bytes, uint8, on the CPU] of all ranks, of any lengths, in rank order.
-
-        Collectives want equal shapes: lengths are gathered first, then every message padded to the longest.
+        """The messages [bytes, uint8, on the CPU] of all ranks, of any lengths, in rank order. Collectives need equal
+        shapes: lengths are gathered first, then every message is padded to the longest.
         """
         lengths = self.all_gather(torch.tensor(len(message), device=self.device)).tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
@@ -77,9 +75,9 @@ class World:
         return [row[:length] for row, length in zip(gathered, lengths, strict=True)]
 
     def gather_json(self, value: Any) -> list[Any]:
-        """The values of all ranks, in rank order. They are made of what JSON has; tuples arrive as lists.
+        """The values of all ranks, in rank order. They must be JSON values; tuples arrive as lists.
 
-        JSON instead of PyTorch's object collectives, which unpickle what arrives: a pickle can run any code.
+        JSON replaces PyTorch's object collectives, which unpickle what they receive: a pickle can run any code.
         """
         if self.size == 1:
             return [json.loads(json.dumps(value))]
@@ -87,10 +85,10 @@ class World:
         return [json.loads(other.numpy().tobytes()) for other in self.gather_bytes(message)]
 
     def start_ring_shift(self, tensor: Tensor, *, tag: int = 0) -> Callable[[], Tensor]:
-        """Begin to send a tensor to the next rank and to receive the previous rank's; the first follows the last.
+        """Start sending a tensor to the next rank and receiving the previous rank's; the first follows the last.
 
-        The returned function waits for both and returns what was received; it must be called, and until then `tensor`
-        must not change. tag: tells messages apart that are on their way at once.
+        The returned function waits for both and returns the received tensor; it must be called, and until then `tensor`
+        must not change. tag: distinguishes messages in flight at the same time.
         """
         if self.size == 1:
             return lambda: tensor
@@ -117,7 +115,7 @@ class World:
         return self.all_reduce_sum(self._tensor(values)).tolist()
 
     def maxima(self, *values: float) -> list[float]:
-        """The largest of each value over the ranks, in one message."""
+        """The maximum of each value over the ranks, in one message."""
         if self.size == 1:
             return list(values)
         return self.all_reduce_max(self._tensor(values)).tolist()
@@ -126,13 +124,13 @@ class World:
         return torch.tensor(values, dtype=torch.float64, device=self.device)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """The first rank's values on all ranks, in place."""
+        """Broadcast the first rank's values, in place."""
         if self.size > 1:
             dist.broadcast(tensor, group_src=0, group=self.group)
         return tensor
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have arrived."""
         if self.size > 1:
             dist.barrier(group=self.group)
 
@@ -141,7 +139,7 @@ class World:
 class Mesh:
     """The processes of a world along the axes of a `ParallelConfig`.
 
-    data: copies that take rows of their own (replicate x shard); reduce: the ranks whose gradients a transport sums;
+    data: replicas with their own rows (replicate x shard); reduce: the ranks whose gradients a gradient sync sums;
     sharing: the ranks among which FSDP divides states (shard x context). devices: PyTorch's mesh with the axes
     pipeline, replicate, shard, context, tensor; sharing_devices: that of the flattened axis sharing; None for one
     process.
@@ -161,7 +159,7 @@ class Mesh:
 
     @property
     def speaks_for_rows(self) -> bool:
-        """Whether this rank counts its rows' tokens: one rank of those that hold the same rows."""
+        """Whether this rank counts the tokens of its rows: true on one of the ranks that hold the same rows."""
         return self.pipeline.is_first and self.context.is_first and self.tensor.is_first
 
     @property
@@ -175,8 +173,9 @@ the trainings that a process makes one after the other share them."""
 
 
 def build_mesh(world: World, config: ParallelConfig) -> Mesh:
-    """Arrange the world; again as before for the same axes. Every rank calls it. Raises `ConfigError` when the axes do
-    not make up the world."""
+    """Arrange the world; the same axes give the same mesh again. Every rank calls it. Raises `ConfigError` if the axes
+    do not make up the world.
+    """
     sizes = config.axes(world.size)
     if world.size == 1:
         axes = dict.fromkeys((*sizes, "data", "reduce", "sharing"), world)
@@ -211,7 +210,7 @@ def axis_world(mesh: DeviceMesh, device: torch.device) -> World:
 
 
 def duplicate_group(world: World) -> World:
-    """The same ranks with a group of their own, for collectives from another thread. Called by all of them."""
+    """The same ranks with their own group, for collectives from another thread. Called by all of them."""
     if world.size == 1:
         return world
     everybody = dist.group.WORLD
@@ -226,7 +225,7 @@ def single(device: torch.device | str = "cpu") -> World:
 
 
 def default_device() -> torch.device:
-    """CUDA (the process's own card under torchrun) where there is one, else the CPU."""
+    """CUDA (the process's own device under torchrun) if available, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
@@ -234,9 +233,8 @@ def default_device() -> torch.device:
 
 @contextmanager
 def join_world(device: torch.device | None = None) -> Iterator[World]:
-    """The world that `torchrun` set up in the environment (RANK, WORLD_SIZE, MASTER_*), or this process alone.
-
-    gloo on CPU, NCCL on CUDA. The process group is taken down on the way out.
+    """The world that `torchrun` set up in the environment (RANK, WORLD_SIZE, MASTER_*), or this process alone. gloo on
+    CPU, NCCL on CUDA. The process group is destroyed on exit.
     """
     device = default_device() if device is None else device
     size = int(os.environ.get("WORLD_SIZE", "1"))

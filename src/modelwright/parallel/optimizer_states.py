@@ -8,10 +8,9 @@ from torch.optim import Optimizer
 
 
 def make_states(optimizer: Optimizer, parameters: Sequence[Tensor] | None = None) -> None:
-    """States for those of the parameters (all, if none are given) that have none yet, as they are before the first
-    step; none of them has a gradient.
-
-    By a step of rate 0 on zero gradients, which changes no weight: optimizers make their states nowhere else.
+    """Create states, as they are before the first step, for those of the parameters (all by default) that have none;
+    none of them has a gradient. It takes a step of rate 0 on zero gradients, which changes no weight, because
+    optimizers create their states nowhere else.
     """
     if parameters is None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

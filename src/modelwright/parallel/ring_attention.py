@@ -1,9 +1,9 @@
 """Ring attention: keys and values travel from rank to rank while each rank's queries stay.
 
-Every rank begins with its own keys and values and passes them on, so that after as many steps as there are ranks its
-queries have seen all of them; the next block is on its way while the present one is computed. In backward the blocks
-travel once more, each with its gradients, which come home after the last step. No rank holds the keys of whole rows,
-which the all-gather of `parallel/context_parallel.py` does; both send about the same bytes.
+Every rank starts with its own keys and values and passes them on, so that after as many steps as there are ranks its
+queries have seen all of them; the next block is in flight while the present one is computed. In backward the blocks
+travel once more, each with its gradients, which return to their owner after the last step. No rank holds the keys of
+whole rows, which the all-gather of `parallel/context_parallel.py` does; both send about the same bytes.
 
 Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
 """
@@ -26,8 +26,8 @@ def ring_attention(
 ) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks of `context`, [B, S, H, d] in the dtype of `v_BSKd`.
 
-    visible: for each rank of the axis, what this rank's queries see of that rank's keys; every query sees a key of its
-    own rank. Every rank calls it, with tensors of one shape. Differentiable once.
+    visible: for each rank of the axis, which of that rank's keys this rank's queries see; every query sees a key of its
+    own rank. Every rank calls it with tensors of the same shape. Differentiable once.
     """
     return _RingAttention.apply(q_BSHd.to(v_BSKd.dtype), k_BSKd.to(v_BSKd.dtype), v_BSKd, context, visible)  # type: ignore
 

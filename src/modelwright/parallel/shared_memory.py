@@ -24,10 +24,9 @@ _SPARE_BYTES = 64 * 2**20
 
 
 def share(world: World, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors in shared memory, with the first process's values; the same shapes and formats on all of them.
-
-    Raises `ConfigError` when the processes are not on one host or a tensor is not in host memory, `StorageError` when
-    there is too little shared memory.
+    """Tensors in shared memory with the first process's values; shapes and dtypes are the same on all processes. Raises
+    `ConfigError` if the processes are not on one host or a tensor is not in host memory, `StorageError` if there is too
+    little shared memory.
     """
     if any(tensor.device.type != "cpu" for tensor in tensors):
         raise ConfigError("device: weights are shared in host memory; train on the CPU")
@@ -40,9 +39,8 @@ def share(world: World, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def shared_zeros(world: World, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros in shared memory of the shapes and formats of these, of which no value is looked at.
-
-    Raises like `share`.
+    """Zeros in shared memory with the shapes and dtypes of these tensors, whose values are not read. Raises like
+    `share`.
     """
     sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     starts = [0, *accumulate(sizes)]
@@ -56,7 +54,7 @@ def shared_zeros(world: World, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def has_room(world: World, num_bytes: int) -> bool:
-    """Whether all processes are on one host that has that much shared memory left. Collective."""
+    """Whether all processes are on one host with that much shared memory left. Collective."""
     try:
         with shared_file(world, 1):
             folder = _folder()
@@ -68,9 +66,8 @@ def has_room(world: World, num_bytes: int) -> bool:
 
 @contextmanager
 def shared_file(world: World, num_bytes: int) -> Iterator[str]:
-    """A file of zeros under one name for all processes of one host; it loses its name at the end of the block.
-
-    What goes wrong on the first process is raised on all of them.
+    """A zero-filled file under one name for all processes of one host; its name is removed at the end of the block. A
+    failure on the first process is raised on all of them.
     """
     path, problem = "", ""
     if world.is_first:
@@ -105,7 +102,7 @@ def _make_file(num_bytes: int) -> str:
 
 
 def _same_on_all(world: World, path: str, problem: str) -> str:
-    """The first process's path and problem on all of them."""
+    """Broadcast the first process's path and error."""
     path, problem = world.gather_json((path, problem))[0]
     if problem:
         raise StorageError(problem)

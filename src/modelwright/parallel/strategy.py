@@ -27,9 +27,8 @@ Compensate = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], No
 
 
 class Strategy(Protocol):
-    """How ranks share gradients and updates. All ranks call the same methods in the same order.
-
-    The hooks with a body are optional.
+    """The protocol of strategies. All ranks call the same methods in the same order. Methods with a body are
+    optional.
     """
 
     mesh: Mesh
@@ -45,20 +44,19 @@ class Strategy(Protocol):
     ) -> Iterator[Done]:
         """Make this rank's share of the updates `first`, ..., `last - 1`, or of fewer, but at least one.
 
-        Yields the results of `one_step` for all updates made, whichever rank made them, in their order. At the end all
-        of them are in the weights, which are equal on all replicas. interrupted: whether this rank asks to stop early.
+        Yields the results of `one_step` for all updates in order, whichever rank made them. At the end all of them are
+        applied to the weights, which are equal on all replicas. interrupted: whether this rank asks to stop early.
         """
         yield one_step(first)
 
     def before_last_backward(self, loss_sums: Tensor, *, is_empty: bool) -> None:
-        """Called after the last forward of a step: from here on each gradient that backward finishes is final.
-
-        loss_sums: this rank's loss terms; is_empty: nothing in the global batch is learned.
+        """Called after the last forward of a step: from then on each gradient that backward finishes is final.
+        loss_sums: this rank's loss terms; is_empty: no label in the global batch counts.
         """
 
     @abstractmethod
     def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
-        """Sum the gradients over the ranks. Returns, unscaled, those that this rank's optimizer step works on."""
+        """Sum the gradients over the ranks. Returns, unscaled, those that this rank's optimizer step uses."""
 
     @abstractmethod
     def grad_norm(self, gradients: list[Tensor]) -> float:
@@ -66,13 +64,13 @@ class Strategy(Protocol):
 
     @abstractmethod
     def optimizer_step(self) -> None:
-        """Change the weights; afterwards every rank sees all of them."""
+        """Update the weights; afterwards every rank sees all of them."""
 
     def after_step(self, step: int) -> None:
         """Called after update `step` (from 0), which may have been skipped."""
 
     def abandon_step(self) -> None:
-        """Forget the gradients of this step so far: all ranks compute it again."""
+        """Discard the gradients of this step so far: all ranks compute it again."""
 
     @property
     def retry_blocker(self) -> str:
@@ -80,14 +78,14 @@ class Strategy(Protocol):
         return layout_blocker(self.mesh)
 
     def replicated(self) -> Mapping[str, Tensor] | None:
-        """Tensors of which all replicas must hold equal values, by name; None where nothing is replicated."""
+        """Tensors that must be equal on all replicas, by name; None if nothing is replicated."""
         return None
 
     def send_only_rows(self, rows: Sequence[Tensor | None]) -> None:
         """From the next step on all rows of the gradients but these (int64 [S]; None: all) are zero on every rank."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Figures of the newest step."""
+        """Metrics of the newest step."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,7 +93,7 @@ class Strategy(Protocol):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
 
     def close(self) -> None:
         """Called at the end of a run under one layout, also after an error."""
@@ -112,10 +110,9 @@ def layout_blocker(mesh: Mesh) -> str:
 
 @dataclass(kw_only=True)
 class Replica:
-    """What a strategy works on: the part of the model that this rank holds, and its optimizer.
-
-    names: of the trainable parameters, in the model's order. finish_gradients: called when all gradients are there, to
-    add up those of a parameter that several pipeline stages hold.
+    """The part of the model that this rank holds, and its optimizer, for a strategy. names: of the trainable
+    parameters, in the model's order. finish_gradients: called when all gradients are ready, to sum those of a parameter
+    that several pipeline stages hold.
     """
 
     mesh: Mesh
@@ -139,8 +136,9 @@ class Replica:
         return [parameter for parameter in self.names if parameter.requires_grad]
 
     def gradients(self) -> list[Tensor]:
-        """This rank's gradients in one order on all ranks that hold them: zeros where nothing flowed, none for
-        parameters that take no part in the step."""
+        """This rank's gradients in one order on all ranks that hold them: zeros where none flowed, none for parameters
+        that take no part in the step.
+        """
         for parameter in self.trainable:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -154,10 +152,10 @@ class Replica:
 
 
 class AllReduce(Strategy):
-    """All ranks make every update together on summed gradients, whole or, under FSDP, sharded.
+    """All ranks make every update together from summed gradients, whole or, under FSDP, sharded.
 
-    sync: sums gradients over `mesh.reduce`. start: begins sums while backward runs (`Buckets.arm`), None where it
-    cannot. unscale_first: the loss scale is taken out before gradients are sent: needed by a `sync` that keeps state or
+    sync: sums gradients over `mesh.reduce`. start: starts sums while backward runs (`Buckets.arm`), None if it cannot.
+    unscale_first: the loss scale is removed before gradients are sent, as needed by a `sync` that keeps state or
     rounds, and by loss scales per layer. close: called at the end.
     """
 

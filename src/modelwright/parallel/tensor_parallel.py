@@ -1,14 +1,14 @@
 """Tensor parallelism: the ranks of one axis share every layer's heads, FFN columns and the vocabulary.
 
 A model pass. Every parameter becomes a DTensor on the axis, under its own name, and the modules' `forward`s compute
-with the local pieces, so that the model's own operators stay in use. Query/key/value and gate/up projections are cut
-by output columns, output and down projections by input rows (Shoeybi et al. 2019, "Megatron-LM"); with sequence
-parallelism the residual stream and its norms are cut by tokens (Korthikanti et al. 2022). Key/value heads that are
-fewer than the ranks are kept whole by every rank, which uses the head of its own queries.
+with the local pieces, so that the model's own operators stay in use. Query/key/value and gate/up projections are
+sharded by output columns, output and down projections by input rows (Shoeybi et al. 2019, "Megatron-LM"); with sequence
+parallelism the residual stream and its norms are sharded by tokens (Korthikanti et al. 2022). If there are fewer
+key/value heads than ranks, every rank holds all of them and uses the head of its own queries.
 
-What goes into the embedding and what comes out of the final norm is whole and the same on all ranks of the axis, so
-that objectives know nothing of this: each rank computes every loss term, and every gradient of it, alike. A pipeline
-stage that has no embedding takes, and one that has no final norm gives, `stage_tokens` of each row's tokens.
+The input of the embedding and the output of the final norm are whole and the same on all ranks of the axis, so
+objectives are unaffected: each rank computes every loss term, and every gradient of it, alike. A pipeline stage without
+an embedding takes, and one without a final norm returns, `stage_tokens` of each row's tokens.
 
 Legend: B rows, T tokens of a row, S tokens of a row on this rank, D model width.
 """
@@ -36,10 +36,9 @@ TOKENS = 1
 
 
 def shard_layers(model: Decoder, tensor: DeviceMesh, *, sequence_parallel: bool) -> Decoder:
-    """Divide the layers that are here over the mesh axis `tensor`, in place. Every rank comes with the same weights.
-
-    sequence_parallel: norms and the residual stream between blocks hold T / ranks tokens on each rank; without it all
-    of them on every rank. Raises `ConfigError` when the model's shape does not divide.
+    """Shard this process's layers over the mesh axis `tensor`, in place. Every rank starts with the same weights.
+    sequence_parallel: norms and the residual stream between blocks hold T / ranks tokens on each rank; otherwise every
+    rank holds all of them. Raises `ConfigError` if the model's shape does not divide.
     """
     check_shape(model.config, tensor.size())
     axis = axis_world(tensor, torch.device(tensor.device_type))
@@ -66,7 +65,7 @@ def shard_layers(model: Decoder, tensor: DeviceMesh, *, sequence_parallel: bool)
 def stage_tokens(row_len: int, num_ranks: int, *, sequence_parallel: bool) -> int:
     """Tokens of each row in the residual stream between blocks on one of `num_ranks` ranks of the tensor axis.
 
-    A pipeline stage hands on [B, stage_tokens, D]. Raises `ConfigError` when the tokens do not divide.
+    Pipeline stages exchange [B, stage_tokens, D]. Raises `ConfigError` if the tokens do not divide.
     """
     if not sequence_parallel:
         return row_len
@@ -79,7 +78,7 @@ def stage_tokens(row_len: int, num_ranks: int, *, sequence_parallel: bool) -> in
 
 
 def check_shape(config: ModelConfig, num_ranks: int) -> None:
-    """Raises `ConfigError` when a model of this shape cannot be divided among `num_ranks` ranks."""
+    """Raises `ConfigError` if a model of this shape cannot be divided among `num_ranks` ranks."""
     for name in ("num_heads", "ffn_dim"):
         if getattr(config, name) % num_ranks:
             raise ConfigError(f"{name}: {getattr(config, name)} does not divide among {num_ranks} tensor ranks")
@@ -94,7 +93,7 @@ def check_shape(config: ModelConfig, num_ranks: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Layers:
-    """What every replaced `forward` needs."""
+    """Context of every replaced `forward`."""
 
     mesh: DeviceMesh
     axis: World
@@ -106,7 +105,7 @@ class _Layers:
         module.weight = nn.Parameter(piece, requires_grad=module.weight.requires_grad)
 
     def whole_before(self, forward: Callable[..., Tensor], x_BSD: Tensor, *rest: Any) -> Tensor:
-        """`forward` of all tokens."""
+        """`forward` over all tokens."""
         x_BTD = gather(x_BSD, self.axis, TOKENS) if self.sequence_parallel else enter(x_BSD, self.axis)
         return forward(x_BTD, *rest)
 
@@ -115,7 +114,7 @@ class _Layers:
         return gather_replicated(out, self.axis, TOKENS) if self.sequence_parallel else out
 
     def summed(self, part_BTD: Tensor) -> Tensor:
-        """The sum of all ranks' parts, as the residual stream holds it: [B, S, D]."""
+        """The sum of all ranks' parts, in the layout of the residual stream: [B, S, D]."""
         if not self.sequence_parallel:
             return leave(part_BTD, self.axis)
         stage_tokens(part_BTD.shape[TOKENS], self.axis.size, sequence_parallel=True)
@@ -167,7 +166,7 @@ def _share_one_head(layers: _Layers, linear: Linear, head: int, head_dim: int) -
 
 
 def _share_norm(layers: _Layers, norm: RMSNorm, *, partial_over_axis: bool) -> None:
-    """partial_over_axis: whether each rank norms values of its own, so that the weight's gradients add up."""
+    """partial_over_axis: whether each rank normalizes its own values, so that the weight's gradients must be summed."""
     layers.place(norm, Replicate())
     _replace(norm, forward=partial(_norm, norm, Partial() if partial_over_axis else Replicate()))
 
@@ -198,7 +197,7 @@ def _embed(layers: _Layers, embedding: nn.Embedding, tokens_BT: Tensor) -> Tenso
 
 
 def _local(module: nn.Module, gradient: Placement | None = None) -> Tensor:
-    """This rank's piece of the weight; `gradient`: how its gradient is placed, where not as the weight is."""
+    """This rank's shard of the weight. gradient: placement of its gradient if it differs from the weight's."""
     weight = module.weight
     assert isinstance(weight, DTensor)
     return weight.to_local(grad_placements=[gradient] if gradient is not None else None)

@@ -1,10 +1,9 @@
-"""Moves along one axis that gradients pass through, each with its conjugate in backward.
+"""Differentiable collectives along one axis, each with its conjugate in backward.
 
-Each name says what happens forward; the docstring says what happens to the gradient. A tensor that is the same on all
-ranks has the same gradient on all ranks; one of which each rank holds a part has that part's gradient. Sums are made in
-FP32, whatever is summed, and rounded once.
-
-Source: Shoeybi et al. 2019, "Megatron-LM" (`enter` and `leave` are its f and g); Korthikanti et al. 2022 (the others).
+Each name describes the forward pass; the docstring describes the gradient. A tensor that is the same on all ranks has
+the same gradient on all ranks; one of which each rank holds a part has that part's gradient. Sums are computed in FP32,
+whatever the dtype, and rounded once. Source: Shoeybi et al. 2019, "Megatron-LM" (`enter` and `leave` are its f and g);
+Korthikanti et al. 2022 (the others).
 """
 
 from collections.abc import Callable
@@ -19,12 +18,12 @@ Move = Callable[[Tensor], Tensor]
 
 
 def with_gradient(x: Tensor, there: Move, back: Move) -> Tensor:
-    """`there(x)`, whose gradient is `back` of what comes in. Neither may work in place."""
+    """`there(x)`, whose gradient is `back` of the incoming gradient. Neither may work in place."""
     return _Moved.apply(x, there, back)  # type: ignore[return-value]
 
 
 def enter(x: Tensor, axis: World) -> Tensor:
-    """x as it is, the same on all ranks, for work that each rank does a part of; gradients are summed."""
+    """x unchanged, the same on all ranks, as input of work that is divided among ranks; gradients are summed."""
     return with_gradient(x, lambda y: y.view_as(y), lambda grad: summed(grad, axis))
 
 
@@ -46,7 +45,9 @@ def reduce_scatter(x: Tensor, axis: World, dim: int) -> Tensor:
 
 
 def gather_replicated(x: Tensor, axis: World, dim: int) -> Tensor:
-    """All ranks' slices, for work that all ranks do alike; every rank keeps its slice of the gradient, unsummed."""
+    """All ranks' slices, for work that all ranks do identically; every rank keeps its slice of the gradient,
+    unsummed.
+    """
     return with_gradient(x, lambda y: gathered(y, axis, dim), lambda grad: own_slice(grad, axis, dim))
 
 
@@ -56,12 +57,12 @@ def summed(x: Tensor, axis: World) -> Tensor:
 
 
 def gathered(x: Tensor, axis: World, dim: int) -> Tensor:
-    """The ranks' tensors, of one shape, one after another along `dim`."""
+    """The ranks' tensors, of one shape, concatenated along `dim`."""
     return torch.cat(axis.all_gather(x).unbind(0), dim)
 
 
 def summed_slice(x: Tensor, axis: World, dim: int) -> Tensor:
-    """This rank's slice along `dim`, which must divide, of the sum over the ranks."""
+    """This rank's slice along `dim`, which must divide evenly, of the sum over the ranks."""
     parts = [part.contiguous() for part in _widened(x).chunk(axis.size, dim)]
     mine = torch.empty_like(parts[0])
     dist.reduce_scatter(mine, parts, group=axis.group)

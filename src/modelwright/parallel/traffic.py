@@ -1,7 +1,7 @@
-"""Bytes that this process sends to the others, as the kernel counts them for its TCP connections.
+"""Bytes that this process sends to the others, as counted by the kernel for its TCP connections.
 
-So everything is counted, whoever sent it: gradients, FSDP's gathered parameters, a pipeline's activations, sums of a
-few values, checkpoint and guard messages. Only gloo sends all of it over TCP; for other backends nothing is reported.
+Everything is counted, whoever sent it: gradients, FSDP's gathered parameters, a pipeline's activations, sums of a few
+values, checkpoint and control messages. Only gloo sends all of it over TCP; for other backends nothing is reported.
 """
 
 import os
@@ -20,7 +20,7 @@ HEADER_BYTES = 14 + 20 + 20 + 12
 
 
 class Traffic:
-    """Counts from when it is made. Knows neither who sends nor why."""
+    """Counts from its creation."""
 
     def __init__(self, world: World) -> None:
         self._sends = world.size > 1
@@ -31,7 +31,7 @@ class Traffic:
         self._num_bytes = 0
 
     def bytes_sent(self) -> int | None:
-        """Payload and headers of all segments so far; None where the kernel does not tell, 0 for a process alone."""
+        """Payload and headers of all segments so far; None if the kernel does not report it, 0 for a single process."""
         if not self._sends:
             return 0
         if not self._counts:

@@ -1,7 +1,7 @@
 """Embedding, head and loss when each rank of an axis holds some rows of the vocabulary.
 
-Rank r holds rows `own_rows`, as a DTensor's `Shard(0)` cuts them: the last rank may have fewer. Logits of the whole
-vocabulary never meet on one rank in training: three numbers per token do (Shoeybi et al. 2019, section 3). Hidden
+Rank r holds rows `own_rows`, as in a DTensor's `Shard(0)`: the last rank may have fewer. In training no rank gathers
+the logits of the whole vocabulary; only three numbers per token are exchanged (Shoeybi et al. 2019, section 3). Hidden
 states, labels and the loss are the same on all ranks, to the last bit.
 
 Legend: B rows, T tokens, D model width, V vocabulary, U the rows of it on this rank, C tokens of one chunk, R ranks.
@@ -21,13 +21,15 @@ from modelwright.parallel.tp_collectives import enter, gathered, with_gradient
 
 
 def own_rows(vocab_size: int, num_ranks: int, rank: int) -> range:
-    """The tokens whose rows of embedding and head lie on `rank`."""
+    """The range of tokens whose rows of embedding and head are on `rank`."""
     share = -(-vocab_size // num_ranks)
     return range(min(rank * share, vocab_size), min((rank + 1) * share, vocab_size))
 
 
 def embed(weight_UD: Tensor, tokens_BT: Tensor, vocab_size: int, axis: World) -> Tensor:
-    """[B, T, D]: the embedding of tokens whose row is here, zeros for others; the sum over the axis is whole."""
+    """[B, T, D]: the embedding of tokens whose row is on this rank, zeros for others; the sum over the axis is
+    complete.
+    """
     rows = own_rows(vocab_size, axis.size, axis.rank)
     here_BT = (tokens_BT >= rows.start) & (tokens_BT < rows.stop)
     found_BTD = F.embedding((tokens_BT - rows.start) * here_BT, weight_UD)
@@ -35,7 +37,7 @@ def embed(weight_UD: Tensor, tokens_BT: Tensor, vocab_size: int, axis: World) ->
 
 
 def cross_entropy(model: Decoder, axis: World, hidden_BTD: Tensor, labels_BT: Tensor, *, chunk_tokens: int) -> Tensor:
-    """`Decoder.cross_entropy` over the sharded vocabulary: the whole sum and its whole gradient on each rank."""
+    """`Decoder.cross_entropy` over the sharded vocabulary: the complete sum and its complete gradient on each rank."""
     weight_UD = _head_piece(model)
     softmax = partial(_loss_and_gradient, own_rows(model.config.vocab_size, axis.size, axis.rank), axis)
     hidden_ND, labels_N = enter(hidden_BTD, axis).flatten(0, 1), labels_BT.flatten()
@@ -72,10 +74,8 @@ def _head_piece(model: Decoder) -> Tensor:
 
 
 def _loss_and_gradient(rows: range, axis: World, logits_CU: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed loss over the whole vocabulary, and its gradient in this rank's logits, which are overwritten.
-
-    Each rank's largest score, sum of exponentials above it and score of the label travel together; every rank merges
-    them in one order.
+    """Summed loss over the whole vocabulary, and its gradient in this rank's logits, which are overwritten. Each rank's
+    maximum, sum of exponentials and score of the label are sent together; every rank merges them in the same order.
     """
     scores_CU = logits_CU
     places_C = labels_C - rows.start

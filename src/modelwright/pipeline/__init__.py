@@ -1,1 +1,1 @@
-"""Floor 6: chains stages into a run, skips what is done, goes on with what was cut off, writes the report."""
+"""Floor 6: chains stages into a run, skips finished ones, resumes interrupted ones, writes the report."""

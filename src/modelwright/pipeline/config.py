@@ -1,7 +1,7 @@
-"""The configuration of a whole run: one section per stage, and what must agree between sections.
+"""The configuration of a whole run: one section per stage, and the checks between sections.
 
 Each section is the config of the component that the stage drives, defined beside that component. A training stage
-inherits the section `training` and says only what differs. The value `auto` is resolved once, before the run's
+inherits the section `training` and sets only what differs. The value `auto` is resolved once, before the run's
 config.yaml is written (`pipeline.resolve`).
 """
 
@@ -113,14 +113,14 @@ class RunConfig:
 
     @classmethod
     def renamed(cls, key: str) -> str:
-        """What became of a setting of an earlier version, in words; "" for one that never was."""
+        """What became of a setting of an earlier version, as text; "" for one that never existed."""
         names = key.split(".")
         prefixes = [".".join(names[:count]) for count in range(len(names), 0, -1)]
         return next((new_name(prefix) for prefix in prefixes if prefix in RENAMED), "")
 
     @classmethod
     def compact(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Leave out of each training stage what it inherits."""
+        """Remove from each training stage what it inherits."""
         own = [field.name for field in fields(TrainConfig) if field.name not in data["training"]]
         stages = {
             name: {key: data[name][key] for key in own} | difference(data[name], data["training"], without=own)
@@ -150,7 +150,7 @@ class RunConfig:
                     raise ConfigError(f"stages: {stage} needs {needed}; add it{self._way_out(needed)}")
 
     def _needs(self, stage: StageName) -> tuple[StageName, ...]:
-        """What must come before a stage, as far as no `init_from` provides it."""
+        """The stages that a stage requires, unless `init_from` provides their results."""
         given = bool(self.init_from)
         tokenizer: tuple[StageName, ...] = () if given else ("tokenize",)
         trained: tuple[StageName, ...] = () if given or "sft" in self.stages else ("pretrain",)
@@ -168,8 +168,9 @@ class RunConfig:
         return " or start from a model folder with init_from" if needed in ("pretrain", "tokenize") else ""
 
     def check_context(self) -> None:
-        """Raise `ConfigError` when a row is longer than the model's context. With `init_from` the context is known, and
-        this to be called, when `model` is that of the folder."""
+        """Raise `ConfigError` if a row is longer than the model's context. With `init_from`, call it once `model` is
+        that of the folder.
+        """
         if "pack" not in self.stages or self.pack.seq_len <= self.model.max_seq_len:
             return
         if self.init_from:
@@ -194,7 +195,7 @@ class RunConfig:
                 raise ConfigError(f"{name}.{error}") from None
 
     def stage_config(self, name: str) -> TrainConfig:
-        """The settings of a training stage, which `name` is one of."""
+        """The settings of the training stage `name`."""
         return {"pretrain": self.pretrain, "sft": self.sft}[name]
 
     @property
@@ -204,6 +205,6 @@ class RunConfig:
 
     @property
     def trained_stages(self) -> tuple[str, ...]:
-        """The stages that hold a model, in order: the last one is the run's result."""
+        """The stages that produce a model, in order: the last one is the run's result."""
         first = ("init",) if self.init_from else ()
         return (*first, *self.trainings)

@@ -1,4 +1,4 @@
-"""`doctor` for a run: the survey of `plan.doctor` at the run's own model and batch."""
+"""`doctor` for a run: the survey of `plan.doctor` at the run's own model and batch size."""
 
 import json
 from pathlib import Path

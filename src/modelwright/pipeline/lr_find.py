@@ -1,9 +1,9 @@
 """Learning-rate range test (Smith 2017, Cyclical Learning Rates for Training Neural Networks, section 3.3).
 
-A short pretraining through THE loop, in which the rate climbs by equal factors from one step to the next, stopped when
-the loss runs away. It proposes a peak rate: a tenth of the rate at which the smoothed loss was lowest, a usual choice,
-for at the lowest point the run is about to diverge; and it tells the rate of the steepest fall, which is Smith's. Works
-in folders of its own: the run's folder is read, when its rows are there, and never written to.
+A short pretraining with the real trainer, in which the rate grows by equal factors from step to step, stopped when the
+loss diverges. It proposes a peak rate: a tenth of the rate at which the smoothed loss was lowest, a usual choice,
+because at the lowest point the run is about to diverge. It also reports the rate of the steepest descent, which is
+Smith's. Works in its own folders: the run's folder is read, if its rows are there, and never written to.
 """
 
 import json
@@ -48,7 +48,7 @@ SAFETY = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class RangeConfig:
-    """From which rate to which one, in how many steps."""
+    """The range of rates and the number of steps."""
 
     min_lr: float = 1e-6
     max_lr: float = 1.0
@@ -65,8 +65,9 @@ class RangeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What the test found. points: (rate, loss); smoothed: the same, smoothed; lowest, steepest: rates; diverged:
-    whether it ended before its last step."""
+    """The result of the test. points: (rate, loss); smoothed: the same, smoothed; lowest, steepest: rates; diverged:
+    whether it ended before its last step.
+    """
 
     points: Sequence[tuple[float, float]]
     smoothed: Sequence[tuple[float, float]]
@@ -80,12 +81,12 @@ class Sweep:
 
 
 class RanAwayError(ModelwrightError):
-    """The loss has left where it came from: there is nothing to learn from higher rates."""
+    """The loss has diverged: higher rates give no further information."""
 
 
 @dataclass
 class Follow:
-    """Keeps rates and losses, and ends the run when the loss runs away."""
+    """Records rates and losses, and stops the run when the loss diverges."""
 
     num_steps: int
     points: list[tuple[float, float]] = field(default_factory=list)
@@ -101,10 +102,8 @@ class Follow:
 def range_test(
     config: RunConfig, run: RunDir, folder: Path, test: RangeConfig, *, words: Sequence[str], progress: Progress
 ) -> Sweep:
-    """Sweep over rates of the stage pretrain; writes `folder/lr-find.html` and `.json`.
-
-    run: of the real run, whose rows are taken if they are there as `config` has them; else some are made below
-    `folder`.
+    """Sweep the rate of the stage pretrain; writes `folder/lr-find.html` and `.json`. run: of the real run, whose
+    packed rows are used if they match `config`; otherwise some are made below `folder`.
     """
     if "pretrain" not in config.stages:
         raise ConfigError("stages: the range test is one of pretraining; add pretrain")
@@ -147,7 +146,7 @@ def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) 
 
 
 def range_settings(training: TrainConfig, test: RangeConfig) -> TrainConfig:
-    """The stage's own settings, but for length, rate and all that costs time beside the steps."""
+    """The stage's own settings, except length, rate and everything that costs time besides the steps."""
     return replace(
         training,
         num_steps=test.num_steps,
@@ -163,9 +162,8 @@ def range_settings(training: TrainConfig, test: RangeConfig) -> TrainConfig:
 
 
 def judge(points: Sequence[tuple[float, float]], *, diverged: bool) -> Sweep:
-    """The lowest point and the steepest fall of the smoothed loss over the logarithm of the rate.
-
-    Raises `ModelwrightError` when the loss ran away at once.
+    """The lowest point and the steepest descent of the smoothed loss over the logarithm of the rate. Raises
+    `ModelwrightError` if the loss diverged at once.
     """
     finite = [(rate, loss) for rate, loss in points if math.isfinite(loss)]
     smoothed = smooth(finite, SMOOTHING)
@@ -215,7 +213,7 @@ def write_sweep(found: Sweep, config: RunConfig, test: RangeConfig, folder: Path
 
 
 def _rows(config: RunConfig, run: RunDir, folder: Path, words: Sequence[str], progress: Progress) -> Path:
-    """The packed rows of pretraining: the run's own, or ones that are made for this."""
+    """The packed rows of pretraining: the run's own, or ones made for this test."""
     place = run
     if survey(run, build_stages(config, run)).states["pack"] != "done":
         place = RunDir(folder / "data")

@@ -1,4 +1,4 @@
-"""Which model of a run is meant, and a run's model written out for others."""
+"""Selects a model of a run, and exports it."""
 
 import shutil
 from collections.abc import Sequence
@@ -25,9 +25,8 @@ from modelwright.serve.load import ModelSource
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A verified model, the server settings that its run was configured with, and a remark for the person who asked.
-
-    `remark`: why this is not the model that the run ends with; "" when it is.
+    """A verified model, the server settings of its run, and a remark for the user. `remark`: why this is not the model
+    that the run ends with; "" if it is.
     """
 
     source: ModelSource
@@ -36,12 +35,11 @@ class FoundModel:
 
 
 def find_model(path: Path, *, stage: str = "", int8: bool = False) -> FoundModel:
-    """The model in a model folder, or one of a run directory: of `stage`, else of the last trained stage that was
-    finished; with `int8` the quantized one.
+    """The model in a model folder, or one of a run directory: of `stage`, else of the last trained stage that has
+    finished; with `int8` the quantized one. Every file is checked against its SHA-256.
 
-    Every file is compared with its SHA-256. A stage that was finished and whose artifact is damaged or gone is an
-    `ArtifactError`: the model before it is another model, and is taken only when `stage` asks for it. Raises
-    `ConfigError` for a stage that holds no model.
+    If the artifact of a finished stage is damaged or missing, that is an `ArtifactError`: the model before it is a
+    different model, and is used only if `stage` asks for it. Raises `ConfigError` for a stage that produces no model.
     """
     if not (path / "run.json").is_file():
         return _in_folder(path, stage)
@@ -60,7 +58,7 @@ def find_model(path: Path, *, stage: str = "", int8: bool = False) -> FoundModel
 
 
 def export_hf(found: FoundModel, target: Path, *, overwrite: bool) -> Path:
-    """Copy a model to `target`, whole or not at all. Returns `target`."""
+    """Copy a model to `target`, atomically. Returns `target`."""
     source = found.source.folder
     if overwrite and target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
         raise ConfigError(f"{target}: holds something else than a model, so it is not replaced; choose another folder")
@@ -87,7 +85,7 @@ def _in_folder(folder: Path, stage: str) -> FoundModel:
 
 
 def _last_finished(run: RunDir, wanted: Sequence[str], trained: Sequence[str]) -> tuple[str, list[str]]:
-    """The last of the `wanted` stages that has an artifact, and those after it, which have not finished yet."""
+    """The last of the `wanted` stages that has an artifact, and the later ones, which have not finished yet."""
     unfinished: list[str] = []
     for name in reversed(wanted):
         artifact = run.stage(name).artifact
@@ -109,7 +107,7 @@ def _verified(run: RunDir, name: str, trained: Sequence[str]) -> Manifest:
 
 
 def _was_finished(run: RunDir, name: str) -> bool:
-    """Whether a stage's last attempt came to its end: by its own journal, or by the run's when its folder is gone."""
+    """Whether a stage's last attempt finished: by its own journal, or by the run's if its folder is gone."""
     attempts = read_attempts(run.stage(name))
     if attempts:
         return attempts[-1]["state"] == "done"

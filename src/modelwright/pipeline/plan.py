@@ -1,4 +1,4 @@
-"""`--dry-run`: the plan of a run in words: each stage's state, tokens, FLOPs, memory and time. Changes nothing."""
+"""`--dry-run`: the plan of a run as text: each stage's state, tokens, FLOPs, memory and time. Changes nothing."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -67,8 +67,7 @@ def describe_plan(
     config: RunConfig, run: RunDir, only: Sequence[str], *, num_processes: int = 1, num_hosts: int = 1
 ) -> str:
     """The plan as plain text. Measures the machine's rates (seconds); raises what the run itself would raise.
-
-    num_processes: of all hosts, which are taken to be like this one.
+    num_processes: of all hosts, which are assumed to be like this one.
     """
     previous, busy = previous_config(run), []
     config = resolve(config, previous, SilentProgress())
@@ -152,7 +151,7 @@ def _memories(config: RunConfig, num_processes: int) -> dict[str, MemoryEstimate
 
 
 def _batches_per_epoch(config: RunConfig, run: RunDir, name: str) -> int:
-    """From the packed rows when they are there, else from the size of the sources."""
+    """From the packed rows if they exist, else estimated from the size of the sources."""
     rows = run.stage("pack").artifact / name / "train"
     try:
         read_manifest(run.stage("pack").artifact, kind="pack")
@@ -163,7 +162,7 @@ def _batches_per_epoch(config: RunConfig, run: RunDir, name: str) -> int:
 
 
 def _text_bytes(data: SourceConfig) -> dict[str, float]:
-    """Bytes of text by purpose; a user's files count for both, as it is not known what they hold."""
+    """Bytes of text by purpose; a user's files count for both, because their content is not known yet."""
     total = {name: size * data.stdlib_fraction * (BUILTIN in data.sources) for name, size in BUILTIN_BYTES.items()}
     named = tuple(source for source in data.sources if source != BUILTIN)
     own = sum(file.filesystem.info(file.path).get("size") or 0 for file in locate(named, lambda reason, where: None))
@@ -171,7 +170,7 @@ def _text_bytes(data: SourceConfig) -> dict[str, float]:
 
 
 def _mean_context(model: ModelConfig, seq_len: int) -> float:
-    """Positions that a token sees on average: half of a document, and documents are about half of a row."""
+    """Positions that a token attends to on average: half of a document, and documents are about half of a row."""
     return min(seq_len, model.max_seq_len) / 4
 
 

@@ -1,4 +1,4 @@
-"""A run's training as the planner sees it: what is trained, and how it is laid out over so many processes."""
+"""A run's training in the planner's terms: what is trained, and how it is laid out over the processes."""
 
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.config import RunConfig
@@ -9,7 +9,7 @@ from modelwright.train.config import TrainConfig
 def planned(
     config: RunConfig, training: TrainConfig, layout: ParallelConfig, num_processes: int
 ) -> tuple[TrainingJob, Layout]:
-    """The job and layout of one training stage. Raises `ConfigError` when the layout does not divide the batch."""
+    """The job and layout of one training stage. Raises `ConfigError` if the layout does not divide the batch."""
     copies = training.num_copies(layout.axes(num_processes))
     rows = training.batch_rows(config.pack.seq_len, num_copies=copies)
     job = TrainingJob(

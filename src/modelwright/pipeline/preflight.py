@@ -1,6 +1,5 @@
-"""What can be known to fail in training before any data is prepared: layouts, shapes, rows, devices.
-
-Every message begins with the full path of the field to change. Reads nothing and writes nothing.
+"""Checks everything about training that can be known before any data is prepared: layouts, shapes, rows, devices. Every
+message starts with the full path of the field to change. Reads and writes no files.
 """
 
 import math
@@ -21,7 +20,7 @@ from modelwright.train.config import TrainConfig, check_layout
 
 @contextmanager
 def prefix_errors(section: str) -> Iterator[None]:
-    """A `ConfigError` about a field becomes one about that field of `section`."""
+    """Convert a `ConfigError` about a field into one about that field of `section`."""
     try:
         yield
     except ConfigError as error:
@@ -29,8 +28,7 @@ def prefix_errors(section: str) -> Iterator[None]:
 
 
 def check_training(config: RunConfig, layout: ParallelConfig, *, num_processes: int, stages: Sequence[str]) -> None:
-    """Whether `num_processes` laid out as `layout` can train `stages` (those of pretrain and sft among them).
-
+    """Check whether `num_processes` laid out as `layout` can train `stages` (a subset of pretrain and sft).
     `config.model` is the model that is trained. Raises `ConfigError`.
     """
     stages = [name for name in stages if name in ("pretrain", "sft")]

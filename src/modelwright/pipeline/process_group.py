@@ -1,8 +1,8 @@
-"""The processes of a run, with the patience that a pipeline needs.
+"""The processes of a run, with timeouts that suit a pipeline.
 
-While rank 0 prepares data the others wait at a barrier, perhaps for hours; the training collectives keep their short
-timeout, so that a hang there is noticed. Hence a second process group that only waits. Who is which rank, and with
-what layout, is settled here, before any group is built.
+While rank 0 prepares data the others wait at a barrier, perhaps for hours. Training collectives keep their short
+timeout, so that a hang is noticed there; hence a second process group that only waits. Rank numbers and the layout are
+settled here, before any group is built.
 """
 
 import math
@@ -39,15 +39,16 @@ _LEFT = (
 
 
 class PeerLost(ModelwrightError):
-    """Another process of the run has ended; what became of it is told elsewhere."""
+    """Another process of the run has ended; its own error is reported elsewhere."""
 
     exit_code = 3
 
 
 @dataclass(frozen=True)
 class RunGroup:
-    """`world` for training, laid out as `layout` says; `barrier` waits as long as it takes; `placement`: how the ranks
-    were numbered anew, None when they were not."""
+    """`world` for training, laid out as `layout` describes; `barrier` waits indefinitely; `placement`: how the ranks
+    were renumbered, None if they were not.
+    """
 
     world: World
     layout: ParallelConfig
@@ -63,7 +64,7 @@ class RunGroup:
         return self.world.size
 
     def barrier(self) -> None:
-        """Wait until all processes are here. Raises `PeerLost` when one of them has gone."""
+        """Wait until all processes have arrived. Raises `PeerLost` if one of them is gone."""
         if self.size == 1:
             return
         try:
@@ -73,7 +74,7 @@ class RunGroup:
 
 
 def as_lost_peer(error: RuntimeError) -> RuntimeError | PeerLost:
-    """`PeerLost` for a collective that failed because another process has left, any other error as it is."""
+    """`PeerLost` for a collective that failed because another process has left, any other error unchanged."""
     text = str(error)
     if isinstance(error, dist.DistNetworkError) or any(words in text for words in _LEFT):
         reason = text.strip().splitlines()[0][:200]
@@ -83,10 +84,11 @@ def as_lost_peer(error: RuntimeError) -> RuntimeError | PeerLost:
 
 @contextmanager
 def join_ranks(config: RunConfig, *, links: Path, num_rows: int = 0, host: str = "") -> Iterator[RunGroup | None]:
-    """All processes that were started, or this one alone; None for a process that the layout has no place for.
+    """All processes that were started, or this one alone; None for a process that has no place in the layout.
 
-    links: where measured links are kept; num_rows: above 0 (`shared_rows`) the layout is made to fit the processes that
-    are there, and one that is left over waits at the context's end; host: this process's host, "" for its network name.
+    links: cache file of measured links. num_rows: if above 0 (`shared_rows`), the layout is fitted to the processes
+    that exist, and one that is left over waits at the end of the context. host: this process's host, "" for its network
+    name.
     """
     device = _own_device(resolved_device(config.hardware.device))
     fitted = join_as_fits(config.parallel, num_rows=num_rows, device=device) if num_rows else None
@@ -108,7 +110,7 @@ def join_ranks(config: RunConfig, *, links: Path, num_rows: int = 0, host: str =
 
 
 def _traffic(config: RunConfig, layout: ParallelConfig, num_processes: int) -> dict[str, AxisTraffic]:
-    """What the first training of the run will send along each axis, as far as is known before its data is there."""
+    """The estimated traffic along each axis in the first training of the run, before its data exists."""
     config = resolve_model(config)
     training = config.pretrain if "pretrain" in config.stages else config.sft
     try:
@@ -125,8 +127,9 @@ def _join_all(parallel: ParallelConfig, device: torch.device) -> Iterator[tuple[
 
 
 def shared_rows(config: RunConfig) -> int:
-    """What the number of copies of the model must divide: rows of a microbatch of all copies, in every training that
-    the run has."""
+    """The number that the replicas of the model must divide: rows of a microbatch over all replicas, in every training
+    of the run.
+    """
     trainings = [config.stage_config(name) for name in config.trainings]
     return math.gcd(*(one.batch_rows(config.pack.seq_len) // one.gradient_accumulation_steps for one in trainings)) or 1
 
@@ -145,7 +148,7 @@ def _own_device(device: str) -> torch.device:
 
 
 def use_threads(num_threads: int) -> int:
-    """Share `num_threads` among the processes of this machine and return this process's part (at least 1)."""
+    """Divide `num_threads` among the processes of this machine and return this process's share (at least 1)."""
     share = max(1, num_threads // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     torch.set_num_threads(share)
     return share

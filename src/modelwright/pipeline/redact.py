@@ -1,4 +1,6 @@
-"""Secrets taken out of what is written down: command lines, source addresses, the configuration in the report."""
+"""Removes secrets from everything that is written down: command lines, source addresses, the configuration in the
+report.
+"""
 
 import re
 from collections.abc import Sequence

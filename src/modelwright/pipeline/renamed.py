@@ -1,4 +1,4 @@
-"""Settings of earlier versions: a run that still uses one is told its new name."""
+"""Settings of earlier versions: a run that uses one is told its new name."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -170,8 +170,9 @@ _RENAMED_VALUES = {
 
 
 def check_renamed(data: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` that names the new key where `data`, the plain form of a run's configuration, has one of an
-    earlier version."""
+    """Raise `ConfigError` that names the new key if `data`, the plain form of a run's configuration, has one of an
+    earlier version.
+    """
     for key, value in _entries(data):
         if key in RENAMED:
             raise ConfigError(f"{key}: {new_name(key)}")
@@ -195,7 +196,7 @@ def read_run_config(path: Path) -> dict[str, Any]:
 
 
 def new_name(key: str) -> str:
-    """What became of a key in `RENAMED`, in words."""
+    """What became of a key in `RENAMED`, as text."""
     new = RENAMED[key]
     stage = key.partition(".")[0] if key.startswith(("training.", "pretrain.", "sft.")) else ""
     return new if new == _CONSTANT else f"is now called {f'{stage}.{new}' if stage else new}"

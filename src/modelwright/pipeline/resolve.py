@@ -1,7 +1,6 @@
 """Resolve `auto` settings once, when a run is created: device, threads, precision, GEMM kernels; make paths absolute.
 
-The resolved values are kept for as long as the setting stays `auto`, so that a rerun on a busier machine cannot flip
-them.
+Resolved values are kept as long as the setting stays `auto`, so that a rerun on a busier machine cannot change them.
 """
 
 import glob
@@ -44,7 +43,7 @@ _REMEDY = "run again when the machine is quiet, or set precision.policy yourself
 def resolve(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
     """The configuration with every `auto` replaced by a value for this machine.
 
-    `previous`: the resolved configuration of the same run folder; its choices are kept where the model is the same.
+    `previous`: the resolved configuration of the same run folder; its choices are kept if the model is the same.
     """
     config = resolve_paths(resolve_model(config))
     config = replace(config, hardware=_resolve_hardware(config.hardware, previous))
@@ -55,14 +54,14 @@ def resolve(config: RunConfig, previous: RunConfig | None, progress: Progress) -
 
 
 def resolved_device(device: str) -> Literal["cpu", "cuda"]:
-    """`auto` is CUDA where there is a card."""
+    """`auto` is CUDA if available."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return "cuda" if device == "cuda" else "cpu"
 
 
 def check_device(device: str) -> None:
-    """Raise `ConfigError` when the machine lacks the device."""
+    """Raise `ConfigError` if the machine lacks the device."""
     if device == "cuda" and not torch.cuda.device_count():
         raise ConfigError("hardware.device: is cuda, and this machine has no CUDA card; choose cpu or auto")
 
@@ -79,7 +78,7 @@ def check_size(model: ModelConfig) -> None:
 
 
 def resolve_model(config: RunConfig) -> RunConfig:
-    """With `init_from` the shape is the folder's. Raises `ConfigError` when rows do not fit into its context."""
+    """With `init_from` the shape is the folder's. Raises `ConfigError` if rows exceed its context."""
     if not config.init_from:
         return config
     from modelwright.model.hf import load_config
@@ -104,10 +103,8 @@ def matrix_shapes(model: ModelConfig) -> list[tuple[int, int]]:
 
 
 def measured_rates(config: RunConfig, precision: PrecisionConfig, note: Callable[[str], None]) -> dict[str, float]:
-    """FLOP/s of this process's matrix products in training, at the model's own shapes, by compute format; FP32's by
-    whom `precision` has multiply.
-
-    note: is told when other processes kept the machine busy all the while.
+    """FLOP/s of this process's matrix products in training, at the model's own shapes, by compute format; FP32's with
+    the kernels that `precision` selects. note: called if other processes kept the machine busy throughout.
     """
     check_size(config.model)
     device = resolved_device(config.hardware.device)
@@ -123,8 +120,9 @@ def _probe_tokens(config: RunConfig) -> int:
 
 
 def product_rate(config: RunConfig, precision: PrecisionConfig, note: Callable[[str], None]) -> float:
-    """FLOP/s of `measured_rates` in the format of most products; FP16 and FP8 count as BF16 and INT8 as FP32, which is
-    what the rest of such a model is computed in."""
+    """FLOP/s of `measured_rates` in the format of most products; FP16 and FP8 count as BF16 and INT8 as FP32, the
+    formats of the rest of such a model.
+    """
     known_as = {"fp16": "bf16", "fp8": "bf16", "int8": "fp32"}.get(precision.compute, precision.compute)
     return measured_rates(config, precision, note)[known_as]
 
@@ -158,7 +156,7 @@ def _resolve_onednn(config: RunConfig, previous: RunConfig | None, progress: Pro
 
 
 def _with_precision(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-    """changes: fields of `precision`, by stage."""
+    """Replace fields of `precision`. changes: by stage."""
     stages = {name: config.stage_config(name) for name in changes}
     precisions = {name: replace(stage.precision, **changes[name]) for name, stage in stages.items()}
     resolved: dict[str, Any] = {name: replace(stages[name], precision=precisions[name]) for name in stages}

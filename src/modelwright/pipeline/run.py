@@ -1,6 +1,5 @@
-"""One run from its configuration to its outcome: folder, lock, run.json, config.yaml, stages, signals.
-
-The only place that knows all of them; what a stage does and what the terminal shows lie elsewhere.
+"""One run from its configuration to its outcome: folder, lock, run.json, config.yaml, stages, signals. The only module
+that knows all of them; stages and the terminal are elsewhere.
 """
 
 import time
@@ -37,7 +36,7 @@ LOCK_PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended: what became of each stage; `is_first` on the process that may print."""
+    """How a run ended: the result of each stage; `is_first` on the process that may print."""
 
     outcomes: Sequence[Outcome]
     is_first: bool
@@ -56,13 +55,13 @@ def execute(
     restart: bool = False,
     minutes: float = 0.0,
 ) -> RunResult:
-    """Bring the run in `run` to its end and return what was done.
+    """Carry out the run in `run` and return what was done.
 
-    `only`: the stages to work on (empty: all), which the configuration has among others; `words`: the command line, for
-    run.json; `elastic`: the layout is made to fit the processes that are there; `restart`: training whose checkpoints
-    are all damaged begins again; `minutes`: training is as long as fits into this time (`time_budget`), 0 for the
-    configured length. Called by every process that was started. Raises `ModelwrightError` for whatever a
-    person can do something about, `Stopped` when training was asked to stop.
+    `only`: the stages to run (empty: all), which must be stages of the configuration; `words`: the command line, for
+    run.json; `elastic`: the layout is fitted to the processes that exist; `restart`: training whose checkpoints are all
+    damaged starts over; `minutes`: training is as long as fits into this time (`time_budget`), 0 for the configured
+    length. Called by every process that was started. Raises `ModelwrightError` for anything that a person can fix,
+    `Stopped` if training was asked to stop.
     """
     run.create()
     num_rows = shared_rows(config) if elastic else 0
@@ -103,8 +102,9 @@ def execute(
 def check_request(
     config: RunConfig, run: RunDir, only: Sequence[str], *, num_processes: int, elastic: bool = False
 ) -> None:
-    """Raise `ConfigError` for what `execute` would refuse before its first stage, without starting or writing
-    anything."""
+    """Raise `ConfigError` for everything that `execute` would reject before its first stage, without starting or
+    writing anything.
+    """
     if previous_config(run) is None:
         config = resolve_model(config)
         check_device(resolved_device(config.hardware.device))
@@ -121,7 +121,7 @@ def check_request(
 
 
 def is_finished(config: RunConfig, run: RunDir, only: Sequence[str], *, minutes: float = 0.0) -> bool:
-    """Whether nothing of the request is left to do. minutes: as in `execute`."""
+    """Whether nothing of the request remains to be done. minutes: as in `execute`."""
     previous = previous_config(run)
     if previous is None:
         return False
@@ -131,12 +131,12 @@ def is_finished(config: RunConfig, run: RunDir, only: Sequence[str], *, minutes:
 
 
 def resolve_config(config: RunConfig, run: RunDir, progress: Progress) -> RunConfig:
-    """The resolved configuration, as this machine and what is in the folder have it."""
+    """The configuration resolved for this machine and the contents of the folder."""
     return resolve(config, previous_config(run), progress)
 
 
 def _stages(config: RunConfig, run: RunDir, only: Sequence[str], ranks: RunGroup) -> list[Stage]:
-    """The layout is that of the processes that are there now; config.yaml keeps the one that was asked for."""
+    """Use the layout of the processes that exist now; config.yaml keeps the requested one."""
     return build_stages(replace(config, parallel=ranks.layout), run, only)
 
 
@@ -146,7 +146,7 @@ def _to_do(run: RunDir, stages: Sequence[Stage], only: Sequence[str]) -> list[st
 
 
 def _hold(run: RunDir, held: ExitStack, patience_s: float) -> None:
-    """Lock the run; a process of before that is gone with its host may seem to hold it for a while."""
+    """Lock the run; an earlier process that died with its host may appear to hold it for a while."""
     give_up = time.monotonic() + patience_s
     while True:
         try:
@@ -172,7 +172,7 @@ def _tell_places(placement: Placement | None, progress: Progress) -> None:
 
 
 def previous_config(run: RunDir) -> RunConfig | None:
-    """The configuration that the run was last worked on with, `None` for a new run."""
+    """The configuration that the run last used, `None` for a new run."""
     if not run.config.exists():
         return None
     remedy = "mend or remove it, or choose another --run-dir"
@@ -190,9 +190,8 @@ def previous_config(run: RunDir) -> RunConfig | None:
 def _journal(
     run: RunDir, config: RunConfig, origin: str, words: Sequence[str], ranks: RunGroup
 ) -> Iterator[Callable[[Stage, Manifest], None]]:
-    """Keep run.json on the first process: how the block ends, and each stage that the yielded function is told of.
-
-    A collective that fails because another process has left is raised as `PeerLost`.
+    """Maintain run.json on the first process: how the block ends, and each stage reported to the yielded function. A
+    collective that fails because another process has left is raised as `PeerLost`.
     """
     journal = _RunJournal(run, config, origin, words, ranks) if ranks.rank == 0 else None
     try:
@@ -208,7 +207,7 @@ def _journal(
 
 
 class _RunJournal:
-    """run.json: one entry per invocation, and the digests of what each stage made."""
+    """run.json: one entry per invocation, and the digests of each stage's output."""
 
     def __init__(self, run: RunDir, config: RunConfig, origin: str, words: Sequence[str], ranks: RunGroup) -> None:
         self._run = run
@@ -247,6 +246,6 @@ class _RunJournal:
 
 
 def own_commit() -> str:
-    """The commit of this package's own checkout, "" when it is installed from a wheel."""
+    """The commit of this package's own checkout, "" if it is installed from a wheel."""
     folder = Path(__file__).resolve().parents[1]
     return "" if "site-packages" in folder.parts else git_commit(folder)

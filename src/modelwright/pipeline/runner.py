@@ -1,8 +1,8 @@
-"""The runner: brings every stage of a run to its end, doing only what is not done yet.
+"""The runner: completes every stage of a run and does only what is not done yet.
 
-A finished stage whose digest (settings, parents' contents, versions) is unchanged is skipped. A stage that was cut off
-keeps its folder and goes on from its checkpoints; a stage whose digest changed starts from an empty folder. What an
-earlier invocation finished is verified against its manifest before it is used.
+A finished stage whose digest (settings, parents' contents, versions) is unchanged is skipped. An interrupted stage
+keeps its folder and resumes from its checkpoints; a stage whose digest changed starts from an empty folder. Results of
+an earlier invocation are verified against their manifest before they are used.
 """
 
 import shutil
@@ -23,7 +23,7 @@ State = Literal["done", "begun", "changed", "new"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one stage: `state` before the run, and whether it was worked on."""
+    """The result of one stage: its `state` before the run, and whether it was run."""
 
     stage: str
     state: State
@@ -32,16 +32,15 @@ class Outcome:
 
 @dataclass
 class Survey:
-    """Where a run stands: the state of each stage and the content digests known so far."""
+    """The state of a run: of each stage, and the content digests known so far."""
 
     states: dict[str, State] = field(default_factory=dict)
     contents: dict[str, str] = field(default_factory=dict)
 
 
 def survey(run: RunDir, stages: Sequence[Stage]) -> Survey:
-    """The state of every stage, without changing anything. A stage below an unfinished one is never `done`.
-
-    Raises `ArtifactError` when a file of a finished stage is missing or has another size; contents are not read.
+    """The state of every stage, without changing anything. A stage below an unfinished one is never `done`. Raises
+    `ArtifactError` if a file of a finished stage is missing or has another size; contents are not read.
     """
     found = Survey()
     for stage in stages:
@@ -61,12 +60,12 @@ def run_stages(
     restart: bool = False,
     after_stage: Callable[[Stage, Manifest], None] = lambda stage, manifest: None,
 ) -> list[Outcome]:
-    """Bring `stages` (in order, parents first) to their end.
+    """Complete `stages` (in order, parents first).
 
-    `only`: names of the stages that may be worked on now (empty: all); the others must be finished as the settings
-    have them, else `ConfigError`. `restart`: as in `StageContext`. `after_stage` is told of every finished stage,
-    skipped ones too, on rank 0. Errors of a stage pass through; what it finished before stays. Raises `ArtifactError`
-    for a damaged file of a finished stage: making it again may take days, so a person decides by removing it.
+    `only`: names of the stages that may run now (empty: all); the others must be finished with the present settings,
+    else `ConfigError`. `restart`: as in `StageContext`. `after_stage` is called for every finished stage, including
+    skipped ones, on rank 0. Errors of a stage propagate; what it finished before stays. Raises `ArtifactError` for a
+    damaged file of a finished stage: repeating the stage may take days, so a person decides by removing the file.
     """
     contents: dict[str, str] = {}
     outcomes = []
@@ -91,7 +90,7 @@ def run_stages(
 
 
 def _state(run: RunDir, stage: Stage, contents: Mapping[str, str], *, verify: bool = False) -> State:
-    """Where a stage stands; `verify`: read the files of a finished one and compare their SHA-256."""
+    """The state of a stage. `verify`: read the files of a finished one and compare their SHA-256."""
     folder = run.stage(stage.name)
     if not folder.path.exists():
         return "new"
@@ -153,7 +152,7 @@ def _work(
 
 
 def check_order(stages: Sequence[Stage]) -> None:
-    """Every parent stands before its child; only a bug in the chain can break it."""
+    """Check that every parent precedes its child; only a bug in the chain can break it."""
     seen: set[str] = set()
     for stage in stages:
         assert set(stage.parents) <= seen, f"{stage.name} stands before one of {stage.parents}"

@@ -1,7 +1,7 @@
 """A stage: one arrow of the pipeline, from its parents' artifacts to its own.
 
-What a stage does is a plain function of a `StageContext`. When it runs, whether it may be skipped, and what happens to
-a half-done one is the runner's business; a stage knows nothing about it.
+A stage is a plain function of a `StageContext`. The runner decides when it runs, whether it may be skipped, and what
+happens to an unfinished one.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ FORMAT_VERSION = 1
 
 
 class Ranks(Protocol):
-    """The processes that work on this run together (`parallel.mesh.World` has this form)."""
+    """The processes that work on this run together (implemented by `parallel.mesh.World`)."""
 
     @property
     def rank(self) -> int: ...
@@ -34,10 +34,10 @@ class Ranks(Protocol):
 class StageContext:
     """Arguments of a stage's function.
 
-    `folder`: where checkpoints, metrics and the log go while it works; `output`: the draft of its artifact, which only
+    `folder`: where checkpoints, metrics and the log go while it runs; `output`: the draft of its artifact, which only
     rank 0 may write to; `parents`: the finished artifacts by stage name; `digest`: of everything that determines the
-    result, so that a checkpoint of another configuration is never taken up; `restart`: training whose checkpoints are
-    all damaged begins again at step 0.
+    result, so that a checkpoint of another configuration is never used; `restart`: training whose checkpoints are all
+    damaged starts over at step 0.
     """
 
     folder: StageDir
@@ -53,8 +53,9 @@ class StageContext:
 class Stage:
     """One step of a run.
 
-    `settings`: plain data, all that determines the result beside the parents' contents; `every_rank`: whether all
-    processes take part (training) or only the first (data); `version`: raised when this stage's output changes meaning.
+    `settings`: plain data, everything that determines the result besides the parents' contents; `every_rank`: whether
+    all processes take part (training) or only the first (data); `version`: increased when this stage's output changes
+    meaning.
     """
 
     name: str

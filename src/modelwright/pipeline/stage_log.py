@@ -1,6 +1,6 @@
 """The journal of a stage: `stage.json` (digest, attempts and what each used) and `log.txt`.
 
-`stage.json` is written before the stage's first byte, so that a folder left by a killed process says which settings it
+`stage.json` is written before the stage's first byte, so that the folder of a killed process shows which settings it
 belongs to.
 """
 
@@ -26,7 +26,9 @@ LOG_EVERY_S = 5.0
 
 @dataclass
 class Attempt:
-    """One go at a stage. `state`: running, done, stopped, failed, killed (found still running by the next one)."""
+    """One attempt at a stage. `state`: running, done, stopped, failed, killed (found still running by the next
+    attempt).
+    """
 
     started: str
     ranks: int
@@ -39,23 +41,23 @@ class Attempt:
 
 
 def now() -> str:
-    """The time in UTC, to the second, as ISO 8601."""
+    """The current UTC time, to the second, as ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def read_stage_digest(folder: StageDir) -> str:
-    """The digest that the stage's folder belongs to, "" when nothing was begun there."""
+    """The digest that the stage's folder belongs to, "" if nothing was started there."""
     return str(_read(folder).get("digest", ""))
 
 
 def read_attempts(folder: StageDir) -> list[dict[str, Any]]:
-    """All goes at the stage, oldest first."""
+    """All attempts at the stage, oldest first."""
     return list(_read(folder).get("attempts", []))
 
 
 @contextmanager
 def begin_attempt(folder: StageDir, digest: str, ranks: int) -> Iterator[Attempt]:
-    """Write down that work begins, and at the end how it ended and what it used (this process, rank 0)."""
+    """Record the start of an attempt, and at its end the outcome and the resources used (this process, rank 0)."""
     before = [entry | {"state": "killed"} if entry["state"] == "running" else entry for entry in read_attempts(folder)]
     attempt = Attempt(started=now(), ranks=ranks)
     _write(folder, digest, [*before, asdict(attempt)])
@@ -77,7 +79,7 @@ def begin_attempt(folder: StageDir, digest: str, ranks: int) -> Iterator[Attempt
 
 
 class StageLog:
-    """A `Progress` that also keeps `log.txt`: notes as they come, the state of long work every few seconds."""
+    """A `Progress` that also writes `log.txt`: notes at once, the state of long work every few seconds."""
 
     def __init__(self, path: Path, shown: Progress, title: str) -> None:
         self._path, self._shown, self._title = path, shown, title
@@ -134,7 +136,7 @@ def _short(value: float | str) -> str:
 
 
 def _read(folder: StageDir) -> dict[str, Any]:
-    """The content of `stage.json`; empty, so that the stage starts anew, where there is none or it is damaged."""
+    """The content of `stage.json`; empty, so that the stage starts over, if it is missing or damaged."""
     try:
         found = json.loads((folder.path / "stage.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

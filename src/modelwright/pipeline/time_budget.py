@@ -1,7 +1,7 @@
-"""Fit the length of training to a time budget, from steps that are timed when the run is created.
+"""Fits the length of training to a time budget, from steps that are timed when the run is created.
 
-The lengths are written into the run's config.yaml as `num_steps`, so that a run that is interrupted and resumed ends
-with the same bits as one that is not. They are measured once: the same command keeps them.
+The lengths are written into the run's config.yaml as `num_steps`, so that a resumed run ends with the same bits as an
+uninterrupted one. They are measured once: the same command keeps them.
 """
 
 import shutil
@@ -40,8 +40,8 @@ FOLDER = "time-budget"
 def fit_to_minutes(config: RunConfig, minutes: float, run: RunDir, ranks: RunGroup, progress: Progress) -> RunConfig:
     """The configuration with a `num_steps` for each training stage, such that training takes about `minutes`.
 
-    Called on all ranks, before the run's config.yaml is written. A run that has one keeps its lengths. Raises
-    `ConfigError` when the budget is too small for a useful number of steps.
+    Called on all ranks, before the run's config.yaml is written. A run that already has lengths keeps them. Raises
+    `ConfigError` if the budget is too small for a useful number of steps.
     """
     is_new = not run.config.exists()
     ranks.barrier()
@@ -66,7 +66,7 @@ def fit_to_minutes(config: RunConfig, minutes: float, run: RunDir, ranks: RunGro
 
 
 def with_lengths_of(config: RunConfig, other: RunConfig) -> RunConfig:
-    """The configuration with the lengths that `other` has."""
+    """The configuration with the lengths of `other`."""
     stages = {
         name: replace(
             config.stage_config(name),
@@ -88,9 +88,8 @@ def with_lengths(config: RunConfig, num_steps: Mapping[str, int]) -> RunConfig:
 
 
 def num_steps_within(config: RunConfig, budget_s: float, seconds: Mapping[str, float]) -> dict[str, int]:
-    """Updates of each training stage that take `budget_s` together, validation included.
-
-    seconds: of one update, by stage. A validation costs a third of an update for each of its tokens (no backward pass).
+    """Updates of each training stage that together take `budget_s`, validation included. seconds: of one update, by
+    stage. A validation token costs a third of a training token (no backward pass).
     """
     fractions = (
         {"pretrain": 1.0 - SFT_FRACTION, "sft": SFT_FRACTION} if len(seconds) > 1 else dict.fromkeys(seconds, 1.0)

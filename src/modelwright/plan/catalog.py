@@ -1,8 +1,8 @@
 """Well-known model sizes and accelerators by name, for plans without a recipe or a machine.
 
-What training reaches of an accelerator's peak rate is taken from published runs. Utilization figures count as
-`ModelConfig.flops_per_token` does: attention to earlier positions only, nothing that is computed again; publications
-that count attention to all positions state higher ones.
+The share of an accelerator's peak rate that training reaches is taken from published runs. Utilization is counted as in
+`ModelConfig.flops_per_token`: attention to earlier positions only, no recomputation; publications that count attention
+to all positions state higher figures.
 """
 
 from collections.abc import Mapping
@@ -28,10 +28,8 @@ PLANNED_AS: dict[ComputeFormat, Compute] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeRate:
-    """How fast a device computes in one format.
-
-    peak_flops_per_s: of dense products, by the data sheet or measured; efficiency: the share of it that a training step
-    reaches where no rank waits for another; source: where that share comes from.
+    """How fast a device computes in one format. peak_flops_per_s: of dense products, from the data sheet or measured;
+    efficiency: the share of it that a training step reaches if no rank waits for another; source: of that share.
     """
 
     peak_flops_per_s: float
@@ -49,9 +47,8 @@ class ComputeRate:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """An accelerator as its maker describes it, per device and direction.
-
-    rates: by the format of products; host_bytes_per_s: to the others in the host; network_bytes_per_s: to other hosts.
+    """An accelerator as specified by its maker, per device and direction. rates: by the format of products;
+    host_bytes_per_s: to the others in the host; network_bytes_per_s: to other hosts.
     """
 
     memory_bytes: float
@@ -60,7 +57,7 @@ class Device:
     network_bytes_per_s: float
 
     def rate(self, wanted: ComputeFormat, *, name: str) -> ComputeRate:
-        """Raises `ConfigError` for a format that the device, called `name`, has no products in."""
+        """Raises `ConfigError` for a format in which the device, called `name`, has no matrix products."""
         if wanted not in self.rates:
             others = ", ".join(self.rates)
             raise ConfigError(f"--compute: {name} has no products in {wanted.upper()}; it computes in {others}")

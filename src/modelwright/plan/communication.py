@@ -1,9 +1,9 @@
 """Bytes and seconds on the links, axis by axis of the mesh.
 
 Ring algorithms: an all-gather or reduce-scatter of S bytes over n ranks sends (n - 1) / n * S from each, an all-reduce
-twice that. An axis whose ranks lie in one host uses the host's link, any other the network. What training sends follows
-the passes: FSDP2 as `parallel.zero_stage` sets it up, FP32 weights and gradients; tensor parallelism as Shoeybi et al.
-2019 and, with sequence parallelism, Korthikanti et al. 2022 (equal bytes).
+twice that. An axis whose ranks lie in one host uses the host's link, any other the network. Traffic follows the model
+passes: FSDP2 as `parallel.zero_stage` sets it up, FP32 weights and gradients; tensor parallelism as Shoeybi et al. 2019
+and, with sequence parallelism, Korthikanti et al. 2022 (equal bytes).
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ class Cluster:
 
     @property
     def flops_per_s(self) -> float:
-        """That a device reaches in training where no rank waits for another."""
+        """FLOP/s that a device reaches in training if no rank waits for another."""
         return self.compute.peak_flops_per_s * self.compute.efficiency
 
     def seconds(self, num_bytes: float, num_messages: float, *, reach: int) -> float:
@@ -75,7 +75,7 @@ def axis_seconds(
 
 
 def axis_traffic(model: ModelConfig, part: RankPart, axes: Mapping[str, int]) -> dict[str, AxisTraffic]:
-    """What crosses each hop of every axis of more than one rank in a step."""
+    """Traffic on each hop of every axis of more than one rank in a step."""
     found = {}
     for axis, size in axes.items():
         if size > 1:
@@ -85,7 +85,7 @@ def axis_traffic(model: ModelConfig, part: RankPart, axes: Mapping[str, int]) ->
 
 
 def _axis_traffic(axis: str, model: ModelConfig, part: RankPart, axes: Mapping[str, int]) -> tuple[float, float]:
-    """Bytes that one rank sends in a step, and messages one after the other."""
+    """Bytes that one rank sends in a step, and sequential messages."""
     ranks, rounds = axes[axis], part.num_microbatches
     share = (ranks - 1) / ranks
     weights = FP32_BYTES * (root_parameters(model, part) + part.num_layers * block_parameters(model, part.tensor))
@@ -106,8 +106,9 @@ def _axis_traffic(axis: str, model: ModelConfig, part: RankPart, axes: Mapping[s
 
 
 def _shard_traffic(part: RankPart, weights: float, share: float, ranks: int) -> tuple[float, float]:
-    """Stage 3 fetches weights forward and backward and scatters gradients, for every microbatch; stage 2 fetches them
-    once for every microbatch; stage 1 scatters gradients once a step."""
+    """Stage 3 gathers weights forward and backward and scatters gradients, for every microbatch; stage 2 gathers them
+    once for every microbatch; stage 1 scatters gradients once per step.
+    """
     fetches = part.num_microbatches * (2 if part.zero_stage == 3 else 1)
     scatters = 1 if part.zero_stage == 1 else part.num_microbatches
     messages = (fetches + scatters) * (part.num_layers + 1) * (ranks - 1)

@@ -1,7 +1,7 @@
-"""`doctor`: what the machine is and how fast it multiplies matrices of a model's own shapes.
+"""`doctor`: what the machine is, and how fast it multiplies matrices of a model's own shapes.
 
-The rates settle two questions by measuring instead of assuming: which compute format is fastest here, and what the
-denominator of model FLOPs utilization is. Changes nothing on the machine.
+The rates settle two questions by measurement: which compute format is fastest here, and what the denominator of model
+FLOPs utilization is. Changes nothing on the machine.
 """
 
 import ctypes.util
@@ -58,8 +58,8 @@ def survey(
 ) -> dict[str, Any]:
     """Everything `doctor` knows, as plain data: `machine`, `torch`, `training`, `int8`, `recommended`.
 
-    `num_tokens`: tokens of one microbatch on one rank; `folder`: where runs are written; `budget_s`: about how long
-    each format may be measured.
+    `num_tokens`: tokens of one microbatch on one rank; `folder`: where runs are written; `budget_s`: approximate time
+    to measure each format.
     """
     training = measure_rates(model, num_tokens=num_tokens, device=device, budget_s=budget_s)
     int8 = measure_int8(model, budget_s=budget_s) if device == "cpu" else {}
@@ -85,7 +85,7 @@ def machine(folder: Path) -> dict[str, Any]:
 
 
 def torch_facts() -> dict[str, Any]:
-    """Version, threads, CPU capability and accelerators as torch sees them."""
+    """Version, threads, CPU capability and accelerators, as reported by torch."""
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "version": torch.__version__,
@@ -148,7 +148,7 @@ def measure_rates(
 
 
 def busy_note(busy_cores: float, *, remedy: str) -> str:
-    """What to think of rates that were measured on a busy machine, "" where it was quiet."""
+    """How to read rates that were measured on a busy machine, "" if it was quiet."""
     if not busy_cores:
         return ""
     return (
@@ -193,8 +193,9 @@ def preload_allocator() -> str:
 
 
 def recommend(training: dict[str, Any], int8: dict[str, Any], allocator: str = "") -> dict[str, Any]:
-    """The fastest training format, the fastest INT8 backend for decoding ("none": FP32 is), threads, and an allocator
-    to preload, each with why."""
+    """The fastest training format, the fastest INT8 backend for decoding ("none" if FP32 is faster), threads, and an
+    allocator to preload, each with the reason.
+    """
     effective = training["effective"]
     compute = max(effective, key=effective.__getitem__)
     others = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in effective.items() if name != compute)
@@ -274,7 +275,7 @@ def _float_rate(m: int, k: int, n: int, dtype: torch.dtype, device: str) -> floa
 
 
 def _best_rates(products: Mapping[str, list[Product]], rate: DtypeRate) -> dict[Any, float]:
-    """By format and shape; the formats take turns at every product."""
+    """Rates by format and shape; the formats alternate at every product."""
     measures = {
         (name, product.shape): partial(rate, *product.shape, dtype=COMPUTE_DTYPES[name])
         for same_product in zip(*products.values(), strict=True)
@@ -284,7 +285,7 @@ def _best_rates(products: Mapping[str, list[Product]], rate: DtypeRate) -> dict[
 
 
 def _best_of_rounds(measures: Mapping[Any, Callable[[], float]]) -> dict[Any, float]:
-    """The highest rate of every measure: one busy moment must not lower any for good."""
+    """The highest rate of every measure, so that one busy moment does not lower any for good."""
     return {key: max(rates) for key, rates in in_turn(measures, num_rounds=NUM_ROUNDS).items()}
 
 
@@ -295,7 +296,7 @@ def _known_rate(best: Mapping[Any, float], kind: str, times: float, m: int, k: i
 def _affordable_tokens(
     products: list[Product], num_tokens: int, rate: Callable[[int, int, int], float], budget_s: float
 ) -> int:
-    """The most tokens, a power of two below `num_tokens` if not all of them, at which every shape can be measured."""
+    """The most tokens, a power of two if below `num_tokens`, at which every shape can be measured in time."""
     largest = max(products, key=lambda p: p.k * p.n)
     probed = rate(min(_PROBE_TOKENS, num_tokens), largest.k, largest.n)
     unique = {p.shape: 2.0 * p.m * p.k * p.n for p in products}
@@ -317,7 +318,7 @@ def _available_memory() -> int:
 
 
 def _memory_limit() -> int:
-    """Bytes that the control group allows, 0 where there is no limit."""
+    """Memory limit of the control group in bytes, 0 if there is none."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             limit = int(Path(path).read_text())

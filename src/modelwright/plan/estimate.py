@@ -101,7 +101,7 @@ def scoring_stage(
     flops_per_s: float,
     mfu: float = ASSUMED_FORWARD_MFU,
 ) -> StageEstimate:
-    """Evaluation of `num_tokens` tokens; an upper bound, as if all lay in documents longer than the context."""
+    """Evaluation of `num_tokens` tokens; an upper bound, as if all were in documents longer than the context."""
     run = num_tokens / (1.0 - context_overlap)
     flops = run * model.flops_per_token(model.max_seq_len / 2)
     shape = block_shape(model, compute="fp32", mean_context=0)
@@ -140,7 +140,7 @@ def plan_text(model: ModelConfig, stages: Sequence[StageEstimate], memory: Mappi
 
 
 def size(num_bytes: float) -> str:
-    """Bytes for people, in powers of 1024."""
+    """Bytes as text, in powers of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit in ("B", "KiB", "MiB") else f"{num_bytes:.1f} {unit}"
@@ -149,7 +149,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: `45 s`, `12 min`, `3 h 05 min`."""
+    """Seconds as text: `45 s`, `12 min`, `3 h 05 min`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

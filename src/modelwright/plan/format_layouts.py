@@ -18,10 +18,8 @@ _NO_ERROR = "the model's error has not been measured here (modelwright prove zer
 def proposal_text(
     job: TrainingJob, cluster: Cluster, proposal: Proposal, *, top: int, known_error: str, notes: Sequence[str] = ()
 ) -> str:
-    """The best layouts as a table, the first one in full, and the smallest of those that do not fit with reasons.
-
-    notes: what the reader should know of the job. known_error: how far the memory model was off where it was
-    measured, "" when it was not.
+    """The best layouts as a table, the first one in full, and the smallest of those that do not fit, with reasons.
+    notes: about the job, for the reader; known_error: the measured error of the memory model, "" if unknown.
     """
     lines = [*_job_lines(job, cluster), *(f"note        {note}" for note in notes), ""]
     if proposal.fitting:
@@ -151,7 +149,7 @@ def _activations(config: ActivationCheckpointingConfig) -> str:
 
 
 def _decimal(num_bytes: float) -> str:
-    """Bytes as makers of memory count them; small ones in powers of 1024."""
+    """Bytes in the units of memory vendors; small ones in powers of 1024."""
     if num_bytes < 1e9:
         return size(num_bytes)
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes < 1e12 else f"{num_bytes / 1e12:.2f} TB"

@@ -17,8 +17,8 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What stands beside a plan. error: how far predicted peaks were off where they were measured, "" when they were
-    not; gaps: the same of what a heap takes on top; no_arena: why `step_arena` is not to be had here, "" where it is.
+    """Notes on a plan. error: the measured error of predicted peaks, "" if unknown; gaps: the same for heap overhead;
+    no_arena: why `step_arena` is unavailable here, "" if it is available.
     """
 
     error: str = ""
@@ -27,7 +27,7 @@ class Known:
 
 
 def plan_text(plan: StepPlan, configured: TrainConfig, *, top: int, known: Known) -> str:
-    """Both timelines, what is alive at their peaks, what the plan changes, and the arenas."""
+    """Both timelines, the tensors alive at their peaks, what the plan changes, and the arenas."""
     settings = plan.settings(configured)
     lines = timeline_lines("as configured", plan.before, top=top)
     if settings:
@@ -48,7 +48,7 @@ def plan_text(plan: StepPlan, configured: TrainConfig, *, top: int, known: Known
 
 
 def heap_lines(known: Known) -> list[str]:
-    """What the gaps of training's heap add to the predicted peaks, and what helps against them."""
+    """What heap fragmentation in training adds to the predicted peaks, and remedies."""
     gaps = f"the heap's gaps come on top of these peaks ({known.gaps or 'how much has not been measured here'})"
     if known.no_arena:
         return [f"gaps: {gaps}; no arena here: {known.no_arena}"]
@@ -69,7 +69,7 @@ def plan_data(plan: StepPlan, configured: TrainConfig, *, top: int) -> dict[str,
 
 
 def timeline_lines(name: str, timeline: MemoryTimeline, *, top: int, scale: int = 0) -> list[str]:
-    """A picture of what is alive when, by kind, and the largest tensors at the peak. scale: bytes of a full bar."""
+    """A chart of bytes alive over time, by kind, and the largest tensors at the peak. scale: bytes of a full bar."""
     time, live = timeline.peak_time, timeline.live_bytes()
     scale = scale or max(live)
     kinds = timeline.by_kind(time)
@@ -99,7 +99,7 @@ def _phase_line(timeline: MemoryTimeline) -> str:
 
 
 def _bars(values: Sequence[int], scale: int) -> str:
-    """The largest value of each column; whatever is above zero shows."""
+    """The maximum of each column; anything above zero is visible."""
     bars, edges = [], [column * len(values) // WIDTH for column in range(WIDTH + 1)]
     for first, last in itertools.pairwise(edges):
         value = max(values[first : max(last, first + 1)], default=0)

@@ -1,7 +1,7 @@
-"""The matrix products of a model, forward and backward, and what rate they reach together.
+"""The matrix products of a model, forward and backward, and their combined rate.
 
-Pure arithmetic over shapes. Attention's own products are not among them: they are a few percent of the FLOPs at the
-context lengths of small models and run in a fused kernel that has no shape of its own.
+Pure arithmetic over shapes. Attention's own products are excluded: they are a few percent of the FLOPs at the context
+lengths of small models and run in a fused kernel that has no shape of its own.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """A multiply-add counts as two."""
+        """FLOPs; a multiply-add counts as two."""
         return 2.0 * self.m * self.k * self.n * self.count
 
     @property
@@ -70,7 +70,7 @@ def training_products(model: ModelConfig, *, num_tokens: int, head_chunk_tokens:
 
 
 def effective_rate(products: Iterable[Product], rate: Rate) -> float:
-    """FLOP/s of all products done one after the other: total FLOPs over total time; each shape is asked for once."""
+    """FLOP/s of all products done one after the other: total FLOPs over total time; each shape is looked up once."""
     known: dict[tuple[int, int, int], float] = {}
     flops = seconds = 0.0
     for product in products:

@@ -1,7 +1,7 @@
 """One layout of a training job over a cluster: memory of its fullest rank, and how long a step takes.
 
-Time is compute over the share of the peak rate that published runs reach, plus the pipeline's bubble, plus what
-communication its overlap does not hide. Estimates rank layouts; they do not replace a measurement.
+Time is compute at the share of the peak rate that published runs reach, plus the pipeline's bubble, plus communication
+that is not overlapped. Estimates rank layouts; they do not replace a measurement.
 """
 
 import math
@@ -40,7 +40,7 @@ class TrainingJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a job is laid out; `microbatch_rows`: rows of one copy of the model at a time."""
+    """How a job is laid out; `microbatch_rows`: rows of one replica of the model at a time."""
 
     parallel: ParallelConfig
     num_devices: int
@@ -53,13 +53,13 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """Copies of the model that take rows of their own."""
+        """Replicas of the model, each with its own rows."""
         return self.axes["replicate"] * self.axes["shard"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assessment:
-    """A layout's fullest rank and its step time by part, in seconds; communication is what stays visible."""
+    """A layout's fullest rank and its step time by part, in seconds; communication is the part that is not hidden."""
 
     layout: Layout
     memory: MemoryEstimate
@@ -80,12 +80,12 @@ class Assessment:
         return bubble_share(bubble=self.bubble_s, work=self.compute_s + self.recompute_s)
 
     def utilization(self, cluster: Cluster) -> float:
-        """Model FLOPs as a share of what the devices' peak rate would compute."""
+        """Model FLOPs as a share of the devices' peak."""
         return self.model_flops / (self.step_s * self.layout.num_devices * cluster.compute.peak_flops_per_s)
 
 
 def assess(job: TrainingJob, layout: Layout, cluster: Cluster) -> Assessment:
-    """Memory and time. Raises `ConfigError` when the model or the batch does not divide as the layout asks."""
+    """Memory and time. Raises `ConfigError` if the layout does not divide the model or the batch."""
     parallel, axes = layout.parallel, layout.axes
     shape = _shape(job, layout)
     num_stages = parallel.pipeline * parallel.stages_per_rank
@@ -118,7 +118,7 @@ def assess(job: TrainingJob, layout: Layout, cluster: Cluster) -> Assessment:
 
 
 def expected_traffic(job: TrainingJob, layout: Layout) -> dict[str, AxisTraffic]:
-    """What a rank with most layers sends along each axis in a step. Raises `ConfigError` like `assess`."""
+    """The traffic of a rank with the most layers along each axis in a step. Raises `ConfigError` like `assess`."""
     parallel = layout.parallel
     layers = parallel.layers_per_stage or _split(job.model, parallel.pipeline * parallel.stages_per_rank, job.seq_len)
     num_microbatches = job.num_rows // (layout.copies * layout.microbatch_rows)
@@ -129,7 +129,7 @@ def expected_traffic(job: TrainingJob, layout: Layout) -> dict[str, AxisTraffic]
 
 @lru_cache
 def _split(model: ModelConfig, num_stages: int, seq_len: int) -> tuple[int, ...]:
-    """The split that training would make."""
+    """The pipeline split that training would use."""
     return split_layers(flop_costs(model, mean_context=seq_len / 2), num_stages)
 
 
@@ -183,7 +183,8 @@ def _part(
 
 def _ranks_that_decide(layers: tuple[int, ...], parallel: ParallelConfig) -> list[int]:
     """The ranks that can be fullest or slowest: those with embedding and head, and the first of those with most layers
-    (earlier ranks hold more microbatches)."""
+    (earlier ranks hold more microbatches).
+    """
     owners, held = rank_of_stage(parallel), [0] * parallel.pipeline
     for stage, owner in enumerate(owners):
         held[owner] += layers[stage]

@@ -1,7 +1,7 @@
-"""How far the memory model was off where it was measured.
+"""The measured error of the memory model.
 
-The figures come with the package in `measured_errors.json`, which `python -m modelwright_claims.planner_errors` writes
-from the committed results; nobody edits it by hand.
+The figures ship with the package in `measured_errors.json`, which `python -m modelwright_claims.planner_errors` writes
+from the committed results; it is never edited by hand.
 """
 
 import json
@@ -29,7 +29,7 @@ class MeasuredError:
 
 
 def measured_errors() -> list[MeasuredError]:
-    """Read the errors that come with the package."""
+    """Read the errors that ship with the package."""
     text = (files("modelwright.plan") / DATA_FILE).read_text(encoding="utf-8")
     return [MeasuredError(**entry) for entry in json.loads(text)]
 
@@ -44,7 +44,7 @@ def error_text(errors: Sequence[MeasuredError]) -> str:
 
 
 def heap_gap_text(errors: Sequence[MeasuredError]) -> str:
-    """Describe how far the heap of a training process exceeds the predicted peak; "" where nobody measured it."""
+    """Describe how far the heap of a training process exceeds the predicted peak; "" without measurements."""
     return "; ".join(
         ", ".join(f"{percent:.0f}% for a step {step}" for step, percent in error.heap_gap_percent.items())
         + f": {error.processor}, {error.date}"

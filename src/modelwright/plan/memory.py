@@ -1,9 +1,9 @@
 """Bytes on one rank at the peak of a training step, by part, under any layout.
 
-A step's peak is the largest of a few moments: the head's turn after the last block, each segment's backward, the end of
-backward, the exchange of gradients. For each the parts are added up as PyTorch holds them: FSDP2's buffers (a flat
-message beside the copies made of it, the next group fetched ahead, the last scattered message) follow
-`torch.distributed.fsdp._fully_shard`. Tests hold totals against measured peaks.
+A step's peak is the maximum over a few moments: the head after the last block, each segment's backward, the end of
+backward, the exchange of gradients. For each, the parts are added up as PyTorch holds them: FSDP2's buffers (a flat
+message next to the copies made of it, the next group prefetched, the last scattered message) follow
+`torch.distributed.fsdp._fully_shard`. Tests compare totals with measured peaks.
 """
 
 from collections.abc import Iterator
@@ -30,10 +30,10 @@ ADAM_STATES = 2
 class MemoryEstimate:
     """Bytes by part at the peak of a training step, on one rank.
 
-    weights, gradients, optimizer: this rank's share; gathered: whole weights that FSDP has fetched, with its messages;
-    activations: kept from forward to backward; workspace: needed for a moment (a chunk of logits, what is computed
-    again, one block's backward pass); transport: flat copies of gradients on their way; checkpoint_copy: what an
-    asynchronous checkpoint writes from, in the host's memory; process: before the model; heap_gaps: see `resident`.
+    weights, gradients, optimizer: this rank's share; gathered: whole weights that FSDP has gathered, with its messages;
+    activations: saved from forward to backward; workspace: temporary memory (a chunk of logits, recomputation, one
+    block's backward pass); transport: flat copies of gradients in flight; checkpoint_copy: source of an asynchronous
+    checkpoint, in host memory; process: before the model exists; heap_gaps: see `resident`.
     """
 
     process: int = 0
@@ -57,24 +57,25 @@ class MemoryEstimate:
         return self.weights + self.gradients + self.optimizer
 
     def on_device(self, device: str, *, arena: bool = False) -> "MemoryEstimate":
-        """What counts against the device's memory: on a CPU all that is `resident`; an accelerator holds neither the
-        process nor checkpoint copies. arena: of `step_arena`."""
+        """What counts against the device's memory: on a CPU everything in `resident`; an accelerator holds neither the
+        process nor checkpoint copies. arena: of `step_arena`.
+        """
         return self.resident(arena=arena) if device == "cpu" else replace(self, process=0, checkpoint_copy=0)
 
     def resident(self, *, arena: bool) -> "MemoryEstimate":
-        """With the gaps that training's heap leaves on a CPU; an arena holds what comes and goes without any."""
+        """Including heap fragmentation of training on a CPU; an arena has none."""
         passing = self.gathered + self.activations + self.workspace + self.transport
         return replace(self, heap_gaps=int(HEAP_GAPS * ((0 if arena else passing) + self.checkpoint_copy)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPart:
-    """What one rank does of a training step.
+    """The work of one rank in a training step.
 
-    segments: how its blocks treat activations, `shape`: their widths on this rank; num_tokens: of one microbatch on
-    this rank; in_flight: microbatches whose activations it holds at once (not whole where a rank has several stages);
-    tensor: ranks that share each matrix; zero_stage, sharing: what is sharded over how many ranks; copies: ranks whose
-    gradients a transport adds up.
+    segments: how its blocks treat activations; shape: their widths on this rank; num_tokens: of one microbatch on this
+    rank; in_flight: microbatches whose activations it holds at once (fractional if a rank has several stages); tensor:
+    ranks that share each matrix; zero_stage, sharing: what is sharded over how many ranks; copies: ranks whose
+    gradients are summed.
     """
 
     segments: tuple[Segment, ...]
@@ -102,13 +103,15 @@ class RankPart:
 
 
 def block_parameters(model: ModelConfig, tensor: int) -> int:
-    """Parameters of one block on one rank: matrices are divided, norms are not."""
+    """Parameters of one block on one rank: matrices are sharded, norms are not."""
     norms = 2 * model.model_dim + (2 * model.head_dim if model.qk_norm else 0)
     return (model.block_parameters - norms) // tensor + norms
 
 
 def root_parameters(model: ModelConfig, part: RankPart) -> int:
-    """Parameters outside the blocks on one rank: embedding, final norm, head (a copy where it is tied far away)."""
+    """Parameters outside the blocks on one rank: embedding, final norm, head (a copy if it is tied to a remote
+    embedding).
+    """
     table = model.vocab_size * model.model_dim // part.tensor
     has_own_head = part.has_head and not (model.tie_embeddings and part.has_embedding)
     return table * (part.has_embedding + has_own_head) + model.model_dim * part.has_head
@@ -131,7 +134,7 @@ def rank_memory(model: ModelConfig, part: RankPart) -> MemoryEstimate:
 
 
 def head_workspace(model: ModelConfig, part: RankPart) -> int:
-    """Bytes that the head computes in; 0 on a rank without one."""
+    """Bytes of the head's workspace; 0 on a rank without one."""
     if not part.has_head:
         return 0
     return head_workspace_bytes(
@@ -140,7 +143,7 @@ def head_workspace(model: ModelConfig, part: RankPart) -> int:
 
 
 def _forward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]:
-    """All blocks are done: the root's weights are fetched again, then the head computes."""
+    """After all blocks: the root's weights are gathered again, then the head computes."""
     root = FP32_BYTES * root_parameters(model, part)
     gathered = _gathered_bytes(model, part, part.num_layers)
     gradients = _earlier_gradients(model, part) + sum(_fresh_gradients(model, part, part.num_layers))
@@ -152,7 +155,7 @@ def _forward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstim
 
 
 def _backward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]:
-    """Each segment's backward, with what is kept before it and the gradients of what came after it."""
+    """Each segment's backward, with the activations saved before it and the gradients of what came after it."""
     block = FP32_BYTES * block_parameters(model, part.tensor)
     messages = 0 if part.zero_stage == 0 else 2 * block
     kept, layer = (part.in_flight - 1) * _kept(part), 0
@@ -175,7 +178,7 @@ def _backward_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEsti
 
 
 def _end_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]:
-    """The embedding's gradient arrives, then copies of the model add up theirs."""
+    """The embedding's gradient arrives, then replicas sum their gradients."""
     root = FP32_BYTES * root_parameters(model, part)
     table = FP32_BYTES * model.vocab_size * model.model_dim // part.tensor
     whole, divided = _fresh_gradients(model, part, 0)
@@ -193,9 +196,8 @@ def _end_moments(model: ModelConfig, part: RankPart) -> Iterator[MemoryEstimate]
 
 
 def _fresh_gradients(model: ModelConfig, part: RankPart, first_layer: int) -> tuple[int, int]:
-    """Gradients of this microbatch when blocks `first_layer` and later have run backward: whole ones, divided ones.
-
-    The head's gradient is there from its own turn on.
+    """Gradients of this microbatch once blocks `first_layer` and later have run backward: (whole, sharded). The head's
+    gradient exists from its own turn on.
     """
     layers = part.num_layers - first_layer
     blocks = FP32_BYTES * layers * block_parameters(model, part.tensor)
@@ -212,7 +214,7 @@ def _fresh_gradients(model: ModelConfig, part: RankPart, first_layer: int) -> tu
 
 
 def _earlier_gradients(model: ModelConfig, part: RankPart) -> int:
-    """Gradients that earlier microbatches of the step have left."""
+    """Gradients accumulated by earlier microbatches of the step."""
     if part.num_microbatches == 1:
         return 0
     whole = FP32_BYTES * _num_parameters(model, part)
@@ -220,7 +222,7 @@ def _earlier_gradients(model: ModelConfig, part: RankPart) -> int:
 
 
 def _gathered_bytes(model: ModelConfig, part: RankPart, num_layers: int) -> int:
-    """Whole weights that stand while the first `num_layers` blocks are still to run backward."""
+    """Whole weights that are held while the first `num_layers` blocks still have to run backward."""
     root = FP32_BYTES * root_parameters(model, part)
     if part.zero_stage == 0:
         return 0
@@ -244,5 +246,5 @@ def _tables(model: ModelConfig, part: RankPart) -> int:
 
 
 def _outside_blocks(model: ModelConfig, part: RankPart) -> int:
-    """Rotary tables; the final norm's normalized input and output, and the gradient that the head makes at once."""
+    """Rotary tables; the final norm's normalized input and output, and the gradient that the head computes at once."""
     return _tables(model, part) + FP32_BYTES * part.num_tokens * 3 * model.model_dim * part.has_head

@@ -1,8 +1,8 @@
-"""A plan for the memory of a training step: what to compute again, what to move and when to update, judged by traces.
+"""A plan for the memory of a training step: what to recompute, what to offload and when to update, judged by traces.
 
-What blocks keep is chosen by `memory.budget` under a budget for activations; a trace of the whole step, with weights,
-gradients, the head and the update in it, says what comes of it. Updates in backward join where they change no weight.
-The plan is a configuration: training with it is what the second trace shows. Knows one process and no link.
+What blocks save is chosen by `memory.budget` under a budget for activations; a trace of the whole step, including
+weights, gradients, head and update, shows the result. Optimizer in backward is used if it changes no weight. The plan
+is a configuration: training with it is what the second trace shows. Covers one process, without communication.
 """
 
 import itertools
@@ -39,9 +39,10 @@ _AS_GOOD = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """before: the step as configured; after: with `train`, which is the plan; more_flops: computed again, as a share of
-    the step's model FLOPs, and present_flops: as configured; moved_bytes: that a step's activations write to another
-    place and read again, in all."""
+    """before: the step as configured; after: with `train`, which is the plan. more_flops: recomputed, as a share of the
+    step's model FLOPs, and present_flops: as configured; moved_bytes: total bytes that a step's activations write to
+    another place and read again.
+    """
 
     before: MemoryTimeline
     after: MemoryTimeline
@@ -63,7 +64,7 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadTarget:
-    """Another place where activations may wait; flops_per_byte: as in `ActivationCheckpointingConfig`."""
+    """A place where activations may be offloaded to; flops_per_byte: as in `ActivationCheckpointingConfig`."""
 
     tier: Tier = "none"
     flops_per_byte: float = 0.0
@@ -74,7 +75,7 @@ NOWHERE = OffloadTarget()
 
 @dataclass(frozen=True, kw_only=True)
 class _Candidate:
-    """cost: of computing again and moving, as a share of the step's model FLOPs."""
+    """cost: of recomputation and offloading, as a share of the step's model FLOPs."""
 
     train: TrainConfig
     more_flops: float
@@ -94,10 +95,10 @@ def plan_step(
     arena: bool = False,
     progress: Progress = SilentProgress(),  # noqa: B008
 ) -> StepPlan:
-    """The least that is computed again and moved such that the peak is at most `budget_bytes`; without a budget (0)
-    such that it is within a hundredth of the lowest for `more_compute` of the step's FLOPs, moving counted by what
-    could be computed meanwhile. The step as configured is the plan where it does that for no more; without a budget
-    also where nothing within `more_compute` takes less memory.
+    """The least recomputation and offloading such that the peak is at most `budget_bytes`; without a budget (0) such
+    that it is within a hundredth of the lowest possible for `more_compute` of the step's FLOPs, where offloading counts
+    by what could be computed meanwhile. The step as configured is the plan if it achieves that at no higher cost;
+    without a budget also if nothing within `more_compute` takes less memory.
 
     arena: with what it changes, or to hold a budget, the plan switches on `step_arena`; traces know no gaps of a
     heap, which otherwise come on top of every peak.
@@ -152,7 +153,7 @@ def _too_small(budget_bytes: int, lowest: int, elsewhere: OffloadTarget) -> str:
 
 
 def _with_updates_in_backward(train: TrainConfig) -> TrainConfig:
-    """Where the settings let it be and weights stay as they are; else the same."""
+    """Use optimizer in backward where the settings allow it and weights stay the same; otherwise unchanged."""
     if train.optimizer_in_backward or train.max_grad_norm:
         return train
     try:
@@ -164,8 +165,9 @@ def _with_updates_in_backward(train: TrainConfig) -> TrainConfig:
 def _candidates(
     model: ModelConfig, train: TrainConfig, seq_len: int, elsewhere: OffloadTarget
 ) -> tuple[_Candidate, Sequence[_Candidate]]:
-    """The step as configured; and ways to treat the blocks, from nothing computed again to what keeps least, whatever
-    is configured."""
+    """The step as configured, and ways to treat the blocks, from no recomputation to the least memory, whatever is
+    configured.
+    """
     compute, fused = train.precision.planned_as, cpu_kernels.are_used_on("cpu")
     shape = block_shape(model, compute=compute, mean_context=model.max_seq_len / 2, fused=fused)
     num_tokens = train.batch_rows(seq_len) * seq_len // train.gradient_accumulation_steps

@@ -1,4 +1,4 @@
-"""What it costs to let activations wait elsewhere: FLOPs that could be computed while a byte moves there or back."""
+"""The cost of offloading activations: FLOPs that could be computed while a byte moves there or back."""
 
 import torch
 
@@ -9,9 +9,8 @@ NUM_TENSORS, TENSOR_BYTES = 32, 8 * 2**20
 
 
 def measure_flops_per_byte(store: Store, device: torch.device, flops_per_s: float) -> float:
-    """FLOPs that could be computed while a byte moves to this store. flops_per_s: of a training step.
-
-    Files pass through the system's cache, as they do in training.
+    """FLOPs that could be computed while a byte moves to this store. flops_per_s: of a training step. Files pass
+    through the page cache, as they do in training.
     """
     tensors = [torch.ones(TENSOR_BYTES // 4, device=device) for _ in range(NUM_TENSORS)]
 

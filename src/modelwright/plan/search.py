@@ -30,8 +30,9 @@ _MAX_MICROBATCH_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Layouts that fit, the fastest first, one for each mesh and ZeRO stage; for each that does not fit, its least
-    memory."""
+    """Layouts that fit, fastest first, one for each mesh and ZeRO stage; for each that does not fit, its least
+    memory.
+    """
 
     fitting: Sequence[Assessment]
     too_large: Sequence[Assessment]
@@ -39,7 +40,7 @@ class Proposal:
 
 
 def propose(job: TrainingJob, cluster: Cluster, *, memory_share: float = MARGIN) -> Proposal:
-    """All layouts, assessed. Raises `ConfigError` when not even one divides the model, the batch and the devices."""
+    """All layouts, assessed. Raises `ConfigError` if none divides the model, the batch and the devices."""
     room = memory_share * cluster.memory_bytes
     fitting: dict[tuple, Assessment] = {}
     smallest: dict[tuple, Assessment] = {}
@@ -71,7 +72,7 @@ def propose(job: TrainingJob, cluster: Cluster, *, memory_share: float = MARGIN)
 
 
 def layouts(job: TrainingJob, cluster: Cluster) -> Iterator[Layout]:
-    """Every layout that divides the devices, the rows and the layers without a rest."""
+    """Every layout that divides the devices, the rows and the layers evenly."""
     for parallel in meshes(job, cluster):
         axes = parallel.axes(cluster.num_devices)
         copies = axes["replicate"] * axes["shard"]
@@ -117,7 +118,7 @@ def meshes(job: TrainingJob, cluster: Cluster) -> Iterator[ParallelConfig]:
 
 
 def _rank(found: Assessment) -> tuple[float, int]:
-    """Faster first, of equally fast ones the smaller."""
+    """Sort key: faster first, of equally fast ones the smaller."""
     return found.step_s, found.memory.total
 
 
@@ -133,7 +134,7 @@ def _shard_groups(cluster: Cluster, data: int, context: int, tensor: int) -> Ite
 
 
 def _schedules(pipeline: int, num_layers: int) -> Iterator[tuple[Schedule, int]]:
-    """GPipe is never faster than 1F1B and holds more: it is not proposed."""
+    """GPipe is never faster than 1F1B and holds more, so it is not proposed."""
     yield "1f1b", 1
     if pipeline > 1:
         yield "zero_bubble", 1
@@ -145,7 +146,7 @@ def _schedules(pipeline: int, num_layers: int) -> Iterator[tuple[Schedule, int]]
 
 
 def _schedulable(model: ModelConfig, parallel: ParallelConfig, num_microbatches: int) -> bool:
-    """Whether training would take this pipeline; with fewer microbatches than ranks it would wait most of the time."""
+    """Whether training would accept this pipeline; with fewer microbatches than ranks it would mostly wait."""
     if num_microbatches < parallel.pipeline:
         return False
     divided = parallel.zero_stage != 0 or parallel.tensor > 1

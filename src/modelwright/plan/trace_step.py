@@ -1,7 +1,9 @@
-"""One training step of a configuration, traced on fake tensors: what would be alive when, on one process.
+"""One training step of a configuration, traced on fake tensors: the memory that would be alive over time, on one
+process.
 
-The step is the one that training takes, made by the same builder (`train.build.build_step`): its second one, when
-optimizer states exist. `compile` is left out, for what a compiler fuses does not show, and formats stay as they begin.
+The step is the one that training runs, made by the same builder (`train.build.build_step`): its second one, when
+optimizer states exist. `compile` is left out, because the effect of fusion is not visible, and formats stay as they
+start.
 """
 
 import os
@@ -34,7 +36,9 @@ ObjectiveOf = Callable[[BatchSource], Objective]
 
 @dataclass(frozen=True)
 class SameRows:
-    """Every batch is this one: whole rows of one document each, with every token but the last of a row predicted."""
+    """A loader that always returns this batch: whole rows of one document each, with every token but the last of a row
+    predicted.
+    """
 
     rows: TokenBatch
     num_batches_per_epoch: int = 1
@@ -46,9 +50,8 @@ class SameRows:
 def trace_step(
     model: ModelConfig, train: TrainConfig, objective_of: ObjectiveOf, *, seq_len: int, fake: bool = True
 ) -> MemoryTimeline:
-    """The timeline of one step on one process, on the CPU. fake: without computing anything, nor memory.
-
-    Raises `ConfigError` when the batch does not divide into rows and microbatches.
+    """The timeline of one step on one process, on the CPU. fake: without computing or allocating anything. Raises
+    `ConfigError` if the batch does not divide into rows and microbatches.
     """
     if train.precision.policy == "auto":
         raise ConfigError("precision.policy: 'auto' is not resolved yet; set fp32 or bf16_mixed")
@@ -85,8 +88,9 @@ def trace_step(
 
 
 class WithoutNorms(Strategy):
-    """A strategy whose gradient norms are not computed: of a large model they are made of a great many small tensors,
-    none of which lasts, and on fake tensors they have no value."""
+    """A strategy that does not compute gradient norms: for a large model they consist of a great many small temporary
+    tensors, and on fake tensors they have no value.
+    """
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy

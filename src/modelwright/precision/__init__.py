@@ -1,1 +1,1 @@
-"""Floor 3: number formats while training."""
+"""Floor 3: number formats during training."""

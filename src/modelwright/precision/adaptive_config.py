@@ -1,4 +1,4 @@
-"""What a person chooses about formats that change while a model trains; `adaptive.py` does it."""
+"""Settings of formats that change while a model trains; `controllers.py` implements them."""
 
 from dataclasses import dataclass
 from typing import Literal

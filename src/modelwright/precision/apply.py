@@ -1,7 +1,8 @@
-"""A model pass: the formats of a policy brought to a decoder's layers, where they can be changed while it trains.
+"""A model pass: applies a policy's formats to a decoder's layers, so that they can be changed during training.
 
-Norms hand on what the layers behind them read, so that nothing is cast twice; matrix products come by `Linear.product`.
-The residual stream has the embedding's format. Parameter names and the weights' own format stay as they are.
+Norms output the format that the following layers read, so that nothing is cast twice; matrix products are replaced
+through `Linear.product`. The residual stream has the embedding's format. Parameter names and the weights' own format
+stay as they are.
 """
 
 from collections import deque
@@ -27,7 +28,7 @@ ROLES: tuple[Role, ...] = ("x", "weight", "grad")
 
 
 def part_of(name: str) -> str:
-    """What changes its format together: `blocks.3.ffn.up_proj` -> `blocks.3.ffn`."""
+    """The unit that changes its format as a whole: `blocks.3.ffn.up_proj` -> `blocks.3.ffn`."""
     return name.rpartition(".")[0]
 
 
@@ -37,16 +38,15 @@ def kind_of(part: str) -> Kind:
 
 
 def names_of_projections(num_layers: int) -> list[str]:
-    """Names of all projections of a model with that many blocks, in the order of the layers."""
+    """Names of all projections of a model with this many blocks, in the order of the layers."""
     attention = [f"attention.{name}_proj" for name in ("q", "k", "v", "o")]
     ffn = [f"ffn.{name}_proj" for name in ("gate", "up", "down")]
     return [f"blocks.{layer}.{name}" for layer in range(num_layers) for name in (*attention, *ffn)]
 
 
 class AmaxHistory:
-    """Largest magnitudes of one layer's factors in the last steps, to scale the present ones by.
-
-    The first step, which has no past, goes by its own.
+    """Maxima of one layer's factors in the last steps (amax history), by which present ones are scaled. The first step,
+    which has no history, uses its own.
     """
 
     def __init__(self, length: int) -> None:
@@ -60,18 +60,19 @@ class AmaxHistory:
         return torch.full_like(now, max(self.past[role]))
 
     def begin(self) -> None:
-        """Forget what was seen outside of steps (evaluation)."""
+        """Discard what was seen outside of steps (evaluation)."""
         self._now = {role: [] for role in ROLES}
 
     def collect(self) -> list[float]:
-        """This rank's maxima of the step, by role, and forget them."""
+        """Return this rank's maxima of the step, by role, and reset them."""
         found = [float(torch.stack(now).max()) if now else 0.0 for now in self._now.values()]
         self.begin()
         return found
 
     def push(self, maxima: Sequence[float]) -> None:
-        """The step is over; the maxima of all ranks. Values that are not finite are left out: `quantize` has made the
-        step's gradients not finite by them."""
+        """End of the step. maxima: of all ranks; non-finite ones are left out, because `quantize` has already made the
+        step's gradients non-finite.
+        """
         for role, value in zip(ROLES, maxima, strict=True):
             if 0.0 < value < float("inf"):
                 self.past[role].append(value)
@@ -86,7 +87,7 @@ def _unwatched(name: str, product: Product) -> Product:
 
 
 class ModelPrecision:
-    """The formats of one model's parts, `blocks.3.attention` or `blocks.3.ffn`; `change` gives some of them others."""
+    """The formats of one model's parts, `blocks.3.attention` or `blocks.3.ffn`; `change` replaces some of them."""
 
     def __init__(self, model: Decoder, config: PrecisionConfig) -> None:
         self.model = model
@@ -108,12 +109,12 @@ class ModelPrecision:
         self._apply()
 
     def watch(self, watched: Watched | None) -> None:
-        """From now on every product goes through `watched`; None ends it."""
+        """From now on every product goes through `watched`; None removes it."""
         self._watched = watched or _unwatched
         self._apply()
 
     def put_around(self, around: Around | None) -> None:
-        """From now on every projection's products are what this makes of them, in whichever format; None ends it."""
+        """From now on every projection's products are wrapped by this function, in any format; None removes it."""
         self._around = around
         self._apply()
 
@@ -148,18 +149,18 @@ class ModelPrecision:
         return products if self._around is None else self._around(name, products)
 
     def _is_recomputed(self, name: str) -> bool:
-        """Whether a projection runs again in backward. Nameless ones are not the model's."""
+        """Whether a projection is recomputed in backward. Unnamed projections are not the model's."""
         block = self.model.blocks[name.split(".")[1]] if name else None
         return isinstance(block, Block) and block.is_recomputed
 
     def begin_step(self) -> None:
-        """Before each step."""
+        """Call before each step."""
         for delayed in self.delayed.values():
             delayed.begin()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The block computes in FP32 where the config says so."""
+        """Within the block the model computes in FP32 if the config says so."""
         if self.config.eval_dtype == "policy":
             yield
             return
@@ -171,11 +172,11 @@ class ModelPrecision:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether all is computed in the format of the weights, so that nothing needs a cast."""
+        """Whether everything is computed in the format of the weights, so that nothing needs a cast."""
         return {*self.config.formats.values(), *self.formats.values()} == {"fp32"}
 
     def _apply(self) -> None:
-        """Norms give what the part behind them reads; heads' norms keep the format that they get."""
+        """Norms output the format that the following part reads; head norms keep their input's format."""
         plain, ops, formats = self._is_plain, self.config.fp32_ops, self.config.formats
         self.model.ends.stream_dtype = None if plain else FLOATS[formats["embedding"]]
         self.model.ends.head_dtype = None if plain else FLOATS[formats["head"]]
@@ -195,14 +196,14 @@ class ModelPrecision:
 
 
 class SyncAmaxHistory:
-    """After each step the maxima of delayed scaling, over all ranks, join the past ones."""
+    """After each step the maxima of delayed scaling, over all ranks, are appended to the history."""
 
     def __init__(self, formats: ModelPrecision, agree: Callable[[Sequence[float]], Sequence[float]]) -> None:
         self.formats = formats
         self.agree = agree
 
     def synchronize(self) -> None:
-        """All ranks name all layers of the whole model, whichever they hold."""
+        """All ranks list all layers of the whole model, whichever they hold."""
         own, nothing = self.formats.delayed, [0.0] * len(ROLES)
         names = names_of_projections(self.formats.model.config.num_layers)
         found = self.agree([value for name in names for value in (own[name].collect() if name in own else nothing)])
@@ -220,7 +221,7 @@ class SyncAmaxHistory:
 
 
 def norms_of(model: Decoder) -> Iterator[RMSNorm]:
-    """All norms that are here, heads' norms too."""
+    """All norms on this rank, including head norms."""
     return (module for module in cast(nn.Module, model).modules() if isinstance(module, RMSNorm))
 
 
@@ -238,9 +239,8 @@ def remove_formats(model: Decoder) -> None:
 
 @contextmanager
 def fp32_products(*, tf32: bool = False, onednn: bool = False, on_cpu: bool = True) -> Iterator[None]:
-    """In the block, FP32 products on CUDA keep 10 bits of mantissa, or all of them; or on a CPU they are oneDNN's.
-
-    Raises `ConfigError` where it would not be oneDNN's, or where these would be rounded on the way.
+    """Within the block, FP32 products on CUDA use TF32 or not; on a CPU they use oneDNN or not. Raises `ConfigError` if
+    oneDNN would not be used, or would round.
     """
     if not onednn:
         before = torch.backends.cuda.matmul.allow_tf32
@@ -269,7 +269,7 @@ def fp32_products(*, tf32: bool = False, onednn: bool = False, on_cpu: bool = Tr
 
 
 def onednn_multiplies() -> bool:
-    """Whether PyTorch would ask oneDNN for FP32 products: what it asks of the processor itself."""
+    """Whether PyTorch would use oneDNN for FP32 products, by the conditions that it checks itself."""
     return (
         torch.backends.mkldnn.is_available()
         and torch.backends.mkldnn.enabled
@@ -278,7 +278,7 @@ def onednn_multiplies() -> bool:
 
 
 def _products_are_exact() -> bool:
-    """Whether FP32 products on this CPU err by FP32's last bits only: BF16's would by 10,000 times as much."""
+    """Whether FP32 products on this CPU are exact to FP32's last bits; BF16's errors are 10,000 times larger."""
     draw = torch.Generator().manual_seed(0)
     x, y = (torch.randn(256, 256, generator=draw) for _ in range(2))
     exact = x.double() @ y.double()

@@ -1,9 +1,9 @@
-"""Which parts of a model compute in which format, decided anew every so many steps from the indicators of a run.
+"""Decides periodically which parts of a model compute in which format, from the indicators of a run.
 
-An estimate of damage says what a format would cost a part (`damage`); a map of the hardware, measured once at the
-shapes of the run, says what it would gain. A controller weighs both: fixed rules, a contextual bandit that learns from
-what its choices brought (LinUCB, Li et al. 2010), or a schedule by steps that looks at nothing. A change needs a gain
-worth its while and a time of rest (hysteresis), has a reason that a person can read, and is undone when the loss jumps.
+An estimate of damage (`damage`) predicts what a format would cost a part; a table of the hardware, measured once at the
+shapes of the run, predicts what it would gain. A controller weighs both: fixed rules, a contextual bandit that learns
+from the results of its choices (LinUCB, Li et al. 2010), or a schedule by steps that ignores indicators. A change needs
+a sufficient gain and a cooldown (hysteresis), has a readable reason, and is reverted if the loss jumps.
 """
 
 import math
@@ -25,25 +25,25 @@ _FEATURES = 11
 
 @dataclass(frozen=True)
 class FormatChoice:
-    """A format for a part, and why."""
+    """A format for a part, and the reason."""
 
     chosen: Format
     reason: str
 
 
 def error(signs: Indicators, chosen: Format) -> float:
-    """What the three products of a layer lose in a format, relative."""
+    """The relative error of a layer's three products in a format."""
     parts = (signs.weight_error, signs.input_error, signs.gradient_error)
     return math.sqrt(sum(part.get(chosen, 0.0) ** 2 for part in parts))
 
 
 def damage(signs: Indicators, chosen: Format) -> float:
-    """Estimated harm of a format, about as a share of the loss; 0 for FP32.
+    """Estimated damage of a format, approximately as a share of the loss; 0 for FP32.
 
-    Rounding adds noise to a gradient that is noisy already, so it counts by what the noise leaves visible; a weight
+    Rounding adds noise to a gradient that is already noisy, so it counts by the part that exceeds that noise; a weight
     whose rounding hides many updates moves late; FP16 also loses what over- or underflows, and the steps that are
-    skipped for it. A rise of the loss that was seen when the part was tried counts as it is. Unrest (norms that vary,
-    outliers, a loss that rises) makes all of it worse.
+    skipped because of it. A rise of the loss that was measured when the part was tried counts as it is. Instability
+    (norms that vary, outliers, a rising loss) makes all of it worse.
     """
     if chosen == "fp32":
         return 0.0
@@ -57,14 +57,14 @@ def damage(signs: Indicators, chosen: Format) -> float:
 
 
 def shortage(signs: Indicators) -> float:
-    """How short memory is: 0 while there is plenty, 1 when all is used. What is measured of a machine differs a little
-    from run to run, which must not change decisions while nothing is short.
+    """Memory pressure: 0 while there is plenty, 1 if all is used. Measurements of a machine differ slightly from run to
+    run, which must not change decisions while nothing is short.
     """
     return min(1.0, max(0.0, (signs.memory_pressure - ROOMY) / (1.0 - ROOMY)))
 
 
 class Controller(Protocol):
-    """Proposes a format for a part; `learn` hears what the last one brought."""
+    """Proposes a format for a part; `learn` receives the result of the last proposal."""
 
     def propose(self, part: str, signs: Indicators, present: Format, candidates: Sequence[Format]) -> FormatChoice: ...
 
@@ -76,7 +76,9 @@ class Controller(Protocol):
 
 
 class Rules:
-    """The fastest format whose damage is tolerable; where memory is short the smallest, the faster of two alike."""
+    """The fastest format whose damage is tolerable; under memory pressure the smallest, and the faster of two equal
+    ones.
+    """
 
     def __init__(self, config: AdaptiveConfig) -> None:
         self.config = config
@@ -107,7 +109,7 @@ class Rules:
 
 
 def features(signs: Indicators, chosen: Format) -> np.ndarray:
-    """What the bandit sees of a part and a format, each about in [0, 1]."""
+    """The bandit's features of a part and a format, each about in [0, 1]."""
     lost = (signs.overflow_share, signs.underflow_share, signs.skipped_share)
     values = (
         1.0,
@@ -126,12 +128,12 @@ def features(signs: Indicators, chosen: Format) -> np.ndarray:
 
 
 class Bandit:
-    """Learns for each format a linear estimate of its reward, and tries what it is unsure of (LinUCB, disjoint arms).
+    """Learns for each format a linear estimate of its reward, and explores where it is uncertain (LinUCB, disjoint
+    arms).
 
     Reward: the share of FP32's time saved, and of its bytes as far as memory is short, less `damage_weight` times the
-    damage: the estimate's, and what the loss was above what was expected, since the choice was made. It is never more
-    than what the estimate leaves of those shares, which is known beforehand, so that a format is not tried that could
-    not win.
+    damage: the estimate's, and the excess of the loss over its expected value since the choice was made. The reward is
+    capped by the known shares less the estimated damage, so that a format that could not win is not tried.
     """
 
     def __init__(self, config: AdaptiveConfig) -> None:
@@ -181,7 +183,7 @@ class Bandit:
 def scheduled(
     config: AdaptiveConfig, step: int, parts: Sequence[str], widest: Mapping[str, Format]
 ) -> dict[str, Format]:
-    """The formats of a schedule at a step: feed-forward parts first, from the middle of the model outwards."""
+    """The formats of a schedule at a step: feed-forward parts first, from the middle of the model outward."""
     share = [0.0, *(share for start, share in config.schedule if start <= step)][-1]
     middle = (len(parts) - 1) / 2
     order = sorted(parts, key=lambda part: (not part.endswith(".ffn"), abs(parts.index(part) - middle)))
@@ -193,9 +195,9 @@ def scheduled(
 class PrecisionSwitcher:
     """The present formats of all parts, with hysteresis, a fallback, and a reason for each change.
 
-    widest: what a part falls back to in the end (the policy's format). probe: the relative rise of the loss with a part
-    in a format, None where nothing tells; no format but FP32 is changed to whose rise is not known. offered: those of
-    the candidates that are worth while at present.
+    widest: the format that a part finally falls back to (the policy's). probe: the relative rise of the loss with a
+    part in a format, None if unknown; a format other than FP32 is chosen only if its rise is known. offered: the
+    candidates that are worthwhile at present.
     """
 
     config: AdaptiveConfig
@@ -220,7 +222,7 @@ class PrecisionSwitcher:
         return list(dict.fromkeys(["fp32", self.widest[part], self.formats[part], *self.offered]))
 
     def see_loss(self, step: int, loss: float) -> bool:
-        """Every step; whether the loss jumped, so that formats went back to the last good ones."""
+        """Call every step; returns whether the loss jumped, so that formats were reverted to the last good ones."""
         excess = loss / self.mean_loss - 1.0 if self.mean_loss > 0 else 0.0
         jumped = not math.isfinite(loss) or excess > self.config.revert_on_loss_rise
         if math.isfinite(loss):
@@ -239,7 +241,7 @@ class PrecisionSwitcher:
         return True
 
     def decide(self, step: int, signs: Mapping[str, Indicators], loss_excess: float) -> None:
-        """All parts, in one order; loss_excess: what the loss was above what the earlier periods led to expect."""
+        """Decide for all parts, in one order. loss_excess: the loss above what the earlier periods predicted."""
         self.last_signs, last_signs = {}, self.last_signs
         if loss_excess <= self.config.revert_on_loss_rise:
             self.good = dict(self.formats)
@@ -257,7 +259,7 @@ class PrecisionSwitcher:
                 self.resting[part] = self.config.cooldown_decisions
 
     def _proved(self, part: str) -> FormatChoice:
-        """What the controller proposes when it knows the rise of the loss with what it proposes."""
+        """The controller's proposal once the rise of the loss with it is known."""
         candidates = self.candidates(part)
         while True:
             signs = self.last_signs[part]
@@ -272,7 +274,7 @@ class PrecisionSwitcher:
                 self.last_signs[part] = replace(signs, sensitivity=sensitivity)
 
     def follow(self, step: int, formats: Mapping[str, Format]) -> None:
-        """Take over what a schedule says."""
+        """Apply the formats of a schedule."""
         for part, chosen in formats.items():
             if chosen != self.formats[part]:
                 self._switch(step, part, FormatChoice(chosen, "by schedule"))

@@ -1,5 +1,6 @@
-"""How fast each format is here: seconds of a layer's three products at the shapes of the run, casts included; and who
-multiplies in FP32 the fastest."""
+"""Measures how fast each format is on this machine: seconds of a layer's three products at the shapes of the run, casts
+included; and which FP32 kernels are fastest.
+"""
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class DtypeTimings:
-    """What was measured once, when the run began."""
+    """Measurements made once, at the start of the run."""
 
     seconds: Mapping[tuple[Kind, Format], float]
     """Seconds of forward and backward for a kind of submodule in a format."""
@@ -31,13 +32,13 @@ class DtypeTimings:
     later is more."""
 
     def relative_seconds(self, kind: Kind, chosen: Format) -> float:
-        """Seconds of a format over those of FP32."""
+        """Seconds of a format relative to FP32."""
         return self.seconds[kind, chosen] / self.seconds[kind, "fp32"]
 
     def worthwhile(self, config: PrecisionConfig, widest: Set[Format], memory_pressure: float) -> tuple[Format, ...]:
-        """The candidates to which a part in one of the formats `widest` might gain by changing.
+        """The candidates by which a part in one of the formats `widest` might gain.
 
-        They are fast enough here or, where memory is short, take fewer bytes however slow they are. To look at any
+        They are fast enough here or, under memory pressure, take fewer bytes however slow they are. Considering any
         other would cost time in every period for nothing.
         """
         candidates: tuple[Format, ...] = config.adaptive.candidates
@@ -62,9 +63,8 @@ def measure_speeds(
     num_rows: int,
     device: torch.device,
 ) -> dict[tuple[Kind, Format], float]:
-    """Seconds of forward and backward of each kind's projections in each format: the best of a few, in turn.
-
-    num_rows: tokens that a product sees at once.
+    """Seconds of forward and backward of each kind's projections in each format: the best of a few, interleaved.
+    num_rows: tokens per product.
     """
 
     def seconds(chosen: Format, of_kind: Sequence[Shape]) -> float:
@@ -85,10 +85,8 @@ def _seconds(formats: ModelPrecision, chosen: Format, shape: Shape, num_rows: in
 
 
 def onednn_speed_up(shapes: Sequence[Shape], *, num_rows: int) -> float:
-    """How many times as fast FP32 products of these shapes are on this CPU when oneDNN makes them, forward and
-    backward; 0 where PyTorch would not ask it or it would round.
-
-    num_rows: tokens that a product sees at once. Both ways are timed in turn, and the best of each counts.
+    """Speedup of FP32 products of these shapes on this CPU with oneDNN, forward and backward; 0 if PyTorch would not
+    use it or it would round. num_rows: tokens per product. Both are timed in turn, and the best of each counts.
     """
     try:
         with fp32_products(onednn=True):

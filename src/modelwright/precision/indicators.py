@@ -53,7 +53,7 @@ FP16_LARGEST, FP16_SMALLEST = 65504.0, 2.0**-24
 
 @dataclass(frozen=True, kw_only=True)
 class Indicators:
-    """The indicators of one part at one decision; by format where a format has its own."""
+    """The indicators of one part at one decision; by format if each format has its own."""
 
     gradient_noise: float
     gradient_variance: float
@@ -73,7 +73,7 @@ class Indicators:
 
 
 def in_pieces(values_NK: Tensor) -> Sequence[Tensor]:
-    """Rows of each piece; one piece where no cache is to be minded."""
+    """Rows of each chunk; one chunk if there is no cache to consider."""
     if values_NK.device.type != "cpu":
         return (values_NK,)
     return values_NK.split(max(1, AT_ONCE // values_NK.shape[1]))
@@ -81,8 +81,9 @@ def in_pieces(values_NK: Tensor) -> Sequence[Tensor]:
 
 @dataclass(frozen=True)
 class ValueSample:
-    """Some of [N, K] values, FP32: rows at equal distances, and neighbors. Of all: the largest magnitude of each
-    column, and the mean square."""
+    """A sample of [N, K] values, FP32: rows at equal distances, with neighbors. Of all values: the largest magnitude of
+    each column, and the mean square.
+    """
 
     rows_RK: Tensor
     block_RK: Tensor
@@ -91,7 +92,7 @@ class ValueSample:
 
     @staticmethod
     def of(values: Tensor) -> "ValueSample":
-        """A sample of [..., K] values, which have at least one row."""
+        """A sample of [..., K] values with at least one row."""
         all_NK = values.detach().flatten(0, -2) if values.dim() > 2 else values.detach()
         num_rows = all_NK.shape[0]
         start = (num_rows - 1) // 2 // MAX_ROWS * MAX_ROWS
@@ -109,11 +110,11 @@ class ValueSample:
 
 
 def error_of(sample: ValueSample, chosen: Format, role: Role, config: PrecisionConfig) -> float:
-    """What a format loses of values, relative, by the codes and grids with which its products read them as `role`.
+    """The relative quantization error of values, with the codes and grids by which products read them as `role`.
 
-    Products in eight bits read all values twice, as they are and transposed; the larger loss counts. Scales are those
-    of all values (of blocks, those of the block), of delayed scaling the present ones; of a weight that ranks share,
-    those of its piece.
+    Products in eight bits read all values twice, as they are and transposed; the larger error counts. Scales are those
+    of all values (for blocks, of the block; for delayed scaling, the present ones; for a weight that ranks share, of
+    its shard).
     """
     if chosen in FLOATS:
         return _float_error(sample.rows_RK, FLOATS[chosen])
@@ -125,10 +126,9 @@ def error_of(sample: ValueSample, chosen: Format, role: Role, config: PrecisionC
 def _error_of_codes(
     sample: ValueSample, chosen: Format, role: Role, config: PrecisionConfig, *, transposed: bool
 ) -> float:
-    """Rounded at random, a value that lies d of a step s from the nearest code has lost s^2 d (1 - d) in the mean.
-
-    INT8's steps along a column are as large for small rows as for large ones: what they lose is a share of all rows'
-    squares, not of the sample's.
+    """Expected error of stochastic rounding: a value at distance d of a step s from the nearest code loses s^2 d (1 -
+    d) on average. INT8's steps along a column are the same for small and large rows, so their error is a share of all
+    rows' squares, not of the sample's.
     """
     dtype, grid = _codes_of(chosen, role, config)
     rows = sample.block_RK if BLOCK in grid else sample.rows_RK
@@ -160,13 +160,13 @@ def _float_error(x: Tensor, dtype: torch.dtype) -> float:
 
 
 def _share(lost_squares: Tensor, whole: Tensor) -> float:
-    """Root of what is lost over the sum of squares of the values, 0 of zeros."""
+    """Square root of the squared error over the squared values, 0 for zeros."""
     return float((lost_squares.sum() / whole).sqrt()) if whole > 0 else 0.0
 
 
 @cache
 def rounding_error(chosen: Format) -> float:
-    """What normally distributed values lose: what values have lost that come in a narrow format already."""
+    """The error of normally distributed values: the loss of values that already come in a narrow format."""
     return _float_error(torch.randn(64, 256, generator=torch.Generator().manual_seed(0)), FLOATS[chosen])
 
 
@@ -176,10 +176,8 @@ ObservedErrors = dict[tuple[str, str, Format], tuple[float, int]]
 
 @dataclass
 class Observer:
-    """Looks at what goes into the products of a model and at the gradients that come back.
-
-    config: how products read their factors; last: the input that was looked at last, which several products may read,
-    with its errors.
+    """Observes the inputs of a model's products and the gradients that come back. config: how products read their
+    factors; last: the last observed input, which several products may read, with its errors.
     """
 
     candidates: Sequence[Format]
@@ -188,7 +186,7 @@ class Observer:
     last: tuple[weakref.ref[Tensor], Mapping[Format, float]] | None = None
 
     def watched(self, name: str, product: Product) -> Product:
-        """The same product, with a look at what goes through it."""
+        """The same product, observed."""
         part = part_of(name)
 
         def multiply(x: Tensor, weight: Tensor) -> Tensor:
@@ -201,14 +199,15 @@ class Observer:
         return multiply
 
     def _lost_of_input(self, x: Tensor) -> Mapping[Format, float]:
-        """Once for all products that read the same tensor one after the other."""
+        """Observe once for all products that read the same tensor one after the other."""
         if self.last is None or self.last[0]() is not x:
             self.last = weakref.ref(x), self._lost(x, "x")
         return self.last[1]
 
     def _lost(self, values: Tensor, role: Role) -> Mapping[Format, float]:
-        """By format. Values of a step that overflowed, which is skipped, tell nothing; a format that overflows where
-        they do not loses all of them."""
+        """Errors by format. Values of a step that overflowed, which is skipped, are ignored; a format that overflows
+        where the values do not loses all of them.
+        """
         if not values.numel():
             return {}
         sample, found = ValueSample.of(values), {}
@@ -236,8 +235,9 @@ def sum_of_squares(values: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Momentum:
-    """What an optimizer knows of a tensor. average: of its earlier gradients, up to a factor; kept_noise: the share of
-    one gradient's variance that is left in it; update: sum of squares of the next change of the weights, but for decay.
+    """What an optimizer's state says about a tensor. average: of its earlier gradients, up to a factor; kept_noise: the
+    share of one gradient's variance that is left in it; update: sum of squares of the next change of the weights,
+    without decay.
     """
 
     average: Tensor
@@ -246,8 +246,9 @@ class Momentum:
 
 
 def kept_noise(beta: float, num_updates: int) -> float:
-    """Sum of squares of the weights with which an exponential average of so many gradients, from zero, takes them, over
-    the square of their sum."""
+    """Sum of squared weights of an exponential average over this many gradients, starting from zero, divided by the
+    square of their sum.
+    """
     left = beta**num_updates
     return (1 - beta) / (1 + beta) * (1 + left) / (1 - left)
 
@@ -295,7 +296,7 @@ class GradientStats:
         )
 
     def plus(self, other: "GradientStats", share: float = 1.0) -> "GradientStats":
-        """share: of the other, for a tensor that several ranks hold."""
+        """share: of the other statistics, for a tensor that several ranks hold."""
         return GradientStats(*(a + share * b for a, b in zip(self.values, other.values, strict=True)))
 
     @property
@@ -306,9 +307,10 @@ class GradientStats:
     def gradient_noise(self) -> float:
         """tr(Sigma) / |G|^2 = B; 0 before there is an average.
 
-        Of a gradient and an average of earlier ones that keeps the share c of their noise, the cosine is about
-        1 / sqrt((1 + B) (1 + c B)), whatever either was scaled by (clipping, an average that began at zero). A gradient
-        that turns reads as noise, and chance limits what is seen of more noise than the root of elements over c.
+        For a gradient and an average of earlier ones that keeps the share c of their noise, the cosine is about 1 /
+        sqrt((1 + B) (1 + c B)), regardless of scaling (clipping, an average that started at zero). A gradient that
+        changes direction reads as noise, and chance limits the estimate for more noise than the square root of elements
+        over c.
         """
         if not self.average * self.gradient > 0:
             return 0.0
@@ -342,8 +344,9 @@ def trend(losses: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class LossLevel:
-    """The finite losses of one period: their mean, and their variance about their own trend, from what each differs by
-    from the one before (von Neumann 1941), which a slope hardly touches."""
+    """The finite losses of one period: their mean, and their variance about their own trend, from successive
+    differences (von Neumann 1941), which a slope hardly affects.
+    """
 
     mean: float
     variance: float
@@ -351,7 +354,7 @@ class LossLevel:
 
     @staticmethod
     def of(losses: Sequence[float]) -> "LossLevel | None":
-        """The level of some losses; None for fewer than two."""
+        """Mean and variance of some losses; None for fewer than two."""
         finite = [loss for loss in losses if math.isfinite(loss)]
         if len(finite) < 2:
             return None
@@ -360,12 +363,12 @@ class LossLevel:
 
 
 def loss_excess(past: Sequence[LossLevel], now: LossLevel) -> float:
-    """What the loss of a period lies above what the periods before it led to expect, relative; 0 where that is within
-    `SIGMAS` standard errors, or where there is no past.
+    """The relative excess of a period's loss over the prediction from the earlier periods; 0 if it is within `SIGMAS`
+    standard errors, or without history.
 
-    A loss falls ever more slowly, so the expected fall is the last one, times its ratio to the one before it. Of any
-    sum of a constant, powers of the step and exponentials that decay (whose falls are log-convex) that is never more
-    than the fall to come, so that without noise there is no excess.
+    A loss falls ever more slowly, so the predicted fall is the last one, times its ratio to the one before it. For any
+    sum of a constant, powers of the step and decaying exponentials (whose falls are log-convex) that never exceeds the
+    actual fall, so that without noise there is no excess.
     """
     if not past:
         return 0.0
@@ -389,5 +392,5 @@ def outlier_share(norms: Sequence[float]) -> float:
 
 
 def relative_rise(exact: float, narrow: float) -> float:
-    """Relative rise of a loss; a value that is not finite counts as a doubling."""
+    """Relative rise of a loss; a non-finite value counts as a doubling."""
     return (narrow - exact) / exact if math.isfinite(narrow) and 0 < exact < math.inf else 1.0

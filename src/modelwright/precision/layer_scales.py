@@ -1,12 +1,12 @@
 """A loss scale for each block, on top of the common one (Zhao et al. 2019, Adaptive Loss Scaling for Mixed Precision
 Training: layers differ in how large their gradients are, so that one scale suits few of them).
 
-Between blocks gradients carry the common scale S. Where one enters a block's backward pass it is multiplied by the
-block's own scale over S, where it leaves by the inverse; forward nothing happens. All of them are powers of two, so
+Between blocks gradients carry the common scale S. Entering a block's backward pass, a gradient is multiplied by the
+block's own scale over S, leaving it by the inverse; the forward pass is unchanged. All of them are powers of two, so
 nothing changes unless something overflows or would have underflowed (and between blocks neither happens where the
 residual stream is FP32). A block's scale falls when the overflow began there: when it is the first block of the
-backward pass with gradients that are not finite; with it fall the blocks behind it that have not had a good update
-yet, or a first scale that is too large would have to be found out block by block. It grows when too many of its
+backward pass with gradients that are not finite; the blocks behind it that have not had a good update yet are lowered
+too, or a first scale that is too large would have to be discovered block by block. It grows when too many of its
 gradients are small.
 """
 
@@ -30,15 +30,16 @@ HEADROOM = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFindings:
-    """One block's scaled gradients: `largest` by magnitude, 0 when nothing is known of it; `small`: the share below
-    FP16's normal numbers, 0 unless the block was `due`."""
+    """Statistics of one block's scaled gradients: `largest` by magnitude, 0 if unknown; `small`: the share below FP16's
+    normal numbers, 0 unless the block was `due`.
+    """
 
     largest: float = 0.0
     small: float = 0.0
 
 
 class LayerScales:
-    """The scales of the present update, by layer, and what they become. `common`: that of all else."""
+    """The scales of the present update, by layer, and their updates. `common`: the scale of everything else."""
 
     def __init__(self, config: LossScaleConfig, common: LossScale, num_layers: int, device: torch.device) -> None:
         self.config = config
@@ -53,13 +54,12 @@ class LayerScales:
         self.leaving = [torch.ones((), device=device) for _ in range(num_layers)]
 
     def due(self, layer: int) -> bool:
-        """Whether the layer's window ends with the present update, if that is good."""
+        """Whether the layer's window ends with the present update, provided that it is good."""
         return self._num_good[layer] + 1 >= self.config.growth_interval
 
     def update(self, step: int, *, overflowed: bool, culprit: int | None, found: Sequence[LayerFindings]) -> None:
-        """After update `step` (from 0); culprit: the layer in which an overflow began, None for none of them.
-
-        The layers whose backward pass came before the culprit's had a good update.
+        """After update `step` (from 0). culprit: the layer in which an overflow began, None if there was none. The
+        layers whose backward pass came before the culprit's had a good update.
         """
         self.common.update(step, overflowed and culprit is None)
         self.common.num_overflows += overflowed and culprit is not None
@@ -102,7 +102,7 @@ class LayerScales:
             self._set(step, layer, self.values[layer] * self.config.growth_factor)
 
     def _fall_along(self, step: int, culprit: int | None) -> None:
-        """Layers behind the culprit in the backward pass (all of them for None) that have yet to fit."""
+        """Layers behind the culprit in the backward pass (all of them for None) that have not had a good update yet."""
         fallen = self.common.value if culprit is None else self.values[culprit]
         for layer in range(len(self.values) if culprit is None else culprit):
             if not self._fitted[layer]:
@@ -115,14 +115,14 @@ class LayerScales:
             self.history = [*self.history, (step + 1, layer, value)][-MAX_HISTORY:]
 
     def _set_factors(self) -> None:
-        """In place: blocks hold on to these tensors, and compiled ones must not be compiled again."""
+        """In place, because blocks hold these tensors, and compiled ones must not be recompiled."""
         for value, entering, leaving in zip(self.values, self.entering, self.leaving, strict=True):
             entering.fill_(value / self.common.value)
             leaving.fill_(self.common.value / value)
 
 
 def scale_blocks(model: Decoder, scales: LayerScales) -> Decoder:
-    """Rescale gradients at both ends of every block that is here, in place. Comes before whatever runs blocks again."""
+    """Rescale gradients at both ends of every block on this rank, in place. Apply it before whatever reruns blocks."""
     for name, block in model.blocks.items():
         layer = int(name)
         block.forward = partial(_scaled, block.forward, scales.entering[layer], scales.leaving[layer])
@@ -132,7 +132,7 @@ def scale_blocks(model: Decoder, scales: LayerScales) -> Decoder:
 def layer_scales_for(
     config: LossScaleConfig, *, uses_fp16: bool, count: Callable[[], int], num_layers: int, device: torch.device
 ) -> LayerScales | None:
-    """None where losses stay as they are, or have one scale."""
+    """None if losses are not scaled, or have one scale."""
     common = loss_scale_for(config, uses_fp16=uses_fp16, count=count) if config.per_layer else None
     return LayerScales(config, common, num_layers, device) if common else None
 
@@ -144,7 +144,7 @@ def _scaled(
 
 
 class _Rescaled(torch.autograd.Function):
-    """Nothing forward; backward, gradients `factor` times as large."""
+    """Identity in forward; multiplies gradients by `factor` in backward."""
 
     @staticmethod
     def forward(ctx, x, factor):

@@ -1,4 +1,5 @@
-"""Loss scaling: gradients in a narrow format are computed of a loss so many times as large (Micikevicius et al. 2018).
+"""Loss scaling: the loss is multiplied by a factor so that gradients do not underflow in a narrow format (Micikevicius
+et al. 2018).
 
 The scale is a power of two in most settings, so that scaling and unscaling change no bit unless something overflows or
 would have underflowed.
@@ -76,7 +77,7 @@ class LossScaleConfig:
             self._check_layers()
 
     def _check_layers(self) -> None:
-        """A block's scale and the common one must be so many times each other that no bit is lost."""
+        """A block's scale and the common one must differ by a factor that loses no bit."""
         if not self.dynamic:
             raise ConfigError("per_layer: follows overflows, which needs dynamic; set dynamic to true")
         for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
@@ -86,18 +87,18 @@ class LossScaleConfig:
 
 
 class LossScaler(Protocol):
-    """The factor by which losses are multiplied before backward, and how it is taken out of the gradients."""
+    """The factor by which losses are multiplied before backward, and how it is removed from the gradients."""
 
     @property
     def value(self) -> float: ...
 
     def unscale(self, gradients: list[Tensor]) -> None:
-        """In place."""
+        """Remove the scale in place."""
         ...
 
 
 class NoLossScaler:
-    """Losses stay as they are."""
+    """Losses are not scaled."""
 
     value = 1.0
 
@@ -105,8 +106,9 @@ class NoLossScaler:
 
 
 def first_scale(config: LossScaleConfig, num_parameters: int) -> float:
-    """`initial`, or for 0 a power of two by size: larger models sum more contributions into each gradient and overflow
-    earlier. 2^15 up to 100 million parameters, half of that with each tenfold, 2^12 from 10 billion on.
+    """`initial`, or for 0 a power of two by size, because larger models sum more contributions into each gradient and
+    overflow earlier: 2^15 up to 100 million parameters, half of that with each tenfold increase, 2^12 from 10 billion
+    on.
     """
     if config.init_scale:
         return config.init_scale
@@ -116,7 +118,7 @@ def first_scale(config: LossScaleConfig, num_parameters: int) -> float:
 
 
 class LossScale:
-    """The scale of the present update, and what it becomes."""
+    """The scale of the present update, and its changes."""
 
     def __init__(self, config: LossScaleConfig, num_parameters: int) -> None:
         self.config = config
@@ -126,7 +128,7 @@ class LossScale:
         self._num_good = 0
 
     def update(self, step: int, overflowed: bool) -> None:
-        """After update `step` (from 0), which was skipped when it overflowed."""
+        """Call after update `step` (from 0), which was skipped if it overflowed."""
         self.num_overflows += overflowed
         if not self.config.dynamic:
             return
@@ -154,7 +156,7 @@ class LossScale:
 
 
 def loss_scale_for(config: LossScaleConfig, *, uses_fp16: bool, count: Callable[[], int]) -> LossScale | None:
-    """The scaler of a run, None where losses stay as they are."""
+    """The scaler of a run, None if losses are not scaled."""
     if config.enabled == "never" or (config.enabled == "auto" and not uses_fp16):
         return None
     return LossScale(config, count())

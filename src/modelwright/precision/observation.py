@@ -1,4 +1,4 @@
-"""What is measured of every part of a model between two decisions on its formats; `indicators` has the formulas."""
+"""Measurements of every part of a model between two decisions on its formats; `indicators` has the formulas."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +21,7 @@ Errors = Mapping[tuple[str, Factor, Format], float]
 
 @dataclass
 class Period:
-    """The steps since the last decision.
-
-    observer: sees inputs and gradients in the measured steps.
-    """
+    """The steps since the last decision. observer: observes inputs and gradients in the measured steps."""
 
     observer: Observer
     losses: list[float] = field(default_factory=list)
@@ -41,7 +38,7 @@ class Period:
         self.run_norms.append(grad_norm)
 
     def add_overflow(self, formats: Mapping[str, Format]) -> None:
-        """Count a step that was not finite against the parts that were in FP16; `formats` were in force then."""
+        """Count a non-finite step against the parts that were in FP16. formats: in force then."""
         for part, chosen in formats.items():
             if chosen == "fp16":
                 self.overflows[part] = self.overflows.get(part, 0) + 1
@@ -55,7 +52,7 @@ class Period:
         return self.overflows.get(part, 0) / len(self.losses)
 
     def state_dict(self) -> dict[str, Any]:
-        """All but what the observer has seen, which differs from rank to rank."""
+        """Everything except what the observer has seen, which differs from rank to rank."""
         return {
             "losses": list(self.losses),
             "run_norms": list(self.run_norms),
@@ -71,7 +68,7 @@ class Period:
 
 @dataclass(frozen=True, kw_only=True)
 class PartStatistics:
-    """Adds up what is measured of weights and gradients, over the tensors of each part and over all ranks."""
+    """Sums statistics of weights and gradients over the tensors of each part and over all ranks."""
 
     parts: Sequence[str]
     """Names of the whole model's submodules, the same on all ranks."""
@@ -84,13 +81,12 @@ class PartStatistics:
     """Element by element."""
 
     def gradients(self) -> dict[str, GradientStats]:
-        """Sums of which only `gradient` is measured, the sum of squares of the gradients."""
+        """Sums in which only `gradient` is measured, the squared norm of the gradients."""
         return self._reduced(lambda parameter, gradient: GradientStats(gradient=sum_of_squares(gradient)))
 
     def sums(self, momentum_of: Callable[[Tensor], Momentum | None], *, loss_scale: float) -> dict[str, GradientStats]:
-        """All sums, which take several passes over weights, gradients and moments.
-
-        momentum_of: what the optimizer knows of a parameter, None before its first update.
+        """All statistics, which take several passes over weights, gradients and moments. momentum_of: the optimizer's
+        knowledge of a parameter, None before its first update.
         """
         return self._reduced(
             lambda parameter, gradient: GradientStats.of(
@@ -109,7 +105,7 @@ class PartStatistics:
         return {part: GradientStats(*flat[i * width : (i + 1) * width]) for i, part in enumerate(self.parts)}
 
     def errors(self, observer: Observer, candidates: Sequence[Format]) -> Errors:
-        """Mean relative error that each format makes in weights (measured now), inputs and gradients (observed)."""
+        """Mean relative error of each format in weights (measured now), inputs and gradients (observed)."""
         keys: list[tuple[str, Factor, Format]] = [
             (part, factor, chosen) for part in self.parts for factor in FACTORS for chosen in candidates
         ]

@@ -1,8 +1,8 @@
 """Precision policy: FP32 master weights and optimizer states always, and the format of everything that is computed.
 
-A policy names a format for each kind of layer; `layers` overrides single kinds, `fp32_ops` names the operators that
-stay in FP32 inside narrower layers. `auto` is a wish that is settled once, before a run, from measured rates
-(`resolve`) and written into the resolved config, so that a rerun on a busier machine cannot flip it.
+A policy names a format for each kind of layer; `overrides` changes single kinds, `fp32_ops` names the operators that
+stay in FP32 inside narrower layers. `auto` is resolved once, before a run, from measured rates (`resolve`) and written
+into the resolved config, so that a rerun on a busier machine cannot change it.
 """
 
 from collections.abc import Mapping
@@ -165,24 +165,25 @@ class PrecisionConfig:
 
     @property
     def result_of(self) -> dict[str, torch.dtype]:
-        """What products give, by their format."""
+        """The output format of products, by their compute format."""
         stream_is_bf16 = self.format_of("embedding") == "bf16"
         eight = {"fp8": torch.bfloat16, "int8": torch.bfloat16 if stream_is_bf16 else torch.float32}
         return FLOATS | (dict.fromkeys(eight, FLOATS[self.output_dtype]) if self.output_dtype else eight)
 
     def relative_bytes(self, chosen: Format) -> float:
-        """Bytes of what a format's products give, which is kept for backward, over those of FP32."""
+        """Bytes of a format's outputs, which are saved for backward, relative to FP32."""
         return self.result_of[chosen].itemsize / torch.float32.itemsize
 
     def gathered_as(self, kind: Kind) -> torch.dtype:
-        """The format in which all that reads a weight of this kind reads it, so that no more need be sent: 16 bits of a
-        floating-point format, unless formats change or evaluation has its own."""
+        """The format in which everything reads a weight of this kind, so that no more needs to be communicated: a
+        16-bit floating-point format, unless formats change or evaluation has its own.
+        """
         stays = self.adaptive.kind == "none" and self.eval_dtype == "policy"
         return FLOATS.get(self.format_of(kind), torch.float32) if stays else torch.float32
 
     @property
     def planned_as(self) -> Literal["fp32", "bf16"]:
-        """The format whose bytes the feed-forward layers' results take; FP16 has as many as BF16."""
+        """The format of the same size as the feed-forward layers' outputs; FP16 is as large as BF16."""
         return "fp32" if self.result_of[self.compute] == torch.float32 else "bf16"
 
     @property
@@ -191,7 +192,7 @@ class PrecisionConfig:
         return self.fp8.scaling == "delayed" and "fp8" in self.possible
 
     def features(self) -> list[Feature]:
-        """What this needs of a run, and takes away."""
+        """What the precision settings need of a run, and break."""
         found, scaling = [], self.loss_scale
         uses_fp16 = self.policy != "auto" and self.uses_fp16
         if scaling.enabled == "always" or (scaling.enabled == "auto" and uses_fp16):
@@ -219,9 +220,9 @@ class PrecisionConfig:
 def resolve(config: PrecisionConfig, rates: Mapping[str, float]) -> PrecisionConfig:
     """The config with `auto` replaced by the policy of the highest rate: `fp32` or `bf16_mixed`.
 
-    `rates`: FLOP/s of the model's own matrix shapes by format name ("fp32", "bf16"). A concrete config is returned
-    as it is. On a tie FP32 wins: it needs no casts. FP16 needs a loss scale and is slow on most processors, and
-    eight-bit formats change results: neither is chosen unasked.
+    `rates`: FLOP/s of the model's own matrix shapes by format name ("fp32", "bf16"). A concrete config is returned as
+    it is. On a tie FP32 wins, because it needs no casts. FP16 needs a loss scale and is slow on most processors, and
+    eight-bit formats change results, so `auto` chooses neither.
     """
     if config.policy != "auto":
         return config

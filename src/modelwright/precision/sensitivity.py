@@ -1,4 +1,4 @@
-"""How much the loss rises when one part of the model computes in a narrower format, found by trial forward passes."""
+"""Sensitivity of the loss to one part of the model computing in a narrower format, measured by trial forward passes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +15,8 @@ Pair = tuple[str, Format]
 
 @dataclass(kw_only=True)
 class SensitivityTrials:
-    """Tries parts in formats and remembers the relative rise of the loss for each pair.
-
-    Every rank makes the same trials, also of parts that it does not hold.
+    """Tries parts in formats and records the relative rise of the loss for each pair. Every rank makes the same trials,
+    including parts that it does not hold.
     """
 
     formats: ModelPrecision
@@ -31,10 +30,8 @@ class SensitivityTrials:
     """With one part in a format and the others as they are, at the present decision."""
 
     def begin(self, present: Sequence[Pair], pairs: Sequence[Pair]) -> None:
-        """Forget the losses of earlier weights, and try the next few `pairs`.
-
-        present: the format of each part. pairs: all that may be tried, the formats of one part in a row, since the
-        model between two rounds of trials changes.
+        """Forget the losses of earlier weights, and try the next few `pairs`. present: the format of each part. pairs:
+        all candidates, the formats of one part in a row, because the model changes between two rounds of trials.
         """
         self.losses = dict.fromkeys(present, self.loss())
         for _ in range(min(TRIALS, len(pairs))):
@@ -43,8 +40,7 @@ class SensitivityTrials:
 
     def rise(self, part: str, chosen: Format) -> float | None:
         """Relative rise of the loss with the part in this format instead of FP32, while the others stay as they are.
-
-        None where no row has a label, which tells nothing.
+        None if no row has a label.
         """
         exact, narrow = (self._loss_with(part, name) for name in ("fp32", chosen))
         if exact == 0.0:
@@ -53,7 +49,7 @@ class SensitivityTrials:
         return self.sensitivity[part, chosen]
 
     def of_part(self, part: str) -> dict[Format, float]:
-        """The rises by format, of those that were tried."""
+        """The measured rises by format."""
         return {chosen: rise for (name, chosen), rise in self.sensitivity.items() if name == part}
 
     def _loss_with(self, part: str, chosen: Format) -> float:

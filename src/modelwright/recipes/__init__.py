@@ -1,1 +1,1 @@
-"""Floor 7: complete named runs. A recipe is a function that returns a frozen config."""
+"""Floor 7: complete named runs, as YAML files."""

@@ -27,12 +27,14 @@ _ANSWERS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false
 
 
 def given_names(environment: Mapping[str, str]) -> list[str]:
-    """Those of the variables that are set to something."""
+    """The variables that are set and not empty."""
     return [name for name in NAMES if environment.get(name, "").strip()]
 
 
 def environment_overrides(environment: Mapping[str, str], base: Mapping[str, Any]) -> dict[str, Any]:
-    """What the variables say, to lay over the configuration `base`. Raises `ConfigError` that names the variable."""
+    """Overrides from the variables, to merge over the configuration `base`. Raises `ConfigError` that names the
+    variable.
+    """
     given = {name: environment[name].strip() for name in given_names(environment)}
     sections = ["training", *(stage for stage in TRAININGS if _section(_section(base, stage), "precision"))]
     overrides = {name: _precision(given, _section(base, name)) for name in sections}
@@ -40,7 +42,7 @@ def environment_overrides(environment: Mapping[str, str], base: Mapping[str, Any
 
 
 def _precision(given: Mapping[str, str], training: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides of `training.precision`, the section or that of a stage."""
+    """Overrides of `training.precision`, or of a stage's precision."""
     precision: dict[str, Any] = {}
     policy = _policy(given, str(_section(training, "precision").get("policy", "auto")))
     if policy:
@@ -55,13 +57,13 @@ def _precision(given: Mapping[str, str], training: Mapping[str, Any]) -> dict[st
 
 
 def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A group of settings; empty where there is none or something else stands there, which parsing refuses."""
+    """A group of settings; empty if it is missing or not a mapping, which parsing will reject."""
     section = settings.get(name)
     return section if isinstance(section, Mapping) else {}
 
 
 def _policy(given: Mapping[str, str], before: str) -> str:
-    """What takes the place of the policy `before`; "" when nothing does."""
+    """The replacement for the policy `before`; "" if there is none."""
     mode = given.get(MODE, "").lower()
     mode = _OTHER_NAMES.get(mode, mode)
     if mode and mode not in get_args(Policy):
@@ -89,6 +91,6 @@ def _window(text: str) -> int:
 
 
 def _operators(text: str) -> list[str]:
-    """Those named, and those that stay in FP32 in any case. What is wrong with a name the policy says."""
+    """The named operators, and those that always stay in FP32. The policy reports wrong names."""
     named = [name.strip().lower() for name in text.split(",") if name.strip()]
     return list(dict.fromkeys([*ALWAYS_FP32, *(_OTHER_OPS.get(name, name) for name in named)]))

@@ -1,4 +1,4 @@
-"""From what a person names (a recipe, a YAML file, a run directory) to the configuration of a run."""
+"""From what the user names (a recipe, a YAML file, a run directory) to the configuration of a run."""
 
 import difflib
 import os
@@ -23,7 +23,7 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True)
 class Request:
-    """What to run and where: `origin` says in words where the configuration came from."""
+    """What to run and where. `origin`: where the configuration came from, as text."""
 
     config: RunConfig
     run: RunDir
@@ -31,12 +31,12 @@ class Request:
 
 
 def load(target: str, overrides: Mapping[str, Any], run_dir: str = "", only: Sequence[str] = ()) -> Request:
-    """The configuration that `target` names, with `overrides` laid over it.
+    """The configuration that `target` names, with `overrides` merged over it.
 
-    `target`: a recipe's name, a YAML file (which may say `recipe: NAME` and give only what differs), or a run
-    directory, whose own configuration is taken; variables of the environment (`environment.py`) go before it.
+    `target`: a recipe's name, a YAML file (which may contain `recipe: NAME` and set only what differs), or a run
+    directory, whose own configuration is used; environment variables (`environment.py`) take precedence over it.
     `run_dir`: "" for the run's own folder, or `runs/<name>`; `only`: the stages named by `--stages`, see
-    `select_stages`. Raises `ConfigError` when there is no such thing or a setting is wrong.
+    `select_stages`. Raises `ConfigError` if the target does not exist or a setting is wrong.
     """
     base, folder, origin = _base(target)
     base = merge(base, environment_overrides(os.environ, base))
@@ -61,8 +61,8 @@ def recipe(name: str) -> RunConfig:
 
 
 def select_stages(only: Sequence[str], previous: Sequence[str]) -> list[str]:
-    """The stages that a run consists of when `--stages` names `only`, in the pipeline's order: these and the ones that
-    the run in the same folder (`previous`) has already. So the same command means the same when it is repeated.
+    """The stages of a run when `--stages` names `only`, in the pipeline's order: these, and the ones that the run in
+    the same folder (`previous`) already has. The same command therefore means the same when it is repeated.
     """
     for name in only:
         if name not in STAGES:
@@ -71,7 +71,9 @@ def select_stages(only: Sequence[str], previous: Sequence[str]) -> list[str]:
 
 
 def find_run(word: str) -> RunDir:
-    """The run directory that a person means: its path, or its name under `runs/`. Raises `ConfigError` if none."""
+    """The run directory that the user means: its path, or its name under `runs/`. Raises `ConfigError` if there is
+    none.
+    """
     for path in (Path(word), RUNS / word):
         if os.path.isfile(path / "run.json"):
             return RunDir(path)
@@ -106,7 +108,7 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 
 def _lay_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` merged into `base`; a length of training in `over` replaces the one that `base` has in another unit."""
+    """`over` merged into `base`; a training length in `over` replaces one that `base` gives in another unit."""
     cleared = dict(base)
     for stage in TRAININGS:
         before, after = base.get(stage), over.get(stage)

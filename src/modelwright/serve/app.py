@@ -1,4 +1,4 @@
-"""The ASGI application: routes, authorisation, limits, errors, streams."""
+"""The ASGI application: routes, authorization, limits, errors, streams."""
 
 import asyncio
 import hmac
@@ -48,7 +48,7 @@ PAGE_POLICY = (
 
 @dataclass
 class Service:
-    """What the routes share. `source`: where the model comes from, None for one that lives in memory only."""
+    """State shared by the routes. `source`: where the model comes from, None for one that exists in memory only."""
 
     config: ServeConfig
     model_name: str
@@ -210,7 +210,7 @@ def _read_chat(body: bytes, service: Service) -> tuple[ChatRequest, list[int]]:
 
 
 async def _read(read: Callable[[bytes, Service], T], body: bytes, service: Service) -> T:
-    """`read`, in another thread when the body is large, so that the streams go on meanwhile."""
+    """`read`, in another thread if the body is large, so that streams continue meanwhile."""
     if len(body) <= INLINE_BODY_BYTES:
         return read(body, service)
     result = await asyncio.to_thread(read, body, service)
@@ -219,7 +219,7 @@ async def _read(read: Callable[[bytes, Service], T], body: bytes, service: Servi
 
 
 async def _admit(request: Request, service: Service, *, num_prompts: int) -> bytes:
-    """What all generating requests pass first: key, room, body. Raises `ApiError`."""
+    """Checks that all generation requests pass first: key, capacity, body. Raises `ApiError`."""
     _authorise(request, service)
     _require_open(service)
     service.worker.require_room(1)
@@ -241,7 +241,7 @@ def _authorise(request: Request, service: Service) -> None:
 
 
 async def _read_body(request: Request, service: Service, num_prompts: int) -> bytes:
-    """The body, as far as it is small enough."""
+    """The body, up to the size limit."""
     config, most = service.config, service.limits.body_bytes(num_prompts)
     length = request.headers.get("content-length", "0")
     is_too_large = length.isdigit() and int(length) > most
@@ -265,8 +265,9 @@ async def _read_body(request: Request, service: Service, num_prompts: int) -> by
 
 
 async def _discard(parts: AsyncIterator[bytes]) -> None:
-    """Read the rest of a refused body, so that the client sees the answer and no broken connection; slowly, since every
-    read takes time from the streams."""
+    """Read the rest of a rejected body, so that the client receives the answer and not a broken connection; slowly,
+    because every read takes time from the streams.
+    """
     async for _ in parts:
         await asyncio.sleep(DISCARD_PAUSE_S)
 
@@ -294,7 +295,7 @@ async def _respond(request: Request, generation: Generation, form: Any) -> Respo
 
 
 async def _unless_disconnected(request: Request, generation: Generation) -> None:
-    """Wait for the answers; when the client leaves, stop computing them."""
+    """Wait for the answers; abort them if the client disconnects."""
     working = asyncio.ensure_future(generation.complete())
     leaving = asyncio.ensure_future(_disconnect(request.receive))
     try:
@@ -315,7 +316,7 @@ async def _disconnect(receive: Callable[[], Awaitable[Message]]) -> None:
 
 
 async def _events(generation: Generation, form: Any) -> AsyncIterator[bytes]:
-    """Server-sent events; an error after the start is an event too, since the status is sent already."""
+    """Server-sent events; an error after the start is an event too, because the status has already been sent."""
     extra = {"usage": None} if generation.request.wants_usage_chunk else {}
     try:
         for body in form.opening(generation):

@@ -24,7 +24,7 @@ def full(generation: Generation) -> dict[str, Any]:
 
 
 def opening(generation: Generation) -> list[dict[str, Any]]:
-    """The first events of a stream: who speaks."""
+    """The first events of a stream: the role of the speaker."""
     delta = {"role": "assistant", "content": ""}
     return [generation.envelope(CHUNK, [_choice(index, delta, None, None)]) for index in range(len(generation.answers))]
 
@@ -37,7 +37,7 @@ def chunk(generation: Generation, index: int, piece: Delta) -> dict[str, Any]:
 
 
 def usage_chunk(generation: Generation) -> dict[str, Any]:
-    """The last event, when the client asked for it."""
+    """The last event, if the client asked for it."""
     return generation.envelope(CHUNK, []) | {"usage": generation.usage()}
 
 

@@ -1,4 +1,4 @@
-"""From tokens to text while they arrive: whole characters only, and nothing past a stop string."""
+"""Tokens to text as they arrive: whole characters only, and nothing past a stop string."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from modelwright.data.stream_decode import TextStream
 
 @dataclass(frozen=True)
 class TokenInfo:
-    """A token of the answer with its log-probability, likeliest alternatives and place in the answer's text."""
+    """A token of the answer with its log-probability, likeliest alternatives and offset in the answer's text."""
 
     token_id: int
     logprob: float
@@ -17,7 +17,7 @@ class TokenInfo:
 
 @dataclass(frozen=True)
 class Delta:
-    """Text that is final, the tokens that belong to it, and why the answer is over ("" while it goes on)."""
+    """Final text, the tokens that belong to it, and the finish reason ("" while the answer continues)."""
 
     text: str
     tokens: tuple[TokenInfo, ...] = ()
@@ -26,7 +26,7 @@ class Delta:
 
 @dataclass
 class IncrementalDetokenizer:
-    """Assembles one answer. `stop_texts` end it; neither they nor what comes after is shown."""
+    """Assembles one answer. `stop_texts` end it; neither they nor the text after them is shown."""
 
     stream: TextStream
     stop_texts: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class IncrementalDetokenizer:
     _pending: list[TokenInfo] = field(default_factory=list)
 
     def push(self, token_id: int, logprob: float, alternatives: tuple[tuple[int, float], ...]) -> Delta:
-        """Take a token; the piece has `finish_reason` "stop" when it completes a stop string."""
+        """Add a token; the piece has `finish_reason` "stop" if it completes a stop string."""
         self._pending.append(TokenInfo(token_id, logprob, alternatives, self._num_shown + len(self._held)))
         self._held += self._step(token_id)
         cut = self._find_stop()
@@ -52,7 +52,7 @@ class IncrementalDetokenizer:
         return self._release(len(self._held), "stop" if cut >= 0 else reason)
 
     def _step(self, token_id: int) -> str:
-        """Text of a token; a model may have more tokens than its tokenizer, and those say nothing."""
+        """Text of a token; a model may have more tokens than its tokenizer, which have no text."""
         try:
             return self.stream.step(token_id)
         except ValueError:
@@ -63,7 +63,7 @@ class IncrementalDetokenizer:
         return min(places, default=-1)
 
     def _num_doubtful(self) -> int:
-        """Length of the longest tail that may be the beginning of a stop string."""
+        """Length of the longest suffix that may be the beginning of a stop string."""
         longest = max((len(text) - 1 for text in self.stop_texts), default=0)
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(text.startswith(self._held[-length:]) for text in self.stop_texts):

@@ -1,4 +1,4 @@
-"""Refusals in the form that OpenAI clients understand."""
+"""Errors in the form that OpenAI clients understand."""
 
 from typing import Any
 
@@ -33,11 +33,11 @@ def error_body(status: int, message: str, *, param: str = "", code: str = "") ->
 
 
 def queue_full(retry_after_s: int) -> ApiError:
-    """429 with the time after which to try again, as OpenAI clients expect it of a busy server."""
+    """429 with Retry-After, as OpenAI clients expect from a busy server."""
     headers = {"Retry-After": str(retry_after_s)}
     return ApiError(429, "The queue is full; try again later.", code="rate_limit_exceeded", headers=headers)
 
 
 def shutting_down(message: str, retry_after_s: int) -> ApiError:
-    """503 with the time after which to try again."""
+    """503 with Retry-After."""
     return ApiError(503, message, code="overloaded", headers={"Retry-After": str(retry_after_s)})

@@ -1,4 +1,4 @@
-"""From a checked request to the pieces of its answers. Shared by completions and chat."""
+"""From a validated request to the pieces of its answers, for completions and chat."""
 
 import secrets
 import time
@@ -19,7 +19,7 @@ from modelwright.serve.worker import EngineWorker, GenerationJob, Stream
 
 @dataclass
 class Answer:
-    """One answer as far as it is known."""
+    """One answer, so far."""
 
     text: IncrementalDetokenizer
     shown: str = ""
@@ -42,7 +42,7 @@ class Generation:
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def pieces(self) -> AsyncIterator[tuple[int, Delta]]:
-        """`(answer number, piece)` as they become final; closes the engine's stream however it ends."""
+        """`(answer number, piece)` as pieces become final; always closes the engine's stream."""
         try:
             async for index, output in self.stream:
                 answer = self.answers[index]
@@ -94,7 +94,7 @@ def start(
     num_logprobs: int,
     max_choices: int,
 ) -> Generation:
-    """Check the lengths, give the engine its jobs. Raises `ApiError` when it cannot be done."""
+    """Check the lengths and submit the engine's jobs. Raises `ApiError` if that is not possible."""
     num_choices = request.n or 1
     if num_choices * len(prompts) > max_choices:
         raise too_many_answers(max_choices)
@@ -114,7 +114,7 @@ def start(
 
 
 def _pieces(text: IncrementalDetokenizer, output: Any) -> list[Delta]:
-    """The pieces that one token of the engine makes; a stop token itself is not shown."""
+    """The pieces that one token of the engine produces; a stop token itself is not shown."""
     if output.finish_reason == "stop":
         return [text.finish("stop")]
     pieces = [text.push(output.token_id, output.logprob, output.alternatives)]

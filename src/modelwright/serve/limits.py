@@ -1,8 +1,8 @@
-"""What one request may bring, bounded before anything is built per item.
+"""Limits of one request, checked before anything is built per item.
 
 `json`, `pydantic` and most tokenizers hold the interpreter's lock (GIL) while they work, and the engine's thread takes
 that lock between any two operators of the model. A large body therefore stalls every running answer, whichever thread
-works on it; the defense is to refuse what cannot fit the model's context before it is read.
+works on it; the defense is to reject what cannot fit the model's context before it is parsed.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,8 @@ MAX_FIELDS = 16
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """`context`: tokens of prompt and answer; `max_choices`: answers per request, hence prompts; `max_token_bytes`: of
-    the longest token, 0 where a token may stand for any number of bytes; `max_body_bytes`: as configured."""
+    the longest token, 0 if a token may represent any number of bytes; `max_body_bytes`: as configured.
+    """
 
     context: int
     max_choices: int
@@ -106,7 +107,7 @@ def too_many_answers(most: int) -> ApiError:
 
 
 def _check_fields(entry: Any) -> None:
-    """Raise `ApiError` 400 for a message, or a part of one, of more fields than any has or with long lists in them."""
+    """Raise `ApiError` 400 for a message, or a part of one, with too many fields or with long lists in them."""
     if not isinstance(entry, dict):
         return
     if len(entry) > MAX_FIELDS:

@@ -1,4 +1,4 @@
-"""Load what is served: a folder in the Hugging Face layout, or an INT8 folder with a tokenizer beside the weights."""
+"""Loads a model for serving: a folder in the Hugging Face layout, or an INT8 folder with a tokenizer."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,8 @@ SHORT_DIGEST = 12
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Where a model comes from, for people: its folder, the stage that made it and the SHA-256 over its files.
-
-    `stage` and `digest` are "" for a folder that no stage wrote (downloaded, exported).
+    """Where a model comes from, for display: its folder, the stage that made it and the SHA-256 over its files. `stage`
+    and `digest` are "" for a folder that no stage wrote (downloaded, exported).
     """
 
     name: str
@@ -32,7 +31,7 @@ class ModelSource:
 
 
 def load_folder(folder: Path, int8: Int8WeightsConfig) -> tuple[Decoder, Codec]:
-    """The model and its tokenizer. Raises `ModelError` when files are missing or do not fit together."""
+    """The model and its tokenizer. Raises `ModelError` if files are missing or do not match."""
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such model folder")
     model = load_int8(folder, int8) if is_int8_folder(folder) else load_model(folder)

@@ -46,7 +46,7 @@ class Metrics:
         )
 
     def observe(self, stats: EngineStats) -> None:
-        """Take over the engine's figures."""
+        """Update from the engine's figures."""
         self.running.set(stats.num_running)
         self.waiting.set(stats.num_waiting)
         self.kv_blocks.labels("free").set(stats.num_free_blocks)

@@ -1,5 +1,6 @@
-"""Requests as OpenAI clients send them, checked strictly: wrong types, values out of range and unknown fields are
-refused with the field's name, and so are features that this server does not have, instead of being ignored."""
+"""Requests as OpenAI clients send them, validated strictly: wrong types, values out of range, unknown fields and
+features that this server lacks are rejected with the field's name instead of being ignored.
+"""
 
 import json
 from abc import abstractmethod
@@ -49,14 +50,16 @@ class Message(Strict):
         return self
 
     def plain(self) -> dict[str, str]:
-        """Role and content as the chat template takes them."""
+        """Role and content in the form that the chat template takes."""
         content = self.content or ""
         text = content if isinstance(content, str) else "\n".join(part.text for part in content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class GenerationRequest(Strict):
-    """What both kinds of request share. `top_k` is our extension; the last group is accepted and has no effect."""
+    """Fields that both kinds of request share. `top_k` is our extension; the last group is accepted and has no
+    effect.
+    """
 
     model: str
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -95,7 +98,7 @@ class GenerationRequest(Strict):
     @classmethod
     @abstractmethod
     def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
-        """Raise `ApiError` 400 when `data` has more entries or characters than the server can use."""
+        """Raise `ApiError` 400 if `data` has more entries or characters than the server can use."""
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -162,7 +165,7 @@ class ChatRequest(GenerationRequest):
 
 
 def parse_request(kind: type[R], body: bytes, limits: Limits) -> R:
-    """A request from a body. Raises `ApiError` 400 that names the field and what would be right."""
+    """Parse a request from a body. Raises `ApiError` 400 that names the field and the remedy."""
     data = _load(body)
     if not isinstance(data, dict):
         raise ApiError(400, "The body must be a JSON object.", code="invalid_json")

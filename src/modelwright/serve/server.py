@@ -31,9 +31,10 @@ _CLOSE_TIMEOUT_S = 2
 
 
 class ServerThread:
-    """A server with its event loop in a thread. Use as a context manager: leaving it drains and stops.
+    """A server with its event loop in a thread.
 
-    `url` is known at once: the port is bound in the constructor, and connections wait until the server is up.
+    Use as a context manager: exit drains and stops. `url` is known at once, because the port is bound in the
+    constructor; connections wait until the server is up.
     """
 
     def __init__(
@@ -76,17 +77,19 @@ class ServerThread:
         return self
 
     def stop(self) -> None:
-        """Drain and stop: new answers are refused at once, running ones get `drain_timeout_s`. Safe from any thread."""
+        """Drain and stop: new requests are rejected at once, running ones get `drain_timeout_s`. Safe from any
+        thread.
+        """
         self.stop_soon()
         self._thread.join()
 
     def stop_soon(self, *, at_once: bool = False) -> None:
-        """Begin to drain without waiting; `at_once` cuts running answers off."""
+        """Start draining without waiting; `at_once` aborts running answers."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._cut_off if at_once else self._begin_drain)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end; true when it has come."""
+        """Wait for the server to end; true if it has."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -143,11 +146,10 @@ def run_server(
     source: ModelSource, config: ServeConfig, *, model_name: str, announce: Callable[[str], None] = print
 ) -> int:
     """Serve the model in `source.folder` until SIGTERM or Ctrl-C; then drain and return the signal's number (0 when the
-    server ended by itself). A second signal cuts answers off.
+    server ended by itself). A second signal aborts running answers.
 
-    Call from the main thread. `announce` gets one line with the address when requests are answered, and one that says
-    where the model comes from. Raises `ConfigError` when the port is taken, `ModelError` when the folder cannot be
-    loaded.
+    Call from the main thread. `announce` receives one line with the address once the server is ready, and one that
+    names the model's origin. Raises `ConfigError` if the port is taken, `ModelError` if the folder cannot be loaded.
     """
     model, codec = load_folder(source.folder, config.int8)
     gc.collect()
@@ -165,7 +167,7 @@ def run_server(
 
 @contextlib.contextmanager
 def _signals(server: ServerThread) -> Iterator[list[int]]:
-    """SIGTERM and SIGINT drain; the second one is impatient. Yields those that have come."""
+    """SIGTERM and SIGINT drain; the second one aborts. Yields those received."""
     received: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Chat in the terminal with a model folder; no server in between."""
+"""Chat in the terminal with a model folder, without a server."""
 
 import secrets
 import sys
@@ -20,7 +20,7 @@ ANSWER_ROOM = 4
 
 
 class Conversation:
-    """A conversation with one model: keeps the turns, forgets the oldest when the context is full."""
+    """A conversation with one model: keeps the turns, and drops the oldest when the context is full."""
 
     def __init__(self, engine: Engine, codec: Codec, params: SamplingParams) -> None:
         self._engine = engine
@@ -29,7 +29,9 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
 
     def ask(self, question: str) -> Generator[str, None, None]:
-        """Pieces of the answer as they become final. Closing the iterator stops the answer and keeps what is there."""
+        """Pieces of the answer as they become final. Closing the iterator stops the answer and keeps the text so
+        far.
+        """
         self.messages.append({"role": "user", "content": question})
         prompt = self._fitting_prompt()
         text = IncrementalDetokenizer(self._codec.stream())
@@ -74,7 +76,8 @@ def chat(
     write: Callable[[str], object] = _write,
 ) -> None:
     """Read questions and write answers until the end of input. Ctrl-C ends an answer, and raises `KeyboardInterrupt`
-    elsewhere. Raises `ModelError` when the folder cannot be loaded."""
+    elsewhere. Raises `ModelError` if the folder cannot be loaded.
+    """
     model, codec = load_folder(folder, Int8WeightsConfig())
     engine = Engine(model, EngineConfig(max_num_seqs=1, kv_cache_tokens=-(-model.config.max_seq_len // 16) * 16))
     params = SamplingParams(temperature=temperature, top_p=top_p)

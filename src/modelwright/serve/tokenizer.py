@@ -1,7 +1,7 @@
-"""What the server needs of a tokenizer: prompts in, text out, refusals in the server's form.
+"""The server's tokenizer: prompts in, text out, errors in the server's form.
 
-What a person writes never becomes a control token: `<|end|>` in a message is encoded as the characters that it
-consists of. Only the chat template's own text is read with control tokens.
+What a person writes never becomes a control token: `<|end|>` in a message is encoded as ordinary characters. Only the
+chat template's own text is read with control tokens.
 """
 
 import json
@@ -18,9 +18,9 @@ from modelwright.serve.errors import ApiError
 class Codec:
     """A tokenizer for serving. `bytes_of`: the bytes of each token of a byte-level vocabulary, else empty.
 
-    `stop_ids`: tokens that end an answer and are never shown. `max_token_bytes`: how much text one token stands for at
-    most, 0 where there is no bound (the tokenizer changes the text first, or has a token for any unknown word). Safe
-    to use from several threads.
+    `stop_ids`: tokens that end an answer and are never shown. `max_token_bytes`: the most text one token represents, 0
+    if unbounded (the tokenizer changes the text first, or has a token for any unknown word). Safe to use from several
+    threads.
     """
 
     def __init__(self, tokenizer: Tokenizer, bytes_of: Mapping[int, bytes], *, normalizes: bool = False) -> None:
@@ -32,7 +32,7 @@ class Codec:
 
     @classmethod
     def load(cls, folder: Path) -> "Codec":
-        """Read a tokenizer folder. Raises `ArtifactError` when it cannot be read."""
+        """Read a tokenizer folder. Raises `ArtifactError` if it cannot be read."""
         tokenizer = Tokenizer.load(folder)
         definition = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         bytes_of = token_bytes(definition) if is_byte_level(definition) else {}
@@ -43,19 +43,19 @@ class Codec:
         return self._tokenizer.vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """A prompt for plain completion: as documents begin in training, with the begin token where there is one."""
+        """A prompt for plain completion, starting like documents in training, with the begin token if there is one."""
         begin = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
         return begin + self._tokenizer.encode(text)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """A conversation up to where the assistant is to speak. Raises `ApiError` 400 when the template refuses it."""
+        """A conversation up to where the assistant's turn begins. Raises `ApiError` 400 if the template rejects it."""
         try:
             return self._tokenizer.encode_prompt(messages)
         except DataError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from None
 
     def stream(self) -> TextStream:
-        """A decoder that takes one token at a time, gives whole characters only and leaves control tokens out."""
+        """A decoder that takes one token at a time, returns whole characters only and omits control tokens."""
         return self._tokenizer.stream()
 
     def decode(self, ids: Sequence[int]) -> str:

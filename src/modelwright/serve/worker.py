@@ -1,7 +1,7 @@
-"""The thread that owns the engine, and the streams through which the event loop hears from it.
+"""The thread that owns the engine, and the streams by which it reports to the event loop.
 
-The event loop never waits for the engine: it puts commands on a queue and gets tokens by `call_soon_threadsafe`, one
-call per engine step.
+The event loop never waits for the engine: it puts commands on a queue and receives tokens by `call_soon_threadsafe`,
+one call per engine step.
 """
 
 import asyncio
@@ -48,9 +48,8 @@ class GenerationJob:
 
 
 class Stream:
-    """The tokens of the answers to one request, in the order in which they arrive.
-
-    Iterate inside the event loop; `close` at the end, also after an early one.
+    """The tokens of the answers to one request, in order of arrival. Iterate inside the event loop; call `close` at the
+    end, also after an early exit.
     """
 
     def __init__(self, worker: "EngineWorker", ids: list[str]) -> None:
@@ -60,7 +59,7 @@ class Stream:
         self._inbox: asyncio.Queue[tuple[int, StepOutput] | ApiError] = asyncio.Queue()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, StepOutput]]:
-        """`(number of the answer, token)` until all are finished. Raises `ApiError` when the engine gives up."""
+        """`(number of the answer, token)` until all are finished. Raises `ApiError` if the engine fails."""
         while self._open:
             item = await self._inbox.get()
             if isinstance(item, ApiError):
@@ -82,14 +81,14 @@ class Stream:
         self._inbox.put_nowait(error)
 
     def finish(self, index: int, reason: str) -> None:
-        """One answer is over; the engine is told to stop if it has not."""
+        """Mark one answer as finished; the engine is told to stop if it has not."""
         request_id = self._open.pop(index, "")
         if request_id:
             self._clocks[index].end(reason)
             self._worker.release(request_id)
 
     def close(self) -> None:
-        """Abort what still runs and give the places back."""
+        """Abort what is still running and free the slots."""
         self._close_all("aborted")
 
     def _close_all(self, reason: str) -> None:
@@ -98,7 +97,7 @@ class Stream:
 
 
 class EngineWorker:
-    """Runs an engine in a thread of its own. All public methods belong to the event loop."""
+    """Runs an engine in its own thread. All public methods belong to the event loop."""
 
     def __init__(self, engine: Engine, metrics: Metrics, *, max_queue: int) -> None:
         self.engine = engine
@@ -124,7 +123,7 @@ class EngineWorker:
         return len(self._streams)
 
     def require_room(self, count: int) -> None:
-        """Raises `ApiError` 429 when `count` more answers do not fit in the queue, 500 when the engine has failed."""
+        """Raises `ApiError` 429 if `count` more answers do not fit in the queue, 500 if the engine has failed."""
         if self.failed:
             raise ApiError(500, "The engine has failed; restart the server and see its log.", code="engine_failed")
         if self.num_open + count > self._capacity:
@@ -143,7 +142,7 @@ class EngineWorker:
         return stream
 
     def release(self, request_id: str) -> None:
-        """Forget an answer; it is aborted if the engine still works on it."""
+        """Forget an answer; it is aborted if the engine is still working on it."""
         if self._streams.pop(request_id, None) is None:
             return
         self._commands.put(_Abort(request_id))
@@ -151,7 +150,7 @@ class EngineWorker:
             self._idle.set()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until no answer is open; false when that took longer than `timeout_s`."""
+        """Wait until no answer is open; false if that takes longer than `timeout_s`."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
@@ -178,7 +177,7 @@ class EngineWorker:
             self._loop.call_soon_threadsafe(self._fail)
 
     def _obey(self) -> bool:
-        """Carry out all commands; waits for one when there is nothing to compute. False: stop."""
+        """Execute all commands; waits for one if there is nothing to compute. False: stop."""
         while True:
             try:
                 command = self._commands.get(block=not self.engine.has_work)

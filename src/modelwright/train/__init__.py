@@ -1,1 +1,1 @@
-"""Floor 4: THE loop: step, accumulate, resume, checkpoint, metrics. Never sees a loss formula."""
+"""Floor 4: the trainer: steps, accumulation, resume, checkpoints, metrics. Contains no loss formula."""

@@ -1,8 +1,8 @@
-"""From a `TrainConfig` to a running `Trainer`. `build_techniques` is THE list of techniques, in their order.
+"""From a `TrainConfig` to a running `Trainer`. `build_techniques` is the list of techniques, in order.
 
-What makes a run repeatable: batch number n is a function of n, random streams are seeded again at every step from
-(seed, step, rank), and everything else that lives longer than a step is in the checkpoint. So a run that is killed at
-any moment and started again ends with the same bits.
+Runs are repeatable: batch number n is a function of n, random streams are reseeded at every step from (seed, step,
+rank), and everything else that outlives a step is in the checkpoint. A run that is killed at any moment and restarted
+therefore ends with the same bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,10 +77,10 @@ def build_techniques(
     loss_scale: Technique | None,
     num_rows: int,
 ) -> list[Technique]:
-    """All techniques of a run but its monitors, in the order in which they act.
+    """All techniques of a run except its monitors, in the order in which they act.
 
-    The only list of techniques in the project: a new one is a file in techniques/ and a line here. num_rows: tokens of
-    one microbatch on one rank.
+    This is the only list of techniques in the project: a new one is a file in techniques/ and a line here. num_rows:
+    tokens of one microbatch on one rank.
     """
     spikes, rate_after_rollback = loss_spikes(config.loss_spikes, run, checkpoint_every=config.checkpoint_every_steps)
     clip_norm = 0.0 if config.optimizer_in_backward else config.max_grad_norm
@@ -116,7 +116,7 @@ def build_techniques(
 
 @dataclass(kw_only=True)
 class StepParts:
-    """A training step and what the trainer needs besides: made by `build_step`."""
+    """A training step and what else the trainer needs, made by `build_step`."""
 
     one_step: TrainStep
     run: Runtime
@@ -143,11 +143,10 @@ def build_step(
     peak_flops: float = 0.0,
     wrap_strategy: Callable[[Strategy], Strategy] = lambda strategy: strategy,
 ) -> StepParts:
-    """Lay the model out over the mesh, in place, and build its step; also for the memory planner.
-
-    store: where offloaded activations wait. techniques: further ones, which act last. gradient_sync: sums gradients
-    instead of what `config.gradient_sync` describes. abandon_memory: called before a step that ran out of memory is
-    retried. wrap_strategy: what takes the strategy's place.
+    """Lay the model out over the mesh, in place, and build its step; also used by the memory planner. store: where
+    offloaded activations wait. techniques: further ones, which act last. gradient_sync: replaces the one that
+    `config.gradient_sync` describes. abandon_memory: called before a step that ran out of memory is retried.
+    wrap_strategy: wraps the strategy.
     """
     is_hogwild = config.async_updates.mode == "hogwild"
     mesh = build_mesh(single(everyone.world.device), DATA_PARALLEL) if is_hogwild else everyone
@@ -378,7 +377,7 @@ def _train_laid_out(
     stop: StopRequest,
     restart: bool,
 ) -> TrainResult | Relayout:
-    """Train under one layout; the model leaves with the trained weights."""
+    """Train under one layout; on return the model holds the trained weights."""
     world = everyone.world
     with ExitStack() as exit_stack:
         anomalies = None

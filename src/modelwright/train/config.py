@@ -1,4 +1,4 @@
-"""What a person chooses about one training run."""
+"""Settings of training."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -196,12 +196,12 @@ class TrainConfig(SharedTrainConfig):
 
     @property
     def peak_learning_rate(self) -> float:
-        """`learning_rate`, scaled to the batch as `lr_scaling` says."""
+        """`learning_rate`, scaled to the batch according to `lr_scaling`."""
         exponent = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.lr_scaling]
         return self.learning_rate * (self.batch_tokens / self.lr_reference_batch_tokens) ** exponent
 
     def features(self) -> list[Feature]:
-        """Everything that is switched on, with what it needs of the run and takes away."""
+        """Everything that is enabled, with what it needs of the run and breaks."""
         found: list[Feature] = []
         if self.compile:
             found.append(feature("compile", breaks=[EAGER_BLOCKS]))
@@ -242,7 +242,7 @@ class TrainConfig(SharedTrainConfig):
     def batch_rows(self, seq_len: int, *, num_copies: int = 1) -> int:
         """Rows of one global batch of rows of `seq_len` tokens.
 
-        Raises `ConfigError` when the batch does not divide into rows, copies of the model and microbatches.
+        Raises `ConfigError` if the batch does not divide into rows, replicas and microbatches.
         """
         parts = num_copies * self.gradient_accumulation_steps
         if self.batch_tokens % (seq_len * parts):
@@ -256,8 +256,9 @@ class TrainConfig(SharedTrainConfig):
         return self.batch_tokens // seq_len
 
     def num_copies(self, axes: Mapping[str, int]) -> int:
-        """Copies of the model that share the rows of each batch; axes: of the mesh. In mode hogwild every process takes
-        whole batches."""
+        """Replicas of the model that share the rows of each batch; axes: of the mesh. In mode hogwild every process
+        takes whole batches.
+        """
         return 1 if self.async_updates.mode == "hogwild" else axes["replicate"] * axes["shard"]
 
     def resolve_num_steps(self, num_batches_per_epoch: int) -> int:
@@ -269,9 +270,8 @@ class TrainConfig(SharedTrainConfig):
         return max(1, round(self.num_epochs * num_batches_per_epoch))
 
     def identity(self) -> dict[str, Any]:
-        """The settings that decide the weights (up to rounding): what a digest of the run should cover.
-
-        A run can be resumed with other values of the rest.
+        """The settings that determine the weights (up to rounding), which a digest of the run should cover. A run can
+        be resumed with other values of the rest.
         """
         without = set(_WITHOUT_EFFECT_ON_WEIGHTS)
         if self.loss_spikes.rollback_after:
@@ -294,7 +294,7 @@ def check_layout(
     num_processes: int = 1,
     techniques: Sequence[Technique] = (),
 ) -> None:
-    """Raise `ConfigError` when a training, its layout over so many processes and further techniques conflict."""
+    """Raise `ConfigError` if a training, its layout over this many processes and further techniques conflict."""
     layout = [replace(one, key=f"parallel.{one.key}") for one in parallel.features(num_processes)]
     if config.async_updates.mode == "hogwild" and parallel.data > 1:
         raise ConfigError(

@@ -45,9 +45,9 @@ class HeldoutBatches(Sequence[Batch]):
 def heldout_losses(
     executor: Executor, objective: Objective, batches: Sequence[Batch], mesh: Mesh, *, alive: Callable[[], None]
 ) -> dict[str, float]:
-    """Each loss term over all batches, divided by its weight over all batches; 0 where nothing counts.
+    """Each loss term over all batches, divided by its weight over all batches; 0 if nothing counts.
 
-    Copy r takes batches r, r + copies, ...; every rank gets the result. The model is left in training mode. alive: is
+    Replica r takes batches r, r + replicas, ...; every rank gets the result. The model is left in training mode. alive:
     called before each batch.
     """
     names = list(objective.weights(batches[0]))

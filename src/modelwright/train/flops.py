@@ -1,6 +1,6 @@
-"""FLOPs of what stands around the projections, from the batch that goes in: attention and head, forward.
+"""FLOPs outside the projections, computed from the batch: attention and head, forward.
 
-A token attends to itself and to what stands before it in its document. Backward costs twice as much.
+A token attends to itself and to earlier tokens of its document. Backward costs twice as much.
 """
 
 from modelwright.data.batch import TokenBatch
@@ -8,7 +8,7 @@ from modelwright.model.config import ModelConfig
 
 
 def attention_flops(shape: ModelConfig, batch: TokenBatch) -> int:
-    """FLOPs of one layer's scores and values, 2 for a multiply-add."""
+    """FLOPs of one layer's scores and values, 2 per multiply-add."""
     contexts = int(((batch.positions_BT + 1) * (batch.segments_BT >= 0)).sum())
     return 4 * shape.num_heads * shape.head_dim * contexts
 
@@ -19,7 +19,7 @@ def head_flops(shape: ModelConfig, batch: TokenBatch) -> int:
 
 
 def dense_flops(shape: ModelConfig, batch: TokenBatch) -> int:
-    """FLOPs of a dense forward and backward pass; padding counts, as it is computed, too."""
+    """FLOPs of a dense forward and backward pass, padding included, because it is computed too."""
     attention = shape.model_dim * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
     products = 2 * batch.num_tokens * (attention + 3 * shape.model_dim * shape.ffn_dim)
     return 3 * (shape.num_layers * (products + attention_flops(shape, batch)) + head_flops(shape, batch))

@@ -1,4 +1,4 @@
-"""`FrozenModel`: a teacher or a reference that gives its outputs beside a training, under a layout of its own."""
+"""`FrozenModel`: a teacher or a reference model that runs alongside training, under its own layout."""
 
 # PyTorch leaves the types of tolist, split and backward open.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -21,11 +21,10 @@ from modelwright.train.parallelize import parallelize
 class FrozenModel:
     """A copy of a model that is never trained: the teacher of a distillation, the reference of DPO and PPO.
 
-    Its layout is independent of that of the model in training. sharded: its weights are divided over all ranks of
-    `world` (as ZeRO-3 does) and each layer is gathered when it is needed; then all ranks call together, each with rows
-    of its own and equally many. Otherwise every rank has a whole copy. dtype: of its weights, None for those they have.
-
-    Nothing of it is in a checkpoint: a run that goes on is given the same model again.
+    Its layout is independent of that of the model in training. sharded: its weights are sharded over all ranks of
+    `world` (as in ZeRO-3) and each layer is gathered when it is needed; then all ranks call together, each with its own
+    rows, equally many. Otherwise every rank has a whole copy. dtype: of its weights, None to keep theirs. It is not in
+    checkpoints: a resumed run must be given the same model again.
     """
 
     def __init__(
@@ -44,11 +43,13 @@ class FrozenModel:
         )
 
     def hidden(self, batch: Batch, *, num_parts: int = 1) -> Tensor:
-        """Hidden states [B, T, D] after the last norm. num_parts: parts in which the rows go through the model."""
+        """Hidden states [B, T, D] after the last norm. num_parts: number of chunks in which the rows are processed."""
         return self._outputs(batch, num_parts, lambda hidden_BTD, part: hidden_BTD)
 
     def logits(self, batch: Batch, *, num_parts: int = 1) -> Tensor:
-        """Logits [B, T, V]."""
+        """log p(label) of every token, [B, T] in FP32 at least; 0 where the label is ignored. Logits exist for at most
+        `chunk_tokens` tokens at a time.
+        """
         return self._outputs(batch, num_parts, lambda hidden_BTD, part: self.executor.model.logits(hidden_BTD))
 
     def log_probs(self, batch: Batch, *, num_parts: int = 1, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:

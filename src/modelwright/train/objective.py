@@ -1,7 +1,7 @@
 """`Objective`: what is learned; `Batch` and `BatchSource`: what it is learned from.
 
-An objective gives sums and the weights that normalize them; the loop divides. It never divides itself, so that any
-number of microbatches and ranks gives the gradient of the whole batch.
+An objective returns sums and the weights that normalize them; the training step divides. It never divides itself, so
+that any number of microbatches and ranks gives the gradient of the whole batch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,9 +18,8 @@ Batch = TokenBatch
 
 
 class Objective(Protocol):
-    """What is learned.
-
-    needs: properties of a run that it relies on (`core/compatibility.py`), such as whole rows on every rank.
+    """What is learned. needs: properties of a run that it relies on (`core/compatibility.py`), such as whole rows on
+    every rank.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -29,8 +28,8 @@ class Objective(Protocol):
         """This rank's rows of the global batches `first`, `first + 1`, ..., without end.
 
         The global batch is a function of its number, of the weights and of this objective's state, whatever the number
-        of ranks. `model` is what this rank holds of it, with the weights of the moment in which a batch is asked for:
-        rollouts are made here, and what a frozen model says about the rows (`train/frozen_model.py`).
+        of ranks. `model` is this rank's part, with its weights at the time when a batch is requested: rollouts are
+        generated here, and frozen models evaluate the rows here (`train/frozen_model.py`).
         """
         ...
 
@@ -43,20 +42,20 @@ class Objective(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be in a checkpoint for `batches` to go on with the same bits: a rollout, a KL coefficient. Tensors
-        and JSON values; nothing by default.
+        """The state that a checkpoint needs for `batches` to continue with the same bits: a rollout, a KL coefficient.
 
-        All values are equal on all ranks, but for tensors under the key `rows`, whose first dimension is this data
-        rank's rows: a checkpoint has those of the global batch, and any number of data ranks can go on with them.
+        Tensors and JSON values; empty by default. All values are equal on all ranks, except for tensors under the key
+        `rows`, whose first dimension is this data rank's rows: a checkpoint has those of the global batch, and any
+        number of data ranks can resume with them.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned, before the first batch after a resume."""
+        """Restore what `state_dict` returned, before the first batch after a resume."""
 
 
 class BatchSource(Protocol):
-    """What objectives read from: a pure function from a batch's number to its rows."""
+    """The source that objectives read from: a pure function from a batch number to its rows."""
 
     @property
     def num_batches_per_epoch(self) -> int: ...

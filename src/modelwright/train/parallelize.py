@@ -1,9 +1,9 @@
 """Model passes, `model -> model`, in their one fixed order.
 
-Tensor parallelism changes what the layers are, so it comes first. Loss scales of blocks wrap them next, inside what
-activation checkpointing computes again; that comes before compile, which sees (and may fuse across) what is computed
-again; FSDP, which gathers whole blocks, comes last. How products are computed (`precision/apply.py`) is set on the
-finished layers, whose formats may change while the model trains.
+Tensor parallelism replaces the layers, so it comes first. Loss scales of blocks wrap them next, inside the part that
+activation checkpointing recomputes; that comes before compile, which sees (and may fuse across) the recomputation;
+FSDP, which gathers whole blocks, comes last. Number formats of products (`precision/apply.py`) are set on the finished
+layers, because they may change while the model trains.
 """
 
 import math
@@ -41,10 +41,9 @@ def parallelize(
     layer_scales: LayerScales | None = None,
     scatters_each: bool = False,
 ) -> Executor:
-    """Lay the model out over the mesh, in place; a pipeline keeps this rank's layers only. scatters_each: gradients
-    that are divided are scattered after each microbatch at every stage of ZeRO.
-
-    Every rank begins with the same whole model. The executor's `model` has this rank's parameters under their names.
+    """Lay the model out over the mesh, in place; with a pipeline this rank keeps only its layers. scatters_each:
+    sharded gradients are scattered after each microbatch at every stage of ZeRO. Every rank starts with the same whole
+    model. The executor's `model` has this rank's parameters under their names.
     """
 
     def passes(part: Decoder) -> Decoder:
@@ -76,7 +75,7 @@ def apply_passes(
     precision: PrecisionConfig,
     layer_scales: LayerScales | None = None,
 ) -> Decoder:
-    """Apply the passes that are switched on, in place; parameter names stay as they are. Returns the model."""
+    """Apply the enabled passes, in place; parameter names stay as they are. Returns the model."""
     if mesh.devices is not None and mesh.tensor.size > 1:
         model = shard_layers(model, mesh.devices["tensor"], sequence_parallel=parallel.sequence_parallel)
     if layer_scales is not None:
@@ -100,10 +99,8 @@ def activation_pass(
     store: Store | None,
     pipeline_rank: int = 0,
 ) -> Callable[[Decoder], Decoder]:
-    """The pass for what blocks keep from forward to backward.
-
-    tokens_per_microbatch: of one rank. A budget is the rank's: its stages share it by their numbers of layers. store:
-    where what is given away waits, if the configuration has anything given away.
+    """The pass for what blocks save from forward to backward. tokens_per_microbatch: of one rank. A budget applies to
+    the rank: its stages share it by their numbers of layers. store: for offloaded activations, if configured.
     """
     in_flight = microbatches_in_flight(
         parallel.schedule,
@@ -144,14 +141,14 @@ def activation_pass(
 
 
 def compile_each_block(model: Decoder, *, backend: str = "inductor") -> Decoder:
-    """`torch.compile` block by block: one graph serves all of them, so starting costs one compilation."""
+    """`torch.compile` block by block: one graph serves all of them, so startup costs one compilation."""
     for block in model.blocks.values():
         block.compile(backend=backend)  # pyright: ignore[reportUnknownMemberType]
     return model
 
 
 def remove_passes(model: Decoder) -> None:
-    """Take the passes off again, so that the model is plain once more (and may be trained again)."""
+    """Remove the passes, so that the model is plain again (and can be trained again)."""
     remove_checkpoints(model)
     remove_formats(model)
     for block in model.blocks.values():

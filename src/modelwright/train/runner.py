@@ -1,4 +1,4 @@
-"""Forward and backward of one batch: `Runner` cuts it into microbatches and hands them to an `Executor`.
+"""Forward and backward of one batch: `Runner` splits it into microbatches and passes them to an `Executor`.
 
 An `Executor` runs microbatches through the model, whole (`WholeModel`) or as a pipeline
 (`parallel/pipeline/runner.py`); gradients end up in the parameters.
@@ -38,11 +38,11 @@ class Executor(Protocol):
         ...
 
     def stage_spans(self) -> list[StageSpan]:
-        """What the pipeline stages of this rank did in the newest training step."""
+        """The spans of this rank's pipeline stages in the newest training step."""
         ...
 
     def num_stages_with(self, name: str) -> int:
-        """How many stages of a pipeline hold this parameter."""
+        """Number of pipeline stages that hold this parameter."""
         ...
 
     def train(self, parts: Sequence[Batch], loss_of: LossFn) -> None:
@@ -50,7 +50,7 @@ class Executor(Protocol):
         ...
 
     def finish_gradients(self) -> None:
-        """After the last backward: add up the gradients of a parameter that several stages hold."""
+        """Called after the last backward: sum the gradients of a parameter that several stages hold."""
         ...
 
     def evaluate(self, parts: Sequence[Batch], loss_of: LossFn) -> None:
@@ -62,7 +62,7 @@ class Runner(Protocol):
     """Forward and backward of one batch on this rank."""
 
     def num_microbatches(self, num_groups: int) -> int:
-        """Into how many microbatches a batch of so many groups of rows is cut."""
+        """The number of microbatches for a batch of this many groups of rows."""
         ...
 
     def train(
@@ -76,15 +76,15 @@ class Runner(Protocol):
         """Leave this rank's gradients in `.grad`.
 
         loss_fn is called once for each microbatch, on the ranks that hold the model's output. begin: called before the
-        first microbatch, again whenever the batch is begun again. before_last_backward: called once `loss_fn` has seen
-        the last microbatch.
+        first microbatch, and again whenever the batch is restarted. before_last_backward: called once `loss_fn` has
+        seen the last microbatch.
         """
         ...
 
 
 @dataclass(kw_only=True)
 class MicrobatchRunner:
-    """Cuts each batch into so many microbatches of consecutive row groups, with padding where there are too few."""
+    """Splits each batch into this many microbatches of consecutive row groups, with padding if there are too few."""
 
     executor: Executor
     microbatches: int
@@ -102,7 +102,7 @@ class MicrobatchRunner:
         before_last_backward: Callable[[], None],
         num_parts: int = 0,
     ) -> None:
-        """See `Runner`. num_parts: microbatches of this batch if other than usual."""
+        """See `Runner`. num_parts: microbatches of this batch if different from usual."""
         num_parts = num_parts or self.microbatches
         num_seen = 0
 
@@ -119,10 +119,9 @@ class MicrobatchRunner:
 
 
 class WholeModel:
-    """The ranks of `context` share the tokens of each row; all layers are here.
-
-    context_attention: how they attend to each other's tokens. scatters_each: gradients that FSDP divides are scattered
-    after each microbatch (ZeRO-2 and 3), not once a step.
+    """The ranks of `context` share the tokens of each row; all layers are on this rank. context_attention: how they
+    attend to each other's tokens. scatters_each: gradients that FSDP shards are scattered after each microbatch (ZeRO-2
+    and 3), not once per step.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`Runtime`: the parts of a run under one layout, from which techniques are built."""
+"""`Runtime`: the parts of a run under one layout, passed to the builders of techniques."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,16 +16,14 @@ Report = Callable[[int, str, float, float, str], None]
 
 
 def ignore_event(step: int, kind: str, value: float, limit: float, text: str) -> None:
-    """A `Report` that nobody reads."""
+    """A `Report` that discards everything."""
 
 
 @dataclass(kw_only=True)
 class Runtime:
-    """What the builder of a technique may use.
-
-    world: all processes; `mesh` has those that make one update together. folder: of the stage. note: shows a line to
-    the person at the terminal. report: writes an event down; only the first rank does. on_exit: closed when the run
-    under this layout ends, also after an error.
+    """What the builder of a technique may use. world: all processes; `mesh` has those that make one update together.
+    folder: of the stage. note: shows a line to the user. report: records an event; only the first rank does. on_exit:
+    closed when the run under this layout ends, also after an error.
     """
 
     replica: Replica
@@ -43,7 +41,7 @@ class Runtime:
 
     @property
     def model(self) -> Decoder:
-        """What this rank holds of the model."""
+        """This rank's part of the model."""
         return self.executor.model
 
     @property
@@ -60,5 +58,5 @@ class Runtime:
         return self.mesh.world.is_first
 
     def max_over_ranks(self, value: float) -> float:
-        """Over the processes that make one update together."""
+        """Sum over the processes that make one update together."""
         return self.mesh.world.maxima(value)[0]

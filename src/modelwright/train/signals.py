@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C become a request that the loop answers between two steps."""
+"""SIGTERM and Ctrl-C become a request that the trainer handles between two steps."""
 
 import os
 import signal
@@ -10,10 +10,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """`requested` turns from 0 to the signal's number when the process is asked to stop within the `with` block.
-
-    A second signal acts as it would before the block (usually: ends the process at once). Outside the main thread,
-    where Python gives no signals, it stays 0.
+    """`requested` changes from 0 to the signal's number when the process is asked to stop within the `with` block. A
+    second signal acts as it would before the block (usually: ends the process at once). Outside the main thread, where
+    Python delivers no signals, it stays 0.
     """
 
     def __init__(self) -> None:

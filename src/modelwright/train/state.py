@@ -1,4 +1,4 @@
-"""How far a run is and how it ended, as values."""
+"""The progress of a run and its result, as values."""
 
 import math
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ from modelwright.train.checkpoint.files import Best, read_weights
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """How a run ended. The model holds the last weights; `load_best` puts the best ones in.
+    """The result of a run. The model holds the last weights; `load_best` restores the best ones.
 
     loss: of the last step; heldout_loss: at the last evaluation, nan without held-out batches; best: lowest held-out
-    loss and its step (0: none); num_tokens: trained on, padding left out; train_time_s: spent in steps, over all
-    starts; model_flops: of forward and backward passes; mfu: in [0, 1], 0 without a peak rate; peak_flops: of one rank,
-    the given one or that of the fastest step; bytes_sent: by this rank since this start, as in `StepInfo`; summaries:
-    what techniques report, by their names.
+    loss and its step (0: none); num_tokens: trained on, without padding; train_time_s: spent in steps, over all starts;
+    model_flops: of forward and backward passes; mfu: in [0, 1], 0 without a peak rate; peak_flops: of one rank, the
+    given one or that of the fastest step; bytes_sent: by this rank since this start, as in `StepInfo`; summaries: from
+    techniques, by name.
     """
 
     num_steps: int
@@ -34,13 +34,13 @@ class TrainResult:
     summaries: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
 
     def summary_of(self, technique: str) -> Mapping[str, Any]:
-        """What a technique reported; empty where it was off."""
+        """The summary of a technique; empty if it was off."""
         return self.summaries.get(technique, {})
 
 
 @dataclass
 class TrainState:
-    """How far the run is: what a checkpoint says besides tensors. `step`: updates done."""
+    """The progress of the run: the part of a checkpoint besides tensors. `step`: updates done."""
 
     step: int = 0
     loss: float = math.nan
@@ -58,5 +58,5 @@ class TrainState:
 
 
 def load_best(model: Decoder, stage: StageDir, best: Best) -> None:
-    """Put the weights with the lowest held-out loss into the model. Raises `ArtifactError` when they are gone."""
+    """Load the weights with the lowest held-out loss into the model. Raises `ArtifactError` if they are gone."""
     model.load_state_dict(read_weights(stage.checkpoints, best.step))

@@ -27,9 +27,8 @@ from modelwright.train.throughput import StepTimer, Throughput, Work
 
 @dataclass(kw_only=True)
 class TrainStep:
-    """One optimizer step per call; deterministic in (seed, step, data rank).
-
-    model: what this rank holds of it. techniques: in the order in which they act between gradients and weights.
+    """One optimizer step per call; deterministic in (seed, step, data rank). model: this rank's part. techniques: in
+    the order in which they act between gradients and weights.
     """
 
     model: Decoder
@@ -91,7 +90,7 @@ class TrainStep:
         return next(self.batches)
 
     def count(self, batch: Batch) -> tuple[dict[str, float], Work]:
-        """The normalizer of each loss term over the global batch, and what the batch amounts to."""
+        """The normalizer of each loss term over the global batch, and the batch's counts."""
         mesh, weights = self.strategy.mesh, self.objective.weights(batch)
         counts = [*map(float, weights.values()), *Work.counts(self.model.config, batch)]
         sums = mesh.world.sums([count * mesh.speaks_for_rows for count in counts])

@@ -20,7 +20,7 @@ NOT_FINITE, EMPTY_BATCH, LOSS_SPIKE = "not_finite", "empty_batch", "loss_spike"
 
 @dataclass(kw_only=True)
 class Update:
-    """One optimizer step between gradients and weights; techniques read and change it in their order.
+    """One optimizer step between gradients and weights; techniques read and change it in order.
 
     step: from 0. gradients: those that this rank updates with, summed over ranks, normalized, unscaled. losses: each
     term over the global batch; weights: the normalizers of these terms. model_flops: of forward and backward of the
@@ -44,7 +44,7 @@ class Update:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing in the global batch is learned."""
+        """Whether no label in the global batch counts."""
         return not any(self.weights.values())
 
     @property
@@ -52,7 +52,7 @@ class Update:
         return bool(self.skip_reason)
 
     def skip(self, reason: str) -> None:
-        """Leave weights and optimizer alone in this step."""
+        """Leave weights and optimizer unchanged in this step."""
         self.skip_reason = self.skip_reason or reason
 
 
@@ -64,9 +64,9 @@ class StepInfo:
     before clipping. num_tokens: of all ranks, without padding. model_flops: of forward and backward. mfu: model FLOPs
     utilization in [0, 1], 0 when no peak rate is known; peak_flops: the rate of one rank that it refers to, raised when
     a step is faster. data_wait_s, compute_s, comm_s: seconds waiting for the batch, in forward and backward, and in
-    communication of gradients and weights with compression and waiting for other ranks; all are parts of step_time_s.
-    skip_reason: why the update was skipped, or "". bytes_sent: by this rank since the start, over all of its
-    connections and with their headers, None where the kernel does not count them. scalars: what techniques add.
+    communication of gradients and weights, including compression and waiting for other ranks; all are parts of
+    step_time_s. skip_reason: why the update was skipped, or "". bytes_sent: by this rank since the start, over all of
+    its connections and with their headers, None if the kernel does not count them. scalars: added by techniques.
     """
 
     step: int
@@ -92,14 +92,14 @@ class StepInfo:
         return bool(self.skip_reason)
 
     def as_record(self) -> dict[str, float | int | bool]:
-        """The step's metrics, flat: loss terms as `loss/<name>` where there are several; nothing for what is None."""
+        """The step's metrics, flat: loss terms as `loss/<name>` if there are several; values of None are omitted."""
         terms = {f"loss/{name}": value for name, value in self.losses.items()} if len(self.losses) > 1 else {}
         left_out = ("step", "losses", "scalars", "skip_reason", "compute_s", "model_flops")
         plain = {key: value for key, value in vars(self).items() if key not in left_out and value is not None}
         return {**plain, "skipped": self.skipped, **terms, **self.scalars}
 
     def as_json(self) -> dict[str, Any]:
-        """For other processes."""
+        """Serialized for other processes."""
         return {**vars(self), "losses": dict(self.losses), "scalars": dict(self.scalars)}
 
     @classmethod
@@ -109,9 +109,8 @@ class StepInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollback:
-    """Asks the trainer for weights and optimizer of an earlier checkpoint. Steps and batches are never counted back.
-
-    steps: checkpoints that will do, best first. done: called on all ranks with the step that was taken.
+    """Asks the trainer to restore weights and optimizer of an earlier checkpoint. Steps and batches are never rewound.
+    steps: suitable checkpoints, best first. done: called on all ranks with the chosen step.
     """
 
     steps: Sequence[int]
@@ -141,7 +140,7 @@ def _keep_batch(step: int, batch: Batch) -> Batch:
 
 
 def _ignore(value: Any) -> None:
-    """A moment that a technique does not need."""
+    """A hook that a technique does not use."""
 
 
 def _no_state() -> dict[str, Any]:
@@ -150,12 +149,12 @@ def _no_state() -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Technique:
-    """What one technique does in a step; leave out the moments that it does not need.
+    """What one technique does in a step; hooks that it does not need are left out.
 
     name: the key of its state in a checkpoint. on_step_end is called after every `every`-th step, on all ranks alike.
     belongs_to_weights: a rollback restores its state together with the weights. pinned_checkpoints: steps whose
-    checkpoints must not be removed. summary: what it reports when the run ends. needs, breaks: properties of a run that
-    it relies on and takes away; a run in which one technique breaks what another needs is refused.
+    checkpoints must not be removed. summary: its report when the run ends. needs, breaks: properties of a run that it
+    relies on and removes; a run in which one technique breaks what another needs is refused.
     """
 
     name: str

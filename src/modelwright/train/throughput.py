@@ -1,4 +1,4 @@
-"""What a step computes and how long it takes: work counted from the batch, seconds of each part, the step's record."""
+"""Counts the work of a step from its batch and times its phases; makes the step's record."""
 
 import time
 from collections.abc import Generator, Mapping
@@ -14,11 +14,11 @@ from modelwright.train.technique import StepInfo, Update
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one global batch amounts to, counted before any of it is computed.
+    """Counts of one global batch, before any of it is computed.
 
     num_tokens: without padding. model_flops: of forward and backward of these tokens: a token attends to itself and to
     what precedes it in its document; backward costs twice forward; recomputation does not count. executed_flops: of a
-    step that leaves nothing out, with padding, and a head for labels only.
+    step that skips nothing, with padding, and a head for labels only.
     """
 
     num_tokens: int
@@ -27,7 +27,7 @@ class Work:
 
     @staticmethod
     def counts(shape: ModelConfig, batch: Batch) -> list[float]:
-        """This rank's counts, to be added up over the ranks for `of`."""
+        """This rank's counts, to be summed over the ranks for `of`."""
         real = batch.segments_BT >= 0
         contexts = ((batch.positions_BT + 1) * real).sum()
         return [float(real.sum()), float(contexts), float(dense_flops(shape, batch))]
@@ -58,10 +58,9 @@ class StepTimer:
 
 @dataclass(kw_only=True)
 class Throughput:
-    """Turns finished updates into `StepInfo`s.
-
-    world: all ranks; num_updating: ranks that make one update together: where several updates are made at a time, each
-    is charged its share. peak_flops: matrix-product rate of one rank in FLOP/s, 0 when unknown.
+    """Turns finished updates into `StepInfo`s. world: all ranks; num_updating: ranks that make one update together; if
+    several updates are made concurrently, each is charged its share. peak_flops: matrix-product rate of one rank in
+    FLOP/s, 0 if unknown.
     """
 
     world: World
@@ -77,7 +76,7 @@ class Throughput:
         learning_rate: float,
         scalars: Mapping[str, float],
     ) -> StepInfo:
-        """The finished step. Bytes sent are counted by the trainer: not all of them are a step's."""
+        """The finished step. The trainer counts the bytes sent, because not all of them belong to a step."""
         share = self.num_updating / self.world.size
         times = {name: seconds * share for name, seconds in timer.stop().items()}
         return StepInfo(
@@ -98,7 +97,9 @@ class Throughput:
         )
 
     def utilization(self, flops: float, time_s: float) -> float:
-        """0 without a peak rate. What is faster than the peak shows that it was measured too low, and becomes it."""
+        """0 without a peak rate. A step faster than the peak shows that the peak was measured too low, and replaces
+        it.
+        """
         if not (self.peak_flops and time_s):
             return 0.0
         reached = flops / time_s / self.world.size

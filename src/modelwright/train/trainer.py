@@ -1,5 +1,5 @@
-"""The run of a model under one layout: step by step, and what happens in between: metrics, evaluation, checkpoints,
-rollbacks. Read `Trainer.fit`.
+"""Runs a model under one layout, step by step, with metrics, evaluation, checkpoints and rollbacks in between. Read
+`Trainer.fit`.
 """
 
 import time
@@ -44,9 +44,8 @@ class StepMemory(Protocol):
 
 @dataclass(kw_only=True)
 class Trainer:
-    """The parts of one run under one layout.
-
-    techniques: all of them, monitors too. memory: where the tensors of a step are stored. state: how far the run is.
+    """The parts of one run under one layout. techniques: all of them, monitors included; memory: where the tensors of a
+    step are stored; state: progress of the run.
     """
 
     one_step: TrainStep
@@ -68,7 +67,7 @@ class Trainer:
 
     @property
     def model(self) -> Decoder:
-        """What this rank holds of the model."""
+        """This rank's part of the model."""
         return self.executor.model
 
     @property
@@ -121,18 +120,18 @@ class Trainer:
         return self.result()
 
     def measured_step(self, step: int) -> StepInfo:
-        """Step `step` (from 0), with what it stored and sent."""
+        """Run step `step` (from 0); returns its info with memory and communication figures."""
         with self.memory.step():
             info = self.one_step(step)
         scalars = {**info.scalars, **self.memory.figures()}
         return replace(info, bytes_sent=self.traffic.bytes_sent(), scalars=scalars)
 
     def interrupted(self, stop: StopRequest) -> bool:
-        """Whether this process wants all of them to come together before `next_stop`."""
+        """Whether this process wants all of them to synchronize before `next_stop`."""
         return bool(stop.requested) or self.checkpoints.minutes_due() or self.checkpoints.writer.failed
 
     def next_stop(self) -> int:
-        """The step at which there is something to do for all: evaluation, checkpoint or the end."""
+        """The next step with something to do for all: evaluation, checkpoint or the end."""
         cadences = (
             self.config.eval_every_steps if self.heldout else 0,
             self.config.checkpoint_every_steps,
@@ -149,7 +148,7 @@ class Trainer:
         self.state.model_flops += info.model_flops
 
     def report(self, info: StepInfo) -> list[Rollback | Relayout]:
-        """Show the step to techniques, metrics and display; returns what techniques ask for."""
+        """Pass the step to techniques, metrics and display; returns the techniques' requests."""
         self.watchdog.alive()
         asked = [one.on_step_end(info) for one in self.techniques if info.step % one.every == 0]
         if self.recorder is not None and info.step % self.config.log_every_steps == 0:
@@ -160,20 +159,22 @@ class Trainer:
         return [request for request in asked if request is not None]
 
     def save(self) -> None:
-        """Save a checkpoint, unless this state is saved already."""
+        """Save a checkpoint, unless this state is already saved."""
         stall_s = self.checkpoints.save()
         if self.recorder is not None and stall_s is not None:
             self.recorder.write(self.state.step, checkpoint_stall_s=stall_s)
 
     def evaluation_due(self) -> bool:
-        """Every n steps and at the end, once: a run that was stopped before evaluating does it when it goes on."""
+        """Evaluate every n steps and once at the end: a run that was stopped before evaluating does it after
+        resuming.
+        """
         if not self.heldout or self.state.step == self.state.evaluated_step:
             return False
         every = self.config.eval_every_steps
         return self.state.step == self.num_steps or (every > 0 and self.state.step % every == 0)
 
     def evaluate(self) -> None:
-        """Held-out losses over the whole set; the best so far is remembered."""
+        """Held-out losses over the whole set; records the best so far."""
         started = time.perf_counter()
         with self.formats.evaluating(), self.memory.resting():
             losses = heldout_losses(

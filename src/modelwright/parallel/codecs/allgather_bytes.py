@@ -1,4 +1,4 @@
-"""Messages of any length from every rank to every rank, and what they cost."""
+"""All-gather of messages of any length, and their cost."""
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from modelwright.parallel.mesh import World
 def gather_bytes(world: World, message: Tensor) -> tuple[list[Tensor], int]:
     """The messages [bytes, uint8, on the CPU] of all ranks in their order, and the bytes that this rank sent.
 
-    In a ring all-gather a rank passes on n - 1 messages, each padded to the longest one and preceded by its length (8
+    In a ring all-gather a rank forwards n - 1 messages, each padded to the longest one and preceded by its length (8
     bytes).
     """
     messages = world.gather_bytes(message)

@@ -1,7 +1,7 @@
-"""Any transport, bucket by bucket, beginning while backward still runs.
+"""Any gradient sync, bucket by bucket, starting while backward still runs.
 
-Neighboring gradients make a bucket. Each bucket has a transport of its own, with what that holds back; one thread
-carries them out, on all ranks in one order, from the last gradients to the first.
+Neighboring gradients make a bucket. Each bucket has its own sync object with its residuals; one thread runs them in the
+same order on all ranks, from the last gradients to the first.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ from modelwright.parallel.mesh import World
 
 
 class BucketedSync:
-    """`make` gives each bucket its transport, over `world`, a group that nothing else uses (`world_apart`).
+    """`make` creates the sync object of each bucket, over `world`, a group that nothing else uses (`world_apart`).
 
-    A transport's state must be lists of one tensor a gradient, or empty ones, and under `shared` lists and numbers.
-    Then the lists of all buckets together follow the parameters into another layout. What is shared is kept for each
-    bucket, and begins afresh under a layout that makes another number of them, but for numbers. Call `close` before the
-    process group is taken down.
+    A sync object's state must consist of lists with one tensor per gradient, or empty ones, and under `shared` of lists
+    and numbers. The concatenated lists of all buckets then follow the parameters into another layout. Shared lists are
+    kept per bucket and start afresh under a layout with another number of buckets; shared numbers are kept. Call
+    `close` before the process group is destroyed.
     """
 
     def __init__(
@@ -59,12 +59,14 @@ class BucketedSync:
             one.result()
 
     def close(self) -> None:
-        """Wait for what is in flight; all ranks have begun the same buckets, so they end."""
+        """Wait for sums in flight; all ranks have begun the same buckets, so they complete."""
         self._buckets.close()
         self._thread.shutdown()
 
     def state_dict(self) -> dict[str, Any]:
-        """In the order of the gradients; empty before the first message. Buckets are cut from the last to the first."""
+        """Residuals in the order of the gradients; empty before the first message. Buckets are formed from the last
+        gradient to the first.
+        """
         states = [transport.state_dict() for transport in reversed(self._transports)]
         if not states:
             return self._loaded
@@ -78,7 +80,7 @@ class BucketedSync:
         return {**lists, "shared": [state.get("shared", {}) for state in states]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Shared out to the buckets as soon as they are known."""
+        """Distributed to the buckets once they are known."""
         self._transports = []
         self._loaded = state
 
@@ -87,7 +89,7 @@ class BucketedSync:
         self._in_flight.append(self._thread.submit(transport.reduce, gradients))
 
     def _know(self, buckets: Sequence[Sequence[Tensor]]) -> None:
-        """Make a transport for each bucket, with its part of what was loaded."""
+        """Create a sync object for each bucket, with its part of the loaded state."""
         if self._transports:
             return
         self._transports = [self._make(self.world) for _ in buckets]

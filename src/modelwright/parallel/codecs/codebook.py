@@ -1,10 +1,10 @@
-"""Values as a sign and a level, every level standing for the mean of what fell into it.
+"""Values as a sign and a level, where every level decodes to the mean of its values.
 
-Level l holds the magnitudes from (1 + l) to (2 + l) times the smallest one kept; the last level has no upper end. Few
-levels and their means are near the best that a scalar code reaches at one to three bits an entry (Lloyd 1982; for
+Level l holds the magnitudes from (1 + l) to (2 + l) times the smallest one kept; the last level is unbounded. Few
+levels and their means are near the best that a scalar code reaches at one to three bits per entry (Lloyd 1982; for
 gradients TernGrad, Wen et al. 2017, with one level), where evenly spaced levels up to the largest magnitude spend their
-bits on outliers. Which values reach the next level is coded as places among those that reached the last one, so that a
-rare level costs little. One coded bucket is
+bits on outliers. The values that reach the next level are coded as positions among those that reached the previous one,
+so that a rare level costs little. One coded bucket is
 
     header   the number of levels, how many values reach each, the bytes of each list of places, the levels' means
     places   of all values among the bucket's entries, then for each further level among the values of the one before
@@ -49,7 +49,7 @@ def encode_levels(indices_K: NDArray[np.int64], values_K: NDArray[np.float32], n
 
 
 def decode_levels(data: Bytes, numel: int) -> tuple[NDArray[np.int64], NDArray[np.float32], int]:
-    """Indices and values of the bucket at the front of `data`, and how many bytes it took."""
+    """Indices and values of the bucket at the start of `data`, and its length in bytes."""
     num_levels = int(data[0])
     at = 1 + num_levels * _LEVEL.itemsize
     table = data[1:at].view(_LEVEL)

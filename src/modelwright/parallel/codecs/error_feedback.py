@@ -1,7 +1,7 @@
-"""Error feedback: what a transport left out of one message joins the next (Seide et al. 2014; Karimireddy et al. 2019).
+"""Error feedback: what one message left out is added to the next (Seide et al. 2014; Karimireddy et al. 2019).
 
-Gradients travel as one flat FP32 vector; the residual is kept for each gradient, so that a checkpoint can lay it out
-anew with the parameters.
+Gradients travel as one flat FP32 vector; the residual is kept per gradient, so that a checkpoint can redistribute it
+with the parameters.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from modelwright.core.errors import ArtifactError
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """All values in their order, FP32 [N]; a copy."""
+    """All values in order, FP32 [N]; a copy."""
     return torch.cat([tensor.reshape(-1).float() for tensor in tensors])
 
 
 def write_back(flat_N: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Put the values of `flatten`'s order into the tensors."""
+    """Copy the values in the order of `flatten` into the tensors."""
     torch._foreach_copy_(list(tensors), shaped(flat_N, tensors))  # pyright: ignore
 
 
@@ -29,14 +29,15 @@ def shaped(flat_N: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Residual:
-    """The values that have not been sent yet, one tensor a gradient (FP32); empty before the first message."""
+    """The values that have not been sent yet, one tensor per gradient (FP32); empty before the first message."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
 
     def flat(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """The residual of these gradients [N], None while there is none. Raises `ArtifactError` when it has been
-        loaded for other gradients."""
+        """The residual of these gradients [N], None while there is none. Raises `ArtifactError` if it was loaded for
+        other gradients.
+        """
         if not self.tensors:
             return None
         if [tensor.shape for tensor in self.tensors] != [gradient.shape for gradient in gradients]:
@@ -50,7 +51,7 @@ class Residual:
         self.tensors = shaped(flat_N, gradients)
 
     def drain(self, gradients: Sequence[Tensor]) -> None:
-        """Add everything to the gradients: for a rank that is alone and has no more messages to wait for."""
+        """Add everything to the gradients: for a rank that is alone and has no further message."""
         flat = self.flat(gradients)
         if flat is not None:
             left = [part.to(gradient.dtype) for part, gradient in zip(shaped(flat, gradients), gradients, strict=True)]

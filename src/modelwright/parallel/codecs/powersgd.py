@@ -17,16 +17,16 @@ from modelwright.parallel.mesh import World
 class PowerSgdSync:
     """Rank-`rank` approximation of every matrix by one power iteration, with error feedback.
 
-    P = G Q is summed over the ranks and made orthonormal (Householder QR, which also stands matrices of zeros and of
-    lower rank), Q = G^T P is summed; the gradient's sum is then P Q^T, and each rank keeps what its own P Q_own^T
-    left of its share. Q is kept as the next step's start. Tensors that would not shrink to `max_share` of their size
+    P = G Q is summed over the ranks and made orthonormal (by Householder QR, which also handles zero and rank-deficient
+    matrices), Q = G^T P is summed; the gradient's sum is then P Q^T, and each rank keeps what its own P Q_own^T left of
+    its share. Q is kept as the start of the next step. Tensors that would not shrink to `max_share` of their size
     (vectors, small matrices) are summed exactly; more than two dimensions are read as [first, all others].
 
     The factors of all matrices cross in one message each. `bytes_sent` counts them and the exact part as
     `AllReduceSync` does: 2 (n - 1) / n of the payload, a ring all-reduce.
 
-    P is computed on every rank from the same sums: ranks whose linear algebra rounds differently would drift apart
-    by rounding errors. Values that are not finite reach all ranks and leave residuals and Q alone.
+    P is computed on every rank from the same sums: ranks whose linear algebra rounds differently would drift apart by
+    rounding errors. Non-finite values reach all ranks and leave residuals and Q unchanged.
     """
 
     def __init__(self, world: World, *, rank: int, max_share: float = 0.5, seed: int = 0) -> None:
@@ -70,7 +70,7 @@ class PowerSgdSync:
             self._keep([share - frame @ own.mT for share, frame, own in parts], gradients)
 
     def compresses(self, gradient: Tensor) -> bool:
-        """Whether a gradient of this shape travels as two factors."""
+        """Whether a gradient of this shape is sent as two factors."""
         if gradient.dim() < 2:
             return False
         height, width = gradient.shape[0], gradient.shape[1:].numel()

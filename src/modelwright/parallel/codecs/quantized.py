@@ -1,4 +1,4 @@
-"""Every value of the gradients in a narrow format on the wire, BF16 or INT8, summed in FP32."""
+"""All values of the gradients in a narrow format on the wire, BF16 or INT8, summed in FP32."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -17,14 +17,14 @@ MAX_CODE = 127
 
 
 class WireFormat(Protocol):
-    """How FP32 values cross the wire."""
+    """How FP32 values are encoded for the wire."""
 
     def encode(self, values_RC: Tensor) -> Tensor:
         """Encode each row as bytes [R, bytes, uint8]; all rows have the same length."""
         ...
 
     def decode(self, messages_RB: Tensor, numel: int) -> Tensor:
-        """FP32 [R, numel]; what is not finite was not finite, or shares a scale with such a value."""
+        """Decode to FP32 [R, numel]; a result is non-finite if its value, or one that shares its scale, was."""
         ...
 
 
@@ -37,7 +37,7 @@ class Bf16Codec:
 
 
 class Int8Codec:
-    """Rounded to the nearest of 255 levels, the largest magnitude of a group the highest; scales lie before codes."""
+    """Rounded to the nearest of 255 levels relative to the largest magnitude of a group; scales precede codes."""
 
     def encode(self, values_RC: Tensor) -> Tensor:
         grouped_RGK = pad(values_RC, (0, -values_RC.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
@@ -54,14 +54,15 @@ class Int8Codec:
 
 
 class QuantizedSync:
-    """A reduce-scatter by hand: every rank gets one chunk from all, adds in FP32 and sends the sum round.
+    """An explicit reduce-scatter and all-gather: every rank receives one chunk from all, adds in FP32 and sends the sum
+    to all.
 
-    gloo's own BF16 all-reduce rounds every partial sum to 8 bits; here a value is rounded twice, whatever the number
-    of ranks, and both errors are fed back: the first by the rank that rounded its share, the second by the rank that
+    gloo's own BF16 all-reduce rounds every partial sum to 8 bits; here a value is rounded twice, whatever the number of
+    ranks, and both errors are fed back: the first by the rank that rounded its share, the second by the rank that
     rounded the sum. `bytes_sent`: n - 1 messages of N / n values to the owners and as many for the sums: in BF16 half
-    of what the exact transport sends of FP32 gradients, in INT8 a quarter.
+    as much as an FP32 all-reduce, in INT8 a quarter.
 
-    Values that are not finite reach all ranks as such and leave the residuals alone.
+    Non-finite values reach all ranks as such and leave the residuals unchanged.
     """
 
     def __init__(self, world: World, wire: WireFormat) -> None:
@@ -91,7 +92,7 @@ class QuantizedSync:
             self.residual.keep(error_RC.view(-1)[:numel], gradients)
 
     def _to_owners(self, messages_RB: Tensor) -> Tensor:
-        """Every rank's message of this rank's number. As bytes: not every backend knows BF16."""
+        """Exchange the messages of all ranks for this rank, as bytes, because not every backend supports BF16."""
         received_RB = torch.empty_like(messages_RB)
         dist.all_to_all_single(received_RB, messages_RB, group=self.world.group)
         self.bytes_sent += (self.world.size - 1) * messages_RB.shape[1]

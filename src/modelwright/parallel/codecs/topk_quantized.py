@@ -1,4 +1,4 @@
-"""The three-level compressor: keep what matters, quantize what is kept, code where it was.
+"""The three-level compressor: select the largest entries, quantize their values, encode their positions.
 
 1. Selection by importance: the largest magnitudes of every bucket, or of all by one sampled threshold; what is not
    sent is kept and joins the next message (error feedback), with momentum correction if wanted (Lin et al. 2018).
@@ -6,7 +6,7 @@
    a level that stands for its mean, which leaves less behind at one to three bits an entry.
 3. Places as Rice-coded gaps or a bitmap, whichever is smaller.
 
-The arithmetic of the code is `ops/sparse_codec.py` and `levels.py`.
+The arithmetic of the code is in `ops/sparse_codec.py` and `codebook.py`.
 """
 
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ class TopKQuantizedConfig:
             raise ConfigError(f"warmup_messages: must not be negative, got {self.warmup_messages}; 0 is none")
 
     def share(self, message: int) -> float:
-        """The share of entries that message number `message` (from 0) carries."""
+        """The share of entries in message number `message` (from 0)."""
         if message >= self.warmup_messages or self.warmup_topk_fraction <= self.topk_fraction:
             return self.topk_fraction
         return self.warmup_topk_fraction * (self.topk_fraction / self.warmup_topk_fraction) ** (
@@ -85,20 +85,18 @@ class TopKQuantizedConfig:
 
 @dataclass(frozen=True)
 class Sparse:
-    """Entries of a flat vector: what a message says."""
+    """Entries of a flat vector: the content of a message."""
 
     indices_K: NDArray[np.int64]
     values_K: NDArray[np.float32]
 
 
 class TopKQuantizedSync:
-    """Every rank sends its own largest entries to all others; each adds up what it received, in the ranks' order.
+    """Every rank sends its own largest entries to all others; each adds up what it received, in rank order.
 
-    `bytes_sent`: a ring all-gather passes every message on n - 1 times, so a rank sends (n - 1) times its own message,
-    padded to the longest one, and (n - 1) x 8 bytes of lengths.
-
-    A rank with values that are not finite sends an empty message; all gradients are then nan on all ranks, and
-    everything that is kept from step to step stays as it was.
+    `bytes_sent`: a ring all-gather forwards every message n - 1 times, so a rank sends (n - 1) times its own message,
+    padded to the longest one, and (n - 1) x 8 bytes of lengths. A rank with non-finite values sends an empty message;
+    all gradients are then nan on all ranks, and all state that is kept from step to step is unchanged.
     """
 
     def __init__(self, world: World, config: TopKQuantizedConfig) -> None:
@@ -135,7 +133,7 @@ class TopKQuantizedSync:
         self.num_messages += 1
 
     def _accumulate(self, gradients: Sequence[Tensor]) -> tuple[Tensor | None, Tensor]:
-        """The velocity (None without momentum) and what waits to be sent, both with this step's gradients in."""
+        """The velocity (None without momentum) and the residual, both including this step's gradients."""
         new_N = flatten(gradients)
         velocity_N = None
         if self.config.momentum:
@@ -146,7 +144,7 @@ class TopKQuantizedSync:
         return velocity_N, new_N if left_N is None else new_N.add_(left_N, alpha=self.config.residual_decay)
 
     def _take_out(self, sent: Sparse, velocity_N: Tensor | None, waiting_N: Tensor) -> None:
-        """Take what was sent out of what waits; the velocity of those entries starts anew (Lin et al., section 3.2)."""
+        """Remove the entries that were sent from the residual; their velocity restarts (Lin et al., section 3.2)."""
         indices_K = torch.from_numpy(sent.indices_K).to(waiting_N.device)
         waiting_N[indices_K] -= torch.from_numpy(sent.values_K).to(waiting_N.device)
         if velocity_N is not None:
@@ -166,8 +164,9 @@ class TopKQuantizedSync:
 
 
 def bucket_bounds(numels: Sequence[int], bucket_numel: int) -> list[int]:
-    """Where buckets begin and end in the flat vector: a tensor is cut into even parts of at most `bucket_numel`
-    entries; one of fewer than 4096 joins the bucket before it, where a header of its own would outweigh it."""
+    """Bounds of the buckets in the flat vector: a tensor is split into even parts of at most `bucket_numel` entries;
+    one of fewer than 4096 joins the previous bucket, because its own header would outweigh it.
+    """
     bounds, start = [0], 0
     for numel in numels:
         if numel < 4096 and len(bounds) > 1:
@@ -180,7 +179,7 @@ def bucket_bounds(numels: Sequence[int], bucket_numel: int) -> list[int]:
 
 
 def encode_flat(flat_N: Tensor, bounds: Sequence[int], config: TopKQuantizedConfig, keep: float) -> Tensor:
-    """The message [bytes, uint8, on the CPU] that carries the share `keep` of the vector; empty if it is not finite."""
+    """The message [bytes, uint8, on the CPU] with the share `keep` of the vector; empty if it is not finite."""
     if not bool(flat_N.isfinite().all()):
         return torch.zeros(0, dtype=torch.uint8)
     threshold = -1.0
@@ -209,7 +208,7 @@ def _encode(
 
 
 def decode_flat(message: Tensor, bounds: Sequence[int], coded: Literal["uniform", "means"] = "uniform") -> Sparse:
-    """What `encode_flat` put into the message."""
+    """Decode the message of `encode_flat`."""
     data, at = message.numpy(), 0
     decode = decode_levels if coded == "means" else sparse_codec.decode
     indices, values = [], []

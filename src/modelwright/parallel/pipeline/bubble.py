@@ -1,8 +1,8 @@
-"""How long pipeline ranks wait in a step: the schedule that training runs, simulated action by action.
+"""Idle time of pipeline ranks in a step: the schedule that training runs, simulated action by action.
 
 The order of work of interleaved and zero-bubble schedules is PyTorch's own table
 (`torch.distributed.pipelining.schedules`), the one that `parallel.pipeline` executes. Messages between stages take no
-time here: `plan.traffic` charges them. What a real step did is in `parallel.pipeline.trace`.
+time here: `plan.communication` accounts for them. Measured steps are in `parallel.pipeline.trace`.
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,8 @@ _KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, kw_only=True)
 class StageTime:
-    """Seconds of one microbatch in one stage.
-
-    input_s: backward to the stage's input, with what is computed again; weight_s: gradients of the stage's weights.
+    """Seconds of one microbatch in one stage. input_s: backward to the stage's input, including recomputation;
+    weight_s: gradients of the stage's weights.
     """
 
     forward_s: float
@@ -51,9 +50,8 @@ class StageTime:
 
 
 def bubble_s(config: ParallelConfig, times: Sequence[StageTime], num_microbatches: int) -> float:
-    """How long the busiest rank waits in one step; 0 without a pipeline. times: of every stage, in order.
-
-    Raises `ConfigError` when the schedule cannot run that many microbatches.
+    """Seconds that the busiest rank waits in one step; 0 without a pipeline. times: of every stage, in order. Raises
+    `ConfigError` if the schedule cannot run that many microbatches.
     """
     check_microbatches(config, num_microbatches)
     unit = max(time.total_s for time in times)
@@ -93,8 +91,9 @@ def simulate(order: Sequence[Sequence[Action]], times: Sequence[StageTime]) -> f
 
 
 def makespan(order: Sequence[Sequence[Action]], durations: Sequence[Sequence[float]]) -> float:
-    """Time until the last rank is done, where every rank does its work in order, each piece as soon as what it reads
-    is there. durations: of every piece, in the shape of `order`."""
+    """Time until the last rank is done if every rank works in order and starts each piece once its inputs are ready.
+    durations: of every piece, in the shape of `order`.
+    """
     done: dict[Action, float] = {}
     clocks, positions = [0.0] * len(order), [0] * len(order)
     num_stages, left = 1 + max(stage for actions in order for _, stage, _ in actions), sum(map(len, order))
@@ -116,7 +115,7 @@ def makespan(order: Sequence[Sequence[Action]], durations: Sequence[Sequence[flo
 
 
 def _start(done: dict[Action, float], kind: Kind, stage: int, microbatch: int, num_stages: int) -> float | None:
-    """When what an action reads is there; None when that is not known yet."""
+    """When the inputs of an action are ready; None if not known yet."""
     if kind in _READ_BY_OWN_RANK:
         return 0.0  # its rank has computed what it reads
     if kind == "forward":
@@ -148,8 +147,7 @@ def _order(config: ParallelConfig, num_microbatches: int) -> list[list[Action]]:
 
 
 def _simulated_microbatches(config: ParallelConfig, num_microbatches: int) -> tuple[int, int]:
-    """How many microbatches to simulate, in a few rounds of the size that the schedule makes of all of them; and that
-    size."""
+    """The number of microbatches to simulate, as a few rounds of the size that the schedule uses; and that size."""
     pipeline = config.pipeline
     if config.schedule in ("gpipe", "1f1b") or is_v_shaped(config):
         first = _ROUNDS * pipeline + num_microbatches % pipeline
@@ -160,7 +158,7 @@ def _simulated_microbatches(config: ParallelConfig, num_microbatches: int) -> tu
 
 
 def _one_stage_order(rank: int, num_microbatches: int, *, warm_up: int) -> list[Action]:
-    """`warm_up` forwards, then a backward and a forward in turn."""
+    """`warm_up` forwards, then backwards and forwards alternating."""
     order: list[Action] = [("forward", rank, number) for number in range(warm_up)]
     for number in range(num_microbatches):
         order.append(("backward", rank, number))

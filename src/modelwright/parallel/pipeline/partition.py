@@ -1,6 +1,5 @@
-"""Which layers make up which pipeline stage: consecutive layers, so that the slowest stage is as fast as can be.
-
-Costs come from the model's FLOPs or from measured times.
+"""Assigns consecutive layers to pipeline stages so that the slowest stage is as fast as possible. Costs come from the
+model's FLOPs or from measured times.
 """
 
 import math
@@ -14,8 +13,7 @@ from modelwright.model.config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
-    """What one microbatch costs in each part of a model, forward and backward, in one unit (FLOPs or seconds).
-
+    """The cost of one microbatch in each part of a model, forward and backward, in one unit (FLOPs or seconds).
     embedding: before the first layer; head: final norm, head and loss, after the last.
     """
 
@@ -24,7 +22,7 @@ class LayerCosts:
     head: float
 
     def of_stages(self, layers_per_stage: Sequence[int]) -> list[float]:
-        """What each stage costs, embedding and head counted."""
+        """The cost of each stage, including embedding and head."""
         bounds = [0, *accumulate(layers_per_stage)]
         stages = [math.fsum(self.layers[first:end]) for first, end in pairwise(bounds)]
         stages[0] += self.embedding
@@ -45,8 +43,8 @@ def split_layers(
 ) -> tuple[int, ...]:
     """Layers per stage that minimize the cost of the slowest stage, and among those the sum of squared costs.
 
-    slowness: what each stage's device makes of a cost, 1 for all when empty; min_layers: of every stage. Exact, by
-    dynamic programming over (stages, layers): O(stages * layers^2). Raises `ConfigError` when there are too few
+    slowness: the factor by which each stage's device multiplies a cost, 1 for all if empty; min_layers: of every stage.
+    Exact, by dynamic programming over (stages, layers): O(stages * layers^2). Raises `ConfigError` if there are too few
     layers.
     """
     slowness = tuple(slowness) or (1.0,) * num_stages
@@ -75,7 +73,7 @@ def _best_cuts(
     join: Callable[[float, float], float],
     bound: float,
 ) -> tuple[float, tuple[int, ...]]:
-    """The cut of all layers that minimizes `join` over the stages' costs, none of which is above `bound`."""
+    """The partition of all layers that minimizes `join` over the stages' costs, none of which exceeds `bound`."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(num_stages):
         longer: dict[int, tuple[float, tuple[int, ...]]] = {}

@@ -1,7 +1,7 @@
-"""Keeping a pipeline balanced while it trains: when stages drift apart, a better split of the layers; and microbatches
-of equal numbers of real tokens.
+"""Keeps a pipeline balanced during training: proposes a better split of the layers when stages drift apart, and forms
+microbatches with equal numbers of real tokens.
 
-A new split is proposed, never made: whoever owns the run lays the model out anew, at a checkpoint.
+A new split is only proposed; the owner of the run lays the model out again, at a checkpoint.
 """
 
 import statistics
@@ -21,7 +21,7 @@ from modelwright.parallel.pipeline.trace import StageSpan
 
 @dataclass(frozen=True, kw_only=True)
 class LoadBalanceConfig:
-    """Work that is moved between ranks while a run goes on."""
+    """Work that is moved between ranks during a run."""
 
     pipeline: bool = False
     """Move layers between pipeline stages that have drifted apart, after a checkpoint."""
@@ -43,8 +43,7 @@ class LoadBalanceConfig:
 
 
 class StageBalance:
-    """Measures how long each stage computes, without waiting, and proposes a split when the stages drift apart.
-
+    """Measures how long each stage computes, excluding waiting, and proposes a split when the stages drift apart.
     costs: cost of each layer by the model's own measure. Time beyond that is attributed to the stage's device
     (`slowness`); if its cause moves with the layers instead, the next proposal corrects it.
     """
@@ -56,7 +55,7 @@ class StageBalance:
         self._recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=config.window_steps))
 
     def observe(self, spans: Sequence[StageSpan]) -> None:
-        """One training step of this rank's stages (`Timeline.spans`)."""
+        """Record one training step of this rank's stages (`Timeline.spans`)."""
         busy: dict[int, float] = defaultdict(float)
         for span in spans:
             busy[span.stage] += span.busy_s
@@ -64,9 +63,8 @@ class StageBalance:
             self._recent[stage].append(seconds)
 
     def agreed_times(self, mesh: Mesh) -> list[float]:
-        """Seconds of every stage in a step, the median of the window and the mean over copies; the same on all ranks.
-
-        Empty while a rank has seen fewer steps than the window.
+        """Seconds of every stage in a step, the median of the window and the mean over replicas; the same on all ranks.
+        Empty until every rank has seen a full window of steps.
         """
         full = all(len(times) == self.config.window_steps for times in self._recent.values()) and self._recent
         num_unready = mesh.world.sums([float(not full)])[0]
@@ -85,7 +83,7 @@ class StageBalance:
 def better_split(
     costs: LayerCosts, layers_per_stage: Sequence[int], times_s: Sequence[float], config: LoadBalanceConfig
 ) -> tuple[int, ...]:
-    """The split for stages that took `times_s`, or the present one when nothing has drifted or little can be won."""
+    """The split for stages that took `times_s`, or the present one if nothing has drifted or little can be gained."""
     present = tuple(layers_per_stage)
     slowest = max(times_s)
     if slowest <= (1 + config.max_imbalance) * statistics.fmean(times_s):
@@ -97,10 +95,8 @@ def better_split(
 
 
 def balance_tokens(batch: TokenBatch, num_parts: int) -> TokenBatch:
-    """The same groups of rows in another order, so that `split(num_parts)` makes parts of nearly equal numbers of real
-    tokens.
-
-    Sums over the batch stay what they are, up to rounding. Raises `ValueError` when there are fewer groups than parts.
+    """The same groups of rows reordered so that `split(num_parts)` makes parts of nearly equal numbers of real tokens.
+    Sums over the batch are unchanged up to rounding. Raises `ValueError` if there are fewer groups than parts.
     """
     tokens_G = (batch.segments_BT >= 0).sum(dim=1).view(-1, batch.group_size).sum(dim=1)
     order = balanced_order(tokens_G.tolist(), num_parts)
@@ -111,7 +107,7 @@ def balanced_order(num_tokens: Sequence[int], num_parts: int) -> list[int]:
     """An order of groups whose consecutive `num_parts` parts (`part_sizes`) have nearly equal sums.
 
     The longest group first, each to the part with the fewest tokens that still has room (Graham's rule with a limit on
-    rows); then pairs of rows change places between the fullest part and another as long as that lowers the fullest.
+    rows); then pairs of rows are exchanged between the fullest part and another as long as that lowers the fullest.
     """
     sizes = part_sizes(len(num_tokens), num_parts)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
@@ -126,7 +122,7 @@ def balanced_order(num_tokens: Sequence[int], num_parts: int) -> list[int]:
 
 
 def _swap_out_of_the_fullest(parts: list[list[int]], sums: list[int], num_tokens: Sequence[int]) -> bool:
-    """Exchange two rows so that the larger of two parts' sums gets smaller; False when no exchange does."""
+    """Exchange two rows so that the larger of two parts' sums gets smaller; False if no exchange does."""
     fullest = max(range(len(parts)), key=lambda part: sums[part])
     for other in sorted(range(len(parts)), key=lambda part: sums[part]):
         for i, mine in enumerate(parts[fullest]):

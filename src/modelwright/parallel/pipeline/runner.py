@@ -49,9 +49,8 @@ TIED = "embedding.weight"
 
 
 class ModelStage:
-    """One stage: a part of the model that takes hidden states and gives hidden states.
-
-    What else a microbatch consists of (tokens, positions, documents) every rank has: `feed` hands it out in order.
+    """One stage: a part of the model from hidden states to hidden states. Every rank has the rest of a microbatch
+    (tokens, positions, documents): `feed` provides it in order.
     """
 
     def __init__(
@@ -81,10 +80,8 @@ class ModelStage:
 
 
 class Pipeline:
-    """An `Executor` (`train/runner.py`) over the pipeline axis. `model` is what this rank holds, under the names of
-    the whole model.
-
-    `timeline` tells what each stage of this rank did in the newest training step.
+    """An `Executor` (`train/runner.py`) over the pipeline axis. `model` holds this rank's modules, under the names of
+    the whole model. `timeline` holds the spans of this rank's stages in the newest training step.
     """
 
     model: Decoder
@@ -127,9 +124,9 @@ class Pipeline:
         return 2 if name == TIED and self._ends_share_a_weight else 1
 
     def train(self, parts: Sequence[TokenBatch], loss_of: Callable[[Tensor, TokenBatch], Tensor]) -> None:
-        """One step of the schedule. Raises `ConfigError` when it cannot run that many microbatches.
+        """One step of the schedule. Raises `ConfigError` if it cannot run that many microbatches.
 
-        Buffers for what travels between stages have one shape, so smaller microbatches get rows of padding.
+        Buffers between stages have one shape, so smaller microbatches get rows of padding.
         """
         num_groups = max(part.num_groups for part in parts)
         self._begin([part.padded(num_groups) for part in parts], loss_of)
@@ -147,7 +144,9 @@ class Pipeline:
             local(weight.grad).add_(self._exchange(local(weight.grad)))
 
     def evaluate(self, parts: Sequence[TokenBatch], loss_of: Callable[[Tensor, TokenBatch], Tensor]) -> None:
-        """Hidden states go down the stages, one part after the other; rows may differ from part to part."""
+        """Hidden states pass through the stages, one part after the other; the number of rows may differ from part to
+        part.
+        """
         self._begin(parts, loss_of)
         for number, (_, batch) in enumerate(self._microbatches):
             hidden_BTD = sending = None
@@ -189,7 +188,7 @@ class Pipeline:
         return self.model.config.tie_embeddings and self.owners[0] != self.owners[-1]
 
     def _schedule(self, num_microbatches: int, shape: torch.Size) -> Schedule:
-        """Built once for each shape of microbatch: buffers for what travels are made then."""
+        """Built once for each shape of microbatch, because the buffers between stages depend on it."""
         key = (num_microbatches, shape)
         if key not in self._schedules:
             check_microbatches(self.config, num_microbatches)
@@ -232,7 +231,7 @@ class Pipeline:
         return wrapped
 
     def _hidden_shape(self, shape: torch.Size) -> tuple[int, int, int]:
-        """What travels between stages, for tokens of this shape."""
+        """Shape of the tensor sent between stages, for tokens of this shape."""
         num_rows, row_len = shape
         shares_tokens = self.config.sequence_parallel and self.mesh.tensor.size > 1
         row_len = stage_tokens(row_len, self.mesh.tensor.size, sequence_parallel=shares_tokens)

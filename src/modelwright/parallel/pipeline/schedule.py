@@ -1,4 +1,4 @@
-"""How many microbatches' activations a pipeline rank holds, by schedule. How long it waits is in `parallel.bubble`.
+"""The number of microbatches whose activations a pipeline rank holds, by schedule. Idle time is in `bubble.py`.
 
 Sources: Huang et al. 2019 (GPipe); Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
 Clusters", section 2.2 (1F1B, interleaved); Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 6.
@@ -11,9 +11,8 @@ from modelwright.parallel.config import Schedule
 def microbatches_in_flight(
     schedule: Schedule, *, pipeline: int, rank: int, stages_per_rank: int, num_microbatches: int
 ) -> float:
-    """How many microbatches' activations of all its layers a pipeline rank holds at most.
-
-    A rank with several stages counts each as that part of a microbatch.
+    """The most microbatches whose activations a pipeline rank holds for all its layers. A rank with several stages
+    counts each as that fraction of a microbatch.
     """
     if pipeline == 1:
         return 1.0
@@ -31,5 +30,5 @@ def microbatches_in_flight(
 
 
 def bubble_share(*, bubble: float, work: float) -> float:
-    """The share of a step's time in which ranks wait; (p - 1) / (m + p - 1) for GPipe and 1F1B."""
+    """The share of a step's time in which ranks are idle; (p - 1) / (m + p - 1) for GPipe and 1F1B."""
     return bubble / (bubble + work) if bubble + work else 0.0

@@ -1,4 +1,4 @@
-"""Cuts a model into pipeline stages: which rank holds which stage, and the submodules of each stage.
+"""Splits a model into pipeline stages: which rank holds which stage, and the submodules of each stage.
 
 The model of a stage is a `Decoder` with some of the whole model's modules, under their own names.
 """
@@ -16,8 +16,9 @@ from modelwright.parallel.pipeline.partition import flop_costs, split_layers
 
 
 def is_v_shaped(config: ParallelConfig) -> bool:
-    """Whether stages go down the ranks and up again (ZB-V: Qi et al. 2023, section 6), so that the first rank holds
-    the first stage and the last; otherwise they go round."""
+    """Whether stages run down the ranks and up again (ZB-V: Qi et al. 2023, section 6), so that the first rank holds
+    the first stage and the last; otherwise they wrap around.
+    """
     return config.schedule == "zero_bubble" and config.stages_per_rank == 2
 
 
@@ -30,9 +31,8 @@ def rank_of_stage(config: ParallelConfig) -> list[int]:
 
 
 def layers_of_stages(model: ModelConfig, config: ParallelConfig) -> list[range]:
-    """Which layers each stage holds: `layers_per_stage`, or a split that is balanced by FLOPs.
-
-    Raises `ConfigError` when the layers do not make the stages.
+    """The layers of each stage: `layers_per_stage`, or a split balanced by FLOPs. Raises `ConfigError` if the layers do
+    not fit the stages.
     """
     num_layers, num_stages = model.num_layers, config.pipeline * config.stages_per_rank
     sizes = config.layers_per_stage
@@ -48,7 +48,7 @@ def layers_of_stages(model: ModelConfig, config: ParallelConfig) -> list[range]:
 
 
 def check_microbatches(config: ParallelConfig, num_microbatches: int) -> None:
-    """Raise `ConfigError` when the schedule cannot run that many microbatches."""
+    """Raise `ConfigError` if the schedule cannot run that many microbatches."""
     if config.pipeline == 1 or config.schedule in ("gpipe", "1f1b") or is_v_shaped(config):
         return
     num_rounds = max(1, num_microbatches // config.pipeline)
@@ -61,7 +61,7 @@ def check_microbatches(config: ParallelConfig, num_microbatches: int) -> None:
 
 
 def check_ties(model: ModelConfig, config: ParallelConfig) -> None:
-    """Raise `ConfigError` when one rank would have to shard a tied embedding for two stages."""
+    """Raise `ConfigError` if one rank would have to shard a tied embedding for two stages."""
     tied = model.tie_embeddings
     if tied and is_v_shaped(config) and (config.zero_stage != 0 or config.tensor > 1):
         raise ConfigError(
@@ -71,10 +71,9 @@ def check_ties(model: ModelConfig, config: ParallelConfig) -> None:
 
 
 def check_blocks(part: Decoder, config: ParallelConfig) -> None:
-    """Raise `ConfigError` when passes have made blocks that zero_bubble cannot take apart.
-
-    It computes weight gradients by themselves, from the middle of the graph: a block that is computed again would be so
-    for every weight, and a compiled one has no middle.
+    """Raise `ConfigError` if passes have created blocks that zero_bubble cannot split. It computes weight gradients
+    separately, from the middle of the graph: a recomputed block would be recomputed for every weight, and a compiled
+    one has no middle.
     """
     whole = [block for block in part.blocks.values() if "forward" in vars(block) or block._compiled_call_impl]
     if config.schedule == "zero_bubble" and (whole or "run_blocks" in vars(part)):
@@ -99,7 +98,7 @@ def cut(model: Decoder, layers: range, *, is_first: bool, is_last: bool) -> Deco
 
 
 def join(parts: Sequence[Decoder]) -> Decoder:
-    """All that the parts of one rank hold as one model, modules shared; its head is the last part's."""
+    """All stages of one rank as one model, modules shared; its head is the last stage's."""
     if len(parts) == 1:
         return parts[0]
     last = parts[-1]

@@ -1,4 +1,4 @@
-"""When a rank computes and when it waits: what each pipeline stage did in a step, by the clock of its device."""
+"""When a rank computes and when it waits: the work of each pipeline stage in a step, by the clock of its device."""
 
 import time
 from collections.abc import Callable
@@ -11,8 +11,9 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpan:
-    """Uninterrupted work for one microbatch. kind: forward, loss, backward, backward_input or backward_weight;
-    start_s and end_s count from the step's beginning on this rank."""
+    """Uninterrupted work for one microbatch. kind: forward, loss, backward, backward_input or backward_weight; start_s
+    and end_s are relative to the step's start on this rank.
+    """
 
     stage: int
     kind: str
@@ -25,7 +26,7 @@ class StageSpan:
 
 
 class StageTimeline:
-    """Spans of the newest step. On CUDA events mark the stream, so that nothing waits before `spans` is asked for."""
+    """Spans of the newest step. On CUDA, events mark the stream, so nothing waits until `spans` is called."""
 
     def __init__(self, device: torch.device) -> None:
         self._uses_events = device.type == "cuda"
@@ -33,12 +34,12 @@ class StageTimeline:
         self._marks: list[tuple[int, str, Any, Any]] = []
 
     def begin(self) -> None:
-        """A new step; what the last one left is forgotten."""
+        """Start a new step and discard the spans of the previous one."""
         self._marks = []
         self._began = self._mark()
 
     def timed(self, work: Callable[..., Any], stage: int, kind: str) -> Callable[..., Any]:
-        """`work`, with a span for every call."""
+        """`work`, recording a span for every call."""
 
         @wraps(work)
         def timed_work(*args: Any, **kwargs: Any) -> Any:
@@ -50,7 +51,7 @@ class StageTimeline:
         return timed_work
 
     def spans(self) -> list[StageSpan]:
-        """In the order in which they ended."""
+        """Spans in the order in which they ended."""
         if self._uses_events and self._marks:
             self._marks[-1][3].synchronize()
         return [

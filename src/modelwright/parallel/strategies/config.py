@@ -1,4 +1,4 @@
-"""Which strategy a run uses: its configuration, and `build_strategy`."""
+"""The configuration of strategies, and `build_strategy`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,8 +49,8 @@ from modelwright.parallel.topology.gradient_sync import TopologyAwareSync
 class GradientSyncConfig:
     """How gradients, or the pseudo-gradients of local SGD, are summed over replicas of the model.
 
-    Replicas are the data-parallel ranks; under hybrid sharding, the groups. Only these bytes are compressed or sent
-    less often, not what FSDP, tensor, context and pipeline parallelism send. Where one shard group holds all replicas,
+    Replicas are the data-parallel ranks; under hybrid sharding, the groups. Only this traffic is compressed or sent
+    less often, not that of FSDP, tensor, context and pipeline parallelism. Where one shard group holds all replicas,
     only `allreduce` is possible.
     """
 
@@ -70,7 +70,7 @@ class GradientSyncConfig:
             raise ConfigError(f"powersgd_rank: must be at least 1, got {self.powersgd_rank}; 8 is usual")
 
     def features(self) -> list[Feature]:
-        """What this needs of a run, and takes away."""
+        """What gradient synchronization needs of a run, and breaks."""
         found, needs = [], {WHOLE_GRADIENTS, GRADIENT_SUMS}
         if self.kind != "allreduce":
             found.append(
@@ -107,7 +107,7 @@ class AsyncUpdatesConfig:
             )
 
     def features(self) -> list[Feature]:
-        """What this needs of a run, and takes away."""
+        """What asynchronous updates need of a run, and break."""
         if self.mode == "delayed":
             return [feature("mode", self.mode, needs=[WHOLE_GRADIENTS], breaks=[PROMPT_GRADIENTS])]
         if self.mode == "hogwild":
@@ -120,11 +120,10 @@ class AsyncUpdatesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
-    """What decides about the strategy of a run.
-
-    update_in_backward: parameters are updated there, clipped by `clip_norm` of the last step where that is above 0.
-    shares_memory: processes of one host keep one copy of the weights where they can. scales_losses: losses are scaled,
-    and the scale must be taken out of the gradients before they are sent where `scales_layers` is set.
+    """Everything that determines the strategy of a run. update_in_backward: parameters are updated there, clipped by
+    `clip_norm` with the norm of the last step if above 0. shares_memory: processes of one host keep one copy of the
+    weights if possible. scales_losses: losses are scaled; the scale must be removed from the gradients before they are
+    sent if `scales_layers` is set.
     """
 
     transport: GradientSyncConfig
@@ -146,7 +145,6 @@ def build_strategy(
     decode: Callable[[Any], Any],
 ) -> Strategy:
     """The strategy for one rank; called on all ranks of `world` alike. compensate, encode, decode: see `Hogwild`.
-
     Raises `ConfigError` for `hogwild` on several hosts.
     """
     mesh, parameters = replica.mesh, list(replica.names)
@@ -195,8 +193,9 @@ def _delayed(config: StrategyConfig, replica: Replica, compensate: Compensate | 
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltSync:
-    """A way to sum gradients, and what it can do. is_exact: sums of scaled gradients are scaled sums; start, send_rows,
-    close: see `AllReduce`."""
+    """A gradient sync and its capabilities. is_exact: sums of scaled gradients are scaled sums; start, send_rows,
+    close: see `AllReduce`.
+    """
 
     sync: GradientSync
     is_exact: bool
@@ -206,12 +205,12 @@ class BuiltSync:
 
 
 def build_outer_step(config: GradientSyncConfig, world: World) -> OuterStep:
-    """What synchronizes the weights of ranks that take local steps."""
+    """Synchronizes the weights of ranks that take local steps."""
     return OuterStep(world, _codec(config, world), config.local_sgd)
 
 
 def build_sync(config: GradientSyncConfig, world: World) -> BuiltSync:
-    """How gradients are summed over the ranks of `world`. Called on all of them."""
+    """The gradient sync over the ranks of `world`. Called on all of them."""
     if config.kind == "allreduce":
         exact = AllReduceSync(world)
         return BuiltSync(sync=exact, is_exact=True, start=exact.arm, send_rows=exact.send_rows, close=exact.close)

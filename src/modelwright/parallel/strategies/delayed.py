@@ -1,11 +1,11 @@
 """Gradients a fixed number of steps late, so that the network works while the next steps are computed.
 
-The sum begun in step t is delivered in step t + delay, on all ranks alike: no rank can be more than `delay` steps ahead
-of the slowest in what it applies, replicas stay equal to the bit, and a run can be repeated and resumed (Ho et al. 2013
-bound the staleness in the same way but let every rank read what happens to have arrived, which gives up all three).
-The first `delay` steps deliver zeros, and the gradients of the last `delay` steps are never applied.
+The sum begun in step t is delivered in step t + delay, on all ranks alike: no rank can apply updates more than `delay`
+steps ahead of the slowest, replicas stay equal to the bit, and a run can be repeated and resumed (Ho et al. 2013 bound
+the staleness in the same way but let every rank read whatever has arrived, which gives up all three). The first `delay`
+steps deliver zeros, and the gradients of the last `delay` steps are never applied.
 
-Wraps any transport. What it costs: `delay` more copies of the gradients, and of the weights with a compensation.
+Wraps any gradient sync. It costs `delay` more copies of the gradients, and of the weights with a compensation.
 """
 
 from collections import deque
@@ -23,9 +23,8 @@ from modelwright.parallel.strategy import Compensate
 
 @dataclass(frozen=True)
 class _InFlight:
-    """One step's gradients on their way, and the weights at which they were computed (empty: not needed).
-
-    sent: gives the transport's `bytes_sent` when they have arrived.
+    """One step's gradients in flight, and the weights at which they were computed (empty if not needed). sent: returns
+    the `bytes_sent` once they have arrived.
     """
 
     sums: list[Tensor]
@@ -34,11 +33,11 @@ class _InFlight:
 
 
 class DelayedSync:
-    """`inner`, delivering `delay` steps late, at least one, from a thread.
+    """`inner`, delivering `delay` steps late (at least one) from a thread.
 
-    inner: works among ranks of a group that nothing else uses (`world_apart`), because its collectives run beside the
-    loop's. weights: what the loop updates, in the order of the gradients; needed
-    for `compensate` only. Call `close` before the process group is taken down.
+    inner: works among ranks of a group that nothing else uses (`world_apart`), because its collectives run concurrently
+    with the trainer's. weights: the tensors that are updated, in the order of the gradients; needed for `compensate`
+    only. Call `close` before the process group is destroyed.
     """
 
     def __init__(
@@ -59,11 +58,11 @@ class DelayedSync:
         self._thread = ThreadPoolExecutor(1, "gradients", torch.set_num_threads, (torch.get_num_threads(),))
 
     def close(self) -> None:
-        """Wait for what is in flight; all ranks have begun the same sums, so they end."""
+        """Wait for sums in flight; all ranks have started the same sums, so they complete."""
         self._thread.shutdown()
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
-        """Begin the sum of these gradients, and replace them by that of `delay` steps ago; zeros at the beginning."""
+        """Start the sum of these gradients, and replace them by that of `delay` steps ago; zeros at the beginning."""
         self._in_flight.append(self._begin(gradients))
         if len(self._in_flight) <= self.delay:
             torch._foreach_zero_(list(gradients))  # pyright: ignore
@@ -75,14 +74,16 @@ class DelayedSync:
             self.compensate(gradients, [weight.detach() for weight in self.weights], arrived.weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is in flight, waited for; a sum is the same on all ranks."""
+        """The sums in flight, waited for; a sum is the same on all ranks."""
         for step in self._in_flight:
             step.sent.result()
         in_flight = [{"sums": step.sums, "weights": step.weights} for step in self._in_flight]
         return {"inner": self.inner.state_dict(), "shared": in_flight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A run goes on with the sums that were in flight. Another delay than before begins with zeros again."""
+        """A resumed run continues with the sums that were in flight. With a different delay it starts with zeros
+        again.
+        """
         self.inner.load_state_dict(state["inner"])
         self._in_flight.clear()
         if len(state["shared"]) > self.delay:

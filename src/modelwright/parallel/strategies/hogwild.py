@@ -1,18 +1,18 @@
 """Hogwild!: the processes of one host train one model in shared memory, without waiting for each other.
 
-(Recht, Re, Wright and Niu 2011.) Each process draws the number of its next update from a shared counter, copies the
-weights, computes the gradient of that whole batch on its copy, and applies it to the weights and optimizer states that
-all share, without a lock: two processes that write the same element at the same moment may lose one of the two
-changes. Between reading weights and changing them others have made some updates (the staleness, n - 1 on average with n
-processes); a compensation of the gradient for that can be handed in.
+(Recht, Re, Wright and Niu 2011.) Each process takes the number of its next update from a shared counter, copies the
+weights, computes the gradient of that whole batch on its copy, and applies it to the shared weights and optimizer
+states without a lock: two processes that write the same element at the same moment may lose one of the two changes.
+Between reading and writing the weights other processes have made some updates (the staleness, n - 1 on average with n
+processes); a compensation of the gradient can be passed in.
 
-What is exact: every number is drawn once, by one process; all processes meet at a stop that the loop asks for, when
-every update drawn so far is made, and leave it with equal weights. A checkpoint made there is that of a synchronous run
-and loads into one. What is not: the order in which updates reach the weights, so no two runs end with the same bits.
+Exact: every number is drawn once, by one process. All processes meet at a stop that the trainer requests, when every
+update drawn so far has been applied, and leave it with equal weights. A checkpoint made there is that of a synchronous
+run and loads into one. Not exact: the order in which updates reach the weights, so no two runs end with the same bits.
 
-The optimizer's states are shared as well. With states of each process's own the momentum sees one gradient in n and
+The optimizer's states are shared as well. With separate states per process the momentum sees one gradient in n and
 reaches n times as far back: 4 processes, 300 steps of a small model, held-out loss 5.02, 5.00 and 5.08 with shared
-states, 5.10, 5.22 and 5.13 with own ones (three seeds; 4.40 to 4.65 without staleness). And a checkpoint would need n
+states, 5.10, 5.22 and 5.13 with own ones (three seeds; 4.40 to 4.65 without staleness). A checkpoint would also need n
 of them.
 """
 
@@ -30,11 +30,11 @@ from modelwright.parallel.strategy import Compensate, Done, Replica, Strategy, U
 
 
 class Hogwild(Strategy):
-    """One process among those that share a model; all of them on one host.
+    """One of the processes that share a model; all of them on one host.
 
     replica: on a mesh of this process alone. world: all processes. encode, decode: the result of a step as JSON values
-    and back, for the other processes. Raises `ConfigError` when the processes are not on one host. A run ends with a
-    `ModelwrightError` on the others when one process is lost.
+    and back, for the other processes. Raises `ConfigError` if the processes are not on one host. If one process is
+    lost, the run ends with a `ModelwrightError` on the others.
     """
 
     is_synchronous: ClassVar[bool] = False
@@ -63,7 +63,7 @@ class Hogwild(Strategy):
         self._made_when_read = self._staleness = 0
 
     def begin(self, step: int, num_steps: int) -> None:
-        """Move what the optimizer changes into shared memory; its counts of steps follow the numbers of updates."""
+        """Move everything that the optimizer changes into shared memory; its step counts follow the update numbers."""
         optimizer = self.replica.optimizer
         make_states(optimizer)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -93,7 +93,7 @@ class Hogwild(Strategy):
         self._counters.meet()
 
     def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
-        """Compensate the gradients; what is done to the parameters from here on is done to the shared ones."""
+        """Compensate the gradients; later changes to the parameters apply to the shared ones."""
         gradients = self.replica.gradients()
         unscale(gradients)
         self._staleness = self._counters.num_made - self._made_when_read
@@ -118,7 +118,7 @@ class Hogwild(Strategy):
 
     @torch.no_grad()
     def _read_weights(self, number: int) -> None:
-        """Bring this process's copy up to date, for update `number`."""
+        """Refresh this process's copy for update `number`."""
         self._made_when_read = self._counters.num_made
         torch._foreach_copy_(self._copies, self._shared)  # pyright: ignore
         for parameter, copy in zip(self._parameters, self._copies, strict=True):

@@ -1,7 +1,7 @@
-"""Which updates were drawn and made, and what was reported of them, in memory that all processes of a host map.
+"""Which updates were drawn and applied, and their reports, in memory that all processes of a host map.
 
-The kernel's record locks guard the counters, and tell who is alive: a process that has ended, however it did, holds
-none.
+The kernel's record locks guard the counters, and show who is alive: a process that has ended, for whatever reason,
+holds none.
 """
 
 import fcntl
@@ -51,7 +51,7 @@ class SharedCounters:
         os.close(self._file)
 
     def begin(self, step: int) -> None:
-        """The next number is `step`."""
+        """Make `step` the next number."""
         self.num_heard = step
         if self.world.is_first:
             self._counters[_DRAWN] = self._counters[_MADE] = step
@@ -59,13 +59,13 @@ class SharedCounters:
         self.meet()
 
     def open(self, first: int, last: int) -> None:
-        """Begin a period in which the numbers from `first` to below `last` are drawn; the same on all processes."""
+        """Start a period in which the numbers from `first` to below `last` are drawn; the same on all processes."""
         assert first == self.num_heard, "the trainer and the counters disagree about how many updates were made"
         self._period += 1
         self._limit = last
 
     def draw(self) -> int | None:
-        """The next number; None when the period's are used up or drawing was stopped."""
+        """The next number; None if the period's numbers are used up or drawing was stopped."""
         with self._locked():
             number = int(self._counters[_DRAWN])
             if number >= self._end():
@@ -74,14 +74,14 @@ class SharedCounters:
         return number
 
     def stop_drawing(self) -> None:
-        """Nobody draws in this period any more."""
+        """Stop drawing in this period on all processes."""
         with self._locked():
             if self._counters[_STOPPED_PERIOD] != self._period:
                 self._counters[_STOPPED_AT] = self._counters[_DRAWN]
                 self._counters[_STOPPED_PERIOD] = self._period
 
     def publish(self, number: int, report: object) -> None:
-        """Count an update as made and let everybody know."""
+        """Count an update as applied and publish its report."""
         text = json.dumps(report).encode()
         if len(text) > SLOT_BYTES:
             raise ValueError(f"the report of update {number} has {len(text)} bytes; there is room for {SLOT_BYTES}")
@@ -93,13 +93,13 @@ class SharedCounters:
             self._counters[_MADE] += 1
 
     def news(self) -> Iterator[Any]:
-        """Reports that this process has not heard yet, in the order of their numbers, as far as there is no gap."""
+        """Reports that this process has not read yet, in order, up to the first gap."""
         while (text := self._text(self.num_heard)) is not None:
             self.num_heard += 1
             yield json.loads(text)
 
     def wait_for_all(self) -> Iterator[Any]:
-        """`news` until every update drawn in this period is made. Raises `ModelwrightError` when one never will be."""
+        """`news` until every update drawn in this period is applied. Raises `ModelwrightError` if one never will be."""
         for attempt in itertools.count(1):
             yield from self.news()
             with self._locked():
@@ -111,7 +111,7 @@ class SharedCounters:
             time.sleep(POLL_S)
 
     def meet(self) -> None:
-        """Wait until all processes are here."""
+        """Wait until all processes have arrived."""
         try:
             self.world.barrier()
         except RuntimeError as error:

@@ -1,12 +1,12 @@
-"""Local steps: every rank trains by itself and the ranks meet every so many updates (DiLoCo, Douillard et al. 2023).
+"""Local SGD: every rank trains by itself and the ranks synchronize every so many updates (DiLoCo, Douillard et al.
+2023).
 
-At a meeting each rank's way since the last one, `start - now`, is a pseudo-gradient; its mean over the ranks, carried
-by any transport (exact, INT8, three-level as in SparseLoCo), moves the common start by SGD with Nesterov momentum, and
-all ranks go on from there. With rate 1 and momentum 0 that is plain averaging of weights. The last meeting is exact and
-a plain mean.
-
-Some of the optimizer's tensors belong to this rank alone between meetings; one of them is Adam's second moment, on
-which the ranks should agree (`second_moment_sync.py` says why).
+At a synchronization each rank's displacement since the last one, `start - now`, is a pseudo-gradient. Its mean over the
+ranks, sent by any gradient sync (exact, INT8, top-k as in SparseLoCo), moves the common start by SGD with Nesterov
+momentum, and all ranks continue from there. With rate 1 and momentum 0 that is plain averaging of weights. The last
+synchronization is exact and a plain mean. Some of the optimizer's tensors belong to this rank alone between
+synchronizations; one of them is Adam's second moment, on which the ranks should agree (`second_moment_sync.py` explains
+why).
 """
 
 import math
@@ -33,7 +33,7 @@ MOMENTS = ("exp_avg", SECOND_MOMENT, "momentum_buffer")
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSgdConfig:
-    """Local SGD: ranks update on their own and average now and then (DiLoCo, Douillard et al. 2023)."""
+    """Local SGD: ranks update on their own and average periodically (DiLoCo, Douillard et al. 2023)."""
 
     sync_every_steps: int = 0
     """Updates between synchronizations; 0 averages gradients at every update instead."""
@@ -72,11 +72,11 @@ def _nothing_private(private: Private) -> None:
 
 
 class OuterStep:
-    """Carries out the meetings of one rank's weights with those of the other ranks.
+    """Synchronizes one rank's weights with those of the other ranks.
 
     The strategy calls `begin` once, before its first step, and `after_update` after every update, with this rank's
-    parameters in one order on all ranks. Between meetings the ranks' weights and optimizer states differ, so the state
-    holds them; under another number of ranks each begins with the mean of the old ones.
+    parameters in one order on all ranks. Between synchronizations the ranks' weights and optimizer states differ, so
+    the state holds them; under another number of ranks each starts with the mean of the old ones.
     """
 
     def __init__(self, world: World, transport: GradientSync, config: LocalSgdConfig) -> None:
@@ -106,11 +106,11 @@ class OuterStep:
         private: Callable[[], Private] = dict,
         restore: Callable[[Private], object] = _nothing_private,
     ) -> None:
-        """Remember where the ranks stand, or go back to where the loaded state was.
+        """Record the ranks' start, or return to that of the loaded state.
 
-        num_steps: of the whole run: the ranks meet after the last one, whatever its number. private: tensors of this
-        rank alone, lists in the parameters' order and shapes (the optimizer's moments). restore: puts such tensors back
-        when a state that was saved between meetings is loaded; the loop has restored the first rank's by then.
+        num_steps: of the whole run; the ranks synchronize after the last one in any case. private: tensors of this rank
+        alone, lists in the parameters' order and shapes (the optimizer's moments). restore: writes such tensors back if
+        a state saved between synchronizations is loaded; the trainer has restored the first rank's by then.
         """
         self.num_steps = num_steps
         self._parameters, self._private = [parameter.detach() for parameter in parameters], private
@@ -127,7 +127,7 @@ class OuterStep:
         self._origin = self._own_start()
 
     def after_update(self, parameters: Sequence[Tensor], step: int) -> None:
-        """Meet if it is time. step: updates done, from 1."""
+        """Synchronize if it is time. step: updates done, from 1."""
         if step % self.config.sync_every_steps and step != self.num_steps:
             return
         weights = [parameter.detach() for parameter in parameters]
@@ -147,7 +147,7 @@ class OuterStep:
             self._moment.share(self._private().get(SECOND_MOMENT, []))
 
     def _meet_exactly(self, weights: list[Tensor]) -> None:
-        """The run ends with the mean of the ranks' weights: nothing is left unsent."""
+        """End the run with the mean of the ranks' weights, so that nothing is left unsent."""
         moved = [(before - now.float()) / self.world.size for before, now in zip(self._origin, weights, strict=True)]
         for part, left in zip(moved, self._unsent(), strict=False):
             part.add_(left.to(part.device))
@@ -156,7 +156,7 @@ class OuterStep:
         torch._foreach_copy_(weights, self.start)  # pyright: ignore
 
     def _own_start(self) -> list[Tensor]:
-        """Where this rank goes on from: the common start, with its own unsent way if it keeps that."""
+        """Where this rank continues: the common start, plus its own unsent displacement if that is kept."""
         unsent = self._unsent() if self.config.keep_residual else []
         if not unsent:
             return [start.clone() for start in self.start]
@@ -216,7 +216,7 @@ class LocalSgd(Strategy):
         )
 
     def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
-        """Nothing is sent: n times the own share stands for the sum over n ranks, so that clipping keeps its scale."""
+        """Nothing is sent: n times the local share replaces the sum over n ranks, so that clipping keeps its scale."""
         gradients = self.replica.gradients()
         shards = [local(gradient) for gradient in gradients]
         unscale(shards)
@@ -236,7 +236,7 @@ class LocalSgd(Strategy):
         self.local_steps.after_update(self._weights(), step + 1)
 
     def replicated(self) -> Mapping[str, Tensor]:
-        """Where the ranks last met."""
+        """The weights at the last synchronization."""
         shard = f"{self.mesh.pipeline.rank}/{self.mesh.shard.rank}/{self.mesh.tensor.rank}"
         return {f"start/{shard}/{number}": start for number, start in enumerate(self.local_steps.start)}
 
@@ -250,8 +250,9 @@ class LocalSgd(Strategy):
         return [local(parameter.detach()) for parameter in self.replica.names]
 
     def _moments(self) -> dict[str, list[Tensor]]:
-        """By name, in the order and shapes of the parameters: zeros for one whose update keeps no such moment. Empty
-        before the first step."""
+        """By name, in the order and shapes of the parameters; zeros for a parameter whose update has no such moment.
+        Empty before the first step.
+        """
         states = [self.replica.optimizer.state.get(parameter, {}) for parameter in self.replica.names]
         return {
             name: [

@@ -1,11 +1,12 @@
-"""Each parameter is updated as soon as its gradient is final in the last backward of a step, and the gradient goes.
+"""Updates each parameter as soon as its gradient is final in the last backward of a step, and frees the gradient.
 
-Gradients then never stand all at once (Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with
-Limited Resources", section 3.1). Optimizers that change every parameter by itself give the bits that they would give
-afterwards. What needs the norm of the whole gradient first cannot have it: the loss is judged before backward, and a
-gradient that is not finite within it ends the run, for other weights are changed by then. When a gradient is final, and
-which shard of it this process updates, is decided by a `GradientReady`: `LocalGradients`, `ReducedInBackward` or
-`SharedInBackward`.
+The gradients never exist all at once (Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with
+Limited Resources", section 3.1). Optimizers that update every parameter independently give the same bits as after
+backward. Techniques that need the norm of the whole gradient first are impossible: the loss is checked before backward,
+and a non-finite gradient within it ends the run, because other weights have already changed.
+
+When a gradient is final, and which shard of it this process updates, is decided by a `GradientReady`: `LocalGradients`,
+`ReducedInBackward` or `SharedInBackward`.
 """
 
 import math
@@ -46,16 +47,17 @@ class GradientReady(Protocol):
     """Whether each process updates shards of parameters, so that nothing is replicated."""
 
     def begin(self, optimizer: Optimizer) -> Optimizer:
-        """Called once, when weights and optimizer are in place. Returns the optimizer of what this process updates."""
+        """Called once, when weights and optimizer are in place. Returns the optimizer for this process's shards."""
         ...
 
     def arm(self, parameters: Sequence[Tensor], then: Then) -> None:
         """Called before the last backward of a step. then: called for each parameter once its gradient is final; it
-        lets the gradient go."""
+        frees the gradient.
+        """
         ...
 
     def finish(self) -> None:
-        """Called after that backward: handles what is left, with zeros where nothing flowed."""
+        """Called after that backward: handles the remaining parameters, with zeros where no gradient flowed."""
         ...
 
     def close(self) -> None: ...
@@ -97,9 +99,8 @@ class LocalGradients:
 
 
 class ReducedInBackward:
-    """Gradients are summed over the ranks of `world` while backward runs, bucket by bucket.
-
-    The same buckets as `ExactTransport`'s, and the same sums. A gradient's own memory goes when its bucket begins.
+    """Gradients are summed over the ranks of `world` while backward runs, bucket by bucket. Buckets and sums equal
+    those of `AllReduceSync`. A gradient's own memory is freed when its bucket starts.
     """
 
     updates_shards = False
@@ -138,7 +139,7 @@ class ReducedInBackward:
 
     @torch.no_grad()
     def _complete(self, *, most_left: int) -> None:
-        """Wait for the sums that began first, and hand their parameters over."""
+        """Wait for the oldest sums and pass their parameters on."""
         while len(self._in_flight) > most_left:
             parameters, flat, wait = self._in_flight.pop(0)
             wait()
@@ -149,11 +150,10 @@ class ReducedInBackward:
 
 
 class SharedInBackward:
-    """One copy of the weights for all processes of a host (`SharedModel`), and no gradients but two buckets of each.
+    """One copy of the weights for all processes of a host (`SharedModel`), and gradients only in two buckets.
 
     While one bucket is summed and used, the next is filled. Each process updates a shard of every parameter, so that
-    all have work at every bucket. parameters: all that are trained, in the model's order, of which backward is the
-    reverse.
+    all have work at every bucket. parameters: all trained ones in the model's order, of which backward is the reverse.
     """
 
     updates_shards = True
@@ -210,7 +210,7 @@ class SharedInBackward:
                 self._then(parameter, shard.weight)
 
     def _places(self, room: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Neighboring buckets lie in different halves."""
+        """Offsets in two halves, with neighboring buckets in different halves."""
         halves, places = room.chunk(2), {}
         for number, bucket in enumerate(self._buckets.cut(self.parameters)):
             for parameter, start in zip(bucket, starts_of(bucket), strict=False):
@@ -225,15 +225,14 @@ def room_of_two_buckets(parameters: Sequence[Tensor], *, bucket_bytes: int = SHA
 
 
 def _final(parameter: Tensor) -> Tensor:
-    """The gradient on this rank, zeros where nothing flowed, with sums over tensor parallelism finished."""
+    """The gradient on this rank, zeros where none flowed, with tensor-parallel partial sums reduced."""
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     return redistribute_like(gradient, parameter)
 
 
 class OptimizerInBackward(Strategy):
-    """Updates parameters during backward, unless a loss is not finite or no label in the batch counts.
-
-    ready: see `GradientReady`; clip_norm: the limit that the last step's norm is compared with, 0 for none.
+    """Updates parameters during backward, unless a loss is not finite or no label in the batch counts. ready: see
+    `GradientReady`; clip_norm: limit for the norm of the last step, 0 for none.
     """
 
     def __init__(
@@ -278,7 +277,7 @@ class OptimizerInBackward(Strategy):
         return layout_blocker(self.mesh)
 
     def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
-        """Finish what backward has begun; no gradient is left afterwards."""
+        """Finish what backward has started; no gradient is left afterwards."""
         if self._armed:
             self.ready.finish()
             self._armed = False
@@ -289,9 +288,8 @@ class OptimizerInBackward(Strategy):
         return []
 
     def grad_norm(self, gradients: list[Tensor]) -> float:
-        """The norm before it was scaled, once a step; nan when nothing was updated.
-
-        Raises `ModelwrightError` when a gradient was not finite: some weights are updated and others are not.
+        """The norm before it was scaled, once per step; nan if nothing was updated. Raises `ModelwrightError` if a
+        gradient was not finite: some weights are updated and others are not.
         """
         norms, self._norms = self._norms, None
         if norms is None:
@@ -307,7 +305,7 @@ class OptimizerInBackward(Strategy):
         return self._norm
 
     def optimizer_step(self) -> None:
-        """The weights are changed already; the next step clips by this norm."""
+        """The weights have already changed; the next step clips by this norm."""
         self.last_norm = self._norm
 
     def replicated(self) -> Mapping[str, Tensor] | None:
@@ -323,7 +321,7 @@ class OptimizerInBackward(Strategy):
         self.ready.close()
 
     def _joined(self, norms: Mapping[Tensor, float]) -> float:
-        """The norm of the whole gradient, from that of each gradient on this rank, or of this rank's shard of it."""
+        """The norm of the whole gradient, from the norms of each gradient (or shard of it) on this rank."""
         if self.mesh.world.size == 1:
             return math.hypot(*norms.values())
         by_holders: dict[int, list[float]] = {}

@@ -1,13 +1,13 @@
-"""One second moment for ranks that train by themselves, for a small part of the bytes.
+"""Keeps one second moment for ranks that train by themselves, for a small part of the bytes.
 
 A rank that trains on its own share of a batch estimates Adam's second moment from that share alone. A gradient that
-only this rank saw then swells its own denominator and shrinks its own step: the mean of the ranks' steps is no longer
-the step of their mean gradient. Measured, this costs local steps more than what a sparse transport leaves out. With one
-denominator on all ranks the mean of the steps is linear in the gradients again, which is what makes error feedback
+only this rank saw then inflates its own denominator and shrinks its own step: the mean of the ranks' steps is no longer
+the step of their mean gradient. By measurement this costs local steps more than what sparsification leaves out. With
+one denominator on all ranks the mean of the steps is linear in the gradients again, which is what makes error feedback
 sound (1-bit Adam, Tang et al. 2021, freezes the moment for that; 0/1 Adam, Lu et al. 2022, refreshes it seldom).
 
-Moments change slowly and span many magnitudes, so a rank sends by how many steps of `octaves` each has moved, in log2,
-from what all ranks agreed on the last time: small whole numbers, Rice-coded.
+Moments change slowly and span many magnitudes, so a rank sends by how many steps of `octaves` each has changed, in
+log2, since the last agreement: small integers, Rice-coded.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ FLOOR = 1e-16
 
 
 class SharedMoment:
-    """The mean of the ranks' second moments, to within half a step of each other rank's part; own parts are exact.
+    """The mean of the ranks' second moments, to within half a step of each other rank's part; the own part is exact.
 
-    `bytes_sent` is counted as `ThreeLevelTransport` counts. Moments that are not finite on any rank leave all as they
-    are. agreed: log2 of what all ranks know, empty before the first time; it belongs into a checkpoint.
+    `bytes_sent` is counted as in `TopKQuantizedSync`. Non-finite moments on any rank leave all of them unchanged.
+    agreed: log2 of the values known to all ranks, empty before the first synchronization; part of a checkpoint.
     """
 
     def __init__(self, world: World, *, octaves: float = 1.0) -> None:
@@ -39,7 +39,7 @@ class SharedMoment:
         self.bytes_sent = 0
 
     def share(self, moments: Sequence[Tensor]) -> None:
-        """Replace the moments, in one order on all ranks, by their mean; none while no step has made any."""
+        """Replace the moments, in one order on all ranks, by their mean; empty until a step has created any."""
         if self.world.size == 1 or not moments:
             return
         own_N = flatten(moments).clamp_min_(FLOOR)
@@ -64,7 +64,7 @@ _NOTHING = torch.zeros(0, dtype=torch.uint8)
 
 
 def encode_moves(moves_N: Tensor) -> Tensor:
-    """Whole numbers as bytes [uint8, on the CPU]: the middle one, the Rice parameter, and what is left, 0 first."""
+    """Integers as bytes [uint8, on the CPU]: the middle one, the Rice parameter, and the differences, 0 first."""
     moves = moves_N.cpu().numpy().astype(np.int64)
     middle = int(np.median(moves))
     left = moves - middle
@@ -75,7 +75,7 @@ def encode_moves(moves_N: Tensor) -> Tensor:
 
 
 def decode_moves(message: Tensor, numel: int) -> Tensor:
-    """What `encode_moves` wrote, FP32 [numel]."""
+    """Decode `encode_moves`, FP32 [numel]."""
     data = message.numpy()
     middle, low = data[: _HEADER.itemsize].copy().view(_HEADER)[0].tolist()
     folded = rice_decode(data[_HEADER.itemsize :], numel, low)

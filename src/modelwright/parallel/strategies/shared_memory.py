@@ -1,12 +1,10 @@
 """One copy of weights and optimizer states for all processes of a host, each of which updates its part of them.
 
-Processes of one host that share out the rows of a batch, and nothing else, would each keep the same weights and make
-the same update, with cores and memory that they share. Here weights and states are stored once, in shared memory. Each
-process puts what others are to sum of its gradients beside them, adds up all processes' gradients in its part of the
-parameters, and updates that part: the partitioning of ZeRO-1 (Rajbhandari et al. 2020), without any communication.
-
-Every element is summed by one process in one order, so that sums have the same bits every time. Element-wise optimizers
-only.
+Processes of one host that only share out the rows of a batch would each hold the same weights and make the same update,
+with cores and memory that they share. Here weights and states are stored once, in shared memory. Each process stores
+the part of its gradients that others sum next to them, adds up all processes' gradients in its part of the parameters,
+and updates that part: the partitioning of ZeRO-1 (Rajbhandari et al. 2020), without any communication. Every element is
+summed by one process in one order, so that sums have the same bits every time. Element-wise optimizers only.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,9 +33,8 @@ GradientPlaces = Callable[[Tensor, Sequence[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of one parameter that this process updates: elements `first` to `last`.
-
-    weight: these elements, as the own optimizer's parameter; slots: these elements of all processes' gradients.
+    """The part of one parameter that this process updates: elements `first` to `last`. weight: these elements, as the
+    local optimizer's parameter; slots: these elements of all processes' gradients.
     """
 
     first: int
@@ -49,11 +46,10 @@ class Shard:
 class SharedModel:
     """Weights and optimizer states in shared memory, with room for each process's gradients.
 
-    Made on all processes of `world` alike, with the first process's values. One parameter is moved after the other, so
-    that no process ever has all states of its own, unless it comes with them. Call `close` at the end: then each
-    process has weights of its own again.
-
-    optimizer: of whole parameters; room: elements of each process's gradients; places, own_range: see their types.
+    Created on all processes of `world` alike, with the first process's values. Parameters are moved one by one, so that
+    no process ever holds all states itself, unless it starts with them. Call `close` at the end, which gives each
+    process its own weights again. optimizer: of whole parameters; room: elements of each process's gradients; places,
+    own_range: see their types.
     """
 
     def __init__(
@@ -99,7 +95,7 @@ class SharedModel:
             parameter.data, parameter.grad = parameter.data.clone(), None
 
     def copy_group_settings(self) -> None:
-        """Take over rates and decay from the groups of the whole optimizer."""
+        """Copy rates and decay from the groups of the whole optimizer."""
         for whole, own in self._groups:
             own.update({name: value for name, value in whole.items() if name != "params"})
 
@@ -109,7 +105,7 @@ class SharedModel:
         self.world.barrier()
 
     def consecutive_range(self, parameter: Tensor, start: int, total: int) -> tuple[int, int]:
-        """Each process updates one consecutive part of all elements."""
+        """Each process updates one contiguous part of all elements."""
         first, last = shard_range(self.world, total)
         return min(max(first - start, 0), parameter.numel()), min(max(last - start, 0), parameter.numel())
 
@@ -120,7 +116,7 @@ class SharedModel:
         gradients: Sequence[Sequence[Tensor]],
         own_range: OwnRange,
     ) -> None:
-        """Make an optimizer of the same kind over this process's shards, with the shared states."""
+        """Create an optimizer of the same kind over this process's shards, with the shared states."""
         for number, (parameter, start) in enumerate(zip(self.parameters, starts, strict=False)):
             low, high = own_range(parameter, start, starts[-1])
             if low < high:
@@ -146,9 +142,8 @@ class SharedModel:
 
 
 class SharedMemory(Strategy):
-    """All processes of a host make every update together, each its part of one copy.
-
-    overlap: gradients are put into shared memory while backward runs. unscale_first: as in `AllReduce`.
+    """All processes of a host make every update together, each on its part of one copy. overlap: gradients are copied
+    to shared memory while backward runs. unscale_first: as in `AllReduce`.
     """
 
     def __init__(self, replica: Replica, *, overlap: bool = True, unscale_first: bool = False) -> None:
@@ -204,7 +199,7 @@ class SharedMemory(Strategy):
 
     @torch.no_grad()
     def optimizer_step(self) -> None:
-        """Update this process's shards, and wait for the others'."""
+        """Update this process's shards, and wait for the others."""
         assert self.shared is not None
         self.shared.copy_group_settings()
         if self.shared.shard_optimizer is not None:
@@ -223,7 +218,7 @@ class SharedMemory(Strategy):
 
     @torch.no_grad()
     def _put(self, parameter: Tensor) -> None:
-        """Show the other processes what they are to sum; what this one sums stays where it is."""
+        """Publish the gradients that other processes sum; those that this one sums stay where they are."""
         assert parameter.grad is not None
         assert self.shared is not None
         slot, gradient = self.shared.slots[parameter].view(-1), parameter.grad.reshape(-1)
@@ -237,8 +232,7 @@ class SharedMemory(Strategy):
 
 
 def fits(mesh: Mesh, parameters: Sequence[Tensor], *, gradient_room: int = 0) -> bool:
-    """Whether the processes can share weights: one host, one format, in its memory, which has room. Collective.
-
+    """Whether the processes can share weights: on one host, in one dtype, in host memory with enough room. Collective.
     gradient_room: elements of each process's gradients there, 0 for whole ones.
     """
     if mesh.world.size == 1 or not mesh.is_only_data_parallel:
@@ -252,13 +246,13 @@ def fits(mesh: Mesh, parameters: Sequence[Tensor], *, gradient_room: int = 0) ->
 
 
 def shard_range(world: World, total: int) -> tuple[int, int]:
-    """This process's part of so many elements, in whole cache lines but for the end."""
+    """This process's part of this many elements, in whole cache lines except at the end."""
     lines, rank, size = -(-total // _ALIGNMENT), world.rank, world.size
     return rank * lines // size * _ALIGNMENT, min(total, (rank + 1) * lines // size * _ALIGNMENT)
 
 
 def starts_of(parameters: Sequence[Tensor]) -> list[int]:
-    """Where each begins in one flat tensor of them all, and its length."""
+    """The offset and length of each in one flat tensor of them all."""
     return [0, *accumulate(-(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT for parameter in parameters)]
 
 

@@ -1,8 +1,8 @@
-"""All-reduce algorithms written down as plans: rounds of point-to-point steps, nothing executed here.
+"""All-reduce algorithms as plans: rounds of point-to-point steps, which are not executed here.
 
-A plan says for every round who sends which chunks of the vector to whom, and whether the receiver adds them to its own
-or replaces its own. The same plan is carried out by `collectives.py`, priced by `plan_seconds` and proved by the tests,
-which run it on symbols.
+A plan states for every round which rank sends which chunks of the vector to whom, and whether the receiver adds them to
+its own or replaces its own. The same plan is executed by `collectives.py`, priced by `plan_seconds` and verified by the
+tests, which run it on symbols.
 
 Why all ranks end with the same bits. Ring, tree and hierarchical: every chunk's sum is finished on one rank and copied
 from there. Doubling: both partners of an exchange hold a and b and compute a + b and b + a, which IEEE addition makes
@@ -20,7 +20,7 @@ from modelwright.parallel.topology.link_costs import Links
 
 @dataclass(frozen=True)
 class TransferStep:
-    """Rank `source` sends chunks first, ..., last - 1 to rank `target`, which adds them or puts them in place."""
+    """Rank `source` sends chunks first, ..., last - 1 to rank `target`, which adds or stores them."""
 
     source: int
     target: int
@@ -34,7 +34,9 @@ Round = tuple[TransferStep, ...]
 
 @dataclass(frozen=True)
 class AllReducePlan:
-    """name: the algorithm; num_chunks: equal parts of the vector; rounds: their steps read values from before them."""
+    """name: the algorithm; num_chunks: equal parts of the vector; rounds: steps that read the values from before the
+    round.
+    """
 
     name: str
     num_ranks: int
@@ -48,7 +50,7 @@ class AllReducePlan:
 
 
 def chunk_bounds(length: int, num_chunks: int) -> list[int]:
-    """Where `num_chunks` nearly equal parts of `length` elements begin and end; parts may be empty."""
+    """Bounds of `num_chunks` nearly equal parts of `length` elements; parts may be empty."""
     return [length * chunk // num_chunks for chunk in range(num_chunks + 1)]
 
 
@@ -58,20 +60,21 @@ def ring(order: Sequence[int]) -> AllReducePlan:
 
 
 def doubling(order: Sequence[int]) -> AllReducePlan:
-    """Partners at distance 1, 2, 4, ... exchange everything: log2 n rounds, the least latency there is.
-
-    Ranks beyond the largest power of two hand their values to a partner first and get the sum from it at the end.
+    """Partners at distance 1, 2, 4, ... exchange everything: log2 n rounds, the minimum latency. Ranks beyond the
+    largest power of two first send their values to a partner and get the sum from it at the end.
     """
     return AllReducePlan("doubling", len(order), 1, tuple(_doubling_rounds(order, 1)))
 
 
 def tree(parents: Sequence[tuple[int, int]], num_ranks: int) -> AllReducePlan:
-    """Sum towards the root of a tree, then copy outwards. parents: (parent, child) in the order of the copying."""
+    """Sum toward the root of a tree, then copy outward. parents: (parent, child) in the order of the copying."""
     return AllReducePlan("tree", num_ranks, 1, (*_towards_root(parents, 1), *_outwards(parents, 1)))
 
 
 def hierarchical(groups: Sequence[Sequence[int]], across: str) -> AllReducePlan:
-    """Sum inside each group to its first rank, among those ranks by "ring" or "doubling", copy inside the groups."""
+    """Sum inside each group to its first rank, among those ranks by "ring" or "doubling", then copy inside the
+    groups.
+    """
     leaders = [group[0] for group in groups]
     num_chunks = len(groups) if across == "ring" else 1
     inside = [binomial(group) for group in groups]
@@ -87,7 +90,7 @@ def hierarchical(groups: Sequence[Sequence[int]], across: str) -> AllReducePlan:
 def sharded(groups: Sequence[Sequence[int]]) -> AllReducePlan:
     """Hierarchical for long vectors and groups of one size: reduce-scatter inside each group, rings across, all-gather.
 
-    Every rank carries one part of the vector across, so that the links inside are passed by less than two vectors.
+    Every rank sends one part of the vector across, so that the links inside a group carry less than two vectors.
     """
     size, num_groups = len(groups[0]), len(groups)
     num_chunks = size * num_groups
@@ -116,10 +119,9 @@ def binomial(order: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def fastest_tree(links: Links, num_bytes: float) -> list[tuple[int, int]]:
-    """A tree for these links: again and again the edge over which the next rank can be reached first.
-
-    "Earliest completing edge first" of Bhat, Raghavendra, Prasanna, Efficient collective communication in distributed
-    heterogeneous systems (ICDCS 1999). The root is the rank from which the tree is done first.
+    """A tree for these links: repeatedly adds the edge over which the next rank can be reached first. "Earliest
+    completing edge first" of Bhat, Raghavendra, Prasanna, Efficient collective communication in distributed
+    heterogeneous systems (ICDCS 1999). The root is the rank from which the tree completes first.
     """
     costs = links.costs(num_bytes)
     return min((_tree_from(root, costs) for root in range(links.num_ranks)), key=lambda found: found[0])[1]
@@ -190,7 +192,7 @@ def _outwards(parents: Sequence[tuple[int, int]], num_chunks: int) -> list[Round
 
 
 def _towards_root(parents: Sequence[tuple[int, int]], num_chunks: int) -> list[Round]:
-    """The copies of `_outwards` backwards in time, as additions."""
+    """The copies of `_outwards` reversed in time, as additions."""
     backwards = reversed(_outwards(parents, num_chunks))
     return [tuple(TransferStep(step.target, step.source, 0, num_chunks, True) for step in steps) for steps in backwards]
 
@@ -203,11 +205,11 @@ def _side_by_side(parts: Sequence[Sequence[Round]]) -> list[Round]:
 
 
 def plan_seconds(plan: AllReducePlan, links: Links, num_bytes: float) -> float:
-    """What the cost model says of a plan for a vector of that size.
+    """The predicted time of a plan for a vector of this size.
 
     Every rank has a clock; a step ends one message's time after both of its ranks are free. Messages of one round
-    between the same two hosts, or between the same two groups of `Links.groups`, share the bandwidth: the card and the
-    uplink are one each.
+    between the same two hosts, or between the same two groups of `Links.groups`, share the bandwidth of the network
+    card and the uplink.
     """
     group_of = {rank: number for number, group in enumerate(links.groups()) for rank in group}
     clocks = [0.0] * plan.num_ranks
@@ -230,7 +232,7 @@ def plan_seconds(plan: AllReducePlan, links: Links, num_bytes: float) -> float:
 
 
 def _paths(step: TransferStep, hosts: Sequence[str], group_of: dict[int, int]) -> list[tuple[Any, ...]]:
-    """What a message passes that others may pass too, each way by itself."""
+    """The shared resources of a message, each direction separately."""
     a, b = hosts[step.source], hosts[step.target]
     if a == b:
         return []

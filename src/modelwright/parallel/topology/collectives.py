@@ -1,13 +1,12 @@
-"""All-reduce that knows its links: the cheapest algorithm per message size, small messages joined, and new plans when a
+"""Topology-aware all-reduce: the cheapest algorithm per message size, small messages coalesced, and new plans when a
 link's speed changes during the run.
 
-`Collectives.all_reduce(tensor)` sums in place over the ranks of a world and leaves the same bits on all of them, by
-the backend's own algorithm ("backend") or by one of `plans.py`, whose docstring says why the bits are equal. For the
-flat one the backend vouches: gloo's and NCCL's rings finish every chunk on one rank and copy it from there.
+`Collectives.all_reduce(tensor)` sums in place over the ranks of a world and leaves the same bits on all of them, by the
+backend's own algorithm ("backend") or by one of `algorithms.py`, whose docstring explains why the bits are equal. For
+the backend's own, gloo's and NCCL's rings finish every chunk on one rank and copy it from there.
 
-What is decided (algorithm, new measurements, new plans) is decided from numbers that all ranks share to the last bit,
-at the same call on all of them. Collective calls come in the same order on every rank, as with any backend. Knows
-nothing about gradients; transports are handed `all_reduce` or `all_reduce_many`.
+Decisions (algorithm, new measurements, new plans) are made from numbers that all ranks share to the last bit, at the
+same call on all of them. Collective calls come in the same order on every rank, as with any backend.
 """
 
 import statistics
@@ -92,7 +91,7 @@ class TopologyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatCost:
-    """What the backend's own all-reduce takes: latency_s + bytes * s_per_byte."""
+    """The cost of the backend's own all-reduce: latency_s + bytes * s_per_byte."""
 
     latency_s: float
     s_per_byte: float
@@ -134,11 +133,13 @@ class Planner:
         return self.flat.seconds(num_bytes) if plan.name == "backend" else plan_seconds(plan, self.links, num_bytes)
 
     def choose(self, num_bytes: float) -> AllReducePlan:
-        """The cheapest plan for a message of that size; the first of equals, the backend's own before all."""
+        """The cheapest plan for a message of this size; on a tie the first one, the backend's own before all others."""
         return min(self.candidates(num_bytes).values(), key=lambda plan: self.seconds(plan, num_bytes))
 
     def coalesce_bytes(self) -> int:
-        """A message of this size is all bandwidth: eight times the bytes that fit into the longest latency."""
+        """The size from which a message is dominated by bandwidth: eight times the bytes that fit into the longest
+        latency.
+        """
         pairs = [
             (latency, rate)
             for latencies, rates in zip(self.links.latency_s, self.links.bytes_per_s, strict=True)
@@ -149,7 +150,9 @@ class Planner:
 
 
 class Collectives:
-    """All-reduce over a world by plans made from its links. Making one is a collective call: flat is measured."""
+    """All-reduce over a world by plans made from its links. Construction is a collective call, because the backend is
+    measured.
+    """
 
     def __init__(self, world: World, links: Links, config: TopologyConfig | None = None) -> None:
         self.world = world
@@ -180,7 +183,7 @@ class Collectives:
         return tensor
 
     def all_reduce_many(self, tensors: Sequence[Tensor]) -> None:
-        """Sum each tensor in place; neighbors of one dtype that are small go in one message."""
+        """Sum each tensor in place; small neighbors of one dtype share a message."""
         for message in self._messages(tensors):
             if len(message) == 1:
                 self.all_reduce(message[0])
@@ -191,7 +194,7 @@ class Collectives:
                 tensor.copy_(part.view_as(tensor))
 
     def plan_for(self, num_bytes: int) -> AllReducePlan:
-        """The plan that a message of that size takes now."""
+        """The present plan for a message of this size."""
         return self._plan_for(num_bytes).plan
 
     def _messages(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -280,7 +283,7 @@ class Collectives:
 
 @dataclass(frozen=True, kw_only=True)
 class _MessagePlan:
-    """What this rank does for messages of one size."""
+    """This rank's part of the plan for messages of one size."""
 
     plan: AllReducePlan
     own_rounds: Sequence[Sequence[TransferStep]]
@@ -289,7 +292,7 @@ class _MessagePlan:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """One round of one rank; what has come is added once all messages of the round are through."""
+    """One round of one rank; received values are added once all messages of the round have arrived."""
 
     sends: list[dist.P2POp] = field(default_factory=list)
     receives: list[dist.P2POp] = field(default_factory=list)
@@ -303,8 +306,8 @@ def _post(messages: list[dist.P2POp]) -> list[dist.Work]:
 class _Watch:
     """Compares windows of all-reduces with the first window after planning.
 
-    The ratio of taken to predicted time is compared, not the time, so that windows may mix sizes; and its median, so
-    that a few slow calls do not count. Fed with the same numbers on all ranks it says the same on all ranks.
+    It compares the ratio of measured to predicted time, so that windows may mix sizes, and takes its median, so that a
+    few slow calls do not matter. Equal inputs give equal results on all ranks.
     """
 
     def __init__(self, config: TopologyConfig) -> None:
@@ -322,7 +325,7 @@ class _Watch:
         return len(self.elapsed_s) >= self._config.window_all_reduces
 
     def is_suspicious(self, shortest_s: Sequence[float], is_as_at_first: bool) -> bool:
-        """End the window: whether it was much slower than the first, or it is time to look for a recovery."""
+        """End the window: whether it was much slower than the first, or it is time to check for a recovery."""
         ratio = statistics.median(taken / said for taken, said in zip(shortest_s, self._predicted_s, strict=True))
         self.elapsed_s.clear()
         self._predicted_s.clear()
@@ -335,15 +338,14 @@ class _Watch:
         return not is_as_at_first and self._num_windows >= self._config.recheck_windows
 
     def forget(self) -> None:
-        """Take the next window as the usual one."""
+        """Take the next window as the reference."""
         self._usual: float | None = None
         self._num_windows = 0
 
 
 def measure_flat(world: World) -> FlatCost:
-    """What the backend's own all-reduce takes among these ranks. Collective; the same numbers on all ranks.
-
-    The shortest of a few repeats on the rank that waited least, at a small and at a larger size.
+    """The cost of the backend's own all-reduce among these ranks. Collective; the same numbers on all ranks. The
+    shortest of a few repeats on the rank that waited least, at a small and at a larger size.
     """
     if world.size == 1:
         return FlatCost(latency_s=0.0, s_per_byte=0.0)

@@ -1,4 +1,4 @@
-"""Exact sums by plans for the links that there are: each message by the cheapest algorithm, small ones joined, and new
+"""Exact sums by plans for the measured links: each message by the cheapest algorithm, small ones coalesced, and new
 plans when a link's speed changes during the run. Measures the links when it is made.
 """
 
@@ -13,7 +13,7 @@ from modelwright.parallel.topology.link_costs import LinksConfig, measure_links
 
 
 class TopologyAwareSync:
-    """Made on all ranks alike. `bytes_sent`: see `Collectives`; measuring is not among them."""
+    """Created on all ranks alike. `bytes_sent`: see `Collectives`; excludes measuring."""
 
     def __init__(self, world: World, config: TopologyConfig) -> None:
         self.collectives: Collectives | None = None
@@ -30,7 +30,7 @@ class TopologyAwareSync:
             self.collectives.all_reduce_many(gradients)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: links and ranks may be others after a restart."""
+        """Empty: links and ranks may differ after a restart."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...

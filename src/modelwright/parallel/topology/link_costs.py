@@ -1,9 +1,9 @@
-"""How fast the links between the ranks are: measured at the start, kept per set of hosts, read as a cost model.
+"""Speed of the links between ranks: measured at the start, cached per set of hosts, used as a cost model.
 
 A message of n bytes between two ranks takes latency + n / bandwidth (the alpha-beta model). Ranks on one host share its
-figures, and every two hosts are measured once, so that the cost is that of the number of hosts. `measure_links` is a
-collective call: every rank of the world makes it and gets the same numbers to the last bit, so that whatever is planned
-from them is the same plan everywhere.
+figures, and every pair of hosts is measured once, so that the cost depends on the number of hosts. `measure_links` is a
+collective call: every rank of the world makes it and gets the same numbers to the last bit, so that plans derived from
+them are the same everywhere.
 """
 
 import datetime
@@ -37,8 +37,8 @@ GAP = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class LinksConfig:
-    """budget_s: about how long the measurement may take in all; cache: a JSON file that keeps the figures per set of
-    hosts, "" for none; max_age_days: figures older than this are measured again.
+    """budget_s: approximate total time of the measurement; cache: a JSON file with the figures per set of hosts, "" for
+    none; max_age_days: figures older than this are measured again.
     """
 
     budget_s: float = 2.0
@@ -89,9 +89,8 @@ class Links:
         return tuple(tuple(0.0 if a == b else self.seconds(a, b, num_bytes) for b in ranks) for a in ranks)
 
     def groups(self, num_bytes: float = 2**16) -> tuple[tuple[int, ...], ...]:
-        """Ranks that reach each other markedly faster than the rest, for messages of that size.
-
-        Single linkage, cut at the widest gap between the costs of all pairs; one group when no gap is `GAP` wide.
+        """Ranks that reach each other much faster than the rest, for messages of this size. Single linkage, split at
+        the widest gap between the costs of all pairs; one group if no gap is `GAP` wide.
         """
         costs = self.costs(num_bytes)
         ranks = range(self.num_ranks)
@@ -118,10 +117,10 @@ class Links:
 
 
 def measure_links(world: World, config: LinksConfig | None = None, *, host: str = "") -> Links:
-    """The links among the ranks of a world, from the cache when it knows these hosts.
+    """The links among the ranks of a world, from the cache if it has these hosts. host: this rank's host, "" for its
+    network name. Collective.
 
-    host: this rank's host, "" for its network name. Collective. The cache is the first rank's file; the others need
-    none. A file that cannot be read is measured anew and replaced.
+    Only the first rank needs the cache file. A file that cannot be read is replaced by a new measurement.
     """
     config = config or LinksConfig()
     hosts = tuple(world.gather_json(host or socket.gethostname()))
@@ -137,7 +136,7 @@ def measure_links(world: World, config: LinksConfig | None = None, *, host: str 
 
 
 def _share(world: World, hosts: tuple[str, ...], links: Links | None) -> Links | None:
-    """The first rank's links on all ranks; None when it has none."""
+    """Broadcast the first rank's links; None if it has none."""
     num_hosts = len(set(hosts))
     figures = torch.zeros(2, num_hosts, num_hosts, dtype=torch.float64, device=world.device)
     if links is not None:
@@ -152,9 +151,8 @@ def _from_figures(hosts: tuple[str, ...], figures_2HH: torch.Tensor) -> Links:
 
 
 def _measure(world: World, hosts: tuple[str, ...], budget_s: float) -> Links:
-    """Rounds of disjoint pairs; one pair after the other within a round while the budget allows it.
-
-    Everything is measured twice, some time apart, and the better figure counts: a busy moment only makes links slower.
+    """Rounds of disjoint pairs, measured concurrently while the budget allows. Everything is measured twice, some time
+    apart, and the better figure counts, because other load only makes links slower.
     """
     names = sorted(set(hosts))
     rounds = [*_tournament(len(names)), [(number, number) for number in range(len(names))]]
@@ -171,7 +169,9 @@ def _measure(world: World, hosts: tuple[str, ...], budget_s: float) -> Links:
 def _one_pass(
     world: World, pairs: Sequence[Sequence[tuple[int, int, int, int]]], num_hosts: int, budget_s: float
 ) -> torch.Tensor:
-    """Latency and bandwidth by two hosts; the same on all ranks. pairs: what to measure at once, as hosts and ranks."""
+    """Latency and bandwidth by pair of hosts; the same on all ranks. pairs: what to measure at once, as hosts and
+    ranks.
+    """
     figures_2HH = torch.zeros(2, num_hosts, num_hosts, dtype=torch.float64, device=world.device)
     for at_once in pairs:
         world.barrier()  # nobody starts while the pair before is still measuring
@@ -192,7 +192,7 @@ def _representatives(members: Sequence[Sequence[int]], a: int, b: int) -> tuple[
 
 
 def _tournament(num_players: int) -> Iterator[list[tuple[int, int]]]:
-    """Every two players meet once, each plays at most once per round (the circle method)."""
+    """A round-robin schedule: every two players meet once, each plays at most once per round (the circle method)."""
     players = list(range(num_players + num_players % 2))
     half = len(players) // 2
     for _ in range(len(players) - 1):
@@ -204,8 +204,8 @@ def _tournament(num_players: int) -> Iterator[list[tuple[int, int]]]:
 def _probe(world: World, peer: int, allowed_s: float) -> tuple[float, float]:
     """Latency in seconds and bandwidth in bytes per second to a peer that runs `_answer`.
 
-    Latency is half of the least round trip, since noise only adds. For the bandwidth messages are doubled until one
-    takes a fifth of the time allowed; the last is repeated and the faster of both counts.
+    Latency is half of the shortest round trip, because noise only adds. For the bandwidth, messages are doubled until
+    one takes a fifth of the allowed time; the last is repeated and the faster of both counts.
     """
     end = time.perf_counter() + allowed_s / 4
     round_trip = min(_timed(world, peer, 0) for _ in range(3))
@@ -221,7 +221,7 @@ def _probe(world: World, peer: int, allowed_s: float) -> tuple[float, float]:
 
 
 def _timed(world: World, peer: int, num_bytes: int) -> float:
-    """Seconds from sending `num_bytes` (after a header that says so) until the peer's answer is here."""
+    """Seconds from sending `num_bytes` (after a header that announces the number) until the peer's answer arrives."""
     header, answer = torch.tensor([num_bytes], device=world.device), torch.zeros(1, device=world.device)
     payload = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
 
@@ -248,7 +248,7 @@ def _answer(world: World, peer: int) -> None:
 
 
 def _key(hosts: Sequence[str]) -> str:
-    """Names the set of hosts and how many ranks each has; the ranks' numbers do not matter."""
+    """A key of the set of hosts and the number of ranks on each; rank numbers do not matter."""
     return hashlib.sha256("\n".join(sorted(hosts)).encode()).hexdigest()[:16]
 
 

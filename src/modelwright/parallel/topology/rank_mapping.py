@@ -1,11 +1,9 @@
-"""Which rank sits where on the mesh, so that those who talk most are joined by the fastest links.
+"""Maps ranks to positions on the mesh so that the ranks that communicate most have the fastest links.
 
 `place` is a pure function: costs of the links and sizes of the axes in, a permutation of the ranks out; the same input
-gives the same answer on every rank. `take_places` carries it out by numbering the processes anew, before anything was
-built on the old numbers.
-
-An axis is spread over lines of ranks (the other coordinates fixed) that work at the same time: the slowest hop of the
-slowest line decides what the axis costs. All axes but the pipeline close to rings.
+gives the same answer on every rank. `take_places` applies it by renumbering the processes, before anything was built on
+the old numbers. An axis consists of lines of ranks (the other coordinates fixed) that work at the same time: the
+slowest hop of the slowest line determines the cost of the axis. All axes but the pipeline close to rings.
 """
 
 import itertools
@@ -28,7 +26,7 @@ MAX_EVALUATIONS = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class AxisTraffic:
-    """What crosses each hop of an axis in one step: messages one after the other, and bytes in each."""
+    """Traffic on each hop of an axis in one step: number of sequential messages, and bytes in each."""
 
     num_messages: float
     num_bytes: float
@@ -48,9 +46,8 @@ replicate: once a step)."""
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where everybody sits: position i of the mesh is held by the process that came as rank order[i].
-
-    seconds_before, seconds_after: what the messages of one step cost in the given order and in this one.
+    """The chosen mapping: position i of the mesh is held by the process with rank order[i] at the start.
+    seconds_before, seconds_after: cost of one step's messages in the given order and in this one.
     """
 
     links: Links
@@ -108,12 +105,12 @@ def place(
 def step_seconds(
     links: Links, axes: Mapping[str, int], order: Sequence[int], traffic: Mapping[str, AxisTraffic] = DEFAULT_TRAFFIC
 ) -> float:
-    """What the messages of one step cost when position i is held by rank order[i]."""
+    """Cost of one step's messages if position i is held by rank order[i]."""
     return _Cost(links, axes, traffic)(order)[0]
 
 
 def hops(axes: Mapping[str, int]) -> dict[str, list[tuple[int, int]]]:
-    """Pairs of positions that talk along each axis of more than one rank."""
+    """Pairs of positions that communicate along each axis of more than one rank."""
     positions = np.arange(math.prod(axes.values())).reshape(tuple(axes.values()))
     found = {}
     for number, (name, size) in enumerate(axes.items()):
@@ -130,10 +127,10 @@ def hops(axes: Mapping[str, int]) -> dict[str, list[tuple[int, int]]]:
 
 
 def take_places(world: World, order: Sequence[int]) -> World:
-    """Number the processes anew: the rank order[i] becomes rank i. Collective; `world` must be all processes.
+    """Renumber the processes: rank order[i] becomes rank i. Collective; `world` must be all processes.
 
-    The old process group ends, so nothing may have been built on it. The store through which the processes found each
-    other is kept, wherever its server runs.
+    The old process group is destroyed, so nothing may have been built on it. The store through which the processes
+    found each other is kept, wherever its server runs.
     """
     assert world.group is None, "only the whole world can be numbered anew"
     if list(order) == list(range(world.size)):
@@ -147,7 +144,7 @@ def take_places(world: World, order: Sequence[int]) -> World:
 
 
 class _Cost:
-    """Seconds per step of an order: the sum over axes of their slowest hop; then the mean hop, to break ties."""
+    """Seconds per step of an order: the sum over axes of their slowest hop; then the mean hop, as a tie-breaker."""
 
     def __init__(self, links: Links, axes: Mapping[str, int], traffic: Mapping[str, AxisTraffic]) -> None:
         self._axes = []
@@ -171,7 +168,7 @@ class _Cost:
 
 
 def _rounded(seconds: float) -> float:
-    """So that sums in another order do not pass for an improvement."""
+    """A tolerance, so that sums in another order do not pass for an improvement."""
     return float(f"{seconds:.12g}")
 
 
@@ -203,7 +200,9 @@ def _moves(axes: Mapping[str, int]) -> list[tuple[int, int, int]]:
 def _improve(
     start: tuple[int, ...], cost: _Cost, moves: Sequence[tuple[int, int, int]], allowed: int
 ) -> tuple[tuple[int, ...], tuple[float, float], int]:
-    """Take every move that makes the order cheaper until none does or the evaluations are spent; says how many were."""
+    """Apply every move that makes the order cheaper until none does or the evaluations are used up; returns the number
+    used.
+    """
     best, best_cost, moved, spent = start, cost(start), True, 1
     while moved and spent < allowed:
         moved = False

@@ -1,1 +1,1 @@
-"""The report: one self-contained HTML page that says what happened in a run."""
+"""The report: one self-contained HTML page on what happened in a run."""

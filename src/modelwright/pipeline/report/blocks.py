@@ -1,4 +1,4 @@
-"""What a report consists of: sections of figures, tables, samples and text. Knows neither HTML nor any stage."""
+"""The building blocks of a report: sections of figures, tables, samples and text, independent of HTML and of stages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Fact:
-    """A figure that stands large at the top: `value` with its `label`, and in small what it is compared with."""
+    """A large figure at the top: `value` with its `label`, and a small line with what it is compared with."""
 
     label: str
     value: str
@@ -16,7 +16,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Chart:
-    """An inline SVG with what it shows in words (`title`) and how to read it (`caption`)."""
+    """An inline SVG with a description (`title`) and how to read it (`caption`)."""
 
     title: str
     svg: str
@@ -28,8 +28,8 @@ class Chart:
 class Table:
     """Rows of text under a header; the first cell of each row is the row's header.
 
-    `title` also names the region that scrolls where the table is wider than the page. Columns in `numeric` are set
-    flush right; `strong` marks rows by number.
+    `title` also names the region that scrolls where the table is wider than the page. Columns in `numeric` are
+    right-aligned; `strong` highlights rows by number.
     """
 
     header: Sequence[str]
@@ -43,7 +43,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Note:
-    """A paragraph; `level` "warning" is set apart."""
+    """A paragraph; `level` "warning" is highlighted."""
 
     text: str
     level: Literal["plain", "good", "warning"] = "plain"
@@ -52,7 +52,7 @@ class Note:
 
 @dataclass(frozen=True)
 class TextSample:
-    """A question and its answer, with a small line about the circumstances."""
+    """A question and its answer, with a small line of details."""
 
     question: str
     answer: str
@@ -70,7 +70,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Excerpt:
-    """A piece of text to look into; `label` says what it is."""
+    """A text excerpt; `label` names it."""
 
     label: str
     text: str
@@ -78,7 +78,7 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class Fold:
-    """Excerpts behind a heading that opens on a click."""
+    """Excerpts behind a heading that expands on a click."""
 
     title: str
     items: Sequence[Excerpt]
@@ -90,7 +90,7 @@ Block = Chart | Table | Note | Samples | Fold
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the report. Neighboring charts share a row where there is room."""
+    """One section of the report. Neighboring charts share a row if there is room."""
 
     anchor: str
     title: str

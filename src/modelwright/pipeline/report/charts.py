@@ -1,4 +1,4 @@
-"""Charts as inline SVG whose colors are CSS variables, so that one picture serves light and dark.
+"""Charts as inline SVG whose colors are CSS variables, so that one picture works in light and dark mode.
 
 Drawn with matplotlib's `Figure` objects alone (no pyplot, no global state). Text stays text: it can be selected, and
 the page's font is used.
@@ -53,7 +53,7 @@ def line_chart(
     """Lines over a common axis; `level` draws a dashed horizontal line (0: none); the axis begins at
     zero with `from_zero` and ends at `top` (0: where the data end). Returns an `<svg>` element.
 
-    Values that are not finite are gaps. With `log` values of zero and below are left out.
+    Non-finite values are gaps. With `log`, values of zero and below are left out.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -130,7 +130,7 @@ def smooth(points: Sequence[tuple[float, float]], weight: float = 0.0) -> list[t
     """Exponential moving average of the finite values; weight: of the past, 0 for an average over about a fortieth of
     the points (two at least, fifty at most).
 
-    With bias correction (Adam's), so that the start is not dragged to zero.
+    With bias correction (Adam's), so that the start is not biased toward zero.
     """
     weight = weight or 1 - 1 / min(50.0, max(2.0, len(points) / 40))
     result, mean, norm = [], 0.0, 0.0
@@ -177,7 +177,7 @@ def _legend(axes, *, above: bool = False, columns: int = 1) -> None:
 
 
 def _thin(points: Sequence[tuple[float, float]], most: int = 700) -> Sequence[tuple[float, float]]:
-    """At most about `most` points, evenly chosen, the last always among them."""
+    """At most about `most` points, evenly chosen, always including the last."""
     if len(points) <= most:
         return points
     stride = math.ceil(len(points) / most)
@@ -209,7 +209,7 @@ def _svg(figure, name: str) -> str:
 
 
 def _own_ids(svg: str, name: str) -> str:
-    """Prefix every id with the chart's name: several charts share one page."""
+    """Prefix every id with the chart's name, because several charts share one page."""
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
     svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", svg)
     return re.sub(r'xlink:href="#([^"]+)"', rf'href="#{name}-\1"', svg)

@@ -1,4 +1,4 @@
-"""The report's sections on the text: what came in, what was dropped and why, tokens and rows."""
+"""The report's sections on the text: what was read, what was dropped and why, tokens and rows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +25,7 @@ NUM_DROPPED_EXAMPLES = 3
 
 
 def corpus_section(data: RunData) -> Section | None:
-    """What came in, what was kept, what was dropped and why, with examples; `None` before cleaning."""
+    """What was read, kept and dropped, with reasons and examples; `None` before cleaning."""
     stage = data.done("clean")
     if stage is None:
         return None

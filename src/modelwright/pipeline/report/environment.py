@@ -1,4 +1,4 @@
-"""The report's sections on the run itself: what each stage cost, on which machine, with which settings."""
+"""The report's sections on the run itself: the cost of each stage, the machine, the settings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -40,12 +40,12 @@ def cost_section(data: RunData) -> Section:
 
 
 def finished_stages(data: RunData) -> list[StageData]:
-    """The finished stages, without the report itself, which is unfinished when it is written for the first time."""
+    """The finished stages, without the report itself, which is unfinished when it is first written."""
     return [stage for stage in data.stages.values() if stage.is_done and stage.attempts and stage.name != "report"]
 
 
 def used(stage: StageData) -> dict[str, float]:
-    """Wall time and CPU time of all attempts together, the largest peak memory (a child process's too)."""
+    """Wall time and CPU time of all attempts together, and the largest peak memory (child processes included)."""
     return {
         "wall_s": sum(entry["wall_s"] for entry in stage.attempts),
         "cpu_s": sum(entry["cpu_s"] for entry in stage.attempts),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def compact(value: float) -> str:
-    """Few characters for an axis: `12k`, `3.4M`, `0.002`, `2e-05`."""
+    """A short form for an axis: `12k`, `3.4M`, `0.002`, `2e-05`."""
     if not math.isfinite(value):
         return str(value)
     for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -15,7 +15,7 @@ def compact(value: float) -> str:
 
 
 def first_lines(lines: Sequence[str], most: int, rest_in: str = "") -> str:
-    """The first `most` lines as one text, with the number of those left out and the file that has them all."""
+    """The first `most` lines as one text, with the number of lines omitted and the file that has them all."""
     rest = [f"... and {len(lines) - most} more{f' in {rest_in}' if rest_in else ''}"] if len(lines) > most else []
     return "\n".join([*lines[:most], *rest])
 
@@ -33,12 +33,12 @@ def plural(number: int, noun: str) -> str:
 
 
 def kind_title(kind: str) -> str:
-    """The words for a kind of documents."""
+    """The words for a domain of documents."""
     return {"qa": "question-answer pairs"}.get(kind, kind)
 
 
 def count(value: float) -> str:
-    """A whole number with its thousands grouped."""
+    """An integer with grouped thousands."""
     return f"{value:,.0f}"
 
 

@@ -1,4 +1,4 @@
-"""The report's sections on training: curves, summaries, the watch list."""
+"""The report's sections on training: curves, summaries, anomalies."""
 
 import math
 from collections import Counter
@@ -36,7 +36,7 @@ _EVENTS_SHOWN = 40
 
 
 def training_section(data: RunData, name: str, title: str) -> Section | None:
-    """Curves and figures of one training stage, `None` when it has not finished."""
+    """Curves and figures of one training stage, `None` if it has not finished."""
     stage = data.done(name)
     if stage is None:
         return None
@@ -52,7 +52,7 @@ def training_section(data: RunData, name: str, title: str) -> Section | None:
 
 
 def _with_final_peak(stage: StageData) -> list[dict[str, Any]]:
-    """The records with their utilization against the peak that the stage ended with, not those that the steps had."""
+    """The records with utilization relative to the stage's final peak rate, not the rate known at each step."""
     facts = stage.facts
     if not facts.get("peak_flops"):
         return stage.records()
@@ -64,7 +64,7 @@ def _with_final_peak(stage: StageData) -> list[dict[str, Any]]:
 
 
 def _formats(precision: PrecisionConfig) -> str:
-    """`attention BF16, ffn BF16, head FP32`, or one format where all have it."""
+    """`attention BF16, ffn BF16, head FP32`, or one format if all are equal."""
     formats = precision.formats
     if len(set(formats.values())) == 1:
         return f"all in {formats['ffn'].upper()}"
@@ -133,7 +133,7 @@ def _speed_chart(records: Sequence[dict[str, Any]], name: str, has_peak: bool) -
 
 
 def _ceiling(points: Sequence[tuple[int, float]]) -> float:
-    """Where the loss axis ends, so that a spike does not flatten the curve."""
+    """Upper end of the loss axis, such that a spike does not flatten the curve."""
     finite = [y for _, y in points if math.isfinite(y)]
     if len(finite) < 20:
         return 0.0
@@ -146,7 +146,7 @@ def _loss_words(losses: Sequence[tuple[int, float]], heldout: Sequence[tuple[int
 
 
 def _summary_table(records: Sequence[dict[str, Any]], world_size: int) -> Table:
-    """Without the utilization where no peak rate is known, and without the exchange where there is one process."""
+    """Omits utilization if no peak rate is known, and communication if there is one process."""
     rows = []
     for key, label in _SUMMARIES.items():
         summary = summarize([value for _, value in column(records, key)])
@@ -159,7 +159,7 @@ def _summary_table(records: Sequence[dict[str, Any]], world_size: int) -> Table:
 
 
 def _format_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[Block]:
-    """Which parts changed their number format, and why; nothing where formats were fixed."""
+    """Which parts changed their number format, and why; empty if formats were fixed."""
     shares, changes = column(records, "low_precision_fraction"), stage.format_changes()
     if not shares:
         return []

@@ -1,4 +1,4 @@
-"""The memory of a training step over time, before and after a plan, as one page that opens without a network."""
+"""The memory of a training step over time, before and after a plan, as one page that works offline."""
 
 import itertools
 from importlib.resources import files
@@ -18,7 +18,7 @@ _OF_STEP: tuple[Kind, ...] = ("activations", "gradients", "temporary")
 
 
 def memory_page(plan: StepPlan, configured: TrainConfig, *, title: str, known: Known) -> str:
-    """HTML with the curves, and the same in words (`plan_text`)."""
+    """HTML with the curves, and the same as text (`plan_text`)."""
     both = [Line("as configured", _points(plan.before)), Line("planned", _points(plan.after), color=1)]
     charts = [
         ("All that is alive", _chart(both, "all")),
@@ -46,7 +46,7 @@ def _lines(timeline: MemoryTimeline) -> list[Line]:
 
 
 def _points(timeline: MemoryTimeline, kind: Kind | None = None) -> list[tuple[float, float]]:
-    """The most of each stretch of operators, in MiB: few enough points to be drawn all."""
+    """The maximum over each stretch of operators, in MiB, to limit the number of points."""
     values = timeline.live_bytes(kind)
     edges = [number * len(values) // NUM_POINTS for number in range(NUM_POINTS + 1)]
     return [(float(first), max(values[first:last]) / MIB) for first, last in itertools.pairwise(edges) if last > first]

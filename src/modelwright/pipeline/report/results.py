@@ -1,4 +1,4 @@
-"""The report's sections on what came out: benchmarks with their baselines, INT8 beside FP32, served answers."""
+"""The report's sections on results: benchmarks with their baselines, INT8 against FP32, served answers."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ MODEL_TITLES = {"pretrain": "pretrained", "sft": "fine-tuned", "init": "initial 
 
 
 def evaluation_section(data: RunData) -> Section | None:
-    """Bits per byte beside the baselines, multiple choice beside chance; `None` when nothing was evaluated."""
+    """Bits per byte with the baselines, multiple choice with chance; `None` if nothing was evaluated."""
     stage = data.done("evaluate")
     if stage is None:
         return None
@@ -42,7 +42,7 @@ def evaluation_section(data: RunData) -> Section | None:
 
 
 def bits_rows(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Bits per byte by who and kind: the models, the bigram, the compressors."""
+    """Bits per byte by model and domain: the models, the bigram, the compressors."""
     models: dict[str, Any] = results["models"]
     rows: dict[str, dict[str, float]] = {
         MODEL_TITLES.get(name, name): {kind: table["bits_per_byte"] for kind, table in model["bits_per_byte"].items()}
@@ -121,7 +121,7 @@ def serving_section(data: RunData) -> Section | None:
 
 
 def _stream_words(result: Mapping[str, Any]) -> str:
-    """How the streamed answer to the first question compares with the plain one; "" when no question was asked."""
+    """How the streamed answer to the first question compares with the plain one; "" if no question was asked."""
     streamed = result["streamed"]
     if not streamed:
         return ""
@@ -183,7 +183,7 @@ def _bits_cells(table: Mapping[str, Any]) -> list[str]:
 
 
 def _interval(table: Mapping[str, Any], words: str) -> str:
-    """An interval that is bootstrapped over documents says nothing of a single one."""
+    """A bootstrap interval over documents is meaningless for a single document."""
     return words if table["documents"] > 1 else "needs 2 documents"
 
 

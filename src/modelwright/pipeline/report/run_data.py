@@ -16,7 +16,7 @@ from modelwright.train.techniques.adaptive_precision import CHANGES
 
 @dataclass(frozen=True)
 class StageData:
-    """One stage's leavings: facts of its manifest, metric records, attempts, and its artifact's folder."""
+    """One stage's results: facts of its manifest, metric records, attempts, and its artifact's folder."""
 
     name: str
     folder: StageDir
@@ -25,11 +25,11 @@ class StageData:
     is_done: bool
 
     def records(self) -> list[dict[str, Any]]:
-        """Metric records; numbers that were not finite are numbers again."""
+        """Metric records; non-finite numbers are converted back to numbers."""
         return [{key: _number(value) for key, value in record.items()} for record in read_records(self.folder.metrics)]
 
     def json(self, name: str) -> Any:
-        """A JSON file of the artifact, `{}` when it is not there."""
+        """A JSON file of the artifact, `{}` if it does not exist."""
         try:
             return json.loads((self.folder.artifact / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -43,7 +43,7 @@ class StageData:
         return read_records(self.folder.path / "anomalies.jsonl")
 
     def format_changes(self) -> list[dict[str, Any]]:
-        """What adaptive precision changed, in order."""
+        """The changes made by adaptive precision, in order."""
         return read_records(self.folder.path / CHANGES)
 
 
@@ -63,7 +63,7 @@ class RunData:
 
 
 def read_run(config: RunConfig, run: RunDir) -> RunData:
-    """Read everything but the large files."""
+    """Read everything except large files."""
     try:
         info = run.read_info()
     except ArtifactError:

@@ -18,7 +18,7 @@ _LAYERS = {
 
 
 def scale_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[Block]:
-    """A chart of the scale, its overflows and changes; nothing where losses were not scaled."""
+    """A chart of the scale, its overflows and changes; empty if losses were not scaled."""
     state = stage.facts.get("loss_scale")
     if not state:
         return []
@@ -43,7 +43,7 @@ def scale_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[Bl
 
 
 def spike_blocks(stage: StageData) -> list[Block]:
-    """Batches skipped as spikes and rollbacks; nothing when there were none."""
+    """Batches skipped as spikes and rollbacks; empty if there were none."""
     events = stage.facts.get("left_out") or []
     if not events:
         return []
@@ -74,6 +74,6 @@ def _event_words(event: Mapping[str, Any]) -> str:
 
 
 def _power(value: float) -> str:
-    """Scales are powers of two, mostly."""
+    """Format a scale, usually a power of two."""
     mantissa, exponent = value.hex().split("p")
     return f"2^{int(exponent)}" if float.fromhex(mantissa) == 1.0 else number(value)

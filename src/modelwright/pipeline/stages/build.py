@@ -1,4 +1,4 @@
-"""The chain: which stages a configuration means, in order, each with its parents."""
+"""The chain of stages that a configuration describes, in order, each with its parents."""
 
 from collections.abc import Callable, Sequence
 
@@ -23,8 +23,8 @@ def build_stages(config: RunConfig, run: RunDir, only: Sequence[str] = ()) -> li
 
     only: the stages to work on (empty: all). The report reads the stages in `only` and those that are finished, and
     `quantize` reads `evaluate` under the same condition; all other parents are required. With `init_from` the stage
-    `init` copies the model and its tokenizer, and there is no `tokenize`. Reads the names and sizes of the sources and
-    nothing else; raises `DataError` or `ModelError` when they are missing.
+    `init` copies the model and its tokenizer, and there is no `tokenize`. Reads only the names and sizes of the
+    sources; raises `DataError` or `ModelError` if they are missing.
     """
     present = [name for name in config.stages if not only or name in only or is_finished(run.stage(name).artifact)]
     builders: dict[str, Callable[[], Stage]] = {

@@ -1,6 +1,6 @@
 """clean: sources to kept documents, with every drop counted and open to inspection.
 
-The artifact is `data.clean`'s folder: kept and dropped documents, and `sources.json` with what came in.
+The artifact is `data.clean`'s folder: kept and dropped documents, and `sources.json` with what was read.
 """
 
 import json
@@ -21,7 +21,7 @@ from modelwright.pipeline.stage import Stage, StageContext
 
 
 def clean_stage(config: RunConfig) -> Stage:
-    """Reads the sources and cleans them. Its digest covers the sources' names, sizes and times of change."""
+    """Reads the sources and cleans them. Its digest covers the sources' names, sizes and modification times."""
     return Stage(
         name="clean",
         title="Reading and cleaning",
@@ -32,7 +32,7 @@ def clean_stage(config: RunConfig) -> Stage:
 
 
 def fingerprint(data: SourceConfig) -> list[list[str | int | float]]:
-    """What changes when the sources change, without reading them. Raises `DataError` for a missing source."""
+    """A fingerprint of the sources without reading them. Raises `DataError` for a missing source."""
     found: list[list[str | int | float]] = []
     if BUILTIN in data.sources:
         libraries = versions("torch", "numpy")

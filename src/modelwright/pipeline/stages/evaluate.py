@@ -25,7 +25,7 @@ ROWS_AT_ONCE = 64
 
 
 def evaluate_stage(config: RunConfig) -> Stage:
-    """Evaluates the last two models of the run, baselines beside them."""
+    """Evaluates the last two models of the run, with baselines."""
     models = evaluated_models(config)
     return Stage(
         name="evaluate",
@@ -68,7 +68,7 @@ def _run(context: StageContext, config: RunConfig, models: tuple[str, ...]) -> N
 
 
 def training_rows(pack: Path) -> Iterable[TokenBatch]:
-    """The rows that pretraining learns from, for the bigram; none when there are none."""
+    """The rows of pretraining, for the bigram; none if there are none."""
     folder = pack / "pretrain" / "train"
     return PackedRows(folder).batches(ROWS_AT_ONCE) if folder.is_dir() else ()
 

@@ -1,4 +1,4 @@
-"""init: a Hugging Face folder taken into the run, model and tokenizer, checked once."""
+"""init: imports a Hugging Face folder into the run, model and tokenizer, checked once."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Whole model folders: weights, shape, tokenizer, and where generation stops."""
+"""Complete model folders: weights, shape, tokenizer, and stop tokens."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from modelwright.model.hf import save_model
 
 
 def save_model_folder(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a folder in the Hugging Face layout that loads, chats and stops."""
+    """Write a folder in the Hugging Face layout that is ready for loading and chat."""
     pad = tokenizer.special_tokens.get("pad_token")
     pad_id = tokenizer.id_of(pad) if pad else None
     save_model(model, folder, eos_id=tokenizer.eos_id, bos_id=tokenizer.bos_id, pad_id=pad_id)

@@ -1,8 +1,8 @@
 """pack: kept documents to rows of tokens: pretraining and question/answer rows, training and held-out.
 
 artifact/pretrain/train, pretrain/heldout: documents of kind prose and code, or the text of the question/answer pairs
-where there is nothing else; artifact/sft/train, sft/heldout: conversations with a mask that leaves only the answers to
-be learned. A set without documents has no folder.
+where there is nothing else; artifact/sft/train, sft/heldout: conversations with a mask that selects only the answers. A
+set without documents has no folder.
 """
 
 from collections.abc import Iterator
@@ -82,7 +82,7 @@ def pretraining_kinds(clean: Path) -> tuple[Kind, ...]:
 def _pack(
     context: StageContext, config: RunConfig, name: str, sequences: Sequences, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """Pack one set, put its report into the artifact's facts and return it; {} when no sequence is left to pack."""
+    """Pack one set, add its report to the artifact's facts and return it; {} if no sequence is left to pack."""
     sequences = _counted(sequences, context, f"pack {name}")
     first: list[tuple[TokenIds, LossMask | None]] = []
     for sequence in sequences:
@@ -106,7 +106,7 @@ def _documents(clean: Path, split: Split, kinds: tuple[Kind, ...], tokenizer: To
 
 
 def _conversations(clean: Path, split: Split, tokenizer: Tokenizer, fit: ConversationFit) -> Sequences:
-    """Rendered chats; what the assistant says, with the token that ends it, is the target."""
+    """Rendered chats; the targets are what the assistant says, with the token that ends it."""
     for document in read_kept(clean, split=split, kind="qa"):
         try:
             sequences = tokenizer.encode_training_chats(document.messages)

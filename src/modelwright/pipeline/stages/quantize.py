@@ -1,6 +1,5 @@
-"""quantize: the final model with INT8 matrices, and what that costs and wins.
-
-Artifact: an INT8 model folder with its tokenizer, `results.json`, and the evaluation's records.
+"""quantize: the final model with INT8 matrices, and its effect on size, speed and accuracy. Artifact: an INT8 model
+folder with its tokenizer, `results.json`, and the evaluation's records.
 """
 
 import json
@@ -82,7 +81,7 @@ def _evaluate(
 
 
 def _sample(pack: Path) -> torch.Tensor:
-    """Rows of tokens that the model was not trained on (training rows where nothing is held out)."""
+    """Rows of tokens that the model was not trained on (training rows if nothing is held out)."""
     places = [pack / purpose / split for split in ("heldout", "train") for purpose in ("pretrain", "sft")]
     rows = PackedRows(next(place for place in places if place.is_dir()))
     return next(iter(rows.batches(AGREEMENT_ROWS))).input_ids_BT

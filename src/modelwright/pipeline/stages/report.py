@@ -1,4 +1,4 @@
-"""report: everything that the run left behind, as one page. Artifact: `report.html`, also in the run's own folder."""
+"""report: everything that the run produced, as one page. Artifact: `report.html`, also in the run's own folder."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ def _run(context: StageContext, config: RunConfig, run: RunDir) -> None:
 
 
 def write_report(config: RunConfig, run: RunDir) -> str:
-    """The report of what is in the run's folder now, written beside it too. Returns the HTML."""
+    """The report of what is in the run's folder now, also written to it. Returns the HTML."""
     html = render(build_page(config, run))
     write_atomic(run.report, html)
     return html

@@ -1,7 +1,8 @@
-"""serve: the real server in a process of its own, asked by the official client, and stopped with SIGTERM.
+"""serve_check: starts the real server in its own process, queries it with the official client, and stops it with
+SIGTERM.
 
-Artifact: `answers.json`. Questions that leave no room for an answer in the model's context are left out and counted.
-Fails when the server does not start, answers wrongly, or does not leave with exit code 143.
+Artifact: `answers.json`. Questions that leave no room for an answer in the model's context are skipped and counted.
+Fails if the server does not start, answers wrongly, or does not exit with code 143.
 """
 
 import json
@@ -39,7 +40,7 @@ _URL = re.compile(r" at (https?://\S+)")
 
 
 def serve_stage(config: RunConfig) -> Stage:
-    """Asks the questions of the configuration and some held-out ones; see the module."""
+    """Asks the configured questions and some held-out ones; see the module."""
     name = final_model(config)
     return Stage(
         name="serve_check",
@@ -52,7 +53,7 @@ def serve_stage(config: RunConfig) -> Stage:
 
 @dataclass
 class Server:
-    """A running server: its address, seconds until it answered, and what is known once it has ended."""
+    """A running server: its address, seconds until it answered, and its outcome once it has ended."""
 
     url: str
     start_s: float
@@ -66,7 +67,7 @@ class Server:
 class Questions:
     """What is asked, each question with its reference answer ("" for none), and how many were left out as too long.
 
-    `room`: tokens of the context that the prompt may take; `num_heldout`: held-out questions that were looked at.
+    `room`: tokens of the context available to the prompt; `num_heldout`: held-out questions that were considered.
     """
 
     asked: list[tuple[str, str]]
@@ -77,7 +78,7 @@ class Questions:
 
     @property
     def left_out(self) -> str:
-        """What was left out and why, "" when nothing was."""
+        """What was skipped and why, "" if nothing was."""
         parts = []
         if self.num_heldout_too_long:
             parts.append(f"{self.num_heldout_too_long:,} of {self.num_heldout:,} held-out questions")
@@ -128,7 +129,8 @@ def _run(context: StageContext, config: RunConfig, folder: Path) -> None:
 
 def choose_questions(folder: Path, clean: Path, check: ServeCheckConfig) -> Questions:
     """The configured questions and held-out ones, evenly spread over those that fit the context of the model in
-    `folder` together with `max_tokens` of answer; a plain greeting where no held-out question is there or fits."""
+    `folder` together with `max_tokens` of answer; a plain greeting if no held-out question exists or fits.
+    """
     tokenizer = Tokenizer.load(folder)
     room = load_config(folder).max_seq_len - check.max_tokens
 
@@ -153,7 +155,9 @@ def choose_questions(folder: Path, clean: Path, check: ServeCheckConfig) -> Ques
 
 @contextmanager
 def start_server(folder: Path, server: ServeConfig, log_folder: Path, timeout_s: float) -> Iterator[Server]:
-    """`modelwright serve folder` as a process on a free port; on the way out SIGTERM, and its exit code is noted."""
+    """`modelwright serve folder` as a process on a free port; on exit it receives SIGTERM and its exit code is
+    recorded.
+    """
     settings = [f"--{name}={value}" for name, value in _flat(dump(server)) if value != ""]
     command = [sys.executable, "-m", "modelwright.cli.main", "serve", str(folder), "--exit-with-parent", *settings]
     log = log_folder / "server.log"
@@ -178,7 +182,7 @@ def start_server(folder: Path, server: ServeConfig, log_folder: Path, timeout_s:
 
 
 def _await_url(process: subprocess.Popen, timeout_s: float, log: Path) -> str:
-    """The address from the line that says that the server answers."""
+    """The address, parsed from the line that announces that the server is ready."""
     found: list[str] = []
 
     def read() -> None:
@@ -201,7 +205,7 @@ def _await_url(process: subprocess.Popen, timeout_s: float, log: Path) -> str:
 
 
 def _ask(server: Server, config: RunConfig, question: str, reference: str, *, stream: bool) -> dict[str, Any]:
-    """One question through the official client, plain or as a stream. Raises `ModelwrightError` when it is refused."""
+    """One question through the official client, plain or streamed. Raises `ModelwrightError` if it is rejected."""
     from openai import OpenAIError
 
     try:

@@ -1,10 +1,10 @@
-"""Which stage gives what: the tokenizer, the model that training starts from, the run's final model."""
+"""Which stage provides the tokenizer, the model that training starts from, and the run's final model."""
 
 from modelwright.pipeline.config import RunConfig
 
 
 def tokenizer_stage(config: RunConfig) -> str:
-    """The stage whose artifact holds the tokenizer."""
+    """The stage whose artifact contains the tokenizer."""
     return "init" if config.init_from else "tokenize"
 
 
@@ -16,5 +16,5 @@ def model_before(config: RunConfig, stage: str) -> str:
 
 
 def final_model(config: RunConfig) -> str:
-    """The stage whose model is the run's result, "" when the run trains none."""
+    """The stage whose model is the run's result, "" if the run trains none."""
     return config.trained_stages[-1] if config.trained_stages else ""

@@ -1,4 +1,4 @@
-"""pretrain and sft: one loop, two objectives. Artifact: the model with its tokenizer in the Hugging Face layout."""
+"""pretrain and sft: one trainer, two objectives. Artifact: the model with its tokenizer in the Hugging Face layout."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def pretrain_stage(config: RunConfig) -> Stage:
 
 
 def sft_stage(config: RunConfig) -> Stage:
-    """Fine-tuning on question/answer pairs; without any, the model is handed on as it is."""
+    """Fine-tuning on question/answer pairs; without any, the model is passed on unchanged."""
     return _stage(config, "sft", "Fine-tuning on questions and answers", config.sft, Sft)
 
 
@@ -81,7 +81,7 @@ def _run(context: StageContext, config: RunConfig, name: str, training: TrainCon
 
 
 def fresh_model(config: RunConfig) -> Decoder:
-    """A model with random weights that the seed fixes."""
+    """A model with random weights determined by the seed."""
     model = Decoder(config.model)
     model.init_weights(derive_seed(config.seed, "init"))
     return model
@@ -120,7 +120,7 @@ def _learn(
 
 
 def heldout_sample(folder: Path, config: RunConfig, *, batch_rows: int) -> Sequence[TokenBatch]:
-    """The held-out batches that training is judged by: about `config.validation_tokens`, always the same ones."""
+    """The held-out batches that training is evaluated on: about `config.validation_tokens`, always the same ones."""
     if not folder.is_dir():
         return ()
     packed = PackedRows(folder)
@@ -132,7 +132,7 @@ def heldout_sample(folder: Path, config: RunConfig, *, batch_rows: int) -> Seque
 
 
 def _take_best(model: Decoder, context: StageContext, training: TrainConfig, result: TrainResult) -> int:
-    """Put the weights with the lowest held-out loss into the model when they are not the last; returns their step."""
+    """Restore the weights with the lowest held-out loss if they are not the last; returns their step."""
     better = training.keep_best and 0 < result.best.step < result.num_steps and result.best.loss < result.heldout_loss
     if better and context.ranks.rank == 0:
         load_best(model, context.folder, result.best)
@@ -166,7 +166,7 @@ def _facts(
 
 
 def peak_flops(context: StageContext, config: RunConfig, training: TrainConfig) -> float:
-    """FLOP/s that the matrix products reach here in the stage's format: measured once, kept for resumed runs."""
+    """FLOP/s of the matrix products here in the stage's format: measured once, kept for resumed runs."""
     if context.ranks.rank != 0:
         return 0.0
     known = _read_peak(context)
@@ -180,7 +180,7 @@ def peak_flops(context: StageContext, config: RunConfig, training: TrainConfig) 
 def _peaks_after(
     context: StageContext, config: RunConfig, training: TrainConfig, result: TrainResult
 ) -> dict[str, float]:
-    """`live_peak_flops`, as it was before training, and `peak_flops`, the highest of that, of the rate after training
+    """`live_peak_flops`, as measured before training, and `peak_flops`, the maximum of that, of the rate after training
     and of the fastest step: one measurement may fall into a busy moment of the machine, and no step is faster than the
     peak.
     """
@@ -197,7 +197,7 @@ def _peaks_after(
 
 
 def _utilization(result: TrainResult, peaks: dict[str, float], num_ranks: int) -> float:
-    """Model FLOPs utilization of the whole training in [0, 1], 0 when there is no peak rate."""
+    """Model FLOPs utilization of the whole training in [0, 1], 0 if the peak rate is unknown."""
     if not peaks["peak_flops"] or not result.train_time_s:
         return 0.0
     return result.model_flops / result.train_time_s / (peaks["peak_flops"] * num_ranks)

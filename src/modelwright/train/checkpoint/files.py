@@ -1,4 +1,4 @@
-"""What lies in a folder of checkpoints: which are finished, whether they are undamaged, what they hold."""
+"""The contents of a checkpoint folder: which checkpoints are finished, whether they are intact, what they hold."""
 
 import json
 import re
@@ -46,15 +46,15 @@ def step_name(step: int) -> str:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints that were finished, oldest first; their content is not checked."""
+    """Finished checkpoints, oldest first; their content is not checked."""
     return sorted(path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
 
 
 def check_checkpoint(path: Path, *, digest: str, part: int = 0, num_parts: int = 1) -> None:
     """Check that every file is there, and the SHA-256 of every `num_parts`-th from `part` on.
 
-    Raises `DamagedCheckpointError` that names the file (and the tensor, where that can be told), or `ArtifactError`
-    when the checkpoint was made under another `digest`.
+    Raises `DamagedCheckpointError` that names the file (and the tensor, if known), or `ArtifactError` when the
+    checkpoint was made under another `digest`.
     """
     try:
         manifest = read_manifest(path, kind=KIND)
@@ -70,7 +70,7 @@ def check_checkpoint(path: Path, *, digest: str, part: int = 0, num_parts: int =
 
 
 def read_best(folder: Path) -> Best:
-    """What `best.json` points at; step 0 when there is none or its checkpoint is gone."""
+    """The checkpoint that `best.json` points at; step 0 if there is none or it is gone."""
     try:
         record = json.loads((folder / "best.json").read_text(encoding="utf-8"))
         best = Best(step=record["step"], loss=record["loss"])
@@ -80,9 +80,8 @@ def read_best(folder: Path) -> Best:
 
 
 def read_weights(folder: Path, step: int) -> dict[str, Tensor]:
-    """The whole weights of the checkpoint at `step`, on the CPU, whatever layout wrote it.
-
-    Raises `ArtifactError` when it is missing or damaged.
+    """The whole weights of the checkpoint at `step`, on the CPU, whatever layout wrote it. Raises `ArtifactError` if it
+    is missing or damaged.
     """
     path = folder / step_name(step)
     read_manifest(path, kind=KIND, verify=True)

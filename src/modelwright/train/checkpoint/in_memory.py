@@ -1,8 +1,8 @@
-"""Copies of a run's state in the memory of its hosts, for going on quickly when a process or a host is gone.
+"""Copies of a run's state in the memory of its hosts, for fast recovery when a process or a host is lost.
 
-A copy is a checkpoint folder in a file system in memory, which outlives the processes: each rank's files lie on its own
-host and on that of another rank. As long as no two neighbors are lost together, the hosts that are left have all of it.
-They pass each other what each lacks, and read it like a checkpoint on disk.
+A copy is a checkpoint folder in an in-memory file system, which outlives the processes: each rank's files are on its
+own host and on that of another rank. Unless two neighbors are lost together, the remaining hosts have all of it. They
+exchange what each lacks, and read it like a checkpoint on disk.
 """
 
 import hashlib
@@ -26,9 +26,8 @@ NUM_KEPT = 2
 
 
 class MemoryCopies:
-    """The copies of one run on this host. Every rank makes one and calls the same methods in the same order.
-
-    root: a folder in memory, on each host its own; key: what tells this run from others.
+    """The copies of one run on this host. Every rank creates one and calls the same methods in the same order. root: a
+    folder in memory, separate on each host; key: identifies this run.
     """
 
     def __init__(self, root: Path, key: str, channel: ControlPlane) -> None:
@@ -38,7 +37,7 @@ class MemoryCopies:
         self.channel = channel
 
     def write(self, step: int, files: Mapping[str, bytes], index: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        """Keep this rank's files here and with its peer; index and record (equal on all ranks) everywhere."""
+        """Store this rank's files here and on its peer; index and record (equal on all ranks) everywhere."""
         what = f"copying step {step} to memory"
         folder = self.folder / step_name(step)
         partial = folder.with_name(f"{folder.name}.partial")
@@ -73,7 +72,7 @@ class MemoryCopies:
                 shutil.rmtree(old, ignore_errors=True)
 
     def newest(self, *, after: int) -> Path | None:
-        """The newest copy after the step `after` of which the hosts have all, made whole on this host; or None."""
+        """The newest complete copy after the step `after`, assembled on this host; or None."""
         offers = self.channel.exchange((self.host, self._offer(after)), what="looking for copies in memory")
         hosts = [host for host, _ in offers]
         owners: dict[tuple[int, str], dict[str, int]] = {}
@@ -100,11 +99,11 @@ class MemoryCopies:
         return folder
 
     def forget(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _offer(self, after: int) -> list[tuple[int, str, list[str], list[str]]]:
-        """For each copy here: step, digest, the files that make it up, and those that are here and undamaged."""
+        """For each copy here: step, digest, the files it consists of, and those that are here and intact."""
         found: list[tuple[int, str, list[str], list[str]]] = []
         for folder in self._steps():
             step = int(folder.name.removeprefix("step-"))
@@ -118,7 +117,7 @@ class MemoryCopies:
         return found
 
     def _pass_round(self, path: Path, owner: int, *, keep: bool) -> None:
-        """One file from the rank `owner` to all; those that `keep` it write it."""
+        """Send one file from the rank `owner` to all; those that `keep` it write it."""
         here = self.channel.rank == owner
         data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8) if here else None
         size = max(self.channel.exchange(0 if data is None else data.numel(), what=f"gathering {path.name}"))
@@ -138,7 +137,8 @@ class MemoryCopies:
 
 def peers(hosts: Sequence[str]) -> list[tuple[int, int]]:
     """(rank, rank that keeps its copy) for each rank, by the hosts of all ranks: always on another host, in a ring, so
-    that each host keeps about as much as it has. Nobody with one host."""
+    that each host stores about as much as it owns. Empty with one host.
+    """
     places = [(hosts[:rank].count(host), hosts.index(host), rank) for rank, host in enumerate(hosts)]
     ring = [rank for *_, rank in sorted(places)]
     pairs: list[tuple[int, int]] = []

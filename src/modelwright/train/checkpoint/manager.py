@@ -1,4 +1,4 @@
-"""`CheckpointManager`: when the state of a run is saved, what it consists of, and how a run goes on from it."""
+"""`CheckpointManager`: when the state of a run is saved, what it consists of, and how a run resumes from it."""
 
 import math
 import time
@@ -22,10 +22,9 @@ from modelwright.train.technique import Rollback, Technique
 
 @dataclass(kw_only=True)
 class CheckpointManager:
-    """Saves and restores one run under one layout. All ranks call the same methods in the same order.
-
-    techniques: all of them, monitors too. state: how far the run is, which the trainer counts up. restart: begin at
-    step 0 when all checkpoints are damaged.
+    """Saves and restores one run under one layout. All ranks call the same methods in the same order. techniques: all
+    of them, monitors included; state: progress of the run, which the trainer advances; restart: begin at step 0 if all
+    checkpoints are damaged.
     """
 
     reader: CheckpointReader
@@ -44,7 +43,7 @@ class CheckpointManager:
     saved_time: float = field(default_factory=time.monotonic)
 
     def due(self) -> bool:
-        """Whether this step is one at which a checkpoint is saved."""
+        """Whether a checkpoint is saved at this step."""
         every = self.config.checkpoint_every_steps
         is_best = self.config.keep_best and 0 < self.state.step == self.state.best_step
         return self.state.step == self.num_steps or is_best or (every > 0 and self.state.step % every == 0)
@@ -55,13 +54,14 @@ class CheckpointManager:
         return self.state.step > 0 and 0 < minutes * 60 <= time.monotonic() - self.saved_time
 
     def copy_due(self) -> bool:
-        """Whether the hosts' memory is to take the state, which is not being written to disk at this step."""
+        """Whether the state is copied to the hosts' memory, because it is not being written to disk at this step."""
         every = self.config.fault_tolerance.in_memory_checkpoint_every_steps
         return every > 0 and self.state.step > 0 and self.state.step % every == 0
 
     def save(self) -> float | None:
-        """Hand the state to the writer, unless it has it already; every rank writes its part. Returns for how many
-        seconds the training stood still, None when there was nothing to save."""
+        """Hand the state to the writer, unless it already has it; every rank writes its part. Returns the seconds for
+        which training stood still, None if there was nothing to save.
+        """
         self.saved_time = time.monotonic()
         if self.saved == (self.state.step, self.state.evaluated_step):
             return None
@@ -72,7 +72,7 @@ class CheckpointManager:
         return time.perf_counter() - started
 
     def keep_copy(self) -> None:
-        """Put the state into the hosts' memory."""
+        """Copy the state to the hosts' memory."""
         self.writer.keep(self.snapshot(), best=self.best())
 
     def finish(self) -> None:
@@ -99,8 +99,9 @@ class CheckpointManager:
         return step
 
     def rollback(self, request: Rollback) -> None:
-        """Take weights and optimizer from the first of the requested checkpoints that is whole. Steps and batches are
-        not counted back."""
+        """Restore weights and optimizer from the first of the requested checkpoints that is intact. Steps and batches
+        are not rewound.
+        """
         self.writer.wait()
         for step in request.steps:
             if self.reader.is_whole(step):
@@ -128,7 +129,7 @@ class CheckpointManager:
         )
 
     def load(self, step: int) -> dict[str, Any]:
-        """Put the weights of a checkpoint in place; return its state."""
+        """Restore the weights of a checkpoint; return its state."""
         names, weights = list(self.replica.names.values()), self.replica.model.state_dict()
         return self.reader.load(step, weights, gradients=names, note=self.progress.note)
 
@@ -143,9 +144,8 @@ class CheckpointManager:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a checkpoint's state; the weights are in place already.
-
-        Raises `ModelwrightError` for a state that another version of this project wrote in another form.
+        """Restore a checkpoint's state; the weights are already in place. Raises `ModelwrightError` for a state that
+        another version of this project wrote in another form.
         """
         strategy = self.one_step.strategy
         with reading_state():
@@ -160,7 +160,7 @@ class CheckpointManager:
                 strategy.load_state_dict(state["strategy"])
 
     def forget_damaged_best(self) -> None:
-        """Without its checkpoint the lowest held-out loss is of no use: the next evaluation begins afresh."""
+        """Without its checkpoint the lowest held-out loss is useless: the next evaluation starts afresh."""
         best_step = self.state.best_step
         if not self.config.keep_best or not best_step or self.reader.is_whole(best_step):
             return

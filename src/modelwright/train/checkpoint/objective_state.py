@@ -1,8 +1,8 @@
 """The state of an objective, under any number of data ranks.
 
-What stands under the key `rows` belongs to the batches of the ranks: tensors whose first dimension is the rows of this
-data rank, such as a rollout that several steps learn from. In a checkpoint they are those of the global batch. All else
-is equal on all ranks.
+Entries under the key `rows` belong to the batches of the ranks: tensors whose first dimension is the rows of this data
+rank, such as a rollout that several steps learn from. In a checkpoint they cover the global batch. Everything else is
+equal on all ranks.
 """
 
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ ROWS = "rows"
 
 
 def gather_rows(state: Mapping[str, Any], data: World) -> dict[str, Any]:
-    """The state with the rows of all data ranks, in their order. All ranks call it together, each with equally many."""
+    """The state with the rows of all data ranks, in order. Collective; each rank passes the same number of rows."""
     rows = state.get(ROWS, {})
     whole = {name: data.all_gather(values.to(data.device)).flatten(0, 1).cpu() for name, values in rows.items()}
     return {**state, ROWS: whole} if rows else dict(state)
 
 
 def own_rows(state: Mapping[str, Any], data: World) -> dict[str, Any]:
-    """The state with this rank's rows. Raises `ConfigError` when the ranks cannot share them equally."""
+    """The state with this rank's rows. Raises `ConfigError` if the ranks cannot divide them equally."""
     rows = state.get(ROWS, {})
     return {**state, ROWS: {name: _own(name, values, data) for name, values in rows.items()}} if rows else dict(state)
 

@@ -12,12 +12,12 @@ from modelwright.ops.dtensor import as_dtensor_like, local
 
 
 def optimizer_state_dict(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """Its tensors and scalars, by the name of the parameter."""
+    """The optimizer's tensors and scalars, by parameter name."""
     return {names[parameter]: dict(state) for parameter, state in optimizer.state.items()}
 
 
 def load_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], state: Mapping[str, Any]) -> None:
-    """Take over what `optimizer_state_dict` returned, on the parameters' devices and in their formats."""
+    """Restore what `optimizer_state_dict` returned, on the parameters' devices and in their dtypes."""
     for parameter, name in names.items():
         if name in state:
             optimizer.state[parameter] = {key: _like(value, parameter, key) for key, value in state[name].items()}
@@ -25,7 +25,7 @@ def load_optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str], stat
 
 @contextmanager
 def reading_state() -> Generator[None]:
-    """Turn the errors of a state of another form into one clear error."""
+    """Convert errors caused by a state of another form into one clear error."""
     try:
         yield
     except (KeyError, TypeError, AttributeError) as error:

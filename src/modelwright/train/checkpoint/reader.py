@@ -1,4 +1,4 @@
-"""Finding the newest whole checkpoint, and loading from it just what a rank holds."""
+"""Finds the newest intact checkpoint, and loads from it only what a rank holds."""
 
 import os
 import secrets
@@ -33,9 +33,8 @@ TOKEN = "memory-token"
 
 
 class CheckpointReader:
-    """The checkpoints that a run finds. Every rank makes one and calls the same methods in the same order.
-
-    digest: of what decides the result of the run; reduce: the ranks among which a gradient transport sums; memory:
+    """The checkpoints available to a run. Every rank creates one and calls the same methods in the same order. digest:
+    of everything that determines the result of the run; reduce: the ranks among which gradients are summed; memory:
     where copies in the hosts' memory are.
     """
 
@@ -52,18 +51,18 @@ class CheckpointReader:
         self._sources: dict[int, Path] = {}
 
     def prepare(self) -> None:
-        """Make the folder and remove what a killed run left half-written."""
+        """Create the folder and remove unfinished files of a killed run."""
         token = self.channel.attempt(self._clear if self.world.is_first else str, what=f"{self.folder}")
         token = self.channel.exchange(token, what=f"{self.folder}")[0]
         self.copies = MemoryCopies(self.memory, f"{self.digest}:{token}", self.channel)
 
     def latest_step(self, note: Callable[[str], None], *, restart: bool = False) -> int:
-        """The step of the newest checkpoint that is whole, the same on all ranks; 0 when there is none.
+        """The step of the newest intact checkpoint, the same on all ranks; 0 if there is none.
 
-        A copy in memory counts when it is newer than what is on disk. The ranks share the checking. Damaged checkpoints
-        are told to `note`, renamed to `*.damaged` and never deleted; the newest one before them is taken. Raises
-        `ArtifactError` when all of them are damaged, unless `restart` asks to begin again, and when a checkpoint was
-        made by another configuration.
+        A copy in memory counts if it is newer than those on disk. The ranks share the verification. Damaged checkpoints
+        are reported to `note`, renamed to `*.damaged` and never deleted; the newest intact one before them is used.
+        Raises `ArtifactError` if all of them are damaged, unless `restart` asks to start over, and if a checkpoint was
+        made with another configuration.
         """
         step, damages = self._latest_on_disk()
         copy = self.copies.newest(after=step) if self.copies else None
@@ -81,7 +80,7 @@ class CheckpointReader:
         return step
 
     def is_whole(self, step: int) -> bool:
-        """Whether the checkpoint of this step is on disk, undamaged; the ranks share the checking."""
+        """Whether the checkpoint of this step is on disk and intact; the ranks share the verification."""
         path = self.folder / step_name(step)
         mine = self.channel.attempt(partial(self._damage, path), what=f"checking {path}")
         return not self.channel.any(bool(mine), what=f"checking {path}")
@@ -94,12 +93,12 @@ class CheckpointReader:
         gradients: Sequence[str] = (),
         note: Callable[[str], None] = lambda text: None,
     ) -> dict[str, Any]:
-        """Copy the weights of the checkpoint at `step`, which `latest_step` has checked, into `weights`, in place;
+        """Copy the weights of the checkpoint at `step`, which `latest_step` has verified, into `weights`, in place;
         return the state.
 
-        Each rank reads just what it holds. The state under `optimizer` is that of the parameters in `weights`,
-        laid out like them; all other tensors are whole, on the CPU. gradients: as in `Snapshot`. Raises
-        `ArtifactError` when the checkpoint has other tensors than the ranks hold together.
+        Each rank reads only what it holds. The state under `optimizer` is that of the parameters in `weights`, laid out
+        like them; all other tensors are whole, on the CPU. gradients: as in `Snapshot`. Raises `ArtifactError` if the
+        checkpoint has other tensors than the ranks hold together.
         """
         path = self._sources.get(step, self.folder / step_name(step))
         names = set[str]().union(*self.channel.exchange(list(weights), what=f"loading {path}"))
@@ -107,15 +106,18 @@ class CheckpointReader:
         return self.channel.attempt(lambda: self._load(path, names, weights, held, note), what=f"loading {path}")
 
     def set_aside(self, step: int) -> str:
-        """Rename the checkpoint of this step, which is damaged, so that nothing reads or deletes it any more; returns
-        its new name, "" when there is none."""
+        """Rename the damaged checkpoint of this step, so that nothing reads or deletes it anymore; returns its new
+        name, "" if it does not exist.
+        """
         path = self.folder / step_name(step)
         return self.channel.exchange(
             self.channel.attempt(partial(self._set_aside, path), what=f"setting {path} aside"), what=f"{path}"
         )[0]
 
     def _clear(self) -> str:
-        """Returns what tells this folder from one of its name that was removed: copies in memory belong to it."""
+        """An identifier that distinguishes this folder from a removed one of the same name: copies in memory belong to
+        it.
+        """
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             for leftover in [*self.folder.glob("step-*.partial"), *self.folder.glob("step-*.old")]:
@@ -125,7 +127,7 @@ class CheckpointReader:
             return (self.folder / TOKEN).read_text(encoding="utf-8")
 
     def _latest_on_disk(self) -> tuple[int, dict[int, str]]:
-        """The step of the newest whole checkpoint (0: none), and what is wrong with those after it, by step."""
+        """The step of the newest intact checkpoint (0: none), and the damage of later ones, by step."""
         damages: dict[int, str] = {}
         for name in reversed(self.channel.exchange([path.name for path in list_checkpoints(self.folder)])[0]):
             path = self.folder / name
@@ -139,12 +141,14 @@ class CheckpointReader:
         return 0, damages
 
     def _goes_with_disk(self, copy: Path) -> bool:
-        """Whether the best checkpoint that a copy refers to is on disk: its writing may have been cut off."""
+        """Whether the best checkpoint that a copy refers to is on disk; it may have been interrupted while it was
+        written.
+        """
         best_step = int(read_state(copy)["best_step"])
         return not self.channel.any(best_step > 0 and not (self.folder / step_name(best_step)).is_dir())
 
     def _damage(self, path: Path) -> str:
-        """What is wrong with this rank's share of a checkpoint's files, or nothing."""
+        """The damage in this rank's share of a checkpoint's files, or nothing."""
         try:
             check_checkpoint(path, digest=self.digest, part=self.world.rank, num_parts=self.world.size)
         except DamagedCheckpointError as error:

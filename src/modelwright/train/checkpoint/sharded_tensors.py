@@ -1,12 +1,12 @@
-"""Tensors of a run that is laid out over processes: as pieces in safetensors files, and back under any other layout.
+"""Tensors of a run laid out over processes: saved as shards in safetensors files, loaded under any other layout.
 
-A tensor is plain (whole on every rank that has its name) or a DTensor of which each rank holds a piece. Each piece is
-written once, by one of the ranks that hold it; `index.json` says where in the whole tensor it belongs. A reader takes
-from each file just the values that its own piece of the tensor needs.
+A tensor is plain (whole on every rank that has its name) or a DTensor of which each rank holds a shard. Each shard is
+written once, by one of the ranks that hold it; `index.json` records its position in the whole tensor. A reader takes
+from each file only the values that its own shard of the tensor needs.
 
 PyTorch's distributed checkpoint with its safetensors writer was tried: it carries DTensors, names that only some ranks
-have and 0-dimensional tensors, but a value that is no tensor makes a file that no reader opens, a missing file shows as
-a tensor of another size, and there are no checksums; what is left of it is this intersection of boxes.
+have and 0-dimensional tensors, but a non-tensor value makes a file that no reader opens, a missing file appears as a
+tensor of another size, and there are no checksums. What remains of it here is the intersection of boxes.
 """
 
 import json
@@ -29,7 +29,7 @@ INDEX = "index.json"
 
 
 class DamagedCheckpointError(ArtifactError):
-    """A checkpoint's files are missing, cut off or changed."""
+    """A checkpoint's files are missing, truncated or changed."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Box:
         return math.prod(self.shape)
 
     def overlap(self, other: "Box") -> "Box":
-        """What both have in common; its volume is 0 when they are apart."""
+        """The intersection; its volume is 0 if the boxes are disjoint."""
         first = tuple(map(max, self.offset, other.offset))
         ends = (
             min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -52,7 +52,7 @@ class Box:
         return Box(first, tuple(max(0, end - start) for start, end in zip(first, ends, strict=True)))
 
     def within(self, outer: "Box") -> tuple[slice, ...]:
-        """Where this box lies inside a tensor that holds `outer`."""
+        """The slices of this box in a tensor that holds `outer`."""
         starts = [mine - its for mine, its in zip(self.offset, outer.offset, strict=True)]
         return tuple(slice(start, start + length) for start, length in zip(starts, self.shape, strict=True))
 
@@ -63,24 +63,24 @@ def whole(shape: Sequence[int]) -> Box:
 
 @dataclass(frozen=True)
 class TensorShard:
-    """This rank's part of a tensor: its values, its place, and the shape of the whole."""
+    """This rank's part of a tensor: its values, its position, and the shape of the whole."""
 
     values: Tensor
     box: Box
     shape: tuple[int, ...]
 
     def key(self, name: str) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Equal on two ranks if they hold the same piece of the same tensor."""
+        """Equal on two ranks if they hold the same shard of the same tensor."""
         return (name, self.shape, self.box.offset, self.box.shape)
 
 
 def key_from_json(values: Sequence[Any]) -> tuple[Any, ...]:
-    """A tuple of names and of shapes, such as `TensorShard.key`, that has come from another rank as lists."""
+    """A tuple of names and of shapes, such as `TensorShard.key`, received from another rank as lists."""
     return tuple(tuple(cast(list[Any], value)) if isinstance(value, list) else value for value in values)
 
 
 def piece_of(tensor: Tensor) -> TensorShard:
-    """What this rank holds of a tensor, sharing its memory."""
+    """This rank's part of a tensor, sharing its memory."""
     if not isinstance(tensor, DTensor):
         return TensorShard(tensor.detach(), whole(tensor.shape), tuple(tensor.shape))
     if any(placement.is_partial() for placement in tensor.placements):
@@ -92,10 +92,9 @@ def piece_of(tensor: Tensor) -> TensorShard:
 
 
 def share_out(keys: Sequence[Sequence[tuple[Any, ...]]]) -> list[list[int]]:
-    """Which of its pieces each rank writes: positions in its list. A piece that several ranks hold goes to the one
-    with the fewest values so far; every rank computes the same answer.
-
-    keys: for each rank, `TensorShard.key` of each of its pieces.
+    """Which of its shards each rank writes: positions in its list. A shard that several ranks hold is assigned to the
+    one with the fewest values so far; every rank computes the same answer. keys: for each rank, `TensorShard.key` of
+    each of its shards.
     """
     holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for rank, held in enumerate(keys):
@@ -118,7 +117,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def describe_pieces(file: str, pieces: Mapping[str, TensorShard]) -> dict[str, Any]:
-    """Index entries of the pieces that were written to `file`."""
+    """Index entries of the shards that were written to `file`."""
     return {
         name: {
             "shape": list(piece.shape),
@@ -137,7 +136,7 @@ def describe_pieces(file: str, pieces: Mapping[str, TensorShard]) -> dict[str, A
 
 
 def merge_indexes(indexes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One index out of those of all ranks. Raises `ArtifactError` when pieces leave gaps or cover each other."""
+    """One index merged from those of all ranks. Raises `ArtifactError` if shards leave gaps or overlap."""
     merged: dict[str, Any] = {}
     for index in indexes:
         for name, entry in index.items():
@@ -182,7 +181,7 @@ class ShardReader:
         return result
 
     def read_into(self, name: str, target: Tensor) -> None:
-        """Copy this rank's piece into `target`, in place."""
+        """Copy this rank's shard into `target`, in place."""
         if self.shape(name) != tuple(target.shape):
             raise ArtifactError(
                 f"{self.folder}: {name} has shape {list(self.shape(name))}, the model wants {list(target.shape)}"
@@ -192,16 +191,15 @@ class ShardReader:
             piece.values.copy_(self.read(name, piece.box))
 
     def is_whole(self, file: str) -> bool:
-        """Whether all tensors that should be in `file` are there with their checksums."""
+        """Whether all expected tensors are in `file` with their checksums."""
         try:
             return not self.damaged_tensor(file)
         except DamagedCheckpointError:
             return False
 
     def damaged_tensor(self, file: str) -> str:
-        """The first tensor in `file` whose values do not have their checksum, or nothing.
-
-        Raises `DamagedCheckpointError` when the file is not there or its structure is damaged.
+        """The first tensor in `file` whose values do not match their checksum, or nothing. Raises
+        `DamagedCheckpointError` if the file is missing or its structure is damaged.
         """
         for name, entry in self.entries.items():
             for piece in entry["pieces"]:

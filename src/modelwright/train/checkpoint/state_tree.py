@@ -1,8 +1,8 @@
 """The state of a run as JSON with names where tensors were, and back.
 
-Most of the state is the same on all ranks, or follows a parameter. The state of a gradient transport is neither: what
-it has left out so far (error feedback) differs from rank to rank, and only the sum over the ranks means anything. So it
-is kept for each rank of the transport; under another number of ranks the sums are divided anew. In it
+Most of the state is the same on all ranks, or follows a parameter. The state of a gradient sync is neither: its
+residuals (error feedback) differ from rank to rank, and only their sum over the ranks is meaningful. It is therefore
+stored per rank; under another number of ranks the sums are divided again. In it
 
 - a list of tensors with the shapes of this rank's gradients, in their order, follows the parameters into any layout;
 - what stands under a key `shared` is equal on all ranks of the transport;
@@ -40,7 +40,7 @@ def split(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def join(tree: Any, find: Callable[[str], Any]) -> Any:
-    """The inverse of `split`; `find` gives the tensor of a name."""
+    """The inverse of `split`; `find` returns the tensor of a name."""
     if isinstance(tree, dict):
         tree = cast(dict[str, Any], tree)
         for mark in (_TENSOR, _PARAMETERS):
@@ -53,7 +53,7 @@ def join(tree: Any, find: Callable[[str], Any]) -> Any:
 
 
 def merge(trees: Sequence[Any]) -> Any:
-    """One tree out of those of all ranks: keys of all, and of a value that several have the first rank's."""
+    """One tree merged from those of all ranks: all keys, and for values that several ranks have, the first rank's."""
     first = trees[0]
     if _is_leaf(first):
         return first
@@ -64,7 +64,9 @@ def merge(trees: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Seat:
-    """A rank's place in a transport: its number among the ranks that sum, and what identifies the pieces it holds."""
+    """A rank's place in a gradient sync: its number among the ranks that sum, and what identifies the shards it
+    holds.
+    """
 
     rank: int
     size: int
@@ -72,7 +74,7 @@ class Seat:
 
 
 def seat(rank: int, size: int, gradients: Mapping[str, Tensor]) -> Seat:
-    """gradients: the parameters (or tensors laid out like them) in the order of the transport's gradients."""
+    """gradients: the parameters (or tensors laid out like them) in the order of the synchronized gradients."""
     keys = [piece_of(tensor).key(name) for name, tensor in gradients.items()]
     return Seat(rank, size, zlib.crc32(json.dumps(keys).encode()))
 
@@ -80,7 +82,7 @@ def seat(rank: int, size: int, gradients: Mapping[str, Tensor]) -> Seat:
 def split_transport(
     tree: Any, at: Seat, gradients: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, TensorShard]]:
-    """What `state.json` keeps of this rank's transport, and its tensors by name."""
+    """What `state.json` stores of this rank's gradient sync, and its tensors by name."""
     held = {name: piece_of(tensor) for name, tensor in gradients.items()}
     pieces: dict[str, TensorShard] = {}
 
@@ -102,13 +104,13 @@ def split_transport(
 
 
 class UnplaceableError(Exception):
-    """A transport's state does not fit the layout that it is loaded under."""
+    """A gradient sync's state does not fit the layout under which it is loaded."""
 
 
 def join_transport(
     records: Sequence[Mapping[str, Any]], reader: ShardReader, at: Seat, gradients: Mapping[str, Tensor]
 ) -> Any:
-    """The state for the transport of this rank. Raises `UnplaceableError`."""
+    """The state for this rank's gradient sync. Raises `UnplaceableError`."""
     size = records[0]["size"]
     alike = [record for record in records if record["layout"] == at.layout]
     same = [record for record in alike or records if record["rank"] == at.rank]
@@ -134,8 +136,9 @@ def join_transport(
 
 
 def optimizer_state(tree: Mapping[str, Any], reader: ShardReader, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The optimizer's state of the parameters in `weights`, in the host's memory, each tensor of a parameter's shape
-    laid out like it."""
+    """The optimizer's state of the parameters in `weights`, in host memory, each tensor of a parameter's shape laid out
+    like it.
+    """
 
     def place(full: str, parameter: Tensor) -> Tensor:
         if reader.shape(full) != tuple(parameter.shape):
@@ -171,7 +174,7 @@ def _name(path: str, rank: int, suffix: str) -> str:
 
 
 def _marks(tree: Any, path: str) -> str:
-    """Which mark stands at a path of the tree."""
+    """The marker at a path of the tree, if any."""
     for key in path.split("/")[1:]:
         tree = cast(list[Any], tree)[int(key)] if isinstance(tree, list) else tree[key]
     return next(iter(tree))

@@ -1,4 +1,4 @@
-"""Checkpoints: everything that a run needs to go on as if nothing had happened, written beside the training.
+"""Checkpoints: everything that a run needs to resume exactly, written concurrently with training.
 
 <folder>/step-00000123/model.safetensors      weights by parameter name
                        training.safetensors   all other tensors: optimizer, techniques, strategy, objective
@@ -86,8 +86,8 @@ __all__ = [
 class Snapshot:
     """What one checkpoint holds. `weights`: by parameter name; `state`: nested dicts and lists of tensors and JSON.
 
-    On several ranks: what this rank holds. Tensors are whole or DTensors; a name may be on some ranks only.
-    gradients: names of the parameters in the order in which a transport sees their gradients.
+    On several ranks: this rank's part. Tensors are whole or DTensors; a name may be on some ranks only. gradients:
+    names of the parameters in the order in which their gradients are synchronized.
     """
 
     step: int
@@ -98,7 +98,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _Job:
-    """What one rank hands to its writer: the pieces that it writes, on the host, and its state without tensors."""
+    """What one rank passes to its writer: the shards that it writes, on the host, and its state without tensors."""
 
     step: int
     pieces: Mapping[str, Mapping[str, TensorShard]]
@@ -108,11 +108,11 @@ class _Job:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one run. Every rank makes one and calls the same methods in the same order.
+    """Writes the checkpoints of one run. Every rank creates one and calls the same methods in the same order.
 
-    `save` copies to host memory and returns; a thread writes. What goes wrong there, on any rank, is raised on every
-    rank by the next `save`, `poll` or `wait`. `keep_last` whole checkpoints stay, and the others that they refer
-    to. reader: of the same checkpoints.
+    `save` copies to host memory and returns; a thread writes. An error there, on any rank, is raised on every rank by
+    the next `save`, `poll` or `wait`. The `keep_last` newest checkpoints are kept, and the others that they refer to.
+    reader: of the same checkpoints.
     """
 
     def __init__(self, reader: CheckpointReader, *, keep_last: int) -> None:
@@ -129,49 +129,48 @@ class CheckpointWriter:
 
     @property
     def failed(self) -> bool:
-        """Whether the writer has met something that `wait` will raise."""
+        """Whether the writer has an error that `wait` will raise."""
         pending = self._pending
         return pending is not None and pending.done() and pending.exception() is not None
 
     def save(self, snapshot: Snapshot, *, best: Best, also: Sequence[int] = ()) -> None:
-        """Copy the snapshot to host memory and have it written, after an earlier one that is still being written.
-
-        also: steps of earlier checkpoints that it refers to: they stay as long as it does.
+        """Copy the snapshot to host memory and start writing it, after an earlier one that is still being written.
+        also: steps of earlier checkpoints that it refers to; they are kept as long as it is.
         """
         self.wait()
         job = replace(self._copy(snapshot, best), also=also)
         self._pending = self._writer.submit(self._write, job)
 
     def keep(self, snapshot: Snapshot, *, best: Best) -> None:
-        """Like `save`, but into the hosts' memory, on two hosts where there are two; nothing goes to disk."""
+        """Like `save`, but into the hosts' memory, on two hosts if there are two; nothing is written to disk."""
         self.wait()
         copies = self.reader.copies
         assert copies, "the reader's `prepare` comes first"
         self._pending = self._writer.submit(self._remember, copies, self._copy(snapshot, best))
 
     def forget(self) -> None:
-        """Give the memory of the copies back: the run is finished."""
+        """Free the memory of the copies: the run is finished."""
         self.wait()
         if self.reader.copies:
             self.reader.copies.forget()
 
     def poll(self) -> None:
-        """Raise what the writer met, without waiting for it."""
+        """Raise the writer's error, without waiting for it."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the checkpoint being written; raises `StorageError` when it could not be."""
+        """Wait for the checkpoint being written; raises `StorageError` if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Let the writer finish and end it; what it met is not raised here."""
+        """Let the writer finish and stop it; its errors are not raised here."""
         self._writer.shutdown(wait=True)
 
     def write_best(self, best: Best) -> None:
-        """Point `best.json` at a checkpoint; takes the pointer away when there is no best one yet."""
+        """Point `best.json` at a checkpoint; removes it if there is no best one yet."""
         if not self.world.is_first:
             return
         if best.step:
@@ -181,7 +180,7 @@ class CheckpointWriter:
             (self.folder / "best.json").unlink(missing_ok=True)
 
     def _copy(self, snapshot: Snapshot, best: Best) -> _Job:
-        """Host copies of the pieces that this rank is to write."""
+        """Host copies of the shards that this rank writes."""
         state = dict(snapshot.state)
         transport = state.pop("strategy", None)
         tensors: dict[str, Tensor] = {}
@@ -200,7 +199,7 @@ class CheckpointWriter:
         return _Job(snapshot.step, copies, tree, best)
 
     def _mine(self, pieces: dict[tuple[str, str], TensorShard]) -> dict[tuple[str, str], TensorShard]:
-        """The pieces that this rank writes; settled among the ranks when any rank's pieces have changed."""
+        """The shards that this rank writes; assigned among the ranks whenever any rank's shards have changed."""
         if self.world.size == 1:
             return pieces
         keys = [(part, *piece.key(name)) for (part, name), piece in pieces.items()]
@@ -213,7 +212,7 @@ class CheckpointWriter:
         return {places[position]: pieces[places[position]] for position in self._written}
 
     def _host_copy(self, name: str, values: Tensor) -> Tensor:
-        """A copy on the host, in the memory of the checkpoint before: fresh pages cost more than the copy."""
+        """A copy on the host, in the memory of the previous checkpoint, because fresh pages cost more than the copy."""
         copy = self._host.get(name)
         if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
             pinned = values.is_cuda
@@ -236,7 +235,7 @@ class CheckpointWriter:
         return stack.enter_context(write_artifact(path, kind=KIND, digest=self.reader.digest))
 
     def _write_own(self, folder: Path, job: _Job) -> dict[str, Any]:
-        """This rank's files; returns their part of the index."""
+        """Write this rank's files; returns their part of the index."""
         for part, pieces in job.pieces.items():
             path = folder / self._file(part)
             with writing(path):
@@ -253,7 +252,7 @@ class CheckpointWriter:
         return {part: describe_pieces(self._file(part), pieces) for part, pieces in job.pieces.items()}
 
     def _finish(self, draft: ArtifactDraft | None, job: _Job, described: list[Any], stack: ExitStack) -> None:
-        """The first rank writes what all ranks have told, and the manifest last."""
+        """The first rank writes what all ranks have reported, and the manifest last."""
         if draft is None:
             return
         index, record = _combine(job, described)
@@ -289,7 +288,7 @@ class CheckpointWriter:
 def _combine(
     job: _Job, described: Sequence[tuple[dict[str, Any], dict[str, Any]]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`index.json` and `state.json` out of what all ranks tell."""
+    """`index.json` and `state.json` merged from all ranks."""
     trees = [tree for _, tree in described]
     record: dict[str, Any] = {
         "step": job.step,
@@ -301,7 +300,7 @@ def _combine(
 
 
 def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """`save_file`, with its own I/O error turned back into the operating system's, which `writing` understands."""
+    """`save_file`, with its own I/O error converted back to the operating system's, which `writing` understands."""
     try:
         save_file(tensors, path)
     except SafetensorError as error:

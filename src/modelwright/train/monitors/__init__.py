@@ -1,1 +1,1 @@
-"""Monitors: they look at finished steps and report; they change nothing about the training."""
+"""Monitors observe finished steps and report; they do not affect training."""

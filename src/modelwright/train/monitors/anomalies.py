@@ -91,7 +91,7 @@ class AnomalyLog:
             recent.load_state_dict(state["recent"][kind])
 
     def _judge(self, step: int, kind: str, value: float, name: str) -> None:
-        """Report an outlier among the steps before; it counts as a step for those after it."""
+        """Report an outlier relative to the preceding steps; it becomes part of the history."""
         recent = self._recent[kind]
         if level := recent.level:
             limit = max(level.upper_limit(self.config.num_sigmas, 0.0), level.median * (1 + self.config.min_rise))

@@ -1,4 +1,4 @@
-"""The monitors of a run, by its configuration and by what this rank is."""
+"""The monitors of a run, according to its configuration and this rank's role."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ from modelwright.train.techniques.out_of_memory import WhenOutOfMemory
 
 @dataclass(frozen=True, kw_only=True)
 class FaultToleranceConfig:
-    """What detects and survives faults."""
+    """Fault detection and tolerance."""
 
     replica_check_every_steps: int = 500
     """Steps between bitwise comparisons of what several ranks hold; 0 for none."""

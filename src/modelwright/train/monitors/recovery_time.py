@@ -1,7 +1,7 @@
-"""How long a run takes to get over a fault: from the last step before it to the first step after it.
+"""How long a run takes to recover from a fault: from the last step before it to the first step after it.
 
-The first rank keeps the time of its last step in a small file; the process that goes on finds it there. A run that was
-stopped on purpose takes the file away.
+The first rank stores the time of its last step in a small file, which the resuming process reads. A run that was
+stopped on purpose removes the file.
 """
 
 import json
@@ -23,9 +23,9 @@ LINE_BYTES = 128
 class RecoveryTime:
     """Every recovery is one line in `path`.
 
-    A line: step (the first one done again or anew), steps_lost (done before the fault and again after it), down_s
+    A line: step (the first one done or repeated), steps_lost (done before the fault and repeated after it), down_s
     (seconds without a finished step; their mean is the mean time to recover), num_ranks and restart (the launcher's
-    number of this start). Recoveries of earlier processes are kept.
+    restart count). Recoveries of earlier processes are kept.
     """
 
     def __init__(self, path: Path, *, num_ranks: int, restart: int) -> None:
@@ -55,12 +55,12 @@ class RecoveryTime:
                 os.close(file)
 
     def stopped(self) -> None:
-        """The run ends on purpose: what comes later is no recovery."""
+        """The run ends on purpose: a later start is not a recovery."""
         self._alive.unlink(missing_ok=True)
 
 
 def recovery_time(run: Runtime, *, num_ranks: int, restart: int) -> Technique:
-    """restart: the launcher's number of this start."""
+    """restart: the launcher's restart count."""
     recovery = RecoveryTime(run.folder / "recoveries.jsonl", num_ranks=num_ranks, restart=restart)
 
     def leave(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

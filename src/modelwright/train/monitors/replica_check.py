@@ -1,4 +1,4 @@
-"""Detects silent corruption: replicas that no longer agree, bit for bit."""
+"""Detects silent corruption: replicas that are no longer bit-identical."""
 
 # PyTorch leaves the types of tolist, split and backward open.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -21,14 +21,14 @@ CHUNK = 1 << 22
 
 
 class ReplicaError(ModelwrightError):
-    """Ranks that should hold the same values do not."""
+    """Ranks that should hold the same values differ."""
 
 
 class ReplicaCheck:
-    """Compares, every `every` steps, hashes of what several ranks hold: bit for bit.
+    """Compares, every `every` steps, hashes of tensors that several ranks hold, bit for bit.
 
-    tensors: what this rank holds, by name. A difference raises `ReplicaError` on all ranks, before a later checkpoint
-    can keep it; a launcher then starts from the checkpoint before. Made on all ranks alike.
+    tensors: of this rank, by name. A difference raises `ReplicaError` on all ranks, before a later checkpoint can store
+    it; a launcher then restarts from the previous checkpoint. Created on all ranks alike.
     """
 
     def __init__(self, channel: ControlPlane, tensors: Callable[[], Mapping[str, Tensor]], *, every: int) -> None:
@@ -39,7 +39,7 @@ class ReplicaCheck:
         self.every = every
 
     def check(self, step: int) -> None:
-        """Compare now. Raises `ReplicaError` that names the tensor and the ranks that are alone with their values."""
+        """Compare now. Raises `ReplicaError` that names the tensor and the ranks that disagree with the majority."""
         if self.channel.size == 1:
             return
         pieces = {name: piece_of(tensor) for name, tensor in self.tensors().items()}
@@ -68,8 +68,8 @@ def _differing(name: str, by_rank: Mapping[int, int]) -> str:
 def bits_hash(tensor: Tensor) -> Tensor:
     """A 64-bit hash of a tensor's bits, an int64 scalar on its device; the same on any device.
 
-    Each element's bits are mixed with its place (the finaliser of SplitMix64, Steele et al. 2014) and added up, so one
-    changed bit always changes the sum, and so do two elements that change places (but for chance, 2^-64).
+    Each element's bits are mixed with its position (the finalizer of SplitMix64, Steele et al. 2014) and added up, so
+    one changed bit always changes the sum, and so do two swapped elements (except with probability 2^-64).
     """
     bits = tensor.detach().contiguous().reshape(-1)
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

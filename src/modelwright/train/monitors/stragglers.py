@@ -1,7 +1,7 @@
 """Finds ranks that compute slower than the others, and names them with their hosts.
 
-What counts is a rank's own time, waiting for others left out; a straggler makes everyone's step long, its own work
-alone tells who it is. Changes nothing about the training.
+It compares each rank's own time, excluding waiting: a straggler makes everyone's step long, and only its own work
+identifies it.
 """
 
 import socket
@@ -43,10 +43,8 @@ class StragglerConfig:
 
 
 class Stragglers:
-    """Every rank has one and shows it the same steps. The first rank reports: once when a rank becomes a straggler,
-    once when it no longer is.
-
-    own_time_s: seconds of this rank's own work since it was last asked.
+    """Every rank has one and passes it the same steps. The first rank reports when a rank becomes a straggler and when
+    it recovers. own_time_s: seconds of this rank's own work since the last call.
     """
 
     def __init__(
@@ -75,7 +73,7 @@ class Stragglers:
         self.judge(step, [float(time_s) for time_s in self.world.all_gather(mine).cpu()])
 
     def judge(self, step: int, times_s: Sequence[float]) -> None:
-        """One look at every rank's own time. The same on all ranks."""
+        """One comparison of every rank's own time. The same on all ranks."""
         median_s = statistics.median(times_s)
         limit_s = ratio_limit(times_s, self.config.factor)
         for rank, time_s in enumerate(times_s):
@@ -92,7 +90,7 @@ class Stragglers:
 
 
 class OwnTime:
-    """Adds up a rank's own work; asked, it tells the mean per step and begins anew."""
+    """Sums a rank's own work; a call returns the mean per step and resets it."""
 
     def __init__(self) -> None:
         self._total_s = 0.0
@@ -109,7 +107,9 @@ class OwnTime:
 
 
 class SpeedProbe:
-    """Seconds of a small fixed product, the fastest of a few: how fast the device is now, whatever the layout."""
+    """Seconds of a small fixed matrix product, the fastest of a few: the present speed of the device, whatever the
+    layout.
+    """
 
     def __init__(self, device: torch.device, *, num_repeats: int = 5) -> None:
         self._factor = torch.full((PROBE_DIM, PROBE_DIM), 1.0 / PROBE_DIM, device=device)
@@ -125,16 +125,16 @@ class SpeedProbe:
 
 
 def own_times_compare(mesh: Mesh) -> bool:
-    """Whether all ranks do the same work and wait for nobody within it, so that `OwnTime` tells stragglers.
-
-    Otherwise (layers shared or gathered while they compute, stages of a pipeline) take a `SpeedProbe`.
+    """Whether all ranks do the same work without waiting inside it, so that `OwnTime` identifies stragglers. Otherwise
+    (layers sharded or gathered while they compute, pipeline stages) use a `SpeedProbe`.
     """
     return mesh.is_only_data_parallel
 
 
 def straggler_monitor(config: StragglerConfig, run: Runtime) -> Technique:
-    """Compares the ranks every `config.every` steps: their seconds in forward and backward where these compare, else a
-    `SpeedProbe`."""
+    """Compares the ranks every `config.every` steps: their seconds in forward and backward if these are comparable,
+    else a `SpeedProbe`.
+    """
     own_time = OwnTime()
     compares = own_times_compare(run.everyone) and run.world.device.type == "cpu"  # a GPU's clock is not the host's
     measure = own_time if compares else SpeedProbe(run.world.device)

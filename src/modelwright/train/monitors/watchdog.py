@@ -1,8 +1,8 @@
-"""A process that hangs is ended, with the stacks of all its threads in the log, so that a launcher can start it again.
+"""Ends a process that hangs, with the stacks of all its threads in the log, so that a launcher can restart it.
 
-A lost link or a collective that one rank never enters blocks a process inside C code without an error. The clock runs
-in `faulthandler`'s own thread, which needs neither the interpreter's lock nor a healthy main thread. There is one such
-clock in a process.
+A lost link or a collective that one rank never enters blocks a process inside C code without an error. The timer runs
+in `faulthandler`'s own thread, which needs neither the interpreter's lock nor a healthy main thread. A process has only
+one such timer.
 """
 
 import faulthandler
@@ -13,9 +13,8 @@ from modelwright.core.errors import ConfigError, writing
 
 
 class Watchdog:
-    """Ends the process (exit status 1) when `alive` was not called for `limit_s` seconds; 0 switches it off.
-
-    Used as a context. The stacks are appended to `log`, which is there afterwards only when there is something in it.
+    """Ends the process (exit status 1) if `alive` was not called for `limit_s` seconds; 0 disables it. Used as a
+    context. The stacks are appended to `log`, which is removed afterwards if it is empty.
     """
 
     def __init__(self, log: Path, *, limit_s: float) -> None:
@@ -33,7 +32,7 @@ class Watchdog:
         return self
 
     def alive(self) -> None:
-        """Start the clock anew (some tens of microseconds)."""
+        """Reset the timer (some tens of microseconds)."""
         if self.limit_s:
             faulthandler.dump_traceback_later(self.limit_s, exit=True, file=self._file)
 

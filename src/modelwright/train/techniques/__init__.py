@@ -1,1 +1,1 @@
-"""One file for each training technique; `train/build.py` lists them in their order."""
+"""One file for each training technique; `train/build.py` lists them in order."""

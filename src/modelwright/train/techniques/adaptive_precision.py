@@ -1,8 +1,8 @@
-"""Adaptive precision in a run: looks at gradients and moments and changes the formats of the model.
+"""Adaptive precision in a run: observes gradients and moments and changes the formats of the model.
 
-Comes after the finite check, which all ranks have agreed upon. What a rank sees of its pieces is added up over all
-ranks, so that every rank decides alike. Everything that a decision rests on is state, but for the speeds of formats,
-which are measured once and kept in the stage's folder. Each change is a line in `formats.jsonl`.
+It acts after the finite check, on which all ranks have agreed. A rank's observations of its shards are summed over all
+ranks, so that every rank decides alike. Everything that a decision depends on is state, except for the speeds of
+formats, which are measured once and stored in the stage's folder. Each change is a line in `formats.jsonl`.
 """
 
 import json
@@ -62,7 +62,7 @@ MAX_CHANGES = 10_000
 class AdaptivePrecision:
     """Observes the steps of a run, lets the switcher decide after each period, and applies and records its changes.
 
-    The model is observed in the last steps of each period of `config.every` steps only, and not at all while no format
+    The model is observed only in the last steps of each period of `config.every` steps, and not at all while no format
     but the present one is worthwhile.
     """
 
@@ -129,11 +129,11 @@ class AdaptivePrecision:
 
     @property
     def sensitivity(self) -> Mapping[Pair, float]:
-        """Relative rise of the loss by part and format, as far as they were tried."""
+        """Relative rise of the loss by part and format, for those that were tried."""
         return self.trials.sensitivity
 
     def begin_step(self, step: int) -> None:
-        """Before the forward pass of update `step` (from 0): start to observe in the last steps of a period."""
+        """Call before the forward pass of update `step` (from 0): start observing in the last steps of a period."""
         self.last_rate = self.optimizer.param_groups[0]["lr"]
         if self.looks and self._is_measured(step):
             self.formats.watch(self.period.observer.watched)
@@ -163,10 +163,8 @@ class AdaptivePrecision:
         )
 
     def _look(self, update: Update) -> None:
-        """Observe a step, and decide at the end of a period.
-
-        A jump of the loss changes formats at once; a decision that is due then is left out, since what was seen of the
-        other formats tells nothing about the new ones.
+        """Observe a step, and decide at the end of a period. A jump of the loss changes formats at once; a decision
+        that is due is then skipped, because observations of the other formats say nothing about the new ones.
         """
         self.is_due = self.is_due or (update.step + 1) % self.config.decide_every_steps == 0
         if update.is_empty:
@@ -189,7 +187,7 @@ class AdaptivePrecision:
             self.period, self.is_due = Period(self._observer()), False
 
     def _sums(self, step: int) -> dict[str, GradientStats]:
-        """After `step` updates; only a decision needs more than the gradients'."""
+        """Call after `step` updates; only a decision needs more than the gradients' statistics."""
         if not self.is_due:
             return self.statistics.gradients()
         groups = {
@@ -238,7 +236,7 @@ class AdaptivePrecision:
         }
 
     def _loss_excess(self) -> float:
-        """How far the ending period's loss exceeds the earlier ones'; adds it to them."""
+        """The excess of the ending period's loss over the prediction from earlier ones; adds it to them."""
         now = LossLevel.of(self.period.losses)
         if now is None:
             return 0.0
@@ -247,13 +245,14 @@ class AdaptivePrecision:
         return excess
 
     def _see_memory(self) -> None:
-        """Take the maximum over ranks, and never lower it: otherwise a narrow format would be dropped as soon as it
-        relieved the shortage."""
+        """Take the maximum over ranks, and never lower it: otherwise a low-precision format would be dropped as soon as
+        it relieved the shortage.
+        """
         present = memory_share(self.world.device)
         self.memory_pressure = max(self.memory_pressure, *self.world.maxima(present))
 
     def _offer(self) -> None:
-        """Offer the switcher what is worthwhile with the present shortage of memory."""
+        """Offer the switcher the formats that are worthwhile at the present memory pressure."""
         if self.config.looks:
             widest = set(self.switcher.widest.values())
             self.switcher.offered = self.machine.worthwhile(self.formats.config, widest, self.memory_pressure)
@@ -294,7 +293,7 @@ class AdaptivePrecision:
 
 
 def _own_errors(observed: Mapping[str, Sequence[Any]], world: World) -> ObservedErrors:
-    """This rank's observations; those of another number of ranks go to the first, since only their sum counts."""
+    """This rank's observations; with another number of ranks all go to the first, because only their sum counts."""
     if len(observed) == world.size:
         own = observed[str(world.rank)]
     else:
@@ -308,9 +307,8 @@ def _own_errors(observed: Mapping[str, Sequence[Any]], world: World) -> Observed
 
 @dataclass(kw_only=True)
 class TrialLoss:
-    """The loss of each rank's first rows of the present batch, with weights and formats as they are now.
-
-    batch, weights: the present batch of this rank and the normalizers of its loss terms.
+    """The loss of each rank's first rows of the present batch, with the present weights and formats. batch, weights:
+    the present batch of this rank and the normalizers of its loss terms.
     """
 
     objective: Objective
@@ -391,7 +389,7 @@ def momentum_of(state: Mapping[str, Any], group: Mapping[str, Any], num_updates:
 
 
 def shapes_of(model: ModelConfig, tensor: int) -> dict[Kind, list[Shape]]:
-    """Shapes of the projections that one of `tensor` ranks computes, by kind of submodule."""
+    """Shapes of the projections on one of `tensor` ranks, by kind of submodule."""
     width, heads = model.model_dim, model.num_heads * model.head_dim // tensor
     pairs, wide = max(1, model.num_kv_heads // tensor) * model.head_dim, model.ffn_dim // tensor
     return {
@@ -401,8 +399,9 @@ def shapes_of(model: ModelConfig, tensor: int) -> dict[Kind, list[Shape]]:
 
 
 def machine_for(folder: Path, formats: ModelPrecision, world: World, *, num_rows: int, tensor: int) -> DtypeTimings:
-    """As measured when the run began, and kept in the folder: of all ranks the slowest and the fullest. Nothing is
-    measured for a schedule."""
+    """Measured at the start of the run and stored in the folder: the slowest and the fullest of all ranks. Nothing is
+    measured for a schedule.
+    """
     config = formats.config
     if not config.adaptive.looks:
         return DtypeTimings({}, 0.0)
@@ -426,7 +425,7 @@ def machine_for(folder: Path, formats: ModelPrecision, world: World, *, num_rows
 
 
 def _kept(path: Path, names: Sequence[str]) -> dict[str, float]:
-    """What an earlier start measured; nothing where the file is missing or damaged, so that it is measured anew."""
+    """Measurements of an earlier start; nothing if the file is missing or damaged, so that they are repeated."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {name: float(found[name]) for name in names}
@@ -435,8 +434,9 @@ def _kept(path: Path, names: Sequence[str]) -> dict[str, float]:
 
 
 def memory_share(device: torch.device, more_bytes: int = 0) -> float:
-    """The most of a device's memory that this process has had in use so far, and what others have now; more_bytes: that
-    will be."""
+    """The most of a device's memory that this process has used so far, plus what others use now. more_bytes: expected
+    in addition.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         own = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_reserved(device)

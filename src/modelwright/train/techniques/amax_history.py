@@ -1,4 +1,4 @@
-"""Delayed scaling of FP8: the largest magnitudes of the last steps, over all ranks, scale the present ones."""
+"""Delayed scaling of FP8: the maxima of the last steps, over all ranks, scale the present values."""
 
 from modelwright.precision.apply import SyncAmaxHistory
 from modelwright.train.objective import Batch
@@ -7,7 +7,7 @@ from modelwright.train.technique import Technique, Update
 
 
 def amax_history(run: Runtime) -> Technique | None:
-    """None where nothing is scaled by past steps."""
+    """None if nothing uses delayed scaling."""
     if not run.formats.config.delays:
         return None
     history = SyncAmaxHistory(run.formats, lambda values: run.mesh.world.maxima(*values))

@@ -14,7 +14,7 @@ from modelwright.train.technique import Technique, Update
 
 
 def auxiliary_losses(run: Runtime, scaler: LossScaler) -> Technique | None:
-    """None for a model without such layers. Acts on the batch that the model will see, hence last."""
+    """None for a model without such layers. Acts on the batch that the model will see, so it comes last."""
     mesh, layers = run.mesh, losses_of(run.model)
     names = sorted({name for names in mesh.world.gather_json([layer.name for layer in layers]) for name in names})
     if not names:

@@ -1,9 +1,9 @@
-"""Which rows of a batch are learned: all are looked at, at little cost, and some go through the model.
+"""Selects the rows of a batch that are trained on, by a cheap probe of all rows.
 
-The look is a forward pass over the first tokens of each row, without gradient. What it finds decides on whole rows, or
-on whole groups of rows that belong together (the coarse stage); in the rows that are chosen, the attention that tokens
-receive in the first layer may decide which labels are learned (the fine stage). A row that is not chosen costs nothing
-else. Each rank chooses among its own rows, as many as the others, or as lie within its limit.
+The probe is a forward pass over the first tokens of each row, without gradient. Its result selects whole rows, or whole
+groups of rows that belong together (the coarse stage); in the selected rows, the attention that tokens receive in the
+first layer may select which labels count (the fine stage). A row that is not selected costs nothing else. Each rank
+selects among its own rows, as many as the others, or as many as its limit allows.
 """
 
 import math
@@ -28,9 +28,8 @@ from modelwright.train.flops import attention_flops, head_flops
 
 
 class BatchSelector:
-    """Chooses the rows, and the labels in them, of one step after the other.
-
-    num_parts: microbatches, which must share the chosen rows equally; executed: counts what the looks cost.
+    """Selects the rows, and the labels in them, of one step after the other. num_parts: microbatches, which must share
+    the selected rows equally; executed: counts the FLOPs of the probes.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class BatchSelector:
         """The weights with which the run began; empty before its first step, and where they are not needed."""
 
     def __call__(self, batch: TokenBatch, step: int, num_steps: int) -> TokenBatch:
-        """What of the batch is learned in update `step`, on the batch's device."""
+        """The selected part of the batch in update `step`, on the batch's device."""
         if self.config.needs_start and not self.start:
             self.start = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
         if self.config.signal != "none" and step >= self.config.dense_fraction * num_steps:
@@ -63,8 +62,9 @@ class BatchSelector:
         return batch
 
     def chosen(self, batch: TokenBatch, step: int) -> TokenBatch:
-        """The chosen groups, in rising order. Where the limit leaves a number that microbatches cannot share equally,
-        groups beyond it fill up, without weight."""
+        """The selected groups, in increasing order. If the limit leaves a number that microbatches cannot share
+        equally, groups beyond it fill up, with zero weight.
+        """
         found = self.groups(batch, step)
         num_filled = -len(found) % self.num_parts if len(found) else self.num_parts
         if not num_filled:
@@ -75,7 +75,7 @@ class BatchSelector:
         return batch.without_weight(filled).take(torch.cat([found, filled]).sort().values)
 
     def groups(self, batch: TokenBatch, step: int) -> Tensor:
-        """The numbers of the groups that are learned, in rising order; beyond the limit there are none."""
+        """The numbers of the groups that are trained on, in increasing order; none beyond the limit."""
         draw = torch.Generator().manual_seed(derive_seed(self.seed, "rows", step, self.rank))
         worth_G, is_within_G = self.look(batch)
         if worth_G is None:
@@ -95,7 +95,7 @@ class BatchSelector:
         return torch.cat([order[: places - num_drawn], drawn]).sort().values
 
     def look(self, batch: TokenBatch) -> tuple[Tensor | None, Tensor]:
-        """What learning each group is worth, [G], None where all are alike; and whether it is within the limit, [G]."""
+        """The value of training on each group, [G], None if all are alike; and whether it is within the limit, [G]."""
         is_within_G = torch.ones(batch.num_groups, dtype=torch.bool)
         if self.config.signal == "random" and not self.config.needs_start:
             return None, is_within_G
@@ -116,8 +116,9 @@ class BatchSelector:
 
     @torch.no_grad()
     def row_losses(self, batch: TokenBatch, attend: Attend, weights: Mapping[str, Tensor]) -> Tensor:
-        """The mean loss of each row's labels, FP32 [B]; of rows without one, that of the others. weights: others than
-        the model's own."""
+        """The mean loss of each row's labels, FP32 [B]; rows without labels get the mean of the others. weights: to use
+        instead of the model's own.
+        """
         inputs = (batch.input_ids_BT, batch.positions_BT, attend)
         hidden_BTD = functional_call(self.model, dict(weights), inputs) if weights else self.model(*inputs)
         head = "embedding.weight" if self.model.head is None else "head.weight"
@@ -132,7 +133,9 @@ class BatchSelector:
 
     @torch.no_grad()
     def thinned(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with `keep_tokens` of its labels, those whose tokens receive most attention in the first layer."""
+        """The batch with `keep_tokens` of its labels, those whose tokens receive the most attention in the first
+        layer.
+        """
         moved = batch.to(self.model.embedding.weight.device)
         q_BTHd, k_BTKd = first_queries_and_keys(self.model, moved)
         self.executed.add(attention_flops(self.model.config, batch) // 2)  # scores without values
@@ -154,8 +157,9 @@ class BatchSelector:
 
 
 def first_tokens(batch: TokenBatch, num_tokens: int) -> TokenBatch:
-    """The first tokens of every row, with the labels that they predict; of a row that has none among them (a question,
-    whose answer comes later), the tokens themselves."""
+    """The first tokens of every row, with the labels that they predict; for a row that has none among them (a question,
+    whose answer comes later), the tokens themselves.
+    """
     inputs, segments = batch.input_ids_BT[:, : num_tokens + 1], batch.segments_BT[:, : num_tokens + 1]
     labels_BT = batch.labels_BT[:, :num_tokens]
     follow_BT = torch.full_like(labels_BT, IGNORED)
@@ -172,7 +176,7 @@ def first_tokens(batch: TokenBatch, num_tokens: int) -> TokenBatch:
 
 
 def first_queries_and_keys(model: Decoder, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """What the first block's attention compares, [B, T, H, d] and [B, T, K, d]."""
+    """Queries and keys of the first block's attention, [B, T, H, d] and [B, T, K, d]."""
     block = next(iter(model.blocks.values()))
     attention = block.attention
     assert isinstance(attention, Attention)

@@ -1,4 +1,4 @@
-"""Skips steps whose loss or gradients are not finite, and steps that have nothing to learn from."""
+"""Skips steps whose loss or gradients are not finite, and steps without any label."""
 
 import math
 from collections.abc import Callable
@@ -12,10 +12,9 @@ from modelwright.train.technique import EMPTY_BATCH, NOT_FINITE, Technique, Upda
 
 
 class FiniteCheck:
-    """Measures the gradient norm and skips the step on all ranks when it or the loss is not finite on any.
-
-    `agree`: the maximum of a float over all ranks; `norm`: the norm of the whole model's gradients. After
-    `max_skipped` skipped steps in a row a `ModelwrightError` ends the run: nothing is learned any more.
+    """Measures the gradient norm and skips the step on all ranks if it or the loss is not finite on any. `agree`: the
+    maximum of a float over all ranks; `norm`: the norm of the whole model's gradients. After `max_skipped` skipped
+    steps in a row a `ModelwrightError` ends the run, because nothing is learned anymore.
     """
 
     def __init__(
@@ -59,8 +58,9 @@ def finite_check(max_skipped_steps: int, run: Runtime) -> Technique:
 
 
 def skip_empty_batches() -> Technique:
-    """Leaves weights and moments alone in a step that has nothing to learn from. Acts after the loss scale, since that
-    is no overflow, and before what keeps a history of losses and norms."""
+    """Leaves weights and moments unchanged in a step without any label. Acts after the loss scale, because this is not
+    an overflow, and before techniques that keep a history of losses and norms.
+    """
 
     def on_gradients(update: Update) -> None:
         if update.is_empty:

@@ -1,4 +1,4 @@
-"""Gradient clipping by the global norm, to a fixed limit or to one that follows the recent norms."""
+"""Gradient clipping by the global norm, to a fixed limit or to one that follows recent norms."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ class GradientClipping:
 
 
 def gradient_clipping(max_norm: float, adaptive: AdaptiveClipConfig) -> Technique | None:
-    """max_norm: 0 leaves gradients alone."""
+    """max_norm: 0 disables clipping."""
     if max_norm <= 0:
         return None
     clip = GradientClipping(max_norm, adaptive)

@@ -12,7 +12,8 @@ from modelwright.train.technique import Technique
 
 class LearningRate:
     """Sets `peak` times the schedule's factor in all parameter groups. Its state is the rate of the last step, which
-    techniques that act before it may read in the groups."""
+    techniques that act earlier can read in the groups.
+    """
 
     def __init__(self, optimizer: Optimizer, config: ScheduleConfig, *, peak: float, num_steps: int) -> None:
         self.optimizer = optimizer

@@ -1,7 +1,7 @@
-"""Loss scaling: takes the scale out of the gradients and lets it follow overflows.
+"""Loss scaling: removes the scale from the gradients and adjusts it to overflows.
 
-The finite check has agreed with all ranks, along every axis, whether something overflowed, so that all of
-them skip the same updates and have the same scale (PyTorch's own scaler asks no other pipeline stage).
+The finite check has agreed with all ranks, along every axis, whether something overflowed, so that all of them skip the
+same updates and have the same scale (PyTorch's own scaler does not synchronize pipeline stages).
 """
 
 import math
@@ -17,7 +17,7 @@ from modelwright.train.technique import Technique, Update
 
 
 class UniformLossScale:
-    """One scale for all gradients that follows overflows; also the `LossScaler` of the run."""
+    """One scale for all gradients, adjusted to overflows; also the `LossScaler` of the run."""
 
     def __init__(self, scale: LossScale) -> None:
         self.scale = scale
@@ -31,17 +31,17 @@ class UniformLossScale:
             torch._foreach_mul_(gradients, 1.0 / self.scale.value)  # pyright: ignore
 
     def on_gradients(self, update: Update) -> None:
-        """Acts right after the finite check; what skips an update later is no overflow."""
+        """Acts right after the finite check; updates skipped later are not overflows."""
         update.metrics["loss_scale"] = self.scale.value
         self.scale.update(update.step, update.skipped)
 
 
 class PerLayerLossScale:
-    """A scale for each layer that follows its overflows; also the `LossScaler` of such a run. `unscale` is called
-    before gradients are sent, while this rank's own overflows can still be told from those of others.
+    """A scale for each layer, adjusted to its overflows; also the `LossScaler` of such a run.
 
-    world: the ranks that make updates together, whichever layers they hold. names: of the parameters, in the order of
-    their gradients; those without a gradient take no part in a step.
+    `unscale` is called before gradients are sent, while this rank's own overflows can still be distinguished from those
+    of others. world: the ranks that make updates together, whichever layers they hold. names: of the parameters, in the
+    order of their gradients; those without a gradient take no part in a step.
     """
 
     def __init__(self, scales: LayerScales, world: World, names: Mapping[Tensor, str]) -> None:
@@ -58,7 +58,7 @@ class PerLayerLossScale:
         return self.scales.common.value
 
     def unscale(self, gradients: list[Tensor]) -> None:
-        """In place. Keeps what `on_gradients` looks at."""
+        """In place. Stores what `on_gradients` reads."""
         names = [name for parameter, name in self.names.items() if parameter.grad is not None]
         layers = [layer_of(name) for name in names]
         scales = [self.scales.common.value if layer is None else self.scales.values[layer] for layer in layers]
@@ -93,8 +93,9 @@ class PerLayerLossScale:
         self.scales.update(update.step, overflowed=update.skipped, culprit=culprit, found=found)
 
     def _count_small(self, gradients: Sequence[Tensor], layers: Sequence[int | None]) -> list[float]:
-        """For each layer that is due, how many elements of its matrices lie below FP16's normal numbers while they are
-        scaled, and then how many there are."""
+        """For each layer that is due, the number of elements of its matrices below FP16's normal numbers while they are
+        scaled, and then their total number.
+        """
         num_layers = len(self.scales.values)
         small, total = [0.0] * num_layers, [0.0] * num_layers
         for layer, gradient in zip(layers, gradients, strict=True):
@@ -105,8 +106,9 @@ class PerLayerLossScale:
 
 
 def loss_scaling(scale: LossScale | None, per_layer: PerLayerLossScale | None) -> tuple[LossScaler, Technique | None]:
-    """What scales the losses, and the technique that follows overflows. scale: the only one, or the one between blocks
-    where each layer has its own; None where losses stay as they are."""
+    """The scaler of the losses, and the technique that adjusts it. scale: the only one, or the one between blocks if
+    each layer has its own; None if losses are not scaled.
+    """
     if scale is None:
         return NoLossScaler(), None
     if per_layer is None:

@@ -1,15 +1,14 @@
-"""Spikes of loss and gradient norm: their updates are left out, and after several of them the run goes back.
+"""Spikes of loss and gradient norm: their updates are skipped, and after several of them the run rolls back.
 
-`LossSpikes` acts between the finite check and clipping. It judges by robust statistics: the median of the last
-accepted updates and their median absolute deviation, on finite values only (those that are not belong to the finite
-check).
+`LossSpikes` acts between the finite check and clipping. It uses robust statistics: the median of the last accepted
+updates and their median absolute deviation, of finite values only (non-finite ones are the finite check's).
 
-Going back (Chowdhery et al. 2022, PaLM, section 5.1: restart from a checkpoint of before the spike, and skip the
-batches that made it) takes weights and optimizer from a checkpoint; the trainer does that on request. Steps are never
+Rolling back (Chowdhery et al. 2022, PaLM, section 5.1: restart from a checkpoint before the spike, and skip the batches
+that caused it) restores weights and optimizer from a checkpoint; the trainer does that on request. Steps are never
 counted twice: update n always learns from batch n, and a run ends after as many batches as without. The batches between
-the checkpoint and the present leave no trace; `loss_spikes.jsonl` has their numbers. Everything here is in the
-checkpoint, and a run goes back to checkpoints of fixed steps only, so that a run that is killed and started again does
-the same.
+the checkpoint and the present leave no trace; `loss_spikes.jsonl` lists their numbers. Everything here is in the
+checkpoint, and a run rolls back to checkpoints of fixed steps only, so that a run that is killed and restarted does the
+same.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,7 +100,7 @@ class LossSpikeConfig:
             )
 
     def features(self) -> list[Feature]:
-        """What this needs of a run."""
+        """What skipping spikes needs of a run."""
         needs = {WHOLE_GRADIENTS, SYNCHRONOUS_UPDATES}
         found = [feature("num_sigmas", needs=needs)] if self.num_sigmas else []
         if self.rollback_after:
@@ -111,10 +110,10 @@ class LossSpikeConfig:
 
 
 class LossSpikes:
-    """Skips updates at spikes and says when to roll back.
+    """Skips updates at spikes and decides when to roll back.
 
-    `agree`: the maximum of a float over all ranks; path: each spike and each way back is a line there, on the first
-    rank. A line: kind (`spike`, `rollback`), step (updates done then), batches (first and last that were left out, from
+    `agree`: the maximum of a float over all ranks; path: each spike and each rollback is a line there, on the first
+    rank. A line: kind (`spike`, `rollback`), step (updates done then), batches (first and last that were skipped, from
     0), loss and norm of a spike.
     """
 
@@ -146,7 +145,7 @@ class LossSpikes:
         return self._log.events
 
     def lower_rate(self, optimizer: Optimizer, step: int) -> None:
-        """After a rollback the rate of update `step` is lower than the scheduled one, which has been set."""
+        """After a rollback the rate of update `step` is lower than the scheduled one, which has been set already."""
         if step < self._slow_until:
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * self.config.lr_factor
@@ -178,7 +177,9 @@ class LossSpikes:
         return list(self._good)
 
     def on_step_end(self, step: int) -> Sequence[int]:
-        """After `step` updates: the checkpoints to roll back to, best first; none while there is no reason to."""
+        """Called after `step` updates: the checkpoints to roll back to, best first; empty unless there is a reason
+        to.
+        """
         if targets := self.rollback_targets():
             return targets
         self._pin(step)
@@ -193,7 +194,7 @@ class LossSpikes:
         )
 
     def rolled_back(self, step: int, to: int) -> None:
-        """After `step` updates, weights and optimizer are those of `to` again."""
+        """Called when, after `step` updates, weights and optimizer are those of `to` again."""
         self.num_rollbacks += 1
         self._losses.drop_from(to)
         self._norms.drop_from(to)
@@ -204,7 +205,9 @@ class LossSpikes:
         self._pin(step)
 
     def _pin(self, step: int) -> None:
-        """A checkpoint of a fixed step will be written: it will do for a rollback if there were no spikes of late."""
+        """A checkpoint of a fixed step will be written: it is suitable for a rollback if there were no recent
+        spikes.
+        """
         if not self.checkpoint_every or step % self.checkpoint_every:  # others may be at any moment
             return
         calm = all(spike < step - self.config.rollback_window_steps for spike in self._recent)
@@ -245,9 +248,8 @@ class LossSpikes:
 def loss_spikes(
     config: LossSpikeConfig, run: Runtime, *, checkpoint_every: int
 ) -> tuple[Technique, Technique] | tuple[None, None]:
-    """The detector, and what lowers the learning rate after a rollback, which acts after the rate is set.
-
-    checkpoint_every: steps between the checkpoints that a rollback may go back to.
+    """The detector, and the technique that lowers the learning rate after a rollback, which acts after the rate is set.
+    checkpoint_every: steps between the checkpoints that a rollback may use.
     """
     if not config.num_sigmas:
         return None, None

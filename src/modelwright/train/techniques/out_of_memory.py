@@ -1,4 +1,4 @@
-"""A step that does not fit into memory is made again in smaller microbatches: same batch, hence same gradient."""
+"""A step that does not fit into memory is repeated in smaller microbatches: same batch, hence same gradient."""
 
 import gc
 import math
@@ -35,14 +35,13 @@ def retry_blocked_message(why: str) -> str:
 
 @dataclass(kw_only=True)
 class RetryOutOfMemory:
-    """A `Runner` that makes a batch which did not fit into memory again, in microbatches of half as many row groups.
+    """A `Runner` that repeats a batch that did not fit into memory in microbatches of half as many row groups.
 
-    Once memory has run out, all ranks keep to microbatches of at most so many groups; the checkpoint keeps that, for
-    batches need not have equally many. A run that goes on with another configured number starts over.
-
-    world: ranks that make an update together. blocker: why a step cannot be made again, or "". can_cut: whether the
-    layout lets a rank choose the number of microbatches (stages of a pipeline expect the configured one). undo: what
-    is called, in this order, before the batch is begun again.
+    Once memory has run out, all ranks keep to microbatches of at most that many groups; the checkpoint stores the
+    limit, because batches may differ in size. A run that is resumed with another configured number starts over. world:
+    ranks that make an update together. blocker: why a step cannot be repeated, or "". can_cut: whether the layout lets
+    a rank choose the number of microbatches (pipeline stages expect the configured one). undo: called, in this order,
+    before the batch is restarted.
     """
 
     runner: MicrobatchRunner
@@ -72,7 +71,7 @@ class RetryOutOfMemory:
         begin: Callable[[], None],
         before_last_backward: Callable[[], None],
     ) -> None:
-        """See `Runner`. Raises `ModelwrightError` when memory runs out and the step cannot be made again."""
+        """See `Runner`. Raises `ModelwrightError` if memory runs out and the step cannot be repeated."""
         self.num_failed, self.group_size = 0, batch.group_size
         while True:
             num_parts = self.num_parts = self.num_microbatches(batch.num_groups)
@@ -95,9 +94,8 @@ class RetryOutOfMemory:
                 step()
 
     def _agree(self, fitting_groups: float) -> bool:
-        """Whether the batch fitted on all ranks. Otherwise all of them cut it smaller from now on.
-
-        Raises `ModelwrightError` on all ranks when it was one row, or one group, that did not fit.
+        """Whether the batch fitted on all ranks. If not, all of them use smaller microbatches from now on. Raises
+        `ModelwrightError` on all ranks if a single row, or group, did not fit.
         """
         if self.world.size > 1 and not self.blocker():
             fitting_groups = -self.world.maxima(-fitting_groups)[0]
@@ -129,7 +127,7 @@ class RetryOutOfMemory:
 
 
 def out_of_memory(retry: RetryOutOfMemory) -> Technique:
-    """Tells the metrics when memory has run out, and keeps the limit in the checkpoint."""
+    """Adds a metric when memory has run out, and stores the limit in the checkpoint."""
     return Technique(name="out_of_memory", on_gradients=retry.on_gradients, state=retry)
 
 

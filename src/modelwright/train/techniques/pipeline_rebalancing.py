@@ -1,4 +1,4 @@
-"""Layers move between pipeline stages that have drifted apart: asks the trainer for another layout."""
+"""Moves layers between pipeline stages that have drifted apart, by asking the trainer for another layout."""
 
 from modelwright.parallel.pipeline.partition import flop_costs
 from modelwright.parallel.pipeline.rebalance import LoadBalanceConfig, StageBalance

@@ -1,9 +1,8 @@
-"""Sparse updates in the loop: what is chosen before a step, what the step then leaves out, what it cost.
+"""Sparse updates in training: what is selected before a step, what the step then skips, and its cost.
 
-A technique, and a pass over the model: projections get products that leave out what is not chosen, blocks below the
-lowest chosen one run without gradient. `begin_step` makes the choice, from the optimizer's moments and the rows of the
-batch; what the choice rests on is in the state. Copies of the model have the same moments, and so choose the same
-units.
+A technique and a model pass: projections get products that skip what is not selected, and blocks below the lowest
+selected one run without gradient. `begin_step` selects, from the optimizer's moments and the rows of the batch;
+everything that the selection depends on is in the state. Replicas have the same moments, so they select the same units.
 """
 
 # PyTorch leaves the types of tolist, split and backward open.
@@ -38,11 +37,10 @@ BLOCKS = "blocks"
 
 @dataclass(kw_only=True)
 class SparseUpdates:
-    """Made once all other passes have been applied. `sum_ranks`: a float added up over all ranks; send_rows: told which
-    rows of the gradients there will be (`ExactTransport.send_rows`), of the parameters in their order, at each choice.
-
-    chosen: by projection, the numbers of its outputs that take part; None for all of them. first: the lowest block that
-    is updated.
+    """Created once all other passes have been applied. `sum_ranks`: sums a float over all ranks. send_rows: called at
+    each selection with the rows of the gradients that there will be (`AllReduceSync.send_rows`), by parameter in order.
+    chosen: by projection, the numbers of the selected outputs; None for all of them. first: the lowest block that is
+    updated.
     """
 
     config: SparseUpdateConfig
@@ -89,27 +87,27 @@ class SparseUpdates:
         )
 
     def install(self) -> None:
-        """Have projections leave out what is not chosen, and blocks keep nothing that backward does not reach."""
+        """Make projections skip what is not selected, and blocks save nothing that backward does not reach."""
         self.formats.put_around(self.sparse_products)
         if self.config.freezes:
             for layer, block in enumerate(self.model.blocks.values()):
                 block.forward = partial(self.run_block, layer, block.forward)
 
     def sparse_products(self, name: str, inner: LinearGemms) -> LinearGemms:
-        """The GEMMs of a projection, in whichever format, without unselected units; FLOPs are counted after that."""
+        """The GEMMs of a projection, in any format, without unselected units; FLOPs are counted after that."""
         leave_out = {"columns": on_columns, "rows": on_rows}.get(self.config.kind)
         products = counted(inner, self.executed)
         return leave_out(products, partial(self.chosen.get, name)) if leave_out else products
 
     def run_block(self, layer: int, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """Below the lowest block that is updated nothing is kept for backward."""
+        """Blocks below the lowest updated one save nothing for backward."""
         if layer >= self.first:
             return run(*inputs)
         with torch.no_grad():
             return run(*inputs)
 
     def begin_step(self, batch: Batch, step: int) -> Batch:
-        """Choose for update `step`; returns what of the batch is learned."""
+        """Select for update `step`; returns the part of the batch that is trained on."""
         self.executed.flops = 0
         self.share = self.config.share(step, self.num_steps)
         if self.config.kind == "freeze_prefix":
@@ -133,7 +131,7 @@ class SparseUpdates:
             selector.refresh(step, self.share, measured)
 
     def measure(self, name: str) -> Tensor:
-        """The signal of each unit: the root of the mean over its elements; infinite before its first update."""
+        """The signal of each unit: the square root of the mean over its elements; infinite before its first update."""
         if name == BLOCKS:
             blocks = self.model.blocks.values()
             return torch.stack([self.root_mean([p for p in block.parameters() if p.dim() > 1]) for block in blocks])
@@ -154,7 +152,7 @@ class SparseUpdates:
         return moment_signal(self.optimizer.state.get(parameter, {}), signal, self.betas, self.eps)
 
     def put_in_force(self) -> None:
-        """Let the next step leave out what the selectors have not chosen."""
+        """Make the next step skip what the selectors have not selected."""
         for name, selector in self.selectors.items():
             everything = bool(selector.chosen.all())
             if name == BLOCKS:
@@ -167,8 +165,9 @@ class SparseUpdates:
             self.send_rows([self.chosen.get(name.removesuffix(".weight")) for name in names])
 
     def freeze(self, updated: set[int]) -> None:
-        """Update these blocks only, and what stands above them. An embedding that is the head too stays with the
-        head; below a frozen block no gradient comes through it."""
+        """Update only these blocks and everything above them. An embedding that is also the head stays with the head;
+        below a frozen block no gradient reaches it.
+        """
         self.first = min(updated)
         for layer, block in enumerate(self.model.blocks.values()):
             block.requires_grad_(layer in updated)
@@ -176,7 +175,7 @@ class SparseUpdates:
             self.model.embedding.requires_grad_(self.first == 0)
 
     def count_around(self, batch: Batch) -> None:
-        """What the projections do not count themselves: attention and head, forward and backward."""
+        """FLOPs that projections do not count themselves: attention and head, forward and backward."""
         shape = self.model.config
         num_layers = len(self.model.blocks)
         of_attention = attention_flops(shape, batch)
@@ -184,7 +183,7 @@ class SparseUpdates:
         self.executed.add(3 * head_flops(shape, batch))
 
     def on_gradients(self, update: Update) -> None:
-        """After backward: what the step cost, and how much it chose."""
+        """After backward: the cost of the step, and the selected share."""
         update.model_flops = update.metrics["executed_flops"] = self.sum_ranks(float(self.executed.flops))
         update.metrics["sparse_share"] = self.share
 
@@ -198,7 +197,7 @@ class SparseUpdates:
         self.row_choice.load_state_dict(state["row_choice"])
 
     def close(self) -> None:
-        """The model is plain again, and all of it can be trained."""
+        """Make the model plain again, with all parameters trainable."""
         self.formats.put_around(None)
         if self.config.freezes:
             self.model.requires_grad_(True)
@@ -213,7 +212,7 @@ def layer_sparsity(
     eps: float,
     num_microbatches: int,
 ) -> Technique | None:
-    """betas, eps: of the optimizer, whose moments tell what to choose."""
+    """betas, eps: of the optimizer, whose moments drive the selection."""
     if config.kind == "none" and not rows.is_on:
         return None
     if not run.mesh.is_only_data_parallel:

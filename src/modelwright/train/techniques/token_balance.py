@@ -1,4 +1,4 @@
-"""Rows are put into microbatches of nearly equal numbers of real tokens."""
+"""Distributes rows over microbatches with nearly equal numbers of real tokens."""
 
 from modelwright.parallel.pipeline.rebalance import LoadBalanceConfig, balance_tokens
 from modelwright.train.objective import Batch

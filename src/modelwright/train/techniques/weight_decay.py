@@ -1,4 +1,4 @@
-"""Weight decay that eases off while gradients are large."""
+"""Weight decay that is lowered while gradients are large."""
 
 from typing import Any
 
