@@ -69,7 +69,7 @@ def test_negative_numbers_and_equals_signs_are_values() -> None:
         ("tiny --pretrain.learning_rate.x 1", "did you mean --pretrain.learning_rate"),
         ("tiny --name", "needs a value"),
         ("tiny --data.sources", "needs a value"),
-        ("tiny --name a b", "'b' is too much"),
+        ("tiny --name a b", "'b' is one too many"),
     ],
 )
 def test_mistakes(line: str, message: str) -> None:

@@ -158,7 +158,7 @@ def test_a_test_of_rates(tmp_path: Path, number: signal.Signals) -> None:
     words = ("lr-find", "tiny", "--out", tmp_path / "out", "--run-dir", tmp_path / "run", "--steps", "100000")
     last = end_by(start(*words), number, packed.exists)
     assert last in (
-        "modelwright: stopped; the test begins anew the next time", f"modelwright: {CODES[number][1]}"
+        "modelwright: stopped; the next test starts over", f"modelwright: {CODES[number][1]}"
     )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def test_whole_numbers_take_prefixes(field: str, text: str, value: int) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("num_tokens", "2MB", "num_tokens: '2MB' has a unit that does not belong here; write 2000000, 2M or 2Mi"),
+        ("num_tokens", "2MB", "num_tokens: '2MB' has a unit that this field does not take; write 2000000, 2M or 2Mi"),
         ("shard_bytes", "2MB/s", "shard_bytes: '2MB/s' has a unit"),
         ("num_tokens", "1.2345K", "num_tokens: '1.2345K' is not a whole number"),
         ("num_tokens", "12", "num_tokens: expected int, got '12'"),

@@ -148,7 +148,7 @@ def test_damaged_shards_are_refused(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "index.json").read_text())
     with open(tmp_path / "tokens-00000.bin", "r+b") as file:
         file.truncate(10)
-    with pytest.raises(ArtifactError, match=r"tokens-00000\.bin: is missing or cut off"):
+    with pytest.raises(ArtifactError, match=r"tokens-00000\.bin: is missing or truncated"):
         PackedRows(tmp_path)
     (tmp_path / "index.json").write_text(json.dumps(index | {"format": "other/9"}))
     with pytest.raises(ArtifactError, match="format 'other/9'"):

@@ -181,7 +181,7 @@ def test_missing_and_unsupported_sources(tmp_path: Path) -> None:
     fails(r"a\.docx: the extension \.docx is not supported; convert it to one of \.txt", tmp_path / "a.docx")
     (tmp_path / "README").write_bytes(b"x")
     fails(r"README: the extension \(none\) is not supported", tmp_path / "README")
-    fails(r"nope://x/y: is not an address that fsspec knows", "nope://x/y")
+    fails(r"nope://x/y: is not a URL that fsspec supports", "nope://x/y")
     fails(r"needs a package that is not installed", "adl://x/y.txt")
     with pytest.raises(ConfigError, match="sources: is empty"):
         SourceConfig(sources=())
@@ -408,7 +408,7 @@ def test_what_a_directory_holds_besides_text_is_named(tmp_path: Path) -> None:
         fails(problem, tmp_path / path)
     (tmp_path / "only").mkdir()
     (tmp_path / "only" / "a.pdf").write_bytes(b"x")
-    fails(r"the directory holds no file of a supported format .*; passed over: 1 unsupported \.pdf", tmp_path / "only")
+    fails(r"the directory holds no file of a supported format .*; skipped: 1 unsupported \.pdf", tmp_path / "only")
 
 
 def test_unknown_pairs_in_a_found_json_are_an_error(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_batch_keeps_its_rows():
     parts = balance_tokens(batch, 3).split(3)
     assert [part.num_rows for part in parts] == [2, 1, 1]
     assert [int((part.segments_BT >= 0).sum()) for part in parts] == [3, 4, 4]
-    with pytest.raises(ValueError, match="4 groups of rows cannot be cut into 5"):
+    with pytest.raises(ValueError, match="4 groups of rows cannot be divided into 5"):
         balance_tokens(batch, 5)
 
 

@@ -189,14 +189,14 @@ def test_stages_go_round_or_down_and_up():
 def test_given_split_is_taken_and_checked():
     config = ParallelConfig(pipeline=3, layers_per_stage=(1, 3, 0))
     assert layers_of_stages(model(4).config, config) == [range(1), range(1, 4), range(4, 4)]
-    with pytest.raises(ConfigError, match=r"^layers_per_stage: .* adds up to 4 of 5 layers"):
+    with pytest.raises(ConfigError, match=r"^layers_per_stage: .* adds up to 4, but the model has 5 layers"):
         layers_of_stages(model(5).config, config)
     with pytest.raises(ConfigError, match=r"^layers_per_stage: only the first and the last"):
         layers_of_stages(model(4).config, ParallelConfig(pipeline=3, layers_per_stage=(1, 0, 3)))
 
 
 def test_too_few_layers_are_refused():
-    with pytest.raises(ConfigError, match=r"^pipeline: 3 layers cannot make 4 stages"):
+    with pytest.raises(ConfigError, match=r"^pipeline: 3 layers cannot form 4 stages"):
         layers_of_stages(model(3).config, ParallelConfig(pipeline=4))
 
 

@@ -55,5 +55,5 @@ def test_flops_count_the_head_and_not_the_embedding():
 
 
 def test_too_many_stages_are_refused():
-    with pytest.raises(ConfigError, match=r"^pipeline: 2 layers cannot make 3 stages"):
+    with pytest.raises(ConfigError, match=r"^pipeline: 2 layers cannot form 3 stages"):
         split_layers(LayerCosts(embedding=0, layers=(1.0, 1.0), head=0), 3)

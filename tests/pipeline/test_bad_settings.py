@@ -95,7 +95,7 @@ def test_a_device_that_is_not_there(
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     done = inside("run", "tiny", "--hardware.device", "cuda", "--run-dir", str(tmp_path / "run"), *words)
-    assert_one_line(done, "hardware.device: is cuda, and this machine has no CUDA card; choose cpu or auto")
+    assert_one_line(done, "hardware.device: is cuda, and this machine has no CUDA device; choose cpu or auto")
 
 
 def test_a_survey_of_a_device_that_is_not_there(
@@ -140,7 +140,7 @@ def test_an_export_never_replaces_a_file(inside: Command, tmp_path: Path) -> Non
         assert_one_line(inside("export", str(run.path), "--to", "hf", str(file), *more), "file: is a file")
     assert file.read_text() == "text"
     done = inside("export", str(run.path), "--to", "hf", "/dev/null/below")
-    assert_one_line(done, "/dev/null/below.partial: cannot be made (Not a directory)")
+    assert_one_line(done, "/dev/null/below.partial: cannot be created (Not a directory)")
 
 
 @pytest.mark.parametrize(

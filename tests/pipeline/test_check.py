@@ -27,7 +27,7 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
         ({"parallel": {"tensor": 2}}, 1, r"^parallel\.data: .* does not make 1 processes; start 2"),
         ({"parallel": {"data": 2, "tensor": 2}}, 2, r"^parallel\.data: .* start 4"),
         ({"parallel": {"zero_stage": 3, "shard_group_size": 4}}, 2, r"^parallel\.shard_group_size: 4 does not divide"),
-        ({"parallel": {"tensor": 8}}, 8, r"^parallel\.tensor: 8 does not suit the model \(model\.num_heads: 4"),
+        ({"parallel": {"tensor": 8}}, 8, r"^parallel\.tensor: 8 does not fit the model \(model\.num_heads: 4"),
         (
             {
                 "parallel": {"pipeline": 2},
@@ -56,7 +56,7 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
             1,
             r"^pretrain\.batch_selection\.max_initial_loss: initial weights of a run from scratch",
         ),
-        ({"parallel": {"pipeline": 3}}, 3, r"^parallel\.pipeline: 2 layers cannot make 3 stages"),
+        ({"parallel": {"pipeline": 3}}, 3, r"^parallel\.pipeline: 2 layers cannot form 3 stages"),
         ({"parallel": {"pipeline": 2, "layers_per_stage": [2, 1]}}, 2, r"^parallel\.layers_per_stage: \(2, 1\) adds"),
         (
             {
@@ -165,7 +165,7 @@ def test_the_shape_is_that_of_the_folder(inside: Command, tmp_path: Path) -> Non
     save_model(model, tmp_path / "given")
     words = ("run", "tiny", "--init-from", str(tmp_path / "given"), "--nproc", "2", "--parallel.tensor", "2")
     done = inside(*words, "--run-dir", str(tmp_path / "run"))
-    assert "parallel.tensor: 2 does not suit the model (model.num_heads: 3" in done.stderr
+    assert "parallel.tensor: 2 does not fit the model (model.num_heads: 3" in done.stderr
 
 
 def test_the_context_is_that_of_the_folder(inside: Command, tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_a_process_too_many_waits(run: Path, command: Command) -> None:
         (["--nnodes", "1:2", "run", "tiny"], "--rdzv-endpoint: several hosts need"),
         (["--nproc", "0", "run", "tiny"], "--nproc: must be at least 1"),
         (["run", "tiny", "--nproc", "2"], "--nproc: belongs to launch"),
-        (["run", "tiny", "--parallel.tensor", "4"], "parallel.data: one copy of the model takes 4 processes"),
+        (["run", "tiny", "--parallel.tensor", "4"], "parallel.data: one replica of the model takes 4 processes"),
     ],
 )
 def test_mistakes_in_launching(inside: Command, words: list[str], message: str) -> None:

@@ -176,7 +176,7 @@ def test_a_turn_that_the_chat_template_refuses_is_named(inside: Command, tmp_pat
     )  # fmt: skip
     assert done.returncode == 2
     message = done.stderr.strip().splitlines()[-1]
-    assert f"{source}:2: the chat template refuses these messages: no system turns" in message
+    assert f"{source}:2: the chat template rejects these messages: no system turns" in message
 
 
 def test_the_help_and_the_documentation_name_the_forms_that_are_read(capsys: pytest.CaptureFixture[str]) -> None:

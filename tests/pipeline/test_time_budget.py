@@ -30,7 +30,7 @@ def test_steps_and_validations_share_the_budget() -> None:
 
 
 def test_a_budget_that_is_too_small_says_how_much_is_needed() -> None:
-    with pytest.raises(ConfigError, match=r"--minutes: 0\.1 is too little for 10 steps of sft; give at least"):
+    with pytest.raises(ConfigError, match=r"--minutes: 0\.1 is too short for 10 steps of sft; give at least"):
         num_steps_within(recipe("tiny"), 6.0, {"pretrain": 0.01, "sft": 1.0})
 
 

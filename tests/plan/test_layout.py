@@ -254,7 +254,7 @@ def test_a_device_without_bf16_is_planned_in_fp16_and_the_note_says_so(capsys):
     assert main(words) == 0
     assert "v100 has no products in BF16: planned in FP16" in capsys.readouterr().out
     assert main([*words, "--compute", "bf16"]) == 2
-    assert "--compute: v100 has no products in BF16; it computes in fp32, fp16" in capsys.readouterr().err
+    assert "--compute: v100 does not support BF16; it supports fp32, fp16" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

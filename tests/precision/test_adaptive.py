@@ -278,8 +278,8 @@ def test_a_schedule_narrows_the_middle_feed_forward_parts_first():
         ({"decide_every_steps": 1, "measure_steps": 1}, "decide_every_steps: must be at least 2"),
         ({"min_speedup": 0.9}, "min_speedup: must be at least 1"),
         ({"tolerance": 0.0}, "tolerance: must be above 0"),
-        ({"kind": "schedule"}, "schedule: .* belong together"),
-        ({"kind": "schedule", "schedule": [[5, 0.5], [3, 1.0]]}, "schedule: steps must rise"),
+        ({"kind": "schedule"}, "schedule: .* set both or neither"),
+        ({"kind": "schedule", "schedule": [[5, 0.5], [3, 1.0]]}, "schedule: steps must increase"),
     ],
 )
 def test_what_cannot_be_is_named(given, said):

@@ -40,7 +40,7 @@ def test_folders_that_do_not_fit_are_named(model_folder: Path):
     vocab = definition["model"]["vocab"]
     vocab |= {f"zz{number}": len(vocab) + number for number in range(20)}
     (model_folder / "tokenizer.json").write_text(json.dumps(definition))
-    with pytest.raises(ModelError, match="do not belong together"):
+    with pytest.raises(ModelError, match="do not match"):
         load_folder(model_folder, Int8WeightsConfig())
     (model_folder / "tokenizer.json").unlink()
     with pytest.raises(ModelwrightError, match=r"tokenizer\.json"):

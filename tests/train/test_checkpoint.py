@@ -90,7 +90,7 @@ def test_one_process_writes_plain_safetensors(checkpoints):
 @pytest.mark.parametrize(
     ("weights", "text"),
     [
-        ({"w": torch.zeros(3, 2)}, r"w has shape \[2, 3\], the model wants \[3, 2\]"),
+        ({"w": torch.zeros(3, 2)}, r"w has shape \[2, 3\], the model needs \[3, 2\]"),
         ({"w": torch.zeros(2, 3), "v": torch.zeros(1)}, "v is in the model only"),
         ({}, "w is in the checkpoint only"),
     ],

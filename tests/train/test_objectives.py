@@ -207,7 +207,7 @@ def test_a_batch_is_cut_between_groups() -> None:
     cut = batch.take_tokens(places)
     assert torch.equal(cut.extras["advantages_BT"], extras["advantages_BT"][:, places])
     assert torch.equal(cut.extras["rewards_B"], extras["rewards_B"])
-    with pytest.raises(ValueError, match="3 groups of rows cannot be cut into 4"):
+    with pytest.raises(ValueError, match="3 groups of rows cannot be divided into 4"):
         batch.take(torch.arange(3)).split(4)
     for wrong, text in (({"group_size": 3}, "8 rows"), ({"extras": {"rewards": torch.ones(8)}}, "rewards_B")):
         with pytest.raises(ValueError, match=text):

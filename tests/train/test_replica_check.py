@@ -38,7 +38,7 @@ def test_equal_replicas_pass():
 
 def test_the_tensor_and_the_rank_that_differs_are_named():
     check = ReplicaCheck(Ranks(3, changed(1, 1)), lambda: WEIGHTS, every=2)
-    with pytest.raises(ReplicaError, match=r"step 4: copies of 1 tensors differ: b on rank 1:"):
+    with pytest.raises(ReplicaError, match=r"step 4: replicas of 1 tensors differ: b on rank 1:"):
         check.check(4)
     with pytest.raises(ReplicaError, match=r"a on ranks \[0, 1\]"):
         ReplicaCheck(Ranks(2, changed(0, 0)), lambda: WEIGHTS, every=2).check(4)

@@ -43,7 +43,9 @@ def lr_find(words: Sequence[str]) -> int:
     request = load(options.target, read_overrides(RunConfig, settings), options.run_dir)
     folder = Path(options.out) if options.out else request.run.path.with_name(f"{request.run.path.name}-lr-find")
     if folder.resolve() == request.run.path.resolve():
-        raise ConfigError(f"--out: {folder} is the run's own folder, which the test leaves alone; choose another one")
+        raise ConfigError(
+            f"--out: {folder} is the run's own folder, which the test does not change; choose another one"
+        )
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out: {folder} is a file; choose a folder")
     display = choose_display(sys.stderr)

@@ -126,7 +126,7 @@ def _value(hint: Any, words: Sequence[str], dotted: str) -> Any:
     if item is None:
         if len(words) > 1:
             spare = " ".join(words[1:])
-            raise ConfigError(f"--{dotted}: takes one value; {spare!r} is too much (the recipe comes first)")
+            raise ConfigError(f"--{dotted}: takes one value; {spare!r} is one too many (the recipe comes first)")
         return _word(hint, words[0])
     values = [_word(item, word) for word in words]
     return values[0] if len(values) == 1 and isinstance(values[0], (list, Mapping)) else values

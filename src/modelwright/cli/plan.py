@@ -122,7 +122,7 @@ def _spelled_out(words: Sequence[str]) -> list[str]:
     first = next((word for word in words if not word.startswith("-")), "")
     if first and first not in ("layout", "memory"):
         raise ConfigError(
-            f"plan: say what to plan: modelwright plan layout {first}, or modelwright plan memory {first}"
+            f"plan: name what to plan: modelwright plan layout {first}, or modelwright plan memory {first}"
         )
     return list(words)
 
@@ -153,7 +153,7 @@ def _job(options: argparse.Namespace):
     if options.batch_tokens is not None:
         batch_tokens = plan_memory.batch_tokens(options.batch_tokens, seq_len)
     elif batch_tokens % seq_len:
-        raise ConfigError(f"--batch-tokens: must be a multiple of a row's {seq_len} tokens; {batch_tokens} is none")
+        raise ConfigError(f"--batch-tokens: must be a multiple of a row's {seq_len} tokens, got {batch_tokens}")
     compute, notes = (options.compute, []) if options.compute else _on_device(wanted, options.device)
     return TrainingJob(model=model, seq_len=seq_len, batch_tokens=batch_tokens, compute=compute), notes
 

@@ -132,7 +132,7 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
     """
     options, settings = _read(words)
     if hosts and options.nproc != 1:
-        raise ConfigError("--nproc: belongs to launch, before the word run")
+        raise ConfigError("--nproc: is an option of launch; put it before the word run")
     from modelwright.pipeline.config import RunConfig
     from modelwright.pipeline.plan import describe_plan
     from modelwright.pipeline.run import check_request, execute

@@ -93,7 +93,7 @@ def is_int8_folder(folder: Path) -> bool:
 def load_int8(folder: Path, config: Int8WeightsConfig) -> Decoder:
     """Read an INT8 decoder. Raises `ModelError` when the folder is of another kind, incomplete or damaged."""
     if not is_int8_folder(folder):
-        raise ModelError(f"{folder}: is no INT8 model folder (its config.json does not say format {FORMAT!r})")
+        raise ModelError(f"{folder}: is not an INT8 model folder (the format in its config.json is not {FORMAT!r})")
     description: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     try:
         shape = parse(ModelConfig, description["model"])

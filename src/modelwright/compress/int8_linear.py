@@ -101,7 +101,7 @@ class Int8Embedding(nn.Module):
 def require_backend(backend: Backend) -> None:
     """Raises `ConfigError` when this build of PyTorch cannot run `backend`."""
     if backend == "fbgemm" and "fbgemm" not in torch.backends.quantized.supported_engines:
-        raise ConfigError("backend: this PyTorch has no fbgemm; take 'int_mm' or 'auto'")
+        raise ConfigError("backend: this PyTorch has no fbgemm; choose 'int_mm' or 'auto'")
 
 
 def _pack(weight_OD: Tensor, scale_O: Tensor) -> object:

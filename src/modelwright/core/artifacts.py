@@ -114,7 +114,7 @@ def make_folder(folder: Path) -> None:
     except StorageError:
         raise
     except OSError as error:
-        raise StorageError(f"{folder}: cannot be made ({error.strerror}); choose another folder") from None
+        raise StorageError(f"{folder}: cannot be created ({error.strerror}); choose another folder") from None
 
 
 def verify_if_artifact(folder: Path) -> Manifest | None:

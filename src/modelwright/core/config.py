@@ -244,7 +244,7 @@ def _whole_number(text: str, path: str) -> Any:
         return text
     counts_bytes = "bytes" in path.rpartition(".")[2]
     if quantity.unit and not (quantity.unit == "b" and counts_bytes):
-        raise ConfigError(f"{path}: {text!r} has a unit that does not belong here; write 2000000, 2M or 2Mi")
+        raise ConfigError(f"{path}: {text!r} has a unit that this field does not take; write 2000000, 2M or 2Mi")
     if quantity.value.denominator != 1:
         raise ConfigError(f"{path}: {text!r} is not a whole number")
     return int(quantity.value)

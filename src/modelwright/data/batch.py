@@ -17,7 +17,7 @@ def part_sizes(num_groups: int, num_parts: int) -> list[int]:
     `ValueError` if there are fewer groups than parts.
     """
     if num_groups < num_parts:
-        raise ValueError(f"{num_groups} groups of rows cannot be cut into {num_parts} microbatches")
+        raise ValueError(f"{num_groups} groups of rows cannot be divided into {num_parts} microbatches")
     size, rest = divmod(num_groups, num_parts)
     return [size + 1] * rest + [size] * (num_parts - rest)
 
@@ -49,10 +49,12 @@ class TokenBatch:
             raise ValueError(f"group_size: {self.num_rows} rows do not divide into groups of {self.group_size}")
         for name, values in self.extras.items():
             if not re.search("_BT?[A-Za-z]*$", name):
-                raise ValueError(f"extras: {name} does not end in its shape; call it {name}_B or {name}_BT")
+                raise ValueError(f"extras: {name} does not end in its shape; name it {name}_B or {name}_BT")
             shape = self.input_ids_BT.shape[: 2 if _has_tokens(name) else 1]
             if values.shape[: len(shape)] != shape:
-                raise ValueError(f"extras: {name} has shape {list(values.shape)}, which does not begin {list(shape)}")
+                raise ValueError(
+                    f"extras: {name} has shape {list(values.shape)}, which does not start with {list(shape)}"
+                )
 
     @property
     def num_rows(self) -> int:

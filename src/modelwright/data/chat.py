@@ -58,7 +58,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise DataError(f"the tokenizer's chat template is not valid Jinja ({error}); mend chat_template") from None
+            raise DataError(f"the tokenizer's chat template is not valid Jinja ({error}); fix chat_template") from None
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """The conversation as one text; special tokens inside contents carry the `SHIELD`.
@@ -71,7 +71,7 @@ class ChatTemplate:
                 messages=turns, add_generation_prompt=add_generation_prompt, **self._special_tokens
             )
         except jinja2.TemplateError as error:
-            raise DataError(f"the chat template refuses these messages: {error}") from None
+            raise DataError(f"the chat template rejects these messages: {error}") from None
 
     def spans(self, messages: Sequence[Message]) -> list[TextSpan]:
         """The conversation split where the assistant's turns begin and end; the joined texts are the rendering. Raises
@@ -98,7 +98,9 @@ class ChatTemplate:
                 prompt = self.render(messages[:number], add_generation_prompt=True)
                 answered = self.render(messages[: number + 1], add_generation_prompt=False)
                 if not answered.startswith(prompt):
-                    raise DataError("the chat template's prompt for an answer is not how it begins the answer")
+                    raise DataError(
+                        "the chat template's generation prompt differs from the start of its rendered answer"
+                    )
                 answers.append((prompt, answered))
         return answers
 

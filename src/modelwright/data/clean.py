@@ -117,7 +117,7 @@ def clean_documents(
     if not any("train" in splits for splits in report.kept.values()):
         reasons = f"{describe_drops(report, config)}; {report.num_kept:,} held out by --data.validation_fraction"
         text = f"no training document is left of {report.num_documents} ({reasons})"
-        raise DataError(f"{text}; relax the settings of cleaning or give more text")
+        raise DataError(f"{text}; relax the settings of cleaning or add more text")
     return report
 
 

@@ -68,7 +68,7 @@ def _locate(source: str, skip: SkipFile) -> Iterator[File]:
         what = "the directory holds" if is_folder else "the pattern matches"
         passed = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
         text = f"{source}: {what} no file of a supported format ({_supported_names()})"
-        raise DataError(f"{text}; passed over: {passed}" if passed else text)
+        raise DataError(f"{text}; skipped: {passed}" if passed else text)
     yield from files
 
 
@@ -79,7 +79,7 @@ def _filesystem(source: str) -> tuple[fsspec.AbstractFileSystem, str]:
     except ImportError as error:
         raise DataError(f"{source}: needs a package that is not installed ({error})") from None
     except ValueError as error:
-        raise DataError(f"{source}: is not an address that fsspec knows ({error}); check --data.sources") from None
+        raise DataError(f"{source}: is not a URL that fsspec supports ({error}); check --data.sources") from None
     return filesystem, str(path)
 
 

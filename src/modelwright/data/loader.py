@@ -130,5 +130,5 @@ def _read_index(folder: Path) -> dict:
 def _map(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     expected = int(np.prod(shape)) * dtype.itemsize
     if not path.is_file() or path.stat().st_size != expected:
-        raise ArtifactError(f"{path}: is missing or cut off; run the pack stage again")
+        raise ArtifactError(f"{path}: is missing or truncated; run the pack stage again")
     return np.memmap(path, dtype=dtype, mode="r", shape=shape)

@@ -50,7 +50,7 @@ class PackConfig:
         if self.seq_len < 2:
             raise ConfigError(f"seq_len: {self.seq_len} leaves nothing to predict; choose 2 or more")
         if self.shard_bytes < 1:
-            raise ConfigError(f"shard_bytes: {self.shard_bytes} is not positive; choose for instance 268435456")
+            raise ConfigError(f"shard_bytes: {self.shard_bytes} is not positive; for example 268435456")
 
 
 @dataclass(kw_only=True)

@@ -254,7 +254,7 @@ def _opened(file: File) -> Iterator[Any]:
     except FileNotFoundError:
         raise DataError(f"{file.name}: no such file; check --data.sources") from None
     except PermissionError:
-        raise DataError(f"{file.name}: reading it is not permitted; check its permissions") from None
+        raise DataError(f"{file.name}: permission denied; check its permissions") from None
     except OSError as error:
         raise DataError(f"{file.name}: cannot be opened ({error}); check --data.sources") from None
     with handle:

@@ -62,7 +62,7 @@ class SourceConfig:
 
     def __post_init__(self) -> None:
         if not self.sources:
-            raise ConfigError(f"sources: is empty; name files or directories, or {BUILTIN!r}")
+            raise ConfigError(f"sources: is empty; give files or directories, or {BUILTIN!r}")
         if not 0 <= self.validation_fraction <= 0.5:
             raise ConfigError(f"validation_fraction: {self.validation_fraction} is not between 0 and 0.5")
         if not 0 < self.stdlib_fraction <= 1:
@@ -139,7 +139,7 @@ def read_documents(config: SourceConfig, *, report: SourceReport) -> Iterator[Do
         left_out = {**report.skipped, **report.passed_over}
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
         text = f"{', '.join(config.sources)}: the corpus is empty ({reasons or 'no records'})"
-        raise DataError(f"{text}; name files that hold text with --data.sources")
+        raise DataError(f"{text}; give files that contain text with --data.sources")
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerConfig) -> "Tokenizer
     """
     sample = _sample(texts, config.sample_bytes)
     if not sample:
-        raise DataError("the tokenizer has no text to learn from; look at the counts of the clean stage")
+        raise DataError("the tokenizer has no text to train on; check the counts of the clean stage")
     trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
         [
@@ -273,7 +273,7 @@ class Tokenizer:
         token = self.special_tokens.get(name)
         found = None if token is None else self._library.token_to_id(token)
         if found is None and name == "eos_token":
-            raise ArtifactError("the tokenizer names no eos_token; add one to its tokenizer_config.json")
+            raise ArtifactError("the tokenizer has no eos_token; add one to its tokenizer_config.json")
         return found
 
 

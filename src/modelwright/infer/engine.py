@@ -43,7 +43,7 @@ class EngineConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
         if CONTEXT_STEP % self.block_size:
-            raise ConfigError(f"block_size: must divide {CONTEXT_STEP}, got {self.block_size}; take 16")
+            raise ConfigError(f"block_size: must divide {CONTEXT_STEP}, got {self.block_size}; use 16")
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Engine:
         Raises `ConfigError` when the id is in use, or the prompt is empty, holds unknown tokens or leaves no room.
         """
         if request_id in self._sequences:
-            raise ConfigError(f"request_id: {request_id!r} is running already; choose another")
+            raise ConfigError(f"request_id: {request_id!r} is already running; choose another")
         prompt = [int(token) for token in prompt_ids]
         if not prompt:
             raise ConfigError("prompt: is empty; give at least one token")

@@ -36,7 +36,7 @@ class SamplingParams:
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p: must be above 0 and at most 1, got {self.top_p}")
         if self.top_k < 0 or self.num_logprobs < 0:
-            raise ConfigError("top_k, num_logprobs: must not be negative; 0 switches them off")
+            raise ConfigError("top_k, num_logprobs: must not be negative; 0 disables them")
         if not (-100 <= self.presence_penalty <= 100 and -100 <= self.frequency_penalty <= 100):
             raise ConfigError("presence_penalty, frequency_penalty: must be between -100 and 100")
 

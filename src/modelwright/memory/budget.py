@@ -85,8 +85,8 @@ def solve(choices: Sequence[SegmentChoice], num_layers: int, budget: Budget) -> 
     if best is not None:
         return best
     raise ConfigError(
-        f"budget_bytes: {budget.num_bytes} is not enough for the activations of {num_layers} blocks; the least that "
-        f"works is about {least_budget(choices, num_layers, budget)}; use smaller microbatches or more ranks"
+        f"budget_bytes: {budget.num_bytes} is not enough for the activations of {num_layers} blocks; the minimum "
+        f"is about {least_budget(choices, num_layers, budget)}; use smaller microbatches or more ranks"
     )
 
 

@@ -46,7 +46,7 @@ class ActivationCheckpointingConfig:
             raise ConfigError(f"save_outputs_of: an operator is named twice: {', '.join(self.save_outputs_of)}")
         if self.mode == "selective" and not self.save_outputs_of:
             raise ConfigError(
-                "save_outputs_of: is empty; mode full with layers_per_segment 1 keeps nothing but each block's input"
+                "save_outputs_of: is empty; mode full with layers_per_segment 1 saves only each block's input"
             )
         if self.budget_bytes < 0 or (self.budget_bytes > 0) != (self.mode == "budget"):
             raise ConfigError(
@@ -58,4 +58,4 @@ class ActivationCheckpointingConfig:
                 "`modelwright plan memory TARGET --offload disk` measures it"
             )
         if self.offload_dir and self.offload != "disk":
-            raise ConfigError(f"offload_dir: goes with offload disk, not {self.offload}; leave it out")
+            raise ConfigError(f"offload_dir: applies to offload disk, not {self.offload}; leave it out")

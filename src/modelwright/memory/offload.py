@@ -102,8 +102,8 @@ def check_tier(config: ActivationCheckpointingConfig, *, on_cpu: bool) -> None:
     """Raises `ConfigError` for host memory if the model is already there."""
     if config.offload == "host" and on_cpu:
         raise ConfigError(
-            "offload: host moves activations to the host's memory, where those of the CPU lie already; "
-            "switch it off, take disk, or save memory with mode unit, selective or budget"
+            "offload: host moves activations to the host's memory, where they already are on a CPU run; "
+            "disable it, use disk, or save memory with mode full, selective or budget"
         )
 
 

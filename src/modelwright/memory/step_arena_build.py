@@ -21,12 +21,14 @@ _ALLOCATOR, _WAY_OUT = "step_arena: its allocator", "set step_arena to false, or
 def check_machine(*, on_cpu: bool) -> None:
     """Raises `ConfigError` if an arena is impossible here, as far as that shows without building it."""
     if not on_cpu:
-        raise ConfigError("step_arena: is for CPUs; accelerators' allocators keep memory themselves; set it to false")
+        raise ConfigError(
+            "step_arena: is for CPUs only; accelerators' allocators cache memory themselves; set it to false"
+        )
     if sys.platform != "linux":
-        raise ConfigError(f"step_arena: is made for Linux, not for {sys.platform}; set it to false")
+        raise ConfigError(f"step_arena: requires Linux, not {sys.platform}; set it to false")
     found = library(SOURCE, _options(), folder=cache_folder(), known=torch.__version__)
     if not found.exists() and not has_compiler():
-        raise ConfigError(f"{_ALLOCATOR} {cannot_be_built('there is no such program', _WAY_OUT)}")
+        raise ConfigError(f"{_ALLOCATOR} {cannot_be_built('program not found', _WAY_OUT)}")
 
 
 @functools.cache

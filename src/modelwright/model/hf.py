@@ -132,7 +132,7 @@ def config_from_hf(data: Mapping[str, Any], *, source: str = "config.json") -> M
             embedding_init_std=float(data.get("embedding_initializer_range", data.get("initializer_range", 0.02))),
         )
     except KeyError as error:
-        raise ModelError(f"{source}: has no {error.args[0]!r}, so it does not describe a whole model") from None
+        raise ModelError(f"{source}: has no {error.args[0]!r}, so it does not describe a complete model") from None
     except (TypeError, ValueError) as error:
         text = str(error) if isinstance(error, ConfigError) else f"a size is not a number ({error})"
         raise ModelError(f"{source}: {text}") from None
@@ -178,7 +178,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ModelError(f"{path}: is damaged ({error}); copy the folder again") from None
     if not isinstance(data, dict):
-        raise ModelError(f"{path}: is no JSON object; copy the folder again")
+        raise ModelError(f"{path}: is not a JSON object; copy the folder again")
     return cast(dict[str, Any], data)
 
 
@@ -207,7 +207,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             with opened as file:
                 tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path}: is damaged or cut off ({error}); copy the folder again") from None
+            raise ModelError(f"{path}: is damaged or truncated ({error}); copy the folder again") from None
     return {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
 
 

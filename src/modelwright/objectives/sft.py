@@ -46,4 +46,6 @@ def _require_mask(batch: TokenBatch) -> None:
     real_BT = batch.segments_BT >= 0
     num_predictable = int(real_BT.sum()) - int(((batch.positions_BT == 0) & real_BT).sum())
     if 0 < num_predictable <= int(num_targets(batch)):
-        raise DataError("the shards mark every token as an answer; pack the conversations again with their loss mask")
+        raise DataError(
+            "every token in the shards is marked as an answer; pack the conversations again with their loss mask"
+        )

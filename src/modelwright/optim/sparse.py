@@ -58,7 +58,7 @@ class BatchSelectionConfig:
     def __post_init__(self) -> None:
         for name in ("keep_fraction", "keep_token_fraction"):
             if not 0.0 < getattr(self, name) <= 1.0:
-                raise ConfigError(f"{name}: must be above 0 and at most 1, got {getattr(self, name)}; 1 keeps all")
+                raise ConfigError(f"{name}: must be above 0 and at most 1, got {getattr(self, name)}; 1 selects all")
         if not 0.0 <= self.random_fraction <= 1.0:
             raise ConfigError(
                 f"random_fraction: must be from 0 to 1, got {self.random_fraction}; 0.25 draws a quarter at random"
@@ -67,10 +67,12 @@ class BatchSelectionConfig:
             raise ConfigError(f"dense_fraction: must be at least 0 and below 1, got {self.dense_fraction}")
         if not 0.0 <= self.max_initial_loss < math.inf:
             raise ConfigError(
-                f"max_initial_loss: must be at least 0, got {self.max_initial_loss}; 1 is the loss of a guess"
+                f"max_initial_loss: must be at least 0, got {self.max_initial_loss}; 1 is the loss of a random guess"
             )
         if self.max_initial_loss and self.signal == "none":
-            raise ConfigError("max_initial_loss: needs a signal; random with keep 1 leaves out nothing else")
+            raise ConfigError(
+                "max_initial_loss: needs a signal; with signal random and keep_fraction 1 nothing else is excluded"
+            )
         if self.probe_tokens < 2:
             raise ConfigError(f"probe_tokens: must be at least 2 tokens, got {self.probe_tokens}; 32 is usual")
 
@@ -92,8 +94,8 @@ class BatchSelectionConfig:
         if chosen > num_rows or (chosen == num_rows and self.keep_fraction < 1.0):
             fewer = "set gradient_accumulation_steps to 1" if num_parts > 1 else "lower it"
             raise ConfigError(
-                f"batch_selection.keep_fraction: {self.keep_fraction:g} of {num_rows} rows on a rank, in {num_parts} "
-                f"equal microbatches, are all of them; {fewer}, or take more rows or fewer copies of the model"
+                f"batch_selection.keep_fraction: {self.keep_fraction:g} of {num_rows} rows on a rank, in "
+                f"{num_parts} equal microbatches, selects all of them; {fewer}, or use more rows or fewer replicas"
             )
         return chosen
 
@@ -130,7 +132,7 @@ class SparseUpdateConfig:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.keep_fraction <= 1.0:
-            raise ConfigError(f"keep_fraction: must be above 0 and at most 1, got {self.keep_fraction}; 1 keeps all")
+            raise ConfigError(f"keep_fraction: must be above 0 and at most 1, got {self.keep_fraction}; 1 selects all")
         if not 0.0 < self.ramp_fraction <= 1.0:
             raise ConfigError(
                 f"ramp_fraction: must be above 0 and at most 1, got {self.ramp_fraction}; 0.2 is a fifth of the run"

@@ -64,10 +64,12 @@ class ParallelConfig:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
         for name in ("data", "shard_group_size"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 takes what is left")
+                raise ConfigError(
+                    f"{name}: must not be negative, got {getattr(self, name)}; 0 uses the remaining processes"
+                )
         if self.heartbeat_timeout_s < 0:
             raise ConfigError(
-                f"heartbeat_timeout_s: must not be negative, got {self.heartbeat_timeout_s}; 0 switches it off"
+                f"heartbeat_timeout_s: must not be negative, got {self.heartbeat_timeout_s}; 0 disables it"
             )
         if self.zero_stage == 0 and self.shard_group_size:
             raise ConfigError("shard_group_size: has no effect with zero_stage 0; set zero_stage to 1, 2 or 3")
@@ -96,7 +98,7 @@ class ParallelConfig:
             )
         shard = 1 if self.zero_stage == 0 else self.shard_group_size or data
         if data % shard:
-            raise ConfigError(f"shard_group_size: {shard} does not divide the {data} copies")
+            raise ConfigError(f"shard_group_size: {shard} does not divide the {data} replicas")
         return {
             "pipeline": self.pipeline,
             "replicate": data // shard,

@@ -108,5 +108,6 @@ class ControlPlane:
         except RuntimeError as error:  # gloo's connection errors and timeouts, PyTorch's own
             text = str(error).splitlines()[0][:200]
             raise LostRankError(
-                f"{what}: another process of the run has ended or did not answer within {self.timeout_s:.0f} s ({text})"
+                f"{what}: another process of the run has exited or did not answer within {self.timeout_s:.0f} s "
+                f"({text})"
             ) from error

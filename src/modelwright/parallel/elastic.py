@@ -301,7 +301,7 @@ def serve_rendezvous(port: int) -> None:
     try:
         store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)  # pyright: ignore
     except dist.DistNetworkError:
-        raise ConfigError(f"serve_rendezvous: port {port} is taken, or not to be had; choose another") from None
+        raise ConfigError(f"serve_rendezvous: port {port} is in use or not permitted; choose another") from None
     while True:
         time.sleep(3600)
         store.num_keys()
@@ -323,8 +323,8 @@ def fit(config: ParallelConfig, *, num_processes: int, num_rows: int) -> Paralle
     most = min(num_processes // others, config.data or num_rows)
     if most < 1:
         raise ConfigError(
-            f"data: one copy of the model takes {others} processes (pipeline {config.pipeline} x context "
-            f"{config.context} x tensor {config.tensor}), {num_processes} are left; start more, or change the layout"
+            f"data: one replica of the model takes {others} processes (pipeline {config.pipeline} x context "
+            f"{config.context} x tensor {config.tensor}), {num_processes} remain; start more, or change the layout"
         )
     data = next(copies for copies in range(most, 0, -1) if num_rows % copies == 0)
     group = config.shard_group_size

@@ -29,7 +29,7 @@ def share(world: World, tensors: Sequence[Tensor]) -> list[Tensor]:
     little shared memory.
     """
     if any(tensor.device.type != "cpu" for tensor in tensors):
-        raise ConfigError("device: weights are shared in host memory; train on the CPU")
+        raise ConfigError("device: sharing weights in host memory requires the CPU")
     shared = shared_zeros(world, tensors)
     if world.is_first:
         for place, tensor in zip(shared, tensors, strict=True):

@@ -72,7 +72,7 @@ def stage_tokens(row_len: int, num_ranks: int, *, sequence_parallel: bool) -> in
     if row_len % num_ranks:
         raise ConfigError(
             f"sequence_parallel: rows of {row_len} tokens do not divide among the {num_ranks} ranks of the tensor "
-            "axis; choose another row length or switch it off"
+            "axis; choose another row length or disable it"
         )
     return row_len // num_ranks
 
@@ -84,8 +84,8 @@ def check_shape(config: ModelConfig, num_ranks: int) -> None:
             raise ConfigError(f"{name}: {getattr(config, name)} does not divide among {num_ranks} tensor ranks")
     if config.num_kv_heads % num_ranks and num_ranks % config.num_kv_heads:
         raise ConfigError(
-            f"num_kv_heads: {config.num_kv_heads} heads neither divide among {num_ranks} tensor ranks nor serve whole "
-            "groups of them"
+            f"num_kv_heads: {config.num_kv_heads} heads can be divided neither among {num_ranks} tensor ranks nor "
+            "among whole groups of them"
         )
     if len(vocab_parallel.own_rows(config.vocab_size, num_ranks, num_ranks - 1)) == 0:
         raise ConfigError(f"vocab_size: {config.vocab_size} leaves one of {num_ranks} tensor ranks without a row")

@@ -130,7 +130,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith(".") or not self.name.isprintable():
-            raise ConfigError(f"name: {self.name!r} must be usable as a folder's name, without a slash or a first dot")
+            raise ConfigError(f"name: {self.name!r} must be usable as a folder name, without slashes or a leading dot")
         if self.validation_tokens < 0:
             raise ConfigError(f"validation_tokens: must be 0 (all) or more, got {self.validation_tokens}")
         self._check_stages()

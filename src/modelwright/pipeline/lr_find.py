@@ -96,7 +96,7 @@ class Follow:
         values = [value for _, value in smooth(self.points, SMOOTHING)]
         away = len(values) > self.num_steps // 10 and values[-1] > AWAY * min(values)
         if away or not math.isfinite(info.loss):
-            raise RanAwayError(f"step {info.step}: the loss runs away at a rate of {info.learning_rate:g}")
+            raise RanAwayError(f"step {info.step}: the loss diverges at a learning rate of {info.learning_rate:g}")
 
 
 def range_test(
@@ -106,7 +106,7 @@ def range_test(
     packed rows are used if they match `config`; otherwise some are made below `folder`.
     """
     if "pretrain" not in config.stages:
-        raise ConfigError("stages: the range test is one of pretraining; add pretrain")
+        raise ConfigError("stages: the range test runs the stage pretrain; add it")
     config = resolve_config(config, run, progress)
     rows = _rows(config, run, folder, words, progress)
     use_threads(config.hardware.num_threads)
@@ -141,7 +141,7 @@ def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) 
         except RanAwayError:
             diverged = True
         except Stopped as error:
-            raise Stopped("stopped; the test begins anew the next time", error.exit_code - 128) from None
+            raise Stopped("stopped; the next test starts over", error.exit_code - 128) from None
     return judge(follow.points, diverged=diverged)
 
 
@@ -168,7 +168,7 @@ def judge(points: Sequence[tuple[float, float]], *, diverged: bool) -> Sweep:
     finite = [(rate, loss) for rate, loss in points if math.isfinite(loss)]
     smoothed = smooth(finite, SMOOTHING)
     if len(smoothed) < 3:
-        raise ModelwrightError("the loss ran away within the first steps; begin at a lower rate (--min-lr)")
+        raise ModelwrightError("the loss diverged within the first steps; start at a lower rate (--min-lr)")
     # over two steps each, about the one between
     slopes = [(b[1] - a[1]) / math.log(b[0] / a[0]) for a, b in zip(smoothed, smoothed[2:], strict=False)]
     return Sweep(

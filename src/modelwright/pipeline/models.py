@@ -46,9 +46,9 @@ def find_model(path: Path, *, stage: str = "", int8: bool = False) -> FoundModel
     run = RunDir(path)
     config = parse(RunConfig, read_run_config(run.config))
     if stage and int8:
-        raise ConfigError("--stage: --int8 takes the model of the stage quantize; leave one of the two out")
+        raise ConfigError("--stage: --int8 selects the model of the stage quantize; drop one of the two options")
     if stage and stage not in config.trained_stages:
-        raise ConfigError(f"--stage: {stage!r} holds no model; choose from {', '.join(config.trained_stages)}")
+        raise ConfigError(f"--stage: {stage!r} has no model; choose from {', '.join(config.trained_stages)}")
     trained = ("quantize",) if int8 else config.trained_stages
     name, unfinished = _last_finished(run, (stage,) if stage else trained, trained)
     manifest = _verified(run, name, trained)
@@ -61,7 +61,9 @@ def export_hf(found: FoundModel, target: Path, *, overwrite: bool) -> Path:
     """Copy a model to `target`, atomically. Returns `target`."""
     source = found.source.folder
     if overwrite and target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
-        raise ConfigError(f"{target}: holds something else than a model, so it is not replaced; choose another folder")
+        raise ConfigError(
+            f"{target}: contains something other than a model, so it is not replaced; choose another folder"
+        )
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{target}: is a file, so it is not replaced by a folder; choose another one")
     if target.exists() and not overwrite:
@@ -96,7 +98,7 @@ def _last_finished(run: RunDir, wanted: Sequence[str], trained: Sequence[str]) -
             raise ArtifactError(text + _ways_out(run, name, trained))
         unfinished.insert(0, name)
     needed = " or ".join(wanted) or "training"
-    raise ArtifactError(f"{run.path}: has no finished model yet ({needed}); go on with: modelwright run {run.path}")
+    raise ArtifactError(f"{run.path}: has no finished model yet ({needed}); continue with: modelwright run {run.path}")
 
 
 def _verified(run: RunDir, name: str, trained: Sequence[str]) -> Manifest:

@@ -43,8 +43,8 @@ def check_training(config: RunConfig, layout: ParallelConfig, *, num_processes: 
             _check_stage(config.stage_config(name), layout, config, axes)
             if name == "pretrain" and not config.init_from and config.pretrain.batch_selection.max_initial_loss:
                 raise ConfigError(
-                    "batch_selection.max_initial_loss: initial weights of a run from scratch guess everywhere; start "
-                    "from a trained model with init_from, or leave it at 0"
+                    "batch_selection.max_initial_loss: the initial weights of a run from scratch have the loss "
+                    "of a random guess everywhere; start from a trained model with init_from, or leave it at 0"
                 )
 
 
@@ -52,7 +52,7 @@ def _check_model(config: RunConfig, layout: ParallelConfig) -> None:
     try:
         check_shape(config.model, layout.tensor)
     except ConfigError as error:
-        raise ConfigError(f"parallel.tensor: {layout.tensor} does not suit the model (model.{error})") from None
+        raise ConfigError(f"parallel.tensor: {layout.tensor} does not fit the model (model.{error})") from None
     row_len = config.pack.seq_len
     with prefix_errors("parallel"):
         if layout.pipeline > 1:
@@ -72,12 +72,12 @@ def _check_stage(training: TrainConfig, layout: ParallelConfig, config: RunConfi
     check_microbatches(layout, training.gradient_accumulation_steps)
     kept, on_cpu = training.activation_checkpointing, resolved_device(config.hardware.device) == "cpu"
     if training.precision.fp32_matmul == "onednn" and not on_cpu:
-        raise ConfigError("precision.fp32_matmul: onednn needs a CPU, and this run uses a GPU; set default or tf32")
+        raise ConfigError("precision.fp32_matmul: onednn needs a CPU, and this run uses a GPU; choose default or tf32")
     if training.optimizer_cpu_offload and on_cpu:
-        raise ConfigError("optimizer_cpu_offload: has no effect on a CPU run; switch it off")
+        raise ConfigError("optimizer_cpu_offload: has no effect on a CPU run; disable it")
     if training.optimizer_cpu_offload and training.async_updates.mode == "hogwild":
         raise ConfigError(
-            "optimizer_cpu_offload: async_updates.mode hogwild shares the optimizer states; switch one of them off"
+            "optimizer_cpu_offload: async_updates.mode hogwild shares the optimizer states; disable one of them"
         )
     if training.step_arena:
         check_machine(on_cpu=on_cpu)
@@ -87,6 +87,6 @@ def _check_stage(training: TrainConfig, layout: ParallelConfig, config: RunConfi
     if zero_bubble and (training.compile or kept.offload != "none" or kept.mode in ("full", "selective")):
         name = "compile" if training.compile else "activation_checkpointing"
         raise ConfigError(
-            f"{name}: does not go with parallel.schedule zero_bubble, which takes blocks apart; switch it off, or take "
+            f"{name}: is incompatible with parallel.schedule zero_bubble, which splits blocks; disable it, or use "
             "1f1b or interleaved"
         )

@@ -70,7 +70,7 @@ class RunGroup:
         try:
             dist.barrier(group=self.waiting_group)
         except RuntimeError as error:
-            raise PeerLost("another process of this run has ended; its own message says why") from error
+            raise PeerLost("another process of this run has exited; its own message gives the reason") from error
 
 
 def as_lost_peer(error: RuntimeError) -> RuntimeError | PeerLost:
@@ -141,7 +141,8 @@ def _own_device(device: str) -> torch.device:
     num_cards, num_here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if num_here > num_cards:
         raise ConfigError(
-            f"--nproc: {num_here} processes need a card each, and this machine has {num_cards}; start fewer, or choose "
+            f"--nproc: {num_here} processes need one GPU each, and this machine has {num_cards}; start fewer, or "
+            "choose "
             "hardware.device cpu"
         )
     return torch.device(device, int(os.environ.get("LOCAL_RANK", "0")))

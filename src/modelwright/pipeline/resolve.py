@@ -63,7 +63,7 @@ def resolved_device(device: str) -> Literal["cpu", "cuda"]:
 def check_device(device: str) -> None:
     """Raise `ConfigError` if the machine lacks the device."""
     if device == "cuda" and not torch.cuda.device_count():
-        raise ConfigError("hardware.device: is cuda, and this machine has no CUDA card; choose cpu or auto")
+        raise ConfigError("hardware.device: is cuda, and this machine has no CUDA device; choose cpu or auto")
 
 
 def check_size(model: ModelConfig) -> None:

@@ -103,7 +103,7 @@ def num_steps_within(config: RunConfig, budget_s: float, seconds: Mapping[str, f
         if lengths[name] < FEWEST_STEPS:
             needed_s = (FEWEST_STEPS * each_s + validation_s) / fractions[name]
             raise ConfigError(
-                f"--minutes: {budget_s / 60:g} is too little for {FEWEST_STEPS} steps of {name}; "
+                f"--minutes: {budget_s / 60:g} is too short for {FEWEST_STEPS} steps of {name}; "
                 f"give at least {needed_s / 60:.2g}, or a smaller model or batch"
             )
     return lengths

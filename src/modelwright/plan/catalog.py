@@ -60,7 +60,7 @@ class Device:
         """Raises `ConfigError` for a format in which the device, called `name`, has no matrix products."""
         if wanted not in self.rates:
             others = ", ".join(self.rates)
-            raise ConfigError(f"--compute: {name} has no products in {wanted.upper()}; it computes in {others}")
+            raise ConfigError(f"--compute: {name} does not support {wanted.upper()}; it supports {others}")
         return self.rates[wanted]
 
 

@@ -50,15 +50,15 @@ class AdaptiveConfig:
                 f"({self.decide_every_steps}), got {self.measure_steps}"
             )
         if self.min_speedup < 1:
-            raise ConfigError(f"min_speedup: must be at least 1, got {self.min_speedup}; 1.1 asks for a tenth")
+            raise ConfigError(f"min_speedup: must be at least 1, got {self.min_speedup}; 1.1 requires a tenth")
         for name in ("tolerance", "revert_on_loss_rise"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0, got {getattr(self, name)}")
         if (self.kind == "schedule") != bool(self.schedule):
-            raise ConfigError("schedule: (step, share) pairs and kind schedule belong together; give both or neither")
+            raise ConfigError("schedule: (step, share) pairs require kind schedule and vice versa; set both or neither")
         steps, shares = [step for step, _ in self.schedule], [share for _, share in self.schedule]
         if steps != sorted(set(steps)) or any(not 0 <= share <= 1 for share in shares):
-            raise ConfigError(f"schedule: steps must rise and shares lie in [0, 1], got {self.schedule}")
+            raise ConfigError(f"schedule: steps must increase and shares must be in [0, 1], got {self.schedule}")
 
     @property
     def looks(self) -> bool:

@@ -255,13 +255,13 @@ def fp32_products(*, tf32: bool = False, onednn: bool = False, on_cpu: bool = Tr
     try:
         if not (on_cpu and onednn_multiplies()):
             raise ConfigError(
-                "precision.fp32_matmul onednn: PyTorch does not use oneDNN for FP32 products here, only on CPUs "
-                "with AVX-512, unless it was built without it; set default"
+                "precision.fp32_matmul onednn: PyTorch does not use oneDNN for FP32 products here (it needs "
+                "AVX-512 and a build with oneDNN); choose default"
             )
         if not _products_are_exact():
             raise ConfigError(
-                "precision.fp32_matmul onednn: oneDNN rounds FP32 products to BF16 on this processor; set default, or "
-                "take policy bf16_mixed, which is faster still"
+                "precision.fp32_matmul onednn: oneDNN rounds FP32 products to BF16 on this processor; choose "
+                "default, or policy bf16_mixed, which is faster still"
             )
         yield
     finally:

@@ -53,7 +53,7 @@ class LossScaleConfig:
                 f"init_scale: must not be negative, got {self.init_scale}; 0 chooses by the number of parameters"
             )
         if self.growth_factor <= 1:
-            raise ConfigError(f"growth_factor: must be above 1, got {self.growth_factor}; 2 is usual, 8 climbs faster")
+            raise ConfigError(f"growth_factor: must be above 1, got {self.growth_factor}; 2 is usual, 8 grows faster")
         if not 0 < self.backoff_factor < 1:
             raise ConfigError(f"backoff_factor: must be between 0 and 1, got {self.backoff_factor}; 0.5 is usual")
         if self.growth_interval < 1:
@@ -62,16 +62,16 @@ class LossScaleConfig:
             )
         if not 0 < self.min_scale <= self.max_scale:
             raise ConfigError(
-                f"min_scale: must be above 0 and at most largest ({self.max_scale:g}), got {self.min_scale}"
+                f"min_scale: must be above 0 and at most max_scale ({self.max_scale:g}), got {self.min_scale}"
             )
         if self.init_scale and not self.min_scale <= self.init_scale <= self.max_scale:
             raise ConfigError(
-                f"init_scale: must lie between smallest ({self.min_scale:g}) and largest ({self.max_scale:g}), got "
+                f"init_scale: must be between min_scale ({self.min_scale:g}) and max_scale ({self.max_scale:g}), got "
                 f"{self.init_scale}"
             )
         if not 0 <= self.max_underflow_fraction < 1:
             raise ConfigError(
-                f"max_underflow_fraction: must be a share in [0, 1), got {self.max_underflow_fraction}; 0.01 is usual"
+                f"max_underflow_fraction: must be in [0, 1), got {self.max_underflow_fraction}; 0.01 is usual"
             )
         if self.per_layer:
             self._check_layers()
@@ -79,7 +79,7 @@ class LossScaleConfig:
     def _check_layers(self) -> None:
         """A block's scale and the common one must differ by a factor that loses no bit."""
         if not self.dynamic:
-            raise ConfigError("per_layer: follows overflows, which needs dynamic; set dynamic to true")
+            raise ConfigError("per_layer: adjusts scales to overflows, which requires dynamic; set dynamic to true")
         for name in ("init_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
             value = getattr(self, name)
             if value and math.frexp(value)[0] != 0.5:

@@ -92,7 +92,7 @@ class Fp8Config:
 
     def __post_init__(self) -> None:
         if self.scaling == "delayed" and self.recipe != "tensorwise":
-            raise ConfigError(f"scaling: delayed goes with recipe tensorwise, not {self.recipe}; take current")
+            raise ConfigError(f"scaling: delayed requires recipe tensorwise, not {self.recipe}; choose current")
         if self.amax_history_len < 1:
             raise ConfigError(f"amax_history_len: must be at least 1 step, got {self.amax_history_len}; 16 is usual")
 
@@ -141,10 +141,10 @@ class PrecisionConfig:
         for name in self.fp32_ops:
             if name not in (*ALWAYS_FP32, *CAN_BE_NARROW):
                 known = ", ".join((*ALWAYS_FP32, *CAN_BE_NARROW))
-                raise ConfigError(f"fp32_ops: {name!r} is not an operator that has a choice; known are {known}")
+                raise ConfigError(f"fp32_ops: {name!r} is not one of {known}")
         for name, reason in ALWAYS_FP32.items():
             if name not in self.fp32_ops:
-                raise ConfigError(f"fp32_ops: {name} cannot be left out: {reason}")
+                raise ConfigError(f"fp32_ops: {name} always stays in FP32: {reason}")
 
     def format_of(self, kind: Kind) -> Format:
         """The format of a kind of layer. Raises `ConfigError` while the policy is `auto`."""

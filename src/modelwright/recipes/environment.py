@@ -67,7 +67,7 @@ def _policy(given: Mapping[str, str], before: str) -> str:
     mode = given.get(MODE, "").lower()
     mode = _OTHER_NAMES.get(mode, mode)
     if mode and mode not in get_args(Policy):
-        raise ConfigError(f"{MODE}: {given[MODE]!r} is none of {', '.join((*_OTHER_NAMES, *get_args(Policy)))}")
+        raise ConfigError(f"{MODE}: {given[MODE]!r} is not one of {', '.join((*_OTHER_NAMES, *get_args(Policy)))}")
     if ENABLED not in given:
         return mode
     if _is_off(given):

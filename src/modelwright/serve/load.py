@@ -39,6 +39,6 @@ def load_folder(folder: Path, int8: Int8WeightsConfig) -> tuple[Decoder, Codec]:
     if codec.vocab_size > model.config.vocab_size:
         raise ModelError(
             f"{folder}: the tokenizer has {codec.vocab_size} tokens, the model only {model.config.vocab_size}; "
-            "they do not belong together"
+            "they do not match"
         )
     return model.eval(), codec

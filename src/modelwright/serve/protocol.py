@@ -93,7 +93,7 @@ class GenerationRequest(Strict):
     @classmethod
     def _no_bias(cls, bias: dict[str, float] | None) -> None:
         if bias:
-            raise ValueError("is not supported by this server; leave it out")
+            raise ValueError("is not supported by this server; remove it")
 
     @classmethod
     @abstractmethod
@@ -155,7 +155,7 @@ class ChatRequest(GenerationRequest):
     @classmethod
     def _no_tools(cls, tools: list[Any] | None) -> None:
         if tools:
-            raise ValueError("are not supported by this server; leave them out")
+            raise ValueError("are not supported by this server; remove them")
 
     @field_validator("response_format")
     @classmethod

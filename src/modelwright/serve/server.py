@@ -49,7 +49,7 @@ class ServerThread:
         api_key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
         if config.api_key_env and not api_key:
             raise ConfigError(
-                f"api_key_env: the environment variable {config.api_key_env} is not set; set it or leave it out"
+                f"api_key_env: the environment variable {config.api_key_env} is not set; set it or remove the option"
             )
         metrics = Metrics()
         engine = Engine(model, config.engine)

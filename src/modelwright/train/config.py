@@ -126,7 +126,7 @@ class SharedTrainConfig:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
         for name in ("checkpoint_every_steps", "checkpoint_every_minutes"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 switches it off")
+                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 disables it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,15 +171,13 @@ class TrainConfig(SharedTrainConfig):
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
         for name in ("weight_decay", "max_grad_norm", "eval_every_steps"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 switches it off")
+                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 disables it")
         if self.adaptive_clip.kind != "none" and not self.max_grad_norm:
             raise ConfigError(
                 f"adaptive_clip.kind: {self.adaptive_clip.kind} needs a max_grad_norm above 0 as its floor"
             )
         if self.loss_spikes.rollback_after and not self.checkpoint_every_steps:
-            raise ConfigError(
-                "loss_spikes.rollback_after: goes back to checkpoints; set checkpoint_every_steps above 0"
-            )
+            raise ConfigError("loss_spikes.rollback_after: restores checkpoints; set checkpoint_every_steps above 0")
         for name in ("learning_rate", "adam_eps"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: must be above 0, got {getattr(self, name)}")
@@ -250,7 +248,7 @@ class TrainConfig(SharedTrainConfig):
             nearest = " and ".join(str(near) for near in (below, below + seq_len * parts) if near)
             raise ConfigError(
                 f"batch_tokens: {self.batch_tokens} must be a multiple of {seq_len * parts} "
-                f"({seq_len} tokens a row x {num_copies} copies of the model x {self.gradient_accumulation_steps} "
+                f"({seq_len} tokens per row x {num_copies} replicas x {self.gradient_accumulation_steps} "
                 f"microbatches); nearest: {nearest}"
             )
         return self.batch_tokens // seq_len
@@ -297,8 +295,6 @@ def check_layout(
     """Raise `ConfigError` if a training, its layout over this many processes and further techniques conflict."""
     layout = [replace(one, key=f"parallel.{one.key}") for one in parallel.features(num_processes)]
     if config.async_updates.mode == "hogwild" and parallel.data > 1:
-        raise ConfigError(
-            "parallel.data: in async_updates.mode hogwild every process takes whole batches; leave it out"
-        )
+        raise ConfigError("parallel.data: in async_updates.mode hogwild every process takes whole batches; remove it")
     further = [feature(one.name, needs=one.needs, breaks=one.breaks) for one in techniques]
     check_compatible([*config.features(), *layout, *further])

@@ -42,7 +42,8 @@ class Residual:
             return None
         if [tensor.shape for tensor in self.tensors] != [gradient.shape for gradient in gradients]:
             raise ArtifactError(
-                "checkpoint: the gradient transport's residuals fit other parameters than this layout's; resume with "
+                "checkpoint: the residuals of gradient compression belong to other parameters than this "
+                "layout's; resume with "
                 "the layout that wrote the checkpoint, or start afresh"
             )
         return flatten(self.tensors).to(gradients[0].device)

@@ -70,9 +70,9 @@ class TopKQuantizedConfig:
         if self.max_error <= 0:
             raise ConfigError(f"max_error: must be above 0, got {self.max_error}; 0.1 is usual")
         if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum: must be in [0, 1), got {self.momentum}; 0 switches the correction off")
+            raise ConfigError(f"momentum: must be in [0, 1), got {self.momentum}; 0 disables the correction")
         if self.warmup_messages < 0:
-            raise ConfigError(f"warmup_messages: must not be negative, got {self.warmup_messages}; 0 is none")
+            raise ConfigError(f"warmup_messages: must not be negative, got {self.warmup_messages}; 0 disables warmup")
 
     def share(self, message: int) -> float:
         """The share of entries in message number `message` (from 0)."""

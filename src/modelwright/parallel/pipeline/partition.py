@@ -51,8 +51,8 @@ def split_layers(
     num_layers = len(costs.layers)
     if num_layers < num_stages * min_layers:
         raise ConfigError(
-            f"pipeline: {num_layers} layers cannot make {num_stages} stages of at least {min_layers}; take fewer ranks "
-            "or stages_per_rank"
+            f"pipeline: {num_layers} layers cannot form {num_stages} stages of at least {min_layers}; use fewer "
+            "ranks or stages_per_rank"
         )
     before = [0.0, *accumulate(costs.layers)]
 

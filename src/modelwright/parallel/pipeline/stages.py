@@ -40,7 +40,9 @@ def layers_of_stages(model: ModelConfig, config: ParallelConfig) -> list[range]:
         costs = flop_costs(model, mean_context=model.max_seq_len / 2)
         sizes = split_layers(costs, num_stages)
     if sum(sizes) != num_layers:
-        raise ConfigError(f"layers_per_stage: {tuple(sizes)} adds up to {sum(sizes)} of {num_layers} layers")
+        raise ConfigError(
+            f"layers_per_stage: {tuple(sizes)} adds up to {sum(sizes)}, but the model has {num_layers} layers"
+        )
     if 0 in sizes[1:-1]:
         raise ConfigError("layers_per_stage: only the first and the last stage may be without layers")
     bounds = [0, *accumulate(sizes)]
@@ -56,7 +58,7 @@ def check_microbatches(config: ParallelConfig, num_microbatches: int) -> None:
         below, above = (n - n % config.pipeline for n in (num_microbatches, num_microbatches + config.pipeline))
         raise ConfigError(
             f"gradient_accumulation_steps: {num_microbatches} is not a multiple of parallel.pipeline "
-            f"({config.pipeline}), which the {config.schedule} schedule needs; take {below} or {above}, or 1f1b"
+            f"({config.pipeline}), which the {config.schedule} schedule needs; use {below} or {above}, or schedule 1f1b"
         )
 
 
@@ -66,7 +68,7 @@ def check_ties(model: ModelConfig, config: ParallelConfig) -> None:
     if tied and is_v_shaped(config) and (config.zero_stage != 0 or config.tensor > 1):
         raise ConfigError(
             "stages_per_rank: zero_bubble with 2 puts a tied embedding into two stages of one rank, which cannot be "
-            "sharded; take stages_per_rank 1, another schedule, or shard none and tensor 1"
+            "sharded; use stages_per_rank 1, another schedule, or zero_stage 0 and tensor 1"
         )
 
 
@@ -78,8 +80,9 @@ def check_blocks(part: Decoder, config: ParallelConfig) -> None:
     whole = [block for block in part.blocks.values() if "forward" in vars(block) or block._compiled_call_impl]
     if config.schedule == "zero_bubble" and (whole or "run_blocks" in vars(part)):
         raise ConfigError(
-            "schedule: zero_bubble computes the gradients of weights apart from those of activations and goes neither "
-            "with activation checkpointing or offload nor with compile; switch them off, or take 1f1b or interleaved"
+            "schedule: zero_bubble computes the gradients of weights separately from those of activations and "
+            "supports neither activation checkpointing or offload nor compile; disable them, or use 1f1b or "
+            "interleaved"
         )
 
 

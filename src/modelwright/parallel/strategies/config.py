@@ -102,9 +102,7 @@ class AsyncUpdatesConfig:
                 f"delay_steps: must be at least 1 step, got {self.delay_steps}; mode none waits for every sum"
             )
         if self.delay_compensation < 0:
-            raise ConfigError(
-                f"delay_compensation: must not be negative, got {self.delay_compensation}; 0 switches it off"
-            )
+            raise ConfigError(f"delay_compensation: must not be negative, got {self.delay_compensation}; 0 disables it")
 
     def features(self) -> list[Feature]:
         """What asynchronous updates need of a run, and break."""

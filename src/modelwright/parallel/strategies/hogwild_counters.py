@@ -84,7 +84,7 @@ class SharedCounters:
         """Count an update as applied and publish its report."""
         text = json.dumps(report).encode()
         if len(text) > SLOT_BYTES:
-            raise ValueError(f"the report of update {number} has {len(text)} bytes; there is room for {SLOT_BYTES}")
+            raise ValueError(f"the report of update {number} has {len(text)} bytes; the limit is {SLOT_BYTES}")
         slot = number % SLOTS
         self._texts[slot, : len(text)] = memoryview(text)
         with self._locked():

@@ -52,7 +52,7 @@ class LocalSgdConfig:
     def __post_init__(self) -> None:
         if self.sync_every_steps < 0:
             raise ConfigError(
-                f"sync_every_steps: must not be negative, got {self.sync_every_steps}; 0 switches local steps off"
+                f"sync_every_steps: must not be negative, got {self.sync_every_steps}; 0 disables local steps"
             )
         if self.outer_lr <= 0:
             raise ConfigError(f"outer_lr: must be above 0, got {self.outer_lr}; 1 with momentum 0 averages the weights")
@@ -60,10 +60,12 @@ class LocalSgdConfig:
             raise ConfigError(f"outer_momentum: must be in [0, 1), got {self.outer_momentum}")
         if self.sync_second_moment_every < 0:
             raise ConfigError(
-                f"sync_second_moment_every: must not be negative, got {self.sync_second_moment_every}; 0 for none"
+                f"sync_second_moment_every: must not be negative, got {self.sync_second_moment_every}; 0 disables it"
             )
         if self.moment_octaves <= 0:
-            raise ConfigError(f"moment_octaves: must be above 0, got {self.moment_octaves}; 1 is a factor of 2 a step")
+            raise ConfigError(
+                f"moment_octaves: must be above 0, got {self.moment_octaves}; 1 is a factor of 2 per step"
+            )
 
 
 def _nothing_private(private: Private) -> None:

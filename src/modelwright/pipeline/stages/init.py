@@ -29,8 +29,8 @@ def _run(context: StageContext, folder: Path) -> None:
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ModelError(
-            f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, its model only {model.config.vocab_size}; "
-            "they do not belong together"
+            f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, its model only "
+            f"{model.config.vocab_size}; they do not match"
         )
     save_model_folder(model, tokenizer, context.output.path)
     context.output.facts |= {"folder": str(folder), "num_parameters": model.config.num_parameters}

@@ -70,7 +70,9 @@ def _run(context: StageContext, config: RunConfig, tokenizer: Tokenizer) -> None
         if split == "train":
             _tell_overlong(context, config, fit)
     if "pretrain/train" not in facts and "sft/train" not in facts:
-        raise DataError("pack: no training document is left after cleaning; see dropped text in the clean stage")
+        raise DataError(
+            "pack: no training document is left after cleaning; see the dropped documents of the clean stage"
+        )
 
 
 def pretraining_kinds(clean: Path) -> tuple[Kind, ...]:

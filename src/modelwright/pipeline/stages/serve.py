@@ -107,7 +107,7 @@ def _run(context: StageContext, config: RunConfig, folder: Path) -> None:
         model = json.loads(_get(f"{server.url}/v1/models"))["data"][0]
     context.progress.end()
     if server.exit_code != Stopped.exit_code:
-        raise ModelwrightError(f"the server left with exit code {server.exit_code} after SIGTERM; see {server.log}")
+        raise ModelwrightError(f"the server exited with code {server.exit_code} after SIGTERM; see {server.log}")
     if config.serve_check.temperature == 0 and any(
         s["answer"] != a["answer"] for s, a in zip(streamed, answers, strict=False)
     ):
@@ -172,7 +172,7 @@ def start_server(folder: Path, server: ServeConfig, log_folder: Path, timeout_s:
             process.send_signal(signal.SIGTERM)
             running.exit_code = process.wait(server.drain_timeout_s + 30)
         except subprocess.TimeoutExpired:
-            raise ModelwrightError(f"the server did not leave after SIGTERM; see {log}") from None
+            raise ModelwrightError(f"the server did not exit after SIGTERM; see {log}") from None
         finally:
             if process.poll() is None:
                 process.kill()
@@ -199,7 +199,7 @@ def _await_url(process: subprocess.Popen, timeout_s: float, log: Path) -> str:
         if process.poll() is not None or time.monotonic() > deadline:
             last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
             what = "ended at once" if process.poll() is not None else f"did not answer within {timeout_s:g} s"
-            raise ModelwrightError(f"the server {what}: {last[0]} (all of it in {log})")
+            raise ModelwrightError(f"the server {what}: {last[0]} (full log in {log})")
         time.sleep(0.02)
     return found[0]
 

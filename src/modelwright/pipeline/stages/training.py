@@ -73,7 +73,9 @@ def _run(context: StageContext, config: RunConfig, name: str, training: TrainCon
         facts = {"skipped": "there are no question/answer pairs to learn from; the model stays as it was"}
         context.progress.note(f"sft: {facts['skipped']}")
     else:
-        raise DataError(f"{name}: no prose or code document is left to learn from; see dropped text in the clean stage")
+        raise DataError(
+            f"{name}: no prose or code document is left to train on; see the dropped documents of the clean stage"
+        )
     if context.ranks.rank == 0:
         tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
         save_model_folder(model, tokenizer, context.output.path)

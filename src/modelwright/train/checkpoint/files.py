@@ -64,8 +64,8 @@ def check_checkpoint(path: Path, *, digest: str, part: int = 0, num_parts: int =
         raise DamagedCheckpointError(f"checkpoint {path} is damaged ({error})") from None
     if manifest.digest != digest:
         raise ArtifactError(
-            f"{path}: was made by another configuration or from other inputs; remove {path.parent} to start afresh, "
-            "or run in another run directory"
+            f"{path}: was made with another configuration or other inputs; remove {path.parent} to start over, or "
+            "use another run directory"
         )
 
 

@@ -33,7 +33,7 @@ def _own(name: str, values: Tensor, data: World) -> Tensor:
     share, rest = divmod(len(values), data.size)
     if rest:
         raise ConfigError(
-            f"parallel: the checkpoint has {len(values)} rows of {name}, which {data.size} data ranks cannot share "
-            "equally; go on with another number of processes"
+            f"parallel: the checkpoint has {len(values)} rows of {name}, which {data.size} data ranks cannot "
+            "divide equally; resume with another number of processes"
         )
     return values[data.rank * share : (data.rank + 1) * share].clone()

@@ -30,8 +30,8 @@ def reading_state() -> Generator[None]:
         yield
     except (KeyError, TypeError, AttributeError) as error:
         raise ModelwrightError(
-            f"the checkpoint's state is not of the form that this version keeps ({error!r}); end the run with the "
-            "version that began it, or begin a new one with another --run-dir"
+            f"the checkpoint's state has another form than this version expects ({error!r}); finish the run with "
+            "the version that started it, or start a new one with another --run-dir"
         ) from error
 
 

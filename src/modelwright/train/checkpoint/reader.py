@@ -72,8 +72,8 @@ class CheckpointReader:
             note(f"step {step} is in the memory of the hosts")
         if damages and not step and not restart:
             raise ArtifactError(
-                f"all checkpoints in {self.folder} are damaged: {'; '.join(damages.values())}; put back a copy of one "
-                "of them, or add --restart to begin again at step 0 (the damaged ones are kept as *.damaged)"
+                f"all checkpoints in {self.folder} are damaged: {'; '.join(damages.values())}; restore a copy of "
+                "one of them, or add --restart to start over at step 0 (the damaged ones are kept as *.damaged)"
             )
         for damaged, text in damages.items():
             note(f"{text}; it is kept as {self.set_aside(damaged)}")

@@ -84,7 +84,7 @@ def piece_of(tensor: Tensor) -> TensorShard:
     if not isinstance(tensor, DTensor):
         return TensorShard(tensor.detach(), whole(tensor.shape), tuple(tensor.shape))
     if any(placement.is_partial() for placement in tensor.placements):
-        raise ArtifactError(f"a tensor laid out as {tensor.placements} holds unfinished sums and cannot be saved")
+        raise ArtifactError(f"a tensor laid out as {tensor.placements} has pending partial sums and cannot be saved")
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     values = tensor.to_local().detach()
     assert tuple(values.shape) == tuple(shape), (values.shape, shape, tensor.placements)
@@ -148,7 +148,7 @@ def merge_indexes(indexes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         boxes = [Box(tuple(piece["offset"]), tuple(piece["shape"])) for piece in entry["pieces"]]
         apart = all(a.overlap(b).volume == 0 for i, a in enumerate(boxes) for b in boxes[:i])
         if not apart or sum(box.volume for box in boxes) != math.prod(entry["shape"]):
-            raise ArtifactError(f"{name}: the ranks' pieces do not make up the whole tensor: {boxes}")
+            raise ArtifactError(f"{name}: the ranks' shards do not make up the whole tensor: {boxes}")
     return merged
 
 
@@ -184,7 +184,7 @@ class ShardReader:
         """Copy this rank's shard into `target`, in place."""
         if self.shape(name) != tuple(target.shape):
             raise ArtifactError(
-                f"{self.folder}: {name} has shape {list(self.shape(name))}, the model wants {list(target.shape)}"
+                f"{self.folder}: {name} has shape {list(self.shape(name))}, the model needs {list(target.shape)}"
             )
         piece = piece_of(target)
         with torch.no_grad():
@@ -211,7 +211,7 @@ class ShardReader:
 
     def _entry(self, name: str) -> Mapping[str, Any]:
         if name not in self.entries:
-            raise ArtifactError(f"{self.folder}: has no tensor {name}; it was made by another model")
+            raise ArtifactError(f"{self.folder}: has no tensor {name}; it was written by another model")
         return self.entries[name]
 
     def _slice(self, file: str, name: str, part: tuple[slice, ...]) -> Tensor:

@@ -33,7 +33,7 @@ class FaultToleranceConfig:
     def __post_init__(self) -> None:
         for name in ("replica_check_every_steps", "watchdog_timeout_s", "in_memory_checkpoint_every_steps"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 switches it off")
+                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 disables it")
 
 
 def build_monitors(

@@ -53,8 +53,8 @@ class ReplicaCheck:
         problems = [_differing(key[0], by_rank) for key, by_rank in found.items() if len(set(by_rank.values())) > 1]
         if problems:
             raise ReplicaError(
-                f"step {step}: copies of {len(problems)} tensors differ: {'; '.join(problems[:3])}: bits were changed "
-                "in memory or on the way; the run goes on from the last checkpoint when it is started again"
+                f"step {step}: replicas of {len(problems)} tensors differ: {'; '.join(problems[:3])}: memory or "
+                "network corruption; restart the run to resume from the last checkpoint"
             )
 
 

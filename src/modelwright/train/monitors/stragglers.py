@@ -31,15 +31,15 @@ class StragglerConfig:
     patience: int = constant(3)
     """Looks in a row that must agree."""
     every_steps: int = constant(10)
-    """Steps between looks; each sends one number per rank; 0 never looks."""
+    """Steps between looks; each sends one number per rank; 0 disables the check."""
 
     def __post_init__(self) -> None:
         if self.factor <= 1:
-            raise ConfigError(f"factor: must be above 1, got {self.factor}; 1.5 is half as long again as the median")
+            raise ConfigError(f"factor: must be above 1, got {self.factor}; 1.5 is 50% above the median")
         if self.patience < 1:
             raise ConfigError(f"patience: must be at least 1, got {self.patience}")
         if self.every_steps < 0:
-            raise ConfigError(f"every_steps: must not be negative, got {self.every_steps}; 0 never looks")
+            raise ConfigError(f"every_steps: must not be negative, got {self.every_steps}; 0 disables the check")
 
 
 class Stragglers:

@@ -19,7 +19,7 @@ class Watchdog:
 
     def __init__(self, log: Path, *, limit_s: float) -> None:
         if limit_s < 0:
-            raise ConfigError(f"hang_after_s: must not be negative, got {limit_s}; 0 switches it off")
+            raise ConfigError(f"hang_after_s: must not be negative, got {limit_s}; 0 disables it")
         self.log = log
         self.limit_s = limit_s
 

@@ -37,7 +37,7 @@ class FiniteCheck:
         if self.num_in_a_row >= self.max_skipped:
             raise ModelwrightError(
                 f"step {update.step + 1}: loss or gradients were not finite for {self.num_in_a_row} steps in a row; "
-                "lower the learning rate, or clip harder, and run again"
+                "lower the learning rate or max_grad_norm, and run again"
             )
 
     def state_dict(self) -> dict[str, Any]:

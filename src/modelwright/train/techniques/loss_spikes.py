@@ -80,7 +80,7 @@ class LossSpikeConfig:
             "lr_factor_steps",
         ):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 switches it off")
+                raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 disables it")
         for name, least in (
             ("window_steps", 6),
             ("max_consecutive", 1),
@@ -90,7 +90,7 @@ class LossSpikeConfig:
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}: must be at least {least}, got {getattr(self, name)}")
         if not 0.0 < self.lr_factor <= 1.0:
-            raise ConfigError(f"lr_factor: must be above 0 and at most 1, got {self.lr_factor}; 1 leaves the rate")
+            raise ConfigError(f"lr_factor: must be above 0 and at most 1, got {self.lr_factor}; 1 keeps the rate")
         if self.rollback_after and not self.num_sigmas:
             raise ConfigError("rollback_after: counts spikes, and num_sigmas is 0; 6 is usual")
         if self.rollback_after > min(self.max_consecutive, self.rollback_window_steps):

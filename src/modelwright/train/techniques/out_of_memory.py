@@ -104,8 +104,8 @@ class RetryOutOfMemory:
         if fitting_groups < 1:
             smallest = "one row" if self.group_size == 1 else f"one group of {self.group_size} rows"
             raise ModelwrightError(
-                f"out of memory in a microbatch of {smallest}; take shorter rows, keep less for backward "
-                "(activation_checkpointing.mode full), shard the model (parallel.zero_stage), or find more memory"
+                f"out of memory in a microbatch of {smallest}; use shorter rows, save less for backward "
+                "(activation_checkpointing.mode full), shard the model (parallel.zero_stage), or add memory"
             )
         self.max_groups = int(fitting_groups)
         self.num_failed += 1

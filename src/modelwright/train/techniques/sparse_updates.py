@@ -217,7 +217,7 @@ def layer_sparsity(
         return None
     if not run.mesh.is_only_data_parallel:
         raise ConfigError(
-            "sparse_updates: needs unsharded replicas; leave all axes of `parallel` but data at 1 and zero_stage at 0"
+            "sparse_updates: needs unsharded replicas; set all axes of `parallel` except data to 1 and zero_stage to 0"
         )
     sparse = SparseUpdates(
         config=config,
