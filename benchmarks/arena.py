@@ -132,9 +132,9 @@ class Meter:
     def observe(self, info: StepInfo) -> None:
         peak, faults = peak_resident_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         self.peak_bytes = max(self.peak_bytes, peak)
-        found = {"peak_bytes": peak, "faults": faults, "step_s": info.step_time_s, "loss": info.loss}
-        found["cpu_s"] = time.process_time()
-        self.records.append({**found, "arena": {k: v for k, v in info.scalars.items() if k.startswith("arena_")}})
+        result = {"peak_bytes": peak, "faults": faults, "step_s": info.step_time_s, "loss": info.loss}
+        result["cpu_s"] = time.process_time()
+        self.records.append({**result, "arena": {k: v for k, v in info.scalars.items() if k.startswith("arena_")}})
         if info.step == self.last:
             raise Measured
         self.use.__enter__()
@@ -212,10 +212,10 @@ def shared_library(kind: str) -> str:
     """The file name of what is preloaded for this kind, "" for nothing."""
     if kind not in LIBRARIES:
         return ""
-    found = ctypes.util.find_library(LIBRARIES[kind])
-    if found is None:
+    result = ctypes.util.find_library(LIBRARIES[kind])
+    if result is None:
         raise SystemExit(f"{kind}: lib{LIBRARIES[kind]} is not installed; install it or choose other --kinds")
-    return found
+    return result
 
 
 def started(size: str, kind: str, num_steps: int) -> dict[str, Any]:
@@ -237,17 +237,17 @@ def compare(size: str, kinds: Sequence[str], num_rounds: int, num_steps: int) ->
             shown = {name: value for name, value in runs[kind][-1].items() if name != "losses"}
             print(size, kind, json.dumps(shown), flush=True)
     names = ("rss_peak_bytes", "peak_bytes", "timed_peak_bytes", "step_s", "cpu_s", "faults_a_step")
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         kind: {name: statistics.median(one[name] for one in runs[kind]) for name in names} for kind in kinds
     }
     for kind in kinds:
         for name in runs[kind][0]["arena"]:
-            found[kind][name] = statistics.median(one["arena"][name] for one in runs[kind])
+            result[kind][name] = statistics.median(one["arena"][name] for one in runs[kind])
         for name in ("rss_peak_bytes", "step_s", "cpu_s") if "heap" in kinds else ():
             pairs = zip(runs[kind], runs["heap"], strict=True)
-            found[kind][f"{name}_over_heap"] = [round(one[name] / heap[name], 3) for one, heap in pairs]
-    found["losses_equal"] = len({tuple(one["losses"]) for kind in kinds for one in runs[kind]}) == 1
-    return found
+            result[kind][f"{name}_over_heap"] = [round(one[name] / heap[name], 3) for one, heap in pairs]
+    result["losses_equal"] = len({tuple(one["losses"]) for kind in kinds for one in runs[kind]}) == 1
+    return result
 
 
 def main() -> None:
@@ -270,9 +270,16 @@ def main() -> None:
         shared_library(kind)  # fail before an hour of measuring, not amid it
     torch.set_num_threads(1)
     around = circumstances()
-    found = {size: compare(size, options.kinds, options.rounds, options.steps) for size in options.sizes}
+    result = {size: compare(size, options.kinds, options.rounds, options.steps) for size in options.sizes}
     shape = {"layers": LAYERS, "widths": WIDTHS, "seq_len": SEQ_LEN, "batch_tokens": BATCH_TOKENS}
-    record = {"benchmark": "arena", "shape": shape, "rounds": options.rounds, "steps": options.steps, **found, **around}
+    record = {
+        "benchmark": "arena",
+        "shape": shape,
+        "rounds": options.rounds,
+        "steps": options.steps,
+        **result,
+        **around,
+    }
     path = options.results / f"arena-{machine_slug(around['machine'])}.json"
     write_atomic(path, json.dumps(record, indent=1) + "\n")
     print(path)

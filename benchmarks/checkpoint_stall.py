@@ -52,8 +52,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        found = measure(Path(folder), options.parameters * 10**6, options.repeats)
-    print(json.dumps({**found, "target": 0.05, "circumstances": circumstances()}, indent=1))
+        result = measure(Path(folder), options.parameters * 10**6, options.repeats)
+    print(json.dumps({**result, "target": 0.05, "circumstances": circumstances()}, indent=1))
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
     exact = {run["seed"]: run for run in runs if run["name"] == "exact"}
     lines = ["| transport | held-out loss | gap, mean (each seed) | bytes removed |", "| --- | --- | --- | --- |"]
     for name in dict.fromkeys(run["name"] for run in runs):
-        mine = [run for run in runs if run["name"] == name and run["seed"] in exact]
-        gaps = [100 * (run["heldout_loss"] / exact[run["seed"]]["heldout_loss"] - 1) for run in mine]
-        removed = 100 * (1 - statistics.fmean(run["bytes_sent"] / exact[run["seed"]]["bytes_sent"] for run in mine))
-        loss = statistics.fmean(run["heldout_loss"] for run in mine)
+        local = [run for run in runs if run["name"] == name and run["seed"] in exact]
+        gaps = [100 * (run["heldout_loss"] / exact[run["seed"]]["heldout_loss"] - 1) for run in local]
+        removed = 100 * (1 - statistics.fmean(run["bytes_sent"] / exact[run["seed"]]["bytes_sent"] for run in local))
+        loss = statistics.fmean(run["heldout_loss"] for run in local)
         each = ", ".join(f"{gap:+.2f}" for gap in gaps)
         lines.append(f"| {name} | {loss:.4f} | {statistics.fmean(gaps):+.2f}% ({each}) | {removed:.2f}% |")
     return "\n".join(lines)
@@ -58,9 +58,9 @@ def main() -> None:
         return
     runs = fresh_runs(["exact"], seeds, size, given.ranks)
     runs |= continued_runs(methods, seeds, size, given.ranks, learning_rate=given.continued)
-    found = make_runs(setting, runs)
-    print(f"before: {[round(run['heldout_loss'], 4) for run in found if run['regime'] != CONTINUED]}")
-    print(table([run for run in found if run["regime"] == CONTINUED]))
+    result = make_runs(setting, runs)
+    print(f"before: {[round(run['heldout_loss'], 4) for run in result if run['regime'] != CONTINUED]}")
+    print(table([run for run in result if run["regime"] == CONTINUED]))
 
 
 if __name__ == "__main__":

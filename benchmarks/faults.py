@@ -318,12 +318,12 @@ def main() -> None:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="faults-"))
     folder.mkdir(parents=True, exist_ok=True)
     faults = disturb(folder, options.steps, options.kills, options.seed, options.limit)
-    found = {**compare(folder, options.steps, faults), "circumstances": circumstances()}
-    text = json.dumps(found, indent=1)
+    result = {**compare(folder, options.steps, faults), "circumstances": circumstances()}
+    text = json.dumps(result, indent=1)
     print(text)
     if options.out:
         write_atomic(options.out, text + "\n")
-    if problems := verdict(found, options.kills + 1):
+    if problems := verdict(result, options.kills + 1):
         raise SystemExit("; ".join(problems))
 
 

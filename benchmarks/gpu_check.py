@@ -190,14 +190,14 @@ def product_speeds(options: argparse.Namespace) -> dict[str, float]:
     model = Decoder(ModelConfig(vocab_size=8, num_layers=1, model_dim=8, num_heads=1, num_kv_heads=1, ffn_dim=8,
                                 head_dim=8, max_seq_len=8))  # fmt: skip
     shapes: dict[Kind, list[tuple[int, int]]] = {"ffn": [(4 * wide, wide), (wide, 4 * wide)]}
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for recipe in RECIPES:
         formats = ModelPrecision(model, PrecisionConfig(policy="bf16_mixed", fp8=Fp8Config(recipe=recipe)))
         seconds = measure_speeds(formats, shapes, ("fp32", "bf16", "fp8", "int8"), num_rows=rows,
                                  device=torch.device(options.device))  # fmt: skip
-        found |= {name: seconds["ffn", "fp32"] / seconds["ffn", name] for name in ("bf16", "int8")}
-        found[f"fp8 {recipe}"] = seconds["ffn", "fp32"] / seconds["ffn", "fp8"]
-    return found
+        result |= {name: seconds["ffn", "fp32"] / seconds["ffn", name] for name in ("bf16", "int8")}
+        result[f"fp8 {recipe}"] = seconds["ffn", "fp32"] / seconds["ffn", "fp8"]
+    return result
 
 
 def fp8_kernels(device: str) -> dict[str, bool]:

@@ -211,9 +211,9 @@ def measure(cases: Sequence[Case], num_steps: int) -> list[dict[str, Any]]:
                 folders = [Path(scratch) / f"{number}-{compute}-{kind}" for kind in ("alone", "spread")]
                 for folder, count in zip(folders, (1, case.num_processes), strict=True):
                     start(case, compute, num_steps, folder, count)
-                found = compare(*folders)
-                same = all(found[name] <= limits[name.removeprefix("heldout_")] for name in found)
-                row = {"case": case.name, "processes": case.num_processes, "compute": compute, "same": same, **found}
+                result = compare(*folders)
+                same = all(result[name] <= limits[name.removeprefix("heldout_")] for name in result)
+                row = {"case": case.name, "processes": case.num_processes, "compute": compute, "same": same, **result}
                 print(json.dumps(row), flush=True)
                 rows.append(row)
     return rows
@@ -258,8 +258,8 @@ def main() -> None:
         case = next(case for case in CASES if case.name == options.worker)
         train_once(case, options.compute, options.steps, options.folder, layout=options.layout)
         return
-    wanted = [case for case in CASES if not options.only or any(word in case.name for word in options.only)]
-    rows = measure(wanted, options.steps)
+    requested = [case for case in CASES if not options.only or any(word in case.name for word in options.only)]
+    rows = measure(requested, options.steps)
     if options.page:
         write_atomic(options.page, page(rows, options.steps))
     raise SystemExit(0 if all(row["same"] for row in rows) else 1)

@@ -67,19 +67,19 @@ def main() -> None:
     torch.set_num_threads(1)
     around = circumstances()
     path = given.results / f"policies-{given.steps}-steps-{machine_slug(around['machine'])}.json"
-    found = runs_of(path)
+    result = runs_of(path)
     with tempfile.TemporaryDirectory() as folder:
         prepared = given.prepared or Path(folder) / "prepared"
         prepare(prepared)
         for name in dict.fromkeys(["fp32", *given.policies]):
-            if name not in found:
-                found[name] = train(prepared, Path(folder) / "run", name, given.steps, given.threads)
-                gap = 100 * (found[name]["heldout_loss"] / found["fp32"]["heldout_loss"] - 1)
-                found[name] |= {"above_fp32_percent": gap}
-                found[name] |= {"commit": around["commit"]}
-                found = add(path, found, {**around, "steps": given.steps, "threads": given.threads})
-            print(name, found[name], flush=True)
-    print(f"too far from FP32: {', '.join(too_far(found)) or 'none'}\n{path}")
+            if name not in result:
+                result[name] = train(prepared, Path(folder) / "run", name, given.steps, given.threads)
+                gap = 100 * (result[name]["heldout_loss"] / result["fp32"]["heldout_loss"] - 1)
+                result[name] |= {"above_fp32_percent": gap}
+                result[name] |= {"commit": around["commit"]}
+                result = add(path, result, {**around, "steps": given.steps, "threads": given.threads})
+            print(name, result[name], flush=True)
+    print(f"too far from FP32: {', '.join(too_far(result)) or 'none'}\n{path}")
 
 
 def runs_of(path: Path) -> dict[str, dict[str, Any]]:

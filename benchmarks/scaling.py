@@ -60,12 +60,12 @@ def main() -> None:
         runs: dict[int, list[dict[str, float]]] = {}
         for repeat in range(given.repeats):
             for number in given.processes:
-                found = measure(
+                result = measure(
                     prepared, Path(name) / f"run-{number}-{repeat}", number, given.steps, given.batch_tokens
                 )
-                runs.setdefault(number, []).append(found)
-                print(number, {key: round(value, 4) for key, value in found.items()}, flush=True)
-    rates = {number: statistics.median(run["tokens_per_s"] for run in found) for number, found in runs.items()}
+                runs.setdefault(number, []).append(result)
+                print(number, {key: round(value, 4) for key, value in result.items()}, flush=True)
+    rates = {number: statistics.median(run["tokens_per_s"] for run in result) for number, result in runs.items()}
     one = rates[min(rates)] / min(rates)
     efficiency = {number: rate / number / one for number, rate in rates.items()}
     print({number: f"{rates[number]:.0f} tokens/s, efficiency {efficiency[number]:.3f}" for number in rates})

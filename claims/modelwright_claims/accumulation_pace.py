@@ -29,10 +29,10 @@ def measure_pace(setting: Setting) -> Measurement:
         ACCUMULATED: bench.variant(size, {"gradient_accumulation_steps": PARTS}),
         SMALL: bench.variant(small, {}),
     }
-    found = bench.steps_to_a_loss(setting, variants, plain=WHOLE)
+    result = bench.steps_to_a_loss(setting, variants, plain=WHOLE)
     samples: dict[str, list[float]] = {}
-    for arm, outcomes in found.samples.runs.items():
-        steps = found.steps(arm)
+    for arm, outcomes in result.samples.runs.items():
+        steps = result.steps(arm)
         samples |= {
             f"steps to a fixed loss, {arm}": steps,
             f"tokens to a fixed loss, {arm}": [count * variants[arm].size.batch_tokens for count in steps],
@@ -40,9 +40,9 @@ def measure_pace(setting: Setting) -> Measurement:
                 count * outcome.step_s for count, outcome in zip(steps, outcomes, strict=True)
             ],
         }
-    rates = {arm: found.samples.tuned[arm].size.learning_rate for arm in variants}
+    rates = {arm: result.samples.tuned[arm].size.learning_rate for arm in variants}
     conditions = {f"rate to a fixed loss, {arm}": rate for arm, rate in rates.items()}
-    return Measurement(samples=samples, conditions={**conditions, TARGET: round(found.target, 4)})
+    return Measurement(samples=samples, conditions={**conditions, TARGET: round(result.target, 4)})
 
 
 def say_pace(judgment: Judgment, samples: Samples, conditions: Conditions) -> None:
@@ -50,9 +50,9 @@ def say_pace(judgment: Judgment, samples: Samples, conditions: Conditions) -> No
     means = {}
     for arm in (WHOLE, ACCUMULATED, SMALL):
         for what, unit in QUANTITIES:
-            found = estimate(samples[f"{what} to a fixed loss, {arm}"])
-            means[what, arm] = found.mean
-            judgment.figures[f"{what} to a fixed loss, {arm}"] = found.figure(unit)
+            result = estimate(samples[f"{what} to a fixed loss, {arm}"])
+            means[what, arm] = result.mean
+            judgment.figures[f"{what} to a fixed loss, {arm}"] = result.figure(unit)
     judgment.said.append(
         f"to a held-out loss of {conditions[TARGET]:.2f}: {means['steps', WHOLE]:.0f} steps and "
         f"{means['time', WHOLE]:.1f} s with whole batches, {means['steps', ACCUMULATED]:.0f} and "

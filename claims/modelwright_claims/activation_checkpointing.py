@@ -28,16 +28,16 @@ def measure(setting: Setting) -> Measurement:
     model = memory_probe.probe_model(
         model_dim=width, num_layers=num_layers, vocab_size=512, seq_len=seq_len, head_dim=32, tie_embeddings=True
     )
-    found: dict[str, list[Measured]] = {name: [] for name in configs(model, rows * seq_len)}
+    result: dict[str, list[Measured]] = {name: [] for name in configs(model, rows * seq_len)}
     for repeat in range(1 if setting.quick else 3):
         for name, config in configs(model, rows * seq_len).items():
             setting.progress.note(f"activation_checkpointing: {name}, repeat {repeat + 1}")
-            found[name] += memory_probe.measure(probe(model, rows, config, count_flops=repeat == 0))
+            result[name] += memory_probe.measure(probe(model, rows, config, count_flops=repeat == 0))
     estimates = {
         name: estimated_bytes(model, rows * seq_len, config) for name, config in configs(model, rows * seq_len).items()
     }
     return Measurement(
-        samples=samples_of(found, estimates),
+        samples=samples_of(result, estimates),
         conditions={
             "parameters": model.num_parameters,
             "layers": model.num_layers,

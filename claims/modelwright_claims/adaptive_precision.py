@@ -82,14 +82,14 @@ def measure(setting: Setting) -> Measurement:
         for name, one in arms_with(LARGE_CHANGING).items()
         if name in names
     }
-    found = paces(setting, paced, seeds)
+    result = paces(setting, paced, seeds)
     soon = {name: one for name, one in arms_with(SOON_CHANGING).items() if name in names}
     taken = peaks(setting, soon, batch_rows=MEMORY_ROWS)
     variants = {name: Run(size=size, settings={"precision": ARMS[name]}) for name in names}
     speeds = speeds_at_large(setting)
     variants |= {name: replace(variants[name], speeds=speeds) for name in ADAPTIVE if name in names}
     runs = run_experiment(setting, Experiment(variants=variants, seeds=seeds)).runs
-    return measurement(found, runs, taken, product_speeds(setting), size, large_size(setting))
+    return measurement(result, runs, taken, product_speeds(setting), size, large_size(setting))
 
 
 def speeds_at_large(setting: Setting) -> dict[str, float]:

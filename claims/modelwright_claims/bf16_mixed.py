@@ -36,7 +36,7 @@ def measure(setting: Setting) -> Measurement:
     if onednn_is_exact():
         paced[BY_ONEDNN] = replace(paced["fp32"], precision=replace(formats["fp32"], fp32_matmul="onednn"))
     seeds = range(2 if setting.quick else 5)
-    found = paces(setting, paced, seeds[:3])
+    result = paces(setting, paced, seeds[:3])
     taken = peaks(setting, formats, batch_rows=MEMORY_ROWS)
     variants = {name: Run(size=size, settings={"precision": dump(one)}) for name, one in formats.items()}
     samples = run_experiment(setting, Experiment(variants=variants, seeds=seeds))
@@ -48,7 +48,7 @@ def measure(setting: Setting) -> Measurement:
     return Measurement(
         samples={
             **{f"{LOSS}{name}": of for name, of in losses.items()},
-            **{f"{PACE}{name}": of for name, of in found.items()},
+            **{f"{PACE}{name}": of for name, of in result.items()},
             **{f"{PEAK}{name}": of for name, of in taken.items()},
             **{f"{PRODUCTS}{name}": [rate] for name, rate in rates.items()},
         },

@@ -102,12 +102,12 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
                 continue
             exchange = estimate(samples[sample_name("exchange_ms", name, mbit)])
             judgment.figures[f"exchange, {name}, {mbit:g} Mbit/s"] = exchange.figure("ms a step")
-            found = beside_exact(samples, name, mbit)
-            for what, one in found.items():
+            result = beside_exact(samples, name, mbit)
+            for what, one in result.items():
                 unit = "x" if what in (_SHORTER, _OVER_EXACT) else "%"
                 judgment.figures[f"{what}, {name}, {mbit:g} Mbit/s"] = one.figure(unit)
             if mbit == MBIT and name not in (EXACT, AFTER):
-                reached[name] = found
+                reached[name] = result
     method = reached[METHOD]
     hidden = ratios(*(samples[sample_name("exchange_ms", name, MBIT)] for name in (EXACT, METHOD))).mean
     judgment.said += [
@@ -132,13 +132,13 @@ def beside_exact(samples: Samples, name: str, mbit: float) -> dict[str, Estimate
         return list(samples[sample_name(what, other, link)])
 
     unlimited = ratios(of("tokens_per_s", name), of("tokens_per_s", name, UNLIMITED))
-    found = {_THROUGHPUT: _percent(unlimited)}
-    found[_OVER_EXACT] = ratios(of("tokens_per_s", name), of("tokens_per_s", EXACT))
+    result = {_THROUGHPUT: _percent(unlimited)}
+    result[_OVER_EXACT] = ratios(of("tokens_per_s", name), of("tokens_per_s", EXACT))
     if name not in (EXACT, AFTER):
         pairs = zip(of("bytes_per_step", name), of("bytes_per_step", EXACT), strict=True)
-        found[_REMOVED] = estimate([100 * (1 - sent / exact) for sent, exact in pairs])
-        found[_SHORTER] = ratios(of("exchange_ms", AFTER), of("exchange_ms", name))
-    return found
+        result[_REMOVED] = estimate([100 * (1 - sent / exact) for sent, exact in pairs])
+        result[_SHORTER] = ratios(of("exchange_ms", AFTER), of("exchange_ms", name))
+    return result
 
 
 def _percent(share: Estimate) -> Estimate:
@@ -156,7 +156,7 @@ def _in_words(found: Mapping[str, Estimate]) -> str:
 
 def _best_of(reached: Mapping[str, Mapping[str, Estimate]]) -> str:
     """Name the method with the shortest communication among those that remove enough bytes."""
-    enough = {name: found for name, found in reached.items() if found[_REMOVED].mean >= REMOVED} or reached
+    enough = {name: result for name, result in reached.items() if result[_REMOVED].mean >= REMOVED} or reached
     best = max(enough, key=lambda name: enough[name][_SHORTER].mean)
     return f"best of those tried: {best}, {_in_words(reached[best])}"
 

@@ -145,8 +145,8 @@ def measure(setting: Setting) -> Measurement:
     """All scenes, tuned and then timed; two hosts only where networks can be made."""
     compared = {name: one for name, one in scenes(quick=setting.quick).items() if one.num_hosts == 1 or not missing()}
     tuned = {name: tune_arms(setting, scene.arms) for name, scene in compared.items()}
-    found = {name: time_arms(setting, scene.arms, tuned[name]) for name, scene in compared.items()}
-    return measurement(found, tuned, compared)
+    result = {name: time_arms(setting, scene.arms, tuned[name]) for name, scene in compared.items()}
+    return measurement(result, tuned, compared)
 
 
 def tune_arms(setting: Setting, arms: Mapping[str, Run]) -> dict[str, Tuned]:
@@ -163,9 +163,9 @@ def tune_arms(setting: Setting, arms: Mapping[str, Run]) -> dict[str, Tuned]:
     rates = RATES[1:2] if setting.quick else RATES
     seeds = TUNING_SEEDS[:1] if setting.quick else TUNING_SEEDS
     plain = tune(runner, {PLAIN: arms[PLAIN]}, Tuning(values=rates, seeds=seeds), at_once=cores)
-    found = plain | tune(runner, others, Tuning(values=rates, seeds=seeds[:1]), at_once=cores)
-    best = {name: with_value(arm, "learning_rate", best_value(found[name])) for name, arm in arms.items()}
-    tuned = {name: Tuned(size=arm.size, loss=min(found[name].values())) for name, arm in best.items()}
+    result = plain | tune(runner, others, Tuning(values=rates, seeds=seeds[:1]), at_once=cores)
+    best = {name: with_value(arm, "learning_rate", best_value(result[name])) for name, arm in arms.items()}
+    tuned = {name: Tuned(size=arm.size, loss=min(result[name].values())) for name, arm in best.items()}
     enough = tuned[PLAIN].loss - MARGIN
     shares = SHARES[:2] if setting.quick else SHARES
     can_be_shorter = [name for name in others if tuned[name].loss <= enough]
@@ -309,8 +309,8 @@ def fastest_plain(samples: Samples, conditions: Conditions, where: str) -> tuple
     hosts, wide = where.removesuffix(WIDE), WIDE if where.endswith(WIDE) else ""
     places = [where] if NUM_HOSTS[hosts] == 1 else [where, f"one host{wide}"]
     names = [PLAIN] if NO_ONEDNN in conditions else [PLAIN, PLAIN_BY_ONEDNN]
-    found = {(place, name): samples[f"{place}: seconds, {name}"] for place in places for name in names}
-    return min(found, key=lambda arm: statistics.fmean(found[arm]))
+    result = {(place, name): samples[f"{place}: seconds, {name}"] for place in places for name in names}
+    return min(result, key=lambda arm: statistics.fmean(result[arm]))
 
 
 def loss_above(samples: Samples, where: str, place: str, name: str, arm: str = FULL) -> Estimate:

@@ -94,13 +94,13 @@ def continued_runs(
 
 def make_runs(setting: Setting, runs: Mapping[RunName, Run]) -> list[dict[str, Any]]:
     """Make the runs and return their losses and the bytes that the first rank sent."""
-    found = []
+    result = []
     for (name, seed, regime), outcome in zip(runs, Runner(setting).all(list(runs.values())), strict=True):
         if outcome.bytes_sent is None:
             raise ModelwrightError("bytes sent over TCP can be counted on Linux 4.19 or newer only")
         measured = {"heldout_loss": outcome.heldout_loss, "bytes_sent": outcome.bytes_sent}
-        found.append({"name": name, "seed": seed, "regime": regime, **measured})
-    return found
+        result.append({"name": name, "seed": seed, "regime": regime, **measured})
+    return result
 
 
 def measurement(runs: Sequence[Mapping[str, Any]], size: Size) -> Measurement:

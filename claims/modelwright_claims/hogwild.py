@@ -94,20 +94,20 @@ def compare(setting: Setting, size: workbench.Size, workers: int) -> Comparison:
     best_strength = best_value(tune(runner, {"compensated": tuned["hogwild"]}, strength)["compensated"])
     tuned["compensated"] = with_value(tuned["hogwild"], strength.setting, best_strength)
     alone = replace(tuned["synchronous"], processes=Processes(threads=1))
-    found: dict[str, list[Outcome]] = {method: [] for method in (*METHODS, ALONE, IN_TIME)}
+    result: dict[str, list[Outcome]] = {method: [] for method in (*METHODS, ALONE, IN_TIME)}
     for seed in range(FIRST_SEED, FIRST_SEED + (2 if setting.quick else 5)):
         runs = [replace(run, seed=seed) for run in (*(tuned[method] for method in METHODS), alone)]
         for method, outcome in zip((*METHODS, ALONE), runner.timed(runs), strict=True):
-            found[method].append(Outcome.of(outcome))
-        ratio = found["hogwild"][-1].step_s / found["synchronous"][-1].step_s
+            result[method].append(Outcome.of(outcome))
+        ratio = result["hogwild"][-1].step_s / result["synchronous"][-1].step_s
         in_time = replace(size, num_steps=max(10, round(size.num_steps * ratio)), learning_rate=rate["synchronous"])
         (outcome,) = runner.all([replace(tuned["synchronous"], size=in_time, seed=seed)])
-        found[IN_TIME].append(Outcome.of(outcome))
+        result[IN_TIME].append(Outcome.of(outcome))
     return Comparison(
         workers=workers,
-        alone=found[ALONE],
-        runs={method: found[method] for method in METHODS},
-        in_time=found[IN_TIME],
+        alone=result[ALONE],
+        runs={method: result[method] for method in METHODS},
+        in_time=result[IN_TIME],
         rates={method: tuned[method].size.learning_rate for method in METHODS},
         strength=best_strength,
     )

@@ -54,18 +54,18 @@ def peaks(setting: Setting, arms: Mapping[str, PrecisionConfig], *, batch_rows: 
 def repeated_peaks(setting: Setting, arms: Mapping[str, tuple[Size, PrecisionConfig]]) -> dict[str, list[float]]:
     """Return `NUM_PEAKS` peaks of every arm."""
     cache = open_cache(setting, memory_probe)
-    found: dict[str, list[float]] = {arm: [] for arm in arms}
+    result: dict[str, list[float]] = {arm: [] for arm in arms}
     for repeat in range(NUM_PEAKS):
         for arm, (size, precision) in arms.items():
             setting.progress.note(f"memory of {arm}, repeat {repeat + 1}")
             key = {"peak of": dump(precision), "size": dump(size), "repeat": repeat}
-            found[arm].append(cache.get(key, lambda size=size, precision=precision: peak_bytes(size, precision)))
-    return found
+            result[arm].append(cache.get(key, lambda size=size, precision=precision: peak_bytes(size, precision)))
+    return result
 
 
 def peak_bytes(size: Size, precision: PrecisionConfig) -> int:
     """The most that steps take above what the process held before the model, with two decisions of a controller."""
-    (found,) = memory_probe.measure(
+    (result,) = memory_probe.measure(
         memory_probe.Probe(
             model=size.model_config(workbench.VOCAB_SIZE),
             train=size.train_config(precision=precision),
@@ -75,4 +75,4 @@ def peak_bytes(size: Size, precision: PrecisionConfig) -> int:
             else memory_probe.NUM_STEPS,
         )
     )
-    return found.peak_bytes
+    return result.peak_bytes

@@ -211,8 +211,8 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
     for arm in ARMS:
         for what, unit, factor in ((STABLE, "", 1), (SKIPPED, "", 1), (GRADIENT_LOST, "%", 100), (LOSS, "nats", 1)):
             with judgment.beside():
-                found = estimate([factor * value for value in samples[what + arm]])
-                judgment.figures[what + arm] = found.figure(unit)
+                result = estimate([factor * value for value in samples[what + arm]])
+                judgment.figures[what + arm] = result.figure(unit)
     return judgment.verdict()
 
 

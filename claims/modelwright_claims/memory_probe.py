@@ -135,7 +135,7 @@ def measure_all(probes: Sequence[Probe], *, num_ranks: int = 1, own_heap: bool =
             environment={} if own_heap else {"MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_ARENA_MAX": "1"},
         )
     by_rank = [json.loads(output.splitlines()[-1]) for output in outputs]
-    return [[Measured(**found) for found in ranks] for ranks in zip(*by_rank, strict=True)]
+    return [[Measured(**result) for result in ranks] for ranks in zip(*by_rank, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -270,8 +270,8 @@ def main() -> None:
         # see this module's contract
         build.freed_memory_kept = contextlib.nullcontext  # pyright: ignore[reportPrivateImportUsage]
     with join_world() as world:
-        found = [_run(probe, world, path.parent / str(number)) for number, probe in enumerate(probes)]
-    print(json.dumps([dataclasses.asdict(one) for one in found]), flush=True)
+        result = [_run(probe, world, path.parent / str(number)) for number, probe in enumerate(probes)]
+    print(json.dumps([dataclasses.asdict(one) for one in result]), flush=True)
 
 
 if __name__ == "__main__":

@@ -211,12 +211,12 @@ class Network:
 
     def counters(self, node: str) -> dict[str, Counters]:
         """By interface, from /sys/class/net/*/statistics inside the node; the loopback is left out."""
-        found: dict[str, dict[str, int]] = collections.defaultdict(dict)
+        result: dict[str, dict[str, int]] = collections.defaultdict(dict)
         for line in _run("ip", "netns", "exec", self._space(node), "sh", "-c", COUNT).splitlines():
             path, value = line.split(":")
             interface, _, name = path.split("/")
-            found[interface][name] = int(value)
-        return {name: Counters(**found[name]) for name in self.interfaces(node)}
+            result[interface][name] = int(value)
+        return {name: Counters(**result[name]) for name in self.interfaces(node)}
 
     def total(self, node: str) -> Counters:
         """The sum of a node's counters over its interfaces."""

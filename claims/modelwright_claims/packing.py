@@ -38,14 +38,16 @@ def measure(setting: Setting) -> Measurement:
     }
     tuning = Tuning(values=RATES[1:2] if setting.quick else RATES, seeds=(TUNING_SEED,))
     seeds = range(2 if setting.quick else 5)
-    found = run_experiment(setting, Experiment(variants=variants, seeds=seeds, tuning=tuning, timed=True))
-    packed, padded = found.tuned[PACKED], found.tuned[PADDED]
-    slower = statistics.median(b.step_s / a.step_s for a, b in zip(found.runs[PACKED], found.runs[PADDED], strict=True))
+    result = run_experiment(setting, Experiment(variants=variants, seeds=seeds, tuning=tuning, timed=True))
+    packed, padded = result.tuned[PACKED], result.tuned[PADDED]
+    slower = statistics.median(
+        b.step_s / a.step_s for a, b in zip(result.runs[PACKED], result.runs[PADDED], strict=True)
+    )
     in_time = replace(padded, size=replace(padded.size, num_steps=max(1, round(size.num_steps / slower))))
     equal_time = run_experiment(setting, Experiment(variants={PADDED: in_time}, seeds=seeds))
     return measurement(
-        found.runs[PACKED],
-        found.runs[PADDED],
+        result.runs[PACKED],
+        result.runs[PADDED],
         equal_time.runs[PADDED],
         shares=(packed_share, padded_share),
         size=packed.size,

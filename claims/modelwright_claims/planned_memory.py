@@ -159,17 +159,17 @@ def measured_pair(setting: Setting, case: Case) -> Pair:
     sides = {"before": case.settings, "after": plan.train}
     if moving.moved_bytes:
         sides["on_disk"] = moving.train
-    found: dict[str, list[Measured]] = {"before": [], "after": [], "on_disk": []}
+    result: dict[str, list[Measured]] = {"before": [], "after": [], "on_disk": []}
     for repeat in range(1 if setting.quick else 3):
         for name, train in sides.items():
             setting.progress.note(f"planned_memory: {name}, repeat {repeat + 1}")
-            found[name].append(_in_training(case, train))
+            result[name].append(_in_training(case, train))
     mapped, mapped_after = (
         memory_probe.measure(case.probe(replace(train, step_arena=False), count_flops=True))[0]
         for train in (case.settings, plan.train)
     )
     return Pair(
-        **found,
+        **result,
         without_arena=_in_training(case, replace(plan.train, step_arena=False)),
         in_arena=_in_training(case, replace(case.settings, step_arena=True)),
         mapped=mapped,

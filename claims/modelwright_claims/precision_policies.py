@@ -137,14 +137,14 @@ class BesideFp32:
         return estimate([100 * (1 - own / exact) for own, exact in pairs])
 
     def add_figures(self, judgment: Judgment) -> None:
-        for what, unit, found in (
+        for what, unit, result in (
             ("held-out loss above FP32", "%", lambda: self.gap),
             ("speed over FP32", "x", lambda: self.speed),
             ("speed over the faster FP32", "x", lambda: self.fair_speed),
             ("memory saved", "%", lambda: self.saved),
         ):
             with judgment.beside():
-                judgment.figures[f"{what}, {self.name}"] = found().figure(unit)
+                judgment.figures[f"{what}, {self.name}"] = result().figure(unit)
 
 
 def beside_fp32(samples: Samples, conditions: Conditions) -> dict[str, BesideFp32]:

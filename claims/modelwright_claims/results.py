@@ -36,10 +36,10 @@ the rule does not compute: their samples were not kept, or another figure has ta
 
 def machine() -> dict[str, Any]:
     """The machine as far as it bears on speed: processor, instruction set, cores, memory, accelerator."""
-    found = hardware() | {"instruction_set": torch.backends.cpu.get_cpu_capability()}
+    result = hardware() | {"instruction_set": torch.backends.cpu.get_cpu_capability()}
     if torch.cuda.is_available():
-        found["accelerator"] = torch.cuda.get_device_name()
-    return found
+        result["accelerator"] = torch.cuda.get_device_name()
+    return result
 
 
 def machine_slug(described: Mapping[str, Any]) -> str:

@@ -200,8 +200,8 @@ class Bench:
         variants = {name: self.run(UPDATE, name, num_steps=NUM_TIMED_STEPS) for name in names}
         seeds = range(FIRST_TIMED_SEED, FIRST_TIMED_SEED + NUM_ROUNDS)
         experiment = Experiment(variants=variants, seeds=seeds, timed=True)
-        found = run_experiment(self.setting, experiment).runs
-        seconds = {name: [outcome.step_s for outcome in of] for name, of in found.items()}
+        result = run_experiment(self.setting, experiment).runs
+        seconds = {name: [outcome.step_s for outcome in of] for name, of in result.items()}
         self.step_s = {name: statistics.median(of) for name, of in seconds.items()}
         return seconds[METHOD], seconds[AS_MUCH_TIME]
 

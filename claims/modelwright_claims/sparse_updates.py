@@ -191,14 +191,14 @@ def judge(samples: Samples, conditions: Conditions) -> Verdict:
 
 def _compare(judgment: Judgment, update: Regime, rival: str) -> None:
     """Judge the method against one rival: it has to be below it in both losses."""
-    mine, other = update.losses(METHOD), update.losses(rival)
-    gap, both = differences(mine, other), differences(update.both(METHOD), update.both(rival))
+    local, other = update.losses(METHOD), update.losses(rival)
+    gap, both = differences(local, other), differences(update.both(METHOD), update.both(rival))
     judgment.figures[f"against {rival}"] = gap.figure("nats")
     judgment.figures[f"against {rival}, both texts"] = both.figure("nats")
     judgment.below(f"new text: difference to {rival}", gap, 0.0, " nats")
     judgment.below(f"both texts: difference to {rival}", both, 0.0, " nats")
     if gap.count > 1:
-        p_value = paired_t_test(mine, other).p_value
+        p_value = paired_t_test(local, other).p_value
         judgment.figures[f"p-value against {rival}"] = Figure(value=p_value, unit="")
         judgment.require(p_value < 0.05, f"new text: not different from {rival} with p < 0.05 (p = {p_value:.2g})")
 

@@ -72,11 +72,11 @@ def eval_every(size: workbench.Size) -> int:
 
 def compare(setting: Setting, study: Study, size: workbench.Size) -> dict[str, Comparison]:
     """Compare the arms in all regimes."""
-    found = {}
+    result = {}
     for regime, wild in study.regimes.items():
         variants = {arm: variant(size, settings, wild) for arm, settings in study.arms.items()}
-        found[regime] = steps_to_a_loss(setting, variants, plain=study.plain)
-    return found
+        result[regime] = steps_to_a_loss(setting, variants, plain=study.plain)
+    return result
 
 
 def variant(size: workbench.Size, settings: Mapping[str, Any], wild: Wild | None = None) -> Run:
@@ -140,15 +140,15 @@ def judge(study: Study, gain: float, samples: Samples, conditions: Conditions) -
 
 def _compare(judgment: Judgment, samples: Samples, study: Study, regime: str, other: str, gain: float) -> None:
     """Judge the main arm against another one in one regime."""
-    mine, steps = (samples[f"steps, {arm}, {regime}"] for arm in (study.main, other))
-    ratio, paired = ratios(steps, mine), paired_t_test(mine, steps)
+    local, steps = (samples[f"steps, {arm}, {regime}"] for arm in (study.main, other))
+    ratio, paired = ratios(steps, local), paired_t_test(local, steps)
     judgment.figures[f"fewer steps than {other}, {regime}"] = ratio.figure("x")
     judgment.said.append(
-        f"{regime}: {statistics.fmean(mine):.0f} steps against {statistics.fmean(steps):.0f} of {other} "
+        f"{regime}: {statistics.fmean(local):.0f} steps against {statistics.fmean(steps):.0f} of {other} "
         f"({ratio.mean:.2f}x, p = {paired.p_value:.2g})"
     )
     if study.regimes[regime] is None:
-        judgment.at_most(f"{regime}: steps more than {other}", differences(mine, steps), 0.0)
+        judgment.at_most(f"{regime}: steps more than {other}", differences(local, steps), 0.0)
         return
     judgment.at_least(f"{regime}: steps fewer than {other}", ratio, gain, "x")
     judgment.require(paired.p_value < 0.05, f"{regime}: not different from {other} with p < 0.05")

@@ -32,7 +32,7 @@ class Layout:
 
 def layouts(num_ranks: int) -> dict[str, Layout]:
     """The baseline, every axis alone, and their products where there are ranks enough."""
-    found = {
+    result = {
         BASELINE: Layout(parallel=ParallelConfig(pipeline=num_ranks)),
         "pipeline": Layout(parallel=ParallelConfig(pipeline=num_ranks), num_microbatches=NUM_MICROBATCHES),
         "tensor": Layout(parallel=ParallelConfig(tensor=num_ranks)),
@@ -41,11 +41,11 @@ def layouts(num_ranks: int) -> dict[str, Layout]:
     }
     if num_ranks % 4 == 0:
         two_by_two = ParallelConfig(pipeline=2, data=num_ranks // 2)
-        found["pipeline x data"] = Layout(parallel=two_by_two, num_microbatches=NUM_MICROBATCHES)
+        result["pipeline x data"] = Layout(parallel=two_by_two, num_microbatches=NUM_MICROBATCHES)
     if num_ranks % 8 == 0:
         cube = ParallelConfig(pipeline=2, data=num_ranks // 4, tensor=2)
-        found["pipeline x data x tensor"] = Layout(parallel=cube, num_microbatches=NUM_MICROBATCHES)
-    return found
+        result["pipeline x data x tensor"] = Layout(parallel=cube, num_microbatches=NUM_MICROBATCHES)
+    return result
 
 
 def measure(setting: Setting) -> Measurement:

@@ -26,11 +26,11 @@ def measure(setting: Setting) -> Measurement:
     if reason := missing():
         return untestable(reason)
     effort = Effort(repeats=1, calls=2) if setting.quick else Effort()
-    found = {}
+    result = {}
     for name in ["shaped"] if setting.quick else SETTINGS:
         setting.progress.note(f"topology: {name}")
-        found[name] = SETTINGS[name](effort)
-    return measurement(found)
+        result[name] = SETTINGS[name](effort)
+    return measurement(result)
 
 
 def measurement(found: Mapping[str, Mapping[str, Any]]) -> Measurement:

@@ -103,13 +103,13 @@ def compare(world: World, out: Path, effort: Effort) -> None:
     placed = replace(links, hosts=tuple(links.hosts[rank] for rank in order))
     plans |= measure_arms(world, placed, "placed", arms, effort)
     if world.is_first:
-        found = {
+        result = {
             "measured_links": {"latency_ms": scaled(links.latency_s, 1e3), "mbit": scaled(links.bytes_per_s, 8e-6)},
             "placed_order": order,
             "plans": plans,
             "ms": {arm: rounded(times) for arm, times in arms.items()},
         }
-        write_atomic(out, json.dumps(found))
+        write_atomic(out, json.dumps(result))
 
 
 def measure_arms(
@@ -198,7 +198,7 @@ def follow(world: World, out: Path, effort: Effort) -> None:
         deadline -= 1
     phases["recovered"] = [one() for _ in range(2 * config.window_all_reduces)]
     if world.is_first:
-        found = {
+        result = {
             "first_tree": first_tree,
             "second_tree": second_tree,
             "third_tree": edges(),
@@ -206,7 +206,7 @@ def follow(world: World, out: Path, effort: Effort) -> None:
             "calls_to_notice": calls_to_notice,
             "ms": {phase: rounded(times) for phase, times in phases.items()},
         }
-        write_atomic(out, json.dumps(found))
+        write_atomic(out, json.dumps(result))
 
 
 def any_rank(world: World, value: bool) -> bool:

@@ -39,8 +39,8 @@ class WildBatches(Objective):
     is_wild: bool = False
 
     def batches(self, model: Decoder, *, first: int, rank: int, world_size: int) -> Iterator[TokenBatch]:
-        found = self.inner.batches(model, first=first, rank=rank, world_size=world_size)
-        for number, batch in enumerate(found, start=first):
+        result = self.inner.batches(model, first=first, rank=rank, world_size=world_size)
+        for number, batch in enumerate(result, start=first):
             self.is_wild = self.wild.is_wild(number)
             yield self._spoil(batch, number) if self.is_wild else batch
 

@@ -134,18 +134,18 @@ def read_text(*, fraction: float, vocab_size: int, heldout_bytes: int) -> dict[T
     def encode(texts: Sequence[str]) -> list[list[int]]:
         return [ids.tolist() for ids in tokenizer.encode_documents(texts)]
 
-    found: dict[TextKind, Text] = {}
+    result: dict[TextKind, Text] = {}
     for kind in KINDS:
         heldout = documents[kind, "heldout"]
         heldout = heldout[:: max(1, sum(map(len, heldout)) // (2 * heldout_bytes))]
-        found[kind] = Text(
+        result[kind] = Text(
             vocab_size=tokenizer.vocab_size,
             eos_id=tokenizer.eos_id,
             train=encode(documents[kind, "train"]),
             validation=encode(heldout[0::2]),
             test=encode(heldout[1::2]),
         )
-    return found
+    return result
 
 
 def packed_rows(setting: Setting, *, seq_len: int, mode: Mode, split: Split, kind: TextKind = "prose") -> PackedRows:

@@ -34,13 +34,13 @@ def measure(setting: Setting) -> Measurement:
     model = memory_probe.probe_model(model_dim=width, num_layers=num_layers, vocab_size=vocab, seq_len=128, head_dim=64)
     counts = (1, 2) if setting.quick else (1, 2, 4, 8)
     stages: tuple[ZeroStage, ...] = (0, 3) if setting.quick else (0, 1, 2, 3)
-    found: dict[Case, Measured] = {}
+    result: dict[Case, Measured] = {}
     for count in counts:
         for stage in stages[:1] if count == 1 else stages:
             setting.progress.note(f"zero_memory: stage {stage}, {count} ranks")
-            found[stage, count] = memory_probe.measure(probe(model, stage, count), num_ranks=count)[0]
-    estimates = {case: estimated_bytes(model, *case) for case in found}
-    return measurement(found, estimates, model, large=large_model(quick=setting.quick))
+            result[stage, count] = memory_probe.measure(probe(model, stage, count), num_ranks=count)[0]
+    estimates = {case: estimated_bytes(model, *case) for case in result}
+    return measurement(result, estimates, model, large=large_model(quick=setting.quick))
 
 
 def probe(model: ModelConfig, zero_stage: ZeroStage, num_ranks: int) -> Probe:

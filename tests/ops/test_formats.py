@@ -51,8 +51,8 @@ def test_value_and_gradients_are_near_those_of_fp32(name):
 
 def test_a_wide_weight_gradient_is_exact():
     for made in (
-        Int8(result=torch.float32, wide_weight_gradient=True),
-        Fp8(recipe="rowwise", result=torch.float32, wide_weight_gradient=True),
+        Int8(result=torch.float32, wgrad_high_precision=True),
+        Fp8(recipe="rowwise", result=torch.float32, wgrad_high_precision=True),
     ):
         found = value_and_gradients(lambda x, w, made=made: in_products(made.products(), torch.float32, x, w))
         assert relative_error(found[2], value_and_gradients(F.linear)[2]) < 1e-6

@@ -35,7 +35,9 @@ def test_a_group_exchanges_among_its_own_ranks(received):
 
 def test_a_rank_that_has_ended_is_one_clear_error(received):
     for own in received:
-        assert own["error"].startswith("roll call: another process of the run has exited or did not answer within 600 s")
+        assert own["error"].startswith(
+            "roll call: another process of the run has exited or did not answer within 600 s"
+        )
 
 
 def test_one_process_receives_what_several_would():

@@ -48,7 +48,7 @@ CASES = {
             changes=ALL,
         ),
         Case(options={"fp8": {"grad_dtype": "e4m3"}}, made=fp8(gradients=E4M3), changes=BACKWARD),
-        Case(options={"fp8": {"wgrad_high_precision": True}}, made=fp8(wide_weight_gradient=True), changes={"dw"}),
+        Case(options={"fp8": {"wgrad_high_precision": True}}, made=fp8(wgrad_high_precision=True), changes={"dw"}),
         Case(options={"fp8": {"save_quantized_input": True}}, made=fp8(cache=True), changes={"bytes"}),
         Case(options={"fp8": {"scaling": "delayed"}}, made=fp8(maxima=past()), changes=ALL),
         Case(options={"output_dtype": "fp32"}, made=fp8(result=FP32), changes={*ALL, "bytes"}),
@@ -59,7 +59,7 @@ CASES = {
         ),
         Case(
             options={"int8": {"wgrad_high_precision": True}},
-            made=Int8(result=BF16, wide_weight_gradient=True),
+            made=Int8(result=BF16, wgrad_high_precision=True),
             changes={"dw"},
         ),
         Case(options={"output_dtype": "fp32"}, made=Int8(result=FP32), changes={*ALL, "bytes"}),

@@ -92,12 +92,14 @@ def serve(words: Sequence[str]) -> int:
     from modelwright.serve.config import ServeConfig
     from modelwright.serve.server import run_server
 
-    found = find_model(_run_or_folder(parsed.target), stage=parsed.stage, int8=parsed.int8)
+    result = find_model(_run_or_folder(parsed.target), stage=parsed.stage, int8=parsed.int8)
     if parsed.exit_with_parent:
         leave_with_parent()
-    settings = parse(ServeConfig, merge(dump(found.server), read_overrides(ServeConfig, rest)))
-    _remark(found.remark)
-    number = run_server(found.source, settings, model_name=parsed.served_model_name or found.source.name, announce=_say)
+    settings = parse(ServeConfig, merge(dump(result.server), read_overrides(ServeConfig, rest)))
+    _remark(result.remark)
+    number = run_server(
+        result.source, settings, model_name=parsed.served_model_name or result.source.name, announce=_say
+    )
     return 128 + number if number else 0
 
 
@@ -117,10 +119,10 @@ def chat(words: Sequence[str]) -> int:
     from modelwright.pipeline.models import find_model
     from modelwright.serve.terminal import chat as talk
 
-    found = find_model(_run_or_folder(options.target), stage=options.stage, int8=options.int8)
-    _remark(found.remark)
-    _say(f"Model: {found.source.describe()}")
-    talk(found.source.folder, temperature=options.temperature, top_p=options.top_p)
+    result = find_model(_run_or_folder(options.target), stage=options.stage, int8=options.int8)
+    _remark(result.remark)
+    _say(f"Model: {result.source.describe()}")
+    talk(result.source.folder, temperature=options.temperature, top_p=options.top_p)
     return 0
 
 
@@ -148,10 +150,10 @@ def export(words: Sequence[str]) -> int:
 
     run = find_run(options.target)
     target = Path(options.to[1]) if len(options.to) == 2 else run.path / "hf"
-    found = find_model(run.path, stage=options.stage)
-    _remark(found.remark)
-    folder = export_hf(found, target, overwrite=options.overwrite)
-    print(f"Model: {found.source.describe()}", file=sys.stderr)
+    result = find_model(run.path, stage=options.stage)
+    _remark(result.remark)
+    folder = export_hf(result, target, overwrite=options.overwrite)
+    print(f"Model: {result.source.describe()}", file=sys.stderr)
     print(folder)
     return 0
 

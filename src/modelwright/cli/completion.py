@@ -57,11 +57,11 @@ def completions() -> dict[str, list[str]]:
     keys = [setting.key for setting in run_settings()]
     inherited = [key.removeprefix("training.") for key in keys if key.startswith("training.")]
     keys += [f"{stage}.{key}" for stage in TRAININGS for key in inherited]
-    found = {name: _options(make()) for name, make in PARSERS.items()}
+    result = {name: _options(make()) for name, make in PARSERS.items()}
     for name in _WITH_SETTINGS:
-        found[name] += keys if name == "explain" else [*RECIPES, *(f"--{key}" for key in keys)]
-    found["serve"] += [f"--{key}" for key in all_paths(ServeConfig)]
-    return found | {"prove": ["--list", "--judge", "--all", "--quick"]}
+        result[name] += keys if name == "explain" else [*RECIPES, *(f"--{key}" for key in keys)]
+    result["serve"] += [f"--{key}" for key in all_paths(ServeConfig)]
+    return result | {"prove": ["--list", "--judge", "--all", "--quick"]}
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:

@@ -77,13 +77,13 @@ def explain(words: Sequence[str]) -> int:
     known = run_settings()
     if key in RENAMED:
         raise ConfigError(f"{key}: {new_name(key)}")
-    found = [one for one in known if f".{one.key}".endswith(f".{key}") or f"{one.key}.".startswith(f"{key}.")]
-    found = found or [one for one in known if f".{key}." in f".{one.key}."]
-    if not found:
+    result = [one for one in known if f".{one.key}".endswith(f".{key}") or f"{one.key}.".startswith(f"{key}.")]
+    result = result or [one for one in known if f".{key}." in f".{one.key}."]
+    if not result:
         tails = {one.key.rpartition(".")[2]: one.key for one in reversed(known)}
         near = difflib.get_close_matches(key.rpartition(".")[2], tails, n=3, cutoff=0.0)
         raise ConfigError(f"{key}: unknown setting; did you mean {', '.join(tails[name] for name in near)}?")
-    print("\n\n".join("\n".join(described(one)) for one in found))
+    print("\n\n".join("\n".join(described(one)) for one in result))
     return 0
 
 

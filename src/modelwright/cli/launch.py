@@ -60,9 +60,9 @@ def write_exit_report(folder: str, text: str, exit_code: int) -> int:
 
 def read_exit_reports(folder: Path) -> list[ExitReport]:
     """The exit reports, those that tell the cause first."""
-    found = [ExitReport(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
+    result = [ExitReport(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
     ranked = {code: place for place, code in enumerate(_TELLING)}
-    return sorted(found, key=lambda one: (ranked.get(one.exit_code, len(ranked)), _order(one)))
+    return sorted(result, key=lambda one: (ranked.get(one.exit_code, len(ranked)), _order(one)))
 
 
 def _order(words: ExitReport) -> float:

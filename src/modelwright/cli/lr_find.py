@@ -50,11 +50,11 @@ def lr_find(words: Sequence[str]) -> int:
         raise ConfigError(f"--out: {folder} is a file; choose a folder")
     display = choose_display(sys.stderr)
     try:
-        found = range_test(request.config, request.run, folder, test, words=["lr-find", *words], progress=display)
+        result = range_test(request.config, request.run, folder, test, words=["lr-find", *words], progress=display)
     finally:
         display.end()
-    print(f"proposed peak  {found.proposal:.3g}   (a tenth of {found.lowest:.3g}, where the loss was lowest)")
-    print(f"steepest fall  {found.steepest:.3g}")
+    print(f"proposed peak  {result.proposal:.3g}   (a tenth of {result.lowest:.3g}, where the loss was lowest)")
+    print(f"steepest fall  {result.steepest:.3g}")
     print(f"configured     {request.config.pretrain.learning_rate:.3g}")
     print(f"chart          {folder / 'lr-find.html'}")
     return 0

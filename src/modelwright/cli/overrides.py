@@ -145,6 +145,6 @@ def _is_text(hint: Any) -> bool:
 def _item(hint: Any) -> Any:
     """The item type of a tuple field, `None` for a field with a single value."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        found = [_item(arg) for arg in typing.get_args(hint)]
-        return next((item for item in found if item is not None), None)
+        result = [_item(arg) for arg in typing.get_args(hint)]
+        return next((item for item in result if item is not None), None)
     return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None

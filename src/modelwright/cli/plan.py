@@ -141,20 +141,20 @@ def _job(options: argparse.Namespace):
     from modelwright.plan.layout import TrainingJob
 
     if options.target in MODELS:
-        model, seq_len, batch_tokens, wanted = MODELS[options.target], 0, 2**22, "bf16"
+        model, seq_len, batch_tokens, requested = MODELS[options.target], 0, 2**22, "bf16"
     else:
         from modelwright.pipeline.resolve import resolve_model
         from modelwright.recipes.load import load
 
         config = resolve_model(load(options.target, {}).config)
         model, seq_len, batch_tokens = config.model, config.pack.seq_len, config.pretrain.batch_tokens
-        wanted = _format_of(config.pretrain.precision, options.device)
+        requested = _format_of(config.pretrain.precision, options.device)
     seq_len = plan_memory.row_len(options.seq_len, seq_len or model.max_seq_len, longest=model.max_seq_len)
     if options.batch_tokens is not None:
         batch_tokens = plan_memory.batch_tokens(options.batch_tokens, seq_len)
     elif batch_tokens % seq_len:
         raise ConfigError(f"--batch-tokens: must be a multiple of a row's {seq_len} tokens, got {batch_tokens}")
-    compute, notes = (options.compute, []) if options.compute else _on_device(wanted, options.device)
+    compute, notes = (options.compute, []) if options.compute else _on_device(requested, options.device)
     return TrainingJob(model=model, seq_len=seq_len, batch_tokens=batch_tokens, compute=compute), notes
 
 

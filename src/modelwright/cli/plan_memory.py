@@ -134,16 +134,16 @@ def _elsewhere(options: argparse.Namespace, model: "ModelConfig", train: "TrainC
         raise ConfigError(f"--flops-per-byte: must be above 0 and goes with --offload, got {options.flops_per_byte}")
     if tier == "none":
         return NOWHERE
-    found, device = options.flops_per_byte or configured.flops_per_byte, default_device()
-    if not found:
+    result, device = options.flops_per_byte or configured.flops_per_byte, default_device()
+    if not result:
         config = ActivationCheckpointingConfig(
             offload=tier, offload_dir=configured.offload_dir if tier == "disk" else ""
         )
         store = open_store(config, device=device, folder=Path())
         assert store is not None
         rates = measure_rates(model, num_tokens=2048, budget_s=2.0)["effective"]
-        found = measure_flops_per_byte(store, device, rates.get(train.precision.compute, rates["fp32"]))
-    return OffloadTarget(tier=tier, flops_per_byte=found)
+        result = measure_flops_per_byte(store, device, rates.get(train.precision.compute, rates["fp32"]))
+    return OffloadTarget(tier=tier, flops_per_byte=result)
 
 
 def _training(options: argparse.Namespace):

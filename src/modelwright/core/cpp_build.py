@@ -36,21 +36,21 @@ def compiled(source: Path, options: Sequence[str], *, folder: Path, way_out: str
     """The library in `folder`, compiled if missing. Concurrent builds leave one whole file. Raises `ModelwrightError`
     with the remedy and the compiler's output.
     """
-    found = library(source, options, folder=folder, known=known)
-    if found.exists():
-        return found
+    result = library(source, options, folder=folder, known=known)
+    if result.exists():
+        return result
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as place:
-            made = Path(place) / found.name
+            made = Path(place) / result.name
             command = [*_compiler(), "-fPIC", "-shared", str(source), *options, "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
             if done.returncode:
                 raise ModelwrightError(cannot_be_built(done.stderr, way_out))
-            made.replace(found)
+            made.replace(result)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ModelwrightError(cannot_be_built(str(error), way_out)) from error
-    return found
+    return result
 
 
 def cannot_be_built(text: str, way_out: str) -> str:

@@ -70,13 +70,13 @@ def hardware() -> dict[str, Any]:
 
 def versions(*packages: str) -> dict[str, str]:
     """Installed versions by package name; packages that are not installed are left out."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for package in packages:
         try:
-            found[package] = importlib.metadata.version(package)
+            result[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def git_commit(folder: Path) -> str:

@@ -91,10 +91,10 @@ class RunDir:
         except (OSError, ValueError):
             raise ArtifactError(f"{self.path}: is not a run directory (it has no readable run.json)") from None
         kinds = {"invocations": list, "stages": dict}
-        found = cast(dict[str, Any], info) if isinstance(info, dict) else {}
-        if not all(isinstance(found.get(name), kind) for name, kind in kinds.items()):
+        result = cast(dict[str, Any], info) if isinstance(info, dict) else {}
+        if not all(isinstance(result.get(name), kind) for name, kind in kinds.items()):
             raise ArtifactError(f"{self.info}: is damaged; remove it and run again, which writes a new one")
-        return found
+        return result
 
     def write_info(self, info: Mapping[str, Any]) -> None:
         write_atomic(self.info, json.dumps(info, indent=1, default=str))

@@ -41,7 +41,7 @@ def stdlib_folder() -> Path:
 
 def module_files(base: Path, prefix: str = "") -> Iterator[tuple[str, Path]]:
     """`(module name, file)` of the Python sources under `base`, sorted by name, tests left out."""
-    found = []
+    result = []
     for path in base.rglob("*.py"):
         parts = path.relative_to(base).with_suffix("").parts
         if any(part in _TEST_PARTS or part.startswith(("test_", "config-")) for part in parts):
@@ -50,8 +50,8 @@ def module_files(base: Path, prefix: str = "") -> Iterator[tuple[str, Path]]:
             parts = parts[:-1]
         name = ".".join([*prefix.split(), *parts])
         if name:
-            found.append((name, path))
-    yield from sorted(found)
+            result.append((name, path))
+    yield from sorted(result)
 
 
 def docstrings_of_source(module: str, source: str) -> Iterator[Docstring]:

@@ -62,8 +62,8 @@ def _locate(source: str, skip: SkipFile) -> Iterator[File]:
         reasons[reason] += 1
         skip(reason, _shown(source, path, name))
 
-    found = _walk(filesystem, path, pass_over) if is_folder else _glob(filesystem, path, pass_over)
-    files = [file for name in found if (file := _supported(filesystem, name, _shown(source, path, name), pass_over))]
+    result = _walk(filesystem, path, pass_over) if is_folder else _glob(filesystem, path, pass_over)
+    files = [file for name in result if (file := _supported(filesystem, name, _shown(source, path, name), pass_over))]
     if not files:
         what = "the directory holds" if is_folder else "the pattern matches"
         passed = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
@@ -107,10 +107,10 @@ def _walk_local(root: str, skip: SkipFile) -> Iterator[str]:
 
 
 def _glob(filesystem: fsspec.AbstractFileSystem, pattern: str, skip: SkipFile) -> list[str]:
-    found: list[str] = []
+    result: list[str] = []
     for match in sorted(str(name) for name in filesystem.glob(pattern)):
-        found += _walk(filesystem, match, skip) if filesystem.isdir(match) else [match]
-    return found
+        result += _walk(filesystem, match, skip) if filesystem.isdir(match) else [match]
+    return result
 
 
 def _is_hidden(name: str, folder: str) -> bool:

@@ -87,9 +87,9 @@ def answer(text: str) -> str:
             break
         if ended or len(" ".join(parts)) >= ENOUGH_CHARS or (prose and prose not in parts):
             break
-    found = _without_announcement(" ".join(parts))
-    enough = len(found) >= MIN_ANSWER_CHARS and len(found.split()) >= MIN_ANSWER_WORDS
-    return found if enough and not found.lower().startswith(("see ", "alias ", "same as ")) else ""
+    result = _without_announcement(" ".join(parts))
+    enough = len(result) >= MIN_ANSWER_CHARS and len(result.split()) >= MIN_ANSWER_WORDS
+    return result if enough and not result.lower().startswith(("see ", "alias ", "same as ")) else ""
 
 
 def _prose(paragraph: str) -> tuple[str, bool]:

@@ -177,11 +177,11 @@ def _read_file(
         return
     given = _given_split(file)
     for where, record in _records(file, config, report, complain):
-        found = _document(where, record, file.name, config, report, complain)
-        if isinstance(found, _Unsplit) and given:
-            found = replace(found.document, split=given)
-        if found is not None:
-            yield found
+        result = _document(where, record, file.name, config, report, complain)
+        if isinstance(result, _Unsplit) and given:
+            result = replace(result.document, split=given)
+        if result is not None:
+            yield result
 
 
 def _texts(
@@ -305,13 +305,13 @@ def _split(documents: Iterator[Document | _Unsplit], fraction: float) -> Iterato
     kept_back: dict[str, tuple[float, Document]] = {}
     num_train: dict[str, int] = {}
     with_heldout: set[str] = set()
-    for found in documents:
-        if isinstance(found, Document):
-            if found.split == "heldout":
-                with_heldout.add(found.kind)
-            yield found
+    for result in documents:
+        if isinstance(result, Document):
+            if result.split == "heldout":
+                with_heldout.add(result.kind)
+            yield result
             continue
-        document = found.document
+        document = result.document
         place = derive_seed(0, "heldout", document.text) / 2**63 if fraction else 1.0
         if place < fraction:
             with_heldout.add(document.kind)

@@ -57,13 +57,13 @@ def split_of(module: str) -> Split:
 
 def _modules(fraction: float, skip: SkipFile) -> Iterator[tuple[str, Docstring | None, Document | None]]:
     """`(origin, docstring, code)`, with one of the last two at a time."""
-    found = False
+    result = False
     for origin, base in (("stdlib", stdlib_folder()), ("torch", _package("torch")), ("numpy", _package("numpy"))):
         for module, path in module_files(base, "" if origin == "stdlib" else origin) if base else ():
             if module.startswith(_GENERATED) or not _is_chosen(module, fraction):
                 continue
             source = _read(path, skip)
-            found |= bool(source)
+            result |= bool(source)
             if origin == "stdlib" and source:
                 yield origin, None, _code(module, source)
             for docstring in docstrings_of_source(module, source):
@@ -71,7 +71,7 @@ def _modules(fraction: float, skip: SkipFile) -> Iterator[tuple[str, Docstring |
         for docstring in _compiled(origin):
             if _is_chosen(docstring.module, fraction):
                 yield origin, docstring, None
-    if not found:
+    if not result:
         text = f"{stdlib_folder()}: the interpreter came without its library sources"
         raise DataError(f"{text}; install them (a full Python), or give your own files with --data.sources")
     for topic, text in _topics():

@@ -271,10 +271,10 @@ class Tokenizer:
 
     def _special_id(self, name: str) -> Any:
         token = self.special_tokens.get(name)
-        found = None if token is None else self._library.token_to_id(token)
-        if found is None and name == "eos_token":
+        result = None if token is None else self._library.token_to_id(token)
+        if result is None and name == "eos_token":
             raise ArtifactError("the tokenizer has no eos_token; add one to its tokenizer_config.json")
-        return found
+        return result
 
 
 def _sample(texts: Iterable[str], sample_bytes: int) -> list[str]:

@@ -60,9 +60,9 @@ class Bigram:
     def _pair_counts(self, previous_N: np.ndarray, next_N: np.ndarray) -> np.ndarray:
         if not len(self.keys):
             return np.zeros(len(next_N), dtype=np.int64)
-        wanted = previous_N.astype(np.int64) * self.vocab_size + next_N
-        place = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
-        return np.where(self.keys[place] == wanted, self.counts[place], 0)
+        requested = previous_N.astype(np.int64) * self.vocab_size + next_N
+        place = np.minimum(np.searchsorted(self.keys, requested), len(self.keys) - 1)
+        return np.where(self.keys[place] == requested, self.counts[place], 0)
 
 
 def train_bigram(pairs: Iterable[Pairs], *, vocab_size: int) -> Bigram:

@@ -91,12 +91,12 @@ TIERS: dict[str, Callable[[_Entry, _Entry], bool]] = {
 
 def _entries(documents: Iterable[Document], config: MultipleChoiceConfig) -> list[_Entry]:
     """Eligible documents by increasing answer length; of equal questions the one with the first id."""
-    found: dict[tuple[str, ...], _Entry] = {}
+    result: dict[tuple[str, ...], _Entry] = {}
     for document in sorted((d for d in documents if d.kind == "qa"), key=lambda d: d.id):
         entry = _entry(document)
         if config.min_answer_bytes <= entry.num_bytes <= config.max_answer_bytes and entry.question:
-            found.setdefault(tuple(entry.question.split()), entry)
-    return sorted(found.values(), key=lambda e: (e.num_bytes, e.id))
+            result.setdefault(tuple(entry.question.split()), entry)
+    return sorted(result.values(), key=lambda e: (e.num_bytes, e.id))
 
 
 def _entry(document: Document) -> _Entry:
@@ -153,13 +153,13 @@ def _distractors(entry: _Entry, near: Sequence[_Entry], num_shorter: int, seed: 
     """Three entries, `num_shorter` of them shorter than the answer, none equivalent to another; or none."""
     shorter, longer = _by_side(entry, near, seed)
     chosen: list[_Entry] = []
-    for side, wanted in ((shorter, num_shorter), (longer, NUM_CANDIDATES - 1)):
+    for side, requested in ((shorter, num_shorter), (longer, NUM_CANDIDATES - 1)):
         for other in side:
-            if len(chosen) >= wanted:
+            if len(chosen) >= requested:
                 break
             if not any(same_meaning(other.words, kept.words) for kept in (entry, *chosen)):
                 chosen.append(other)
-        if len(chosen) < wanted:
+        if len(chosen) < requested:
             return []
     return chosen
 

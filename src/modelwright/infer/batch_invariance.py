@@ -34,12 +34,12 @@ def stable_row_multiple(model: Decoder, head: Product) -> int:
 
 def _distinct_products(model: Decoder, head: Product) -> list[tuple[Product, int]]:
     """One module of each kind and shape, and the head."""
-    found: dict[tuple[type, int, int], tuple[Product, int]] = {}
+    result: dict[tuple[type, int, int], tuple[Product, int]] = {}
     for module in model.blocks.modules():
         width, height = getattr(module, "in_features", 0), getattr(module, "out_features", 0)
         if isinstance(module, nn.Module) and width and height:
-            found.setdefault((type(module), width, height), (module, width))
-    return [*found.values(), (head, model.config.model_dim)]
+            result.setdefault((type(module), width, height), (module, width))
+    return [*result.values(), (head, model.config.model_dim)]
 
 
 def _is_stable(product: Product, width: int, multiple: int, dtype: torch.dtype) -> bool:

@@ -109,8 +109,8 @@ def least_budget(choices: Sequence[SegmentChoice], num_layers: int, budget: Budg
         high *= 2
     while high - low > high // 100:
         middle = (low + high) // 2
-        found = _best(choices, num_layers, replace(budget, num_bytes=middle))
-        low, high = (low, middle) if found else (middle, high)
+        result = _best(choices, num_layers, replace(budget, num_bytes=middle))
+        low, high = (low, middle) if result else (middle, high)
     return high
 
 

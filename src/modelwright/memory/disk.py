@@ -99,15 +99,15 @@ class DiskStore:
             rest, place = rest[written:], place + written
 
     def _read(self, like: Tensor, device: torch.device, place: int) -> Tensor:
-        found = torch.empty_like(like, device="cpu")
-        rest = _bytes(found).numpy().data
+        result = torch.empty_like(like, device="cpu")
+        rest = _bytes(result).numpy().data
         self.read_bytes += len(rest)
         while rest:
             read = os.preadv(self._file, [rest], place)
             if not read:
                 raise OSError(f"{len(rest)} bytes are missing")
             rest, place = rest[read:], place + read
-        return found.to(device)
+        return result.to(device)
 
     def _result(self, work: "Future[T]") -> T:
         try:

@@ -61,8 +61,8 @@ class MemoryTimeline:
 
     def alive(self, time: int) -> list[Lifetime]:
         """The largest blocks alive, largest first."""
-        found = [one for one in self.lifetimes if one.birth <= time < one.death]
-        return sorted(found, key=lambda one: (-one.num_bytes, one.birth))
+        result = [one for one in self.lifetimes if one.birth <= time < one.death]
+        return sorted(result, key=lambda one: (-one.num_bytes, one.birth))
 
     def by_kind(self, time: int) -> Mapping[Kind, int]:
         """Bytes alive of every kind."""
@@ -70,10 +70,10 @@ class MemoryTimeline:
         return {kind: sum(one.num_bytes for one in alive if one.kind == kind) for kind in KINDS}
 
     def phase_at(self, time: int) -> Phase:
-        found: Phase = "forward"
+        result: Phase = "forward"
         for start, phase in self.phases:
-            found = phase if start <= time else found
-        return found
+            result = phase if start <= time else result
+        return result
 
     @property
     def of_step(self) -> tuple[Lifetime, ...]:

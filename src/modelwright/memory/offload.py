@@ -93,9 +93,9 @@ class _Shape:
         self.piece = self._empty.new_zeros(self._shape) if self.piece is None else self.piece
 
     def take(self) -> Tensor:
-        found, self.piece = self.piece, None
-        assert found is not None
-        return found
+        result, self.piece = self.piece, None
+        assert result is not None
+        return result
 
 
 def check_tier(config: ActivationCheckpointingConfig, *, on_cpu: bool) -> None:

@@ -45,8 +45,8 @@ def plan_arena(lifetimes: Sequence[Lifetime], *, alignment: int = ALIGNMENT) -> 
     sizes = np.array([-(-one.num_bytes // alignment) * alignment for one in lifetimes], dtype=np.int64)
     births, deaths = (np.array([getattr(one, name) for one in lifetimes], np.int64) for name in ("birth", "death"))
     orders = (np.lexsort((births, -sizes)), np.lexsort((-sizes, births)))
-    found = [_place(sizes, births, deaths, order) for order in orders]
-    offsets = min(found, key=lambda offsets: int((offsets + sizes).max(initial=0)))
+    result = [_place(sizes, births, deaths, order) for order in orders]
+    offsets = min(result, key=lambda offsets: int((offsets + sizes).max(initial=0)))
     return Arena(
         lifetimes=tuple(lifetimes),
         offsets=tuple(offsets.tolist()),

@@ -26,8 +26,8 @@ def check_machine(*, on_cpu: bool) -> None:
         )
     if sys.platform != "linux":
         raise ConfigError(f"step_arena: requires Linux, not {sys.platform}; set it to false")
-    found = library(SOURCE, _options(), folder=cache_folder(), known=torch.__version__)
-    if not found.exists() and not has_compiler():
+    result = library(SOURCE, _options(), folder=cache_folder(), known=torch.__version__)
+    if not result.exists() and not has_compiler():
         raise ConfigError(f"{_ALLOCATOR} {cannot_be_built('program not found', _WAY_OUT)}")
 
 

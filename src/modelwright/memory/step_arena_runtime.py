@@ -101,12 +101,12 @@ class StepAllocator:
         """Lifetimes of the recorded step's allocations, in order, and which of them are still alive. Time counts
         allocations and frees.
         """
-        found, length = np.empty((self._library.arena_num_recorded(), 3), np.int64), self._library.arena_time()
-        self._library.arena_copy_recorded(_pointer(found))
-        lives = [death == OUTLIVES for death in found[:, 2].tolist()]
+        result, length = np.empty((self._library.arena_num_recorded(), 3), np.int64), self._library.arena_time()
+        self._library.arena_copy_recorded(_pointer(result))
+        lives = [death == OUTLIVES for death in result[:, 2].tolist()]
         lifetimes = [
             Lifetime(num_bytes=size, birth=birth, death=length if alive else death, kind="temporary")
-            for (size, birth, death), alive in zip(found.tolist(), lives, strict=True)
+            for (size, birth, death), alive in zip(result.tolist(), lives, strict=True)
         ]
         return lifetimes, lives
 
@@ -124,9 +124,9 @@ class StepAllocator:
         self._check(self._library.arena_give_back())
 
     def figures(self) -> Figures:
-        found = np.empty(7, np.int64)
-        self._library.arena_figures(_pointer(found))
-        return Figures(**dict(zip(Figures.__dataclass_fields__, found.tolist(), strict=True)))
+        result = np.empty(7, np.int64)
+        self._library.arena_figures(_pointer(result))
+        return Figures(**dict(zip(Figures.__dataclass_fields__, result.tolist(), strict=True)))
 
     def living_bytes(self) -> int:
         """Bytes in all arenas, including those being retired."""
@@ -210,11 +210,11 @@ class StepArena:
         """Metrics of the step that has just ended; empty while none is replayed."""
         if self._used is None or self._mode != Mode.REPLAY or not self._num_good + self._num_poor:
             return {}
-        found = self._used.figures()
+        result = self._used.figures()
         return {
             "arena_bytes": float(self._arena_bytes),
-            "arena_peak_bytes": float(found.peak_bytes),
-            "arena_hit_rate": found.served_share,
+            "arena_peak_bytes": float(result.peak_bytes),
+            "arena_hit_rate": result.served_share,
         }
 
     def close(self) -> None:

@@ -76,8 +76,8 @@ class StepTrace(TorchDispatchMode):
         length = self._time + 1
         phases = self._phases()
         starts = [time for time, phase in phases if phase == "backward"]
-        found = [self._lifetime(block, starts, length) for block in self._blocks]
-        return MemoryTimeline(lifetimes=tuple(one for one in found if one.num_bytes), length=length, phases=phases)
+        result = [self._lifetime(block, starts, length) for block in self._blocks]
+        return MemoryTimeline(lifetimes=tuple(one for one in result if one.num_bytes), length=length, phases=phases)
 
     @contextmanager
     def places(self) -> Iterator[None]:
@@ -149,12 +149,12 @@ class StepTrace(TorchDispatchMode):
     def _phases(self) -> tuple[tuple[int, Phase], ...]:
         """Backward is the time in autograd's engine; the update comes after its last operator."""
         last = max((time for time, inside in enumerate(self._backward, 1) if inside), default=len(self._backward))
-        found: list[tuple[int, Phase]] = [(0, "forward")]
+        result: list[tuple[int, Phase]] = [(0, "forward")]
         for time, inside in enumerate(self._backward, 1):
             phase: Phase = "backward" if inside else "update" if time > last else "forward"
-            if phase != found[-1][1]:
-                found.append((time, phase))
-        return tuple(found)
+            if phase != result[-1][1]:
+                result.append((time, phase))
+        return tuple(result)
 
     def _lifetime(self, block: _Block, starts: list[int], length: int) -> Lifetime:
         death = block.death if block.death >= 0 else length

@@ -61,9 +61,9 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.float32) -> Decoder:
     stored = _read_tensors(folder)
     if config.tie_embeddings:
         stored.pop("lm_head.weight", None)
-    wanted = {hf_name(name): (name, parameter.shape) for name, parameter in model.state_dict().items()}
-    _check_tensors(folder, wanted={name: shape for name, (_, shape) in wanted.items()}, stored=stored)
-    state = {name: stored[hf].to(dtype, copy=True) for hf, (name, _) in wanted.items()}
+    requested = {hf_name(name): (name, parameter.shape) for name, parameter in model.state_dict().items()}
+    _check_tensors(folder, wanted={name: shape for name, (_, shape) in requested.items()}, stored=stored)
+    state = {name: stored[hf].to(dtype, copy=True) for hf, (name, _) in requested.items()}
     model.load_state_dict(state, assign=True)
     return model
 

@@ -272,8 +272,8 @@ def _whole_backward(
     )  # fmt: skip
     grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads_BHTd)
     grad_k, grad_v = (x.unflatten(2, (k_BTKd.shape[2], -1)).sum(3) for x in (grad_k, grad_v))
-    found = zip((grad_q, grad_k, grad_v), (q_BTHd, k_BTKd, v_BTKd), strict=True)
-    grad_q, grad_k, grad_v = (grad.to(x.dtype).contiguous() for grad, x in found)
+    result = zip((grad_q, grad_k, grad_v), (q_BTHd, k_BTKd, v_BTKd), strict=True)
+    grad_q, grad_k, grad_v = (grad.to(x.dtype).contiguous() for grad, x in result)
     return grad_q, grad_k, grad_v
 
 

@@ -187,9 +187,9 @@ def quantize(x_RK: Tensor, *, stochastic: bool) -> tuple[Tensor, Tensor]:
 
 def rescale(sums_MN: Tensor, of_rows: Tensor, of_columns: Tensor, result: torch.dtype) -> Tensor:
     """Sums of products of codes (INT32) times the scales of their row and column, in `result`."""
-    found = sums_MN.new_empty(sums_MN.shape, dtype=result)
-    _call(f"rescale_{NAMES[result]}", sums_MN, *sums_MN.shape, of_rows, of_columns, found)
-    return found
+    findings = sums_MN.new_empty(sums_MN.shape, dtype=result)
+    _call(f"rescale_{NAMES[result]}", sums_MN, *sums_MN.shape, of_rows, of_columns, findings)
+    return findings
 
 
 def _call(name: str, *arguments: Argument) -> None:

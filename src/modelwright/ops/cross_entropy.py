@@ -124,8 +124,8 @@ def _times(x_ND: Tensor, factor: Tensor, chunk_tokens: int) -> Tensor:
     if x_ND.dtype in (torch.float32, torch.float64):
         return x_ND * factor
     result_ND = torch.empty_like(x_ND)
-    for mine, given in zip(result_ND.split(chunk_tokens), x_ND.split(chunk_tokens), strict=True):
-        mine.copy_(given.float() * factor)
+    for local, given in zip(result_ND.split(chunk_tokens), x_ND.split(chunk_tokens), strict=True):
+        local.copy_(given.float() * factor)
     return result_ND
 
 

@@ -27,10 +27,10 @@ def counted(inner: LinearGemms, executed: Executed) -> LinearGemms:
 
     def counting(product: Pair) -> Pair:
         def run(left: Tensor, right: Tensor) -> Tensor:
-            found = product(left, right)
+            result = product(left, right)
             # of matrices (m k), (k n) and (m n), whichever way each lies: (mk * kn * mn) is the square of mkn
-            executed.add(2 * math.isqrt(left.numel() * right.numel() * found.numel()))
-            return found
+            executed.add(2 * math.isqrt(left.numel() * right.numel() * result.numel()))
+            return result
 
         return run
 
@@ -38,6 +38,6 @@ def counted(inner: LinearGemms, executed: Executed) -> LinearGemms:
         inner,
         name=f"{inner.name}, counted",
         forward=counting(inner.forward),
-        input_gradient=counting(inner.input_gradient),
-        weight_gradient=counting(inner.weight_gradient),
+        dgrad=counting(inner.dgrad),
+        wgrad=counting(inner.wgrad),
     )

@@ -42,14 +42,14 @@ def _alone(x_NI: Tensor) -> Tensor:
 class LinearGemms:
     """How a linear layer multiplies.
 
-    forward: (x_NI, weight_OI) -> y_NO; input_gradient: (dy_NO, weight_OI) -> dx_NI; weight_gradient: (dy_NO, x_NI) ->
+    forward: (x_NI, weight_OI) -> y_NO; dgrad: (dy_NO, weight_OI) -> dx_NI; wgrad: (dy_NO, x_NI) ->
     dw_OI. pack and unpack: how the input x_NI is saved between forward and backward.
     """
 
     name: str = "plain"
     forward: Pair = _forward
-    input_gradient: Pair = _input_gradient
-    weight_gradient: Pair = _weight_gradient
+    dgrad: Pair = _input_gradient
+    wgrad: Pair = _weight_gradient
     pack: Callable[[Tensor], tuple[Tensor, ...]] = _as_it_is
     unpack: Callable[..., Tensor] = _alone
 
@@ -79,8 +79,8 @@ class _Multiply(torch.autograd.Function):
         weight_OI, *packed = ctx.saved_tensors
         dy_NO, dx, dw_OI = grad.flatten(0, -2), None, None
         if ctx.needs_input_grad[0]:
-            dx = ctx.products.input_gradient(dy_NO, weight_OI).view(ctx.shape).to(ctx.dtype)
+            dx = ctx.products.dgrad(dy_NO, weight_OI).view(ctx.shape).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
             x_NI = ctx.products.unpack(*packed)
-            dw_OI = ctx.products.weight_gradient(dy_NO, x_NI).to(weight_OI.dtype)
+            dw_OI = ctx.products.wgrad(dy_NO, x_NI).to(weight_OI.dtype)
         return dx, dw_OI, None

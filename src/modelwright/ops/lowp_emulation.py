@@ -14,12 +14,12 @@ def _instructions_of_cpu() -> frozenset[torch.dtype]:
     """The narrow formats that this processor multiplies natively; all of them if PyTorch cannot tell."""
     if not torch.backends.mkldnn.is_available():
         return frozenset({torch.bfloat16, torch.float16, torch.int8})
-    found = {
+    result = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
         torch.int8: torch.cpu._is_vnni_supported(),
     }
-    return frozenset(dtype for dtype, has in found.items() if has)
+    return frozenset(dtype for dtype, has in result.items() if has)
 
 
 CPU_MULTIPLIES = _instructions_of_cpu()

@@ -74,10 +74,10 @@ def _of_casts(products: LinearGemms, dtype: torch.dtype) -> LinearGemms:
     def forward(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
         return products.forward(x_NI, weight_OI.to(dtype))
 
-    def input_gradient(dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
-        return products.input_gradient(dy_NO, weight_OI.to(dtype))
+    def dgrad(dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
+        return products.dgrad(dy_NO, weight_OI.to(dtype))
 
-    return replace(products, forward=forward, input_gradient=input_gradient)
+    return replace(products, forward=forward, dgrad=dgrad)
 
 
 def in_products(products: LinearGemms, result: torch.dtype, x: Tensor, weight_OI: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def in_products(products: LinearGemms, result: torch.dtype, x: Tensor, weight_OI
 class Fp8:
     """FP8 products by a recipe.
 
-    result: format of the output. gradients: FP8 format of the gradients. wide_weight_gradient: the weight's gradient is
+    result: format of the output. gradients: FP8 format of the gradients. wgrad_high_precision: the weight's gradient is
     computed from unquantized factors. cache: save the quantized input for backward, one byte per element. shared: cache
     of quantized inputs for layers that read the same one. maxima: for delayed scaling, tensorwise only; without
     `shared`, because every layer has its own.
@@ -98,19 +98,19 @@ class Fp8:
     recipe: Recipe
     result: torch.dtype
     gradients: torch.dtype = E5M2
-    wide_weight_gradient: bool = False
+    wgrad_high_precision: bool = False
     cache: bool = False
     shared: SharedCodes | None = None
     maxima: Maxima | None = None
 
     def products(self) -> LinearGemms:
-        weight_gradient = self._wide_weight_gradient if self.wide_weight_gradient else self._weight_gradient
+        wgrad = self._wide_weight_gradient if self.wgrad_high_precision else self._weight_gradient
         packing = {"pack": self._pack, "unpack": self._unpack} if self.cache else {}
         return LinearGemms(
             name=f"fp8-{self.recipe}",
             forward=self._forward,
-            input_gradient=self._input_gradient,
-            weight_gradient=weight_gradient,
+            dgrad=self._input_gradient,
+            wgrad=wgrad,
             **packing,
         )
 
@@ -155,18 +155,16 @@ class Int8:
     """INT8 products with one scale per row of both factors, along the summed dimension.
 
     stochastic: gradients are rounded stochastically, so that small ones are unbiased instead of zero.
-    wide_weight_gradient: as in `Fp8`; its sum runs over all tokens, whose magnitudes differ most.
+    wgrad_high_precision: as in `Fp8`; its sum runs over all tokens, whose magnitudes differ most.
     """
 
     result: torch.dtype
     stochastic: bool = True
-    wide_weight_gradient: bool = False
+    wgrad_high_precision: bool = False
 
     def products(self) -> LinearGemms:
-        weight_gradient = self._wide_weight_gradient if self.wide_weight_gradient else self._weight_gradient
-        return LinearGemms(
-            name="int8", forward=self._forward, input_gradient=self._input_gradient, weight_gradient=weight_gradient
-        )
+        wgrad = self._wide_weight_gradient if self.wgrad_high_precision else self._weight_gradient
+        return LinearGemms(name="int8", forward=self._forward, dgrad=self._input_gradient, wgrad=wgrad)
 
     def _product(self, left: Tensor, right: Tensor, *, stochastic: bool) -> Tensor:
         a = quantize(left, ROWWISE, torch.int8, stochastic=stochastic)

@@ -76,10 +76,10 @@ def quantize_naive(
     x_RK: Tensor, grid: Grid, dtype: torch.dtype, *, maxima: Maxima | None = None, stochastic: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The definition, in PyTorch operators: the reference for `quantize`."""
-    found = group_maxima(x_RK, grid)
+    result = group_maxima(x_RK, grid)
     if maxima is not None:
-        found = torch.where(found.isfinite(), maxima(found), found)
-    scales = (found / largest(dtype)).clamp_min_(_TINY)
+        result = torch.where(result.isfinite(), maxima(result), result)
+    scales = (result / largest(dtype)).clamp_min_(_TINY)
     scaled_RK = x_RK.float() / _spread(scales, x_RK, grid)
     if dtype == torch.int8:
         rounded = scaled_RK.add_(torch.rand_like(scaled_RK)).floor_() if stochastic else scaled_RK.round_()
@@ -228,8 +228,8 @@ def _agrees(
     factors = [torch.randn(2 * BLOCK, 256, device=device, generator=generator).T for _ in dtypes]  # as in backward
     a, b = (quantize(x, grid, dtype) for x, grid, dtype in zip(factors, grids, dtypes, strict=True))
     try:
-        found, wanted = kernel(a, b), scaled_product_naive(a, b, grids, torch.float32)
+        findings, requested = kernel(a, b), scaled_product_naive(a, b, grids, torch.float32)
     except (RuntimeError, ValueError, NotImplementedError):  # this build or device has none for these grids
         return False
     tolerance = 4 * math.sqrt(2 * BLOCK) * torch.finfo(result).eps
-    return bool(((found.float() - wanted).abs().max() <= tolerance * wanted.std()).item())
+    return bool(((findings.float() - requested).abs().max() <= tolerance * requested.std()).item())

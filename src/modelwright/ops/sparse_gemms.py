@@ -21,26 +21,26 @@ Chosen = Callable[[], Tensor | None]
 def on_rows(inner: LinearGemms, chosen: Chosen) -> LinearGemms:
     """Like `inner`, but the weight's gradient is computed in its selected rows only."""
 
-    def weight_gradient(dy_NO: Tensor, x_NI: Tensor) -> Tensor:
+    def wgrad(dy_NO: Tensor, x_NI: Tensor) -> Tensor:
         rows_S = chosen()
         if rows_S is None:
-            return inner.weight_gradient(dy_NO, x_NI)
-        part_SI = inner.weight_gradient(dy_NO.index_select(1, rows_S), x_NI)
+            return inner.wgrad(dy_NO, x_NI)
+        part_SI = inner.wgrad(dy_NO.index_select(1, rows_S), x_NI)
         return part_SI.new_zeros(dy_NO.shape[1], part_SI.shape[1]).index_copy_(0, rows_S, part_SI)
 
-    return replace(inner, name=f"{inner.name}, chosen rows", weight_gradient=weight_gradient)
+    return replace(inner, name=f"{inner.name}, chosen rows", wgrad=wgrad)
 
 
 def on_columns(inner: LinearGemms, chosen: Chosen) -> LinearGemms:
     """Like `on_rows`, and the input's gradient uses the selected columns of dy only."""
 
-    def input_gradient(dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
+    def dgrad(dy_NO: Tensor, weight_OI: Tensor) -> Tensor:
         columns_S = chosen()
         if columns_S is None:
-            return inner.input_gradient(dy_NO, weight_OI)
-        return inner.input_gradient(dy_NO.index_select(1, columns_S), weight_OI.index_select(0, columns_S))
+            return inner.dgrad(dy_NO, weight_OI)
+        return inner.dgrad(dy_NO.index_select(1, columns_S), weight_OI.index_select(0, columns_S))
 
-    return replace(on_rows(inner, chosen), name=f"{inner.name}, chosen columns", input_gradient=input_gradient)
+    return replace(on_rows(inner, chosen), name=f"{inner.name}, chosen columns", dgrad=dgrad)
 
 
 def masked_naive(inner: LinearGemms, chosen: Chosen, *, input_too: bool) -> LinearGemms:
@@ -55,6 +55,6 @@ def masked_naive(inner: LinearGemms, chosen: Chosen, *, input_too: bool) -> Line
     return replace(
         inner,
         name="masked",
-        input_gradient=lambda dy, weight: inner.input_gradient(masked(dy) if input_too else dy, weight),
-        weight_gradient=lambda dy, x: inner.weight_gradient(masked(dy), x),
+        dgrad=lambda dy, weight: inner.dgrad(masked(dy) if input_too else dy, weight),
+        wgrad=lambda dy, x: inner.wgrad(masked(dy), x),
     )

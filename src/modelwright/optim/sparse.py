@@ -166,10 +166,10 @@ def sparsity_features(units: SparseUpdateConfig, rows: BatchSelectionConfig) -> 
     """What sparse updates and batch selection need of a run, and break. Selecting units needs more."""
     needs = {EAGER_BLOCKS, SYNCHRONOUS_UPDATES, PROMPT_GRADIENTS, SAME_MATMULS, WHOLE_GRADIENTS, WHOLE_MODEL}
     whole = {ADAMW_STATES, RESIDENT_STATES, EXACT_SUMS, EQUAL_REPLICAS}
-    found = list[Feature]()
+    result = list[Feature]()
     if units.kind != "none":
         breaks = [REVERSIBLE_UPDATES, SAME_UNITS]
-        found.append(feature("sparse_updates.kind", units.kind, needs=needs | whole, breaks=breaks))
+        result.append(feature("sparse_updates.kind", units.kind, needs=needs | whole, breaks=breaks))
     if rows.is_on:
-        found.append(feature("batch_selection.signal", needs=needs, breaks=[REVERSIBLE_UPDATES]))
-    return found
+        result.append(feature("batch_selection.signal", needs=needs, breaks=[REVERSIBLE_UPDATES]))
+    return result

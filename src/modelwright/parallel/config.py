@@ -109,21 +109,21 @@ class ParallelConfig:
 
     def features(self, num_processes: int) -> list[Feature]:
         """What this layout needs of a run, and breaks."""
-        found = []
+        result = []
         if self.pipeline > 1:
-            found.append(feature("pipeline", self.pipeline, needs=[WHOLE_GRADIENTS], breaks=[WHOLE_MODEL]))
+            result.append(feature("pipeline", self.pipeline, needs=[WHOLE_GRADIENTS], breaks=[WHOLE_MODEL]))
         if self.context > 1:
-            found.append(feature("context", self.context, breaks=[WHOLE_MODEL, WHOLE_ROWS]))
+            result.append(feature("context", self.context, breaks=[WHOLE_MODEL, WHOLE_ROWS]))
         if self.tensor > 1:
-            found.append(feature("tensor", self.tensor, breaks=[WHOLE_MODEL, WHOLE_MATRICES]))
+            result.append(feature("tensor", self.tensor, breaks=[WHOLE_MODEL, WHOLE_MATRICES]))
         if self.zero_stage != 0:
             axes = self.axes(num_processes)
             num_sharing = axes["shard"] * axes["context"]
             # One shard group that holds all copies: FSDP sums their gradients itself, in backward, exactly.
             breaks = {GRADIENT_SUMS} if axes["replicate"] == 1 and num_sharing > 1 else set()
             breaks |= {WHOLE_MODEL, WHOLE_MATRICES} if num_sharing > 1 else set()
-            found.append(feature("zero_stage", self.zero_stage, breaks=breaks))
-        return found
+            result.append(feature("zero_stage", self.zero_stage, breaks=breaks))
+        return result
 
     def _usable(self, num_processes: int) -> int:
         """The number of processes nearest to the given one that the axes permit."""

@@ -50,9 +50,9 @@ class ControlPlane:
         """Whether the flag is set on any rank: one small message."""
         if self._group is None:
             return flag
-        found = torch.tensor([int(flag)])
-        self._guard(lambda: dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group), what)
-        return bool(found)
+        result = torch.tensor([int(flag)])
+        self._guard(lambda: dist.all_reduce(result, op=dist.ReduceOp.MAX, group=self._group), what)
+        return bool(result)
 
     def attempt(self, action: Callable[[], T], *, what: str) -> T:
         """Run `action` on every rank; if it raises on any, raise on every rank. `action` itself must not communicate. A

@@ -229,10 +229,10 @@ class _Gate:
         self._stop.release()
         if self.has_been_in:
             self._before_return()
-        found = self._asked(self._handler.next_rendezvous)
+        result = self._asked(self._handler.next_rendezvous)
         self.has_been_in = True
         self._stop.hold()  # torch's agent starts its workers next
-        return found
+        return result
 
     def num_nodes_waiting(self) -> int:
         """The agent polls this while its workers run."""
@@ -373,8 +373,8 @@ def join_as_fits(
 
 def _store(rank: int, size: int) -> Store:
     """A store of all processes at MASTER_ADDR:MASTER_PORT, served by the first one (or by `torchrun`)."""
-    found, _, _ = next(iter(rendezvous("env://", rank, size, timeout=timedelta(minutes=10))))
-    return PrefixStore("modelwright", found)
+    result, _, _ = next(iter(rendezvous("env://", rank, size, timeout=timedelta(minutes=10))))
+    return PrefixStore("modelwright", result)
 
 
 def _wait_until_finished(store: Store) -> None:

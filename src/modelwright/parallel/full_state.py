@@ -17,12 +17,12 @@ from modelwright.parallel.mesh import Mesh
 
 def whole_weights(model: nn.Module, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     """Every weight of the whole model by name, one at a time, on all ranks. Pipeline stages hold different names."""
-    mine = dict(model.state_dict())
+    local = dict(model.state_dict())
     if mesh.pipeline.size == 1:
-        yield from ((name, _whole(weight)) for name, weight in mine.items())
+        yield from ((name, _whole(weight)) for name, weight in local.items())
         return
-    for name, (owner, shape, dtype) in _owners(mine, mesh).items():
-        whole = _whole(mine[name]).contiguous() if name in mine else torch.empty(
+    for name, (owner, shape, dtype) in _owners(local, mesh).items():
+        whole = _whole(local[name]).contiguous() if name in local else torch.empty(
             shape, dtype=dtype, device=mesh.world.device
         )  # fmt: skip
         dist.broadcast(whole, group_src=owner, group=mesh.pipeline.group)
@@ -34,11 +34,11 @@ def _owners(mine: Mapping[str, Tensor], mesh: Mesh) -> dict[str, tuple[int, torc
     mine_as_json = {
         name: (list(weight.shape), str(weight.dtype).removeprefix("torch.")) for name, weight in mine.items()
     }
-    found: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
+    result: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
     for stage, held in enumerate(mesh.pipeline.gather_json(mine_as_json)):
         for name, (shape, dtype) in held.items():
-            found.setdefault(name, (stage, torch.Size(shape), getattr(torch, dtype)))
-    return found
+            result.setdefault(name, (stage, torch.Size(shape), getattr(torch, dtype)))
+    return result
 
 
 @torch.no_grad()

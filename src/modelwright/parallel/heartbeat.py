@@ -54,10 +54,10 @@ class Heartbeat:
         others = [rank for rank in range(self.world.size) if rank != self.world.rank]
         counts, heard = dict.fromkeys(others, -1), dict.fromkeys(others, time.monotonic())
         while not self._next_beat_is_the_last(heard):
-            found = _ask(lambda: {rank: store.add(f"{_KEY}{rank}", 0) for rank in others if counts[rank] < _GONE})
+            result = _ask(lambda: {rank: store.add(f"{_KEY}{rank}", 0) for rank in others if counts[rank] < _GONE})
             _ask(lambda: store.add(f"{_KEY}{self.world.rank}", 1))
             now = time.monotonic()
-            for rank, count in (found or {}).items():
+            for rank, count in (result or {}).items():
                 if count != counts[rank]:
                     counts[rank], heard[rank] = count, now
             silent = [rank for rank in others if counts[rank] < _GONE and now - heard[rank] > self.lost_after_s]

@@ -64,9 +64,9 @@ def gathered(x: Tensor, axis: World, dim: int) -> Tensor:
 def summed_slice(x: Tensor, axis: World, dim: int) -> Tensor:
     """This rank's slice along `dim`, which must divide evenly, of the sum over the ranks."""
     parts = [part.contiguous() for part in _widened(x).chunk(axis.size, dim)]
-    mine = torch.empty_like(parts[0])
-    dist.reduce_scatter(mine, parts, group=axis.group)
-    return mine.to(x.dtype)
+    local = torch.empty_like(parts[0])
+    dist.reduce_scatter(local, parts, group=axis.group)
+    return local.to(x.dtype)
 
 
 def _widened(x: Tensor) -> Tensor:

@@ -45,15 +45,15 @@ class Traffic:
 
 def connections_sent() -> dict[int, int]:
     """Bytes that each TCP connection of this process has sent, by inode; empty where Linux is too old to count."""
-    found = {}
+    result = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
-                found[status.st_ino] = _sent(int(name))
+                result[status.st_ino] = _sent(int(name))
         except (OSError, struct.error):  # closed meanwhile, no TCP, or a kernel that tells less
             continue
-    return found
+    return result
 
 
 def _sent(descriptor: int) -> int:

@@ -110,9 +110,9 @@ def range_test(
     config = resolve_config(config, run, progress)
     rows = _rows(config, run, folder, words, progress)
     use_threads(config.hardware.num_threads)
-    found = sweep(config, rows, test, progress)
-    write_sweep(found, config, test, folder)
-    return found
+    result = sweep(config, rows, test, progress)
+    write_sweep(result, config, test, folder)
+    return result
 
 
 def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) -> Sweep:

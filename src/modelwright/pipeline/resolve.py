@@ -109,10 +109,10 @@ def measured_rates(config: RunConfig, precision: PrecisionConfig, note: Callable
     check_size(config.model)
     device = resolved_device(config.hardware.device)
     with fp32_products(onednn=precision.fp32_matmul == "onednn"):
-        found = measure_rates(config.model, num_tokens=_probe_tokens(config), device=device, budget_s=BUDGET_S)
-    if busy := busy_note(found["busy_cores"], remedy=_REMEDY):
+        result = measure_rates(config.model, num_tokens=_probe_tokens(config), device=device, budget_s=BUDGET_S)
+    if busy := busy_note(result["busy_cores"], remedy=_REMEDY):
         note(busy)
-    return found["effective"]
+    return result["effective"]
 
 
 def _probe_tokens(config: RunConfig) -> int:

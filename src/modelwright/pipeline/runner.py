@@ -42,12 +42,12 @@ def survey(run: RunDir, stages: Sequence[Stage]) -> Survey:
     """The state of every stage, without changing anything. A stage below an unfinished one is never `done`. Raises
     `ArtifactError` if a file of a finished stage is missing or has another size; contents are not read.
     """
-    found = Survey()
+    result = Survey()
     for stage in stages:
-        found.states[stage.name] = _state(run, stage, found.contents)
-        if found.states[stage.name] == "done":
-            found.contents[stage.name] = read_manifest(run.stage(stage.name).artifact).content_digest
-    return found
+        result.states[stage.name] = _state(run, stage, result.contents)
+        if result.states[stage.name] == "done":
+            result.contents[stage.name] = read_manifest(run.stage(stage.name).artifact).content_digest
+    return result
 
 
 def run_stages(

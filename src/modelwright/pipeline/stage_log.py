@@ -138,12 +138,12 @@ def _short(value: float | str) -> str:
 def _read(folder: StageDir) -> dict[str, Any]:
     """The content of `stage.json`; empty, so that the stage starts over, if it is missing or damaged."""
     try:
-        found = json.loads((folder.path / "stage.json").read_text(encoding="utf-8"))
+        result = json.loads((folder.path / "stage.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    attempts = found.get("attempts") if isinstance(found, dict) else None
+    attempts = result.get("attempts") if isinstance(result, dict) else None
     is_list = isinstance(attempts, list) and all(isinstance(one, dict) and "state" in one for one in attempts)
-    return found if is_list else {}
+    return result if is_list else {}
 
 
 def _write(folder: StageDir, digest: str, attempts: list[dict[str, Any]]) -> None:

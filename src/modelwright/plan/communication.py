@@ -62,7 +62,7 @@ def axis_seconds(
     model: ModelConfig, part: RankPart, axes: Mapping[str, int], cluster: Cluster, *, compute_s: float
 ) -> dict[str, float]:
     """Seconds of a step that a rank waits for each axis; axes of one rank are left out."""
-    reach, found = 1, {}
+    reach, result = 1, {}
     for axis in ("tensor", "context", "shard", "replicate", "pipeline"):
         reach *= axes[axis]
         if axes[axis] > 1:
@@ -70,18 +70,18 @@ def axis_seconds(
             seconds = cluster.seconds(num_bytes, num_messages, reach=reach)
             if axis == "shard":
                 seconds = max(0.0, seconds - OVERLAP[cluster.device] * compute_s)
-            found[axis] = seconds
-    return found
+            result[axis] = seconds
+    return result
 
 
 def axis_traffic(model: ModelConfig, part: RankPart, axes: Mapping[str, int]) -> dict[str, AxisTraffic]:
     """Traffic on each hop of every axis of more than one rank in a step."""
-    found = {}
+    result = {}
     for axis, size in axes.items():
         if size > 1:
             num_bytes, num_messages = _axis_traffic(axis, model, part, axes)
-            found[axis] = AxisTraffic(num_messages=num_messages, num_bytes=num_bytes / num_messages)
-    return found
+            result[axis] = AxisTraffic(num_messages=num_messages, num_bytes=num_bytes / num_messages)
+    return result
 
 
 def _axis_traffic(axis: str, model: ModelConfig, part: RankPart, axes: Mapping[str, int]) -> tuple[float, float]:

@@ -127,13 +127,13 @@ def measure_rates(
         return _Formats(products=products, best=_best_rates(products, measure))
 
     if device == "cpu":
-        found = undisturbed(measure_formats, others or OtherProcesses())
+        result = undisturbed(measure_formats, others or OtherProcesses())
     else:
-        found = Undisturbed(value=measure_formats(), num_threads=threads, busy_cores=0.0)
+        result = Undisturbed(value=measure_formats(), num_threads=threads, busy_cores=0.0)
     rows = [{"name": p.name, "during": p.during, "m": p.m, "k": p.k, "n": p.n, "flops": p.flops} for p in whole]
     effective = {}
-    for name, products in found.value.products.items():
-        rate_of = partial(_known_rate, found.value.best, name, threads / found.num_threads)
+    for name, products in result.value.products.items():
+        rate_of = partial(_known_rate, result.value.best, name, threads / result.num_threads)
         effective[name] = effective_rate(products, rate_of)
         for row, product in zip(rows, products, strict=True):
             row[name] = rate_of(*product.shape)
@@ -141,9 +141,9 @@ def measure_rates(
         "threads": threads,
         "products": rows,
         "effective": effective,
-        "tokens": {name: products[0].m for name, products in found.value.products.items()},
-        "busy_cores": found.busy_cores,
-        "measured_threads": found.num_threads,
+        "tokens": {name: products[0].m for name, products in result.value.products.items()},
+        "busy_cores": result.busy_cores,
+        "measured_threads": result.num_threads,
     }
 
 
@@ -178,9 +178,11 @@ def measure_int8(model: ModelConfig, *, budget_s: float = 6.0) -> dict[str, Any]
         measures = {
             (kind, product.shape): partial(rate, *product.shape) for product in products for kind, rate in kinds.items()
         }
-        found = undisturbed(partial(_best_of_rounds, measures), OtherProcesses())
-        times = torch.get_num_threads() / found.num_threads
-        table[name] = {kind: effective_rate(products, partial(_known_rate, found.value, kind, times)) for kind in kinds}
+        result = undisturbed(partial(_best_of_rounds, measures), OtherProcesses())
+        times = torch.get_num_threads() / result.num_threads
+        table[name] = {
+            kind: effective_rate(products, partial(_known_rate, result.value, kind, times)) for kind in kinds
+        }
     return table
 
 
@@ -189,7 +191,7 @@ def preload_allocator() -> str:
     "" where there is none."""
     if not sys.platform.startswith("linux"):
         return ""
-    return next((found for name in ALLOCATORS if (found := ctypes.util.find_library(name))), "")
+    return next((result for name in ALLOCATORS if (result := ctypes.util.find_library(name))), "")
 
 
 def recommend(training: dict[str, Any], int8: dict[str, Any], allocator: str = "") -> dict[str, Any]:

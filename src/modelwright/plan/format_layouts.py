@@ -30,7 +30,7 @@ def proposal_text(
         lines.append("no layout fits")
     if proposal.too_large:
         lines += ["", f"{len(proposal.too_large)} meshes do not fit; the nearest:"]
-        lines += [f"  {_short(found)}: {_reason(found, cluster)}" for found in proposal.too_large[:top]]
+        lines += [f"  {_short(result)}: {_reason(result, cluster)}" for result in proposal.too_large[:top]]
     lines += [f"  not possible: {reason}" for reason in proposal.refused[:3]]
     lines += ["", f"memory: {known_error or _NO_ERROR}"]
     lines.append(
@@ -87,7 +87,7 @@ def _table(shown: Sequence[Assessment], cluster: Cluster) -> list[str]:
         f"{'pp':>4}{'data':>9}{'cp':>4}{'tp':>4}  {'shard':<10}{'schedule':<16}{'rows x m':>11}  {'activations':<11}"
         f"{'per device':>11}{'in all':>9}{'step':>9}{'bubble':>8}{'comm':>7}{'MFU':>6}"
     )
-    return [head, *(_row(found, cluster) for found in shown)]
+    return [head, *(_row(result, cluster) for result in shown)]
 
 
 def _row(found: Assessment, cluster: Cluster) -> str:

@@ -111,9 +111,9 @@ def plan_step(
 
     @cache
     def trace(settings: TrainConfig) -> MemoryTimeline:
-        found = trace_step(model, settings, objective_of, seq_len=seq_len)
+        result = trace_step(model, settings, objective_of, seq_len=seq_len)
         progress.advance(next(numbers))
-        return found
+        return result
 
     progress.begin("trace", 1 + len(candidates), "steps")
     before = trace(train)
@@ -192,7 +192,7 @@ def _candidates(
 
     folder = train.activation_checkpointing.offload_dir if elsewhere.tier == "disk" else ""
     lean = _with_updates_in_backward(train)
-    found = [candidate(replace(lean, activation_checkpointing=ActivationCheckpointingConfig()))]
+    result = [candidate(replace(lean, activation_checkpointing=ActivationCheckpointingConfig()))]
     for budget in budgets:
         config = ActivationCheckpointingConfig(
             mode="budget",
@@ -202,6 +202,6 @@ def _candidates(
             flops_per_byte=elsewhere.flops_per_byte,
         )
         next_one = candidate(replace(lean, activation_checkpointing=config))
-        if next_one.cost > found[-1].cost:
-            found.append(next_one)
-    return candidate(train), found
+        if next_one.cost > result[-1].cost:
+            result.append(next_one)
+    return candidate(train), result

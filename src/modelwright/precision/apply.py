@@ -65,9 +65,9 @@ class AmaxHistory:
 
     def collect(self) -> list[float]:
         """Return this rank's maxima of the step, by role, and reset them."""
-        found = [float(torch.stack(now).max()) if now else 0.0 for now in self._now.values()]
+        result = [float(torch.stack(now).max()) if now else 0.0 for now in self._now.values()]
         self.begin()
-        return found
+        return result
 
     def push(self, maxima: Sequence[float]) -> None:
         """End of the step. maxima: of all ranks; non-finite ones are left out, because `quantize` has already made the
@@ -113,7 +113,7 @@ class ModelPrecision:
         self._watched = watched or _unwatched
         self._apply()
 
-    def put_around(self, around: Around | None) -> None:
+    def wrap_products(self, around: Around | None) -> None:
         """From now on every projection's products are wrapped by this function, in any format; None removes it."""
         self._around = around
         self._apply()
@@ -128,7 +128,7 @@ class ModelPrecision:
             return partial(in_float, FLOATS[chosen], products=products, keeps_cast=self._is_recomputed(name))
         if chosen == "int8":
             wide = config.int8.wgrad_high_precision
-            made = Int8(result=result, stochastic=config.int8.stochastic_rounding, wide_weight_gradient=wide)
+            made = Int8(result=result, stochastic=config.int8.stochastic_rounding, wgrad_high_precision=wide)
             return partial(in_products, self._changed(name, made.products()), result)
         delays = {}
         if name in self.delayed:
@@ -138,7 +138,7 @@ class ModelPrecision:
             recipe=config.fp8.recipe,
             result=result,
             gradients=config.fp8.gradient_dtype,
-            wide_weight_gradient=config.fp8.wgrad_high_precision,
+            wgrad_high_precision=config.fp8.wgrad_high_precision,
             cache=caches,
             shared=self.shared.get(part_of(name)) if caches else None,
             **delays,
@@ -206,10 +206,10 @@ class SyncAmaxHistory:
         """All ranks list all layers of the whole model, whichever they hold."""
         own, nothing = self.formats.delayed, [0.0] * len(ROLES)
         names = names_of_projections(self.formats.model.config.num_layers)
-        found = self.agree([value for name in names for value in (own[name].collect() if name in own else nothing)])
+        result = self.agree([value for name in names for value in (own[name].collect() if name in own else nothing)])
         for number, name in enumerate(names):
             if name in own:
-                own[name].push(found[number * len(ROLES) : (number + 1) * len(ROLES)])
+                own[name].push(result[number * len(ROLES) : (number + 1) * len(ROLES)])
 
     def state_dict(self) -> dict[str, Any]:
         return {name: {role: list(one.past[role]) for role in ROLES} for name, one in self.formats.delayed.items()}

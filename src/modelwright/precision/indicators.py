@@ -210,15 +210,15 @@ class Observer:
         """
         if not values.numel():
             return {}
-        sample, found = ValueSample.of(values), {}
+        sample, result = ValueSample.of(values), {}
         if not bool(sample.maxima_K.isfinite().all()):
             return {}
         for chosen in self.candidates:
             lost = min(1.0, error_of(sample, chosen, role, self.config))
             if values.dtype != torch.float32 and chosen in FLOATS:
                 lost = max(lost, rounding_error(chosen))
-            found[chosen] = lost
-        return found
+            result[chosen] = lost
+        return result
 
     def _add(self, part: str, what: str, lost: Mapping[Format, float]) -> None:
         for chosen, share in lost.items():

@@ -193,15 +193,15 @@ class PrecisionConfig:
 
     def features(self) -> list[Feature]:
         """What the precision settings need of a run, and break."""
-        found, scaling = [], self.loss_scale
+        result, scaling = [], self.loss_scale
         uses_fp16 = self.policy != "auto" and self.uses_fp16
         if scaling.enabled == "always" or (scaling.enabled == "auto" and uses_fp16):
             breaks = [COMMON_LOSS_SCALE] if scaling.per_layer else []
-            found.append(feature("loss_scale", needs=[WHOLE_GRADIENTS], breaks=breaks))
+            result.append(feature("loss_scale", needs=[WHOLE_GRADIENTS], breaks=breaks))
         if self.adaptive.kind != "none":
             needs = [EAGER_BLOCKS, SYNCHRONOUS_UPDATES, SAME_UNITS, COMMON_LOSS_SCALE, WHOLE_GRADIENTS]
-            found.append(feature("adaptive.kind", self.adaptive.kind, needs=needs, breaks=[SAME_MATMULS]))
-        return found
+            result.append(feature("adaptive.kind", self.adaptive.kind, needs=needs, breaks=[SAME_MATMULS]))
+        return result
 
     @property
     def uses_fp16(self) -> bool:

@@ -155,17 +155,17 @@ def _describe(service: Service) -> dict[str, Any]:
 async def _completions(request: Request) -> Response:
     service = _service(request)
     body = await _admit(request, service, num_prompts=service.config.max_completions)
-    wanted, prompts = await _read(_read_completion, body, service)
+    requested, prompts = await _read(_read_completion, body, service)
     generation = start(
-        wanted,
+        requested,
         prompts,
         worker=service.worker,
         codec=service.codec,
         model=service.model_name,
         kind="cmpl",
-        max_tokens=wanted.max_tokens,
+        max_tokens=requested.max_tokens,
         default_max_tokens=COMPLETION_DEFAULT_TOKENS,
-        num_logprobs=wanted.logprobs or 0,
+        num_logprobs=requested.logprobs or 0,
         max_choices=service.config.max_completions,
     )
     return await _respond(request, generation, completions)
@@ -174,17 +174,17 @@ async def _completions(request: Request) -> Response:
 async def _chat_completions(request: Request) -> Response:
     service = _service(request)
     body = await _admit(request, service, num_prompts=1)
-    wanted, prompt = await _read(_read_chat, body, service)
+    requested, prompt = await _read(_read_chat, body, service)
     generation = start(
-        wanted,
+        requested,
         [prompt],
         worker=service.worker,
         codec=service.codec,
         model=service.model_name,
         kind="chatcmpl",
-        max_tokens=wanted.max_completion_tokens or wanted.max_tokens,
+        max_tokens=requested.max_completion_tokens or requested.max_tokens,
         default_max_tokens=service.worker.engine.max_seq_len,
-        num_logprobs=wanted.top_logprobs or 0,
+        num_logprobs=requested.top_logprobs or 0,
         max_choices=service.config.max_completions,
     )
     return await _respond(request, generation, chat)
@@ -192,21 +192,21 @@ async def _chat_completions(request: Request) -> Response:
 
 def _read_completion(body: bytes, service: Service) -> tuple[CompletionRequest, list[list[int]]]:
     """A request and the token ids of its prompts."""
-    wanted = parse_request(CompletionRequest, body, service.limits)
-    _require_model(service, wanted.model)
-    prompts = [service.codec.encode(p) if isinstance(p, str) else _known_ids(p, service) for p in wanted.prompts]
+    requested = parse_request(CompletionRequest, body, service.limits)
+    _require_model(service, requested.model)
+    prompts = [service.codec.encode(p) if isinstance(p, str) else _known_ids(p, service) for p in requested.prompts]
     if not prompts or not all(prompts):
         raise ApiError(400, "The prompt is empty; give at least one token.", param="prompt", code="invalid_value")
-    return wanted, prompts
+    return requested, prompts
 
 
 def _read_chat(body: bytes, service: Service) -> tuple[ChatRequest, list[int]]:
     """A request and the token ids of its conversation."""
-    wanted = parse_request(ChatRequest, body, service.limits)
-    _require_model(service, wanted.model)
-    if wanted.top_logprobs and not wanted.logprobs:
+    requested = parse_request(ChatRequest, body, service.limits)
+    _require_model(service, requested.model)
+    if requested.top_logprobs and not requested.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs", code="invalid_value")
-    return wanted, service.codec.encode_chat([message.plain() for message in wanted.messages])
+    return requested, service.codec.encode_chat([message.plain() for message in requested.messages])
 
 
 async def _read(read: Callable[[bytes, Service], T], body: bytes, service: Service) -> T:

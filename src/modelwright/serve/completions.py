@@ -33,11 +33,11 @@ def usage_chunk(generation: Generation) -> dict[str, Any]:
 
 
 def _choice(generation: Generation, index: int, text: str, tokens: Sequence[TokenInfo], reason: str) -> dict[str, Any]:
-    wanted = getattr(generation.request, "logprobs", None) is not None
+    requested = getattr(generation.request, "logprobs", None) is not None
     return {
         "index": index,
         "text": text,
-        "logprobs": _logprobs(generation, tokens) if wanted else None,
+        "logprobs": _logprobs(generation, tokens) if requested else None,
         "finish_reason": reason or None,
     }
 

@@ -84,7 +84,7 @@ def build_techniques(
     """
     spikes, rate_after_rollback = loss_spikes(config.loss_spikes, run, checkpoint_every=config.checkpoint_every_steps)
     clip_norm = 0.0 if config.optimizer_in_backward else config.max_grad_norm
-    wanted = (
+    requested = (
         layer_sparsity(  # on_batch: choose rows and units; on_gradients: count what was executed
             config.sparse_updates,
             config.batch_selection,
@@ -111,7 +111,7 @@ def build_techniques(
             config.load_balance, run, every=config.checkpoint_every_steps
         ),
     )
-    return [technique for technique in wanted if technique is not None]
+    return [technique for technique in requested if technique is not None]
 
 
 @dataclass(kw_only=True)
@@ -128,7 +128,7 @@ def build_step(
     objective: Objective,
     config: TrainConfig,
     parallel: ParallelConfig,
-    everyone: Mesh,
+    global_mesh: Mesh,
     *,
     num_steps: int,
     seed: int,
@@ -149,7 +149,7 @@ def build_step(
     wrap_strategy: wraps the strategy.
     """
     is_hogwild = config.async_updates.mode == "hogwild"
-    mesh = build_mesh(single(everyone.world.device), DATA_PARALLEL) if is_hogwild else everyone
+    mesh = build_mesh(single(global_mesh.world.device), DATA_PARALLEL) if is_hogwild else global_mesh
     in_place = mesh.is_only_data_parallel
     num_copies = mesh.data.size * mesh.context.size * config.gradient_accumulation_steps
     num_rows = config.batch_tokens // num_copies
@@ -208,7 +208,7 @@ def build_step(
         strategy = build_strategy(
             config.strategy(shares_memory=parallel.shared_memory),
             replica,
-            everyone.world,
+            global_mesh.world,
             compensate=partial(compensate, strength=strength) if strength else None,
             encode=StepInfo.as_json,
             decode=StepInfo.from_json,
@@ -241,7 +241,7 @@ def build_step(
         executor=executor,
         runner=runner,
         formats=formats,
-        everyone=everyone,
+        global_mesh=global_mesh,
         num_steps=num_steps,
         seed=seed,
         folder=folder,
@@ -254,7 +254,7 @@ def build_step(
     acting = build_techniques(config, run, objective=objective, scaler=scaler, loss_scale=loss_scale, num_rows=num_rows)
     acting += [retry] if retry else []
     acting += techniques
-    check_layout(config, parallel, num_processes=everyone.world.size, techniques=acting)
+    check_layout(config, parallel, num_processes=global_mesh.world.size, techniques=acting)
     one_step = TrainStep(
         model=executor.model,
         runner=runner,
@@ -263,7 +263,7 @@ def build_step(
         optimizer=replica.optimizer,
         loss_scaler=scaler,
         techniques=acting,
-        throughput=Throughput(world=everyone.world, num_updating=mesh.world.size, peak_flops=peak_flops),
+        throughput=Throughput(world=global_mesh.world, num_updating=mesh.world.size, peak_flops=peak_flops),
         num_steps=num_steps,
         seed=seed,
     )
@@ -360,7 +360,7 @@ def _train_laid_out(
     objective: Objective,
     config: TrainConfig,
     parallel: ParallelConfig,
-    everyone: Mesh,
+    global_mesh: Mesh,
     *,
     num_steps: int,
     stage: StageDir,
@@ -378,7 +378,7 @@ def _train_laid_out(
     restart: bool,
 ) -> TrainResult | Relayout:
     """Train under one layout; on return the model holds the trained weights."""
-    world = everyone.world
+    world = global_mesh.world
     with ExitStack() as exit_stack:
         anomalies = None
         if world.is_first:
@@ -388,7 +388,7 @@ def _train_laid_out(
             objective,
             config,
             parallel,
-            everyone,
+            global_mesh,
             num_steps=num_steps,
             seed=seed,
             folder=stage.path,
@@ -402,7 +402,7 @@ def _train_laid_out(
             peak_flops=peak_flops,
         )
         monitors = build_monitors(config.fault_tolerance, parts.run, anomalies)
-        reader = CheckpointReader(stage.checkpoints, digest=input_digest, world=world, reduce=everyone.reduce)
+        reader = CheckpointReader(stage.checkpoints, digest=input_digest, world=world, reduce=global_mesh.reduce)
         state, all_techniques = TrainState(), [*parts.techniques, *monitors]
         checkpoints = CheckpointManager(
             reader=reader,
@@ -411,7 +411,7 @@ def _train_laid_out(
             num_steps=num_steps,
             one_step=parts.one_step,
             replica=parts.run.replica,
-            everyone=everyone,
+            global_mesh=global_mesh,
             techniques=all_techniques,
             state=state,
             progress=progress,
@@ -423,7 +423,7 @@ def _train_laid_out(
             num_steps=num_steps,
             executor=parts.run.executor,
             formats=parts.run.formats,
-            everyone=everyone,
+            global_mesh=global_mesh,
             stage=stage,
             progress=progress,
             heldout=heldout,

@@ -200,18 +200,18 @@ class TrainConfig(SharedTrainConfig):
 
     def features(self) -> list[Feature]:
         """Everything that is enabled, with what it needs of the run and breaks."""
-        found: list[Feature] = []
+        result: list[Feature] = []
         if self.compile:
-            found.append(feature("compile", breaks=[EAGER_BLOCKS]))
+            result.append(feature("compile", breaks=[EAGER_BLOCKS]))
         if self.optimizer != "adamw":
             whole = [WHOLE_GRADIENTS] if self.optimizer == "muon" else []
             matrices = [WHOLE_MATRICES] if self.optimizer == "muon" else []
-            found.append(feature("optimizer", self.optimizer, needs=[*whole, *matrices], breaks=[ADAMW_STATES]))
+            result.append(feature("optimizer", self.optimizer, needs=[*whole, *matrices], breaks=[ADAMW_STATES]))
         if self.optimizer_cpu_offload:
             needs = [ADAMW_STATES, WHOLE_GRADIENTS]
-            found.append(feature("optimizer_cpu_offload", needs=needs, breaks=[RESIDENT_STATES]))
+            result.append(feature("optimizer_cpu_offload", needs=needs, breaks=[RESIDENT_STATES]))
         if self.optimizer_in_backward:
-            found.append(feature("optimizer_in_backward", breaks=[WHOLE_GRADIENTS]))
+            result.append(feature("optimizer_in_backward", breaks=[WHOLE_GRADIENTS]))
         for name in (
             "adaptive_clip",
             "weight_decay_schedule",
@@ -220,8 +220,8 @@ class TrainConfig(SharedTrainConfig):
             "async_updates",
             "loss_spikes",
         ):
-            found += [replace(one, key=f"{name}.{one.key}") for one in getattr(self, name).features()]
-        return found + sparsity_features(self.sparse_updates, self.batch_selection)
+            result += [replace(one, key=f"{name}.{one.key}") for one in getattr(self, name).features()]
+        return result + sparsity_features(self.sparse_updates, self.batch_selection)
 
     def strategy(self, *, shares_memory: bool) -> StrategyConfig:
         """How ranks share gradients and updates. shares_memory: whether processes of a host may keep one copy."""
@@ -276,13 +276,13 @@ class TrainConfig(SharedTrainConfig):
             without.discard("checkpoint_every_steps")  # where the run may go back to
         if self.batch_selection.signal != "none":
             without.discard("gradient_accumulation_steps")  # which must share the chosen rows equally
-        found = {name: value for name, value in dump(self, constants=True).items() if name not in without}
-        found["gradient_sync"] = {
-            name: value for name, value in found["gradient_sync"].items() if name not in ("overlap", "topology")
+        result = {name: value for name, value in dump(self, constants=True).items() if name not in without}
+        result["gradient_sync"] = {
+            name: value for name, value in result["gradient_sync"].items() if name not in ("overlap", "topology")
         }
         if not (self.optimizer_in_backward and self.max_grad_norm):
-            del found["optimizer_in_backward"]  # the same weights, to the last bit
-        return found
+            del result["optimizer_in_backward"]  # the same weights, to the last bit
+        return result
 
 
 def check_layout(

@@ -60,8 +60,8 @@ class FrozenModel:
             chunks = zip(
                 hidden_BTD.flatten(0, 1).split(chunk_tokens), part.labels_BT.flatten().split(chunk_tokens), strict=True
             )
-            found = [self._chunk_log_probs(hidden_CD, labels_C) for hidden_CD, labels_C in chunks]
-            return torch.cat(found).view_as(part.labels_BT)
+            result = [self._chunk_log_probs(hidden_CD, labels_C) for hidden_CD, labels_C in chunks]
+            return torch.cat(result).view_as(part.labels_BT)
 
         return self._outputs(batch, num_parts, log_probs)
 
@@ -72,12 +72,12 @@ class FrozenModel:
 
     @torch.no_grad()
     def _outputs(self, batch: Batch, num_parts: int, output_of: Callable[[Tensor, Batch], Tensor]) -> Tensor:
-        found: list[Tensor] = []
+        result: list[Tensor] = []
 
         def keep(hidden_BTD: Tensor, part: Batch) -> Tensor:
-            found.append(output_of(hidden_BTD, part))
-            return found[-1]
+            result.append(output_of(hidden_BTD, part))
+            return result[-1]
 
         padded = batch.padded(num_parts).to(self.device)
         self.executor.evaluate(padded.split(num_parts), keep)
-        return torch.cat(found)[: batch.num_rows]
+        return torch.cat(result)[: batch.num_rows]

@@ -31,7 +31,7 @@ class Runtime:
     executor: Executor
     runner: Runner
     formats: ModelPrecision
-    everyone: Mesh
+    global_mesh: Mesh
     num_steps: int
     seed: int
     folder: Path
@@ -50,7 +50,7 @@ class Runtime:
 
     @property
     def world(self) -> World:
-        return self.everyone.world
+        return self.global_mesh.world
 
     @property
     def is_first(self) -> bool:

@@ -53,7 +53,7 @@ class Trainer:
     num_steps: int
     executor: Executor
     formats: ModelPrecision
-    everyone: Mesh
+    global_mesh: Mesh
     stage: StageDir
     progress: Progress
     heldout: Sequence[Batch]
@@ -73,7 +73,7 @@ class Trainer:
     @property
     def world(self) -> World:
         """All processes of the run."""
-        return self.everyone.world
+        return self.global_mesh.world
 
     def fit(self, stop: StopRequest) -> TrainResult | Relayout:
         """Train to the end, or until a technique asks for another layout, after a checkpoint."""
@@ -178,7 +178,7 @@ class Trainer:
         started = time.perf_counter()
         with self.formats.evaluating(), self.memory.resting():
             losses = heldout_losses(
-                self.executor, self.one_step.objective, self.heldout, self.everyone, alive=self.watchdog.alive
+                self.executor, self.one_step.objective, self.heldout, self.global_mesh, alive=self.watchdog.alive
             )
         loss = sum(losses.values())
         self.state.evaluated_step, self.state.heldout_loss = self.state.step, loss

@@ -89,15 +89,15 @@ class _Bodies:
 
     def found_in(self, texts: Iterable[str]) -> set[bytes]:
         """Digests of the bodies that stand in one of the texts."""
-        found: set[bytes] = set()
+        result: set[bytes] = set()
         for text in texts:
             words = _words(text)
             heads = zip(*(words[i:] for i in range(HEAD_WORDS)), strict=False)
             for at, head in enumerate(heads):
                 if head in self._by_head:
                     entries = self._by_head[head]
-                    found.update(digest for n, digest in entries if _digest(words[at : at + n]) == digest)
-        return found
+                    result.update(digest for n, digest in entries if _digest(words[at : at + n]) == digest)
+        return result
 
 
 def _identity(document: Document) -> str:

@@ -70,9 +70,9 @@ class StageBalance:
         num_unready = mesh.world.sums([float(not full)])[0]
         if num_unready:
             return []
-        mine = [statistics.median(self._recent.get(stage, [0.0])) for stage in range(len(self.layers_per_stage))]
+        local = [statistics.median(self._recent.get(stage, [0.0])) for stage in range(len(self.layers_per_stage))]
         num_copies = mesh.world.size / mesh.pipeline.size
-        return [seconds / num_copies for seconds in mesh.world.sums(mine)]
+        return [seconds / num_copies for seconds in mesh.world.sums(local)]
 
     def propose(self, mesh: Mesh) -> tuple[int, ...]:
         """A better split, or the present one. Every rank calls it at the same step and gets the same answer."""
@@ -125,11 +125,11 @@ def _swap_out_of_the_fullest(parts: list[list[int]], sums: list[int], num_tokens
     """Exchange two rows so that the larger of two parts' sums gets smaller; False if no exchange does."""
     fullest = max(range(len(parts)), key=lambda part: sums[part])
     for other in sorted(range(len(parts)), key=lambda part: sums[part]):
-        for i, mine in enumerate(parts[fullest]):
+        for i, local in enumerate(parts[fullest]):
             for j, theirs in enumerate(parts[other]):
-                moved = num_tokens[mine] - num_tokens[theirs]
+                moved = num_tokens[local] - num_tokens[theirs]
                 if 0 < moved < sums[fullest] - sums[other]:
-                    parts[fullest][i], parts[other][j] = theirs, mine
+                    parts[fullest][i], parts[other][j] = theirs, local
                     sums[fullest] -= moved
                     sums[other] += moved
                     return True

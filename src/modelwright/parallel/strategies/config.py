@@ -71,17 +71,17 @@ class GradientSyncConfig:
 
     def features(self) -> list[Feature]:
         """What gradient synchronization needs of a run, and breaks."""
-        found, needs = [], {WHOLE_GRADIENTS, GRADIENT_SUMS}
+        result, needs = [], {WHOLE_GRADIENTS, GRADIENT_SUMS}
         if self.kind != "allreduce":
-            found.append(
+            result.append(
                 feature("kind", self.kind, needs=needs, breaks=[] if self.kind == "topology_aware" else [EXACT_SUMS])
             )
         if self.local_sgd.sync_every_steps:
             needs = needs | {SYNCHRONOUS_UPDATES, PROMPT_GRADIENTS, WHOLE_ROWS}
-            found.append(feature("local_sgd.sync_every_steps", needs=needs, breaks=[EXACT_SUMS, EQUAL_REPLICAS]))
+            result.append(feature("local_sgd.sync_every_steps", needs=needs, breaks=[EXACT_SUMS, EQUAL_REPLICAS]))
         if self.local_sgd.sync_second_moment_every:
-            found.append(feature("local_sgd.sync_second_moment_every", needs=[ADAMW_STATES]))
-        return found
+            result.append(feature("local_sgd.sync_second_moment_every", needs=[ADAMW_STATES]))
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,10 +95,10 @@ def place(
     for start in _starts(links, size):
         if best_cost[0] <= cost.bound or evaluations >= max_evaluations:
             break
-        found, found_cost, spent = _improve(start, cost, moves, max_evaluations - evaluations)
+        result, found_cost, spent = _improve(start, cost, moves, max_evaluations - evaluations)
         evaluations += spent
         if found_cost < best_cost:
-            best, best_cost = found, found_cost
+            best, best_cost = result, found_cost
     return best
 
 
@@ -112,18 +112,18 @@ def step_seconds(
 def hops(axes: Mapping[str, int]) -> dict[str, list[tuple[int, int]]]:
     """Pairs of positions that communicate along each axis of more than one rank."""
     positions = np.arange(math.prod(axes.values())).reshape(tuple(axes.values()))
-    found = {}
+    result = {}
     for number, (name, size) in enumerate(axes.items()):
         if size == 1:
             continue
         lines = np.moveaxis(positions, number, -1).reshape(-1, size)
         closed = name not in OPEN_AXES and size > 2
-        found[name] = [
+        result[name] = [
             (int(line[place]), int(line[(place + 1) % size]))
             for line in lines
             for place in range(size if closed else size - 1)
         ]
-    return found
+    return result
 
 
 def take_places(world: World, order: Sequence[int]) -> World:

@@ -105,13 +105,13 @@ def _examples(stage: StageData, most: int, num_reasons: int) -> list[Excerpt]:
     """The first `most` dropped documents of each reason."""
     seen: dict[tuple[str, str], list[Excerpt]] = {}
     for document, step, reason in read_dropped(stage.folder.artifact):
-        found = seen.setdefault((step, reason), [])
-        if len(found) < most:
+        result = seen.setdefault((step, reason), [])
+        if len(result) < most:
             text = document.text[:_EXCERPT_CHARS] + (" …" if len(document.text) > _EXCERPT_CHARS else "")
-            found.append(Excerpt(f"{step}: {reason} ({document.kind}, {redact_text(document.id)})", text))
+            result.append(Excerpt(f"{step}: {reason} ({document.kind}, {redact_text(document.id)})", text))
         if len(seen) == num_reasons and all(len(items) >= most for items in seen.values()):
             break
-    return [excerpt for found in seen.values() for excerpt in found][:_EXAMPLES_AT_MOST]
+    return [excerpt for result in seen.values() for excerpt in result][:_EXAMPLES_AT_MOST]
 
 
 def _skipped_blocks(sources: Mapping[str, Any]) -> list[Block]:

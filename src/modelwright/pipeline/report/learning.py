@@ -185,7 +185,7 @@ def _watch_blocks(stage: StageData) -> list[Block]:
     if not events:
         return [Note("Watch list: no loss spike, gradient-norm outlier, non-finite step or data stall.", "good")]
     kinds = Counter(event["kind"] for event in events)
-    found = ", ".join(f"{_KINDS.get(kind, kind)}: {times}" for kind, times in kinds.most_common())
+    result = ", ".join(f"{_KINDS.get(kind, kind)}: {times}" for kind, times in kinds.most_common())
     lines = [f"step {event['step']:>6}  {event['text']}" for event in events]
     text = first_lines(lines, _EVENTS_SHOWN, "anomalies.jsonl")
-    return [Note(f"Watch list: {found}.", "warning"), Fold("Steps on the watch list", [Excerpt("", text)])]
+    return [Note(f"Watch list: {result}.", "warning"), Fold("Steps on the watch list", [Excerpt("", text)])]

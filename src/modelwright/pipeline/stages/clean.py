@@ -33,16 +33,16 @@ def clean_stage(config: RunConfig) -> Stage:
 
 def fingerprint(data: SourceConfig) -> list[list[str | int | float]]:
     """A fingerprint of the sources without reading them. Raises `DataError` for a missing source."""
-    found: list[list[str | int | float]] = []
+    result: list[list[str | int | float]] = []
     if BUILTIN in data.sources:
         libraries = versions("torch", "numpy")
-        found.append([BUILTIN, sys.version, *libraries.values()])
+        result.append([BUILTIN, sys.version, *libraries.values()])
     named = tuple(source for source in data.sources if source != BUILTIN)
     for file in locate(named, lambda reason, where: None):
         facts = file.filesystem.info(file.path)
         changed = facts.get("mtime") or facts.get("LastModified") or facts.get("ETag") or ""
-        found.append([file.name, int(facts.get("size") or 0), str(changed)])
-    return found
+        result.append([file.name, int(facts.get("size") or 0), str(changed)])
+    return result
 
 
 def _run(context: StageContext, config: RunConfig) -> None:

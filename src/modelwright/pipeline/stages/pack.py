@@ -140,20 +140,20 @@ def _tell_overlong(context: StageContext, config: RunConfig, fit: ConversationFi
 
 def suggest_row_len(config: RunConfig, fit: ConversationFit) -> str:
     """The settings with which 99% of the conversations fit into a row."""
-    wanted = -(-fit.row_len() // ROW_LEN_STEP) * ROW_LEN_STEP
-    if wanted <= fit.seq_len:
+    requested = -(-fit.row_len() // ROW_LEN_STEP) * ROW_LEN_STEP
+    if requested <= fit.seq_len:
         return "more than 99% of them fit"
-    if config.init_from and wanted > config.model.max_seq_len:
-        return f"99% of them fit into {wanted} tokens, the model's context is {config.model.max_seq_len}"
-    words = [f"--pack.seq_len {wanted}"]
-    if wanted > config.model.max_seq_len:
-        words.append(f"--model.max_seq_len {wanted}")
+    if config.init_from and requested > config.model.max_seq_len:
+        return f"99% of them fit into {requested} tokens, the model's context is {config.model.max_seq_len}"
+    words = [f"--pack.seq_len {requested}"]
+    if requested > config.model.max_seq_len:
+        words.append(f"--model.max_seq_len {requested}")
     for name in config.trainings:
         training = config.stage_config(name)
         try:
-            training.batch_rows(wanted)
+            training.batch_rows(requested)
         except ConfigError:
-            words.append(f"--{name}.batch_tokens {training.batch_rows(fit.seq_len) * wanted}")
+            words.append(f"--{name}.batch_tokens {training.batch_rows(fit.seq_len) * requested}")
     return f"99% of them fit with {' '.join(words)}"
 
 

@@ -183,25 +183,25 @@ def start_server(folder: Path, server: ServeConfig, log_folder: Path, timeout_s:
 
 def _await_url(process: subprocess.Popen, timeout_s: float, log: Path) -> str:
     """The address, parsed from the line that announces that the server is ready."""
-    found: list[str] = []
+    result: list[str] = []
 
     def read() -> None:
         assert process.stdout is not None
         for line in process.stdout:
             match = _URL.search(line)
-            if match and not found:
-                found.append(match[1])
+            if match and not result:
+                result.append(match[1])
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     deadline = time.monotonic() + timeout_s
-    while not found:
+    while not result:
         if process.poll() is not None or time.monotonic() > deadline:
             last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
             what = "ended at once" if process.poll() is not None else f"did not answer within {timeout_s:g} s"
             raise ModelwrightError(f"the server {what}: {last[0]} (full log in {log})")
         time.sleep(0.02)
-    return found[0]
+    return result[0]
 
 
 def _ask(server: Server, config: RunConfig, question: str, reference: str, *, stream: bool) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def _answer(url: str, config: RunConfig, question: str, reference: str, *, strea
 
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         model = client.models.list().data[0].id
-        wanted: dict[str, Any] = {
+        requested: dict[str, Any] = {
             "model": model,
             "messages": [{"role": "user", "content": question}],
             "max_tokens": config.serve_check.max_tokens,
@@ -231,14 +231,14 @@ def _answer(url: str, config: RunConfig, question: str, reference: str, *, strea
         result: dict[str, Any] = {"question": question, "reference": reference}
         if stream:
             pieces, first_s = [], 0.0
-            for event in client.chat.completions.create(stream=True, **wanted):
+            for event in client.chat.completions.create(stream=True, **requested):
                 text = event.choices[0].delta.content if event.choices else None
                 if text:
                     first_s = first_s or time.monotonic() - started
                     pieces.append(text)
             result |= {"answer": "".join(pieces), "first_text_s": first_s, "num_pieces": len(pieces)}
         else:
-            reply = client.chat.completions.create(**wanted)
+            reply = client.chat.completions.create(**requested)
             result |= {
                 "answer": reply.choices[0].message.content or "",
                 "finish_reason": reply.choices[0].finish_reason,

@@ -126,11 +126,11 @@ def heldout_sample(folder: Path, config: RunConfig, *, batch_rows: int) -> Seque
     if not folder.is_dir():
         return ()
     packed = PackedRows(folder)
-    wanted = packed.num_rows if not config.validation_tokens else config.validation_tokens // packed.seq_len
-    if wanted >= packed.num_rows:
+    requested = packed.num_rows if not config.validation_tokens else config.validation_tokens // packed.seq_len
+    if requested >= packed.num_rows:
         return HeldoutBatches(packed, batch_rows=batch_rows)
     loader = PackedLoader(packed, batch_rows=batch_rows, seed=derive_seed(config.seed, "heldout"))
-    return [loader.batch(number) for number in range(max(1, wanted // batch_rows))]
+    return [loader.batch(number) for number in range(max(1, requested // batch_rows))]
 
 
 def _take_best(model: Decoder, context: StageContext, training: TrainConfig, result: TrainResult) -> int:

@@ -89,9 +89,9 @@ class MemoryCopies:
         step = key[0]
         folder = self.folder / step_name(step)
         own: list[tuple[int, str, list[str], list[str]]] = offers[self.channel.rank][1]
-        mine = next((held for step, digest, _, held in own if (step, digest) == key), list[str]())
+        local = next((held for step, digest, _, held in own if (step, digest) == key), list[str]())
         for name in [*needed[key], INDEX, STATE]:
-            lacks = name not in mine if name in needed[key] else not mine
+            lacks = name not in local if name in needed[key] else not local
             if self.channel.any(lacks, what=f"gathering {name}"):
                 owner = owners[key].get(name, min(owners[key].values()))
                 self._pass_round(folder / name, owner, keep=lacks and self._speaks(hosts))
@@ -104,7 +104,7 @@ class MemoryCopies:
 
     def _offer(self, after: int) -> list[tuple[int, str, list[str], list[str]]]:
         """For each copy here: step, digest, the files it consists of, and those that are here and intact."""
-        found: list[tuple[int, str, list[str], list[str]]] = []
+        result: list[tuple[int, str, list[str], list[str]]] = []
         for folder in self._steps():
             step = int(folder.name.removeprefix("step-"))
             if step > after:
@@ -113,8 +113,8 @@ class MemoryCopies:
                     digest = hashlib.sha256((folder / INDEX).read_bytes() + (folder / STATE).read_bytes()).hexdigest()
                 except (DamagedCheckpointError, OSError):
                     continue
-                found.append((step, digest, _files(index), _undamaged(folder, index)))
-        return found
+                result.append((step, digest, _files(index), _undamaged(folder, index)))
+        return result
 
     def _pass_round(self, path: Path, owner: int, *, keep: bool) -> None:
         """Send one file from the rank `owner` to all; those that `keep` it write it."""

@@ -33,7 +33,7 @@ class CheckpointManager:
     num_steps: int
     one_step: TrainStep
     replica: Replica
-    everyone: Mesh
+    global_mesh: Mesh
     techniques: Sequence[Technique]
     state: TrainState
     progress: Progress
@@ -92,9 +92,9 @@ class CheckpointManager:
             self.load_state_dict(self.load(step))
             self.forget_damaged_best()
             self.progress.note(f"going on after step {step} of {self.num_steps}")
-        elif self.everyone.is_only_data_parallel:
+        elif self.global_mesh.is_only_data_parallel:
             for weight in self.replica.model.state_dict().values():
-                self.everyone.world.broadcast(weight)
+                self.global_mesh.world.broadcast(weight)
         self.writer.write_best(self.best())
         return step
 

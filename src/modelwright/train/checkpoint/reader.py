@@ -82,8 +82,8 @@ class CheckpointReader:
     def is_whole(self, step: int) -> bool:
         """Whether the checkpoint of this step is on disk and intact; the ranks share the verification."""
         path = self.folder / step_name(step)
-        mine = self.channel.attempt(partial(self._damage, path), what=f"checking {path}")
-        return not self.channel.any(bool(mine), what=f"checking {path}")
+        local = self.channel.attempt(partial(self._damage, path), what=f"checking {path}")
+        return not self.channel.any(bool(local), what=f"checking {path}")
 
     def load(
         self,
@@ -131,8 +131,8 @@ class CheckpointReader:
         damages: dict[int, str] = {}
         for name in reversed(self.channel.exchange([path.name for path in list_checkpoints(self.folder)])[0]):
             path = self.folder / name
-            mine = self.channel.attempt(partial(self._damage, path), what=f"checking {path}")
-            told: list[str] = self.channel.exchange(mine, what=f"checking {path}")
+            local = self.channel.attempt(partial(self._damage, path), what=f"checking {path}")
+            told: list[str] = self.channel.exchange(local, what=f"checking {path}")
             damage = next((text for text in told if text), "")
             step = int(name.removeprefix("step-"))
             if not damage:

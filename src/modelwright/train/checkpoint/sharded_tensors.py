@@ -53,7 +53,7 @@ class Box:
 
     def within(self, outer: "Box") -> tuple[slice, ...]:
         """The slices of this box in a tensor that holds `outer`."""
-        starts = [mine - its for mine, its in zip(self.offset, outer.offset, strict=True)]
+        starts = [local - its for local, its in zip(self.offset, outer.offset, strict=True)]
         return tuple(slice(start, start + length) for start, length in zip(starts, self.shape, strict=True))
 
 

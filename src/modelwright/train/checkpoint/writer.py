@@ -190,8 +190,8 @@ class CheckpointWriter:
         if transport is not None:
             gradients = {name: snapshot.weights[name] for name in snapshot.gradients}
             at = seat(self.reader.reduce.rank, self.reader.reduce.size, gradients)
-            tree["strategy"], found = split_transport(transport, at, gradients)
-            pieces |= {("training", name): piece for name, piece in found.items()}
+            tree["strategy"], result = split_transport(transport, at, gradients)
+            pieces |= {("training", name): piece for name, piece in result.items()}
         copies: dict[str, dict[str, TensorShard]] = {part: {} for part in PARTS}
         for (part, name), piece in self._mine(pieces).items():
             values = self._host_copy(f"{part}/{name}", piece.values)
@@ -205,8 +205,8 @@ class CheckpointWriter:
         keys = [(part, *piece.key(name)) for (part, name), piece in pieces.items()]
         if self._channel.any(keys != self._keys, what="sharing out a checkpoint"):
             self._keys = keys
-            everyone = self._channel.exchange(keys, what="sharing out a checkpoint")
-            self._written = share_out([[key_from_json(key) for key in held] for held in everyone])[self.world.rank]
+            of_all_ranks = self._channel.exchange(keys, what="sharing out a checkpoint")
+            self._written = share_out([[key_from_json(key) for key in held] for held in of_all_ranks])[self.world.rank]
             self._host = {}
         places = list(pieces)
         return {places[position]: pieces[places[position]] for position in self._written}
@@ -278,10 +278,10 @@ class CheckpointWriter:
     def _prune(self) -> None:
         paths = list_checkpoints(self.folder)
         last = paths[-self.keep_last :]
-        wanted = {path.name for path in last}
-        wanted |= {step_name(step) for path in last for step in (best_step_of(path), *other_steps_of(path))}
+        requested = {path.name for path in last}
+        requested |= {step_name(step) for path in last for step in (best_step_of(path), *other_steps_of(path))}
         for path in paths:
-            if path.name not in wanted:
+            if path.name not in requested:
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -304,8 +304,8 @@ def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(tensors, path)
     except SafetensorError as error:
-        found = re.search(r"os error (\d+)", str(error))
-        if found is None:
+        result = re.search(r"os error (\d+)", str(error))
+        if result is None:
             raise StorageError(f"{path}: cannot be written ({error}); choose another --run-dir") from error
-        code = int(found.group(1))
+        code = int(result.group(1))
         raise OSError(code, os.strerror(code) if code in errno.errorcode else str(error), str(path)) from error

@@ -45,12 +45,12 @@ class ReplicaCheck:
         pieces = {name: piece_of(tensor) for name, tensor in self.tensors().items()}
         hashes = torch.stack([bits_hash(piece.values) for piece in pieces.values()]).tolist()
         keys = [piece.key(name) for name, piece in pieces.items()]
-        found: dict[tuple[Any, ...], dict[int, int]] = {}
-        everyone = self.channel.exchange(list(zip(keys, hashes, strict=True)), what=f"comparing replicas after {step}")
-        for rank, entries in enumerate(everyone):
+        result: dict[tuple[Any, ...], dict[int, int]] = {}
+        of_all_ranks = self.channel.exchange(list(zip(keys, hashes, strict=True)), what=f"comparing replicas after {step}")
+        for rank, entries in enumerate(of_all_ranks):
             for key, value in entries:
-                found.setdefault(key_from_json(key), {})[rank] = value
-        problems = [_differing(key[0], by_rank) for key, by_rank in found.items() if len(set(by_rank.values())) > 1]
+                result.setdefault(key_from_json(key), {})[rank] = value
+        problems = [_differing(key[0], by_rank) for key, by_rank in result.items() if len(set(by_rank.values())) > 1]
         if problems:
             raise ReplicaError(
                 f"step {step}: replicas of {len(problems)} tensors differ: {'; '.join(problems[:3])}: memory or "

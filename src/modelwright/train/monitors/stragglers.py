@@ -69,8 +69,8 @@ class Stragglers:
 
     def look(self, step: int) -> None:
         """Compare the ranks now."""
-        mine = torch.tensor(self.own_time_s(), dtype=torch.float64, device=self.world.device)
-        self.judge(step, [float(time_s) for time_s in self.world.all_gather(mine).cpu()])
+        local = torch.tensor(self.own_time_s(), dtype=torch.float64, device=self.world.device)
+        self.judge(step, [float(time_s) for time_s in self.world.all_gather(local).cpu()])
 
     def judge(self, step: int, times_s: Sequence[float]) -> None:
         """One comparison of every rank's own time. The same on all ranks."""
@@ -136,7 +136,7 @@ def straggler_monitor(config: StragglerConfig, run: Runtime) -> Technique:
     else a `SpeedProbe`.
     """
     own_time = OwnTime()
-    compares = own_times_compare(run.everyone) and run.world.device.type == "cpu"  # a GPU's clock is not the host's
+    compares = own_times_compare(run.global_mesh) and run.world.device.type == "cpu"  # a GPU's clock is not the host's
     measure = own_time if compares else SpeedProbe(run.world.device)
     stragglers = Stragglers(run.world, config, own_time_s=measure, report=run.report)
 

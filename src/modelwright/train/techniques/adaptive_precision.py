@@ -412,23 +412,23 @@ def machine_for(folder: Path, formats: ModelPrecision, world: World, *, num_rows
     keys: list[tuple[Kind, Format]] = [(kind, chosen) for kind in shapes for chosen in candidates]
     path, names = folder / MACHINE, [*("/".join(key) for key in keys), "memory"]
     kept = _kept(path, names) if world.is_first else {}
-    found = world.maxima(*(kept.get(name, 0.0) for name in names))
-    if min(found) <= 0:
+    result = world.maxima(*(kept.get(name, 0.0) for name in names))
+    if min(result) <= 0:
         with torch.random.fork_rng():  # pyright: ignore[reportUnknownMemberType]
             weights = sum(local(parameter.detach()).nbytes for parameter in formats.model.parameters())
             own = measure_speeds(formats, shapes, candidates, num_rows=num_rows, device=world.device)
-        found = world.maxima(*(own[key] for key in keys), memory_share(world.device, 3 * weights))
+        result = world.maxima(*(own[key] for key in keys), memory_share(world.device, 3 * weights))
         if world.is_first:
             folder.mkdir(parents=True, exist_ok=True)  # it is the first thing that a run writes
-            write_atomic(path, json.dumps(dict(zip(names, found, strict=True)), indent=2) + "\n")
-    return DtypeTimings(dict(zip(keys, found[:-1], strict=True)), found[-1])
+            write_atomic(path, json.dumps(dict(zip(names, result, strict=True)), indent=2) + "\n")
+    return DtypeTimings(dict(zip(keys, result[:-1], strict=True)), result[-1])
 
 
 def _kept(path: Path, names: Sequence[str]) -> dict[str, float]:
     """Measurements of an earlier start; nothing if the file is missing or damaged, so that they are repeated."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return {name: float(found[name]) for name in names}
+        result = json.loads(path.read_text(encoding="utf-8"))
+        return {name: float(result[name]) for name in names}
     except (OSError, ValueError, TypeError, KeyError):
         return {}
 

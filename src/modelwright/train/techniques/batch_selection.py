@@ -65,14 +65,14 @@ class BatchSelector:
         """The selected groups, in increasing order. If the limit leaves a number that microbatches cannot share
         equally, groups beyond it fill up, with zero weight.
         """
-        found = self.groups(batch, step)
-        num_filled = -len(found) % self.num_parts if len(found) else self.num_parts
+        result = self.groups(batch, step)
+        num_filled = -len(result) % self.num_parts if len(result) else self.num_parts
         if not num_filled:
-            return batch.take(found)
+            return batch.take(result)
         left = torch.ones(batch.num_groups, dtype=torch.bool)
-        left[found] = False
+        left[result] = False
         filled = left.nonzero().flatten()[:num_filled]
-        return batch.without_weight(filled).take(torch.cat([found, filled]).sort().values)
+        return batch.without_weight(filled).take(torch.cat([result, filled]).sort().values)
 
     def groups(self, batch: TokenBatch, step: int) -> Tensor:
         """The numbers of the groups that are trained on, in increasing order; none beyond the limit."""

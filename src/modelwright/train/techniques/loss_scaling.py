@@ -81,7 +81,7 @@ class PerLayerLossScale:
         known = [value if math.isfinite(value) else 0.0 for value in self._largest]
         agreed = self.world.maxima(float(self._common_overflowed), *flags, *known)
         counts = self.world.sums(self._counts) if any(map(self.scales.due, range(num_layers))) else self._counts
-        found = [
+        result = [
             LayerFindings(largest=agreed[1 + num_layers + layer], small=small / max(1.0, total))
             for layer, (small, total) in enumerate(zip(counts[:num_layers], counts[num_layers:], strict=True))
         ]
@@ -90,7 +90,7 @@ class PerLayerLossScale:
         update.metrics["loss_scale"] = self.scales.common.value
         update.metrics["loss_scale/lowest_layer"] = min(self.scales.values)
         update.metrics["loss_scale/highest_layer"] = max(self.scales.values)
-        self.scales.update(update.step, overflowed=update.skipped, culprit=culprit, found=found)
+        self.scales.update(update.step, overflowed=update.skipped, culprit=culprit, found=result)
 
     def _count_small(self, gradients: Sequence[Tensor], layers: Sequence[int | None]) -> list[float]:
         """For each layer that is due, the number of elements of its matrices below FP16's normal numbers while they are

@@ -102,11 +102,11 @@ class LossSpikeConfig:
     def features(self) -> list[Feature]:
         """What skipping spikes needs of a run."""
         needs = {WHOLE_GRADIENTS, SYNCHRONOUS_UPDATES}
-        found = [feature("num_sigmas", needs=needs)] if self.num_sigmas else []
+        result = [feature("num_sigmas", needs=needs)] if self.num_sigmas else []
         if self.rollback_after:
             needs |= {EXACT_SUMS, PROMPT_GRADIENTS, EQUAL_REPLICAS, REVERSIBLE_UPDATES}
-            found.append(feature("rollback_after", needs=needs))
-        return found
+            result.append(feature("rollback_after", needs=needs))
+        return result
 
 
 class LossSpikes:

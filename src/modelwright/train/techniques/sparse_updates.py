@@ -88,7 +88,7 @@ class SparseUpdates:
 
     def install(self) -> None:
         """Make projections skip what is not selected, and blocks save nothing that backward does not reach."""
-        self.formats.put_around(self.sparse_products)
+        self.formats.wrap_products(self.sparse_products)
         if self.config.freezes:
             for layer, block in enumerate(self.model.blocks.values()):
                 block.forward = partial(self.run_block, layer, block.forward)
@@ -136,15 +136,15 @@ class SparseUpdates:
             blocks = self.model.blocks.values()
             return torch.stack([self.root_mean([p for p in block.parameters() if p.dim() > 1]) for block in blocks])
         weight = self.model.projections()[name].weight
-        found = self.elements(weight)
-        return torch.full((weight.shape[0],), torch.inf) if found is None else found.mean(dim=1).sqrt().cpu()
+        result = self.elements(weight)
+        return torch.full((weight.shape[0],), torch.inf) if result is None else result.mean(dim=1).sqrt().cpu()
 
     def root_mean(self, parameters: Sequence[Tensor]) -> Tensor:
-        found = [self.elements(parameter) for parameter in parameters]
-        sums = [one.double().sum() for one in found if one is not None]
+        result = [self.elements(parameter) for parameter in parameters]
+        sums = [one.double().sum() for one in result if one is not None]
         if not sums:
             return torch.tensor(torch.inf)
-        mean = torch.stack(sums).sum() / sum(one.numel() for one in found if one is not None)
+        mean = torch.stack(sums).sum() / sum(one.numel() for one in result if one is not None)
         return mean.sqrt().float().cpu()
 
     def elements(self, parameter: Tensor) -> Tensor | None:
@@ -198,7 +198,7 @@ class SparseUpdates:
 
     def close(self) -> None:
         """Make the model plain again, with all parameters trainable."""
-        self.formats.put_around(None)
+        self.formats.wrap_products(None)
         if self.config.freezes:
             self.model.requires_grad_(True)
 
