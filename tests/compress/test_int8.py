@@ -108,7 +108,7 @@ def test_file_round_trip_is_exact(tie, tmp_path):
 
 
 def test_damage_is_named(tmp_path):
-    with pytest.raises(ModelError, match="no INT8 model folder"):
+    with pytest.raises(ModelError, match="not an INT8 model folder"):
         load_int8(tmp_path, Int8WeightsConfig())
     folder = tmp_path / "m"
     save_int8(quantize_model(build(), Int8WeightsConfig(backend="int_mm")), folder)

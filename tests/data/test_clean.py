@@ -7,12 +7,12 @@ import pytest
 
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
 from modelwright.core.progress import SilentProgress
-from modelwright.data.clean import CleanConfig, CleanReport, clean_documents, read_dropped, read_kept
+from modelwright.data.clean import CleanReport, clean_documents, read_dropped, read_kept
+from modelwright.data.clean_config import CleanConfig
+from modelwright.data.deduplicate import DuplicatesConfig
 from modelwright.data.document import Document
-from modelwright.data.steps.duplicates import DuplicatesConfig
-from modelwright.data.steps.length import LengthConfig
-from modelwright.data.steps.normalize import normalize
-from modelwright.data.steps.repetition import RepetitionConfig, data_share, duplicate_share, is_data_line
+from modelwright.data.steps.format import normalize
+from modelwright.data.steps.quality import QualityConfig, data_share, duplicate_share, is_data_line
 
 
 def document(text: str, number: int = 0, **changes) -> Document:
@@ -26,11 +26,11 @@ def pair(question: str, answer: str, number: int = 0, **changes) -> Document:
 
 
 def clean(folder: Path, *documents: Document, **settings) -> CleanReport:
-    return clean_documents(iter(documents), CleanConfig(**settings), folder, SilentProgress())
+    return clean_documents(iter(documents), CleanConfig(**settings), folder, SilentProgress())[0]
 
 
 def reasons(folder: Path) -> dict[str, tuple[str, str]]:
-    return {entry.id: (step, reason) for entry, step, reason in read_dropped(folder)}
+    return {dropped.document.id: (dropped.step, dropped.reason) for dropped in read_dropped(folder)}
 
 
 def test_everything_is_kept_or_dropped_and_counted(tmp_path: Path) -> None:
@@ -47,18 +47,18 @@ def test_everything_is_kept_or_dropped_and_counted(tmp_path: Path) -> None:
         document("A held-out sentence, long enough.", 7, split="heldout"),
     )
     assert reasons(tmp_path) == {
-        "d1": ("length", "too short"),
-        "d2": ("length", "empty"),
-        "d3": ("normalize", "binary data"),
-        "d4": ("repetition", "table of data"),
-        "d5": ("repetition", "repeated lines"),
+        "d1": ("quality", "too short"),
+        "d2": ("quality", "too short"),
+        "d3": ("format", "binary data"),
+        "d4": ("quality", "table of data"),
+        "d5": ("quality", "repeated lines"),
         "d6": ("duplicates", "duplicate"),
     }
     assert [entry.id for entry in read_kept(tmp_path)] == ["d0", "d7"]
     assert [entry.id for entry in read_kept(tmp_path, split="heldout", kind="prose")] == ["d7"]
     assert report.num_documents == 8
     assert (report.num_kept, report.num_dropped) == (2, 6)
-    assert report.dropped["length"]["too short"] == {"documents": 1, "bytes": 5}
+    assert report.dropped["quality"]["too short"] == {"documents": 2, "bytes": 5}
     assert json.loads((tmp_path / "report.json").read_text())["kept"] == report.kept
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dropped.jsonl.zst", "kept.jsonl.zst", "report.json"]
 
@@ -84,7 +84,7 @@ def test_a_held_out_text_inside_a_training_text_is_dropped(tmp_path: Path) -> No
     documents = [document(outer, 0, kind="code"), pair("What is r?", inner, 1, split="heldout")]
     clean(tmp_path / "on", *documents)
     assert reasons(tmp_path / "on") == {"d1": ("duplicates", "inside a training text")}
-    clean(tmp_path / "off", *documents, duplicates=DuplicatesConfig(check_contained=False))
+    clean(tmp_path / "off", *documents, duplicates=DuplicatesConfig(contained="off"))
     assert not reasons(tmp_path / "off")
 
 
@@ -111,7 +111,7 @@ def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_nothing_left_is_an_error_that_says_why(tmp_path: Path) -> None:
-    words = r"2 dropped: 2 too short \(--clean\.length\.min_chars 20\); 0 held out"
+    words = r"2 dropped: 2 too short \(--clean\.quality\.limits \{min_num_chars: 20\}\); 0 held out"
     with pytest.raises(DataError, match=rf"no training document is left of 2 \({words}"):
         clean(tmp_path, document("a"), document("b"))
     assert len(list(read_dropped(tmp_path))) == 2
@@ -126,10 +126,13 @@ def test_missing_and_damaged_files(tmp_path: Path) -> None:
 
 
 def test_config_is_checked() -> None:
-    with pytest.raises(ConfigError, match="min_chars: 5"):
-        LengthConfig(min_chars=5, max_chars=4)
-    with pytest.raises(ConfigError, match="max_data_fraction: 2"):
-        RepetitionConfig(max_data_fraction=2)
+    for limits in ({"max_beauty": 1.0}, {"data_fraction": 0.5}, {"poetry.max_data_fraction": 0.5}):
+        with pytest.raises(ConfigError, match=f"limits: '{next(iter(limits))}'"):
+            QualityConfig(limits=limits)
+    with pytest.raises(ConfigError, match=r"auto_tail: .* got 0\.5"):
+        QualityConfig(auto_tail=0.5)
+    with pytest.raises(ConfigError, match=r"min_jaccard: .* got 0\.3"):
+        DuplicatesConfig(min_jaccard=0.3)
 
 
 @pytest.mark.parametrize(("raw", "expected"), [

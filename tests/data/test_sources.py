@@ -197,7 +197,7 @@ def test_empty_corpus(tmp_path: Path, content: str) -> None:
 def test_corrupt_line(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text('{"text": "good one"}\n{"text": "cut\n[1, 2]\n{"text": "good two"}\n')
-    fails(r"c\.jsonl:2: is not valid JSON \(.*column 14\); mend the line.*--data\.on_bad_record skip", path)
+    fails(r"c\.jsonl:2: is not valid JSON \(.*column 14\); correct the line.*--data\.on_bad_record skip", path)
     documents, report = read(path, on_bad_record="skip")
     assert {d.text for d in documents} == {"good one", "good two"}
     assert report.skipped == {"not JSON": 1, "not a JSON object": 1}
@@ -283,7 +283,7 @@ def test_pairs_from_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("record", [
-    {"question": "Q", "response": "A"}, {"query": "Q", "id": 1}, {"prompt": "Q", "chosen": "A", "rejected": "B"},
+    {"question": "Q", "response": "A"}, {"query": "Q", "id": 1}, {"query": "Q", "answers": "A"},
 ])  # fmt: skip
 def test_unknown_pairs_get_no_advice_that_would_train_on_questions_alone(tmp_path: Path, record: dict) -> None:
     path = tmp_path / "p.jsonl"
@@ -446,8 +446,8 @@ def test_truncated_compression(tmp_path: Path) -> None:
         fails(rf"t\.jsonl{path.suffix}:\d+: the \w+ data is cut off here", path)
         documents, report = read(path, on_bad_record="skip")
         assert 100 < len(documents) < 2000
-        assert report.skipped["cut off"] == 1
-        assert set(report.skipped) <= {"cut off", "not JSON"}
+        assert report.skipped["truncated"] == 1
+        assert set(report.skipped) <= {"truncated", "not JSON"}
         path.write_bytes(whole[:300] + b"\0\1\2" + whole[303:])
         fails(rf"t\.jsonl{path.suffix}:\d+: the \w+ data is damaged here", path)
         path.write_bytes(b"not compressed at all")

@@ -167,7 +167,7 @@ def test_damaged_folders_are_refused(folder, tmp_path):
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-100])
-    with pytest.raises(ModelError, match="damaged or cut off"):
+    with pytest.raises(ModelError, match="damaged or truncated"):
         load_model(folder)
     weights.rename(folder / "pytorch_model.bin")
     with pytest.raises(ModelError, match="pickled"):

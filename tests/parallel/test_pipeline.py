@@ -204,7 +204,7 @@ def test_microbatches_that_no_round_holds_are_refused():
     config = ParallelConfig(pipeline=2, schedule="interleaved", stages_per_rank=2)
     for number in (1, 2, 3, 4, 6, 8):
         check_microbatches(config, number)
-    with pytest.raises(ConfigError, match=r"^gradient_accumulation_steps: 5 is not .* take 4 or 6"):
+    with pytest.raises(ConfigError, match=r"^gradient_accumulation_steps: 5 is not .* use 4 or 6"):
         check_microbatches(config, 5)
     check_microbatches(ParallelConfig(pipeline=2, schedule="zero_bubble", stages_per_rank=2), 5)
 

@@ -89,11 +89,11 @@ def test_what_was_dropped_stays_when_nothing_is_left(inside: Command, tmp_path: 
 def test_text_that_is_too_long_names_the_setting_and_where_it_is_kept(inside: Command, tmp_path: Path) -> None:
     source = tmp_path / "line.txt"
     source.write_text("one line without an end " * 5000)
-    limit = ("--clean.length.max_chars", "100000", "--data.validation_fraction", "0")
+    limit = ("--clean.quality.limits", "{max_num_chars: 100000}", "--data.validation_fraction", "0")
     dropped = tmp_path / "run" / "clean" / "dropped.jsonl.zst"
     assert_one_line(
         inside(*run_words(source, tmp_path / "run"), *limit),
-        "1 too long (--clean.length.max_chars 100000)",
+        "1 too long (--clean.quality.limits {max_num_chars: 100000})",
         f"dropped text is in {dropped}",
     )
     assert dropped.exists()
@@ -102,7 +102,7 @@ def test_text_that_is_too_long_names_the_setting_and_where_it_is_kept(inside: Co
     assert done.returncode == 0, done.stderr
     dropped = tmp_path / "two" / "clean" / "artifact" / "dropped.jsonl.zst"
     assert dropped.exists()
-    note = "clean: 1 documents kept, 1 dropped: 1 too long (--clean.length.max_chars 100000)"
+    note = "clean: 1 documents kept, 1 dropped: 1 too long (--clean.quality.limits {max_num_chars: 100000})"
     assert f"{note}; the dropped text is in {dropped}" in done.stderr
 
 

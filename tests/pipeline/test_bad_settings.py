@@ -1,6 +1,7 @@
 """Settings, paths and files of a run directory that cannot be right: one line that names them, exit code 2."""
 
 import os
+import random
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -41,7 +42,7 @@ def assert_one_line(done: subprocess.CompletedProcess[str], *parts: str) -> None
         (b"recipe: {tiny: 1}\n", "recipe: {'tiny': 1} is not one of"),
         (b"recipe: tiny\nname: caf\xe9\n", "is not valid YAML"),
         (b"recipe: tiny\nname: 2001-13-45\n", "is not valid YAML (month must be in 1..12)"),
-        (b'recipe: tiny\nname: "a\\0b"\n', "must be usable as a folder's name"),
+        (b'recipe: tiny\nname: "a\\0b"\n', "must be usable as a folder name"),
         (b"[" * 5000, "is nested too deeply"),
         (b"recipe: tiny\nmodel: {model_dim: -64}\n", "model.model_dim: must be at least 1"),
         (b"recipe: tiny\nreport: {num_questions: -1}\n", "report: is no longer a setting"),
@@ -126,7 +127,7 @@ def test_a_run_folder_that_cannot_be_one(
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc here")
 def test_a_folder_that_cannot_be_made(inside: Command) -> None:
     done = inside("run", "tiny", "--run-dir", "/proc/no-such")
-    assert_one_line(done, "/proc/no-such: cannot be made", "choose another folder")
+    assert_one_line(done, "/proc/no-such: cannot be created", "choose another folder")
 
 
 def test_an_export_never_replaces_a_file(inside: Command, tmp_path: Path) -> None:
@@ -182,7 +183,8 @@ def test_a_damaged_config_of_a_run(inside: Command, tmp_path: Path, content: byt
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"invocations": 3, "stages": {}}', b"\xff", None])
 def test_a_damaged_record_of_a_run_is_written_anew(inside: Command, tmp_path: Path, content: bytes | None) -> None:
     source = tmp_path / "source.txt"
-    source.write_text("\n".join(f"This is sentence number {n}, which nobody has written before." for n in range(3000)))
+    words = [f"{a}{b}" for a in ("the ", "a ", "of ") for b in ("wolf", "river", "house", "letter", "storm", "king")]
+    source.write_text("\n".join(" ".join(random.Random(n).choices(words, k=9)) + f" {n}." for n in range(3000)))
     words = ("run", "tiny", "--data.sources", str(source), "--stages", "clean", "--run-dir", str(tmp_path / "run"))
     for path in (tmp_path / "run" / "run.json", tmp_path / "run" / "clean" / "stage.json"):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,7 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
         (
             {"pretrain": {"batch_selection": {"signal": "loss_change", "max_initial_loss": 1.0}}},
             1,
-            r"^pretrain\.batch_selection\.max_initial_loss: initial weights of a run from scratch",
+            r"^pretrain\.batch_selection\.max_initial_loss: the initial weights of a run from scratch",
         ),
         ({"parallel": {"pipeline": 3}}, 3, r"^parallel\.pipeline: 2 layers cannot form 3 stages"),
         ({"parallel": {"pipeline": 2, "layers_per_stage": [2, 1]}}, 2, r"^parallel\.layers_per_stage: \(2, 1\) adds"),
@@ -95,7 +95,7 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
                 "sft": {"activation_checkpointing": {"mode": "full"}},
             },
             2,
-            r"^sft\.activation_checkpointing: does not go with parallel\.schedule zero_bubble",
+            r"^sft\.activation_checkpointing: is incompatible with parallel\.schedule zero_bubble",
         ),
         (
             {"parallel": {"context": 3}, "sft": {"gradient_accumulation_steps": 1}},
@@ -117,7 +117,7 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
         (
             {"pretrain": {"activation_checkpointing": {"offload": "host"}}},
             1,
-            r"^pretrain\.activation_checkpointing\.offload: .* switch it off",
+            r"^pretrain\.activation_checkpointing\.offload: .* disable it",
         ),
     ],
 )  # fmt: skip

@@ -209,7 +209,7 @@ def test_a_process_too_many_waits(run: Path, command: Command) -> None:
         (["--nnodes", "two", "run", "tiny"], "--nnodes: 'two' is not a number"),
         (["--nnodes", "1:2", "run", "tiny"], "--rdzv-endpoint: several hosts need"),
         (["--nproc", "0", "run", "tiny"], "--nproc: must be at least 1"),
-        (["run", "tiny", "--nproc", "2"], "--nproc: belongs to launch"),
+        (["run", "tiny", "--nproc", "2"], "--nproc: is an option of launch"),
         (["run", "tiny", "--parallel.tensor", "4"], "parallel.data: one replica of the model takes 4 processes"),
     ],
 )

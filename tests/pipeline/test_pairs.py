@@ -12,7 +12,7 @@ import pytest
 from modelwright.cli.main import main
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.records import column, read_records
-from modelwright.data.conversations import form_of, read_conversation
+from modelwright.data.conversations import RECORD_TYPES, read_conversation, record_type
 from modelwright.data.loader import PackedRows
 from modelwright.data.tokenizer import Tokenizer, TokenizerConfig, train_tokenizer
 from modelwright.pipeline.stages.model_folder import save_model_folder
@@ -123,6 +123,7 @@ def test_overlong_documents_that_are_skipped_leave_no_rows(
     (tmp_path / "long.txt").write_text(noise(1, 4000))
     write_pairs(tmp_path, num_pairs=20)
     words = [*on(tmp_path / "*.*", small_words), "--data.validation_fraction=0", "--pack.long_documents=skip"]
+    words += ["--clean.quality.limits", "{min_stop_word_fraction: 0, max_mean_word_chars: 1000}"]
     done = inside(*words, "--run-dir", str(tmp_path / "run"), "--stages", PREPARED)
     assert done.returncode == 0, done.stderr
     facts = read_manifest(tmp_path / "run" / "pack" / "artifact").facts
@@ -188,8 +189,6 @@ def test_the_help_and_the_documentation_name_the_forms_that_are_read(capsys: pyt
         assert form in shown
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     records = [json.loads(text) for text in re.findall(r"`(\{.*?\})`", page)]
-    assert {form_of(record)[0] for record in records} == {
-        "messages", "conversations", "question", "instruction", "prompt",
-    }  # fmt: skip
+    assert {record_type(record) for record in records} == set(RECORD_TYPES)
     for record in records:
         assert read_conversation(record)[-1] == {"role": "assistant", "content": "4"}

@@ -100,7 +100,7 @@ def test_a_rank_that_dies_while_writing_is_an_error_on_the_others(tmp_path):
     outcomes = launch(tmp_path, 3, "tp3:x:save:3", "tp3:x:die:7")
     assert outcomes[1] == ""
     for text in (outcomes[0], outcomes[2]):
-        assert text.startswith("LostRankError: writing checkpoint 7: another process of the run has ended")
+        assert text.startswith("LostRankError: writing checkpoint 7: another process of the run has exited")
     assert [path.name for path in list_checkpoints(tmp_path / "x")] == ["step-00000003"]
     assert launch(tmp_path, 1, "one:x:check:1:3") == ["ok"]
 

@@ -355,5 +355,5 @@ def test_too_few_rows_for_the_microbatches_are_named(tiny, tmp_path):
     sparse = {"batch_selection": {"signal": "random", "keep_fraction": 0.5}}
     with pytest.raises(ConfigError, match=r"^batch_selection\.keep_fraction: 0\.5 of 8 rows"):
         run(tiny, tmp_path, sparse, settings={"gradient_accumulation_steps": 16, "batch_tokens": 512})
-    with pytest.raises(ConfigError, match=r"^batch_selection\.keep_fraction: 0\.5 of 8 rows .* are all"):
+    with pytest.raises(ConfigError, match=r"^batch_selection\.keep_fraction: 0\.5 of 8 rows .* selects all"):
         run(tiny, tmp_path, sparse, settings={"gradient_accumulation_steps": 8})

@@ -148,5 +148,5 @@ def test_a_state_of_another_form_is_one_clear_error():
     rate = LearningRate(
         torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0), ScheduleConfig(), peak=1.0, num_steps=9
     )
-    with pytest.raises(ModelwrightError, match="state is not of the form"), reading_state():
+    with pytest.raises(ModelwrightError, match="state has another form"), reading_state():
         rate.load_state_dict({})

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Mapping, Sequence
 
-from modelwright.cli import commands, config, lr_find, plan, run
+from modelwright.cli import clean, commands, config, lr_find, plan, run
 from modelwright.cli.parsers import new_parser
 
 SHELLS = ("bash", "zsh", "fish")
@@ -24,6 +24,7 @@ def completion_parser() -> argparse.ArgumentParser:
 PARSERS = {
     "run": run.parser,
     "launch": run.launch_parser,
+    "clean": clean.parser,
     "recipes": commands.recipes_parser,
     "config": config.config_parser,
     "explain": config.explain_parser,

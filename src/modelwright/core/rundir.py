@@ -105,15 +105,21 @@ class RunDir:
 
         The lock is the operating system's, so it is released even on kill -9.
         """
-        with writing(self.path), open(self.path / ".lock", "a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                holder = file.read().strip() or "unknown"
-                text = f"{self.path}: process {holder} is working in this run; wait for it or choose another --run-dir"
-                raise ModelwrightError(text) from None
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+        with lock_folder(self.path, "this run; wait for it or choose another --run-dir"):
             yield
+
+
+@contextmanager
+def lock_folder(path: Path, remedy: str) -> Generator[None]:
+    """Hold a folder for this process. Raises `ModelwrightError` if another process is working in it."""
+    with writing(path), open(path / ".lock", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            raise ModelwrightError(f"{path}: process {holder} is working in {remedy}") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield

@@ -1,58 +1,68 @@
-"""Cleaning: the steps in their order, what they keep and what they drop, both as files to look at.
+"""Cleaning in five stages: what they keep and what they drop, both as files to look at.
 
-The order, final (those in brackets join later at their place):
+    format      markup, broken encodings, Unicode, white space, URLs
+    quality     length, repetition, entropy, symbols: limits by kind of document
+    noise       a classifier of trusted text against junk
+    duplicates  exact, contained and near-duplicates
+    privacy     personal data and secrets, replaced by markers
 
-    [schema: records against a JSON Schema] -> [repair: HTML, mojibake] -> normalize -> length -> repetition
-    -> [quality filters] -> duplicates -> [near-duplicates] -> [personal data]
-
-Cheap steps stand before dear ones, repairs before judgments, and personal data last, on the text that stays.
+A folder of cleaned documents holds:
 
     kept.jsonl.zst      documents, one JSON object a line
-    dropped.jsonl.zst   the same with `step` and `reason`
-    report.json         the counts
+    dropped.jsonl.zst   the same with `step`, `reason` and `detail`
+    report.json         the counts and the limits in effect
+
+The work is cut into shards. Each is read, measured and written by itself, on all cores; what needs the whole corpus
+(automatic limits, duplicates) is decided in between from small arrays. Every shard's results are files that are whole
+or absent (`shard_files.py`), so a run that was killed goes on where it was, with the same result to the byte.
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from io import TextIOWrapper
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import zstandard
 
 from modelwright.core.artifacts import write_atomic
+from modelwright.core.config import digest
 from modelwright.core.errors import ArtifactError, DataError, writing
 from modelwright.core.progress import Progress
+from modelwright.core.resources import num_usable_cores
+from modelwright.data.clean_config import CleanConfig
+from modelwright.data.clean_decisions import Measured, decide
+from modelwright.data.clean_shards import measure_shard, write_shard
 from modelwright.data.document import Document, Kind, Split
-from modelwright.data.steps.duplicates import Duplicates, DuplicatesConfig
-from modelwright.data.steps.length import Length, LengthConfig
-from modelwright.data.steps.normalize import Normalize, NormalizeConfig
-from modelwright.data.steps.repetition import Repetition, RepetitionConfig
-from modelwright.data.steps.step import CleaningStep
+from modelwright.data.shard_files import ShardFiles, numbered, pack_lines, write_file
+from modelwright.data.steps.quality import LIMIT_OF
+from modelwright.data.workers import InProcess, LocalProcesses, ShardEngine
 
 KEPT, DROPPED, REPORT = "kept.jsonl.zst", "dropped.jsonl.zst", "report.json"
-_PROGRESS_EVERY = 500
-
-
-@dataclass(frozen=True, kw_only=True)
-class CleanConfig:
-    """The steps' settings, in their order."""
-
-    normalize: NormalizeConfig = field(default_factory=NormalizeConfig)
-    length: LengthConfig = field(default_factory=LengthConfig)
-    repetition: RepetitionConfig = field(default_factory=RepetitionConfig)
-    duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
+STAGES = ("format", "quality", "noise", "duplicates", "privacy")
+_SHARD_CHARS = 8_000_000
+_FEWEST_SHARDS_FOR_PROCESSES = 4
+_VERSION = 1
+"""Raised when the same documents and settings give another result."""
 
 
 @dataclass(kw_only=True)
 class CleanReport:
-    """`kept[kind][split]` and `dropped[step][reason]`, each `{"documents": n, "bytes": UTF-8 bytes}`."""
+    """`kept[kind][split]` and `dropped[step][reason]`, each `{"documents": n, "bytes": UTF-8 bytes}`; `replaced`:
+    values of each kind that the stage privacy replaced; `limits`: of the stage quality, by kind of document.
+    """
 
     num_documents: int = 0
     num_bytes: int = 0
     kept: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     dropped: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    replaced: dict[str, int] = field(default_factory=dict)
+    limits: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def num_kept(self) -> int:
@@ -63,128 +73,214 @@ class CleanReport:
         return sum(entry["documents"] for reasons in self.dropped.values() for entry in reasons.values())
 
 
+@dataclass(frozen=True)
+class DroppedDocument:
+    """A document that cleaning dropped, the stage that dropped it, and why."""
+
+    document: Document
+    step: str
+    reason: str
+    detail: str
+
+
 _SETTINGS = {
-    "binary data": "normalize.max_control_fraction",
-    "too short": "length.min_chars",
-    "too long": "length.max_chars",
-    "repeated lines": "repetition.max_duplicate_line_fraction",
-    "table of data": "repetition.max_data_fraction",
-    "inside a training text": "duplicates.check_contained",
+    "binary data": "format.max_control_fraction",
+    "inside a training text": "duplicates.contained",
+    "inside another text": "duplicates.contained",
+    "near-duplicate": "duplicates.min_jaccard",
 }
-"""The setting that decides, by the reason that the steps give."""
+"""The setting that decides, by the reason, where it is not a limit of the stage quality."""
 
 
 def describe_drops(report: CleanReport, config: CleanConfig) -> str:
-    """`71 dropped: 66 duplicate, 5 too long (--clean.length.max_chars 2000000)`."""
-    reasons = []
-    for step in report.dropped.values():
-        for reason, entry in step.items():
+    """`71 dropped: 66 duplicate, 5 near-duplicate (--clean.duplicates.min_jaccard 0.85)`."""
+    reasons: list[str] = []
+    for step, entries in report.dropped.items():
+        for reason, entry in entries.items():
             setting = _SETTINGS.get(reason, "")
-            value = attrgetter(setting)(config) if setting else None
-            reasons.append(f"{entry['documents']:,} {reason}" + (f" (--clean.{setting} {value})" if setting else ""))
+            hint = f" (--clean.{setting} {attrgetter(setting)(config)})" if setting else ""
+            if step == "quality" and reason in LIMIT_OF:
+                values = {limits[LIMIT_OF[reason]] for limits in report.limits.values() if LIMIT_OF[reason] in limits}
+                value = f": {values.pop():.10g}" if len(values) == 1 else ""
+                hint = f" (--clean.quality.limits {{{LIMIT_OF[reason]}{value}}})"
+            reasons.append(f"{entry['documents']:,} {reason}{hint}")
     return f"{report.num_dropped:,} dropped" + (f": {', '.join(reasons)}" if reasons else "")
 
 
-def build_steps(config: CleanConfig, scratch: Path) -> list[CleaningStep]:
-    """The steps in their order; `scratch` is a folder for what waits on disk."""
-    return [
-        Normalize(config.normalize),
-        Length(config.length),
-        Repetition(config.repetition),
-        Duplicates(config.duplicates, scratch),
-    ]
-
-
 def clean_documents(
-    documents: Iterator[Document], config: CleanConfig, folder: Path, progress: Progress
-) -> CleanReport:
-    """Run the steps over the documents and write the three files into `folder` (made if absent).
+    documents: Iterator[Document],
+    config: CleanConfig,
+    folder: Path,
+    progress: Progress,
+    *,
+    work: Path | None = None,
+    key: str = "",
+    facts: Callable[[], Mapping[str, Any]] = dict,
+    engine: ShardEngine | None = None,
+) -> tuple[CleanReport, dict[str, Any]]:
+    """Clean the documents and write the three files into `folder` (created if absent).
 
-    Raises `DataError` when no training document is left, and `StorageError` when the disk is full.
+    work: folder for what is unfinished, which the caller removes; by default one in `folder`. key: identifies the
+    documents; with the same key and settings, work that was interrupted is resumed, and documents that were all read
+    before are not read again. facts: called when all documents are read; what it returned then is returned with the
+    report, also after a resume. engine: where shards are processed, by default on all cores of this machine.
+
+    Raises `DataError` if no training document is left, and `StorageError` if the disk is full.
     """
-    report = CleanReport()
+    own_work = folder / "work" if work is None else None
+    identity = {"key": key, "clean": replace(config, num_workers=0), "version": _VERSION}
+    work = (work or folder / "work") / digest(identity)[:16]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with _DocumentFile(folder / KEPT) as kept, _DocumentFile(folder / DROPPED) as dropped:
-            stream = _counted(documents, report, progress)
-            for step in build_steps(config, folder):
-                stream = _run(step, stream, dropped, report)
-            for document in stream:
-                kept.write(document.to_json())
-                _count(report.kept, document.kind, document.split, document)
-    assert report.num_kept + report.num_dropped == report.num_documents, "a step lost or added documents"
-    write_atomic(folder / REPORT, json.dumps(asdict(report), indent=1))
+        if not key:
+            shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True, exist_ok=True)
+        split = _split(documents, config, work, progress, facts)
+        run = _Run(config, work, split, engine or _local_engine(config, split["num_shards"]), progress)
+        run.measure()
+        run.decide()
+        report = run.write()
+        _join(folder / KEPT, work, split["num_shards"], "kept.zst")
+        _join(folder / DROPPED, work, split["num_shards"], "dropped.zst")
+        assert report.num_kept + report.num_dropped == report.num_documents, "a stage lost or added documents"
+        write_atomic(folder / REPORT, json.dumps(asdict(report), indent=1))
+        if own_work is not None:
+            shutil.rmtree(own_work)
     if not any("train" in splits for splits in report.kept.values()):
         reasons = f"{describe_drops(report, config)}; {report.num_kept:,} held out by --data.validation_fraction"
         text = f"no training document is left of {report.num_documents} ({reasons})"
         raise DataError(f"{text}; relax the settings of cleaning or add more text")
-    return report
+    return report, split["facts"]
 
 
 def read_kept(folder: Path, *, split: Split | None = None, kind: Kind | None = None) -> Iterator[Document]:
-    """The kept documents of one side and kind, or of all, in order. Raises `ArtifactError` when they are not there."""
+    """The kept documents of one split and kind, or of all, in order. Raises `ArtifactError` if they are missing."""
     for line in _lines(folder / KEPT):
         document = Document.from_json(line)
         if split in (None, document.split) and kind in (None, document.kind):
             yield document
 
 
-def read_dropped(folder: Path) -> Iterator[tuple[Document, str, str]]:
-    """The dropped documents with `(step, reason)`."""
+def read_dropped(folder: Path) -> Iterator[DroppedDocument]:
+    """The dropped documents. Raises `ArtifactError` if they are missing."""
     for line in _lines(folder / DROPPED):
         entry = json.loads(line)
-        step, reason = entry.pop("step"), entry.pop("reason")
-        yield Document(**entry), step, reason
+        step, reason, detail = (entry.pop(name) for name in ("step", "reason", "detail"))
+        yield DroppedDocument(Document(**entry), step, reason, detail)
 
 
-def _run(
-    step: CleaningStep, documents: Iterator[Document], dropped: "_DocumentFile", report: CleanReport
-) -> Iterator[Document]:
-    def drop(document: Document, reason: str) -> None:
-        dropped.write(json.dumps({"step": step.name, "reason": reason, **vars(document)}, ensure_ascii=False))
-        _count(report.dropped, step.name, reason, document)
-
-    return step(documents, drop)
+def _local_engine(config: CleanConfig, num_shards: int) -> ShardEngine:
+    if num_shards < _FEWEST_SHARDS_FOR_PROCESSES:
+        return InProcess()
+    return LocalProcesses(config.num_workers or num_usable_cores())
 
 
-def _counted(documents: Iterator[Document], report: CleanReport, progress: Progress) -> Iterator[Document]:
+def _split(
+    documents: Iterator[Document], config: CleanConfig, work: Path, progress: Progress,
+    facts: Callable[[], Mapping[str, Any]],
+) -> dict[str, Any]:  # fmt: skip
+    """Write the documents as shards; returns their number and those of documents and bytes."""
+    marker = work / "split.json"
+    if marker.exists():
+        return json.loads(marker.read_text())
+    progress.begin("read", 0, "documents")
+    totals = Counter[str]()
+    shard: list[Document] = []
+    num_chars = num_shards = 0
+
+    def flush() -> None:
+        nonlocal num_shards, num_chars
+        files = ShardFiles(work, num_shards)
+        write_file(files.path("raw.zst"), pack_lines((document.to_json() for document in shard), level=1))
+        files.finish("raw", ["raw.zst"], {})
+        num_shards, num_chars = num_shards + 1, 0
+        shard.clear()
+        progress.advance(totals["num_documents"])
+
     for document in documents:
-        report.num_documents += 1
-        report.num_bytes += len(document.text.encode("utf-8", "replace"))
-        if report.num_documents % _PROGRESS_EVERY == 0:
-            progress.advance(report.num_documents, dropped=report.num_dropped)
-        yield document
-    progress.advance(report.num_documents, dropped=report.num_dropped)
+        shard.append(document)
+        num_chars += len(document.text)
+        totals["num_documents"] += 1
+        totals["num_bytes"] += len(document.text.encode("utf-8", "replace"))
+        if len(shard) == config.shard_documents or num_chars > _SHARD_CHARS:
+            flush()
+    if shard:
+        flush()
+    progress.end()
+    split = {"num_shards": num_shards, "facts": dict(facts()), **{name: totals[name] for name in _TOTALS}}
+    write_atomic(marker, json.dumps(split))
+    return split
 
 
-def _count(counters: dict[str, dict[str, dict[str, int]]], first: str, second: str, document: Document) -> None:
-    entry = counters.setdefault(first, {}).setdefault(second, {"documents": 0, "bytes": 0})
-    entry["documents"] += 1
-    entry["bytes"] += len(document.text.encode("utf-8", "replace"))
+_TOTALS = ("num_documents", "num_bytes")
 
 
-class _DocumentFile:
-    """A compressed JSON Lines file being written."""
+@dataclass(frozen=True)
+class _Run:
+    """The work on all shards."""
 
-    def __init__(self, path: Path) -> None:
-        self._raw = open(path, "wb")  # noqa: SIM115 - closed in __exit__
-        stream = zstandard.ZstdCompressor(level=3, write_checksum=True).stream_writer(self._raw)
-        self._text = TextIOWrapper(stream, encoding="utf-8", newline="\n")
+    config: CleanConfig
+    work: Path
+    split: dict[str, Any]
+    engine: ShardEngine
+    progress: Progress
 
-    def write(self, line: str) -> None:
-        self._text.write(line + "\n")
+    def measure(self) -> None:
+        self._map("measure", measure_shard)
 
-    def __enter__(self) -> "_DocumentFile":
-        return self
+    def decide(self) -> None:
+        """Decide for all shards which documents are dropped after the stage format."""
+        marker = self.work / "decided.json"
+        if marker.exists():
+            return
+        shards = [Measured.load(files) for files in numbered(self.work, self.split["num_shards"])]
+        limits, drops = decide(shards, self.config, self.work, self.engine)
+        starts = np.cumsum([0, *(len(shard.features) for shard in shards)])
+        for files, start, end in zip(numbered(self.work, len(shards)), starts[:-1], starts[1:], strict=True):
+            own = [(number - int(start), *drops[number]) for number in range(start, end) if number in drops]
+            write_file(files.path("drops.json"), json.dumps(own).encode())
+            files.finish("decided", ["drops.json"], {})
+        write_atomic(marker, json.dumps({"limits": limits}))
 
-    def __exit__(self, *error: object) -> None:
-        self._text.close()
-        self._raw.close()
+    def write(self) -> CleanReport:
+        limits = json.loads((self.work / "decided.json").read_text())["limits"]
+        report = CleanReport(limits=limits, **{name: self.split[name] for name in _TOTALS})
+        counts: list[dict[str, Any]] = [{}] * self.split["num_shards"]
+        for number, facts in self._map("write", write_shard):
+            counts[number] = facts
+        for facts in counts:  # in order, so that the report is the same however the shards were finished
+            for name in ("kept", "dropped"):
+                for first, second, entry in facts[name]:
+                    total = getattr(report, name).setdefault(first, {}).setdefault(second, {"documents": 0, "bytes": 0})
+                    for unit in total:
+                        total[unit] += entry[unit]
+            report.replaced = dict(Counter(report.replaced) + Counter(facts["replaced"]))
+        report.dropped = {step: report.dropped[step] for step in STAGES if step in report.dropped}
+        return report
+
+    def _map(self, name: str, function: Callable[[Any], Any]) -> list[tuple[int, dict[str, Any]]]:
+        items = [(str(self.work), number, self.config) for number in range(self.split["num_shards"])]
+        self.progress.begin(name, self.split["num_documents"], "documents")
+        result, done = [], 0
+        for number, num_documents, facts in self.engine.map(function, items):
+            done += num_documents
+            self.progress.advance(done)
+            result.append((number, facts))
+        self.progress.end()
+        return result
+
+
+def _join(target: Path, work: Path, num_shards: int, name: str) -> None:
+    """The files of all shards one after another: Zstandard frames may follow each other."""
+    with open(target, "wb") as joined:
+        for files in numbered(work, num_shards):
+            joined.write(files.read("written", name))
 
 
 def _lines(path: Path) -> Iterator[str]:
     try:
-        with open(path, "rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
+        decompressor = zstandard.ZstdDecompressor()
+        with open(path, "rb") as raw, decompressor.stream_reader(raw, read_across_frames=True) as stream:
             yield from TextIOWrapper(stream, encoding="utf-8", newline="\n")
     except FileNotFoundError:
         raise ArtifactError(f"{path}: is missing; run the clean stage") from None

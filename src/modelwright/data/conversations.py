@@ -5,6 +5,7 @@
     prompt, completion: two texts, or two lists of turns     TRL
     messages: turns with role and content                    OpenAI, TRL
     conversations: turns with from and value                 ShareGPT
+    chosen, rejected, and prompt where there is one          preference pairs, TRL
 
 Any of them may have a field `system`, the text of a system turn. docs/data.md shows an example of each.
 """
@@ -16,7 +17,8 @@ from modelwright.data.document import Message, join_turns
 
 FORMS = (
     "question + answer, instruction (+ input) + output, prompt + completion, "
-    'messages [{"role": "user", "content": ...}, ...] or conversations [{"from": "human", "value": ...}, ...]'
+    'messages [{"role": "user", "content": ...}, ...], conversations [{"from": "human", "value": ...}, ...] '
+    "or (prompt +) chosen + rejected"
 )
 """The accepted forms, for messages to the user."""
 
@@ -25,29 +27,34 @@ ROLES = {
 }  # fmt: skip
 """The role of a turn by the names that data sets give it."""
 
-_NEEDED = (
-    ("messages",), ("conversations",), ("question", "answer"), ("instruction", "output"), ("prompt", "completion"),
-)  # fmt: skip
-FIELDS = tuple(dict.fromkeys([name for names in _NEEDED for name in names] + ["input", "system"]))
+RECORD_TYPES = {
+    "preference": ("chosen", "rejected"), "messages": ("messages",), "sharegpt": ("conversations",),
+    "question_answer": ("question", "answer"), "instruction": ("instruction", "output"),
+    "prompt_completion": ("prompt", "completion"),
+}  # fmt: skip
+"""Required fields by record type, in the order in which types are recognized."""
+FIELDS = tuple(
+    dict.fromkeys([*(name for names in RECORD_TYPES.values() for name in names), "input", "prompt", "system"])
+)
 """All fields that the forms have."""
 
 _HINTS = {
-    *(name for names in _NEEDED for name in names), "answers", "query", "response", "responses", "chosen", "rejected",
-    "dialog", "dialogue", "conversation", "turns",
+    *(name for names in RECORD_TYPES.values() for name in names), "answers", "query", "response", "responses", "dialog",
+    "dialogue", "conversation", "turns",
 }  # fmt: skip
 """Fields that only questions, answers and conversations have."""
 
 
-def form_of(names: Iterable[str]) -> tuple[str, ...]:
-    """The required fields of the layout that a record or table with these fields has; empty if it has none."""
-    there = set(names)
-    return next((needed for needed in _NEEDED if there.issuperset(needed)), ())
+def record_type(names: Iterable[str]) -> str:
+    """The type of a record or table with these fields, a key of `RECORD_TYPES`; "" if it has none."""
+    present = set(names)
+    return next((name for name, needed in RECORD_TYPES.items() if present.issuperset(needed)), "")
 
 
-def is_conversation(record: Mapping[str, Any]) -> bool:
-    """Whether a record has one of the layouts; a table may hold them in another row."""
-    form = form_of(record)
-    return bool(form) and record[form[0]] is not None
+def is_conversation(record: Mapping[str, Any], kind: str = "") -> bool:
+    """Whether a record is of the type `kind`, or of any type; a table may hold it in another row."""
+    kind = kind or record_type(record)
+    return bool(kind) and all(record.get(name) is not None for name in RECORD_TYPES[kind][:1])
 
 
 def num_hints(names: Iterable[str]) -> int:
@@ -55,12 +62,20 @@ def num_hints(names: Iterable[str]) -> int:
     return len(_HINTS.intersection(names))
 
 
-def read_conversation(record: Mapping[str, Any]) -> list[Message]:
-    """The turns of a record for which `is_conversation` is true. Raises `ValueError` that says what is wrong."""
-    form = form_of(record)
-    if len(form) == 1:
+def read_conversation(record: Mapping[str, Any], kind: str = "") -> list[Message]:
+    """The turns of a record for which `is_conversation` is true, of a preference pair those of the chosen answer.
+
+    Raises `ValueError` that says what is wrong.
+    """
+    kind = kind or record_type(record)
+    form = RECORD_TYPES[kind]
+    if missing := [name for name in form if name not in record]:
+        raise ValueError(f"a record of type {kind} needs the field {missing[0]!r}")
+    if kind == "preference":
+        turns = _preference_turns(record, "chosen")
+    elif len(form) == 1:
         turns = _turns(form[0], record[form[0]])
-    elif form[0] == "prompt":
+    elif kind == "prompt_completion":
         turns = _side(record, "prompt", "user") + _side(record, "completion", "assistant")
     else:
         question = _text(record, form[0])
@@ -70,8 +85,27 @@ def read_conversation(record: Mapping[str, Any]) -> list[Message]:
     if record.get("system") and turns[0]["role"] != "system":
         turns = [_turn("system", _text(record, "system")), *turns]
     if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
-        raise ValueError(f"{form[-1]} has no answer (a turn of the assistant with text)")
+        raise ValueError(
+            f"{form[0] if kind == 'preference' else form[-1]} has no answer (a turn of the assistant with text)"
+        )
     return turns
+
+
+def read_rejected(record: Mapping[str, Any], turns: list[Message]) -> list[Message]:
+    """The rejected end of a preference pair whose chosen conversation is `turns`: what follows the turns that both
+    have in common. Raises `ValueError` that says what is wrong.
+    """
+    rejected = _preference_turns(record, "rejected")
+    if record.get("system") and rejected[0]["role"] != "system":
+        rejected = [_turn("system", _text(record, "system")), *rejected]
+    common = 0
+    while common < min(len(turns), len(rejected)) and turns[common] == rejected[common]:
+        common += 1
+    if common == len(rejected) or common == len(turns):
+        raise ValueError("chosen and rejected are the same")
+    if any(turn["role"] != "assistant" for turn in (turns[common], rejected[common])):
+        raise ValueError("chosen and rejected differ before the answer")
+    return rejected[common:]
 
 
 def conversation_meta(turns: list[Message]) -> tuple[str, dict[str, Any]]:
@@ -79,6 +113,15 @@ def conversation_meta(turns: list[Message]) -> tuple[str, dict[str, Any]]:
     if [turn["role"] for turn in turns] == ["user", "assistant"]:
         return join_turns(turns), {"question": turns[0]["content"], "answer": turns[1]["content"]}
     return join_turns(turns), {"messages": turns}
+
+
+def _preference_turns(record: Mapping[str, Any], name: str) -> list[Message]:
+    """The conversation up to the chosen or rejected answer; a plain text needs a prompt."""
+    if "prompt" in record and record["prompt"] is not None:
+        return _side(record, "prompt", "user") + _side(record, name, "assistant")
+    if not isinstance(record[name], list):
+        raise ValueError(f"{name} is a text, so the record needs a field 'prompt'")
+    return _turns(name, record[name])
 
 
 def _side(record: Mapping[str, Any], name: str, role: str) -> list[Message]:

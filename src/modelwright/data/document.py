@@ -20,8 +20,9 @@ class Document:
 
     `id` is unique within a corpus and names the origin (module, file and line); `source` names the corpus. A "qa"
     document carries its conversation in `meta`: `question` and `answer`, or `messages` when it has other turns; its
-    `text` is the turns' contents, a blank line between them. `meta["title"]`, where present, is a heading line that
-    the text begins with: texts that differ in their titles only are duplicates.
+    `text` is the turns' contents, a blank line between them. `meta["rejected"]` of a preference pair holds the turns
+    of the rejected answer, which take the place of the conversation's last ones. `meta["title"]`, where present, is a
+    heading line that the text begins with: texts that differ in their titles only are duplicates.
     """
 
     id: str
@@ -52,8 +53,9 @@ class Document:
         for key in ("title", "question", "answer"):
             if key in meta:
                 meta[key] = change(meta[key])
-        if "messages" in meta:
-            meta["messages"] = [{**turn, "content": change(turn["content"])} for turn in meta["messages"]]
+        for key in ("messages", "rejected"):
+            if key in meta:
+                meta[key] = [{**turn, "content": change(turn["content"])} for turn in meta[key]]
         changed = replace(self, text=change(self.text), meta=meta)
         return replace(changed, text=join_turns(changed.messages)) if self.kind == "qa" else changed
 

@@ -118,7 +118,7 @@ def read_jsonl(file: File, complain: Complaint) -> Iterator[tuple[str, Record]]:
                 record = json.loads(text)
             except (ValueError, RecursionError) as error:
                 problem = f"is not valid JSON ({getattr(error, 'msg', error)}, column {getattr(error, 'colno', 1)})"
-                complain("not JSON", where, problem, "mend the line")
+                complain("not JSON", where, problem, "correct the line")
                 continue
             yield from _objects(where, record, complain)
 
@@ -149,7 +149,7 @@ def _json_items(file: File, text: str, complain: Complaint) -> Iterator[tuple[st
         except (ValueError, RecursionError) as error:
             where = f"{file.name}:{getattr(error, 'lineno', line)}"
             problem = f"is not valid JSON ({getattr(error, 'msg', error)}, column {getattr(error, 'colno', 1)})"
-            return complain("not JSON", where, problem, "mend the file")
+            return complain("not JSON", where, problem, "correct the file")
         yield from _objects(where, record, complain)
     return None
 
@@ -213,7 +213,7 @@ def read_csv(file: File, complain: Complaint) -> Iterator[tuple[str, Record]]:
         try:
             row = next(table, None)
         except csv.Error as error:
-            complain("not CSV", f"{file.name}:{last}", f"is no row of a table ({error})", "mend the quotes in the file")
+            complain("not CSV", f"{file.name}:{last}", f"is no row of a table ({error})", "correct the quotes in the file")
             return
         if row is None:
             return
@@ -268,7 +268,7 @@ def _chunks(raw: Any, file: File, complain: Complaint, line: Callable[[], int]) 
         yield from read(raw)
     except EOFError:
         problem = f"the {file.compression} data is cut off here; the file is incomplete"
-        complain("cut off", f"{file.name}:{line()}", problem, "fetch the file again")
+        complain("truncated", f"{file.name}:{line()}", problem, "fetch the file again")
     except (zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
         problem = f"the {file.compression} data is damaged here ({error})"
         complain("damaged file", f"{file.name}:{line()}", problem, "fetch the file again")

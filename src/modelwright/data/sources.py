@@ -6,7 +6,7 @@ libraries. What cannot be read raises one `DataError` with file and line, or is 
 holds one document at a time, and the whole file of `.json` and `.html`. Cleaning is `data.clean`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import PurePosixPath
 from typing import Any, Literal
@@ -18,10 +18,11 @@ from modelwright.data.conversations import (
     FIELDS,
     FORMS,
     conversation_meta,
-    form_of,
     is_conversation,
     num_hints,
     read_conversation,
+    read_rejected,
+    record_type,
 )
 from modelwright.data.document import KINDS, SPLITS, Document, Kind, Split
 from modelwright.data.find_files import (
@@ -31,6 +32,7 @@ from modelwright.data.find_files import (
     PROSE_EXTENSIONS,
     locate,
 )
+from modelwright.data.record_schema import RecordSchema
 from modelwright.data.stdlib_corpus import machine_corpus
 
 BUILTIN = "stdlib"
@@ -53,6 +55,14 @@ class SourceConfig:
     answer."""
     validation_fraction: float = 0.05
     """Fraction of documents held out for validation, by hash of the text. `stdlib` brings its own split, by module."""
+    fields: dict[str, str] = field(default_factory=dict)
+    """Names of the records' own fields by the names that are expected: `{question: q, answer: a}`."""
+    record_type: Literal[
+        "auto", "text", "messages", "sharegpt", "question_answer", "instruction", "prompt_completion", "preference"
+    ] = "auto"
+    """Type of all records; `auto` recognizes it from the fields of each. docs/data.md lists the fields of each type."""
+    schema: str = ""
+    """JSON Schema file that every record must satisfy, in addition to the fields of its type."""
     on_bad_record: Literal["error", "skip"] = "error"
     """`error` stops at the first unreadable record; `skip` drops and counts it."""
     max_document_chars: int = 10_000
@@ -82,7 +92,14 @@ class SourceReport:
     bytes: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
     passed_over: dict[str, int] = field(default_factory=dict)
+    record_types: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
+    on_skip: Callable[[str, str, str], None] | None = field(default=None, repr=False, compare=False)
+    """Called with the reason, the place and what is wrong for every record that is skipped."""
+
+    def facts(self) -> dict[str, Any]:
+        """The counts as plain data."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "on_skip"}
 
     @property
     def num_documents(self) -> int:
@@ -93,9 +110,11 @@ class SourceReport:
         size = len(document.text.encode("utf-8", "replace"))
         self.bytes[document.kind] = self.bytes.get(document.kind, 0) + size
 
-    def skip(self, reason: str, where: str) -> None:
+    def skip(self, reason: str, where: str, problem: str = "") -> None:
         """Count a skipped record."""
         self._count(self.skipped, reason, where)
+        if self.on_skip is not None:
+            self.on_skip(reason, where, problem or reason)
 
     def pass_over(self, reason: str, name: str) -> None:
         """Count a file or directory that is not read."""
@@ -164,7 +183,7 @@ def _complaint(config: SourceConfig, report: SourceReport) -> readers.Complaint:
         if config.on_bad_record == "error":
             leave_out = "pass --data.on_bad_record skip to leave such records out and count them"
             raise DataError(f"{where}: {problem}; {way_out}, or {leave_out}")
-        report.skip(reason, where)
+        report.skip(reason, where, problem)
 
     return complain
 
@@ -176,7 +195,14 @@ def _read_file(
         yield from _texts(file, config, report, complain)
         return
     given = _given_split(file)
+    schema = RecordSchema.read(config.schema) if config.schema else None
     for where, record in _records(file, config, report, complain):
+        for name, own in config.fields.items():
+            if own in record:
+                record[name] = record[own]
+        if schema is not None and (problem := schema.problem(record)):
+            complain("violates the schema", where, problem, f"correct it or change {config.schema}")
+            continue
         result = _document(where, record, file.name, config, report, complain)
         if isinstance(result, _Unsplit) and given:
             result = replace(result.document, split=given)
@@ -201,8 +227,11 @@ def _records(
     file: readers.File, config: SourceConfig, report: SourceReport, complain: readers.Complaint
 ) -> Iterator[tuple[str, readers.Record]]:
     def choose(names: Sequence[str]) -> list[str]:
-        known = {config.text_field, *FIELDS, *_DOCUMENT_FIELDS}
-        is_known = config.text_field in names or form_of(names)
+        if config.schema:
+            return list(names)
+        known = {config.text_field, *FIELDS, *_DOCUMENT_FIELDS, *config.fields.values()}
+        mapped = {*names, *(name for name, own in config.fields.items() if own in names)}
+        is_known = config.text_field in mapped or record_type(mapped)
         return [name for name in names if name in known] if is_known else list(names)
 
     match file.extension:
@@ -254,12 +283,18 @@ def _document(
     kind: Kind = "prose"
     meta: dict[str, Any] = {}
     wants_text = config.text_field != DEFAULT_TEXT_FIELD and config.text_field in record
-    if is_conversation(record) and not wants_text:
+    wanted = "" if config.record_type in ("auto", "text") else config.record_type
+    if config.record_type != "text" and not wants_text and (wanted or is_conversation(record)):
+        name = wanted or record_type(record)
         try:
-            text, meta = conversation_meta(read_conversation(record))
+            turns = read_conversation(record, wanted)
+            text, meta = conversation_meta(turns)
+            if name == "preference":
+                meta["rejected"] = read_rejected(record, turns)
         except ValueError as error:
             complain("bad conversation", where, str(error), f"accepted are {FORMS}")
             return None
+        report.record_types[name] = report.record_types.get(name, 0) + 1
         kind = "qa"
     elif config.text_field not in record:
         names = ", ".join(map(str, record)) or "none"

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from modelwright.core.config import constant, difference, merge
 from modelwright.core.errors import ConfigError
-from modelwright.data.clean import CleanConfig
+from modelwright.data.clean_config import CleanConfig
 from modelwright.data.pack import PackConfig
 from modelwright.data.sources import SourceConfig
 from modelwright.data.tokenizer import TokenizerConfig

@@ -1,1 +1,1 @@
-"""Cleaning steps, one file each: a generator of documents that says why it drops one."""
+"""The five stages of cleaning, one file each: format, quality, noise, duplicates and privacy."""

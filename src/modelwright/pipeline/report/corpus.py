@@ -104,11 +104,13 @@ def _dropped_blocks(stage: StageData, num_examples: int) -> list[Block]:
 def _examples(stage: StageData, most: int, num_reasons: int) -> list[Excerpt]:
     """The first `most` dropped documents of each reason."""
     seen: dict[tuple[str, str], list[Excerpt]] = {}
-    for document, step, reason in read_dropped(stage.folder.artifact):
+    for dropped in read_dropped(stage.folder.artifact):
+        document, step, reason = dropped.document, dropped.step, dropped.reason
         result = seen.setdefault((step, reason), [])
         if len(result) < most:
+            detail = f": {redact_text(dropped.detail)}" if dropped.detail else ""
             text = document.text[:_EXCERPT_CHARS] + (" …" if len(document.text) > _EXCERPT_CHARS else "")
-            result.append(Excerpt(f"{step}: {reason} ({document.kind}, {redact_text(document.id)})", text))
+            result.append(Excerpt(f"{step}: {reason} ({document.kind}, {redact_text(document.id)}){detail}", text))
         if len(seen) == num_reasons and all(len(items) >= most for items in seen.values()):
             break
     return [excerpt for result in seen.values() for excerpt in result][:_EXAMPLES_AT_MOST]

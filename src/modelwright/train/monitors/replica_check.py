@@ -46,7 +46,9 @@ class ReplicaCheck:
         hashes = torch.stack([bits_hash(piece.values) for piece in pieces.values()]).tolist()
         keys = [piece.key(name) for name, piece in pieces.items()]
         result: dict[tuple[Any, ...], dict[int, int]] = {}
-        of_all_ranks = self.channel.exchange(list(zip(keys, hashes, strict=True)), what=f"comparing replicas after {step}")
+        of_all_ranks = self.channel.exchange(
+            list(zip(keys, hashes, strict=True)), what=f"comparing replicas after {step}"
+        )
         for rank, entries in enumerate(of_all_ranks):
             for key, value in entries:
                 result.setdefault(key_from_json(key), {})[rank] = value

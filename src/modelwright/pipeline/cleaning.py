@@ -1,0 +1,114 @@
+"""Sources to a folder of cleaned documents: the first stage of a run, and `modelwright clean`.
+
+Beside the files of `data.clean` the folder holds `sources.json`, what was read and what was not, and
+`quarantine.jsonl`, one line for each record that was skipped.
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.config import digest, dump
+from modelwright.core.errors import writing
+from modelwright.core.progress import Progress
+from modelwright.core.resources import versions
+from modelwright.core.rundir import lock_folder
+from modelwright.data.clean import DROPPED, KEPT, CleanReport, clean_documents, describe_drops
+from modelwright.data.clean_config import CleanConfig
+from modelwright.data.find_files import locate
+from modelwright.data.sources import BUILTIN, SourceConfig, SourceReport, read_documents
+from modelwright.pipeline.redact import redact_text
+
+QUARANTINE, SOURCES = "quarantine.jsonl", "sources.json"
+
+
+def fingerprint(data: SourceConfig) -> list[list[str | int | float]]:
+    """A fingerprint of the sources without reading them. Raises `DataError` for a missing source."""
+    result: list[list[str | int | float]] = []
+    if BUILTIN in data.sources:
+        libraries = versions("torch", "numpy")
+        result.append([BUILTIN, sys.version, *libraries.values()])
+    named = tuple(source for source in data.sources if source != BUILTIN)
+    for file in locate(named, lambda reason, where: None):
+        facts = file.filesystem.info(file.path)
+        changed = facts.get("mtime") or facts.get("LastModified") or facts.get("ETag") or ""
+        result.append([file.name, int(facts.get("size") or 0), str(changed)])
+    return result
+
+
+def clean_into(
+    data: SourceConfig, clean: CleanConfig, out: Path, work: Path, key: str, progress: Progress
+) -> tuple[CleanReport, dict[str, Any], list[str]]:
+    """Read the sources and clean them into `out`.
+
+    work: folder for what is unfinished, which the next call with the same key resumes. Returns the report, the facts
+    about the sources and what was not read, in words. Raises like `data.clean.clean_documents`.
+    """
+    report = SourceReport()
+    with writing(work):
+        work.mkdir(parents=True, exist_ok=True)
+    documents = _quarantining(read_documents(data, report=report), report, work / QUARANTINE)
+    cleaned, facts = clean_documents(
+        documents,
+        clean,
+        out,
+        progress,
+        work=work,
+        key=key,
+        facts=lambda: {"report": report.facts(), "summary": report.summary()},
+    )
+    with writing(out):
+        shutil.copyfile(work / QUARANTINE, out / QUARANTINE)
+        write_atomic(out / SOURCES, json.dumps(facts["report"], indent=1, ensure_ascii=False))
+        shutil.rmtree(work, ignore_errors=True)
+    return cleaned, facts["report"], [redact_text(line) for line in facts["summary"]]
+
+
+def clean_sources(data: SourceConfig, clean: CleanConfig, out: Path, progress: Progress) -> list[str]:
+    """`modelwright clean`; returns the lines to print."""
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    with lock_folder(out, "this folder; wait for it or choose another --out"):
+        key = digest({"data": dump(data), "sources": fingerprint(data)})
+        cleaned, sources, unread = clean_into(data, clean, out, out / "work", key, progress)
+    lines = [*unread, *_funnel(cleaned)]
+    if sources["skipped"]:
+        lines.append(f"skipped records are listed in {out / QUARANTINE}")
+    lines.append(describe_drops(cleaned, clean))
+    return [*lines, f"kept {out / KEPT}, dropped {out / DROPPED}"]
+
+
+def _funnel(report: CleanReport) -> Iterator[str]:
+    """A line for each stage: what went in, and what it dropped."""
+    left = report.num_documents
+    yield f"{'stage':<12}{'documents':>12}{'dropped':>12}"
+    for step, reasons in report.dropped.items():
+        dropped = sum(entry["documents"] for entry in reasons.values())
+        yield f"{step:<12}{left:>12,}{dropped:>12,}"
+        left -= dropped
+    yield f"{'kept':<12}{left:>12,}"
+    if report.replaced:
+        yield "replaced: " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(report.replaced.items()))
+
+
+def _quarantining(documents: Iterator[Any], report: SourceReport, path: Path) -> Iterator[Any]:
+    """The documents, with a line in a file for each record that is skipped while they are read."""
+    with _log(path) as write:
+        report.on_skip = write
+        yield from documents
+
+
+@contextmanager
+def _log(path: Path) -> Iterator[Any]:
+    with open(path, "w", encoding="utf-8") as file:
+
+        def write(reason: str, where: str, problem: str) -> None:
+            entry = {"where": redact_text(where), "reason": reason, "problem": redact_text(problem)}
+            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+        yield write

@@ -1,0 +1,140 @@
+"""Duplicates of a whole corpus, against a twin that compares every document with every other one."""
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from modelwright.core.progress import SilentProgress
+from modelwright.data.clean import clean_documents, read_dropped, read_kept
+from modelwright.data.clean_config import CleanConfig
+from modelwright.data.deduplicate import DuplicatesConfig
+from modelwright.data.document import Document
+from modelwright.data.steps.privacy import PrivacyConfig
+from modelwright.data.steps.quality import QualityConfig
+from modelwright.data.steps.shingles import SHINGLE_WORDS, jaccard, shingles
+from modelwright.data.words import split_words
+
+WORDS = [
+    f"{first}{second}" for first in ("ba", "ko", "lu", "mi", "ne") for second in ("dra", "fin", "gos", "tul", "vex")
+]
+
+
+def document(text: str, number: int = 0, **changes) -> Document:
+    values = {"id": f"d{number}", "kind": "prose", "split": "train", "source": "test"} | changes
+    return Document(text=text, **values)
+
+
+def sentence(rng: random.Random, length: int) -> list[str]:
+    return [rng.choice(WORDS) + str(rng.randrange(50)) for _ in range(length)]
+
+
+def changed(rng: random.Random, words: list[str], share: float) -> list[str]:
+    """The words with a share of them replaced, one after another in one place."""
+    count = int(share * len(words))
+    at = rng.randrange(len(words) - count + 1)
+    return [*words[:at], *sentence(rng, count), *words[at + count :]]
+
+
+def clean(folder: Path, documents: Iterable[Document], **settings) -> tuple[list[str], dict[str, tuple[str, str]]]:
+    config = CleanConfig(
+        duplicates=DuplicatesConfig(**settings),
+        quality=QualityConfig(limits={"min_num_chars": 0, "min_stop_word_fraction": 0}),
+        privacy=PrivacyConfig(replace=()),
+        shard_documents=37,
+        num_workers=1,
+    )
+    clean_documents(iter(documents), config, folder, SilentProgress())
+    dropped = {entry.document.id: (entry.reason, entry.detail) for entry in read_dropped(folder)}
+    return [entry.id for entry in read_kept(folder)], dropped
+
+
+def similarity(first: str, second: str) -> float:
+    """Jaccard similarity of word 5-grams, by their definition."""
+    sets = []
+    for text in (first, second):
+        words = split_words(text)
+        sets.append({tuple(words[i : i + SHINGLE_WORDS]) for i in range(len(words) - SHINGLE_WORDS + 1)})
+    return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
+
+
+def test_hashes_give_the_similarity_of_words() -> None:
+    rng = random.Random(0)
+    for share in (0.0, 0.02, 0.1, 0.5):
+        words = sentence(rng, 200)
+        first, second = " ".join(words), " ".join(changed(rng, words, share))
+        found = jaccard(np.unique(shingles(first)), np.unique(shingles(second)))
+        assert found == pytest.approx(similarity(first, second), abs=1e-6)
+    assert len(shingles("only four words here")) == 0
+    assert len(shingles("深度学习模型")) == 2  # characters count as words
+    assert len(shingles("A b, c! D e")) == len(shingles("a B c d E")) == 1
+    np.testing.assert_array_equal(shingles("A b, c! D e"), shingles("a B c d E"))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_near_duplicates_against_the_comparison_of_all_pairs(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    texts: list[str] = []
+    for _ in range(60):
+        words = sentence(rng, rng.randrange(100, 300))
+        texts.append(" ".join(words))
+        for share in (0.005, 0.02, 0.04, 0.2):
+            if rng.random() < 0.7:
+                texts.append(" ".join(changed(rng, words, share)))
+    rng.shuffle(texts)
+    kept, dropped = clean(tmp_path, [document(text, i) for i, text in enumerate(texts)], contained="off")
+    by_id = {f"d{i}": text for i, text in enumerate(texts)}
+    for first in kept:
+        for second in kept:
+            assert first == second or similarity(by_id[first], by_id[second]) < 0.85
+    assert len(dropped) > 30
+    for name, (reason, detail) in dropped.items():
+        other = detail.rpartition(" ")[2]
+        assert other in kept
+        assert reason in ("near-duplicate", "duplicate")
+        assert reason == "duplicate" or similarity(by_id[name], by_id[other]) >= 0.85
+        assert reason == "duplicate" or f"{similarity(by_id[name], by_id[other]):.2f}" in detail
+
+
+def test_the_best_of_a_cluster_stays(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    words = sentence(rng, 200)
+    noisy = [*words[:190], *["#$%&" * 10] * 10]
+    longer = [*words, "and", "some", "words", "more"]
+    kept, dropped = clean(tmp_path, [document(" ".join(one), i) for i, one in enumerate((noisy, words, longer))])
+    assert kept == ["d2"]
+    assert set(dropped) == {"d0", "d1"}
+    heldout = [document(" ".join(words), 0), document(" ".join(changed(rng, words, 0.02)), 1, split="heldout")]
+    kept, dropped = clean(tmp_path / "heldout", [*heldout, document("Something else to train on.", 2)])
+    assert kept == ["d1", "d2"], "a near-duplicate of a held-out document is not trained on"
+
+
+def test_a_text_inside_another_one(tmp_path: Path) -> None:
+    rng = random.Random(6)
+    words = sentence(rng, 300)
+    documents = [
+        document(" ".join(words), 0),
+        document(" ".join(words[40:140]), 1),
+        document(" ".join(words[100:110]), 2),
+        document(" ".join(words[150:250]), 3, kind="code"),
+        document(" ".join(words[:140]) + " with another end", 4),
+        document(" ".join(words[20:60]), 5, split="heldout"),
+    ]
+    kept, dropped = clean(tmp_path / "all", documents)
+    assert kept == ["d0", "d2", "d3", "d4"], "short texts and other kinds stay"
+    assert dropped == {"d1": ("inside another text", "d0"), "d5": ("inside a training text", "d0")}
+    assert clean(tmp_path / "heldout", documents, contained="heldout")[0] == ["d0", "d1", "d2", "d3", "d4"]
+    assert clean(tmp_path / "off", documents, contained="off")[0] == [f"d{i}" for i in range(6)]
+
+
+def test_many_texts_with_one_beginning(tmp_path: Path) -> None:
+    """A license at the top of every file makes every document a candidate for every other one."""
+    rng = random.Random(7)
+    license = " ".join(sentence(rng, 60))
+    documents = [document(f"{license} {' '.join(sentence(rng, 40))}", i) for i in range(300)]
+    documents += [document(license, 300)]
+    kept, dropped = clean(tmp_path, documents)
+    assert kept == [f"d{i}" for i in range(300)]
+    assert list(dropped) == ["d300"]

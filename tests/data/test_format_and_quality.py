@@ -1,0 +1,142 @@
+"""The stages format and quality, one document at a time."""
+
+import numpy as np
+import pytest
+
+from modelwright.core.errors import ConfigError
+from modelwright.data.document import Document
+from modelwright.data.steps.format import Format, FormatConfig
+from modelwright.data.steps.quality import FEATURES, QualityConfig, has_language, judge, limits_by_kind, measure
+from modelwright.data.steps.step import Drop
+
+PROSE = (
+    "The committee met on Tuesday to discuss the new rules for the library. Most of the members agreed that the "
+    "reading room should stay open until nine in the evening, and that the fines for late books were too high. A vote "
+    "is planned for the next meeting, which will be held in the town hall because the roof of the library has to be "
+    "repaired. Nobody knows how long that is going to take, but the work has been paid for by a donation."
+)
+
+
+def document(text: str, **changes) -> Document:
+    return Document(**{"id": "d", "text": text, "kind": "prose", "split": "train", "source": "test"} | changes)
+
+
+def formatted(text: str, **settings) -> str:
+    result = Format(FormatConfig(**settings))(document(text))
+    assert isinstance(result, Document)
+    return result.text
+
+
+@pytest.mark.parametrize(("raw", "expected"), [
+    ("The cafÃ© is closed, itâ€™s Sunday.", "The café is closed, it’s Sunday."),
+    ("schÃ¶ne GrÃ¼ÃŸe", "schöne Grüße"),
+    ("naïve café, “quoted”, 深度学习, Привет", "naïve café, “quoted”, 深度学习, Привет"),
+    ("soft\u00adhyphen, zero\u200bwidth", "softhyphen, zerowidth"),
+])  # fmt: skip
+def test_encodings_are_repaired(raw: str, expected: str) -> None:
+    assert formatted(raw) == expected
+    assert formatted(expected) == expected
+    code = Format(FormatConfig())(document(raw, kind="code"))
+    assert isinstance(code, Document)
+    assert code.text == raw, "code keeps its characters"
+
+
+def test_markup_becomes_text() -> None:
+    body = "<h1>Bees</h1><p>Bees are <b>insects</b>.</p><ul><li>One</li></ul>"
+    page = f"<html><body><nav>Home | About</nav>{body}</body></html>"
+    text = formatted(page)
+    assert "Bees are insects." in text
+    assert "<" not in text
+    assert "Home" not in text
+    assert formatted(page, html="keep") == page
+    about = "In HTML, a paragraph begins with <p> and ends with </p>. " + PROSE
+    assert formatted(about) == about, "text about markup is not markup"
+
+
+def test_urls() -> None:
+    text = "See https://example.org/a?b=c#d (or www.example.com/x) for more, not http or a.b."
+    assert formatted(text) == text
+    assert formatted(text, urls="mark") == "See <URL> (or <URL>) for more, not http or a.b."
+    assert formatted(text, urls="remove") == "See  (or ) for more, not http or a.b."
+
+
+def test_binary_data() -> None:
+    result = Format(FormatConfig())(document("\x00\x01\x02 data \x03\x04\x05"))
+    assert isinstance(result, Drop)
+    assert result.reason == "binary data"
+    with pytest.raises(ConfigError, match="max_control_fraction: 2"):
+        FormatConfig(max_control_fraction=2)
+
+
+def reasons(text: str, kind: str = "prose", **settings) -> list[str]:
+    config = QualityConfig(**settings)
+    row = np.array([measure(document(text, kind=kind), config)], np.float32)
+    return [reason for violates, reason, *_ in judge(row, limits_by_kind(config, {})[kind]) if violates[0]]
+
+
+JUNK = {
+    "too short": "Home",
+    "repetitive": "buy now " * 200,
+    "repeated phrase": "click here to subscribe " * 100,
+    "repeated lines": "\n".join(["This line is here again."] * 20),
+    "many symbols": " ".join(["@#$% ^&*( {}[] <>|~"] * 40),
+    "many digits": " ".join(str(number) for number in range(10000, 10200)),
+    "table of data": "\n".join(f"{i}, 0x{i:04x}, '{i}'" for i in range(30)),
+    "low entropy": "a" * 200 + " " + "a b " * 60,
+    "no stop words": " ".join(f"keyword{i} brand{i} price{i}" for i in range(40)),
+    "long words": " ".join(f"abcdefghijklmnopqrstuvwxyz{i}" for i in range(60)),
+}
+
+
+@pytest.mark.parametrize("reason", JUNK)
+def test_junk_is_recognized(reason: str) -> None:
+    assert reason in reasons(JUNK[reason])
+
+
+def test_ordinary_text_stays() -> None:
+    assert reasons(PROSE) == []
+    assert reasons("Return the absolute version of a path.") == []
+    assert reasons("def f(x):\n    return {key: value for key, value in x.items() if key != '%s'}\n" * 1, "code") == []
+    chinese = (
+        "委员会在周二开会，讨论图书馆的新规定。大多数成员同意阅览室应该开放到晚上九点，而且逾期还书的罚款太高了。" * 1
+    )
+    assert reasons(chinese) == []
+
+
+def test_features_by_their_definition() -> None:
+    text = "The cat sat on the mat.\nThe cat sat on the mat.\n" + "\n".join(f"Line {i} here" for i in range(10))
+    values = dict(zip(FEATURES, measure(document(text), QualityConfig()), strict=True))
+    assert values["num_chars"] == len(text)
+    assert values["num_words"] == 12 + 30
+    assert values["digit_fraction"] == pytest.approx(10 / len(text))
+    assert values["symbol_fraction"] == 0
+    counts = [text.count(char) for char in set(text)]
+    entropy = -sum(count / len(text) * np.log2(count / len(text)) for count in counts)
+    assert values["char_entropy"] == pytest.approx(entropy)
+    lines = text.split("\n")
+    assert values["duplicate_line_fraction"] == pytest.approx(len(lines[0]) / sum(map(len, lines)))
+    umlauts = dict(zip(FEATURES, measure(document(text + " äöü €"), QualityConfig()), strict=True))
+    assert umlauts["symbol_fraction"] == pytest.approx(1 / (len(text) + 6))
+
+
+def test_limits_from_quantiles_and_from_the_user() -> None:
+    rng = np.random.default_rng(0)
+    features = np.abs(rng.normal(10, 1, (1000, len(FEATURES)))).astype(np.float32)
+    features[:, FEATURES.index("num_words")] = 100
+    config = QualityConfig(thresholds="auto", limits={"prose.max_symbol_fraction": 3.0})
+    limits = limits_by_kind(config, {"prose": features})["prose"]
+    middle, high = np.quantile(features[:, FEATURES.index("digit_fraction")], [0.5, 0.99])
+    assert limits["max_digit_fraction"] == pytest.approx(high + 0.5 * (high - middle), rel=1e-5)
+    assert limits["max_symbol_fraction"] == 3.0
+    assert limits["min_num_chars"] == 20, "lengths keep their limits"
+    dropped = sum(violates.mean() for violates, _, feature, _ in judge(features, limits) if feature == "char_entropy")
+    assert dropped < 0.01
+
+
+def test_languages() -> None:
+    config = QualityConfig(languages=("en", "de"))
+    assert has_language(document(PROSE), config)
+    assert not has_language(
+        document("Le comité s'est réuni mardi pour discuter des nouvelles règles de la ville."), config
+    )
+    assert has_language(document("xyz = 1", kind="code"), config)

@@ -1,0 +1,104 @@
+"""Personal data and secrets: what is replaced, and what only looks like it."""
+
+import pytest
+from faker import Faker
+
+from modelwright.core.errors import ConfigError
+from modelwright.data.document import Document
+from modelwright.data.steps.privacy import Privacy, PrivacyConfig, find
+
+VALUES = [
+    ("email", "Write to john.doe+news@mail.example.co.uk today."),
+    ("email", "Mail: info@exämple.de"),
+    ("phone", "Call +49 30 901820 or come by."),
+    ("phone", "Call (212) 555-2368 after six."),
+    ("phone", "Tel.: 020 7946 0958"),
+    ("phone", "Mobile: 13812345678"),
+    ("ip", "The host 85.23.12.9 answered."),
+    ("ip", "The host 2a00:1450:4001:81b::200e answered."),
+    ("card", "Paid with 4111 1111 1111 1111, thanks."),
+    ("card", "Paid with 378282246310005."),
+    ("iban", "IBAN DE89 3704 0044 0532 0130 00 Berlin"),
+    ("iban", "GB29NWBK60161331926819"),
+    ("national_id", "SSN 536-90-4399"),
+    ("national_id", "His number is 11010519491231002X."),
+    ("national_id", "Codice fiscale RSSMRA85T10A562S"),
+    ("national_id", "DNI 54362315K"),
+    ("credentials", "postgres://admin:s3cret@db.example.org/x"),
+    ("secret", "key AKIAIOSFODNN7EXAMPLE"),
+    ("secret", "ghp_abcdefghijklmnopqrstuvwxyz0123456789"),
+    ("secret", "api_key = 'a8f5f167f44f4964e6c998dee827110c'"),
+    ("secret", "-----BEGIN RSA PRIVATE KEY-----\nMIIEpAIBAAKCAQEA0Z3VS5JJcds3xf\n-----END RSA PRIVATE KEY-----"),
+]
+HARMLESS = [
+    "The meeting is on 2024-01-02 at 10:20:30, or on 12.05.2023.",
+    "Version 1.2.3.4 of std::vector, see section 4.1.2.3 and RFC 2616.",
+    "pi is 3.14159265358979, the code 1234567890123456 and 0x12345678.",
+    "ISBN 978-3-16-148410-0, price 12 500 000 dollars, 1,234,567 people.",
+    "Listening on 127.0.0.1:8080, 0.0.0.0, ::1 and 192.0.2.7.",
+    "@property\ndef f(self): return a@b",
+    "https://example.org/users/:id, https://user@host/ and git@github.com:a/b",
+    "password = os.environ['PASSWORD_FROM_ENVIRONMENT']",
+    "0 1 1 2 3 5 8 13 21 34 55 89 144 233 377 610 987 1597",
+    "dates 1999-2004, 555-1234, pages 100-200",
+]
+
+
+def document(text: str, **changes) -> Document:
+    return Document(**{"id": "d", "text": text, "kind": "prose", "split": "train", "source": "test"} | changes)
+
+
+@pytest.mark.parametrize(("kind", "text"), VALUES)
+def test_values_are_found(kind: str, text: str) -> None:
+    assert [finding.kind for finding in find(text, PrivacyConfig())] == [kind]
+    changed, counts = Privacy(PrivacyConfig())(document(text))
+    assert counts == {kind: 1}
+    assert f"<{kind.upper()}_1>" in changed.text
+    again, _ = Privacy(PrivacyConfig())(changed)
+    assert again.text == changed.text
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_what_only_looks_like_it_stays(text: str) -> None:
+    found = [(finding.kind, text[finding.start : finding.end]) for finding in find(text, PrivacyConfig())]
+    assert not [entry for entry in found if entry != ("email", "git@github.com")]
+
+
+def test_equal_values_get_equal_markers_in_all_parts_of_a_document() -> None:
+    question, answer = "Who is Ann@example.org?", "ann@example.org and bob@example.org work here."
+    qa = document(f"{question}\n\n{answer}", kind="qa", meta={"question": question, "answer": answer})
+    changed, counts = Privacy(PrivacyConfig())(qa)
+    assert changed.meta["question"] == "Who is <EMAIL_1>?"
+    assert changed.meta["answer"] == "<EMAIL_1> and <EMAIL_2> work here."
+    assert changed.text == "Who is <EMAIL_1>?\n\n<EMAIL_1> and <EMAIL_2> work here."
+    assert counts["email"] == 3
+    assert "example" not in repr(find(question, PrivacyConfig())), "values never reach a log"
+
+
+def test_kinds_and_regions_can_be_chosen() -> None:
+    text = "Mail a@example.org, call 0912 345 678."
+    only_phones = PrivacyConfig(replace=("phone",), phone_regions=("TW",))
+    assert [finding.kind for finding in find(text, only_phones)] == ["phone"]
+    with pytest.raises(ConfigError, match="replace: 'mail'"):
+        PrivacyConfig(replace=("mail",))
+    with pytest.raises(ConfigError, match="phone_regions: 'XX'"):
+        PrivacyConfig(phone_regions=("XX",))
+
+
+@pytest.mark.parametrize("locale", ["en_US", "en_GB", "de_DE", "fr_FR", "es_ES", "it_IT"])
+def test_made_up_people(locale: str) -> None:
+    """At least 95 of 100 values in the formats of a country, which `faker` makes."""
+    Faker.seed(0)
+    fake = Faker(locale)
+    made = {
+        "email": [fake.email() for _ in range(100)],
+        "ip": [fake.ipv4_public() for _ in range(50)] + [fake.ipv6() for _ in range(50)],
+        "card": [fake.credit_card_number() for _ in range(100)],
+        "iban": [fake.iban() for _ in range(100)],
+    }
+    for kind, values in made.items():
+        hits = 0
+        for value in values:
+            text = f"The value is {value}, as was said before."
+            hits += any(text[f.start : f.end] == value and f.kind == kind for f in find(text, PrivacyConfig()))
+        assert hits >= 95, kind

@@ -1,0 +1,180 @@
+"""`modelwright clean`: real processes, killed at any moment, with the same result to the byte."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from modelwright.cli.main import main
+from modelwright.core.errors import ArtifactError
+from modelwright.core.progress import SilentProgress
+from modelwright.data.clean import clean_documents, read_kept
+from modelwright.data.clean_config import CleanConfig
+from modelwright.data.document import Document
+from modelwright.data.shard_files import ShardFiles
+from modelwright.data.workers import LocalProcesses
+
+RESULTS = ("kept.jsonl.zst", "dropped.jsonl.zst", "report.json", "quarantine.jsonl", "sources.json")
+PARTS = [f"{a}{b}" for a in ("wol", "riv", "hou", "let", "sto") for b in ("fa", "ero", "se", "ter")]
+
+
+def text(number: int) -> str:
+    rng = random.Random(number)
+    words = [f"the {rng.choice(PARTS)}{rng.randrange(30)}" for _ in range(80)]
+    return " ".join([*words, f"mail{number % 7}@example.org"])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "documents.jsonl"
+    lines = [json.dumps({"text": text(number % 4700)}) for number in range(5000)]
+    lines[100:100] = ["broken", '{"no": "text"}', '{"text": "x"}']
+    path.write_text("\n".join(lines))
+    return path
+
+
+def words(source: Path, out: Path, *more: str) -> list[str]:
+    small = ["--clean.num_workers", "2"]
+    return [sys.executable, "-m", "modelwright.cli.main", "clean", str(source), "--out", str(out), *small, *more]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    out, start = tmp_path_factory.mktemp("undisturbed") / "out", time.monotonic()
+    subprocess.run(words(source, out), check=True, capture_output=True)
+    return out, time.monotonic() - start
+
+
+def same(first: Path, second: Path) -> None:
+    for name in RESULTS:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def test_the_result(undisturbed: tuple[Path, float], source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = undisturbed
+    report = json.loads((out / "report.json").read_text())
+    assert report["dropped"]["duplicates"]["duplicate"]["documents"] == 300
+    assert report["dropped"]["quality"]["too short"]["documents"] == 1
+    assert report["replaced"] == {"email": 4700}
+    assert not (out / "work").exists()
+    quarantine = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
+    assert [(entry["where"], entry["reason"]) for entry in quarantine] == [
+        (f"{source}:101", "not JSON"), (f"{source}:102", "no text field")
+    ]  # fmt: skip
+    assert main(["clean", "--out", str(out), "--explain", f"{source}:103"]) == 0
+    assert "dropped by quality, too short: num_chars 1, limit 20" in capsys.readouterr().out
+    assert main(["clean", "--out", str(out), "--explain", f"{source}:4900"]) == 0
+    assert f"dropped by duplicates, duplicate: {source}:200" in capsys.readouterr().out
+    assert main(["clean", "--out", str(out), "--explain", f"{source}:1"]) == 0
+    assert "result    kept" in capsys.readouterr().out
+    assert main(["clean", "--out", str(out), "--explain", "documents:1"]) == 2
+    assert f"has no document 'documents:1'; did you mean '{source}:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.6, 0.7, 0.8, 0.9])
+def test_a_killed_command_goes_on(share: float, undisturbed: tuple[Path, float], source: Path, tmp_path: Path) -> None:
+    expected, seconds = undisturbed
+    process = subprocess.Popen(words(source, tmp_path / "out"), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    time.sleep(share * seconds)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    subprocess.run(words(source, tmp_path / "out"), check=True, capture_output=True)
+    same(expected, tmp_path / "out")
+
+
+def test_two_commands_do_not_share_a_folder(source: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(words(source, tmp_path / "out"), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        while not (tmp_path / "out" / "work").exists():
+            time.sleep(0.05)
+        second = subprocess.run(words(source, tmp_path / "out"), capture_output=True, text=True, check=False)
+        assert second.returncode == 2
+        assert f"process {process.pid} is working in this folder" in second.stderr
+    finally:
+        process.kill()
+        process.wait()
+
+
+def documents(count: int) -> list[Document]:
+    return [
+        Document(id=f"d{i}", text=text(i), kind="prose", split="train", source="test") for i in range(count)
+    ]  # fmt: skip
+
+
+class Stop(Exception):
+    """Ends the work in the middle."""
+
+
+@pytest.mark.parametrize("name", ["00002.docs.zst", "00002.arrays.npz", "00001.format.zst"])
+def test_a_flipped_byte_in_a_shard_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CleanConfig(shard_documents=50)
+    arguments = {"work": tmp_path / "work", "key": "x"}
+
+    def stop(*args: object) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr("modelwright.data.clean._Run.decide", stop)
+        with pytest.raises(Stop):
+            clean_documents(iter(documents(200)), config, tmp_path / "out", SilentProgress(), **arguments)
+    (path,) = (tmp_path / "work").rglob(name)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ArtifactError, match=f"{name}: its content has changed since it was written; remove"):
+        clean_documents(iter(()), config, tmp_path / "out", SilentProgress(), **arguments)
+    assert not (tmp_path / "out" / "kept.jsonl.zst").exists()
+
+
+def test_a_finished_part_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, arguments = CleanConfig(shard_documents=50), {"work": tmp_path / "work", "key": "x"}
+
+    def facts() -> dict[str, int]:
+        return {"files": 3}
+
+    def stop(*args: object) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr("modelwright.data.clean._join", stop)
+        with pytest.raises(Stop):
+            clean_documents(iter(documents(99)), config, tmp_path / "a", SilentProgress(), facts=facts, **arguments)
+    report, read = clean_documents(iter(()), config, tmp_path / "a", SilentProgress(), **arguments)
+    assert (report.num_kept, read) == (99, {"files": 3})
+    assert len(list(read_kept(tmp_path / "a"))) == 99
+
+
+def _die_once(item: tuple[str, int]) -> int:
+    folder, number = item
+    marker = Path(folder) / "died"
+    if number == 3 and not marker.exists():
+        marker.touch()
+        import os
+
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
+    results = list(LocalProcesses(2).map(_die_once, [(str(tmp_path), number) for number in range(12)]))
+    assert sorted(results) == list(range(12))
+    assert (tmp_path / "died").exists()
+
+
+def test_markers(tmp_path: Path) -> None:
+    files = ShardFiles(tmp_path, 3)
+    assert files.facts("measured") is None
+    files.path("docs").write_bytes(b"abc")
+    files.finish("measured", ["docs"], {"n": 1})
+    assert files.facts("measured") == {"n": 1}
+    assert files.read("measured", "docs") == b"abc"
+    files.path("docs").unlink()
+    assert files.facts("measured") is None, "a stage whose files are gone is not finished"
+    files.path("measured.json").write_text("{")
+    with pytest.raises(ArtifactError, match=r"00003\.measured\.json: is damaged"):
+        files.facts("measured")
