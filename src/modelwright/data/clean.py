@@ -37,6 +37,7 @@ from modelwright.core.progress import Progress
 from modelwright.core.resources import num_usable_cores
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.clean_decisions import Measured, decide
+from modelwright.data.clean_noise import ReadTrusted
 from modelwright.data.clean_shards import measure_shard, write_shard
 from modelwright.data.document import Document, Kind, Split
 from modelwright.data.shard_files import ShardFiles, numbered, pack_lines, write_file
@@ -54,7 +55,8 @@ _VERSION = 1
 @dataclass(kw_only=True)
 class CleanReport:
     """`kept[kind][split]` and `dropped[step][reason]`, each `{"documents": n, "bytes": UTF-8 bytes}`; `replaced`:
-    values of each kind that the stage privacy replaced; `limits`: of the stage quality, by kind of document.
+    values of each kind that the stage privacy replaced; `limits`: of the stage quality, by kind of document;
+    `noise`: how the classifier was trained, and its precision and recall on held-out samples.
     """
 
     num_documents: int = 0
@@ -63,6 +65,7 @@ class CleanReport:
     dropped: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     replaced: dict[str, int] = field(default_factory=dict)
     limits: dict[str, dict[str, float]] = field(default_factory=dict)
+    noise: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_kept(self) -> int:
@@ -117,6 +120,7 @@ def clean_documents(
     key: str = "",
     facts: Callable[[], Mapping[str, Any]] = dict,
     engine: ShardEngine | None = None,
+    read_trusted: ReadTrusted = lambda sources, most: [],
 ) -> tuple[CleanReport, dict[str, Any]]:
     """Clean the documents and write the three files into `folder` (created if absent).
 
@@ -124,6 +128,7 @@ def clean_documents(
     documents; with the same key and settings, work that was interrupted is resumed, and documents that were all read
     before are not read again. facts: called when all documents are read; what it returned then is returned with the
     report, also after a resume. engine: where shards are processed, by default on all cores of this machine.
+    read_trusted: reads the sources of `noise.trusted`.
 
     Raises `DataError` if no training document is left, and `StorageError` if the disk is full.
     """
@@ -136,7 +141,7 @@ def clean_documents(
             shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True, exist_ok=True)
         split = _split(documents, config, work, progress, facts)
-        run = _Run(config, work, split, engine or _local_engine(config, split["num_shards"]), progress)
+        run = _Run(config, work, split, engine or _local_engine(config, split["num_shards"]), progress, read_trusted)
         run.measure()
         run.decide()
         report = run.write()
@@ -224,6 +229,7 @@ class _Run:
     split: dict[str, Any]
     engine: ShardEngine
     progress: Progress
+    read_trusted: ReadTrusted
 
     def measure(self) -> None:
         self._map("measure", measure_shard)
@@ -234,17 +240,17 @@ class _Run:
         if marker.exists():
             return
         shards = [Measured.load(files) for files in numbered(self.work, self.split["num_shards"])]
-        limits, drops = decide(shards, self.config, self.work, self.engine)
+        limits, noise, drops = decide(shards, self.config, self.work, self.engine, self.read_trusted)
         starts = np.cumsum([0, *(len(shard.features) for shard in shards)])
         for files, start, end in zip(numbered(self.work, len(shards)), starts[:-1], starts[1:], strict=True):
             own = [(number - int(start), *drops[number]) for number in range(start, end) if number in drops]
             write_file(files.path("drops.json"), json.dumps(own).encode())
             files.finish("decided", ["drops.json"], {})
-        write_atomic(marker, json.dumps({"limits": limits}))
+        write_atomic(marker, json.dumps({"limits": limits, "noise": noise}))
 
     def write(self) -> CleanReport:
-        limits = json.loads((self.work / "decided.json").read_text())["limits"]
-        report = CleanReport(limits=limits, **{name: self.split[name] for name in _TOTALS})
+        decided = json.loads((self.work / "decided.json").read_text())
+        report = CleanReport(**decided, **{name: self.split[name] for name in _TOTALS})
         counts: list[dict[str, Any]] = [{}] * self.split["num_shards"]
         for number, facts in self._map("write", write_shard):
             counts[number] = facts

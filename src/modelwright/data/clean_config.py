@@ -6,6 +6,7 @@ from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.data.deduplicate import DuplicatesConfig
 from modelwright.data.steps.format import FormatConfig
+from modelwright.data.steps.noise import NoiseConfig
 from modelwright.data.steps.privacy import PrivacyConfig
 from modelwright.data.steps.quality import QualityConfig
 
@@ -16,6 +17,7 @@ class CleanConfig:
 
     format: FormatConfig = field(default_factory=FormatConfig)
     quality: QualityConfig = field(default_factory=QualityConfig)
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
     duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     num_workers: int = 0

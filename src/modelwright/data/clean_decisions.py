@@ -7,15 +7,18 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from modelwright.data.clean_config import CleanConfig
+from modelwright.data.clean_noise import ReadTrusted, find_noise
 from modelwright.data.deduplicate import NOTHING, Corpus, ShingleStore, find_duplicates
-from modelwright.data.document import KINDS, Kind
-from modelwright.data.shard_files import ShardFiles, unpack_arrays
+from modelwright.data.document import KINDS, Document, Kind
+from modelwright.data.shard_files import ShardFiles, unpack_arrays, unpack_documents
 from modelwright.data.steps.quality import FEATURES, QualityConfig, judge, limits_by_kind
 from modelwright.data.workers import ShardEngine
 
@@ -50,11 +53,13 @@ Drops = dict[int, tuple[str, str, str]]
 
 
 def decide(
-    shards: Sequence[Measured], config: CleanConfig, work: Path, engine: ShardEngine
-) -> tuple[dict[str, dict[str, float]], Drops]:
-    """The limits in effect, and all documents that the stages quality to duplicates drop."""
+    shards: Sequence[Measured], config: CleanConfig, work: Path, engine: ShardEngine, read_trusted: ReadTrusted
+) -> tuple[dict[str, dict[str, float]], dict[str, Any], Drops]:
+    """The limits in effect, the report of the stage noise, and all documents that the stages quality to duplicates
+    drop.
+    """
     if not shards:
-        return {}, {}
+        return {}, {}, {}
     features = np.concatenate([shard.features for shard in shards])
     kinds = np.concatenate([shard.kind for shard in shards])
     drops: Drops = {}
@@ -63,6 +68,15 @@ def decide(
     )
     alive = np.ones(len(features), np.bool_)
     alive[list(drops)] = False
+    noise: dict[str, Any] = {}
+    if config.noise.enabled:
+        starts = np.cumsum([0, *(len(shard.features) for shard in shards)])
+        texts = partial(_read_texts, shards, starts)
+        found, noise = find_noise(
+            features, kinds, alive, starts[:-1], config.noise, work, engine, texts, read_trusted
+        )  # fmt: skip
+        drops |= found
+        alive[list(found)] = False
     corpus = Corpus(
         kind=kinds,
         split=np.concatenate([shard.split for shard in shards]),
@@ -79,7 +93,7 @@ def decide(
             for number, instead, similarity in zip(found.numbers, found.instead, found.similarity, strict=True):
                 near = f"Jaccard {similarity:.2f} with " if found.reason == "near-duplicate" else ""
                 drops[int(number)] = ("duplicates", found.reason, f"{near}{names[int(instead)]}")
-    return limits, drops
+    return limits, noise, drops
 
 
 def decide_quality(
@@ -105,6 +119,18 @@ def quality_score(features: NDArray[np.float32]) -> NDArray[np.float32]:
     """How good each document is among near-duplicates [N]: the less repetition, data, digits and symbols the better."""
     bad = ("duplicate_line_fraction", "data_fraction", "digit_fraction", "symbol_fraction", "top_ngram_fraction")
     return -np.round(sum(features[:, FEATURES.index(name)] for name in bad), 2).astype(np.float32)
+
+
+def _read_texts(shards: Sequence[Measured], starts: NDArray[np.int64], numbers: Sequence[int]) -> list[Document]:
+    """The documents with these numbers, in order."""
+    result: list[Document] = []
+    shard, documents = -1, list[Document]()
+    for number in sorted(numbers):
+        owner = int(np.searchsorted(starts, number, side="right")) - 1
+        if owner != shard:
+            shard, documents = owner, unpack_documents(shards[owner].files.read("measured", "docs.zst"))
+        result.append(documents[number - int(starts[owner])])
+    return result
 
 
 class _Names:

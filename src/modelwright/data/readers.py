@@ -213,7 +213,9 @@ def read_csv(file: File, complain: Complaint) -> Iterator[tuple[str, Record]]:
         try:
             row = next(table, None)
         except csv.Error as error:
-            complain("not CSV", f"{file.name}:{last}", f"is no row of a table ({error})", "correct the quotes in the file")
+            complain(
+                "not CSV", f"{file.name}:{last}", f"is no row of a table ({error})", "correct the quotes in the file"
+            )
             return
         if row is None:
             return

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from modelwright.core.resources import versions
 from modelwright.core.rundir import lock_folder
 from modelwright.data.clean import DROPPED, KEPT, CleanReport, clean_documents, describe_drops
 from modelwright.data.clean_config import CleanConfig
+from modelwright.data.document import Document
 from modelwright.data.find_files import locate
 from modelwright.data.sources import BUILTIN, SourceConfig, SourceReport, read_documents
 from modelwright.pipeline.redact import redact_text
@@ -61,12 +63,19 @@ def clean_into(
         work=work,
         key=key,
         facts=lambda: {"report": report.facts(), "summary": report.summary()},
+        read_trusted=_read_trusted,
     )
     with writing(out):
         shutil.copyfile(work / QUARANTINE, out / QUARANTINE)
         write_atomic(out / SOURCES, json.dumps(facts["report"], indent=1, ensure_ascii=False))
         shutil.rmtree(work, ignore_errors=True)
     return cleaned, facts["report"], [redact_text(line) for line in facts["summary"]]
+
+
+def _read_trusted(sources: tuple[str, ...], most: int) -> list[Document]:
+    """The first documents of the sources of `clean.noise.trusted`."""
+    config = SourceConfig(sources=sources, validation_fraction=0.0, on_bad_record="skip")
+    return list(islice(read_documents(config, report=SourceReport()), most))
 
 
 def clean_sources(data: SourceConfig, clean: CleanConfig, out: Path, progress: Progress) -> list[str]:
