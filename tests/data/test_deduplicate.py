@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from modelwright.core.errors import ArtifactError
 from modelwright.core.progress import SilentProgress
 from modelwright.data.clean import clean_documents, read_dropped, read_kept
 from modelwright.data.clean_config import CleanConfig
@@ -38,7 +39,9 @@ def changed(rng: random.Random, words: list[str], share: float) -> list[str]:
     return [*words[:at], *sentence(rng, count), *words[at + count :]]
 
 
-def clean(folder: Path, documents: Iterable[Document], **settings) -> tuple[list[str], dict[str, tuple[str, str]]]:
+def clean(
+    folder: Path, documents: Iterable[Document], *, key: str = "", **settings
+) -> tuple[list[str], dict[str, tuple[str, str]]]:
     config = CleanConfig(
         duplicates=DuplicatesConfig(**settings),
         quality=QualityConfig(limits={"min_num_chars": 0, "min_stop_word_fraction": 0}),
@@ -46,7 +49,7 @@ def clean(folder: Path, documents: Iterable[Document], **settings) -> tuple[list
         shard_documents=37,
         num_workers=1,
     )
-    clean_documents(iter(documents), config, folder, SilentProgress())
+    clean_documents(iter(documents), config, folder, SilentProgress(), key=key)
     dropped = {entry.document.id: (entry.reason, entry.detail) for entry in read_dropped(folder)}
     return [entry.id for entry in read_kept(folder)], dropped
 
@@ -138,3 +141,25 @@ def test_many_texts_with_one_beginning(tmp_path: Path) -> None:
     kept, dropped = clean(tmp_path, documents)
     assert kept == [f"d{i}" for i in range(300)]
     assert list(dropped) == ["d300"]
+
+
+def test_documents_of_earlier_runs(tmp_path: Path) -> None:
+    rng = random.Random(8)
+    first, second = sentence(rng, 200), sentence(rng, 200)
+    index = str(tmp_path / "index")
+    monday = [document(" ".join(first), 0), document(" ".join(sentence(rng, 100)), 1)]
+    tuesday = [document(" ".join(changed(rng, first, 0.02)), 2), document(" ".join(second), 3), monday[1]]
+    assert clean(tmp_path / "a", monday, key="monday", index=index)[0] == ["d0", "d1"]
+    kept, dropped = clean(tmp_path / "b", tuesday, key="tuesday", index=index)
+    assert kept == ["d3"]
+    assert dropped["d1"] == ("duplicate", "a document of an earlier run")
+    reason, detail = dropped["d2"]
+    assert reason == "near-duplicate"
+    assert detail.endswith("with a document of an earlier run")
+    assert clean(tmp_path / "c", monday, key="monday", index=index)[0] == ["d0", "d1"], "a run repeated is not its own"
+    again = [document(" ".join(second), 9), document("A text that nobody has ever seen before, really.", 10)]
+    assert clean(tmp_path / "d", again, key="wednesday", index=index)[0] == ["d10"]
+    (damaged, *_) = sorted((tmp_path / "index").glob("*.npz"))
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    with pytest.raises(ArtifactError, match="is damaged"):
+        clean(tmp_path / "e", again, key="thursday", index=index)

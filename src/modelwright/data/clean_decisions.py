@@ -18,6 +18,7 @@ from modelwright.data.clean_config import CleanConfig
 from modelwright.data.clean_noise import ReadTrusted, find_noise
 from modelwright.data.deduplicate import NOTHING, Corpus, ShingleStore, find_duplicates
 from modelwright.data.document import KINDS, Document, Kind
+from modelwright.data.duplicate_index import IndexedDocuments, load_index, save_index
 from modelwright.data.shard_files import ShardFiles, unpack_arrays, unpack_documents
 from modelwright.data.steps.quality import FEATURES, QualityConfig, judge, limits_by_kind
 from modelwright.data.workers import ShardEngine
@@ -77,22 +78,35 @@ def decide(
         )  # fmt: skip
         drops |= found
         alive[list(found)] = False
+    indexed = _indexed(config, work)
+    num_indexed = len(indexed.own)
     corpus = Corpus(
-        kind=kinds,
-        split=np.concatenate([shard.split for shard in shards]),
-        own=np.concatenate([shard.own for shard in shards]),
-        keys=np.concatenate([shard.keys for shard in shards]),
-        quality=quality_score(features),
-        num_shingles=np.concatenate([shard.num_shingles for shard in shards]),
-        bands=np.concatenate([shard.bands for shard in shards]),
-        alive=alive,
+        kind=np.concatenate([kinds, indexed.kind]),
+        split=np.concatenate([*(shard.split for shard in shards), np.zeros(num_indexed, np.int8)]),
+        own=np.concatenate([*(shard.own for shard in shards), indexed.own]),
+        keys=np.concatenate([*(shard.keys for shard in shards), np.zeros((num_indexed, 2), np.uint64)]),
+        quality=np.concatenate([quality_score(features), np.zeros(num_indexed, np.float32)]),
+        num_shingles=np.concatenate([*(shard.num_shingles for shard in shards), indexed.num_shingles]),
+        bands=np.concatenate([*(shard.bands for shard in shards), indexed.bands]),
+        alive=np.concatenate([alive, np.ones(num_indexed, np.bool_)]),
     )
     names = _Names(shards)
-    with _shingle_store(shards, corpus, work) as store:
-        for found in find_duplicates(corpus, store, config.duplicates, engine):
+    with _shingle_store(shards, indexed, corpus, work) as store:
+        for found in find_duplicates(corpus, store, config.duplicates, engine, num_indexed=num_indexed):
             for number, instead, similarity in zip(found.numbers, found.instead, found.similarity, strict=True):
                 near = f"Jaccard {similarity:.2f} with " if found.reason == "near-duplicate" else ""
                 drops[int(number)] = ("duplicates", found.reason, f"{near}{names[int(instead)]}")
+        if config.duplicates.index:
+            kept = np.flatnonzero(corpus.alive[: len(features)])
+            rows = [store.row(int(number)) for number in kept]
+            documents = IndexedDocuments(
+                kind=corpus.kind[kept],
+                own=corpus.own[kept],
+                bands=corpus.bands[kept],
+                shingles=np.concatenate([*rows, np.empty(0, np.uint32)]),
+                num_shingles=corpus.num_shingles[kept],
+            )
+            save_index(Path(config.duplicates.index), work.name, documents)
     return limits, noise, drops
 
 
@@ -133,6 +147,11 @@ def _read_texts(shards: Sequence[Measured], starts: NDArray[np.int64], numbers: 
     return result
 
 
+def _indexed(config: CleanConfig, work: Path) -> IndexedDocuments:
+    folder = Path(config.duplicates.index) if config.duplicates.index else work / "no-index"
+    return load_index(folder, without=work.name)
+
+
 class _Names:
     """Identifiers of documents by their numbers, read from disk as they are needed."""
 
@@ -151,13 +170,16 @@ class _Names:
 
 
 @contextmanager
-def _shingle_store(shards: Sequence[Measured], corpus: Corpus, work: Path) -> Iterator[ShingleStore]:
-    """The 5-grams of all shards as one file, mapped into memory."""
+def _shingle_store(
+    shards: Sequence[Measured], indexed: IndexedDocuments, corpus: Corpus, work: Path
+) -> Iterator[ShingleStore]:
+    """The 5-grams of all shards and of the index as one file, mapped into memory."""
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(corpus.num_shingles)])
     path = work / "shingles.bin"
     with open(path, "wb") as file:
         for shard in shards:
             file.write(unpack_arrays(shard.files.read("measured", "arrays.npz"))["shingles"].tobytes())
+        file.write(indexed.shingles.tobytes())
     flat = np.memmap(path, np.uint32, mode="r") if offsets[-1] else np.empty(0, np.uint32)
     yield ShingleStore(flat, offsets)
     path.unlink()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from modelwright.data.clean import read_dropped
+from modelwright.data.clean import STAGES, read_dropped
 from modelwright.data.sources import BUILTIN
 from modelwright.pipeline.redact import redact_text
 from modelwright.pipeline.report.blocks import Block, Excerpt, Fold, Note, Section, Table
@@ -30,7 +30,8 @@ def corpus_section(data: RunData) -> Section | None:
     if stage is None:
         return None
     sources, clean = stage.facts["sources"], stage.facts["clean"]
-    blocks: list[Block] = [_kinds_table(sources, clean)]
+    blocks: list[Block] = [_kinds_table(sources, clean), _funnel(clean)]
+    blocks += _noise_blocks(clean)
     blocks += _dropped_blocks(stage, NUM_DROPPED_EXAMPLES)
     blocks += _skipped_blocks(sources)
     places = ", ".join(
@@ -83,6 +84,39 @@ def _kinds_table(sources: Mapping[str, Any], clean: Mapping[str, Any]) -> Table:
         rows.append([kind_title(kind), *cells, count(left)])
     header = ["kind", "read", "training", "held out", "dropped"]
     return Table(header, rows, "Documents by kind", numeric=range(1, 5))
+
+
+def _funnel(clean: Mapping[str, Any]) -> Table:
+    """What each stage of cleaning left of the documents and their bytes."""
+    left = {"documents": clean["num_documents"], "bytes": clean["num_bytes"]}
+    kept = {unit: sum(e[unit] for splits in clean["kept"].values() for e in splits.values()) for unit in left}
+    rows: list[list[str]] = []
+    for stage in STAGES:
+        dropped = {unit: sum(entry[unit] for entry in clean["dropped"].get(stage, {}).values()) for unit in left}
+        before = left
+        left = {unit: left[unit] - dropped[unit] for unit in left}
+        share = percent(dropped["documents"] / max(1, before["documents"]), 2)
+        replaced = ", ".join(f"{count(times)} {kind}" for kind, times in sorted(clean.get("replaced", {}).items()))
+        note = f"replaced {replaced}" if stage == "privacy" and replaced else ""
+        rows.append(
+            [stage, count(before["documents"]), count(dropped["documents"]), share, size(dropped["bytes"]), note]
+        )
+    utilization = percent(kept["bytes"] / max(1, clean["num_bytes"]), 1)
+    rows.append(["kept", count(kept["documents"]), "", "", size(kept["bytes"]), f"{utilization} of the bytes read"])
+    header = ["stage", "documents in", "dropped", "share", "bytes", ""]
+    return Table(header, rows, "Cleaning, stage by stage", numeric=range(1, 5), strong=[len(rows) - 1])
+
+
+def _noise_blocks(clean: Mapping[str, Any]) -> list[Block]:
+    noise = clean.get("noise")
+    if not noise:
+        return []
+    text = (
+        f"Noise: of {count(noise['judged'])} documents the encoder read {count(noise['read_by_encoder'])}. On held-out "
+        f"samples {percent(noise['precision'], 1)} of what the classifier drops is junk, and it drops "
+        f"{percent(noise['recall'], 1)} of the junk."
+    )
+    return [Note(text)]
 
 
 def _dropped_blocks(stage: StageData, num_examples: int) -> list[Block]:
