@@ -14,12 +14,14 @@ LINE_WRITERS = {
     "core/records.py": "metrics of every step",
     "core/rundir.py": "the lock of a run",
     "evaluate/suite.py": "results for each document and question, written once",
+    "pipeline/cleaning.py": "the quarantine of records, written anew by every reading",
     "pipeline/stage_log.py": "log.txt, which is not JSON",
     "train/monitors/watchdog.py": "stacks of threads, by faulthandler",
 }
 """Files that may append to a file or write lines of JSON, and what they write."""
 DEVIATIONS = {
     "core/outliers.py": "limits for outliers",
+    "data/steps/noise.py": "distances of all documents from the median, feature by feature, which are no limit",
     "precision/indicators.py": "the variation of gradient norms, which is no limit",
 }
 """Files that may compute standard deviations and median absolute deviations of plain numbers."""
