@@ -12,7 +12,7 @@ from typing import Literal
 
 import ftfy
 from ftfy.badness import is_bad
-from resiliparse.extract.html2text import extract_plain_text
+from resiliparse.extract.html2text import extract_plain_text  # pyright: ignore[reportMissingModuleSource]
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
