@@ -14,7 +14,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.sources import SourceConfig
 
-_FLAGS = ("out", "explain", "engine", "help")
+_FLAGS = ("out", "explain", "help")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
         "Read text from files, directories, globs or URLs, clean it in five stages, and write kept and dropped "
         "documents, quarantined records and a report into a folder. The same command resumes what was interrupted.",
         example="modelwright clean notes/ more/*.jsonl.zst --out cleaned --clean.quality.thresholds auto",
-        usage="modelwright clean SOURCE ... --out DIR [--engine local|ray] [--a.b VALUE ...]\n"
+        usage="modelwright clean SOURCE ... --out DIR [--a.b VALUE ...]\n"
         "       modelwright clean --out DIR --explain DOC_ID",
     )
     parser.add_argument("sources", metavar="SOURCE", nargs="*", help="as in data.sources; docs/data.md has the formats")

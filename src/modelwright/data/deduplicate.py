@@ -26,7 +26,7 @@ from modelwright.data.workers import ShardEngine
 
 NOTHING = -1
 _MOST_CANDIDATES = 200
-"""Of documents that share even more bands with others, those with the most bands in common are compared."""
+"""A document with more candidates is compared with those that have the most bands in common."""
 _FILTER_BITS = 26
 _MOST_CACHED = 20_000
 _SEARCHED_AT_ONCE = 2**22

@@ -45,7 +45,7 @@ _STOP_WORDS = frozenset(
     )
     for word in words.split()
 )
-"""Of English, German, French, Spanish, Italian, Portuguese and Dutch."""
+"""The most frequent words of English, German, French, Spanish, Italian, Portuguese and Dutch."""
 _LATIN = re.compile(r"[A-Za-zÀ-ɏ]")
 _ASCII = [chr(code) for code in range(128)]
 _ASCII_DIGITS = [code for code, char in enumerate(_ASCII) if _DIGIT.match(char)]

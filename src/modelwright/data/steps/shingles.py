@@ -29,9 +29,11 @@ _MULTIPLIER, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Of N documents. own: digest of kind, split and text; keys: digests of text and summary, 0 for no summary;
-    shingles: 5-gram hashes in the order of the text, those of document i from `offsets[i]` to `offsets[i + 1]`;
-    bands: hashes of the signature's bands.
+    """Fingerprints of N documents.
+
+    own: digest of kind, split and text; keys: digests of text and summary, 0 for no summary; shingles: 5-gram hashes in
+    the order of the text, those of document i from `offsets[i]` to `offsets[i + 1]`; bands: hashes of the signature's
+    bands.
     """
 
     own: NDArray[np.uint64]
