@@ -172,3 +172,11 @@ def test_shares() -> None:
     assert duplicate_share(["aa", "bb", "aa", "aa"]) == 0.5
     assert data_share(["1, 2", "word"]) == 0.5
     assert duplicate_share([]) == data_share([]) == 0.0
+
+
+def test_line_separators_of_unicode_in_a_dropped_document(tmp_path: Path) -> None:
+    """Dropped before they were normalized; only a line feed ends a line of JSON."""
+    strange = "\x01\x02\x03 binary\u2028and\x85more\x0cand\x1dmore"
+    clean(tmp_path, document(strange, 0), document("A sentence that is long enough.", 1))
+    (dropped,) = read_dropped(tmp_path)
+    assert (dropped.document.text, dropped.reason) == (strange, "binary data")

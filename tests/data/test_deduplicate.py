@@ -140,6 +140,7 @@ def test_many_texts_with_one_beginning(tmp_path: Path) -> None:
     documents += [document(license, 300)]
     kept, dropped = clean(tmp_path, documents)
     assert kept == [f"d{i}" for i in range(300)]
+    assert dropped["d300"][0] == "inside another text"
     assert list(dropped) == ["d300"]
 
 
@@ -163,3 +164,12 @@ def test_documents_of_earlier_runs(tmp_path: Path) -> None:
     damaged.write_bytes(damaged.read_bytes()[:100])
     with pytest.raises(ArtifactError, match="is damaged"):
         clean(tmp_path / "e", again, key="thursday", index=index)
+
+
+def test_the_document_named_instead_was_kept(tmp_path: Path) -> None:
+    rng = random.Random(9)
+    words = sentence(rng, 300)
+    documents = [document(" ".join(words[at : 300 - at]), i) for i, at in enumerate((0, 20, 40, 60))]
+    kept, dropped = clean(tmp_path, documents[::-1])
+    assert kept == ["d0"]
+    assert {detail.rpartition(" ")[2] for _, detail in dropped.values()} == {"d0"}

@@ -16,6 +16,9 @@ VALUES = [
     ("phone", "Mobile: 13812345678"),
     ("ip", "The host 85.23.12.9 answered."),
     ("ip", "The host 2a00:1450:4001:81b::200e answered."),
+    ("ip", "Reached 2a00::1 at last."),
+    ("phone", "Rufen Sie an: +49\u00a030\u2011901\u2011820"),
+    ("secret", "token xoxb-abcdefghij"),
     ("card", "Paid with 4111 1111 1111 1111, thanks."),
     ("card", "Paid with 378282246310005."),
     ("iban", "IBAN DE89 3704 0044 0532 0130 00 Berlin"),
@@ -35,6 +38,7 @@ HARMLESS = [
     "Version 1.2.3.4 of std::vector, see section 4.1.2.3 and RFC 2616.",
     "pi is 3.14159265358979, the code 1234567890123456 and 0x12345678.",
     "ISBN 978-3-16-148410-0, price 12 500 000 dollars, 1,234,567 people.",
+    "The router is 192.168.0.1, the host 10.1.2.3, the network fd00::17.",
     "Listening on 127.0.0.1:8080, 0.0.0.0, ::1 and 192.0.2.7.",
     "@property\ndef f(self): return a@b",
     "https://example.org/users/:id, https://user@host/ and git@github.com:a/b",
@@ -73,6 +77,19 @@ def test_equal_values_get_equal_markers_in_all_parts_of_a_document() -> None:
     assert changed.text == "Who is <EMAIL_1>?\n\n<EMAIL_1> and <EMAIL_2> work here."
     assert counts["email"] == 3
     assert "example" not in repr(find(question, PrivacyConfig())), "values never reach a log"
+
+
+def test_no_part_of_a_kept_document_holds_a_value() -> None:
+    mail = "ann@example.org"
+    meta = {"title": f"By {mail}", "summary": f"Ask {mail}."}
+    changed, counts = Privacy(PrivacyConfig())(document(f"By {mail}\n\nAsk {mail}. Or not.", meta=meta))
+    assert mail not in changed.to_json()
+    assert counts == {"email": 2}
+    rejected = [{"role": "assistant", "content": f"No, {mail} knows."}]
+    meta = {"question": "Who knows?", "answer": f"{mail} knows.", "rejected": rejected}
+    changed, counts = Privacy(PrivacyConfig())(document(f"Who knows?\n\n{mail} knows.", kind="qa", meta=meta))
+    assert mail not in changed.to_json()
+    assert counts == {"email": 2}
 
 
 def test_kinds_and_regions_can_be_chosen() -> None:

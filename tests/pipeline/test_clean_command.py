@@ -17,7 +17,10 @@ from modelwright.data.clean import clean_documents, read_kept
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.document import Document
 from modelwright.data.shard_files import ShardFiles
+from modelwright.data.sources import SourceConfig
+from modelwright.data.steps.noise import NoiseConfig
 from modelwright.data.workers import LocalProcesses
+from modelwright.pipeline.cleaning import fingerprint
 
 RESULTS = ("kept.jsonl.zst", "dropped.jsonl.zst", "report.json", "quarantine.jsonl", "sources.json")
 PARTS = [f"{a}{b}" for a in ("wol", "riv", "hou", "let", "sto") for b in ("fa", "ero", "se", "ter")]
@@ -164,6 +167,23 @@ def test_a_killed_worker_is_replaced(tmp_path: Path) -> None:
     results = list(LocalProcesses(2).map(_die_once, [(str(tmp_path), number) for number in range(12)]))
     assert sorted(results) == list(range(12))
     assert (tmp_path / "died").exists()
+
+
+def test_every_file_that_decides_is_in_the_fingerprint(source: Path, tmp_path: Path) -> None:
+    """Or a stage would count as done after the schema, the trusted text or the model has changed."""
+    schema, trusted, model = tmp_path / "schema.json", tmp_path / "trusted.txt", tmp_path / "model"
+    model.mkdir()
+    files = (schema, trusted, model / "config.json")
+    for path in files:
+        path.write_text("{}")
+    data = SourceConfig(sources=(str(source),), schema=str(schema))
+    clean = CleanConfig(noise=NoiseConfig(enabled=True, trusted=(str(trusted),), model=str(model)))
+    before = fingerprint(data, clean)
+    for path in files:
+        path.write_text('{"changed": 1}')
+        after = fingerprint(data, clean)
+        assert after != before
+        before = after
 
 
 def test_markers(tmp_path: Path) -> None:

@@ -135,9 +135,11 @@ def train_classifier(trusted: Sequence[Document], config: NoiseConfig, work: Pat
     dropped = np.where(is_uncertain, combined >= threshold, p > band[1])
     precision, recall = precision_recall(dropped[test], labels[test])
     alone = precision_recall(p[test] >= 0.5, labels[test])
-    by_kind = {
-        name: round(float(dropped[test][[names[i] == name for i in test]].mean()), 4) for name in sorted(CORRUPTIONS)
-    }
+    by_kind: dict[str, float] = {}
+    for name in sorted(CORRUPTIONS):
+        members = [i for i in test if names[i] == name]
+        if members:
+            by_kind[name] = round(float(dropped[members].mean()), 4)
     report = {
         "num_trusted": len(trusted), "band": [round(value, 4) for value in band], "threshold": round(threshold, 4),
         "share_uncertain": round(float(is_uncertain[test].mean()), 4), "precision": round(precision, 4),

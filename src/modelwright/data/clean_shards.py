@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zstandard
 
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.document import KINDS, SPLITS, Document
-from modelwright.data.shard_files import ShardFiles, pack_arrays, pack_lines, unpack_documents, write_file
+from modelwright.data.shard_files import ShardFiles, pack_arrays, pack_lines, unpack_documents, unpack_lines, write_file
 from modelwright.data.steps.format import Format
 from modelwright.data.steps.privacy import Privacy
 from modelwright.data.steps.quality import FEATURES, has_language, measure
@@ -64,7 +63,7 @@ def write_shard(item: _Item) -> tuple[int, int, dict[str, Any]]:
     if facts is None:
         documents = unpack_documents(files.read("measured", "docs.zst"))
         drops = {index: entry for index, *entry in json.loads(files.read("decided", "drops.json"))}
-        lines = zstandard.ZstdDecompressor().decompress(files.read("measured", "format.zst")).decode().splitlines()
+        lines = unpack_lines(files.read("measured", "format.zst"))
         privacy = Privacy(config.privacy)
         kept: list[str] = []
         counts, replaced = _Counts(), Counter[str]()

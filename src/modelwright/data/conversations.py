@@ -51,10 +51,10 @@ def record_type(names: Iterable[str]) -> str:
     return next((name for name, needed in RECORD_TYPES.items() if present.issuperset(needed)), "")
 
 
-def is_conversation(record: Mapping[str, Any], kind: str = "") -> bool:
-    """Whether a record is of the type `kind`, or of any type; a table may hold it in another row."""
-    kind = kind or record_type(record)
-    return bool(kind) and all(record.get(name) is not None for name in RECORD_TYPES[kind][:1])
+def is_conversation(record: Mapping[str, Any]) -> bool:
+    """Whether a record has one of the types; in a table the values may be those of another row."""
+    kind = record_type(record)
+    return bool(kind) and record[RECORD_TYPES[kind][0]] is not None
 
 
 def num_hints(names: Iterable[str]) -> int:
@@ -116,12 +116,17 @@ def conversation_meta(turns: list[Message]) -> tuple[str, dict[str, Any]]:
 
 
 def _preference_turns(record: Mapping[str, Any], name: str) -> list[Message]:
-    """The conversation up to the chosen or rejected answer; a plain text needs a prompt."""
-    if "prompt" in record and record["prompt"] is not None:
-        return _side(record, "prompt", "user") + _side(record, name, "assistant")
-    if not isinstance(record[name], list):
-        raise ValueError(f"{name} is a text, so the record needs a field 'prompt'")
-    return _turns(name, record[name])
+    """The conversation up to the chosen or rejected answer.
+
+    A plain text, or turns of the assistant alone, follow the prompt; turns that begin before the answer are the whole
+    conversation, and repeat the prompt where there is one (as in UltraFeedback).
+    """
+    answer = _side(record, name, "assistant")
+    if answer[0]["role"] != "assistant":
+        return answer
+    if record.get("prompt") is None:
+        raise ValueError(f"{name} is an answer alone, so the record needs a field 'prompt'")
+    return _side(record, "prompt", "user") + answer
 
 
 def _side(record: Mapping[str, Any], name: str, role: str) -> list[Message]:

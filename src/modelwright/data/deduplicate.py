@@ -2,8 +2,9 @@
 
 In this order: training documents whose text, answer or summary is that of a held-out document; exact duplicates, of
 which the first stays; documents whose whole text is inside another one; near-duplicates, of which the best stays.
-Held-out documents win over training documents. Only documents of one kind and split are duplicates of each other, but
-a training document must not give away a held-out one of any kind.
+Only documents of one kind are duplicates of each other, but a training document must not give away a held-out one of
+any kind. A held-out document wins over its near-duplicates in training; one that is inside a training text is dropped
+itself, because the longer text has more to teach.
 
 Near-duplicates: documents are taken from the best to the worst, and one is dropped if its Jaccard similarity with one
 that was kept is at least the threshold. Candidates are documents that share a MinHash band (`steps/shingles.py`).
@@ -136,13 +137,16 @@ def find_duplicates(
 
 def _with_survivors(found: list[Duplicate]) -> list[Duplicate]:
     """The same, where a document that was kept instead of another one and dropped later is replaced by its own."""
-    later: dict[int, int] = {}
-    result: list[Duplicate] = []
-    for duplicate in reversed(found):
-        instead = [later.get(int(number), int(number)) for number in duplicate.instead]
-        result.append(replace(duplicate, instead=np.array(instead, np.int64)))
-        later |= dict(zip(map(int, duplicate.numbers), instead, strict=True))
-    return result[::-1]
+    instead_of: dict[int, int] = {}
+    for duplicate in found:
+        instead_of |= zip(map(int, duplicate.numbers), map(int, duplicate.instead), strict=True)
+
+    def survivor(number: int) -> int:
+        while number in instead_of:
+            number = instead_of[number]
+        return number
+
+    return [replace(one, instead=np.array([survivor(int(n)) for n in one.instead], np.int64)) for one in found]
 
 
 def _given_away(corpus: Corpus, num_new: int) -> Duplicate:
@@ -176,6 +180,7 @@ class _Needles:
     """Documents to look for inside others, by their first hash: numbers sorted by (first hash, length)."""
 
     firsts: NDArray[np.uint32]
+    lasts: NDArray[np.uint32]
     numbers: NDArray[np.int64]
     lengths: NDArray[np.int64]
     filter: NDArray[np.bool_]
@@ -195,10 +200,11 @@ def _contained(corpus: Corpus, store: ShingleStore, config: DuplicatesConfig, nu
     if not len(numbers):
         return []
     firsts = np.array([store.row(int(number))[0] for number in numbers], np.uint32)
+    lasts = np.array([store.row(int(number))[-1] for number in numbers], np.uint32)
     order = np.lexsort((corpus.num_shingles[numbers], firsts))
     is_first = np.zeros(1 << _FILTER_BITS, np.bool_)
     is_first[firsts >> np.uint32(32 - _FILTER_BITS)] = True
-    needles = _Needles(firsts[order], numbers[order], corpus.num_shingles[numbers[order]], is_first)
+    needles = _Needles(firsts[order], lasts[order], numbers[order], corpus.num_shingles[numbers[order]], is_first)
     inside: dict[int, int] = {}
     first = 0
     while first < num_new:
@@ -234,7 +240,10 @@ def _search(first: int, last: int, needles: _Needles, corpus: Corpus, store: Shi
         room = int(offsets[owner + 1]) - int(place)
         own_length = int(corpus.num_shingles[outer])
         fits = int(np.searchsorted(needles.lengths[low:high], min(room, own_length - 1), side="right"))
-        for needle, length in zip(needles.numbers[low : low + fits], needles.lengths[low : low + fits], strict=True):
+        lengths = needles.lengths[low : low + fits]
+        # Thousands of documents may begin with one license: compare their ends before whole texts.
+        ends = np.flatnonzero(flat[place + lengths - 1] == needles.lasts[low : low + fits])
+        for needle, length in zip(needles.numbers[low + ends], lengths[ends], strict=True):
             if _may_contain(corpus, outer, int(needle)) and np.array_equal(
                 store.row(int(needle)), flat[place : place + length]
             ):

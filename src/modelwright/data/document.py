@@ -48,9 +48,9 @@ class Document:
         return self.text.removeprefix(self.meta.get("title", "")).lstrip("\n")
 
     def map_text(self, change: Callable[[str], str]) -> "Document":
-        """The document with `change` applied to its text (for "qa" to each turn) and to its title."""
+        """The document with `change` applied to its text (for "qa" to each turn), its title and its summary."""
         meta = dict(self.meta)
-        for key in ("title", "question", "answer"):
+        for key in ("title", "summary", "question", "answer"):
             if key in meta:
                 meta[key] = change(meta[key])
         for key in ("messages", "rejected"):

@@ -75,10 +75,14 @@ def pack_lines(lines: Iterable[str], *, level: int = 3) -> bytes:
     return zstandard.ZstdCompressor(level=level, write_checksum=True).compress(data)
 
 
+def unpack_lines(content: bytes) -> list[str]:
+    """The lines of `pack_lines`. Only a line feed ends a line: JSON may hold other line separators of Unicode."""
+    return zstandard.ZstdDecompressor().decompress(content).decode("utf-8").split("\n")[:-1]
+
+
 def unpack_documents(content: bytes) -> list[Document]:
     """The documents of a frame of JSON lines."""
-    data = zstandard.ZstdDecompressor().decompress(content)
-    return [Document.from_json(line) for line in data.split(b"\n") if line]
+    return [Document.from_json(line) for line in unpack_lines(content)]
 
 
 def pack_arrays(arrays: Arrays) -> bytes:

@@ -29,13 +29,22 @@ from modelwright.pipeline.redact import redact_text
 QUARANTINE, SOURCES = "quarantine.jsonl", "sources.json"
 
 
-def fingerprint(data: SourceConfig) -> list[list[str | int | float]]:
-    """A fingerprint of the sources without reading them. Raises `DataError` for a missing source."""
+def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int | float]]:
+    """Names, sizes and modification times of all files that decide the result, without reading them: sources, schema,
+    and the trusted text and model of the stage noise. Raises `DataError` for a missing source.
+    """
     result: list[list[str | int | float]] = []
-    if BUILTIN in data.sources:
+    sources = (*data.sources, *(clean.noise.trusted if clean.noise.enabled else ()))
+    if BUILTIN in sources:
         libraries = versions("torch", "numpy")
         result.append([BUILTIN, sys.version, *libraries.values()])
-    named = tuple(source for source in data.sources if source != BUILTIN)
+    folders = [Path(clean.noise.model)] if clean.noise.enabled and clean.noise.model else []
+    single = [Path(data.schema)] if data.schema else []
+    for path in [*single, *(path for folder in folders for path in sorted(folder.glob("*")))]:
+        if path.is_file():
+            facts = path.stat()
+            result.append([str(path), facts.st_size, facts.st_mtime])
+    named = tuple(source for source in sources if source != BUILTIN)
     for file in locate(named, lambda reason, where: None):
         facts = file.filesystem.info(file.path)
         changed = facts.get("mtime") or facts.get("LastModified") or facts.get("ETag") or ""
@@ -83,7 +92,7 @@ def clean_sources(data: SourceConfig, clean: CleanConfig, out: Path, progress: P
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     with lock_folder(out, "this folder; wait for it or choose another --out"):
-        key = digest({"data": dump(data), "sources": fingerprint(data)})
+        key = digest({"data": dump(data), "sources": fingerprint(data, clean)})
         cleaned, sources, unread = clean_into(data, clean, out, out / "work", key, progress)
     lines = [*unread, *_funnel(cleaned)]
     if sources["skipped"]:

@@ -46,7 +46,7 @@ def find_model(path: Path, *, stage: str = "", int8: bool = False) -> FoundModel
     run = RunDir(path)
     config = parse(RunConfig, read_run_config(run.config))
     if stage and int8:
-        raise ConfigError("--stage: --int8 selects the model of the stage quantize; drop one of the two options")
+        raise ConfigError("--stage: --int8 selects the model of the stage quantize; give only one of the two options")
     if stage and stage not in config.trained_stages:
         raise ConfigError(f"--stage: {stage!r} has no model; choose from {', '.join(config.trained_stages)}")
     trained = ("quantize",) if int8 else config.trained_stages

@@ -90,8 +90,12 @@ def resolve_model(config: RunConfig) -> RunConfig:
 
 
 def resolve_paths(config: RunConfig) -> RunConfig:
-    """Source paths made absolute, so that config.yaml means the same from any folder."""
-    return replace(config, data=replace(config.data, sources=tuple(map(_absolute, config.data.sources))))
+    """Paths of what the data stages read made absolute, so that config.yaml means the same from any folder."""
+    data, noise, duplicates = config.data, config.clean.noise, config.clean.duplicates
+    data = replace(data, sources=tuple(map(_absolute, data.sources)), schema=_absolute_path(data.schema))
+    noise = replace(noise, trusted=tuple(map(_absolute, noise.trusted)), model=_absolute_path(noise.model))
+    duplicates = replace(duplicates, index=_absolute_path(duplicates.index))
+    return replace(config, data=data, clean=replace(config.clean, noise=noise, duplicates=duplicates))
 
 
 def matrix_shapes(model: ModelConfig) -> list[tuple[int, int]]:
@@ -208,6 +212,10 @@ def _resolve_int8(config: RunConfig, previous: RunConfig | None, progress: Progr
     shown = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in times.items())
     progress.note(f"INT8 backend: {best} ({shown})")
     return replace(config, serve=replace(config.serve, int8=Int8WeightsConfig(backend=best)))
+
+
+def _absolute_path(path: str) -> str:
+    return str(Path(path).expanduser().absolute()) if path else ""
 
 
 def _absolute(source: str) -> str:

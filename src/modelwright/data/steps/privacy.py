@@ -20,7 +20,6 @@ from importlib import import_module
 import phonenumbers
 from phonenumbers import Leniency, PhoneNumberMatcher
 
-from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.data.document import Document
 
@@ -29,7 +28,8 @@ KINDS = ("email", "phone", "ip", "card", "iban", "national_id", "credentials", "
 
 _MARKERS = {kind: kind.upper() for kind in KINDS}
 _MAYBE = re.compile(
-    r"@|\d[\d .\-/()]{5,}\d|[0-9a-fA-F]*::?[0-9a-fA-F]+:|\d\.\d+\.\d|://|-----BEGIN|[A-Za-z0-9_\-]{20}|[A-Z]{2}\d\d"
+    r"@|::|://|-----BEGIN|xox|[A-Za-z0-9+/_\-]{20}|[A-Z]{2}\d\d|\d[\d \t.\-/()\u2010-\u2015\u00a0]{5,}\d|"
+    r"\d\.\d+\.\d|[0-9A-Fa-f]{1,4}:[0-9A-Fa-f]{1,4}:"
 )
 """Every value of any kind has a match; most documents have none."""
 
@@ -109,8 +109,6 @@ class PrivacyConfig:
     """Kinds of values that are replaced: email, phone, ip, card, iban, national_id, credentials and secret."""
     phone_regions: tuple[str, ...] = ("US", "GB", "DE", "FR", "ES", "IT", "CN", "JP", "IN", "BR")
     """Countries (ISO 3166) whose national phone numbers are recognized; international ones (`+49 ...`) always are."""
-    keep_local_ips: bool = constant(True)
-    """Loopback, unspecified, link-local, documentation and broadcast addresses are not personal."""
 
     def __post_init__(self) -> None:
         for kind in self.replace:
@@ -144,7 +142,8 @@ class Privacy:
         changed = document.map_text(replacer)
         if not replacer.markers:
             return document, Counter()
-        parts = [turn["content"] for turn in document.messages] if document.kind == "qa" else [document.text]
+        turns = [*document.messages, *document.meta.get("rejected", ())] if document.kind == "qa" else []
+        parts = [turn["content"] for turn in turns] if turns else [document.text]
         return changed, sum((replacer.counts[part] for part in parts), Counter[str]())
 
 
@@ -239,9 +238,8 @@ def _ips(text: str, config: PrivacyConfig) -> _Found:
                 address = ipaddress.ip_address(match.group())
             except ValueError:
                 continue
-            harmless = address.is_loopback or address.is_unspecified or address.is_link_local or address.is_multicast
-            if config.keep_local_ips and (harmless or _is_documentation(address)):
-                continue
+            if not address.is_global or address.is_multicast:
+                continue  # loopback, private networks and examples in documentation name nobody
             if address.version == 4 and _looks_like_version(text, match):
                 continue
             if address.version == 6 and not re.search(r"(?=[0-9A-Fa-f]*\d)[0-9A-Fa-f]{3}", match.group()):
@@ -291,11 +289,6 @@ def _is_luhn(digits: str) -> bool:
         doubled = digit * (1 + place % 2)
         total += doubled - 9 * (doubled > 9)
     return total % 10 == 0
-
-
-def _is_documentation(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    nets = ("192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24", "255.255.255.255/32", "0.0.0.0/8", "2001:db8::/32")
-    return any(address in network for network in map(ipaddress.ip_network, nets) if network.version == address.version)
 
 
 def _looks_like_version(text: str, match: re.Match[str]) -> bool:

@@ -1,8 +1,7 @@
 """Quality: features of a text, and limits on them for each kind of document.
 
-Sources: repetition and symbols as in Gopher (Rae et al. 2021, https://arxiv.org/abs/2112.11446, table A1), compression
-as in MassiveText's successors, entropy of characters and words as in perplexity filters without a model. A *data line*
-is made of literals: after numbers, quoted strings, escapes and a trailing comment are removed, letters make up less
+Repetition and symbols are measured as in Gopher (Rae et al. 2021, https://arxiv.org/abs/2112.11446, table A1). A *data
+line* is made of literals: after numbers, quoted strings, escapes and a trailing comment are removed, letters make up less
 than a quarter of it. Code pages (`encodings.cp1252`), character tables and dumps consist of data lines; a model would
 spend its capacity on copying them.
 

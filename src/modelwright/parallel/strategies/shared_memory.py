@@ -4,7 +4,7 @@ Processes of one host that only share out the rows of a batch would each hold th
 with cores and memory that they share. Here weights and states are stored once, in shared memory. Each process stores
 the part of its gradients that others sum next to them, adds up all processes' gradients in its part of the parameters,
 and updates that part: the partitioning of ZeRO-1 (Rajbhandari et al. 2020), without any communication. Every element is
-summed by one process in one order, so that sums have the same bits every time. Element-wise optimizers only.
+summed by one process in one order, so the sums are bit-identical in every run. Element-wise optimizers only.
 """
 
 from collections.abc import Callable, Sequence

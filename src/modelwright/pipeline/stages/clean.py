@@ -15,12 +15,12 @@ from modelwright.pipeline.stage import Stage, StageContext
 
 
 def clean_stage(config: RunConfig) -> Stage:
-    """Reads the sources and cleans them. Its digest covers the sources' names, sizes and modification times."""
+    """Reads the sources and cleans them. Its digest covers names, sizes and modification times of the files read."""
     settings = {name: value for name, value in dump(config.clean).items() if name != "num_workers"}
     return Stage(
         name="clean",
         title="Reading and cleaning",
-        settings={"data": dump(config.data), "clean": settings, "sources": fingerprint(config.data)},
+        settings={"data": dump(config.data), "clean": settings, "sources": fingerprint(config.data, config.clean)},
         parents=(),
         run=lambda context: _run(context, config),
     )

@@ -1,0 +1,87 @@
+"""Preference pairs, record types, field mapping and JSON Schema."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from modelwright.core.errors import ConfigError, DataError
+from modelwright.data.document import Document
+from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+
+USER, GOOD, BAD = (
+    {"role": role, "content": text} for role, text in (("user", "Q"), ("assistant", "A"), ("assistant", "B"))
+)
+
+
+def read(tmp_path: Path, *records: object, **settings) -> tuple[list[Document], SourceReport]:
+    path = tmp_path / "r.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    report = SourceReport()
+    config = SourceConfig(sources=(str(path),), validation_fraction=0.0, **settings)
+    return list(read_documents(config, report=report)), report
+
+
+@pytest.mark.parametrize("record", [
+    {"prompt": "Q", "chosen": "A", "rejected": "B"},
+    {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+    {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    {"prompt": "Q", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+])  # fmt: skip
+def test_preference_pairs(tmp_path: Path, record: dict) -> None:
+    (document,), report = read(tmp_path, record)
+    assert (document.kind, document.text) == ("qa", "Q\n\nA")
+    assert document.messages == [USER, GOOD]
+    assert document.meta["rejected"] == [BAD]
+    assert report.record_types == {"preference": 1}
+    assert document.map_text(str.lower).meta["rejected"] == [{**BAD, "content": "b"}]
+
+
+@pytest.mark.parametrize(("record", "problem"), [
+    ({"prompt": "Q", "chosen": "A", "rejected": "A"}, "are the same"),
+    ({"chosen": "A", "rejected": "B"}, "needs a field 'prompt'"),
+    ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "other"}, BAD]}, "differ before the answer"),
+    ({"prompt": "Q", "chosen": "A", "rejected": 3}, "'rejected' is empty or holds no text"),
+])  # fmt: skip
+def test_bad_preference_pairs(tmp_path: Path, record: dict, problem: str) -> None:
+    with pytest.raises(DataError, match=rf"r\.jsonl:1: .*{problem}"):
+        read(tmp_path, record)
+
+
+def test_field_names_and_types_can_be_given(tmp_path: Path) -> None:
+    (document,), _ = read(tmp_path, {"q": "Q", "a": "A"}, fields={"question": "q", "answer": "a"})
+    assert document.meta == {"question": "Q", "answer": "A"}
+    both = {"text": "whole", "question": "Q", "answer": "A"}
+    assert read(tmp_path, both)[0][0].kind == "qa"
+    assert read(tmp_path, both, record_type="text")[0][0].text == "whole"
+    with pytest.raises(DataError, match="a record of type messages needs the field 'messages'"):
+        read(tmp_path, both, record_type="messages")
+
+
+def test_schema(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps({"required": ["id"], "properties": {"id": {"type": "integer"}}}))
+    records = [{"text": "one", "id": 1}, {"text": "two"}, {"text": "three", "id": "secret"}]
+    problems: list[str] = []
+    path = tmp_path / "r.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    report = SourceReport(on_skip=lambda reason, where, problem: problems.append(problem))
+    config = SourceConfig(sources=(str(path),), validation_fraction=0.0, schema=str(schema), on_bad_record="skip")
+    assert [document.text for document in read_documents(config, report=report)] == ["one"]
+    assert report.skipped == {"violates the schema": 2}
+    assert problems == ["the record violates required: ['id']", "id violates type: 'integer'"]
+
+
+@pytest.mark.parametrize(("content", "problem"), [
+    ("{", "is not JSON"),
+    ('{"type": "nothing"}', "is not a JSON Schema"),
+    ('{"$ref": "https://example.invalid/x"}', "cannot be applied"),
+    ('{"properties": {"text": {"pattern": "("}}}', "is not a JSON Schema|cannot be applied"),
+    (None, "cannot be read"),
+])  # fmt: skip
+def test_bad_schemas(tmp_path: Path, content: str | None, problem: str) -> None:
+    schema = tmp_path / "schema.json"
+    if content is not None:
+        schema.write_text(content)
+    with pytest.raises(ConfigError, match=f"schema: .*schema.json: ({problem})"):
+        read(tmp_path, {"text": "some text"}, schema=str(schema))
