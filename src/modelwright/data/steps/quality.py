@@ -1,9 +1,9 @@
 """Quality: features of a text, and limits on them for each kind of document.
 
 Repetition and symbols are measured as in Gopher (Rae et al. 2021, https://arxiv.org/abs/2112.11446, table A1). A *data
-line* is made of literals: after numbers, quoted strings, escapes and a trailing comment are removed, letters make up less
-than a quarter of it. Code pages (`encodings.cp1252`), character tables and dumps consist of data lines; a model would
-spend its capacity on copying them.
+line* is made of literals: after numbers, quoted strings, escapes and a trailing comment are removed, letters make up
+less than a quarter of it. Code pages (`encodings.cp1252`), character tables and dumps consist of data lines; a model
+would spend its capacity on copying them.
 
 Every feature is measured of every document and stored, so that `thresholds: auto` can derive limits from the corpus'
 own quantiles, and `clean --explain` can show them.
