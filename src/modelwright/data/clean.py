@@ -87,7 +87,6 @@ class DroppedDocument:
 
 
 _SETTINGS = {
-    "binary data": "format.max_control_fraction",
     "inside a training text": "duplicates.contained",
     "inside another text": "duplicates.contained",
     "near-duplicate": "duplicates.min_jaccard",

@@ -38,7 +38,7 @@ _TAG = re.compile(
 class FormatConfig:
     """Repair of encodings and markup, normalization of characters and white space."""
 
-    max_control_fraction: float = 0.05
+    max_control_fraction: float = constant(0.05)
     """A text with a larger fraction of control and replacement characters is dropped as binary data."""
     repair_encoding: bool = True
     """Repair text that was decoded with the wrong encoding (`cafÃ©` to `café`) with ftfy, except in code."""

@@ -113,9 +113,9 @@ class QualityConfig:
     """Limits on features of a text, for each kind of document."""
 
     thresholds: Literal["fixed", "auto"] = "fixed"
-    """`auto` derives limits from the corpus: the quantiles `auto_tail` and 1 - `auto_tail` of each feature by kind,
-    widened by half their distance from the median."""
-    auto_tail: float = 0.01
+    """`auto` derives limits from the corpus: the 1% and 99% quantiles of each feature by kind, widened by half their
+    distance from the median."""
+    auto_tail: float = constant(0.01)
     """Tail of the distribution that `thresholds: auto` starts from."""
     limits: dict[str, float] = field(default_factory=dict)
     """Limits that replace the default or automatic ones, for all kinds (`max_digit_fraction: 0.4`) or one
