@@ -66,7 +66,7 @@ def connection_limits(config: ServeConfig) -> ConnectionLimits:
             f"serve: this process may open {soft} files, too few for a server; raise the limit (ulimit -n 1024)"
         )
     if total < answers:
-        text = "%d connections fit into the %d files that this process may open (ulimit -n); up to %d answers may need one"
+        text = "%d connections fit into the %d files that may be open (ulimit -n), but up to %d answers may need one"
         log.warning(text, total, soft, answers)
     return ConnectionLimits(total=total, per_address=total - total // 4)
 
