@@ -141,7 +141,7 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
     if not 0 <= options.minutes < math.inf:
         raise ConfigError(f"--minutes: must be above 0, got {options.minutes:g}")
     only = _stages(options.stages)
-    request = load(options.target, read_overrides(RunConfig, settings), options.run_dir, only)
+    request = load(options.target, read_overrides(RunConfig, settings, _FLAGS), options.run_dir, only)
     if options.dry_run or not is_started():
         start = hosts or _local(options.nproc)
         num_processes = start.processes * start.min_hosts

@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from modelwright.infer.sequence import MAX_TEMPERATURE
 from modelwright.serve.errors import ApiError
 from modelwright.serve.limits import Limits
 
@@ -126,7 +127,7 @@ class GenerationRequest(Strict):
     """
 
     model: str
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] = 0
     n: Annotated[int, Field(ge=1)] | None = None

@@ -69,9 +69,8 @@ def _write(text: str) -> None:
 
 def chat(
     folder: Path,
+    params: SamplingParams,
     *,
-    temperature: float = 0.7,
-    top_p: float = 0.95,
     read: Callable[[str], str] = input,
     write: Callable[[str], object] = _write,
 ) -> None:
@@ -80,7 +79,6 @@ def chat(
     """
     model, codec = load_folder(folder, Int8WeightsConfig())
     engine = Engine(model, EngineConfig(max_num_seqs=1, kv_cache_tokens=-(-model.config.max_seq_len // 16) * 16))
-    params = SamplingParams(temperature=temperature, top_p=top_p)
     conversation = Conversation(engine, codec, params)
     write(HELP + "\n")
     while True:
