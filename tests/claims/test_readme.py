@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from modelwright.cli.overrides import read_overrides
-from modelwright.cli.run import _read
+from modelwright.cli.run import _read, parser
+from modelwright.data.conversations import RECORD_TYPES
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.run import check_request
 from modelwright.recipes.load import load
@@ -126,3 +127,19 @@ def test_every_file_that_is_named_exists():
 def test_the_tree_names_every_package():
     packages = {path.parent.name for path in (ROOT / "src/modelwright").glob("*/__init__.py")}
     assert {name for name in packages if f"{name}/" not in README} == set()
+
+
+def test_all_forms_of_pairs_are_described_wherever_they_are_listed():
+    numbers = dict(enumerate("Zero One Two Three Four Five Six Seven Eight Nine".split()))
+    assert f"{numbers[len(RECORD_TYPES)]} forms of pairs are read" in README
+    data = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    table = data.partition("| form | record |")[2].partition("\n\n")[0]
+    assert table.count("\n| ") == len(RECORD_TYPES)
+    for text in (README, parser().format_help(), table):
+        assert all(field in text for fields in RECORD_TYPES.values() for field in fields)
+
+
+def test_what_to_do_with_a_run_follows_ones_own_text_and_expectations_come_first():
+    headings = re.findall("^## (.*)$", README, flags=re.MULTILINE)
+    assert headings[:2] == ["Your own text", "What to do with a run"]
+    assert "do not expect it\nto answer questions" in README.partition("## ")[0]

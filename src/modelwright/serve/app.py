@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from modelwright.serve import chat, completions
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.errors import ApiError, error_body, shutting_down
+from modelwright.serve.expectation import expectation
 from modelwright.serve.generation import Generation, start
 from modelwright.serve.limits import Limits
 from modelwright.serve.load import ModelSource
@@ -140,7 +141,9 @@ async def _model(request: Request) -> Response:
 
 
 def _describe(service: Service) -> dict[str, Any]:
-    """An entry of /v1/models; `root` (as vLLM has it), `stage` and `digest` say which model it is."""
+    """An entry of /v1/models; `root` (as vLLM has it), `stage` and `digest` say which model it is, `description`
+    what to expect of it.
+    """
     source = service.source
     origin = {"root": str(source.folder), "stage": source.stage, "digest": source.digest} if source else {}
     return origin | {
@@ -149,6 +152,7 @@ def _describe(service: Service) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "modelwright",
         "max_model_len": service.worker.engine.max_seq_len,
+        "description": expectation(service.worker.engine.num_parameters),
     }
 
 
