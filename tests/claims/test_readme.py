@@ -130,11 +130,11 @@ def test_the_tree_names_every_package():
 
 
 def test_all_forms_of_pairs_are_described_wherever_they_are_listed():
-    numbers = dict(enumerate("Zero One Two Three Four Five Six Seven Eight Nine".split()))
+    numbers = dict(enumerate(["Zero", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine"]))
     assert f"{numbers[len(RECORD_TYPES)]} forms of pairs are read" in README
     data = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     table = data.partition("| form | record |")[2].partition("\n\n")[0]
-    assert table.count("\n| ") == len(RECORD_TYPES)
+    assert table.count("\n| ") - 1 == len(RECORD_TYPES)  # the line below the header
     for text in (README, parser().format_help(), table):
         assert all(field in text for fields in RECORD_TYPES.values() for field in fields)
 

@@ -4,14 +4,21 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from modelwright.core.rundir import RunDir
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.evaluate.suite import is_lossless
 from modelwright.pipeline.report.blocks import Note
+from modelwright.pipeline.report.build import _warnings
 from modelwright.pipeline.report.corpus import _funnel
 from modelwright.pipeline.report.format import number
 from modelwright.pipeline.report.results import power
-from modelwright.pipeline.report.run_data import StageData
+from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.report.watch import watch_blocks
+from modelwright.pipeline.stages.evaluate import headline
+from modelwright.recipes.load import recipe
 from modelwright.serve.expectation import SMALLEST_CHAT_MODEL, expectation
 
 
@@ -59,3 +66,30 @@ def test_small_models_are_announced_as_such():
     assert "9.2 million parameters" in expectation(9_200_000)
     assert "most of what it says is wrong" in expectation(SMALLEST_CHAT_MODEL - 1)
     assert expectation(SMALLEST_CHAT_MODEL) == ""
+
+
+def test_a_tokenizer_that_does_not_keep_the_text_is_a_warning_on_terminal_and_page(tmp_path: Path):
+    words = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    words.normalizer, words.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    words.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(special_tokens=["[UNK]", "[SEP]"])
+    words.train_from_iterator(["the quick brown fox"], trainer)
+    tokenizer = Tokenizer(words, special_tokens={"eos_token": "[SEP]"})
+    assert is_lossless(tokenizer, ["the quick brown fox"])
+    assert not is_lossless(tokenizer, ["The  quick brown fox"])
+
+    choice = {"questions": 0}
+    result = {
+        "bits_per_byte": {"prose": {"bits_per_byte": 2.0}},
+        "multiple_choice": choice | {"accuracy": 0.0, "chance": 0.25},
+    }
+    assert "does not keep the text" in headline(result | {"lossless": False})
+    assert "warning" not in headline(result | {"lossless": True})
+
+    run = RunDir(tmp_path)
+    stage = StageData("evaluate", run.stage("evaluate"), {}, [], True)
+    stage.folder.artifact.mkdir(parents=True)
+    for is_kept, num_warnings in ((False, 1), (True, 0)):
+        results = {"models": {"pretrain": {"lossless": is_kept}}, "final": "pretrain"}
+        (stage.folder.artifact / "results.json").write_text(json.dumps(results))
+        assert len(_warnings(RunData(recipe("tiny"), run, {}, {"evaluate": stage}))) == num_warnings

@@ -27,13 +27,6 @@ def evaluation_section(data: RunData) -> Section | None:
         blocks.append(Note("No text was held out, so bits per byte were not measured."))
         if any(model["multiple_choice"]["questions"] for model in models.values()):
             blocks.append(_choice_chart(models))
-    if not all(model["lossless"] for model in models.values()):
-        blocks.append(
-            Note(
-                "The tokenizer does not reproduce some of the scored text exactly: its bits per byte are too low.",
-                "warning",
-            )
-        )
     choice = models[results["final"]]["multiple_choice"]
     if choice["questions"]:
         blocks += [_choice_table(results), _choice_examples(data, results["final"])]
