@@ -25,9 +25,10 @@ Ages = Mapping[tuple[str, str], "Age"]
 
 @dataclass(frozen=True, kw_only=True)
 class Age:
-    """num_commits: commits since the measurement; changed: the measured files that differ, relative to the checkout."""
+    """num_commits: commits since the measurement; num_files: measured files; changed: those of them that differ."""
 
     num_commits: int
+    num_files: int
     changed: Sequence[str]
 
 
@@ -51,7 +52,7 @@ def age_of(claim: Claim, commit: str) -> Age | None:
     if not count:
         return None
     changed = _git(files[0].parent, "diff", "--name-only", commit, "HEAD", "--", *map(str, files))
-    return Age(num_commits=int(count), changed=changed.splitlines())
+    return Age(num_commits=int(count), num_files=len(files), changed=changed.splitlines())
 
 
 def measured_files(claim: Claim) -> Iterator[Path]:

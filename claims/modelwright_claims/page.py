@@ -95,8 +95,12 @@ def _marks(record: Mapping[str, Any], age: Age | None) -> list[str]:
     """What casts doubt on the circumstances of a measurement, and how old it is."""
     marks = ["high load"] * is_loaded(record) + ["uncommitted changes"] * is_dirty(record)
     if age:
-        marks += [f"{age.num_commits} commits old"] + ["code changed since"] * bool(age.changed)
+        marks += [f"{age.num_commits} commits old", *_changes(age)]
     return marks
+
+
+def _changes(age: Age) -> list[str]:
+    return [f"code changed since ({len(age.changed)} of {age.num_files} files)"] if age.changed else []
 
 
 def _age_words(age: Age | None) -> str:

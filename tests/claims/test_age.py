@@ -56,13 +56,13 @@ def test_a_record_is_marked_once_the_measured_code_has_changed(commit, tmp_path:
     spec.loader.exec_module(module)
     only_claim = [tmp_path / "aged_claim.py"]
     monkeypatch.setattr("modelwright_claims.age.measured_files", lambda claim: iter(only_claim))
-    assert age_of(module.CLAIM, first) == Age(num_commits=0, changed=[])
+    assert age_of(module.CLAIM, first) == Age(num_commits=0, num_files=1, changed=[])
     commit("README.md", "unrelated")
-    assert age_of(module.CLAIM, first) == Age(num_commits=1, changed=[])
+    assert age_of(module.CLAIM, first) == Age(num_commits=1, num_files=1, changed=[])
     commit("aged_claim.py", MODULE + "# another measurement\n")
-    assert age_of(module.CLAIM, f"{first}-dirty") == Age(num_commits=2, changed=["aged_claim.py"])
+    assert age_of(module.CLAIM, f"{first}-dirty") == Age(num_commits=2, num_files=1, changed=["aged_claim.py"])
     commit("aged_claim.py", MODULE)
-    assert age_of(module.CLAIM, first) == Age(num_commits=3, changed=[]), "changed back"
+    assert age_of(module.CLAIM, first) == Age(num_commits=3, num_files=1, changed=[]), "changed back"
     assert age_of(module.CLAIM, "0123456789ab") is None
     assert age_of(module.CLAIM, "") is None
 
@@ -82,10 +82,10 @@ def test_the_page_shows_age_and_change():
         "machine": {"processor": "p", "cores": 2, "instruction_set": "i"}, "threads": 2, "load_at_start": [0.1],
         "versions": {}, "commit": "0123456789ab", "date": "2026-01-01",
     }  # fmt: skip
-    age = Age(num_commits=188, changed=[f"src/{letter}.py" for letter in "abcdef"])
+    age = Age(num_commits=188, num_files=9, changed=[f"src/{letter}.py" for letter in "abcdef"])
     page = render([claim], [record], {(claim.name, "0123456789ab"): age})
-    assert "| **met**; 188 commits old; code changed since |" in page
+    assert "| **met**; 188 commits old; code changed since (6 of 9 files) |" in page
     assert "188 commits old (**code changed since**: src/a.py, src/b.py, src/c.py, src/d.py and 2 more)" in page
-    fresh = render([claim], [record], {(claim.name, "0123456789ab"): Age(num_commits=3, changed=[])})
+    fresh = render([claim], [record], {(claim.name, "0123456789ab"): Age(num_commits=3, num_files=9, changed=[])})
     assert "| **met**; 3 commits old |" in fresh
     assert "| **met** |" in render([claim], [record])

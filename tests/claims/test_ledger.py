@@ -317,7 +317,7 @@ def test_headlines_are_figures_that_were_measured(claim):
     assert set(claim.headline) <= {name for record in records for name in all_figures(record)}
 
 
-AGE = re.compile(r"[;,] \d+ commits old(?:; code changed since| \(\*\*code changed since\*\*: [^)]*\))?")
+AGE = re.compile(r"[;,] \d+ commits old(?:; code changed since \([^)]*\)| \(\*\*code changed since\*\*: [^)]*\))?")
 
 
 def test_the_page_in_the_tree_is_the_generated_one():

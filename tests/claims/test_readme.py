@@ -1,8 +1,10 @@
 """The README's own commands, run as they stand with the small recipe in place of the demo's."""
 
+import json
 import re
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -143,3 +145,12 @@ def test_what_to_do_with_a_run_follows_ones_own_text_and_expectations_come_first
     headings = re.findall("^## (.*)$", README, flags=re.MULTILINE)
     assert headings[:2] == ["Your own text", "What to do with a run"]
     assert "do not expect it\nto answer questions" in README.partition("## ")[0]
+
+
+def test_bf16_is_compared_with_the_faster_fp32_that_was_measured():
+    record = ROOT / "benchmarks/results/adaptive_precision-amd-epyc-2c-avx512.json"
+    samples = json.loads(record.read_text(encoding="utf-8"))["samples"]
+    arms = (samples[f"tokens per second, {arm}"] for arm in ("all BF16", "fp32 by oneDNN"))
+    ratio = statistics.mean(fast / slow for fast, slow in zip(*arms, strict=True))
+    assert f"| BF16 | {ratio:.2f} times the speed of the faster FP32" in README
+    assert "has not been measured" not in README
