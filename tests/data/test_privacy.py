@@ -1,10 +1,13 @@
 """Personal data and secrets: what is replaced, and what only looks like it."""
 
+from collections import Counter
+
 import pytest
 from faker import Faker
 
 from modelwright.core.errors import ConfigError
 from modelwright.data.document import Document
+from modelwright.data.steps import privacy
 from modelwright.data.steps.privacy import Privacy, PrivacyConfig, find
 
 VALUES = [
@@ -27,6 +30,7 @@ VALUES = [
     ("national_id", "His number is 11010519491231002X."),
     ("national_id", "Codice fiscale RSSMRA85T10A562S"),
     ("national_id", "DNI 54362315K"),
+    ("national_id", "National Insurance number AB123456C"),
     ("credentials", "postgres://admin:s3cret@db.example.org/x"),
     ("secret", "key AKIAIOSFODNN7EXAMPLE"),
     ("secret", "ghp_abcdefghijklmnopqrstuvwxyz0123456789"),
@@ -54,7 +58,7 @@ def document(text: str, **changes) -> Document:
 
 @pytest.mark.parametrize(("kind", "text"), VALUES)
 def test_values_are_found(kind: str, text: str) -> None:
-    assert [finding.kind for finding in find(text, PrivacyConfig())] == [kind]
+    assert [finding.kind for finding in find(text, PrivacyConfig(), Counter())] == [kind]
     changed, counts = Privacy(PrivacyConfig())(document(text))
     assert counts == {kind: 1}
     assert f"<{kind.upper()}_1>" in changed.text
@@ -64,7 +68,7 @@ def test_values_are_found(kind: str, text: str) -> None:
 
 @pytest.mark.parametrize("text", HARMLESS)
 def test_what_only_looks_like_it_stays(text: str) -> None:
-    found = [(finding.kind, text[finding.start : finding.end]) for finding in find(text, PrivacyConfig())]
+    found = [(finding.kind, text[finding.start : finding.end]) for finding in find(text, PrivacyConfig(), Counter())]
     assert not [entry for entry in found if entry != ("email", "git@github.com")]
 
 
@@ -76,7 +80,7 @@ def test_equal_values_get_equal_markers_in_all_parts_of_a_document() -> None:
     assert changed.meta["answer"] == "<EMAIL_1> and <EMAIL_2> work here."
     assert changed.text == "Who is <EMAIL_1>?\n\n<EMAIL_1> and <EMAIL_2> work here."
     assert counts["email"] == 3
-    assert "example" not in repr(find(question, PrivacyConfig())), "values never reach a log"
+    assert "example" not in repr(find(question, PrivacyConfig(), Counter())), "values never reach a log"
 
 
 def test_no_part_of_a_kept_document_holds_a_value() -> None:
@@ -95,7 +99,7 @@ def test_no_part_of_a_kept_document_holds_a_value() -> None:
 def test_kinds_and_regions_can_be_chosen() -> None:
     text = "Mail a@example.org, call 0912 345 678."
     only_phones = PrivacyConfig(replace=("phone",), phone_regions=("TW",))
-    assert [finding.kind for finding in find(text, only_phones)] == ["phone"]
+    assert [finding.kind for finding in find(text, only_phones, Counter())] == ["phone"]
     with pytest.raises(ConfigError, match="replace: 'mail'"):
         PrivacyConfig(replace=("mail",))
     with pytest.raises(ConfigError, match="phone_regions: 'XX'"):
@@ -117,5 +121,22 @@ def test_made_up_people(locale: str) -> None:
         hits = 0
         for value in values:
             text = f"The value is {value}, as was said before."
-            hits += any(text[f.start : f.end] == value and f.kind == kind for f in find(text, PrivacyConfig()))
+            hits += any(text[f.start : f.end] == value and f.kind == kind for f in find(text, PrivacyConfig(), Counter()))
         assert hits >= 95, kind
+
+
+def test_every_validator_that_a_pattern_names_can_be_imported() -> None:
+    for module in {*privacy._NATIONAL, "iban"} - privacy._WITHOUT_CHECK_DIGITS:
+        assert privacy._validator(module)("") is False, module
+
+
+def test_a_validator_that_raises_is_counted_and_its_value_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def validator(module: str):
+        raise ModuleNotFoundError(f"No module named 'stdnum.{module}'")
+
+    monkeypatch.setattr(privacy, "_validator", validator)
+    step = Privacy(PrivacyConfig())
+    changed, counts = step(document("DNI 54362315K of ann@example.org"))
+    assert changed.text == "DNI 54362315K of <EMAIL_1>"
+    assert counts == {"email": 1}
+    assert step.failures == {"es.dni": 1}

@@ -93,6 +93,8 @@ _NATIONAL = {
 }  # fmt: skip
 """Modules of `python-stdnum` with what a candidate looks like, and the words of which one must precede it; "" for
 none."""
+_WITHOUT_CHECK_DIGITS = frozenset({"gb.nino"})
+"""Numbers that have no check digits, and so no module: the pattern is all there is to verify."""
 
 _NEAR_CHARS = 60
 _CARD_PREFIX = re.compile(r"3[0-9]|4|5[0-9]|6[0-9]|2[2-7]|1\d{3}")
@@ -132,13 +134,15 @@ class Finding:
 @dataclass(frozen=True)
 class Privacy:
     config: PrivacyConfig
+    failures: Counter[str] = field(default_factory=Counter)
+    """How often each validator raised an exception instead of an answer; the value in question was left as it is."""
     name: str = "privacy"
 
     def __call__(self, document: Document) -> tuple[Document, Counter[str]]:
         """The document with markers in place of values, and the number of values replaced by kind."""
         if not self.config.replace or not _MAYBE.search(document.text):
             return document, Counter()
-        replacer = _Replacer(self.config)
+        replacer = _Replacer(self.config, self.failures)
         changed = document.map_text(replacer)
         if not replacer.markers:
             return document, Counter()
@@ -150,14 +154,15 @@ class Privacy:
 class _Replacer:
     """Replaces values in the texts of one document."""
 
-    def __init__(self, config: PrivacyConfig) -> None:
+    def __init__(self, config: PrivacyConfig, failures: Counter[str]) -> None:
         self._config = config
+        self._failures = failures
         self.markers: dict[tuple[str, str], str] = {}
         self._numbers: Counter[str] = Counter()
         self.counts: dict[str, Counter[str]] = {}
 
     def __call__(self, text: str) -> str:
-        findings = find(text, self._config)
+        findings = find(text, self._config, self._failures)
         self.counts[text] = Counter(finding.kind for finding in findings)
         parts, at = [], 0
         for finding in findings:
@@ -170,14 +175,17 @@ class _Replacer:
         return "".join([*parts, text[at:]])
 
 
-def find(text: str, config: PrivacyConfig) -> list[Finding]:
-    """The values in a text, in order and without overlaps; of overlapping ones the kind that is searched for first."""
+def find(text: str, config: PrivacyConfig, failures: Counter[str]) -> list[Finding]:
+    """The values in a text, in order and without overlaps; of overlapping ones the kind that is searched for first.
+
+    failures: counts the validators that raised, by name.
+    """
     result: list[Finding] = []
     taken = bytearray(len(text))
     for kind, search in _SEARCHES.items():
         if kind not in config.replace:
             continue
-        for start, end, value in search(text, config):
+        for start, end, value in search(text, config, failures):
             if not any(taken[start:end]):
                 taken[start:end] = b"\x01" * (end - start)
                 result.append(Finding(kind, start, end, value))
@@ -187,7 +195,7 @@ def find(text: str, config: PrivacyConfig) -> list[Finding]:
 _Found = Iterator[tuple[int, int, str]]
 
 
-def _secrets(text: str, config: PrivacyConfig) -> _Found:
+def _secrets(text: str, config: PrivacyConfig, failures: Counter[str]) -> _Found:
     for match in _SECRET.finditer(text):
         yield match.start(), match.end(), match.group()
     for match in _ASSIGNED_SECRET.finditer(text):
@@ -196,42 +204,42 @@ def _secrets(text: str, config: PrivacyConfig) -> _Found:
             yield match.start(1), match.end(1), value
 
 
-def _credentials(text: str, config: PrivacyConfig) -> _Found:
+def _credentials(text: str, config: PrivacyConfig, failures: Counter[str]) -> _Found:
     for match in _CREDENTIALS.finditer(text):
         yield match.start(2), match.end(2), match.group(2)
 
 
-def _emails(text: str, config: PrivacyConfig) -> _Found:
+def _emails(text: str, config: PrivacyConfig, failures: Counter[str]) -> _Found:
     for match in _EMAIL.finditer(text):
         yield match.start(), match.end(), match.group().lower()
 
 
-def _ibans(text: str, config: PrivacyConfig) -> _Found:
+def _ibans(text: str, config: PrivacyConfig, failures: Counter[str]) -> _Found:
     for match in _IBAN.finditer(text):
         words = match.group().split(" ")
         for count in range(len(words), 0, -1):  # a capitalized word may follow the number
             candidate = " ".join(words[:count])
-            if len(candidate) >= 15 and _is_valid("iban", candidate):
+            if len(candidate) >= 15 and _is_valid("iban", candidate, failures):
                 yield match.start(), match.start() + len(candidate), candidate.replace(" ", "")
                 break
 
 
-def _cards(text: str, config: PrivacyConfig) -> _Found:
+def _cards(text: str, config: PrivacyConfig, failures: Counter[str]) -> _Found:
     for match in _CARD.finditer(text):
         digits = re.sub(r"\D", "", match.group())
         if 12 <= len(digits) <= 19 and _CARD_PREFIX.match(digits) and _is_luhn(digits) and len(set(digits)) > 1:
             yield match.start(), match.end(), digits
 
 
-def _national_ids(text: str, config: PrivacyConfig) -> _Found:
+def _national_ids(text: str, config: PrivacyConfig, failures: Counter[str]) -> _Found:
     for module, (pattern, near) in _NATIONAL.items():
         for match in pattern.finditer(text):
             context = text[max(0, match.start() - _NEAR_CHARS) : match.start()]
-            if (not near or re.search(near, context, re.IGNORECASE)) and _is_valid(module, match.group()):
+            if (not near or re.search(near, context, re.IGNORECASE)) and _is_valid(module, match.group(), failures):
                 yield match.start(), match.end(), re.sub(r"\W", "", match.group()).upper()
 
 
-def _ips(text: str, config: PrivacyConfig) -> _Found:
+def _ips(text: str, config: PrivacyConfig, failures: Counter[str]) -> _Found:
     for pattern in (_IPV4, _IPV6):
         for match in pattern.finditer(text):
             try:
@@ -247,7 +255,7 @@ def _ips(text: str, config: PrivacyConfig) -> _Found:
             yield match.start(), match.end(), address.compressed
 
 
-def _phones(text: str, config: PrivacyConfig) -> _Found:
+def _phones(text: str, config: PrivacyConfig, failures: Counter[str]) -> _Found:
     """International numbers, and national ones of the configured regions that are written like phone numbers."""
     for window in _DIGITS.finditer(text):
         candidate = window.group()
@@ -268,7 +276,7 @@ def _phones(text: str, config: PrivacyConfig) -> _Found:
                 break
 
 
-_SEARCHES: dict[str, Callable[[str, PrivacyConfig], _Found]] = {
+_SEARCHES: dict[str, Callable[[str, PrivacyConfig, Counter[str]], _Found]] = {
     "secret": _secrets, "credentials": _credentials, "email": _emails, "iban": _ibans, "card": _cards,
     "national_id": _national_ids, "ip": _ips, "phone": _phones,
 }  # fmt: skip
@@ -279,8 +287,13 @@ def _validator(module: str) -> Callable[[str], bool]:
     return import_module(f"stdnum.{module}").is_valid
 
 
-def _is_valid(module: str, value: str) -> bool:
-    return _validator(module)(value)
+def _is_valid(module: str, value: str, failures: Counter[str]) -> bool:
+    """Whether a module of `python-stdnum` accepts the value; one that raises is counted and accepts nothing."""
+    try:
+        return module in _WITHOUT_CHECK_DIGITS or _validator(module)(value)
+    except Exception:  # a fault of a library on one text must not end a run over millions
+        failures[module] += 1
+        return False
 
 
 def _is_luhn(digits: str) -> bool:

@@ -97,7 +97,9 @@ def _funnel(clean: Mapping[str, Any]) -> Table:
         left = {unit: left[unit] - dropped[unit] for unit in left}
         share = percent(dropped["documents"] / max(1, before["documents"]), 2)
         replaced = ", ".join(f"{count(times)} {kind}" for kind, times in sorted(clean.get("replaced", {}).items()))
-        note = f"replaced {replaced}" if stage == "privacy" and replaced else ""
+        failed = ", ".join(f"{name} {count(times)} times" for name, times in clean.get("failed_validators", {}).items())
+        notes = [f"replaced {replaced}" * bool(replaced), f"validators that failed: {failed}" * bool(failed)]
+        note = "; ".join(filter(None, notes)) if stage == "privacy" else ""
         rows.append(
             [stage, count(before["documents"]), count(dropped["documents"]), share, size(dropped["bytes"]), note]
         )
