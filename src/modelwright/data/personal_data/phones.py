@@ -1,0 +1,127 @@
+"""Telephone numbers, by the rules of `phonenumbers` and by the forms in which people write them."""
+
+import re
+
+import phonenumbers
+from phonenumbers import NumberParseException, PhoneNumber, PhoneNumberFormat
+
+from modelwright.data.personal_data.numbers import _OTHER_NUMBER
+from modelwright.data.personal_data.pattern import DIGITS, Candidate, Match, Pattern, ascii_regex, words
+
+_PHONE_WORDS = words(
+    r"\btel\b|telep?h|telef|phone|mobil|\bcell|\bcall|\bfax\b|whatsapp|\bsms\b|\btext me|hotline|dial|\bring\b|"
+    r"extension|reach (?:me|us|him|her|them)|contact|handy|anruf|rufen|rufnummer|durchwahl|festnetz|ruf\b|erreich|"
+    r"téléphon|\btél\b|portable|appel|joindre|numéro de|móvil|teléfono|llam|llám|celular|ligue|ligar|liga\b|fone|"
+    r"telemóvel|contato|contacto|电话|手机|致电|拨打|联系|热线|号码|来电|短信|電話|携帯|連絡|ファックス|ケータイ|お問い合わせ|番号"
+)
+_NOT_A_PHONE = words(
+    r"(?:\b(?:isbn|issn|doi|rfc|pages?|pp?|vol|volume|no|nos|version|lines?|ports?|uid|gid|pid|coordinates?|"
+    r"latitude|longitude|lat|lon|unicode|u\+|range|years?|seiten?|páginas?|zip|plz|postcode|account|konto|kontonummer|"
+    r"iban|bic|blz|ssn|total|price|preis|prix|precio|preço|population|einwohner|id)\b|[$€£¥₹]|\bU\+|isbn-1[03]|"
+    r"身份证|人口|页|ページ|邮编|〒)[\s.:：#=°º(\"'“「]*$"
+)
+_CJK = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]")
+_SEPARATOR = r"[ \u00a0\u202f.\-/\u2010-\u2015]"
+_EXTENSION = r"(?: ?(?:x|ext\.? ?|extension )\d{1,6})?"
+_NORTH_AMERICAN = re.compile(
+    r"(?:(?:\+|00|011[ \-.]?)?1[ \-.]?)?(?:\([2-9]\d\d\)[ \-.]?|[2-9]\d\d[\-.\u2011 ])[2-9]\d\d[\-.\u2011 ]\d{4}"
+)
+_BRACKETED = re.compile(r"\(0\d{1,5}\)[ \-/]?\d{2,4}(?:[ \-/]?\d{2,4}){0,3}")
+_BRAZILIAN = re.compile(r"\(?[1-9]\d\)? ?9?\d{4}-\d{4}")
+_JAPANESE = re.compile(r"0\d{1,3}-\d{2,4}-\d{4}")
+_CHINESE = re.compile(r"1[3-9]\d[ \-]?\d{4}[ \-]?\d{4}")
+_DATE = re.compile(
+    r"\(?(?:1[89]|20)\d\d[-/. ](?:0?[1-9]|1[0-2])[-/. ].*|\(?\d{1,2}[-/. ]\d{1,2}[-/. ](?:1[89]|20)\d\d(?!\d).*|"
+    r"(?:1[5-9]|20)\d\d *[-\u2010-\u2015/] *(?:1[5-9]|20)\d\d.*|.*\D(?:1[5-9]|20)\d\d[-\u2010-\u2015/](?:1[5-9]|20)\d\d|"
+    r"(?:19|20)\d{6}(?:[ \-]?\d{4,6})?|.*\b(?:19|20)\d\d-[01]\d-[0-3]\d\b.*"
+)
+_QUANTITY = re.compile(r"\d+\.\d+|\d{1,3}(?:[ \u00a0\u202f]\d{3}){3,}")
+"""A decimal, and thousands with spaces between them."""
+_FEWEST_DIGITS, _MOST_DIGITS = 7, 15
+"""E.164 has at most fifteen digits; local numbers of fewer than seven are not told from others."""
+
+
+def _phone(candidate: Candidate) -> Match | None:
+    value = re.split(r" ?(?:x|ext)", candidate.value)[0]
+    bracket = int(value[0] == "(" and ")" not in value)
+    value = value[bracket:]
+    digits = re.sub(r"\D", "", value)
+    if not _FEWEST_DIGITS <= len(digits) <= _MOST_DIGITS or len(set(digits)) < 3 or _DATE.fullmatch(value):
+        return None
+    if candidate.follows(_NOT_A_PHONE):
+        return None
+    named = candidate.is_named(_PHONE_WORDS)
+    number = _international(value, digits, named) or _national(candidate, value, digits, named)
+    return candidate.cut(number, start=bracket) if number else None
+
+
+def _international(value: str, digits: str, named: bool) -> str | None:
+    """`+49 30 901820`, and 00, 001 or 011 in place of the plus sign."""
+    prefix = re.match(r"\+|\(\+|00(?=[1-9])|011[ \-.]?(?=[1-9])", value)
+    if prefix is None:
+        return None
+    number = _parse("+" + value[prefix.end() :].lstrip("( "), None)
+    if number is None:
+        return None
+    has_form = "+" in prefix.group() or len(re.findall(r"\d+", value)) >= 3 or named
+    is_good = phonenumbers.is_valid_number(number) or (
+        phonenumbers.is_possible_number(number) and (named or len(re.findall(r"\d+", value)) >= 3)
+    )
+    return phonenumbers.format_number(number, PhoneNumberFormat.E164) if has_form and is_good else None
+
+
+def _national(candidate: Candidate, value: str, digits: str, named: bool) -> str | None:
+    """A number without its country: one that has a form which nothing else has, or one that is named a number."""
+    if candidate.is_code and not named:
+        return None
+    written = _is_written_like_one(candidate, value)
+    starts_with_zero = re.match(r"\(?0[1-9]", value) is not None and not value.startswith("0.")
+    if not (named or written or starts_with_zero) or (not named and _QUANTITY.fullmatch(value)):
+        return None
+    for region in candidate.regions:
+        number = _parse(value, region)
+        if number is not None and phonenumbers.is_valid_number_for_region(number, region):
+            if named or written or _is_plausible_unnamed(region, value, digits):
+                return phonenumbers.format_number(number, PhoneNumberFormat.E164)
+    return digits if written or (named and _is_possible(value, digits)) else None
+
+
+def _is_written_like_one(candidate: Candidate, value: str) -> bool:
+    forms = {"US": _NORTH_AMERICAN, "DE": _BRACKETED, "BR": _BRAZILIAN, "JP": _JAPANESE}
+    if any(region in candidate.regions and form.fullmatch(value) for region, form in forms.items()):
+        return not re.fullmatch(r"(?:\d{3} ){2}\d{4}", value)
+    near = candidate.before[-20:] + candidate.after[:20]
+    return "CN" in candidate.regions and bool(_CHINESE.fullmatch(value)) and bool(_CJK.search(near))
+
+
+def _is_plausible_unnamed(region: str, value: str, digits: str) -> bool:
+    """A number that starts with the zero of its country and is not one run of digits that could be anything."""
+    groups = re.findall(r"\d+", value)
+    return digits[0] == "0" and len(digits) >= 9 and (len(groups) > 1 or len(digits) in (10, 11))
+
+
+def _is_possible(value: str, digits: str) -> bool:
+    """What people who write a number after the word for it mean: not a quantity, a year or an identifier."""
+    return 7 <= len(digits) <= 13 and not re.fullmatch(r"\d{1,3}(?:[., ]\d{3})+", value) and "/" not in value
+
+
+def _parse(value: str, region: str | None) -> PhoneNumber | None:
+    try:
+        return phonenumbers.parse(value, region)
+    except NumberParseException:
+        return None
+
+
+PHONES: tuple[Pattern, ...] = (
+    Pattern(
+        kind="phone",
+        name="phonenumbers",
+        shape=DIGITS,
+        regex=ascii_regex(
+            rf"(?<![\w.,/=#$%<>@+\-])(?:\(?\+|\()?\d(?:(?:{_SEPARATOR}{{1,2}}|\){_SEPARATOR}?|{_SEPARATOR}?\()?\d){{6,17}}"
+            rf"(?:{_EXTENSION}(?![\w%]|[.,:]\d|-\w))"
+        ),
+        unless=_OTHER_NUMBER,
+        check=_phone,
+    ),
+)
