@@ -14,6 +14,7 @@ overlaps a value of its kind.
 """
 
 import argparse
+import gzip
 import json
 import random
 import subprocess
@@ -26,8 +27,9 @@ from pathlib import Path
 Span = tuple[str, int, int]
 KINDS = ("email", "phone", "ip", "card", "iban", "national_id", "credentials", "secret")
 _COVERED = 0.8
-_SUFFIXES = {".py", ".rst", ".txt", ".md", ".c", ".h", ".html", ".cpp", ""}
+_SUFFIXES = {".py", ".rst", ".txt", ".md", ".c", ".h", ".html", ".cpp", ".gz", ""}
 _FEWEST_CHARS, _MOST_CHARS = 200, 20_000
+_MOST_FILES = 4000
 
 
 def main() -> None:
@@ -211,19 +213,23 @@ def show_alarms_in(folders: Sequence[Path], most: int) -> None:
     from personal_data_set import Example
 
     examples: list[tuple[str, Example]] = []
-    for path in sorted(path for folder in folders for path in folder.rglob("*") if path.is_file()):
+    paths = sorted(path for folder in folders for path in folder.rglob("*") if path.is_file())
+    for path in random.Random(0).sample(paths, min(_MOST_FILES, len(paths))):
         if path.suffix in _SUFFIXES:
-            text = path.read_bytes()[:_MOST_CHARS].decode("utf-8", "ignore")
+            data = gzip.open(path).read(_MOST_CHARS) if path.suffix == ".gz" else path.read_bytes()[:_MOST_CHARS]
+            text = data.decode("utf-8", "ignore")
             if "\x00" not in text and len(text) >= _FEWEST_CHARS:
                 examples.append((str(path), Example(text, path.suffix in {".py", ".c", ".h", ".cpp"}, ())))
-    random.Random(0).shuffle(examples)
     texts = [example.text for _, example in examples]
     found, speed = run_modelwright(texts, [example.is_code for _, example in examples])
     counts = Counter(kind for spans in found for kind, _, _ in spans)
     print(f"{len(texts)} files, {speed:,.0f} per CPU-second, findings: {dict(counts)}")
-    shown = Counter[str]()
+    shown, seen = Counter[str](), set[tuple[str, str]]()
     for (path, example), spans in zip(examples, found, strict=True):
         for kind, start, end in spans:
+            if (kind, example.text[start:end]) in seen:
+                continue
+            seen.add((kind, example.text[start:end]))
             shown[kind] += 1
             if shown[kind] <= most:
                 near = f"{example.text[max(0, start - 40) : start]}[[{example.text[start:end]}]]{example.text[end : end + 20]}"

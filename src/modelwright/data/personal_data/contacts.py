@@ -35,20 +35,22 @@ _NOT_A_PERSON = frozenset({"git", "hg", "svn"})
 
 _USER_OF_URL = ascii_regex(r"://[^\s/@]*:$")
 _ADDRESS = words(
-    r"\bip\b|\bips\b|ipv[46]|\bhosts?\b|addr|\bserver|\bclients?\b|\bpeer|\bping|\bfrom\b|\bdns\b|\bport\b|gateway|rout|"
-    r"connect|\bssh\b|login|logged|request|visitor|firewall|block|adresse|dirección|endereço|servidor|serveur|"
+    r"\bips?\b|ipv[46]|\bhosts?\b|hostname|addr|adresse|\bservers?\b|\bclients?\b|\bpeer|\bping\b|\bfrom\s*$|\bdns\b|gateway|"
+    r"netmask|subnet|cidr|firewall|login|logged in|connect|\bssh\b|visitor|dirección|endereço|servidor|serveur|"
     r"地址|服务器|主机|访问|登录|アドレス|サーバ|接続|ログイン|ホスト"
 )
 _VERSION = words(
     r"(?:\b(?:version|versions|ver|v|release|released|rel|build|rfc|section|sections|sect?|chapter|clause|article|table|"
-    r"figure|fig|appendix|annex|item|rule|paragraph|see|oid|firmware|driver|kernel|upgrade(?:d)? to|update(?:d)? to|"
+    r"figure|fig|appendix|annex|item|rule|paragraph|see|oid|firmware|driver|kernel|upgraded? to|updated? to|since|since \w+|before|until|prior to|(?:in|at|of|than|sections?) v?(?=\d\.)|"
     r"abschnitt|kapitel|tabelle|abbildung|versión|sección|capítulo|version|chapitre|tableau|versão|seção|"
     r"firefox|chrome|safari|edge|windows|linux|android|python|node|java)\b[.:]?|§+|版本|版|章|节|第|バージョン|節|項)"
     r"[\s(\[\"'v]{0,4}$"
 )
 _NAME_OF_SOFTWARE = ascii_regex(r"[A-Za-z][A-Za-z0-9]*[-_/=]v?$|[-_~=<>^]$")
 _RELEASE = re.compile(r"\)? ?(?:unstable|stable|experimental|testing|urgency|alpha|beta|rc\d|lts|release)", re.IGNORECASE)
-_LARGE_PART = 32
+_LARGE_PART, _LARGE_SUM = 32, 150
+_NEAR_CHARS = 30
+"""An address with small parts needs a word that is nearer than other context: versions stand near servers."""
 
 
 def _email(candidate: Candidate) -> Match | None:
@@ -78,9 +80,11 @@ def _ipv4(candidate: Candidate) -> Match | None:
     address = _public_address(candidate)
     if address is None or candidate.follows(_VERSION) or candidate.follows(_NAME_OF_SOFTWARE) or _RELEASE.match(candidate.after):
         return None
-    named = candidate.is_named(_ADDRESS) or re.match(r":\d{2,5}\b|/\d\d\b", candidate.after)
-    # Numbers of sections and versions are small; one random address in 140 has fewer than two large parts.
-    looks_like_one = sum(part >= _LARGE_PART for part in parts) >= 2
+    if re.search(r"\d $", candidate.before) and re.match(r" [\d.]", candidate.after):
+        return None  # one of many numbers, such as the path of an SVG file
+    named = _ADDRESS.search(candidate.before[-_NEAR_CHARS:]) or _ADDRESS.search(candidate.after[:15]) or re.match(r":\d{2,5}\b|/\d\d\b", candidate.after)
+    # Numbers of sections and versions are small; one random address in a hundred is so small that it needs a name.
+    looks_like_one = sum(part >= _LARGE_PART for part in parts) >= 2 and sum(parts) >= _LARGE_SUM
     quoted = candidate.before[-1:] in ("'", '"', "/", "@")
     return address if named or (looks_like_one and (quoted or not candidate.is_code)) else None
 

@@ -153,7 +153,7 @@ NUMBERS: tuple[Pattern, ...] = (
         kind="card",
         name="card",
         shape=DIGITS,
-        regex=ascii_regex(r"(?<![\w.,\-/+=#])\d(?:[ \-]?\d){11,18}(?![\w\-/]|[.,:]\d)"),
+        regex=ascii_regex(r"(?<![\w.,\-/+=#])(?<!\d )\d(?:[ \-]?\d){11,18}(?![\w\-/]|[.,:]\d| \d{3})"),
         context=_CARD_WORDS,
         needs_context="in code",
         unless=_OTHER_NUMBER,

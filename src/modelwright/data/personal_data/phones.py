@@ -9,10 +9,11 @@ from modelwright.data.personal_data.numbers import _OTHER_NUMBER
 from modelwright.data.personal_data.pattern import DIGITS, Candidate, Match, Pattern, ascii_regex, words
 
 _PHONE_WORDS = words(
-    r"\btel\b|telep?h|telef|phone|mobil|\bcell|\bcall|\bfax\b|whatsapp|\bsms\b|\btext me|hotline|dial|\bring\b|"
-    r"extension|reach (?:me|us|him|her|them)|contact|handy|anruf|rufen|rufnummer|durchwahl|festnetz|ruf\b|erreich|"
-    r"téléphon|\btél\b|portable|appel|joindre|numéro de|móvil|teléfono|llam|llám|celular|ligue|ligar|liga\b|fone|"
-    r"telemóvel|contato|contacto|电话|手机|致电|拨打|联系|热线|号码|来电|短信|電話|携帯|連絡|ファックス|ケータイ|お問い合わせ|番号"
+    r"\btel\b|telep?hon|telef[oó]n|phone|\bmobile?\b|mobilnummer|mobiltel|\bcell\b|cellular|\bcall(?:s|ed|ing)?\b|\bfax\b|"
+    r"whatsapp|\bsms\b|\btext me|hotline|\bdial(?:ed|led|ing)?\b|\bring\b|reach (?:me|us|him|her|them)|\bcontact\b|handy|"
+    r"anruf|\brufen|rufnummer|durchwahl|festnetz|erreich|téléphon|\btél\b|portable|appel|joindre|numéro de|móvil|llam|"
+    r"llám|celular|ligue|ligar|\bfone\b|telemóvel|contato|contacto|电话|手机|致电|拨打|联系|热线|号码|来电|短信|電話|携帯|"
+    r"連絡|ファックス|ケータイ|お問い合わせ|番号"
 )
 _NOT_A_PHONE = words(
     r"(?:\b(?:isbn|issn|doi|rfc|pages?|pp?|vol|volume|no|nos|version|lines?|ports?|uid|gid|pid|coordinates?|"
@@ -21,10 +22,10 @@ _NOT_A_PHONE = words(
     r"身份证|人口|页|ページ|邮编|〒)[\s.:：#=°º(\"'“「]*$"
 )
 _CJK = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]")
-_SEPARATOR = r"[ \u00a0\u202f.\-/\u2010-\u2015]"
+_SEPARATOR = r"(?: ?[.\-/\u2010-\u2015] ?|[ \u00a0\u202f])"
 _EXTENSION = r"(?: ?(?:x|ext\.? ?|extension )\d{1,6})?"
 _NORTH_AMERICAN = re.compile(
-    r"(?:(?:\+|00|011[ \-.]?)?1[ \-.]?)?(?:\([2-9]\d\d\)[ \-.]?|[2-9]\d\d[\-.\u2011 ])[2-9]\d\d[\-.\u2011 ]\d{4}"
+    r"(?:(?:\+|00|011[ \-.]?)?1[ \-.]?)?(?:\([2-9]\d\d\)[ \-.]?[2-9]\d\d[ \-.]|[2-9]\d\d(?:([\-.\u2011])[2-9]\d\d\1| [2-9]\d\d[ \-]))\d{4}"
 )
 _BRACKETED = re.compile(r"\(0\d{1,5}\)[ \-/]?\d{2,4}(?:[ \-/]?\d{2,4}){0,3}")
 _BRAZILIAN = re.compile(r"\(?[1-9]\d\)? ?9?\d{4}-\d{4}")
@@ -35,8 +36,13 @@ _DATE = re.compile(
     r"(?:1[5-9]|20)\d\d *[-\u2010-\u2015/] *(?:1[5-9]|20)\d\d.*|.*\D(?:1[5-9]|20)\d\d[-\u2010-\u2015/](?:1[5-9]|20)\d\d|"
     r"(?:19|20)\d{6}(?:[ \-]?\d{4,6})?|.*\b(?:19|20)\d\d-[01]\d-[0-3]\d\b.*"
 )
-_QUANTITY = re.compile(r"\d+\.\d+|\d{1,3}(?:[ \u00a0\u202f]\d{3}){3,}")
-"""A decimal, and thousands with spaces between them."""
+_QUANTITY = re.compile(r"\d+\.\d+|\d{1,3}(?:[ \u00a0\u202f]\d{3}){3,}|(?:\d{3,4}[ \-/]){3,}\d{3,4}")
+"""A decimal, thousands with spaces between them, and a table's row."""
+_OTHER_FORM = re.compile(
+    r"\d{8,}\.\d+|\d+\.\d{1,3}|\d+/\d+/\d.*|(?:\d{1,3}\.){3}\d{1,3}|\d{5}-\d{4}|\d{8}(?:-\d{4})+.*"
+)
+"""What no word makes a telephone number: times and quantities with a fraction, dates, addresses, ZIP codes, UUIDs."""
+_COUNTING = "01234567890123456789"
 _FEWEST_DIGITS, _MOST_DIGITS = 7, 15
 """E.164 has at most fifteen digits; local numbers of fewer than seven are not told from others."""
 
@@ -46,10 +52,12 @@ def _phone(candidate: Candidate) -> Match | None:
     bracket = int(value[0] == "(" and ")" not in value)
     value = value[bracket:]
     digits = re.sub(r"\D", "", value)
-    if not _FEWEST_DIGITS <= len(digits) <= _MOST_DIGITS or len(set(digits)) < 3 or _DATE.fullmatch(value):
+    if not _FEWEST_DIGITS <= len(digits) <= _MOST_DIGITS or len(set(digits)) < 4 or digits in _COUNTING:
         return None
-    if candidate.follows(_NOT_A_PHONE):
+    if candidate.follows(_NOT_A_PHONE) or _DATE.fullmatch(value) or _OTHER_FORM.fullmatch(value):
         return None
+    if candidate.after[:1] == ":" == candidate.before[-1:]:
+        return None  # a field of a longer identifier, such as a resource name of AWS
     named = candidate.is_named(_PHONE_WORDS)
     number = _international(value, digits, named) or _national(candidate, value, digits, named)
     return candidate.cut(number, start=bracket) if number else None
@@ -63,10 +71,12 @@ def _international(value: str, digits: str, named: bool) -> str | None:
     number = _parse("+" + value[prefix.end() :].lstrip("( "), None)
     if number is None:
         return None
-    has_form = "+" in prefix.group() or len(re.findall(r"\d+", value)) >= 3 or named
+    num_groups = len(re.findall(r"\d+", value))
+    has_plus = "+" in prefix.group()
     is_good = phonenumbers.is_valid_number(number) or (
-        phonenumbers.is_possible_number(number) and (named or len(re.findall(r"\d+", value)) >= 3)
+        phonenumbers.is_possible_number(number) and (named or (has_plus and num_groups >= 3))
     )
+    has_form = has_plus or num_groups >= 3 or named
     return phonenumbers.format_number(number, PhoneNumberFormat.E164) if has_form and is_good else None
 
 
@@ -76,7 +86,9 @@ def _national(candidate: Candidate, value: str, digits: str, named: bool) -> str
         return None
     written = _is_written_like_one(candidate, value)
     starts_with_zero = re.match(r"\(?0[1-9]", value) is not None and not value.startswith("0.")
-    if not (named or written or starts_with_zero) or (not named and _QUANTITY.fullmatch(value)):
+    if not (named or written or starts_with_zero):
+        return None
+    if not named and (_QUANTITY.fullmatch(value) or _is_in_table(candidate)):
         return None
     for region in candidate.regions:
         number = _parse(value, region)
@@ -84,6 +96,13 @@ def _national(candidate: Candidate, value: str, digits: str, named: bool) -> str
             if named or written or _is_plausible_unnamed(region, value, digits):
                 return phonenumbers.format_number(number, PhoneNumberFormat.E164)
     return digits if written or (named and _is_possible(value, digits)) else None
+
+
+def _is_in_table(candidate: Candidate) -> bool:
+    """Whether other numbers stand right before or after, or an operator does."""
+    return bool(re.search(r"\d[ \t]$|[=*+/\[(,] ?$", candidate.before) and not candidate.before.endswith("(")) or bool(
+        re.match(r"[ \t]\d|[+*/=\]]", candidate.after)
+    )
 
 
 def _is_written_like_one(candidate: Candidate, value: str) -> bool:
@@ -102,7 +121,7 @@ def _is_plausible_unnamed(region: str, value: str, digits: str) -> bool:
 
 def _is_possible(value: str, digits: str) -> bool:
     """What people who write a number after the word for it mean: not a quantity, a year or an identifier."""
-    return 7 <= len(digits) <= 13 and not re.fullmatch(r"\d{1,3}(?:[., ]\d{3})+", value) and "/" not in value
+    return 9 <= len(digits) <= 13 and not re.fullmatch(r"\d{1,3}(?:[., ]\d{3})+", value) and "/" not in value
 
 
 def _parse(value: str, region: str | None) -> PhoneNumber | None:
@@ -118,7 +137,7 @@ PHONES: tuple[Pattern, ...] = (
         name="phonenumbers",
         shape=DIGITS,
         regex=ascii_regex(
-            rf"(?<![\w.,/=#$%<>@+\-])(?:\(?\+|\()?\d(?:(?:{_SEPARATOR}{{1,2}}|\){_SEPARATOR}?|{_SEPARATOR}?\()?\d){{6,17}}"
+            rf"(?<![\w.,/=#$%<>@+\-])(?<!\d:)(?:\(?\+|\()?\d(?:(?:{_SEPARATOR}|\){_SEPARATOR}?|{_SEPARATOR}?\()?\d){{6,17}}"
             rf"(?:{_EXTENSION}(?![\w%]|[.,:]\d|-\w))"
         ),
         unless=_OTHER_NUMBER,

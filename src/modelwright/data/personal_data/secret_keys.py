@@ -48,7 +48,8 @@ def _random_key(candidate: Candidate) -> Match | None:
 def _named_key(candidate: Candidate) -> Match | None:
     """A random value that a name assigns, such as `api_key = `, or a provider, such as `twilio sid: `."""
     match = _random_key(candidate)
-    return match if match is not None and candidate.follows(_NAME_OF_KEY) else None
+    is_other = re.match(r"/|\./|0x|000102", candidate.value) or candidate.follows(_RESOURCE_NAME)
+    return match if match is not None and not is_other and candidate.follows(_NAME_OF_KEY) else None
 
 
 def _password(candidate: Candidate) -> Match | None:
@@ -150,9 +151,9 @@ _KEYS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 """Provider, anchors and format of keys that a prefix or a structure of their own identifies."""
 
 _KEY_NAMES = (
-    r"(?:(?:api|app|auth|access|account|client|consumer|encryption|license|master|private|secret|service|session|shared|"
+    r"(?<!next)(?<!change)(?<!page)(?<!continuation)(?<!::)(?:(?:api|app|auth|access|account|client|consumer|encryption|license|master|private|secret|service|session|shared|"
     r"signing|storage|subscription|webhook)[_\- ]?(?:access[_\- ]?)?(?:key|secret|token|password)|apikey|secret|token|"
-    r"password|passwd|passphrase|pwd|bearer|credentials?|key|schlüssel|kennwort|passwort|geheimnis|clé|jeton|"
+    r"password|passwd|passphrase|pwd|bearer|credentials?|schlüssel|kennwort|passwort|geheimnis|clé|jeton|"
     r"mot de passe|clave|contraseña|chave|senha|密钥|密码|令牌|口令|パスワード|キー|トークン|シークレット)"
 )
 _PROVIDERS = (
@@ -165,6 +166,7 @@ _PROVIDERS = (
 _ASSIGNED = r"[\"'`\])]{0,2}[ \t]{0,3}(?::=|=>|=|:|：|\bis\b|\bist\b|\best\b|\bes\b|\bé\b|是|为|は)[ \t]{0,3}[\"'`“「]?"
 
 _NAME_OF_KEY = words(rf"(?:{_KEY_NAMES}|(?:{_PROVIDERS})[\w .\-]{{0,40}}){_ASSIGNED}(?:bearer |basic |token )?$")
+_RESOURCE_NAME = words(r"\barn:[\w:\-]*$")
 _LONG_RUN = ascii_regex(r"[A-Za-z0-9+/_\-.~]{14}")
 """Fourteen characters of a key; every key has a match."""
 _AWS_SECRET = words(r"aws|amazon|secret|akia|geheim|密钥|シークレット")
