@@ -14,7 +14,9 @@ overlaps a value of its kind.
 """
 
 import argparse
+import contextlib
 import gzip
+import inspect
 import json
 import random
 import subprocess
@@ -22,10 +24,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 
 Span = tuple[str, int, int]
 KINDS = ("email", "phone", "ip", "card", "iban", "national_id", "credentials", "secret")
+_PRESIDIO_FORMS = ("presidio", "presidio, every country")
 _COVERED = 0.8
 _SUFFIXES = {".py", ".rst", ".txt", ".md", ".c", ".h", ".html", ".cpp", ".gz", ""}
 _FEWEST_CHARS, _MOST_CHARS = 200, 20_000
@@ -40,10 +44,10 @@ def main() -> None:
     parser.add_argument("--presidio", type=Path, help="Python of an environment with presidio-analyzer")
     parser.add_argument("--misses", type=int, default=0)
     parser.add_argument("--real", type=Path, nargs="+", default=[])
-    parser.add_argument("--presidio-worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--presidio-worker", choices=_PRESIDIO_FORMS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.presidio_worker:
-        presidio_worker()
+        presidio_worker(given.presidio_worker == _PRESIDIO_FORMS[1])
     elif given.real:
         show_alarms_in(given.real, given.misses)
     else:
@@ -62,13 +66,12 @@ def compare(given: argparse.Namespace) -> None:
     print(f"{given.half} half: {num_values} values, {given.negatives} texts without any\n")
     columns = {"modelwright": score(labels, found)}
     speeds = {"modelwright": speed}
-    if given.presidio:
-        found_by_presidio, speeds["presidio"] = run_presidio(given.presidio, texts)
-        columns["presidio"] = score(labels, found_by_presidio)
+    for form in _PRESIDIO_FORMS if given.presidio else ():
+        found_by_presidio, speeds[form] = run_presidio(given.presidio, form, texts)
+        columns[form] = score(labels, found_by_presidio)
     print(table(columns))
     for name, value in speeds.items():
-        print(f"\n{name}: {value:,.0f} documents per CPU-second", end="")
-    print(f"\n\nratio {speeds['modelwright'] / speeds['presidio']:.1f}" if given.presidio else "")
+        print(f"{name}: {value:,.0f} documents per CPU-second; modelwright is {speed / value:.1f} times as fast")
     for line in wrong(texts, labels, found)[: given.misses]:
         print(line)
 
@@ -115,9 +118,7 @@ def table(columns: dict[str, Scores]) -> str:
     return "\n".join(lines)
 
 
-def wrong(
-    texts: Sequence[str], labels: Sequence[Sequence[Span]], found: Sequence[Sequence[Span]]
-) -> list[str]:
+def wrong(texts: Sequence[str], labels: Sequence[Sequence[Span]], found: Sequence[Sequence[Span]]) -> list[str]:
     """Lines on values that were missed and findings that are none."""
     lines: list[str] = []
     for text, values, findings in zip(texts, labels, found, strict=True):
@@ -136,9 +137,7 @@ def run_modelwright(texts: Sequence[str], codes: Sequence[bool]) -> tuple[list[l
     failures = Counter[str]()
 
     def search(text: str, is_code: bool) -> list[Span]:
-        findings = find(
-            text, config.replace, is_code=is_code, regions=config.phone_regions, failures=failures
-        )
+        findings = find(text, config.replace, is_code=is_code, regions=config.phone_regions, failures=failures)
         return [(finding.kind, finding.start, finding.end) for finding in findings]
 
     search(texts[0], False)
@@ -153,8 +152,8 @@ def timed(work: Callable[[], list[list[Span]]], count: int) -> tuple[list[list[S
     return result, count / (time.process_time() - start)
 
 
-def run_presidio(python: Path, texts: Sequence[str]) -> tuple[list[list[Span]], float]:
-    command = [str(python), __file__, "--presidio-worker"]
+def run_presidio(python: Path, form: str, texts: Sequence[str]) -> tuple[list[list[Span]], float]:
+    command = [str(python), __file__, "--presidio-worker", form]
     done = subprocess.run(command, input=json.dumps(list(texts)), capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
@@ -165,37 +164,39 @@ def run_presidio(python: Path, texts: Sequence[str]) -> tuple[list[list[Span]], 
 _PRESIDIO_KINDS = {
     "EMAIL_ADDRESS": "email", "PHONE_NUMBER": "phone", "IP_ADDRESS": "ip", "CREDIT_CARD": "card", "IBAN_CODE": "iban",
 }  # fmt: skip
-_PRESIDIO_OTHERS = {"URL", "DATE_TIME", "CRYPTO", "PERSON", "LOCATION", "NRP", "MEDICAL_LICENSE", "MAC_ADDRESS", "ORGANIZATION"}
+_PRESIDIO_OTHERS = {
+    "URL",
+    "DATE_TIME",
+    "CRYPTO",
+    "PERSON",
+    "LOCATION",
+    "NRP",
+    "MEDICAL_LICENSE",
+    "MAC_ADDRESS",
+    "ORGANIZATION",
+}
 """Entities that are no kind of this set; every other one is a national number."""
 
 
-def presidio_worker() -> None:
-    """Runs in presidio's environment: texts on standard input, findings on standard output."""
-    import inspect
+def presidio_worker(every_country: bool) -> None:
+    """Runs in presidio's environment: texts on standard input, findings on standard output.
 
-    import presidio_analyzer.predefined_recognizers as predefined
-    import spacy
-    from presidio_analyzer import AnalyzerEngine, PatternRecognizer, RecognizerRegistry
-    from presidio_analyzer.nlp_engine import SpacyNlpEngine
-
-    class BlankEngine(SpacyNlpEngine):
-        def __init__(self) -> None:
-            super().__init__()
-            self.nlp = {"en": spacy.blank("en")}
-
-    classes = [
-        value
-        for _, value in inspect.getmembers(predefined, inspect.isclass)
-        if issubclass(value, PatternRecognizer) or value.__name__ == "PhoneRecognizer"
-    ]
-    recognizers = []
-    for cls in classes:
-        try:
-            recognizers.append(cls(supported_language="en"))
-        except TypeError:
-            continue
-    registry = RecognizerRegistry(recognizers=recognizers, supported_languages=["en"])
-    analyzer = AnalyzerEngine(registry=registry, nlp_engine=BlankEngine(), supported_languages=["en"])
+    every_country: with all its recognizers, and not only those that it has for English texts.
+    """
+    presidio = import_module("presidio_analyzer")
+    predefined = import_module("presidio_analyzer.predefined_recognizers")
+    engine = import_module("presidio_analyzer.nlp_engine").SpacyNlpEngine()
+    engine.nlp = {"en": import_module("spacy").blank("en")}
+    registry = presidio.RecognizerRegistry(supported_languages=["en"])
+    if every_country:
+        for name, cls in inspect.getmembers(predefined, inspect.isclass):
+            if issubclass(cls, presidio.PatternRecognizer) or name == "PhoneRecognizer":
+                with contextlib.suppress(TypeError):  # some need a service
+                    registry.add_recognizer(cls(supported_language="en"))
+    else:
+        registry.load_predefined_recognizers(languages=["en"], nlp_engine=engine)
+        registry.recognizers = [found for found in registry.recognizers if found.name != "SpacyRecognizer"]
+    analyzer = presidio.AnalyzerEngine(registry=registry, nlp_engine=engine, supported_languages=["en"])
     texts = json.load(sys.stdin)
 
     def search(text: str) -> list[Span]:
@@ -216,8 +217,8 @@ def show_alarms_in(folders: Sequence[Path], most: int) -> None:
     paths = sorted(path for folder in folders for path in folder.rglob("*") if path.is_file())
     for path in random.Random(0).sample(paths, min(_MOST_FILES, len(paths))):
         if path.suffix in _SUFFIXES:
-            data = gzip.open(path).read(_MOST_CHARS) if path.suffix == ".gz" else path.read_bytes()[:_MOST_CHARS]
-            text = data.decode("utf-8", "ignore")
+            with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+                text = file.read(_MOST_CHARS).decode("utf-8", "ignore")
             if "\x00" not in text and len(text) >= _FEWEST_CHARS:
                 examples.append((str(path), Example(text, path.suffix in {".py", ".c", ".h", ".cpp"}, ())))
     texts = [example.text for _, example in examples]
@@ -232,7 +233,8 @@ def show_alarms_in(folders: Sequence[Path], most: int) -> None:
             seen.add((kind, example.text[start:end]))
             shown[kind] += 1
             if shown[kind] <= most:
-                near = f"{example.text[max(0, start - 40) : start]}[[{example.text[start:end]}]]{example.text[end : end + 20]}"
+                before, after = example.text[max(0, start - 40) : start], example.text[end : end + 20]
+                near = f"{before}[[{example.text[start:end]}]]{after}"
                 print(f"{kind}: {near!r}  {path}")
 
 

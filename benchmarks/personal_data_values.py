@@ -31,7 +31,9 @@ def pick(rng: random.Random, alphabet: str, count: int) -> str:
 
 def email(fake: Faker, rng: random.Random) -> Value:
     local, domain = fake.ascii_email().split("@")
-    other = rng.choice(("gmail.com", "qq.com", "web.de", "orange.fr", "163.com", "yahoo.co.jp", "uol.com.br", "mail.eu"))
+    other = rng.choice(
+        ("gmail.com", "qq.com", "web.de", "orange.fr", "163.com", "yahoo.co.jp", "uol.com.br", "mail.eu")
+    )
     form = rng.randrange(8)
     if form == 0:
         return f"{local}+{rng.choice(('news', 'shop', 'x2'))}@{other}", False
@@ -48,7 +50,9 @@ def phone(fake: Faker, rng: random.Random) -> Value:
     value = fake.phone_number()
     digits = "".join(filter(str.isdigit, value))
     groups = len("".join(c if c.isdigit() else " " for c in value).split())
-    bare = not value.startswith(("+", "00")) and (groups == 1 or (groups == 3 and " " in value and value[0] not in "0("))
+    bare = not value.startswith(("+", "00")) and (
+        groups == 1 or (groups == 3 and " " in value and value[0] not in "0(")
+    )
     is_japanese = "ja_JP" in fake.locales and value[0] != "0"
     return value, (bare and not (len(digits) == 11 and "zh_CN" in fake.locales)) or is_japanese
 
@@ -65,9 +69,10 @@ def written_phone(fake: Faker, rng: random.Random) -> Value:
         "fr_FR": [f"06 {' '.join(number(2) for _ in range(4))}", f"01.{'.'.join(number(2) for _ in range(4))}",
                   f"0033 6 {' '.join(number(2) for _ in range(4))}"],
         "es_ES": [f"+34 6{number(2)} {number(3)} {number(3)}", f"0034 91 {number(3)} {number(2)} {number(2)}"],
-        "pt_BR": [f"(11) 9{rng.choice('6789')}{number(3)}-{number(4)}", f"+55 21 9{rng.choice('6789')}{number(3)}-{number(4)}"],
-        "zh_CN": [f"138{number(4)}{number(4)}", f"+86 139 {number(4)} {number(4)}", f"010-{rng.choice('68')}{number(7)}"],
-        "ja_JP": [f"03-{rng.choice('3568')}{number(3)}-{number(4)}", f"090-{first}{number(3)}-{number(4)}", f"+81 90-{first}{number(3)}-{number(4)}"],
+        "pt_BR": [f"{area} 9{rng.choice('6789')}{number(3)}-{number(4)}" for area in ("(11)", "+55 21")],
+        "zh_CN": [f"138{number(8)}", f"+86 139 {number(4)} {number(4)}", f"010-{rng.choice('68')}{number(7)}"],
+        "ja_JP": [f"03-{rng.choice('3568')}{number(3)}-{number(4)}", f"090-{first}{number(3)}-{number(4)}",
+                  f"+81 90-{first}{number(3)}-{number(4)}"],
     }  # fmt: skip
     return rng.choice(forms[fake.locales[0]]), False
 
@@ -128,7 +133,9 @@ def national_id(fake: Faker, rng: random.Random) -> Value:
         return (fake.cpf(), False) if rng.random() < 0.6 else (fake.ssn(), True)
     if locale == "ja_JP":
         value = _my_number(rng)
-        return rng.choice((value, f"{value[:4]} {value[4:8]} {value[8:]}", f"{value[:4]}-{value[4:8]}-{value[8:]}")), True
+        return rng.choice(
+            (value, f"{value[:4]} {value[4:8]} {value[8:]}", f"{value[:4]}-{value[4:8]}-{value[8:]}")
+        ), True
     if locale == "en_GB" and rng.random() < 0.5:
         a, b, c, last = (*(pick(rng, string.digits, 2) for _ in range(3)), rng.choice("ABCD"))
         prefix = rng.choice("ABCEHJLMPRSTWXY") + rng.choice("ABCEHJLMPRSWXY")
@@ -199,7 +206,9 @@ KEYS: Mapping[str, Callable[[random.Random], str]] = {
     "databricks": lambda r: f"dapi{pick(r, HEX, 32)}",
     "digitalocean": lambda r: f"do{r.choice('opr')}_v1_{pick(r, HEX, 64)}",
     "discord": lambda r: f"{r.choice('MNO')}{pick(r, ALNUM, 23)}.{pick(r, URL_SAFE, 6)}.{pick(r, URL_SAFE, 26)}a",
-    "discord webhook": lambda r: f"https://discord.com/api/webhooks/{pick(r, '123456789', 18)}/{pick(r, URL_SAFE, 67)}a",
+    "discord webhook": lambda r: (
+        f"https://discord.com/api/webhooks/{pick(r, '123456789', 18)}/{pick(r, URL_SAFE, 67)}a"
+    ),
     "docker": lambda r: f"dckr_pat_{pick(r, URL_SAFE, 26)}a",
     "github": lambda r: f"gh{r.choice('pousr')}_{pick(r, ALNUM, 36)}",
     "github fine-grained": lambda r: f"github_pat_{pick(r, ALNUM, 22)}_{pick(r, ALNUM, 59)}",
@@ -227,7 +236,9 @@ KEYS: Mapping[str, Callable[[random.Random], str]] = {
     "sendgrid": lambda r: f"SG.{pick(r, URL_SAFE, 22)}.{pick(r, URL_SAFE, 42)}a",
     "shopify": lambda r: f"shp{r.choice(('at', 'ca', 'pa', 'ss'))}_{pick(r, HEX, 32)}",
     "slack bot": lambda r: f"xoxb-{pick(r, '123456789', 11)}-{pick(r, '123456789', 12)}-{pick(r, ALNUM, 24)}",
-    "slack webhook": lambda r: f"https://hooks.slack.com/services/T{pick(r, UPPER, 8)}/B{pick(r, UPPER, 10)}/{pick(r, ALNUM, 24)}",
+    "slack webhook": lambda r: (
+        f"https://hooks.slack.com/services/T{pick(r, UPPER, 8)}/B{pick(r, UPPER, 10)}/{pick(r, ALNUM, 24)}"
+    ),
     "square": lambda r: f"sq0atp-{pick(r, URL_SAFE, 21)}a",
     "stripe": lambda r: f"{r.choice(('sk', 'rk'))}_live_{pick(r, ALNUM, 24)}",
     "telegram": lambda r: f"{pick(r, '123456789', 10)}:AA{pick(r, URL_SAFE, 32)}a",

@@ -9,7 +9,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.document import Document
 from modelwright.data.personal_data import find as find_module
 from modelwright.data.personal_data import numbers
-from modelwright.data.personal_data.pattern import KINDS, Finding
+from modelwright.data.personal_data.pattern import Finding
 from modelwright.data.steps.privacy import Privacy, PrivacyConfig
 
 VALUES = [

@@ -6,20 +6,10 @@ from functools import cache
 from importlib import import_module
 from typing import Literal
 
-from modelwright.data.personal_data.pattern import DIGITS, Candidate, Match, Pattern, ascii_regex, words
+from modelwright.data.personal_data.pattern import DIGITS, OTHER_NUMBER, Candidate, Match, Pattern, ascii_regex, words
 
 _BEGIN, _END = r"(?<![\w.,\-/+=#])", r"(?![\w\-/]|[.,:]\d)"
 """A number is no part of a longer one, of a decimal, a date, a path or an identifier."""
-
-_OTHER_NUMBER = words(
-    r"(?:\b(?:order|invoice|tracking|ticket|part|serial|batch|product|item|model|article|case|sku|upc|ean|isbn|issn|doi|"
-    r"barcode|timestamp|epoch|build|commit|hash|checksum|crc|seed|offset|inode|size|bytes|revision|reference|ref|"
-    r"bestell\w*|auftrag\w*|rechnung\w*|artikel\w*|commande|facture|référence|pedido|factura|fatura|nota fiscal)\b|"
-    r"订单|单号|编号|快递|注文|伝票|品番)"
-    r"(?:\s*(?:number|numbers|nummer|id|code|no|nr|n°|nº|num|número|numéro|is|was|ist|est|es|号码?|番号|は|为|是))*"
-    r"[\s.:：#=°º(\"'“「]*$"
-)
-"""What names a number that is neither a card's nor a person's nor a telephone's."""
 
 _CARD_WORDS = words(
     r"card|visa|master|amex|american express|discover|maestro|diners|jcb|unionpay|credit|debit|paid|pay|charge|carte|"
@@ -40,7 +30,10 @@ _ISSUERS: tuple[tuple[str, tuple[int, ...]], ...] = (
 as in presidio and braintree/credit-card-type)."""
 _RARE_ISSUERS = re.compile(r"4|5[0-9]|6[0-9]|3\d|1800|2131|2[2-7]")
 """Every prefix that was ever issued, for numbers that are named cards."""
-_GROUPS = re.compile(r"\d+|\d{4}([ \-])\d{4}\1\d{4}\1\d{1,7}|\d{4}([ \-])\d{6}\2\d{4,5}|\d{4}([ \-])\d{4}\3\d{4}\3\d{4}\3\d{1,3}")
+_GROUPS = re.compile(
+    r"\d+|\d{4}([ \-])\d{4}\1\d{4}\1\d{1,7}|\d{4}([ \-])\d{6}\2\d{4,5}|"
+    r"\d{4}([ \-])\d{4}\3\d{4}\3\d{4}\3\d{1,3}"
+)
 
 
 def _card(candidate: Candidate) -> Match | None:
@@ -125,7 +118,7 @@ def _number(
         regex=ascii_regex(f"{_BEGIN}{regex}{_END}"),
         context=words(f"{_ID_WORDS}|{near}" if near else _ID_WORDS),
         needs_context=needs,
-        unless=_OTHER_NUMBER,
+        unless=OTHER_NUMBER,
         check=check or _stdnum(name),
     )
 
@@ -156,7 +149,7 @@ NUMBERS: tuple[Pattern, ...] = (
         regex=ascii_regex(r"(?<![\w.,\-/+=#])(?<!\d )\d(?:[ \-]?\d){11,18}(?![\w\-/]|[.,:]\d| \d{3})"),
         context=_CARD_WORDS,
         needs_context="in code",
-        unless=_OTHER_NUMBER,
+        unless=OTHER_NUMBER,
         check=_card,
     ),
     _number("us.ssn", r"\d{3}-\d{2}-\d{4}", _ssn),
@@ -185,5 +178,5 @@ NUMBERS: tuple[Pattern, ...] = (
     _number("jp.in_", r"\d{4}[ -]?\d{4}[ -]?\d{4}", near=r"マイナンバー|個人番号|my number", needs="always"),
     _number("be.nn", r"\d{2}\.\d{2}\.\d{2}-\d{3}\.\d{2}"),
 )
-"""Patterns of accounts and persons. The name of a national number is the module of `python-stdnum` that checks it, where
-no other check is given: British insurance numbers have no check digits, and German pension numbers no module."""
+"""Patterns of accounts and persons. The name of a national number is the module of `python-stdnum` that checks it,
+where no other check is given: British insurance numbers have no check digits, and German pension numbers no module."""

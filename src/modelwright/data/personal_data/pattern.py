@@ -118,3 +118,12 @@ def whole(candidate: Candidate) -> Match:
 
 DIGITS = ascii_regex(r"\d(?:[^\w\n]{0,3}\d){6}")
 """Seven digits close together: every number that names a person or an account has a match."""
+OTHER_NUMBER = words(
+    r"(?:\b(?:order|invoice|tracking|ticket|part|serial|batch|product|item|model|article|case|sku|upc|ean|isbn|issn|doi|"
+    r"barcode|timestamp|epoch|build|commit|hash|checksum|crc|seed|merged?|rev|sha|blob|object|offset|inode|size|bytes|revision|reference|ref|"
+    r"bestell\w*|auftrag\w*|rechnung\w*|artikel\w*|commande|facture|référence|pedido|factura|fatura|nota fiscal)\b|"
+    r"订单|单号|编号|快递|注文|伝票|品番)"
+    r"(?:\s*(?:number|numbers|nummer|id|code|no|nr|n°|nº|num|número|numéro|is|was|ist|est|es|号码?|番号|は|为|是))*"
+    r"[\s.:：#=°º(\"'“「]*$"
+)
+"""What names a number that is neither a card's nor a person's nor a telephone's."""

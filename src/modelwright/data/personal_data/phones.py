@@ -5,12 +5,12 @@ import re
 import phonenumbers
 from phonenumbers import NumberParseException, PhoneNumber, PhoneNumberFormat
 
-from modelwright.data.personal_data.numbers import _OTHER_NUMBER
-from modelwright.data.personal_data.pattern import DIGITS, Candidate, Match, Pattern, ascii_regex, words
+from modelwright.data.personal_data.pattern import DIGITS, OTHER_NUMBER, Candidate, Match, Pattern, ascii_regex, words
 
 _PHONE_WORDS = words(
-    r"\btel\b|telep?hon|telef[oó]n|phone|\bmobile?\b|mobilnummer|mobiltel|\bcell\b|cellular|\bcall(?:s|ed|ing)?\b|\bfax\b|"
-    r"whatsapp|\bsms\b|\btext me|hotline|\bdial(?:ed|led|ing)?\b|\bring\b|reach (?:me|us|him|her|them)|\bcontact\b|handy|"
+    r"\btel\b|telep?hon|telef[oó]n|phone|\bmobile?\b|mobilnummer|mobiltel|\bcell\b|cellular|\bfax\b|whatsapp|\bsms\b|"
+    r"(?<!recent )\bcall(?:s|ed|ing)?\b|\btext me|hotline|\bdial(?:ed|led|ing)?\b|\bring\b|\bcontact\b|handy|"
+    r"reach (?:me|us|him|her|them)|"
     r"anruf|\brufen|rufnummer|durchwahl|festnetz|erreich|téléphon|\btél\b|portable|appel|joindre|numéro de|móvil|llam|"
     r"llám|celular|ligue|ligar|\bfone\b|telemóvel|contato|contacto|电话|手机|致电|拨打|联系|热线|号码|来电|短信|電話|携帯|"
     r"連絡|ファックス|ケータイ|お問い合わせ|番号"
@@ -25,7 +25,8 @@ _CJK = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]")
 _SEPARATOR = r"(?: ?[.\-/\u2010-\u2015] ?|[ \u00a0\u202f])"
 _EXTENSION = r"(?: ?(?:x|ext\.? ?|extension )\d{1,6})?"
 _NORTH_AMERICAN = re.compile(
-    r"(?:(?:\+|00|011[ \-.]?)?1[ \-.]?)?(?:\([2-9]\d\d\)[ \-.]?[2-9]\d\d[ \-.]|[2-9]\d\d(?:([\-.\u2011])[2-9]\d\d\1| [2-9]\d\d[ \-]))\d{4}"
+    r"(?:(?:\+|00|011[ \-.]?)?1[ \-.]?)?"
+    r"(?:\([2-9]\d\d\)[ \-.]?[2-9]\d\d[ \-.]|[2-9]\d\d(?:([\-.\u2011])[2-9]\d\d\1| [2-9]\d\d[ \-]))\d{4}"
 )
 _BRACKETED = re.compile(r"\(0\d{1,5}\)[ \-/]?\d{2,4}(?:[ \-/]?\d{2,4}){0,3}")
 _BRAZILIAN = re.compile(r"\(?[1-9]\d\)? ?9?\d{4}-\d{4}")
@@ -33,16 +34,23 @@ _JAPANESE = re.compile(r"0\d{1,3}-\d{2,4}-\d{4}")
 _CHINESE = re.compile(r"1[3-9]\d[ \-]?\d{4}[ \-]?\d{4}")
 _DATE = re.compile(
     r"\(?(?:1[89]|20)\d\d[-/. ](?:0?[1-9]|1[0-2])[-/. ].*|\(?\d{1,2}[-/. ]\d{1,2}[-/. ](?:1[89]|20)\d\d(?!\d).*|"
-    r"(?:1[5-9]|20)\d\d *[-\u2010-\u2015/] *(?:1[5-9]|20)\d\d.*|.*\D(?:1[5-9]|20)\d\d[-\u2010-\u2015/](?:1[5-9]|20)\d\d|"
+    r"(?:1[5-9]|20)\d\d *[-\u2010-\u2015/] *(?:1[5-9]|20)\d\d.*|"
+    r".*\D(?:1[5-9]|20)\d\d[-\u2010-\u2015/](?:1[5-9]|20)\d\d|"
     r"(?:19|20)\d{6}(?:[ \-]?\d{4,6})?|.*\b(?:19|20)\d\d-[01]\d-[0-3]\d\b.*"
 )
 _QUANTITY = re.compile(r"\d+\.\d+|\d{1,3}(?:[ \u00a0\u202f]\d{3}){3,}|(?:\d{3,4}[ \-/]){3,}\d{3,4}")
 """A decimal, thousands with spaces between them, and a table's row."""
 _OTHER_FORM = re.compile(
-    r"\d{8,}\.\d+|\d+\.\d{1,3}|\d+/\d+/\d.*|(?:\d{1,3}\.){3}\d{1,3}|\d{5}-\d{4}|\d{8}(?:-\d{4})+.*"
+    r"\d{8,}\.\d+|\d+\.\d{1,3}|\d+/\d+/\d.*|(?:\d{1,3}\.){3}\d{1,3}|\d{5}-\d{4}|\d{8}(?:-\d{4})+.*|"
+    r"97[89](?:[ \-]?\d){10}|(?:19|20)\d\d -\d{4}"
 )
-"""What no word makes a telephone number: times and quantities with a fraction, dates, addresses, ZIP codes, UUIDs."""
+"""What no word makes a telephone number: times and quantities with a fraction, dates, addresses, ZIP codes, UUIDs,
+ISBNs, and a year with a time zone."""
+_UNIT = words(
+    r" ?(?:bytes?|[kmgt]i?b|bits?|ms|seconds?|km|people|users|times|rows|lines|eur|usd|dollars?|[€$¥元円人])\b"
+)
 _COUNTING = "01234567890123456789"
+_CHARS_AFTER = 14
 _FEWEST_DIGITS, _MOST_DIGITS = 7, 15
 """E.164 has at most fifteen digits; local numbers of fewer than seven are not told from others."""
 
@@ -56,9 +64,11 @@ def _phone(candidate: Candidate) -> Match | None:
         return None
     if candidate.follows(_NOT_A_PHONE) or _DATE.fullmatch(value) or _OTHER_FORM.fullmatch(value):
         return None
+    if _UNIT.match(candidate.after):
+        return None
     if candidate.after[:1] == ":" == candidate.before[-1:]:
         return None  # a field of a longer identifier, such as a resource name of AWS
-    named = candidate.is_named(_PHONE_WORDS)
+    named = bool(_PHONE_WORDS.search(candidate.before) or _PHONE_WORDS.search(candidate.after[:_CHARS_AFTER]))
     number = _international(value, digits, named) or _national(candidate, value, digits, named)
     return candidate.cut(number, start=bracket) if number else None
 
@@ -88,21 +98,20 @@ def _national(candidate: Candidate, value: str, digits: str, named: bool) -> str
     starts_with_zero = re.match(r"\(?0[1-9]", value) is not None and not value.startswith("0.")
     if not (named or written or starts_with_zero):
         return None
-    if not named and (_QUANTITY.fullmatch(value) or _is_in_table(candidate)):
+    if not named and ((not written and _QUANTITY.fullmatch(value)) or _is_in_table(candidate)):
         return None
     for region in candidate.regions:
         number = _parse(value, region)
-        if number is not None and phonenumbers.is_valid_number_for_region(number, region):
-            if named or written or _is_plausible_unnamed(region, value, digits):
-                return phonenumbers.format_number(number, PhoneNumberFormat.E164)
+        if number is None or not phonenumbers.is_valid_number_for_region(number, region):
+            continue
+        if named or written or _is_plausible_unnamed(value, digits):
+            return phonenumbers.format_number(number, PhoneNumberFormat.E164)
     return digits if written or (named and _is_possible(value, digits)) else None
 
 
 def _is_in_table(candidate: Candidate) -> bool:
     """Whether other numbers stand right before or after, or an operator does."""
-    return bool(re.search(r"\d[ \t]$|[=*+/\[(,] ?$", candidate.before) and not candidate.before.endswith("(")) or bool(
-        re.match(r"[ \t]\d|[+*/=\]]", candidate.after)
-    )
+    return bool(re.search(r"\d[ \t]$", candidate.before) or re.match(r"[ \t]\d|[+*/=\]]", candidate.after))
 
 
 def _is_written_like_one(candidate: Candidate, value: str) -> bool:
@@ -113,7 +122,7 @@ def _is_written_like_one(candidate: Candidate, value: str) -> bool:
     return "CN" in candidate.regions and bool(_CHINESE.fullmatch(value)) and bool(_CJK.search(near))
 
 
-def _is_plausible_unnamed(region: str, value: str, digits: str) -> bool:
+def _is_plausible_unnamed(value: str, digits: str) -> bool:
     """A number that starts with the zero of its country and is not one run of digits that could be anything."""
     groups = re.findall(r"\d+", value)
     return digits[0] == "0" and len(digits) >= 9 and (len(groups) > 1 or len(digits) in (10, 11))
@@ -140,7 +149,7 @@ PHONES: tuple[Pattern, ...] = (
             rf"(?<![\w.,/=#$%<>@+\-])(?<!\d:)(?:\(?\+|\()?\d(?:(?:{_SEPARATOR}|\){_SEPARATOR}?|{_SEPARATOR}?\()?\d){{6,17}}"
             rf"(?:{_EXTENSION}(?![\w%]|[.,:]\d|-\w))"
         ),
-        unless=_OTHER_NUMBER,
+        unless=OTHER_NUMBER,
         check=_phone,
     ),
 )

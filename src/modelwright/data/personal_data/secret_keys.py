@@ -100,7 +100,8 @@ _KEYS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("fly.io", ("fo1_", "fm1", "fm2_"), r"(?:fo1_[\w\-]{43}|fm(?:1[ar]|2)_[A-Za-z0-9+/]{100,500}={0,3})"),
     ("github", ("ghp_", "gho_", "ghu_", "ghs_", "ghr_"), r"gh[pousr]_[A-Za-z0-9]{36,255}"),
     ("github fine-grained", ("github_pat_",), r"github_pat_[A-Za-z0-9_]{50,255}"),
-    ("gitlab", ("glpat-", "gldt-", "glft-", "glsoat-", "glrt-", "glcbt-", "glimt-", "glptt-", "glagent-", "gloas-", "glffct-"),
+    ("gitlab", ("glpat-", "gldt-", "glft-", "glsoat-", "glrt-", "glcbt-", "glimt-", "glptt-", "glagent-", "gloas-",
+                "glffct-"),
      r"gl(?:pat|dt|ft|soat|rt|cbt|imt|ptt|agent|oas|ffct)-[A-Za-z0-9_\-.]{20,300}"),
     ("gitlab runner", ("gr1348941",), r"GR1348941[A-Za-z0-9_\-]{20,50}"),
     ("google api", ("aiza",), r"AIza[A-Za-z0-9_\-]{35}"),
@@ -135,7 +136,8 @@ _KEYS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("sentry", ("sntry",), r"sntry[su]_[A-Za-z0-9+/=_]{40,400}"),
     ("shippo", ("shippo_",), r"shippo_(?:live|test)_[a-fA-F0-9]{40}"),
     ("shopify", ("shp",), r"shp(?:at|ca|pa|ss)_[a-fA-F0-9]{32}"),
-    ("slack", ("xox", "xapp-"), r"(?:xox[abeoprs][.\-](?:xox[bp]-)?[A-Za-z0-9\-]{10,250}|xapp-\d-[A-Za-z0-9\-]{20,250})"),
+    ("slack", ("xox", "xapp-"),
+     r"(?:xox[abeoprs][.\-](?:xox[bp]-)?[A-Za-z0-9\-]{10,250}|xapp-\d-[A-Za-z0-9\-]{20,250})"),
     ("slack webhook", ("hooks.slack.com",),
      r"(?:https?://)?hooks\.slack\.com/(?:services|workflows|triggers)/[A-Za-z0-9+/]{35,70}"),
     ("square", ("sq0", "eaaa"), r"(?:sq0[a-z]{3}-[\w\-]{22,60}|EAAA[\w\-]{56,64})"),
@@ -151,7 +153,7 @@ _KEYS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 """Provider, anchors and format of keys that a prefix or a structure of their own identifies."""
 
 _KEY_NAMES = (
-    r"(?<!next)(?<!change)(?<!page)(?<!continuation)(?<!::)(?:(?:api|app|auth|access|account|client|consumer|encryption|license|master|private|secret|service|session|shared|"
+    r"(?<!next)(?<!change)(?<!change-)(?<!page)(?<!continuation)(?:(?:api|app|auth|access|account|client|consumer|encryption|license|master|private|secret|service|session|shared|"
     r"signing|storage|subscription|webhook)[_\- ]?(?:access[_\- ]?)?(?:key|secret|token|password)|apikey|secret|token|"
     r"password|passwd|passphrase|pwd|bearer|credentials?|schlüssel|kennwort|passwort|geheimnis|clé|jeton|"
     r"mot de passe|clave|contraseña|chave|senha|密钥|密码|令牌|口令|パスワード|キー|トークン|シークレット)"
@@ -166,7 +168,7 @@ _PROVIDERS = (
 _ASSIGNED = r"[\"'`\])]{0,2}[ \t]{0,3}(?::=|=>|=|:|：|\bis\b|\bist\b|\best\b|\bes\b|\bé\b|是|为|は)[ \t]{0,3}[\"'`“「]?"
 
 _NAME_OF_KEY = words(rf"(?:{_KEY_NAMES}|(?:{_PROVIDERS})[\w .\-]{{0,40}}){_ASSIGNED}(?:bearer |basic |token )?$")
-_RESOURCE_NAME = words(r"\barn:[\w:\-]*$")
+_RESOURCE_NAME = words(r"\barn:[\w:\-]*$|::[\w]+[\"']?[ =:\"']*$")
 _LONG_RUN = ascii_regex(r"[A-Za-z0-9+/_\-.~]{14}")
 """Fourteen characters of a key; every key has a match."""
 _AWS_SECRET = words(r"aws|amazon|secret|akia|geheim|密钥|シークレット")
