@@ -192,7 +192,7 @@ def presidio_worker(every_country: bool) -> None:
         for name, cls in inspect.getmembers(predefined, inspect.isclass):
             if issubclass(cls, presidio.PatternRecognizer) or name == "PhoneRecognizer":
                 with contextlib.suppress(TypeError):  # some need a service
-                    registry.add_recognizer(cls(supported_language="en"))
+                    registry.add_recognizer(cls(supported_language="en"))  # pyright: ignore[reportCallIssue]
     else:
         registry.load_predefined_recognizers(languages=["en"], nlp_engine=engine)
         registry.recognizers = [found for found in registry.recognizers if found.name != "SpacyRecognizer"]

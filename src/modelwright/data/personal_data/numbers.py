@@ -26,12 +26,13 @@ _ISSUERS: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"30[0-5]|3[689]", (14,)),
     (r"62|81", (16, 17, 18, 19)),
 )
-"""Prefixes and lengths of Visa, Mastercard, American Express, Discover, JCB, Diners Club, UnionPay and Maestro (ISO/IEC 7812,
-as in presidio and braintree/credit-card-type)."""
+"""Prefixes and lengths of Visa, Mastercard, American Express, Discover, JCB, Maestro, Diners Club and UnionPay (ISO/IEC
+7812, as in braintree/credit-card-type)."""
 _RARE_ISSUERS = re.compile(r"4|5[0-9]|6[0-9]|3\d|1800|2131|2[2-7]")
 """Every prefix that was ever issued, for numbers that are named cards."""
 _GROUPS = re.compile(
     r"\d+|\d{4}([ \-])\d{4}\1\d{4}\1\d{1,7}|\d{4}([ \-])\d{6}\2\d{4,5}|"
+    r"\d{4}([ \-])\d{4}\3\d{4}\3\d{4}\3\d{1,3}"
     r"\d{4}([ \-])\d{4}\3\d{4}\3\d{4}\3\d{1,3}"
 )
 

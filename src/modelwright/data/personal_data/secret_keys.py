@@ -18,8 +18,9 @@ _PLACEHOLDER = words(
 )
 _PLACEHOLDER_USERINFO = words(
     r"^(?:user(?:name)?|login|name|admin|root|me|foo|u)?:(?:p|pw|pass(?:word|wd)?|pwd|secret|token|bar)$|"
-    r"[<>{}\[\]]|\$(?:[A-Z_]{2}|\()|%[sd(]|\.\.\.|^[^:]*:[x*]+$|\byour|example|placeholder|password>|my_?pass"
+    r"[<>{}\[\]]|\$(?:[A-Z_]{2}|\()|%[sd(]|\.\.\.|:[x*]+$|\byour|placeholder|:[^:@]*(?:example|password)|my_?pass"
 )
+"""User name and password as documentation writes them."""
 _UUID = re.compile(r"[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
 
 
