@@ -35,7 +35,7 @@ _CHINESE = re.compile(r"1[3-9]\d[ \-]?\d{4}[ \-]?\d{4}")
 _DATE = re.compile(
     r"\(?(?:1[89]|20)\d\d[-/. ](?:0?[1-9]|1[0-2])[-/. ].*|\(?\d{1,2}[-/. ]\d{1,2}[-/. ](?:1[89]|20)\d\d(?!\d).*|"
     r"(?:1[5-9]|20)\d\d *[-\u2010-\u2015/] *(?:1[5-9]|20)\d\d.*|"
-    r".*\D(?:1[5-9]|20)\d\d[-\u2010-\u2015/](?:1[5-9]|20)\d\d|"
+    r"\d{1,2}\D(?:1[5-9]|20)\d\d[-\u2010-\u2015/](?:1[5-9]|20)\d\d|"
     r"(?:19|20)\d{6}(?:[ \-]?\d{4,6})?|.*\b(?:19|20)\d\d-[01]\d-[0-3]\d\b.*"
 )
 _QUANTITY = re.compile(r"\d+\.\d+|\d{1,3}(?:[ \u00a0\u202f]\d{3}){3,}|(?:\d{3,4}[ \-/]){3,}\d{3,4}")
@@ -50,30 +50,39 @@ _UNIT = words(
     r" ?(?:bytes?|[kmgt]i?b|bits?|ms|seconds?|km|people|users|times|rows|lines|eur|usd|dollars?|[€$¥元円人])\b"
 )
 _COUNTING = "01234567890123456789"
-_CHARS_AFTER = 14
+_CHARS_AFTER, _CHARS_DIRECT = 14, 14
 _FEWEST_DIGITS, _MOST_DIGITS = 7, 15
 """E.164 has at most fifteen digits; local numbers of fewer than seven are not told from others."""
 
 
 def _phone(candidate: Candidate) -> Match | None:
-    value = re.split(r" ?(?:x|ext)", candidate.value)[0]
-    bracket = int(value[0] == "(" and ")" not in value)
-    value = value[bracket:]
+    start, end, value = _without_brackets(candidate.value)
     digits = re.sub(r"\D", "", value)
     if not _FEWEST_DIGITS <= len(digits) <= _MOST_DIGITS or len(set(digits)) < 4 or digits in _COUNTING:
         return None
-    if candidate.follows(_NOT_A_PHONE) or _DATE.fullmatch(value) or _OTHER_FORM.fullmatch(value):
+    is_direct = _PHONE_WORDS.search(candidate.before[-_CHARS_DIRECT:])
+    if (candidate.follows(_NOT_A_PHONE) and not is_direct) or _UNIT.match(candidate.after):
         return None
-    if _UNIT.match(candidate.after):
+    if _DATE.fullmatch(value) or _OTHER_FORM.fullmatch(value):
         return None
     if candidate.after[:1] == ":" == candidate.before[-1:]:
         return None  # a field of a longer identifier, such as a resource name of AWS
     named = bool(_PHONE_WORDS.search(candidate.before) or _PHONE_WORDS.search(candidate.after[:_CHARS_AFTER]))
-    number = _international(value, digits, named) or _national(candidate, value, digits, named)
-    return candidate.cut(number, start=bracket) if number else None
+    number = _international(candidate, value, named) or _national(candidate, value, digits, named)
+    return candidate.cut(number, start=start, end=end) if number else None
 
 
-def _international(value: str, digits: str, named: bool) -> str | None:
+def _without_brackets(value: str) -> tuple[int, int, str]:
+    """Where a number starts and ends without a bracket around it or opened behind it, and it without an extension."""
+    start = int(value[0] == "(" and ")" not in value)
+    opened = value.rfind("(")
+    end = len(value)
+    if opened > max(0, value.rfind(")")):
+        end = len(value[:opened].rstrip(" "))
+    return start, end, re.split(r" ?(?:x|ext)", value[start:end])[0]
+
+
+def _international(candidate: Candidate, value: str, named: bool) -> str | None:
     """`+49 30 901820`, and 00, 001 or 011 in place of the plus sign."""
     prefix = re.match(r"\+|\(\+|00(?=[1-9])|011[ \-.]?(?=[1-9])", value)
     if prefix is None:
@@ -84,7 +93,7 @@ def _international(value: str, digits: str, named: bool) -> str | None:
     num_groups = len(re.findall(r"\d+", value))
     has_plus = "+" in prefix.group()
     is_good = phonenumbers.is_valid_number(number) or (
-        phonenumbers.is_possible_number(number) and (named or (has_plus and num_groups >= 3))
+        phonenumbers.is_possible_number(number) and (named or (has_plus and (num_groups >= 3 or not candidate.is_code)))
     )
     has_form = has_plus or num_groups >= 3 or named
     return phonenumbers.format_number(number, PhoneNumberFormat.E164) if has_form and is_good else None
