@@ -1,18 +1,23 @@
 """Personal data and secrets: what is replaced, and what only looks like it."""
 
 from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from faker import Faker
 
 from modelwright.core.config import parse
 from modelwright.core.errors import ConfigError
+from modelwright.core.progress import SilentProgress
+from modelwright.data.clean import clean_documents
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.document import Document
 from modelwright.data.personal_data import find as find_module
 from modelwright.data.personal_data import numbers
 from modelwright.data.personal_data.pattern import KINDS, Finding
 from modelwright.data.steps.privacy import Privacy, PrivacyConfig
+from modelwright.pipeline.report import corpus
 from personal_data import score
 from personal_data_set import Example, labeled, negatives
 
@@ -241,3 +246,16 @@ def test_a_validator_that_raises_is_counted_and_its_value_stays(monkeypatch: pyt
     assert changed.text == "DNI 54362315K of <EMAIL_1>"
     assert counts == {"email": 1}
     assert step.failures == {"es.dni": 1}
+
+
+def test_the_report_counts_validators_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def validator(module: str):
+        raise IndexError(module)
+
+    monkeypatch.setattr(numbers, "validator", validator)
+    text = "The number of the man who came yesterday is 54362315K, as he says himself."
+    documents = iter([document(text), document(f"Again. {text}", id="e")])
+    report, _ = clean_documents(documents, CleanConfig(), tmp_path, SilentProgress())
+    assert report.failed_validators == {"es.dni": report.num_kept}
+    (row,) = [row for row in corpus._funnel(asdict(report)).rows if row[0] == "privacy"]
+    assert row[-1] == f"validators that failed: es.dni {report.num_kept} times"

@@ -10,10 +10,9 @@ from modelwright.data.personal_data.pattern import DIGITS, OTHER_NUMBER, Candida
 _PHONE_WORDS = words(
     r"\btel\b|telep?hon|telef[oó]n|phone|\bmobile?\b|mobilnummer|mobiltel|\bcell\b|cellular|\bfax\b|whatsapp|\bsms\b|"
     r"(?<!recent )\bcall(?:s|ed|ing)?\b|\btext me|hotline|\bdial(?:ed|led|ing)?\b|\bring\b|\bcontact\b|handy|"
-    r"reach (?:me|us|him|her|them)|"
-    r"anruf|\brufen|rufnummer|durchwahl|festnetz|erreich|téléphon|\btél\b|portable|appel|joindre|numéro de|móvil|llam|"
-    r"llám|celular|ligue|ligar|\bfone\b|telemóvel|contato|contacto|电话|手机|致电|拨打|联系|热线|号码|来电|短信|電話|携帯|"
-    r"連絡|ファックス|ケータイ|お問い合わせ|番号"
+    r"reach (?:me|us|him|her|them)|anruf|\brufen|rufnummer|durchwahl|festnetz|erreich|téléphon|\btél\b|portable|"
+    r"appel|joindre|numéro de|móvil|llam|llám|celular|ligue|ligar|\bfone\b|telemóvel|contato|contacto|"
+    r"电话|手机|致电|拨打|联系|热线|号码|来电|短信|電話|携帯|連絡|ファックス|ケータイ|お問い合わせ|番号"
 )
 _NOT_A_PHONE = words(
     r"(?:\b(?:isbn|issn|doi|rfc|pages?|pp?|vol|volume|no|nos|version|lines?|ports?|uid|gid|pid|coordinates?|"
@@ -21,6 +20,7 @@ _NOT_A_PHONE = words(
     r"iban|bic|blz|ssn|total|price|preis|prix|precio|preço|population|einwohner|id)\b|[$€£¥₹]|\bU\+|isbn-1[03]|"
     r"身份证|人口|页|ページ|邮编|〒)[\s.:：#=°º(\"'“「]*$"
 )
+"""What stands right before a number of another kind."""
 _CJK = re.compile(r"[\u3040-\u30ff\u4e00-\u9fff]")
 _SEPARATOR = r"(?: ?[.\-/\u2010-\u2015] ?|[ \u00a0\u202f])"
 _EXTENSION = r"(?: ?(?:x|ext\.? ?|extension )\d{1,6})?"
@@ -32,6 +32,7 @@ _BRACKETED = re.compile(r"\(0\d{1,5}\)[ \-/]?\d{2,4}(?:[ \-/]?\d{2,4}){0,3}")
 _BRAZILIAN = re.compile(r"\(?[1-9]\d\)? ?9?\d{4}-\d{4}")
 _JAPANESE = re.compile(r"0\d{1,3}-\d{2,4}-\d{4}")
 _CHINESE = re.compile(r"1[3-9]\d[ \-]?\d{4}[ \-]?\d{4}")
+"""Forms in which people write numbers, and that little else has; area codes need not be assigned."""
 _DATE = re.compile(
     r"\(?(?:1[89]|20)\d\d[-/. ](?:0?[1-9]|1[0-2])[-/. ].*|\(?\d{1,2}[-/. ]\d{1,2}[-/. ](?:1[89]|20)\d\d(?!\d).*|"
     r"(?:1[5-9]|20)\d\d *[-\u2010-\u2015/] *(?:1[5-9]|20)\d\d.*|"
@@ -49,8 +50,10 @@ ISBNs, and a year with a time zone."""
 _UNIT = words(
     r" ?(?:bytes?|[kmgt]i?b|bits?|ms|seconds?|km|people|users|times|rows|lines|eur|usd|dollars?|[€$¥元円人])\b"
 )
+"""What stands right behind a quantity."""
 _COUNTING = "01234567890123456789"
 _CHARS_AFTER, _CHARS_DIRECT = 14, 14
+"""How near a word for telephones stands behind a number, and how near it outweighs `_NOT_A_PHONE`, as in "fax no."."""
 _FEWEST_DIGITS, _MOST_DIGITS = 7, 15
 """E.164 has at most fifteen digits; local numbers of fewer than seven are not told from others."""
 
