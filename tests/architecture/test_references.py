@@ -36,10 +36,9 @@ OF_OTHERS = {
     "gw_hp": "a recipe of torchao",
     "reduce_range": "an argument of PyTorch's observers",
     "MoEAuxLossAutoScaler": "a class of Megatron-LM",
-    "_io": "an example",
-    "café": "an example",
-    "copy_tree": "an example",
-    "CopyTree": "an example",
+    **dict.fromkeys(
+        ("_io", "café", "copy_tree", "CopyTree", "YOUR_API_KEY_HERE", "TokenId2", "mov", "rum"), "an example"
+    ),
 }
 """Names that the project does not define, and what they are."""
 

@@ -257,5 +257,4 @@ def test_the_report_counts_validators_that_failed(tmp_path: Path, monkeypatch: p
     documents = iter([document(text), document(f"Again. {text}", id="e")])
     report, _ = clean_documents(documents, CleanConfig(), tmp_path, SilentProgress())
     assert report.failed_validators == {"es.dni": report.num_kept}
-    (row,) = [row for row in corpus._funnel(asdict(report)).rows if row[0] == "privacy"]
-    assert row[-1] == f"validators that failed: es.dni {report.num_kept} times"
+    assert f"validators that failed: es.dni {report.num_kept} times" in corpus._funnel(asdict(report)).caption

@@ -103,7 +103,8 @@ def _funnel(clean: Mapping[str, Any]) -> Table:
     replaced = ", ".join(f"{count(times)} {kind}" for kind, times in sorted(clean.get("replaced", {}).items()))
     if replaced:
         caption += f" The stage privacy replaced {replaced}."
-    if failed := ", ".join(f"{name} {count(times)} times" for name, times in clean.get("failed_validators", {}).items()):
+    failed = ", ".join(f"{name} {count(times)} times" for name, times in clean.get("failed_validators", {}).items())
+    if failed:
         caption += f" Its validators that failed: {failed}."
     return Table(header, rows, "Cleaning, stage by stage", caption, numeric=range(1, 5), strong=[len(rows) - 1])
 
