@@ -141,12 +141,12 @@ def norm_backward(grad: Tensor, x: Tensor, weight_D: Tensor, inverse: Tensor) ->
     """Gradients of the input, in its format, and of the weight."""
     of_x = x.new_empty(x.shape)
     width = x.shape[-1]
-    of_weight = x.new_zeros((torch.get_num_threads(), -(-width // LANES) * LANES), dtype=torch.float32)
+    of_weight = x.new_zeros((torch.get_num_threads(), width), dtype=torch.float32)
     _call(
         f"norm_backward_{NAMES[x.dtype]}_{NAMES[grad.dtype]}", grad, x, weight_D, inverse, x.numel() // width, width,
         of_x, of_weight,
     )  # fmt: skip
-    return of_x, of_weight.sum(0)[:width].contiguous()
+    return of_x, of_weight.sum(0)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -179,8 +179,7 @@ def quantize(x_RK: Tensor, *, stochastic: bool) -> tuple[Tensor, Tensor]:
     codes = given.new_empty(given.shape, dtype=torch.int8)
     scales = given.new_empty((len(x_RK), 1), dtype=torch.float32)
     seed = int(torch.randint(2**63 - 1, ())) if stochastic and type(x_RK) is not FakeTensor else 0
-    own = -(-given.shape[1] // LANES) * LANES
-    scratch = given.new_empty((torch.get_num_threads() + 1, own if by_column else 0), dtype=torch.float32)
+    scratch = given.new_empty((torch.get_num_threads() + 1, given.shape[1] if by_column else 0), dtype=torch.float32)
     _call(f"quantize_{NAMES[x_RK.dtype]}", given, *given.shape, by_column, stochastic, seed, codes, scales, scratch)
     return codes.T if by_column else codes, scales
 
