@@ -136,8 +136,9 @@ void norm_backward(const Y* grad, const X* x, const float* weight, const float* 
 }
 
 inline Vector logistic(Vector x) {
-  const Integers is_zero = x < all(-88.0f);
-  return is_zero ? Vector{} : 1.0f / (1.0f + exponential(is_zero ? Vector{} : -x));
+  const Integers is_zero = x < all(-88.0f), is_one = x > all(87.0f);
+  const Vector moderate = is_zero ? Vector{} : is_one ? all(87.0f) : x;
+  return is_zero ? Vector{} : 1.0f / (1.0f + exponential_of_moderate(-moderate));
 }
 
 // Threads take pieces of so many numbers, a multiple of every vector's.

@@ -23,9 +23,12 @@ constexpr char kInstructionSet[] = "avx2";
 #elif defined(__ARM_NEON)
 constexpr int kLanes = 4;
 constexpr char kInstructionSet[] = "neon";
+#elif defined(__x86_64__)
+constexpr int kLanes = 4;
+constexpr char kInstructionSet[] = "x86-64";
 #else
 constexpr int kLanes = 4;
-constexpr char kInstructionSet[] = "baseline";
+constexpr char kInstructionSet[] = "generic";
 #endif
 
 typedef float Vector __attribute__((vector_size(4 * kLanes), aligned(4)));
@@ -55,10 +58,8 @@ inline void narrow(float value, Bf16* to) {  // to the nearest, ties to even; wh
   *to = value != value ? 0x7fc0 : static_cast<Bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// e^x within 2 units in the last place, 0 below the range of normal numbers (Cephes' polynomial).
-inline Vector exponential(Vector x) {
-  const Integers is_zero = x < all(-87.0f);
-  x = is_zero ? all(-87.0f) : x;
+// e^x within 2 units in the last place, for x from -87 to 88 (Cephes' polynomial).
+inline Vector exponential_of_moderate(Vector x) {
   const Vector magic = all(12582912.0f), shifted = x * 1.44269504088896341f + magic, n = shifted - magic;
   const Vector r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
   Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -68,7 +69,13 @@ inline Vector exponential(Vector x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   const Integers exponent = ((Integers)shifted - (Integers)magic) << 23;  // these casts keep the bits
-  return is_zero ? Vector{} : (Vector)((Integers)p + exponent);
+  return (Vector)((Integers)p + exponent);
+}
+
+// The same for x up to 88, 0 below the range of normal numbers.
+inline Vector exponential(Vector x) {
+  const Integers is_zero = x < all(-87.0f);
+  return is_zero ? Vector{} : exponential_of_moderate(is_zero ? all(-87.0f) : x);
 }
 
 inline float sum(Vector x) {
@@ -96,9 +103,17 @@ struct Part {
 // The numbers in FP32, zeros after them.
 inline Vector some(const float* from, Whole) { return load(from); }
 inline Vector some(const Bf16* from, Whole) {
+#ifdef __AVX512F__
   Halves found;
   std::memcpy(&found, from, sizeof found);
   return (Vector)(__builtin_convertvector(found, Bits) << 16);
+#else  // GCC widens a loop of half a register's numbers by one instruction, a vector of them by four
+  uint32_t bits[kLanes];
+  for (int lane = 0; lane < kLanes; ++lane) bits[lane] = static_cast<uint32_t>(from[lane]) << 16;
+  Vector found;
+  std::memcpy(&found, bits, sizeof found);
+  return found;
+#endif
 }
 template <class T>
 inline Vector some(const T* from, Part part) {
