@@ -3,8 +3,8 @@
     python benchmarks/kernels.py [--rounds 25] [--write]
     MODELWRIGHT_ISA=avx2 python benchmarks/kernels.py     # as on a processor with AVX2 alone
 
-One thread and its own time, so that other processes disturb little; both sides alternate in every round; the minimum
-counts. A case is a call, with its backward where it trains. Prints the table of this instruction set; --write puts it
+One thread and its own time, so that other processes disturb little; all cases and both sides alternate in every round;
+the minimum counts. A case is a call, with its backward where it trains. Prints the table of this instruction set; --write puts it
 into src/modelwright/ops/kernels/speed.json, by which Modelwright chooses (`ops/kernel_speed.py`).
 """
 
@@ -13,8 +13,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import modelwright  # noqa: F401, I001  (sets what PyTorch reads when it is loaded)
 import torch
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.resources import hardware
+from modelwright.memory.glibc_malloc import freed_memory_kept
 from modelwright.ops import cpu_kernels
 from modelwright.ops.attention import packed_attention, packed_cuts
 from modelwright.ops.kernel_speed import KERNELS, SPEED, Kernel, faster_kernels, speed, speed_lines
@@ -108,19 +111,30 @@ def codes(x_RK: Tensor, *, stochastic: bool = False) -> object:
     return quantize(x_RK, ROWWISE, torch.int8, stochastic=stochastic)
 
 
-def measured(case: Case, num_rounds: int) -> dict[str, float]:
-    """Microseconds of a call on either side, the minimum of all rounds."""
+def measured(measures: Sequence[Case], num_rounds: int) -> list[dict[str, Any]]:
+    """The rows of the table: microseconds of a call on either side, the minimum of all rounds. A round goes through all
+    cases, so that a busy moment falls into one round of each.
+    """
 
-    def timed(setting: str, calls: int) -> float:
+    def seconds(case: Case, setting: str, calls: int = 1) -> float:
         os.environ[cpu_kernels.SWITCH] = setting
         start = time.thread_time()
         for _ in range(calls):
             case.call()
         return (time.thread_time() - start) / calls
 
-    calls = {side: max(1, round(SHORTEST_S / min(timed(setting, 1) for _ in range(2)))) for side, setting in SIDES.items()}
-    measures = {side: lambda side=side: timed(SIDES[side], calls[side]) for side in SIDES}
-    return {side: round(1e6 * min(times), 1) for side, times in in_turn(measures, num_rounds=num_rounds).items()}
+    timers = {}
+    for case in measures:
+        for side, setting in SIDES.items():
+            calls = max(1, round(SHORTEST_S / min(seconds(case, setting) for _ in range(2))))
+            timers[case.name, side] = partial(seconds, case, setting, calls)
+    with freed_memory_kept():  # as training does; else the times are those of fresh pages
+        times = in_turn(timers, num_rounds=num_rounds)
+    return [
+        {"kernel": case.kernel, "case": case.name}
+        | {side: round(1e6 * min(times[case.name, side]), 1) for side in SIDES}
+        for case in measures
+    ]
 
 
 def main() -> int:
@@ -133,10 +147,7 @@ def main() -> int:
     name = cpu_kernels.instruction_set()
     if not name:
         sys.exit("there are no kernels here: install a C++ compiler")
-    rows = [
-        {"kernel": case.kernel, "case": case.name} | measured(case, options.rounds)
-        for case in sorted(cases(), key=lambda case: KERNELS.index(case.kernel))
-    ]
+    rows = measured(sorted(cases(), key=lambda case: KERNELS.index(case.kernel)), options.rounds)
     entry = {"processor": hardware()["processor"], "torch": torch.__version__, "rows": rows}
     if options.write:
         write_atomic(SPEED, json.dumps(dict(sorted({**speed(), name: entry}.items())), indent=1) + "\n")
