@@ -1,11 +1,12 @@
 """Each of this package's kernels for CPUs beside the PyTorch operators that it replaces, on this processor.
 
     python benchmarks/kernels.py [--rounds 25] [--write]
-    MODELWRIGHT_ISA=avx2 python benchmarks/kernels.py     # as on a processor with AVX2 alone
+    export MODELWRIGHT_ISA=avx2    # as on a processor with AVX2 alone
+    env $(python -m modelwright.core.print_environment) python benchmarks/kernels.py
 
 One thread and its own time, so that other processes disturb little; all cases and both sides alternate in every round;
-the minimum counts. A case is a call, with its backward where it trains. Prints the table of this instruction set; --write puts it
-into src/modelwright/ops/kernels/speed.json, by which Modelwright chooses (`ops/kernel_speed.py`).
+the minimum counts. A case is a call, with its backward where it trains. Prints the table of this instruction set;
+--write puts it into src/modelwright/ops/kernels/speed.json, by which Modelwright chooses (`ops/kernel_speed.py`).
 """
 
 import argparse
@@ -18,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import modelwright  # noqa: F401, I001  (sets what PyTorch reads when it is loaded)
 import torch
 from torch import Tensor
 

@@ -33,7 +33,7 @@ def test_threads_sleep_soon_unless_the_user_has_said_how_they_wait():
 
 def test_an_older_instruction_set_holds_every_library_to_it():
     environment = {SWITCH: "avx2"}
-    with pytest.raises(ConfigError, match=r"torch was imported before modelwright and has not seen ATEN_CPU_CAPABILITY"):
+    with pytest.raises(ConfigError, match=r"imported before modelwright and has not seen ATEN_CPU_CAPABILITY"):
         prepare(environment, is_too_late=True)
     prepare(environment, is_too_late=False)
     assert environment.items() >= LOWER["avx2"].variables.items()
@@ -53,7 +53,7 @@ def test_a_process_on_plain_x86_64_has_no_wide_vectors_and_multiplies_no_narrow_
 
 
 def test_programs_are_started_with_the_variables():
-    done = seen("import runpy; runpy.run_module('modelwright.core.library_environment', run_name='__main__')",
+    done = seen("import runpy; runpy.run_module('modelwright.core.print_environment', run_name='__main__')",
                 **{SWITCH: "avx2"})  # fmt: skip
     words = dict(word.split("=") for word in done.stdout.split())
     assert words == {**LOWER["avx2"].variables, "GOMP_SPINCOUNT": SPIN_COUNT}

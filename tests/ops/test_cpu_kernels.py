@@ -14,7 +14,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.library_environment import LOWER
 from modelwright.ops import cpu_kernels
 from modelwright.ops.attention import document_mask, masked_attention_naive, packed_attention, packed_cuts, packed_tiles
-from modelwright.ops.kernel_speed import KERNELS, faster_kernels, speed
+from modelwright.ops.kernel_speed import KERNELS, faster_kernels, kernels_for, speed
 from modelwright.ops.norm import rms_norm, rms_norm_naive
 from modelwright.ops.quantize import ROWWISE, dequantize, quantize, quantize_naive, scaled_product, scaled_product_naive
 from modelwright.ops.rope import apply_rope, apply_rope_naive, rope_tables
@@ -258,11 +258,15 @@ def test_without_a_compiler_the_operators_do_their_work(tmp_path, monkeypatch, c
 
 def test_the_switch_names_kernels(monkeypatch):
     monkeypatch.setattr(cpu_kernels, "instruction_set", lambda: "avx2")
-    for setting, wanted in (("0", set()), ("norm,int8", {"norm", "int8"}), ("1", faster_kernels(speed()["avx2"]["rows"]))):
+    for setting, wanted in (
+        ("0", set()),
+        ("norm,int8", {"norm", "int8"}),
+        ("1", kernels_for("avx2")),
+    ):
         monkeypatch.setenv(cpu_kernels.SWITCH, setting)
         assert cpu_kernels.used() == wanted
         assert cpu_kernels.take("norm", torch.ones(3)) == ("norm" in wanted)
-        assert dict(cpu_kernels.as_setting(cpu_kernels.used()))[cpu_kernels.SWITCH] == ",".join(sorted(wanted)) or "0"
+        assert cpu_kernels.as_setting(cpu_kernels.used()) == {cpu_kernels.SWITCH: ",".join(sorted(wanted)) or "0"}
     monkeypatch.setenv(cpu_kernels.SWITCH, "norms")
     with pytest.raises(ConfigError, match="unknown kernel 'norms'"):
         cpu_kernels.used()
@@ -276,6 +280,8 @@ def test_a_kernel_is_used_if_no_case_is_slower():
     assert not faster_kernels(rows(0.5, 1.06))
     assert not faster_kernels(rows(1.01, 1.0))
     assert not faster_kernels([])
+    assert all(kernels_for(name) == faster_kernels(entry["rows"]) for name, entry in speed().items())
+    assert not kernels_for("unknown")
 
 
 @needs_kernels
@@ -283,7 +289,11 @@ def test_few_elements_are_pytorchs_in_inference_mode_unless_decode_is_used(monke
     called = []
     monkeypatch.setattr(cpu_kernels, "_call", lambda name, *arguments: called.append(name))
     few, many = torch.ones(1, 8), torch.ones(1, cpu_kernels.FEW_ELEMENTS + 1)
-    for names, x, calls in (("decode,gated_activation", few, 1), ("gated_activation", few, 0), ("gated_activation", many, 1)):
+    for names, x, calls in (
+        ("decode,gated_activation", few, 1),
+        ("gated_activation", few, 0),
+        ("gated_activation", many, 1),
+    ):
         monkeypatch.setenv(cpu_kernels.SWITCH, names)
         called.clear()
         with torch.inference_mode():

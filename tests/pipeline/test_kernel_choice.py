@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from distributed import run_distributed
 from modelwright.core.rundir import RunDir
 from modelwright.ops import cpu_kernels
 from modelwright.parallel.mesh import World, single
 from modelwright.pipeline.kernel_choice import kernels_of_run
-from distributed import run_distributed
 
 
 class Notes:
@@ -57,7 +57,7 @@ def test_a_new_run_takes_what_is_faster_here_and_leaves_the_process_as_it_was(ru
 
 def test_a_run_that_goes_on_keeps_its_kernels_whatever_is_faster_by_now(run: RunDir, monkeypatch):
     first, _ = choice_of(run)
-    monkeypatch.setattr(cpu_kernels, "rows_of", lambda name: ())
+    monkeypatch.setattr(cpu_kernels, "kernels_for", lambda name: frozenset())
     cpu_kernels._selected.cache_clear()
     try:
         assert not cpu_kernels.used()

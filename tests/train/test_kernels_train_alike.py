@@ -37,4 +37,6 @@ def test_weights_agree_with_those_of_pytorchs_operators(march, tmp_path, monkeyp
     ours = weights_after(tmp_path / "ours")
     monkeypatch.setenv(cpu_kernels.SWITCH, "0")
     for name, weight in weights_after(tmp_path / "reference").items():
-        torch.testing.assert_close(ours[name], weight, rtol=0.0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours[name], weight, rtol=0.0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )

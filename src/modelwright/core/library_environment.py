@@ -1,12 +1,11 @@
-"""Environment variables that PyTorch's libraries read when they are loaded: how long idle OpenMP threads spin, and which
-instruction sets are used.
+"""Environment variables that PyTorch's libraries read when they are loaded: how long idle OpenMP threads spin, and
+which instruction sets are used.
 
 `modelwright/__init__.py` sets them, so `import modelwright` has to come before `import torch`; processes started later
-inherit them. `python -m modelwright.core.library_environment` prints them for `env`, to start any other program with.
+inherit them. `python -m modelwright.core.print_environment` prints them for `env`, to start any other program with.
 """
 
 import os
-import sys
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
@@ -15,9 +14,9 @@ from modelwright.core.errors import ConfigError
 SWITCH = "MODELWRIGHT_ISA"
 """Environment variable: an older instruction set that this process keeps to."""
 SPIN_COUNT = "1000"
-"""Turns of libgomp's loop in which a thread waits actively before it sleeps. With libgomp's own 300,000, threads that wait
-keep the core from the one that they wait for, wherever another process keeps the machine busy (docs/log.md)."""
-_WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+"""Turns of libgomp's loop in which a thread waits actively before it sleeps. With libgomp's own 300,000, threads that
+wait keep the core from the one that they wait for, wherever another process keeps the machine busy (docs/log.md)."""
+WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +71,9 @@ def prepare(environment: MutableMapping[str, str] = os.environ, *, is_too_late: 
         unset = [name for name, value in wanted.variables.items() if environment.get(name) != value]
         if is_too_late and unset:
             raise ConfigError(
-                f"{SWITCH}: torch was imported before modelwright and has not seen {', '.join(unset)}; start the program "
-                "with env $(python -m modelwright.core.library_environment)"
+                f"{SWITCH}: torch was imported before modelwright and has not seen {', '.join(unset)}; start the "
+                "program with env $(python -m modelwright.core.print_environment)"
             )
         environment.update(wanted.variables)
-    if not any(name in environment for name in _WAIT_POLICIES):
+    if not any(name in environment for name in WAIT_POLICIES):
         environment["GOMP_SPINCOUNT"] = SPIN_COUNT
-
-
-if __name__ == "__main__":
-    names = (*(lowered() or LOWER["avx2"]).variables, *_WAIT_POLICIES)
-    sys.stdout.write(" ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ) + "\n")

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from modelwright.core.cpp_build import cache_folder, compiled
 from modelwright.core.errors import ConfigError, ModelwrightError
 from modelwright.core.library_environment import lowered
-from modelwright.ops.kernel_speed import KERNELS, Kernel, faster_kernels, rows_of
+from modelwright.ops.kernel_speed import KERNELS, Kernel, kernels_for
 
 log = logging.getLogger("modelwright.ops")
 SOURCE = Path(__file__).with_name("kernels") / "kernels.cpp"
@@ -88,7 +88,7 @@ def _selected(setting: str, of: str) -> frozenset[Kernel]:
     if not of:
         return frozenset()
     if setting == "1":
-        return faster_kernels(rows_of(of))
+        return kernels_for(of)
     names = setting.split(",")
     if wrong := [name for name in names if name not in KERNELS]:
         raise ConfigError(f"{SWITCH}: unknown kernel {wrong[0]!r}; give 1, 0, or some of {','.join(KERNELS)}")

@@ -18,12 +18,25 @@ TOLERANCE = 0.05
 """Part of a time by which measurements of equal speed differ here; a kernel is used if it is slower nowhere by more."""
 
 
+UNMEASURED: Mapping[str, frozenset[Kernel]] = {
+    "avx512": frozenset({"attention", "norm", "rotary", "gated_activation", "int8"})
+}
+"""What is used where no rows are. On AVX-512 these together made whole training steps faster (docs/log.md: in FP32 from
+6.3 to 5.5 s, in BF16 from 3.2 to 1.7 s, in INT8 from 4.4 to 1.55 s); elsewhere nothing is known of them."""
+
+
 @functools.cache
 def speed() -> Mapping[str, Any]:
     """By instruction set: `processor`, `torch`, and `rows`, each with `kernel`, `case`, and the times `own_us` and
     `pytorch_us` of one thread.
     """
     return json.loads(SPEED.read_text(encoding="utf-8"))
+
+
+def kernels_for(instruction_set: str) -> frozenset[Kernel]:
+    """The kernels to use on an instruction set."""
+    rows = rows_of(instruction_set)
+    return faster_kernels(rows) if rows else UNMEASURED.get(instruction_set, frozenset())
 
 
 def faster_kernels(rows: Sequence[Mapping[str, Any]]) -> frozenset[Kernel]:

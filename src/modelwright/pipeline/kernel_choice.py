@@ -1,5 +1,5 @@
-"""Which kernels for CPUs a run computes with: decided once, written into its run.json, the same on all of its processes,
-and kept when it is resumed, so that its bits stay the same.
+"""Which kernels for CPUs a run computes with: decided once, written into its run.json, the same on all of its
+processes, and kept when it is resumed, so that its bits stay the same.
 """
 
 import os

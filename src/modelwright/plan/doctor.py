@@ -100,7 +100,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 def kernel_facts() -> dict[str, Any]:
-    """This package's kernels for CPUs: the instruction set, which of them are used, and the measurements that say so."""
+    """This package's kernels for CPUs: the instruction set, which of them are used, and what was measured."""
     name = cpu_kernels.instruction_set()
     return {"instruction_set": name, "used": sorted(cpu_kernels.used()), "rows": list(rows_of(name))}
 
@@ -265,8 +265,10 @@ def _kernel_lines(kernels: dict[str, Any]) -> list[str]:
     if not kernels["instruction_set"]:
         return ["own kernels: none; PyTorch's operators do their work"]
     if not kernels["rows"]:
-        names = ", ".join(kernels["used"]) or "none, until benchmarks/kernels.py --write has measured them"
-        return [f"own kernels on {kernels['instruction_set']}: {names}"]
+        names = ", ".join(kernels["used"]) or "none"
+        return [
+            f"own kernels on {kernels['instruction_set']}: {names} (to measure them: benchmarks/kernels.py --write)"
+        ]
     title = f"own kernels on {kernels['instruction_set']} beside PyTorch's operators, microseconds of one thread"
     return [f"{title} (from the table of this version)", *speed_lines(kernels["rows"], kernels["used"])]
 
