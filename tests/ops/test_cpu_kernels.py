@@ -19,6 +19,7 @@ from modelwright.ops.norm import rms_norm, rms_norm_naive
 from modelwright.ops.quantize import ROWWISE, dequantize, quantize, quantize_naive, scaled_product, scaled_product_naive
 from modelwright.ops.rope import apply_rope, apply_rope_naive, rope_tables
 from modelwright.ops.swiglu import swiglu, swiglu_naive
+from rank_processes import TIMEOUT_S
 from tolerances import TOLERANCES
 
 needs_kernels = pytest.mark.usefixtures("own_kernels")
@@ -308,5 +309,5 @@ def test_processes_that_build_at_once_leave_one_library(tmp_path):
     code = "from modelwright.ops import cpu_kernels; assert cpu_kernels.kernels() is not None"
     environment = {"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
     both = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
-    assert [one.wait(timeout=120) for one in both] == [0, 0]
+    assert [one.wait(timeout=TIMEOUT_S) for one in both] == [0, 0]
     assert [path.suffix for path in (tmp_path / "modelwright").iterdir()] == [".so"]

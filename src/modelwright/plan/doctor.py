@@ -266,9 +266,7 @@ def _kernel_lines(kernels: dict[str, Any]) -> list[str]:
         return ["own kernels: none; PyTorch's operators do their work"]
     if not kernels["rows"]:
         names = ", ".join(kernels["used"]) or "none"
-        return [
-            f"own kernels on {kernels['instruction_set']}: {names} (to measure them: benchmarks/kernels.py --write)"
-        ]
+        return [f"own kernels on {kernels['instruction_set']}: {names}, not measured (benchmarks/kernels.py --write)"]
     title = f"own kernels on {kernels['instruction_set']} beside PyTorch's operators, microseconds of one thread"
     return [f"{title} (from the table of this version)", *speed_lines(kernels["rows"], kernels["used"])]
 
