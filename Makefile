@@ -1,10 +1,12 @@
 # make demo   install into .venv and go from raw text to a served model
 # make test   install with the test tools and run the tests, one process per core (TEST_PROCESSES=N for another number);
-#             ends with the ten slowest tests and the wall time
+#             ends with the ten slowest tests and the wall time; where the processor has AVX-512, the tests of numerics
+#             run a second time as on one with AVX2 alone
 # make coverage  the same with the share of lines in src/modelwright that were run: 40% more CPU time on Python 3.11,
 #             so not a part of make test; lines that only processes of their own run do not count
 # make lint   formatting, types, import floors
-# make bench  the same training on two other trainers, side by side
+# make bench  the same training on two other trainers, side by side; make bench ISA=avx2 times a newer processor as one with
+#             AVX2 alone (or ISA=x86-64)
 # make parity every parallel layout against one process
 # make prove  measure every claim; make prove QUICK=1 for the short form
 # make gpu-check  on a CUDA machine with torch installed: parity tests and speed figures, nothing is downloaded
@@ -17,11 +19,19 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 RECIPE ?= quickstart
 ARGS ?=
+ISA ?=
 TORCH_INDEX ?=
 TEST_PROCESSES ?= auto
 # A file stays on one process, because its tests share fixtures; tests/conftest.py has the slowest files begin first.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest \
 	--numprocesses $(TEST_PROCESSES) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+# An older instruction set for every library of the programs that follow.
+WITH_ISA := env $(if $(ISA),MODELWRIGHT_ISA=$(ISA) $$(MODELWRIGHT_ISA=$(ISA) $(BIN)/python -m modelwright.core.print_environment))
+# What a processor without AVX-512 and BF16 computes differently.
+ISA_TESTS := tests/ops tests/precision tests/parallel/test_gather_formats.py tests/parallel/test_tensor.py \
+	tests/memory/test_checkpointing.py tests/train/test_wired_precision.py
+HAS_AVX512 := $(shell grep -qsw avx512f /proc/cpuinfo && echo yes)
 
 .PHONY: demo test coverage lint bench prove parity gpu-check clean
 
@@ -30,6 +40,7 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(PYTEST) $(ARGS)
+	$(if $(HAS_AVX512),$(if $(ARGS),,MODELWRIGHT_ISA=avx2 $(PYTEST) $(ISA_TESTS)))
 
 coverage: $(VENV)/.installed-dev
 	$(PYTEST) --cov --cov-report= $(ARGS)
@@ -42,7 +53,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.installed-peers
-	$(BIN)/python benchmarks/peers.py $(ARGS)
+	$(WITH_ISA) $(BIN)/python benchmarks/peers.py $(ARGS)
 
 prove: $(VENV)/.installed
 	$(BIN)/modelwright prove --all $(if $(QUICK),--quick) $(ARGS)

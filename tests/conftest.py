@@ -5,6 +5,8 @@ import signal
 
 import pytest
 
+import modelwright  # noqa: F401  (sets what PyTorch reads when it is loaded, before a test imports it)
+
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -69,7 +69,7 @@ def run(config, *, compute="fp32", attend=None):
     model = Decoder(CONFIG)
     model.init_weights(3)
     names = list(model.state_dict())
-    shape = block_shape(CONFIG, compute=compute, mean_context=0, fused=cpu_kernels.kernels() is not None)
+    shape = block_shape(CONFIG, compute=compute, mean_context=0, fused=cpu_kernels.are_used_on("cpu"))
     segments = segments_for(config, CONFIG.num_layers, shape=shape, num_tokens=TOKENS)
     checkpoint_segments(model, segments)
     ModelPrecision(model, PrecisionConfig(policy="bf16_mixed" if compute == "bf16" else "fp32"))
@@ -96,7 +96,7 @@ def test_gradients_are_equal_and_bytes_and_flops_are_those_of_the_formulas(compu
     """The last product of a block is spared where it is one of PyTorch's own, hence with instructions for BF16."""
     monkeypatch.setattr(lowp_emulation, "CPU_MULTIPLIES", lowp_emulation.NARROW)
     if not own_kernels:
-        monkeypatch.setattr(cpu_kernels, "kernels", lambda: None)
+        monkeypatch.setenv(cpu_kernels.SWITCH, "0")
     plain, _, flops, _, _ = run(ActivationCheckpointingConfig(), compute=compute)
     ids, tables, norm = 8 * TOKENS, 2 * TOKENS * CONFIG.head_dim * 4, 4 * TOKENS * (32 + 1)
     cuts = packed_cuts(SEGMENTS)

@@ -133,7 +133,7 @@ def test_operator_is_sound_under_compile(tile_len):
     ],
 )
 def test_rows_are_cut_where_that_saves_more_than_it_costs(lengths, is_cut):
-    is_cut |= cpu_kernels.kernels() is not None  # tiles cost nothing beside their products there
+    is_cut |= "attention" in cpu_kernels.used()  # tiles cost nothing beside their products there
     segments = make_segments(lengths)
     cuts = packed_cuts(segments)
     assert bool(len(cuts.bounds_P5)) == is_cut

@@ -1,5 +1,6 @@
 """Kernels for the processor against the operators whose place they take, outputs and gradients, and doing without."""
 
+import ctypes
 import logging
 import subprocess
 import sys
@@ -8,16 +9,46 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from modelwright.core.cpp_build import has_compiler
+from modelwright.core.errors import ConfigError
+from modelwright.core.library_environment import LOWER
 from modelwright.ops import cpu_kernels
 from modelwright.ops.attention import document_mask, masked_attention_naive, packed_attention, packed_cuts, packed_tiles
+from modelwright.ops.kernel_speed import KERNELS, faster_kernels, kernels_for, speed
 from modelwright.ops.norm import rms_norm, rms_norm_naive
 from modelwright.ops.quantize import ROWWISE, dequantize, quantize, quantize_naive, scaled_product, scaled_product_naive
 from modelwright.ops.rope import apply_rope, apply_rope_naive, rope_tables
 from modelwright.ops.swiglu import swiglu, swiglu_naive
+from rank_processes import TIMEOUT_S
 from tolerances import TOLERANCES
 
-needs_kernels = pytest.mark.skipif(cpu_kernels.kernels() is None, reason="needs a C++ compiler")
+needs_kernels = pytest.mark.usefixtures("own_kernels")
 FORMATS = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(scope="module", params=["native", *LOWER])
+def library(request) -> ctypes.CDLL:
+    """The kernels for this processor, and for each older one that it can stand for."""
+    own = cpu_kernels.instruction_set()
+    if not own:
+        pytest.skip("needs a C++ compiler")
+    if request.param == "native":
+        library = cpu_kernels.kernels()
+        assert library is not None
+        return library
+    names = ["avx512", *LOWER]
+    if own not in names or names.index(own) >= names.index(request.param):
+        pytest.skip(f"kernels for this processor are those of {own}")
+    library = cpu_kernels.compiled_for(LOWER[request.param].march)
+    assert library.instruction_set().decode() == request.param
+    return library
+
+
+@pytest.fixture
+def own_kernels(library, monkeypatch):
+    """All kernels are used, whatever is faster."""
+    monkeypatch.setattr(cpu_kernels, "kernels", lambda: library)
+    monkeypatch.setenv(cpu_kernels.SWITCH, ",".join(KERNELS))
 
 
 def made(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -217,24 +248,66 @@ def test_fake_tensors_have_the_shapes_and_keep_the_bytes():
         assert run() == real
 
 
-@pytest.mark.parametrize(
-    ("variables", "said"), [({"CXX": "no-such-compiler"}, True), ({cpu_kernels.SWITCH: "0"}, False)]
-)
-def test_without_them_the_operators_do_their_work(variables, said, tmp_path, monkeypatch, caplog):
+def test_without_a_compiler_the_operators_do_their_work(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CXX", "no-such-compiler")
     with caplog.at_level(logging.WARNING, "modelwright.ops"):
         assert cpu_kernels.kernels.__wrapped__() is None
-    found = [record.message for record in caplog.records]
-    assert len(found) == said
-    assert not said or "'no-such-compiler'; set MODELWRIGHT_CPU_KERNELS=0" in found[0]
+    (record,) = caplog.records
+    assert "'no-such-compiler'; set MODELWRIGHT_CPU_KERNELS=0" in record.message
+
+
+def test_the_switch_names_kernels(monkeypatch):
+    monkeypatch.setattr(cpu_kernels, "instruction_set", lambda: "avx2")
+    for setting, wanted in (
+        ("0", set()),
+        ("norm,int8", {"norm", "int8"}),
+        ("1", kernels_for("avx2")),
+    ):
+        monkeypatch.setenv(cpu_kernels.SWITCH, setting)
+        assert cpu_kernels.used() == wanted
+        assert cpu_kernels.take("norm", torch.ones(3)) == ("norm" in wanted)
+        assert cpu_kernels.as_setting(cpu_kernels.used()) == {cpu_kernels.SWITCH: ",".join(sorted(wanted)) or "0"}
+    monkeypatch.setenv(cpu_kernels.SWITCH, "norms")
+    with pytest.raises(ConfigError, match="unknown kernel 'norms'"):
+        cpu_kernels.used()
+
+
+def test_a_kernel_is_used_if_no_case_is_slower():
+    def rows(*ratios: float) -> list[dict[str, object]]:
+        return [{"kernel": "norm", "case": "", "own_us": ratio, "pytorch_us": 1.0} for ratio in ratios]
+
+    assert faster_kernels(rows(0.5, 1.04)) == {"norm"}
+    assert not faster_kernels(rows(0.5, 1.06))
+    assert not faster_kernels(rows(1.01, 1.0))
+    assert not faster_kernels([])
+    assert all(kernels_for(name) == faster_kernels(entry["rows"]) for name, entry in speed().items())
+    assert not kernels_for("unknown")
 
 
 @needs_kernels
+def test_few_elements_are_pytorchs_in_inference_mode_unless_decode_is_used(monkeypatch):
+    called = []
+    monkeypatch.setattr(cpu_kernels, "_call", lambda name, *arguments: called.append(name))
+    few, many = torch.ones(1, 8), torch.ones(1, cpu_kernels.FEW_ELEMENTS + 1)
+    for names, x, calls in (
+        ("decode,gated_activation", few, 1),
+        ("gated_activation", few, 0),
+        ("gated_activation", many, 1),
+    ):
+        monkeypatch.setenv(cpu_kernels.SWITCH, names)
+        called.clear()
+        with torch.inference_mode():
+            swiglu(x, x)
+        assert len(called) == calls
+        swiglu(x, x)
+        assert len(called) == calls + 1
+
+
+@pytest.mark.skipif(not has_compiler(), reason="needs a C++ compiler")
 def test_processes_that_build_at_once_leave_one_library(tmp_path):
     code = "from modelwright.ops import cpu_kernels; assert cpu_kernels.kernels() is not None"
     environment = {"PATH": "/usr/bin:/bin", "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
     both = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
-    assert [one.wait(timeout=120) for one in both] == [0, 0]
+    assert [one.wait(timeout=TIMEOUT_S) for one in both] == [0, 0]
     assert [path.suffix for path in (tmp_path / "modelwright").iterdir()] == [".so"]

@@ -8,6 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from modelwright.model.attention import causal_attend
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.ops import cpu_kernels
+from modelwright.ops.kernel_speed import speed
 from modelwright.plan.doctor import measure_rates, recommend, survey, survey_text
 from modelwright.plan.gemm_shapes import effective_rate, forward_products, training_products
 from modelwright.precision.policy import PrecisionConfig, resolve
@@ -107,5 +109,11 @@ def test_survey_of_this_machine(tmp_path: Path) -> None:
     facts["training"]["busy_cores"] = 0.0
     text = survey_text(facts)
     assert "other processes" not in text
+    assert facts["kernels"]["used"] == sorted(cpu_kernels.used())
+    facts["kernels"] = {"instruction_set": "avx2", "used": ["norm"], "rows": speed()["avx2"]["rows"]}
+    (line,) = [line for line in survey_text(facts).splitlines() if line.startswith("norm  ") and "64, bf16" in line]
+    assert line.endswith("  yes")
+    facts["kernels"] = {"instruction_set": "neon", "used": [], "rows": []}
+    assert "own kernels on neon: none, not measured (benchmarks/kernels.py --write)" in survey_text(facts)
     for word in ("processor", "gate_proj grad_weight", "effective", "recommended compute", "1 thread,", "(1 thread;"):
         assert word in text

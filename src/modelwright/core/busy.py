@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +13,12 @@ _IDLE = (3, 4)
 """Columns of a processor's line in /proc/stat that count idle time and time of waiting for a disk, see proc(5)."""
 _GUEST = 8
 """From this column on times are counted twice."""
+
+
+PERIOD_S = 0.2
+"""The shortest time over which the use of cores is known well enough; the system counts in hundredths of a second."""
+MISSING_CORES = 0.25
+"""As many are always used by something."""
 
 
 class LoadMeter(Protocol):
@@ -53,6 +60,21 @@ class OtherProcesses:
 def missing_cores(other_cores: float, num_threads: int) -> float:
     """How many threads of this process were waiting for a core."""
     return max(0.0, min(num_threads, other_cores + num_threads - num_usable_cores()))
+
+
+def busy_machine(others: LoadMeter, num_threads: int, *, sleep: Callable[[float], None] = time.sleep) -> str:
+    """A warning if other processes leave this one fewer cores than it has threads on this machine, else "". Takes
+    `PERIOD_S`.
+    """
+    others.begin()
+    sleep(PERIOD_S)
+    cores = others.other_cores()
+    if missing_cores(cores, num_threads) < MISSING_CORES:
+        return ""
+    return (
+        f"busy machine: other processes use {cores:.1f} of {num_usable_cores()} cores; training takes longer than it "
+        "would alone, and times that are measured meanwhile say little"
+    )
 
 
 def _busy_seconds() -> float | None:

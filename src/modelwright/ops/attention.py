@@ -80,7 +80,7 @@ class Tiles:
 def packed_cuts(segments_BT: Tensor) -> Tiles:
     """`packed_tiles`, or no tiles for short rows where a mask is expected to be faster. CPU tensors only."""
     tiles, (num_rows, row_len) = packed_tiles(segments_BT), segments_BT.shape
-    if cpu_kernels.kernels() is not None:
+    if "attention" in cpu_kernels.used():
         return tiles
     _, start_P, first_P, end_P, _ = tiles.bounds_P5.unbind(1)
     scores = int(((end_P - first_P) * (end_P - start_P)).sum())

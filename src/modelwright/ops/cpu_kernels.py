@@ -1,9 +1,9 @@
 """This package's own kernels for CPUs (`kernels/`), compiled for the present processor on first use.
 
-They replace chains of PyTorch operators, which remain as their references and do the work wherever the kernels are
-unavailable: without a C++ compiler, or with `MODELWRIGHT_CPU_KERNELS=0`. All compute in FP32, whatever the format of
-the tensors. Results do not depend on the number of threads, except for a norm's gradient of its weight. On fake tensors
-they allocate their results and compute nothing.
+They replace chains of PyTorch operators, which remain as their references and do the work wherever a kernel is slower
+(`kernel_speed`) or unavailable: without a C++ compiler, or with `MODELWRIGHT_CPU_KERNELS=0`. All compute in FP32,
+whatever the format of the tensors. Results do not depend on the number of threads, except for a norm's gradient of its
+weight. On fake tensors they allocate their results and compute nothing.
 """
 
 import ctypes
@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import platform
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -19,13 +20,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from modelwright.core.cpp_build import cache_folder, compiled
-from modelwright.core.errors import ModelwrightError
+from modelwright.core.errors import ConfigError, ModelwrightError
+from modelwright.core.library_environment import lowered
+from modelwright.ops.kernel_speed import KERNELS, Kernel, kernels_for
 
 log = logging.getLogger("modelwright.ops")
 SOURCE = Path(__file__).with_name("kernels") / "kernels.cpp"
 SWITCH = "MODELWRIGHT_CPU_KERNELS"
-OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fopenmp")
-LANES, BLOCK = 16, 64
+"""Environment variable: `1`, the kernels that are faster here (the default); `0`, none; or names of `KERNELS`."""
+BLOCK = 64
+HEAD_DIM_STEP = 16
+"""Widths of heads are multiples of it, which is one of every processor's vectors."""
+FEW_ELEMENTS = 16_384
+"""Up to so many, in inference mode, a kernel's call costs as much as its work: a decode step of 16 requests."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 """The formats that kernels read and write."""
 Argument = Tensor | int | float | bool
@@ -34,14 +41,21 @@ Argument = Tensor | int | float | bool
 @functools.cache
 def kernels() -> ctypes.CDLL | None:
     """The library; None, with a line in the log, if it is unavailable. Tried once."""
-    if os.environ.get(SWITCH, "1") == "0":
-        return None
     try:
-        way_out = f"set {SWITCH}=0 to do without, or"
-        return ctypes.CDLL(str(compiled(SOURCE, OPTIONS, folder=cache_folder(), way_out=way_out, known=_known())))
+        architecture = lowered()
+        return compiled_for(architecture.march if architecture else "native")
     except (ModelwrightError, OSError) as error:
         log.warning("kernels for this processor %s. PyTorch's operators do their work, more slowly.", error)
         return None
+
+
+def compiled_for(march: str) -> ctypes.CDLL:
+    """The library for an architecture, as a compiler's option `-march` names it."""
+    options = ("-std=c++17", "-O3", f"-march={march}", "-fopenmp")
+    way_out = f"set {SWITCH}=0 to do without, or"
+    library = ctypes.CDLL(str(compiled(SOURCE, options, folder=cache_folder(), way_out=way_out, known=_known())))
+    library.instruction_set.restype = ctypes.c_char_p
+    return library
 
 
 def _known() -> str:
@@ -57,14 +71,45 @@ def _known() -> str:
     return hashlib.sha256(b"\n".join(known)).hexdigest()
 
 
+def instruction_set() -> str:
+    """The one that the kernels are compiled for; "" without kernels."""
+    library = kernels()
+    return library.instruction_set().decode() if library is not None else ""
+
+
+def used() -> frozenset[Kernel]:
+    """The kernels that do the work of PyTorch's operators here."""
+    setting = os.environ.get(SWITCH, "1")
+    return _selected(setting, instruction_set()) if setting != "0" else frozenset()
+
+
+@functools.cache
+def _selected(setting: str, of: str) -> frozenset[Kernel]:
+    if not of:
+        return frozenset()
+    if setting == "1":
+        return kernels_for(of)
+    names = setting.split(",")
+    if wrong := [name for name in names if name not in KERNELS]:
+        raise ConfigError(f"{SWITCH}: unknown kernel {wrong[0]!r}; give 1, 0, or some of {','.join(KERNELS)}")
+    return frozenset(kernel for kernel in KERNELS if kernel in names)
+
+
+def as_setting(names: Iterable[Kernel]) -> Mapping[str, str]:
+    """The environment in which exactly these are used."""
+    return {SWITCH: ",".join(sorted(names)) or "0"}
+
+
 def are_used_on(device: str) -> bool:
-    """Whether models on such a device are computed with the kernels, provided that the device is like this machine."""
-    return device == "cpu" and kernels() is not None
+    """Whether norms and activations of models on such a device are single kernels, provided that the device is like
+    this machine.
+    """
+    return device == "cpu" and {"norm", "gated_activation"} <= used()
 
 
-def take(*tensors: Tensor) -> bool:
-    """Whether kernels take these tensors: on a CPU, in a supported format, no wrapper subclasses, not while code is
-    traced.
+def take(kernel: Kernel, *tensors: Tensor) -> bool:
+    """Whether the kernel is used and takes these tensors: on a CPU, in a supported format, no wrapper subclasses, not
+    while code is traced.
     """
     return (
         all(
@@ -72,13 +117,19 @@ def take(*tensors: Tensor) -> bool:
             for one in tensors
         )
         and not torch.compiler.is_compiling()
-        and kernels() is not None
+        and kernel in used()
     )
 
 
+def take_elements(kernel: Kernel, *tensors: Tensor) -> bool:
+    """`take` for a kernel that PyTorch's few calls may beat at few elements: then `decode` has to be used, too."""
+    is_few = torch.is_inference_mode_enabled() and tensors[0].numel() <= FEW_ELEMENTS
+    return take(kernel, *tensors) and (not is_few or "decode" in used())
+
+
 def take_heads(x: Tensor) -> bool:
-    """Whether kernels support queries or keys of this width."""
-    return x.shape[-1] % LANES == 0 and take(x)
+    """Whether the kernels of attention are used and support queries or keys of this width."""
+    return x.shape[-1] % HEAD_DIM_STEP == 0 and take("attention", x)
 
 
 def attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P5: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,12 +192,12 @@ def norm_backward(grad: Tensor, x: Tensor, weight_D: Tensor, inverse: Tensor) ->
     """Gradients of the input, in its format, and of the weight."""
     of_x = x.new_empty(x.shape)
     width = x.shape[-1]
-    of_weight = x.new_zeros((torch.get_num_threads(), -(-width // LANES) * LANES), dtype=torch.float32)
+    of_weight = x.new_zeros((torch.get_num_threads(), width), dtype=torch.float32)
     _call(
         f"norm_backward_{NAMES[x.dtype]}_{NAMES[grad.dtype]}", grad, x, weight_D, inverse, x.numel() // width, width,
         of_x, of_weight,
     )  # fmt: skip
-    return of_x, of_weight.sum(0)[:width].contiguous()
+    return of_x, of_weight.sum(0)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -179,8 +230,7 @@ def quantize(x_RK: Tensor, *, stochastic: bool) -> tuple[Tensor, Tensor]:
     codes = given.new_empty(given.shape, dtype=torch.int8)
     scales = given.new_empty((len(x_RK), 1), dtype=torch.float32)
     seed = int(torch.randint(2**63 - 1, ())) if stochastic and type(x_RK) is not FakeTensor else 0
-    own = -(-given.shape[1] // LANES) * LANES
-    scratch = given.new_empty((torch.get_num_threads() + 1, own if by_column else 0), dtype=torch.float32)
+    scratch = given.new_empty((torch.get_num_threads() + 1, given.shape[1] if by_column else 0), dtype=torch.float32)
     _call(f"quantize_{NAMES[x_RK.dtype]}", given, *given.shape, by_column, stochastic, seed, codes, scales, scratch)
     return codes.T if by_column else codes, scales
 

@@ -9,9 +9,15 @@ while it runs; the model keeps the narrow format.
 import torch
 from torch import Tensor
 
+from modelwright.core.library_environment import lowered
+
 
 def _instructions_of_cpu() -> frozenset[torch.dtype]:
-    """The narrow formats that this processor multiplies natively; all of them if PyTorch cannot tell."""
+    """The narrow formats that this processor multiplies natively; all of them if PyTorch cannot tell. None if it is
+    held to an older instruction set, which PyTorch's checks do not ask for.
+    """
+    if lowered() is not None:
+        return frozenset()
     if not torch.backends.mkldnn.is_available():
         return frozenset({torch.bfloat16, torch.float16, torch.int8})
     result = {

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from modelwright.core.busy import LoadMeter, missing_cores
+from modelwright.core.busy import MISSING_CORES, PERIOD_S, LoadMeter, missing_cores
 from modelwright.core.resources import num_usable_cores
 
 K = TypeVar("K", bound=Hashable)
@@ -25,10 +25,6 @@ Clock = Callable[[], float]
 
 PATIENCE_S = 2.0
 """How long several threads wait for a moment in which each of them has a core."""
-_PERIOD_S = 0.2
-"""The shortest time over which the use of cores is known well enough; the system counts in hundredths of a second."""
-_MISSING_CORES = 0.25
-"""As many are always used by something."""
 
 
 def seconds_of(
@@ -103,7 +99,7 @@ def undisturbed(
     if not busy_cores:
         others.begin()
         value = measure()
-        sleep(max(0.0, _PERIOD_S - others.seconds()))
+        sleep(max(0.0, PERIOD_S - others.seconds()))
         busy_cores = _competing_cores(others, num_threads)
         if num_threads == 1 or not busy_cores:
             return Undisturbed(value=value, num_threads=num_threads, busy_cores=busy_cores)
@@ -121,9 +117,9 @@ def _wait_for_free_cores(
     quietest time.
     """
     quietest = float(num_usable_cores())
-    for _ in range(max(1, round(patience_s / _PERIOD_S))):
+    for _ in range(max(1, round(patience_s / PERIOD_S))):
         others.begin()
-        sleep(_PERIOD_S)
+        sleep(PERIOD_S)
         quietest = min(quietest, _competing_cores(others, num_threads))
         if not quietest:
             break
@@ -133,4 +129,4 @@ def _wait_for_free_cores(
 def _competing_cores(others: LoadMeter, num_threads: int) -> float:
     """Cores that other processes use, 0 if they leave enough."""
     cores = others.other_cores()
-    return cores if missing_cores(cores, num_threads) >= _MISSING_CORES else 0.0
+    return cores if missing_cores(cores, num_threads) >= MISSING_CORES else 0.0

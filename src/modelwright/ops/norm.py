@@ -28,7 +28,7 @@ def rms_norm(
     if not torch.is_grad_enabled() and x.dtype == weight_D.dtype == torch.float32 and out_dtype in (None, x.dtype):
         return F.rms_norm(x, weight_D.shape, weight_D, eps)  # one kernel call: what a decode step of few rows needs
     out_dtype = out_dtype or x.dtype
-    if weight_D.dtype == torch.float32 and out_dtype in cpu_kernels.NAMES and cpu_kernels.take(x, weight_D):
+    if weight_D.dtype == torch.float32 and out_dtype in cpu_kernels.NAMES and cpu_kernels.take("norm", x, weight_D):
         return _RmsNormByKernel.apply(x.contiguous(), weight_D, eps, out_dtype)  # type: ignore[return-value]
     return _RmsNorm.apply(x, weight_D, eps, out_dtype, in_fp32)  # type: ignore[return-value]
 

@@ -67,7 +67,7 @@ def quantize(
     generator.
     """
     in_one_piece = x_RK.is_contiguous() or x_RK.T.is_contiguous()
-    if (grid, dtype, maxima) == (ROWWISE, torch.int8, None) and in_one_piece and cpu_kernels.take(x_RK):
+    if (grid, dtype, maxima) == (ROWWISE, torch.int8, None) and in_one_piece and cpu_kernels.take("int8", x_RK):
         return cpu_kernels.quantize(x_RK.detach(), stochastic=stochastic)
     return quantize_naive(x_RK, grid, dtype, maxima=maxima, stochastic=stochastic)
 
@@ -116,7 +116,11 @@ def scaled_product(
     (a_MK, a_scales), (b_NK, b_scales) = a, b
     if a_MK.dtype == torch.int8 and not grids[0][1] and not grids[1][1]:
         sums_MN = int8_product(a_MK, b_NK)
-        if sums_MN.dtype == torch.int32 and result in cpu_kernels.NAMES and cpu_kernels.take(a_scales, b_scales):
+        if (
+            sums_MN.dtype == torch.int32
+            and result in cpu_kernels.NAMES
+            and cpu_kernels.take("int8", a_scales, b_scales)
+        ):
             return cpu_kernels.rescale(sums_MN, a_scales, b_scales, result)
         return (sums_MN.float() * a_scales * b_scales.T).to(result)
     kernel = fp8_kernel(a_MK.device, a_MK.dtype, b_NK.dtype, grids, result)

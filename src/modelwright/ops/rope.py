@@ -21,7 +21,7 @@ def apply_rope(x_BTHd: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor) -> Tensor:
     """Rotate each pair (i, i + head_dim / 2) of the last dimension by its position's angle; tables of `rope_tables`."""
     tables = (cos_BT1d, sin_BT1d)
     whole = cos_BT1d.shape[:2] == x_BTHd.shape[:2] and all(table.is_contiguous() for table in tables)
-    if whole and x_BTHd.shape[-1] % (2 * cpu_kernels.LANES) == 0 and cpu_kernels.take(x_BTHd, *tables):
+    if whole and cpu_kernels.take_elements("rotary", x_BTHd, *tables):
         return _Rotate.apply(x_BTHd, *tables)  # type: ignore[return-value]
     swapped = x_BTHd.roll(x_BTHd.shape[-1] // 2, dims=-1)
     return torch.addcmul(x_BTHd * cos_BT1d, swapped, sin_BT1d).to(x_BTHd.dtype)

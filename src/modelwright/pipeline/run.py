@@ -3,7 +3,7 @@ that knows all of them; stages and the terminal are elsewhere.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 from modelwright import __version__
 from modelwright.core.artifacts import Manifest
+from modelwright.core.busy import OtherProcesses, busy_machine
 from modelwright.core.config import load_yaml, parse, save_yaml
 from modelwright.core.errors import STOPPING, ArtifactError, ConfigError, ModelwrightError, StorageError
 from modelwright.core.progress import Progress, SilentProgress
@@ -19,6 +20,7 @@ from modelwright.core.rundir import RunDir
 from modelwright.parallel.elastic import fit, num_restarts, num_used
 from modelwright.parallel.topology.rank_mapping import Placement
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.kernel_choice import kernels_of_run
 from modelwright.pipeline.preflight import check_training, prefix_errors
 from modelwright.pipeline.process_group import RunGroup, as_lost_peer, join_ranks, shared_rows, use_threads
 from modelwright.pipeline.redact import redact_words
@@ -84,8 +86,11 @@ def execute(
         if ranks.rank != 0:
             config = parse(RunConfig, load_yaml(run.config))
             stages = _stages(config, run, only, ranks)
-        use_threads(config.hardware.num_threads)
-        with _journal(run, config, origin, words, ranks) as after_stage:
+        num_threads = use_threads(config.hardware.num_threads)
+        if ranks.rank == 0 and (busy := busy_machine(OtherProcesses(), num_threads)):
+            shown.note(busy)
+        kernels = held.enter_context(kernels_of_run(run, ranks.world, shown))
+        with _journal(run, config, origin, words, ranks, kernels) as after_stage:
             outcomes = run_stages(
                 run,
                 stages,
@@ -188,12 +193,17 @@ def previous_config(run: RunDir) -> RunConfig | None:
 
 @contextmanager
 def _journal(
-    run: RunDir, config: RunConfig, origin: str, words: Sequence[str], ranks: RunGroup
+    run: RunDir,
+    config: RunConfig,
+    origin: str,
+    words: Sequence[str],
+    ranks: RunGroup,
+    kernels: Mapping[str, Any],
 ) -> Iterator[Callable[[Stage, Manifest], None]]:
     """Maintain run.json on the first process: how the block ends, and each stage reported to the yielded function. A
     collective that fails because another process has left is raised as `PeerLost`.
     """
-    journal = _RunJournal(run, config, origin, words, ranks) if ranks.rank == 0 else None
+    journal = _RunJournal(run, config, origin, words, ranks, kernels) if ranks.rank == 0 else None
     try:
         yield journal.stage_done if journal else lambda stage, manifest: None
     except BaseException as error:
@@ -209,7 +219,15 @@ def _journal(
 class _RunJournal:
     """run.json: one entry per invocation, and the digests of each stage's output."""
 
-    def __init__(self, run: RunDir, config: RunConfig, origin: str, words: Sequence[str], ranks: RunGroup) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        config: RunConfig,
+        origin: str,
+        words: Sequence[str],
+        ranks: RunGroup,
+        kernels: Mapping[str, Any],
+    ) -> None:
         self._run = run
         try:
             self._info = run.read_info()
@@ -222,6 +240,7 @@ class _RunJournal:
             "commit": own_commit(),
             "versions": {"modelwright": __version__, **versions(*PACKAGES)},
             "hardware": hardware() | {"device": str(ranks.world.device), "num_threads": config.hardware.num_threads},
+            "kernels": dict(kernels),
             "world_size": ranks.size,
             "restart": num_restarts(),
             "state": "running",

@@ -21,7 +21,9 @@ from modelwright.core.busy import LoadMeter, OtherProcesses
 from modelwright.core.errors import ConfigError
 from modelwright.core.resources import hardware, load, num_usable_cores
 from modelwright.model.config import ModelConfig
+from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
+from modelwright.ops.kernel_speed import rows_of, speed_lines
 from modelwright.ops.matmul_rates import int8_linear_rate, matmul_rate
 from modelwright.ops.microbenchmark import Undisturbed, in_turn, undisturbed
 from modelwright.plan.estimate import size
@@ -56,7 +58,7 @@ class DtypeRate(Protocol):
 def survey(
     model: ModelConfig, *, num_tokens: int, folder: Path, device: str = "cpu", budget_s: float = 6.0
 ) -> dict[str, Any]:
-    """Everything `doctor` knows, as plain data: `machine`, `torch`, `training`, `int8`, `recommended`.
+    """Everything `doctor` knows, as plain data: `machine`, `torch`, `training`, `int8`, `kernels`, `recommended`.
 
     `num_tokens`: tokens of one microbatch on one rank; `folder`: where runs are written; `budget_s`: approximate time
     to measure each format.
@@ -68,6 +70,7 @@ def survey(
         "torch": torch_facts(),
         "training": training,
         "int8": int8,
+        "kernels": kernel_facts(),
         "recommended": recommend(training, int8, preload_allocator()),
     }
 
@@ -94,6 +97,12 @@ def torch_facts() -> dict[str, Any]:
         "mkldnn": torch.backends.mkldnn.is_available(),
         "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
     }
+
+
+def kernel_facts() -> dict[str, Any]:
+    """This package's kernels for CPUs: the instruction set, which of them are used, and what was measured."""
+    name = cpu_kernels.instruction_set()
+    return {"instruction_set": name, "used": sorted(cpu_kernels.used()), "rows": list(rows_of(name))}
 
 
 def measure_rates(
@@ -242,6 +251,7 @@ def survey_text(facts: dict[str, Any]) -> str:
         lines.append(f"note: {busy}")
     if facts["int8"]:
         lines += ["", "GFLOP/s of the blocks' linears in serving", *_int8_lines(facts["int8"])]
+    lines += ["", *_kernel_lines(facts["kernels"])]
     advice = facts["recommended"]
     lines += ["", f"recommended compute: {advice['compute']} ({advice['compute_reason']})"]
     if "int8_backend" in advice:
@@ -249,6 +259,16 @@ def survey_text(facts: dict[str, Any]) -> str:
     if "allocator" in advice:
         lines.append(f"recommended allocator: {advice['allocator']} ({advice['allocator_reason']})")
     return "\n".join(lines)
+
+
+def _kernel_lines(kernels: dict[str, Any]) -> list[str]:
+    if not kernels["instruction_set"]:
+        return ["own kernels: none; PyTorch's operators do their work"]
+    if not kernels["rows"]:
+        names = ", ".join(kernels["used"]) or "none"
+        return [f"own kernels on {kernels['instruction_set']}: {names}, not measured (benchmarks/kernels.py --write)"]
+    title = f"own kernels on {kernels['instruction_set']} beside PyTorch's operators, microseconds of one thread"
+    return [f"{title} (from the table of this version)", *speed_lines(kernels["rows"], kernels["used"])]
 
 
 def _product_lines(training: dict[str, Any]) -> list[str]:

@@ -119,7 +119,7 @@ def activation_pass(
             mean_context=model.config.max_seq_len / 2,
             tensor=parallel.tensor,
             sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
-            fused=cpu_kernels.take(*model.parameters()),
+            fused=all(cpu_kernels.take(name, *model.parameters()) for name in ("norm", "gated_activation")),
         )
         layers, owners = layers_of_stages(model.config, parallel), rank_of_stage(parallel)
         rank_layers = sum(len(held) for held, owner in zip(layers, owners, strict=True) if owner == pipeline_rank)

@@ -10,11 +10,15 @@
 namespace {
 
 constexpr int kBlock = 64;
-#ifdef __AVX512F__
-constexpr int kRows = 8, kVectors = 2;  // of a tile of results that stays in registers
+// A tile of results stays in registers, kRows x kVectors: half of those that there are, which also is enough for as many
+// multiplications under way as each takes to end.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kRows = 8, kVectors = 2;  // of 32 registers
 #else
-constexpr int kRows = 4, kVectors = 1;
+constexpr int kRows = 4, kVectors = 2;  // of 16
 #endif
+
+constexpr int kStep = kRows > kLanes ? kRows : kLanes;  // of numbers of keys, which are rows of a factor and columns
 
 // c (+)= a b; a by any strides, b and c row by row; num_rows a multiple of kRows, num_columns of kLanes.
 struct Factor {
@@ -100,7 +104,7 @@ struct Keys {
 Keys keys_of(const Document& document, int64_t task, const Shape& shape) {
   const int64_t head = task % shape.num_kv_heads, count = document.end - document.start;
   const int64_t step = shape.num_kv_heads * shape.width;
-  return {head, count, up(count, kBlock), step, (document.row * shape.num_keys + document.start) * step + head * shape.width};
+  return {head, count, up(count, kStep), step, (document.row * shape.num_keys + document.start) * step + head * shape.width};
 }
 
 // A block of queries of one head: how many, also rounded up, the first one's place among the document's keys, and where
@@ -124,26 +128,59 @@ void copy_rows(const T* from, int64_t step, int64_t count, int64_t padded, int64
   std::fill(to + count * width, to + padded * width, 0.0f);
 }
 
-// from [padded][width] to [width][padded].
+// from [padded][width] to blocks [width][kBlock] in one piece each, so that it fits into the first cache.
 void transpose(const float* from, int64_t padded, int64_t width, float* to) {
-  for (int64_t i = 0; i < width; ++i)
-    for (int64_t row = 0; row < padded; ++row) to[i * padded + row] = from[row * width + i];
+  for (int64_t first = 0; first < padded; first += kBlock, to += width * kBlock)
+    for (int64_t i = 0; i < width; ++i)
+      for (int64_t row = 0; row < std::min<int64_t>(kBlock, padded - first); ++row)
+        to[i * kBlock + row] = from[(first + row) * width + i];
+}
+
+// What a block of queries (rows) sees of one of keys (columns). ahead: keys before the first query's own. Tiles of rows
+// read and write only those columns that one of their queries sees, `reach` of them, rounded up.
+struct Scores {
+  int64_t num_queries, num_keys, ahead;
+  int64_t num_rows() const { return up(num_queries, kRows); }
+  int64_t seen(int64_t row) const {
+    return std::clamp<int64_t>(ahead + row / kRows * kRows + kRows, 0, num_keys);
+  }
+  int64_t reach(int64_t row) const { return up(seen(row), kStep); }
+  bool is_whole() const { return ahead + 1 >= num_keys; }
+};
+
+// to = factor (a block of queries' rows) times columns [width][kBlock], as far as each tile reaches.
+void multiply_seen(const Scores& size, const float* factor, const float* columns, int64_t width, float* to) {
+  const int64_t step = size.is_whole() ? size.num_rows() : kRows;
+  for (int64_t row = 0; row < size.num_rows(); row += step)
+    multiply<false>(step, size.reach(row), width, {factor + row * width, width, 1}, columns, kBlock, to + row * kBlock,
+                    kBlock);
+}
+
+// to (+)= scores times rows of keys [keys][width].
+void add_by_query(const Scores& size, const float* scores, const float* rows, int64_t width, float* to) {
+  const int64_t step = size.is_whole() ? size.num_rows() : kRows;
+  for (int64_t row = 0; row < size.num_rows(); row += step)
+    multiply<true>(step, width, size.seen(row), {scores + row * kBlock, kBlock, 1}, rows, width, to + row * width, width);
+}
+
+// to (+)= scores' times rows of queries [queries][width].
+void add_by_key(const Scores& size, const float* scores, const float* rows, int64_t width, float* to) {
+  const int64_t num_rows = up(size.num_keys, kRows), step = size.is_whole() ? num_rows : kRows;
+  for (int64_t key = 0; key < num_rows; key += step) {
+    const int64_t first = std::max<int64_t>(0, key - size.ahead) / kRows * kRows;  // that sees this key
+    multiply<true>(step, width, size.num_queries - first, {scores + first * kBlock + key, 1, kBlock},
+                   rows + first * width, width, to + key * width, width);
+  }
 }
 
 // Scores of a block of queries with one of keys, those of later keys at minus infinity.
-struct Scores {
-  int64_t num_rows, num_columns, num_keys;  // the first two rounded up
-};
-
-Scores score(const float* queries, int64_t num_queries, int64_t position, const float* keys_across, int64_t padded,
-             int64_t from_key, int64_t width, float* to) {
-  const int64_t num_keys = std::min<int64_t>(kBlock, position + num_queries - from_key);
-  const Scores size{up(num_queries, kRows), up(num_keys, kLanes), num_keys};
-  multiply<false>(size.num_rows, size.num_columns, width, {queries, width, 1}, keys_across + from_key, padded, to, kBlock);
-  if (from_key + size.num_columns - 1 > position)
-    for (int64_t row = 0; row < size.num_rows; ++row)
-      for (int64_t key = std::max<int64_t>(0, position + row + 1 - from_key); key < size.num_columns; ++key)
-        to[row * kBlock + key] = -std::numeric_limits<float>::infinity();
+Scores score(const float* queries, int64_t num_queries, int64_t position, const float* keys_across, int64_t from_key,
+             int64_t width, float* to) {
+  const Scores size{num_queries, std::min<int64_t>(kBlock, position + num_queries - from_key), position - from_key};
+  multiply_seen(size, queries, keys_across + from_key * width, width, to);
+  for (int64_t row = 0; row < size.num_rows(); ++row)
+    for (int64_t key = std::max<int64_t>(0, size.ahead + row + 1); key < size.reach(row); ++key)
+      to[row * kBlock + key] = -std::numeric_limits<float>::infinity();
   return size;
 }
 
@@ -164,7 +201,7 @@ void forward(const T* q, const T* k, const T* v, const Tile* tiles, int64_t num_
       const Document& document = documents[task / shape.num_kv_heads];
       const auto [head, count, padded, key_step, first_key] = keys_of(document, task, shape);
       Scratch left{rest};
-      float *const values = left.take(padded * width), *const keys_across = left.take(padded * width);
+      float *const values = left.take(padded * width), *const keys_across = left.take(up(count, kBlock) * width);
       copy_rows(k + first_key, key_step, count, padded, width, 1.0f, values);
       transpose(values, padded, width, keys_across);
       copy_rows(v + first_key, key_step, count, padded, width, 1.0f, values);
@@ -179,19 +216,20 @@ void forward(const T* q, const T* k, const T* v, const Tile* tiles, int64_t num_
             std::fill(maxima, maxima + num_rows, -std::numeric_limits<float>::infinity());
             std::fill(totals, totals + num_rows, 0.0f);
             for (int64_t from = 0; from < position + num_queries; from += kBlock) {
-              const Scores size = score(queries, num_queries, position, keys_across, padded, from, width, scores);
-              for (int64_t row = 0; row < size.num_rows; ++row) {
+              const Scores size = score(queries, num_queries, position, keys_across, from, width, scores);
+              for (int64_t row = 0; row < size.num_rows(); ++row) {
+                const int64_t num_columns = size.reach(row);
+                if (num_columns == 0) continue;
                 float* const of_row = scores + row * kBlock;
                 Vector most = load(of_row);
-                for (int64_t at = kLanes; at < size.num_columns; at += kLanes) {
+                for (int64_t at = kLanes; at < num_columns; at += kLanes) {
                   const Vector more = load(of_row + at);
                   most = more > most ? more : most;
                 }
-                float largest = maxima[row];
-                for (int lane = 0; lane < kLanes; ++lane) largest = std::max(largest, most[lane]);
-                const float kept = std::exp(maxima[row] - largest);
+                const float largest = std::max(maxima[row], greatest(most));
+                const float kept = from > 0 ? std::exp(maxima[row] - largest) : 0.0f;
                 Vector total{};
-                for (int64_t at = 0; at < size.num_columns; at += kLanes) {
+                for (int64_t at = 0; at < num_columns; at += kLanes) {
                   const Vector weights = exponential(load(of_row + at) - largest);
                   store(of_row + at, weights);
                   total += weights;
@@ -204,13 +242,13 @@ void forward(const T* q, const T* k, const T* v, const Tile* tiles, int64_t num_
                     store(to, load(to) * kept);
                   }
               }
-              multiply<true>(size.num_rows, width, size.num_keys, {scores, kBlock, 1}, values + from * width, width,
-                             sums, width);
+              add_by_query(size, scores, values + from * width, width, sums);
             }
             for (int64_t row = 0; row < num_queries; ++row) {
               lse[first_lse + row] = maxima[row] + std::log(totals[row]);
-              for (int64_t i = 0; i < width; ++i)
-                narrow(sums[row * width + i] / totals[row], out + first_query + row * query_step + i);
+              const float share = 1.0f / totals[row];
+              for (int64_t i = 0; i < width; i += kLanes)
+                put(share * load(sums + row * width + i), out + first_query + row * query_step + i, Whole{});
             }
           }
       }
@@ -237,8 +275,8 @@ void backward(const T* grad, const T* q, const T* k, const T* v, const T* out, c
       const Document& document = documents[task / shape.num_kv_heads];
       const auto [head, count, padded, key_step, first_key] = keys_of(document, task, shape);
       Scratch left{rest};
-      float *const keys = left.take(padded * width), *const keys_across = left.take(padded * width);
-      float *const values_across = left.take(padded * width);
+      float *const keys = left.take(padded * width), *const keys_across = left.take(up(count, kBlock) * width);
+      float *const values_across = left.take(up(count, kBlock) * width);
       float *const of_keys = left.take(padded * width), *const of_values = left.take(padded * width);
       copy_rows(v + first_key, key_step, count, padded, width, 1.0f, keys);
       transpose(keys, padded, width, values_across);
@@ -256,28 +294,24 @@ void backward(const T* grad, const T* q, const T* k, const T* v, const T* out, c
             copy_rows(grad + first_query, query_step, num_queries, num_rows, width, 1.0f, incoming);
             std::fill(of_queries, of_queries + num_rows * width, 0.0f);
             for (int64_t row = 0; row < num_rows; ++row) {
-              along[row] = 0.0f;
               denominators[row] = row < num_queries ? lse[first_lse + row] : std::numeric_limits<float>::infinity();
-              for (int64_t i = 0; row < num_queries && i < width; ++i)
-                along[row] += incoming[row * width + i] * wide(out[first_query + row * query_step + i]);
+              Vector products{};
+              for (int64_t i = 0; row < num_queries && i < width; i += kLanes)
+                products += load(incoming + row * width + i) * some(out + first_query + row * query_step + i, Whole{});
+              along[row] = sum(products);
             }
             for (int64_t from = 0; from < position + num_queries; from += kBlock) {
-              const Scores size = score(queries, num_queries, position, keys_across, padded, from, width, weights);
-              multiply<false>(size.num_rows, size.num_columns, width, {incoming, width, 1}, values_across + from,
-                              padded, changes, kBlock);
-              for (int64_t row = 0; row < size.num_rows; ++row)
-                for (int64_t at = row * kBlock; at < row * kBlock + size.num_columns; at += kLanes) {
+              const Scores size = score(queries, num_queries, position, keys_across, from, width, weights);
+              multiply_seen(size, incoming, values_across + from * width, width, changes);
+              for (int64_t row = 0; row < size.num_rows(); ++row)
+                for (int64_t at = row * kBlock; at < row * kBlock + size.reach(row); at += kLanes) {
                   const Vector weight = exponential(load(weights + at) - denominators[row]);
                   store(weights + at, weight);
                   store(changes + at, weight * (load(changes + at) - along[row]));
                 }
-              const int64_t num_key_rows = up(size.num_keys, kRows);
-              multiply<true>(num_key_rows, width, num_queries, {weights, 1, kBlock}, incoming, width,
-                             of_values + from * width, width);
-              multiply<true>(num_key_rows, width, num_queries, {changes, 1, kBlock}, queries, width,
-                             of_keys + from * width, width);
-              multiply<true>(size.num_rows, width, size.num_keys, {changes, kBlock, 1}, keys + from * width, width,
-                             of_queries, width);
+              add_by_key(size, weights, incoming, width, of_values + from * width);
+              add_by_key(size, changes, queries, width, of_keys + from * width);
+              add_by_query(size, changes, keys + from * width, width, of_queries);
             }
             for (int64_t row = 0; row < num_queries; ++row)
               for (int64_t i = 0; i < width; ++i)

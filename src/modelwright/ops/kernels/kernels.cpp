@@ -5,6 +5,8 @@
 #include "attention.h"
 #include "rows.h"
 
+extern "C" const char* instruction_set() { return kInstructionSet; }
+
 #define ATTENTION(NAME, T)                                                                                             \
   extern "C" void attention_forward_##NAME(const T* q, const T* k, const T* v, const int64_t* tiles, int64_t num_tiles, \
                                            const int64_t* shape, float scale, T* out, float* lse, float* scratch,      \

@@ -8,7 +8,8 @@ namespace {
 
 // In [0, 1), by the number of an element and a seed (Wellons' hash of 32 bits).
 inline Vector uniform(uint32_t first, uint32_t seed, uint32_t more) {
-  const Bits lanes{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Bits lanes;
+  for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = lane;
   Bits x = (lanes + first) * 0x9e3779b9u + seed;
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = ((x ^ (x >> 15)) + more) * 0x846ca68bu;
@@ -27,7 +28,8 @@ inline Bytes code(Vector scaled, bool stochastic, uint32_t number, uint32_t seed
   }
   rounded = rounded > all(127.0f) ? all(127.0f) : rounded;
   rounded = rounded < all(-127.0f) ? all(-127.0f) : rounded;
-  return __builtin_convertvector(__builtin_convertvector(rounded, Integers), Bytes);
+  const Integers integers = __builtin_convertvector(rounded, Integers);
+  return __builtin_convertvector(__builtin_convertvector(integers, Shorts), Bytes);  // by number, in one step
 }
 
 constexpr float kSmallest = 0x1p-100f;
@@ -36,22 +38,22 @@ template <class T>
 void quantize(const T* x, int64_t num_rows, int64_t num_columns, bool by_column, bool stochastic, uint64_t seed,
               int8_t* codes, float* scales, float* scratch, int threads) {
   const uint32_t low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
-  const int64_t padded = up(num_columns, kLanes);
-  float* const maxima = scratch + threads * padded;  // scratch: [threads + 1][padded]
-  if (by_column) std::fill(scratch, maxima + padded, 0.0f);
+  float* const maxima = scratch + threads * num_columns;  // scratch: [threads + 1][num_columns]
+  if (by_column) std::fill(scratch, maxima + num_columns, 0.0f);
 #pragma omp parallel num_threads(threads)
   {
     if (by_column) {
-      float* const own = scratch + omp_get_thread_num() * padded;
+      float* const own = scratch + omp_get_thread_num() * num_columns;
 #pragma omp for schedule(static)
       for (int64_t row = 0; row < num_rows; ++row)
-        for (int64_t at = 0; at < num_columns; at += kLanes)
-          store(own + at, larger(magnitude(some(x + row * num_columns + at, num_columns - at)), load(own + at)));
+        each_vector(num_columns, [&](int64_t at, int, auto size) {
+          put(larger(magnitude(some(x + row * num_columns + at, size)), some(own + at, size)), own + at, size);
+        });
 #pragma omp single
       {
-        for (float* one = scratch; one < maxima; one += padded)
-          for (int64_t at = 0; at < padded; at += kLanes) store(maxima + at, larger(load(one + at), load(maxima + at)));
-        for (int64_t at = 0; at < padded; ++at) maxima[at] = std::max(maxima[at] / 127.0f, kSmallest);
+        for (float* one = scratch; one < maxima; one += num_columns)
+          for (int64_t at = 0; at < num_columns; ++at) maxima[at] = larger(one[at], maxima[at]);
+        for (int64_t at = 0; at < num_columns; ++at) maxima[at] = std::max(maxima[at] / 127.0f, kSmallest);
         std::copy(maxima, maxima + num_columns, scales);
       }
     }
@@ -60,17 +62,18 @@ void quantize(const T* x, int64_t num_rows, int64_t num_columns, bool by_column,
       const T* const from = x + row * num_columns;
       float scale = 0.0f;
       if (!by_column) {
-        Vector most{};
-        for (int64_t at = 0; at < num_columns; at += kLanes) most = larger(magnitude(some(from + at, num_columns - at)), most);
-        for (int lane = 0; lane < kLanes; ++lane) scale = larger(most[lane], scale);
+        Vector most[2] = {};
+        each_vector(num_columns, [&](int64_t at, int which, auto size) {
+          most[which] = larger(magnitude(some(from + at, size)), most[which]);
+        });
+        for (int lane = 0; lane < kLanes; ++lane) scale = larger(most[1][lane], larger(most[0][lane], scale));
         scales[row] = scale = std::max(scale / 127.0f, kSmallest);
       }
-      for (int64_t at = 0; at < num_columns; at += kLanes) {
-        const Vector divisor = by_column ? load(maxima + at) : all(scale);
-        const Vector scaled = some(from + at, num_columns - at) / divisor;
+      each_vector(num_columns, [&](int64_t at, int, auto size) {
+        const Vector divisor = by_column ? some(maxima + at, size) : all(scale);
         const uint32_t number = static_cast<uint32_t>(row * num_columns + at);
-        put(code(scaled, stochastic, number, low, high), codes + row * num_columns + at, num_columns - at);
-      }
+        put(code(some(from + at, size) / divisor, stochastic, number, low, high), codes + row * num_columns + at, size);
+      });
     }
   }
 }
@@ -91,69 +94,78 @@ void norm_forward(const X* x, const float* weight, int64_t num_rows, int64_t wid
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t row = 0; row < num_rows; ++row) {
     const X* const from = x + row * width;
-    Vector squares{};
-    for (int64_t at = 0; at < width; at += kLanes) {
-      const Vector value = some(from + at, width - at);
-      squares += value * value;
-    }
-    const float factor = inverse[row] = 1.0f / std::sqrt(sum(squares) / width + eps);
-    for (int64_t at = 0; at < width; at += kLanes)
-      put(some(from + at, width - at) * factor * some(weight + at, width - at), y + row * width + at, width - at);
+    Y* const to = y + row * width;
+    Vector squares[2] = {};
+    each_vector(width, [&](int64_t at, int which, auto size) {
+      const Vector value = some(from + at, size);
+      squares[which] += value * value;
+    });
+    const float factor = inverse[row] = 1.0f / std::sqrt(sum(squares[0] + squares[1]) / width + eps);
+    each_vector(width, [&](int64_t at, int, auto size) {
+      put(some(from + at, size) * factor * some(weight + at, size), to + at, size);
+    });
   }
 }
 
-// of_weight: [threads][width rounded up to kLanes], zeros, to be summed.
+// of_weight: [threads][width], zeros, to be summed.
 template <class X, class Y>
 void norm_backward(const Y* grad, const X* x, const float* weight, const float* inverse, int64_t num_rows,
                    int64_t width, X* of_x, float* of_weight, int threads) {
 #pragma omp parallel num_threads(threads)
   {
-    float* const own = of_weight + omp_get_thread_num() * up(width, kLanes);
+    float* const own = of_weight + omp_get_thread_num() * width;
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < num_rows; ++row) {
-      const int64_t first = row * width;
+      const X* const from = x + row * width;
+      const Y* const dy = grad + row * width;
+      X* const to = of_x + row * width;
       const float factor = inverse[row];
-      Vector along{};
-      for (int64_t at = 0; at < width; at += kLanes) {
-        const int64_t count = width - at;
-        const Vector unit = some(x + first + at, count) * factor, product = some(grad + first + at, count) * unit;
-        store(own + at, load(own + at) + product);
-        along += product * some(weight + at, count);
-      }
-      const float mean = sum(along) / width;
-      for (int64_t at = 0; at < width; at += kLanes) {
-        const int64_t count = width - at;
-        const Vector unit = some(x + first + at, count) * factor;
-        const Vector weighted = some(grad + first + at, count) * some(weight + at, count);
-        put((weighted - unit * mean) * factor, of_x + first + at, count);
-      }
+      Vector along[2] = {};
+      each_vector(width, [&](int64_t at, int which, auto size) {
+        const Vector product = some(dy + at, size) * (some(from + at, size) * factor);
+        put(some(own + at, size) + product, own + at, size);
+        along[which] += product * some(weight + at, size);
+      });
+      const float mean = sum(along[0] + along[1]) / width;
+      each_vector(width, [&](int64_t at, int, auto size) {
+        const Vector unit = some(from + at, size) * factor, weighted = some(dy + at, size) * some(weight + at, size);
+        put((weighted - unit * mean) * factor, to + at, size);
+      });
     }
   }
 }
 
 inline Vector logistic(Vector x) {
-  const Integers is_zero = x < all(-88.0f);
-  return is_zero ? Vector{} : 1.0f / (1.0f + exponential(is_zero ? Vector{} : -x));
+  const Integers is_zero = x < all(-88.0f), is_one = x > all(87.0f);
+  const Vector moderate = is_zero ? Vector{} : is_one ? all(87.0f) : x;
+  return is_zero ? Vector{} : 1.0f / (1.0f + exponential_of_moderate(-moderate));
+}
+
+// Threads take pieces of so many numbers, a multiple of every vector's.
+constexpr int64_t kPiece = 4096;
+
+template <class Body>
+void each_piece(int64_t count, int threads, Body body) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t first = 0; first < count; first += kPiece)
+    each_vector(std::min(kPiece, count - first), [&](int64_t at, int, auto size) { body(first + at, size); });
 }
 
 template <class T>
 void swiglu_forward(const T* gate, const T* up, int64_t count, T* out, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t at = 0; at < count; at += kLanes) {
-    const Vector g = some(gate + at, count - at);
-    put(g * logistic(g) * some(up + at, count - at), out + at, count - at);
-  }
+  each_piece(count, threads, [=](int64_t at, auto size) {
+    const Vector g = some(gate + at, size);
+    put(g * logistic(g) * some(up + at, size), out + at, size);
+  });
 }
 
 template <class T>
 void swiglu_backward(const T* grad, const T* gate, const T* up, int64_t count, T* of_gate, T* of_up, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t at = 0; at < count; at += kLanes) {
-    const int64_t left = count - at;
-    const Vector g = some(gate + at, left), dy = some(grad + at, left), share = logistic(g);
-    put(dy * some(up + at, left) * share * (1.0f + g * (1.0f - share)), of_gate + at, left);
-    put(dy * g * share, of_up + at, left);
-  }
+  each_piece(count, threads, [=](int64_t at, auto size) {
+    const Vector g = some(gate + at, size), dy = some(grad + at, size), share = logistic(g);
+    put(dy * some(up + at, size) * share * (1.0f + g * (1.0f - share)), of_gate + at, size);
+    put(dy * g * share, of_up + at, size);
+  });
 }
 
 // Rotates by the angles of cos and sin, [tokens][width], the sines of the first half with the minus sign; or back.
@@ -164,14 +176,15 @@ void rotate(const T* x, const float* cos, const float* sin, int64_t num_tokens, 
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t token = 0; token < num_tokens; ++token) {
     const float *const c = cos + token * width, *const s = sin + token * width;
+    const float *const of_low = back ? s + half : s, *const of_high = back ? s : s + half;
     for (int64_t head = 0; head < num_heads; ++head) {
-      const int64_t first = (token * num_heads + head) * width;
-      for (int64_t at = 0; at < half; at += kLanes) {
-        const Vector low = some(x + first + at, kLanes), high = some(x + first + half + at, kLanes);
-        const Vector of_low = load(s + at), of_high = load(s + half + at);
-        put(low * load(c + at) + high * (back ? of_high : of_low), y + first + at, kLanes);
-        put(high * load(c + half + at) + low * (back ? of_low : of_high), y + first + half + at, kLanes);
-      }
+      const T* const from = x + (token * num_heads + head) * width;
+      T* const to = y + (token * num_heads + head) * width;
+      each_vector(half, [&](int64_t at, int, auto size) {
+        const Vector low = some(from + at, size), high = some(from + half + at, size);
+        put(low * some(c + at, size) + high * some(of_low + at, size), to + at, size);
+        put(high * some(c + half + at, size) + low * some(of_high + at, size), to + half + at, size);
+      });
     }
   }
 }

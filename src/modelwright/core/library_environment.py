@@ -1,0 +1,79 @@
+"""Environment variables that PyTorch's libraries read when they are loaded: how long idle OpenMP threads spin, and
+which instruction sets are used.
+
+`modelwright/__init__.py` sets them, so `import modelwright` has to come before `import torch`; processes started later
+inherit them. `python -m modelwright.core.print_environment` prints them for `env`, to start any other program with.
+"""
+
+import os
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+
+from modelwright.core.errors import ConfigError
+
+SWITCH = "MODELWRIGHT_ISA"
+"""Environment variable: an older instruction set that this process keeps to."""
+SPIN_COUNT = "1000"
+"""Turns of libgomp's loop in which a thread waits actively before it sleeps. With libgomp's own 300,000, threads that
+wait keep the core from the one that they wait for, wherever another process keeps the machine busy (docs/log.md)."""
+WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstructionSet:
+    """One that a newer processor can be lowered to."""
+
+    march: str
+    """The architecture for a compiler's option `-march`."""
+    variables: dict[str, str]
+    """What holds PyTorch's operators, oneDNN, MKL and FBGEMM to it. FBGEMM has no kernels for less than AVX2."""
+
+
+LOWER: dict[str, InstructionSet] = {
+    "avx2": InstructionSet(
+        march="x86-64-v3",
+        variables={
+            "ATEN_CPU_CAPABILITY": "avx2",
+            "ONEDNN_MAX_CPU_ISA": "AVX2",
+            "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+            "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2",
+        },
+    ),
+    "x86-64": InstructionSet(
+        march="x86-64",
+        variables={
+            "ATEN_CPU_CAPABILITY": "default",
+            "ONEDNN_MAX_CPU_ISA": "SSE41",
+            "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+            "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2",
+        },
+    ),
+}
+
+
+def lowered(environment: MutableMapping[str, str] = os.environ) -> InstructionSet | None:
+    """The instruction set that `SWITCH` names; None if this process uses its processor's own."""
+    name = environment.get(SWITCH, "")
+    if not name:
+        return None
+    if name not in LOWER:
+        raise ConfigError(f"{SWITCH}: unknown instruction set {name!r}; choose from {', '.join(LOWER)}, or unset it")
+    return LOWER[name]
+
+
+def prepare(environment: MutableMapping[str, str] = os.environ, *, is_too_late: bool) -> None:
+    """Set the variables. is_too_late: the libraries have been loaded; then they must have been set before.
+
+    The user's own wait policy stays.
+    """
+    wanted = lowered(environment)
+    if wanted is not None:
+        unset = [name for name, value in wanted.variables.items() if environment.get(name) != value]
+        if is_too_late and unset:
+            raise ConfigError(
+                f"{SWITCH}: torch was imported before modelwright and has not seen {', '.join(unset)}; start the "
+                "program with env $(python -m modelwright.core.print_environment)"
+            )
+        environment.update(wanted.variables)
+    if not any(name in environment for name in WAIT_POLICIES):
+        environment["GOMP_SPINCOUNT"] = SPIN_COUNT

@@ -1,0 +1,67 @@
+"""Which of this package's kernels for CPUs are faster than the PyTorch operators that they replace, by instruction set.
+
+The times are those of `kernels/speed.json`, which `benchmarks/kernels.py --write` measures and which is part of the
+source: a measurement at first use could fall into a busy moment, and hosts of one run could decide differently.
+"""
+
+import functools
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Kernel = Literal["attention", "norm", "rotary", "gated_activation", "int8", "decode"]
+KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+"""`decode`: those of the rotary embedding and the gated activation for few tokens in inference mode."""
+SPEED = Path(__file__).with_name("kernels") / "speed.json"
+TOLERANCE = 0.05
+"""Part of a time by which measurements of equal speed differ here; a kernel is used if it is slower nowhere by more."""
+
+
+UNMEASURED: Mapping[str, frozenset[Kernel]] = {
+    "avx512": frozenset({"attention", "norm", "rotary", "gated_activation", "int8"})
+}
+"""What is used where no rows are. On AVX-512 these together made whole training steps faster (docs/log.md: in FP32 from
+6.3 to 5.5 s, in BF16 from 3.2 to 1.7 s, in INT8 from 4.4 to 1.55 s); elsewhere nothing is known of them."""
+
+
+@functools.cache
+def speed() -> Mapping[str, Any]:
+    """By instruction set: `processor`, `torch`, and `rows`, each with `kernel`, `case`, and the times `own_us` and
+    `pytorch_us` of one thread.
+    """
+    return json.loads(SPEED.read_text(encoding="utf-8"))
+
+
+def kernels_for(instruction_set: str) -> frozenset[Kernel]:
+    """The kernels to use on an instruction set."""
+    rows = rows_of(instruction_set)
+    return faster_kernels(rows) if rows else UNMEASURED.get(instruction_set, frozenset())
+
+
+def faster_kernels(rows: Sequence[Mapping[str, Any]]) -> frozenset[Kernel]:
+    """The kernels to use by the rows of an instruction set; none without rows."""
+    return frozenset(kernel for kernel in KERNELS if _is_faster([row for row in rows if row["kernel"] == kernel]))
+
+
+def rows_of(instruction_set: str) -> Sequence[Mapping[str, Any]]:
+    """The measured cases; none if the instruction set has not been measured."""
+    return speed()[instruction_set]["rows"] if instruction_set in speed() else ()
+
+
+def _is_faster(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Slower in no case, and faster in all of them together."""
+    if not rows:
+        return False
+    none_slower = all(row["own_us"] <= (1.0 + TOLERANCE) * row["pytorch_us"] for row in rows)
+    return none_slower and sum(row["own_us"] for row in rows) < sum(row["pytorch_us"] for row in rows)
+
+
+def speed_lines(rows: Sequence[Mapping[str, Any]], used: Collection[Kernel]) -> list[str]:
+    """The rows as text. used: the kernels that do the work of PyTorch's operators."""
+    lines = [f"{'':<18}{'':<44}{'own':>9}{'PyTorch':>9}{'ratio':>7}  used"]
+    for row in rows:
+        own, other = row["own_us"], row["pytorch_us"]
+        answer = "yes" if row["kernel"] in used else "no"
+        lines.append(f"{row['kernel']:<18}{row['case']:<44}{own:>9.1f}{other:>9.1f}{own / other:>7.2f}  {answer}")
+    return lines
