@@ -54,7 +54,8 @@ ATTACKS = {
         QUIET, TRY + "def grow():\n    with open('big', 'wb') as file:\n        file.truncate(10 << 30)\nattempt(grow)",
     ),
     "many files": (
-        QUIET | ENDED, TRY + "def fill():\n    for i in range(10**6):\n        open(f'{i}', 'w').close()\nattempt(fill)",
+        QUIET | ENDED,
+        TRY + "def fill():\n    for i in range(10**6):\n        open(f'{i}', 'w').close()\nattempt(fill)",
     ),
     "sockets": (
         QUIET,

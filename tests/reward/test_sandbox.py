@@ -205,7 +205,9 @@ def test_a_sandbox_that_leaks_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def run_unprotected(program: Program) -> Execution:
-    done = subprocess.run([sys.executable, "-c", program.source], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program.source], input=program.stdin, capture_output=True, text=True, timeout=60
+    )
     return Execution(outcome="exit", stdout=done.stdout, stderr=done.stderr)
 
 
@@ -234,7 +236,8 @@ def test_an_ordinary_user_has_the_same_sandbox(tmp_path: Path, kind: str) -> Non
         pytest.skip("no interpreter that other users may run")
     folders = [folder for folder in sys.path if folder.endswith("site-packages")]
     own = {"PYTHONPATH": os.pathsep.join([environment()["PYTHONPATH"], *folders]), "HOME": "/", "TMPDIR": "/tmp"}
-    code = f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\nimport sandbox_attacks\nsandbox_attacks.run_all({kind!r})"
+    folder = str(Path(__file__).parents[1])
+    code = f"import sys\nsys.path.insert(0, {folder!r})\nimport sandbox_attacks\nsandbox_attacks.run_all({kind!r})"
     user = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"]
     done = subprocess.run([*user, python, "-c", code], capture_output=True, text=True, env=own, cwd="/", timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

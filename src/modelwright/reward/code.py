@@ -8,7 +8,7 @@ from typing import Literal
 from modelwright.core.errors import ConfigError
 from modelwright.reward.reward import Reward, Sample, Score
 from modelwright.reward.sandbox.sandbox import Execution, Program, Sandbox, SandboxLimits
-from modelwright.reward.test_cases import TestCases, extract_program, read_test_cases, same_output
+from modelwright.reward.code_tests import CodeTests, extract_program, read_tests, same_output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,26 +45,26 @@ class Code:
 
     def _task(self, sample: Sample) -> "Task":
         try:
-            cases = read_test_cases(sample.fields.get(self.config.field))
+            tests = read_tests(sample.fields.get(self.config.field))
         except ValueError as error:
             text = f"test cases in the field {self.config.field!r}: {error}"
             return Task(known_score=Score.failure("no_tests", text))
         source = extract_program(sample.answer)
         if not source.strip():
             return Task(known_score=Score(0.0, "no_code"))
-        return Task(cases, cases.programs(source))
+        return Task(tests, tests.programs(source))
 
     def _score(self, task: "Task", executions: Sequence[Execution]) -> Score:
         broken = next((one for one in executions if one.outcome == "not_started"), None)
         if broken:
             return Score.failure("not_started", broken.stderr)
-        if task.cases.checks:
+        if task.tests.checks:
             num_passed = executions[0].num_passed
         else:
-            pairs = zip(executions, task.cases.outputs, strict=True)
+            pairs = zip(executions, task.tests.outputs, strict=True)
             num_passed = sum(one.outcome == "exit" and same_output(one.stdout, right) for one, right in pairs)
-        fraction = num_passed / task.cases.count
-        value = fraction if self.config.score == "fraction" else float(num_passed == task.cases.count)
+        fraction = num_passed / task.tests.count
+        value = fraction if self.config.score == "fraction" else float(num_passed == task.tests.count)
         return Score(value, "passed" if fraction == 1 else _worst(executions))
 
 
@@ -72,7 +72,7 @@ class Code:
 class Task:
     """The programs of one sample, or its score if there is nothing to run."""
 
-    cases: TestCases = TestCases()
+    tests: CodeTests = dataclasses.field(default_factory=CodeTests)
     programs: Sequence[Program] = ()
     known_score: Score | None = None
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import referencing
+from jsonschema import Draft202012Validator, SchemaError, ValidationError
 from jsonschema.protocols import Validator
+from jsonschema.validators import extend, validator_for
+from referencing import Registry
+from referencing.exceptions import Unresolvable
 
 from modelwright.core.errors import ConfigError
 from modelwright.reward.pattern import TIMEOUT_S, compile_pattern
@@ -61,7 +63,7 @@ class Json:
             return Score(0.0, "invalid")
         except TimeoutError:
             return Score.failure("pattern_timeout", "a pattern of the schema backtracked for too long")
-        except referencing.exceptions.Unresolvable as error:
+        except Unresolvable as error:
             return Score.failure("bad_schema", f"the schema refers to {error}, which is not in it")
         return Score(float(is_valid), "valid" if is_valid else "invalid")
 
@@ -91,15 +93,15 @@ def _validator(schema: Any) -> Validator:
         schema = json.loads(schema)
     if not isinstance(schema, (dict, bool)):
         raise ValueError(f"expected an object, got {type(schema).__name__}")
-    draft = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    draft = validator_for(schema, default=Draft202012Validator)
     try:
         draft.check_schema(schema)
-    except jsonschema.SchemaError as error:
+    except SchemaError as error:
         raise ValueError(error.message) from None
-    return jsonschema.validators.extend(draft, {"pattern": _pattern})(schema, registry=referencing.Registry())
+    return extend(draft, {"pattern": _pattern})(schema, registry=Registry())
 
 
-def _pattern(validator: Validator, pattern: str, instance: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
+def _pattern(validator: Validator, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
     """The keyword `pattern` with a timeout, because the text that it matches is the model's."""
     if isinstance(instance, str) and not compile_pattern(pattern).search(instance, timeout=TIMEOUT_S):
-        yield jsonschema.ValidationError(f"{instance!r} does not match {pattern!r}")
+        yield ValidationError(f"{instance!r} does not match {pattern!r}")

@@ -1,7 +1,7 @@
 """The launcher: a small process that starts programs in the sandbox, one after another, and watches them.
 
 It reads programs from its standard input and writes what became of them to its standard output. Each program runs in
-a process of its own, forked from the launcher, so that no interpreter starts anew; it imports only Python's own library.
+a process of its own, forked from the launcher, so that no interpreter starts anew. It imports Python's own library only.
 With namespaces there are two processes between: a keeper, which creates the namespaces, and the first process of the
 PID namespace, with whose end the kernel ends all others in it.
 """

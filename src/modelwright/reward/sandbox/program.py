@@ -36,10 +36,10 @@ def run_program(source: str, checks: Sequence[str], key: str) -> NoReturn:
 def _open_streams() -> None:
     """New text streams on descriptors 0, 1 and 2, which the launcher's own streams do not belong to."""
     make: Callable[..., Any] = io.TextIOWrapper
-    sys.stdin = sys.__stdin__ = make(open(0, "rb", closefd=False), encoding="utf-8", errors="surrogateescape")
-    sys.stdout = sys.__stdout__ = make(open(1, "wb", closefd=False), encoding="utf-8", errors="surrogateescape")
-    errors = make(open(2, "wb", closefd=False), encoding="utf-8", errors="backslashreplace", line_buffering=True)
-    sys.stderr = sys.__stderr__ = errors
+    files = [os.fdopen(number, mode, closefd=False) for number, mode in enumerate(("rb", "wb", "wb"))]
+    sys.stdin = sys.__stdin__ = make(files[0], encoding="utf-8", errors="surrogateescape")
+    sys.stdout = sys.__stdout__ = make(files[1], encoding="utf-8", errors="surrogateescape")
+    sys.stderr = sys.__stderr__ = make(files[2], encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def _execute(source: str, namespace: dict[str, Any], *, counts_exit: bool = False) -> int:

@@ -4,6 +4,8 @@ HumanEval's `reliability_guard` and its descendants, which take functions out of
 program gets at the system calls without them.
 """
 
+import contextlib
+import json
 import os
 import queue
 import secrets
@@ -135,14 +137,13 @@ class Sandbox:
         """Why this kind does not work here, or ""."""
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as canary:
             os.chmod(canary.name, 0o666)
-            head = f"CANARY, MAX_PROCESSES = {canary.name!r}, {self.limits.num_processes}\n"
-            source = head + _SELF_TEST.read_text(encoding="utf-8")
+            facts = json.dumps([canary.name, self.limits.num_processes])
             try:
                 launcher = Launcher(self.kind)
             except (SandboxError, OSError) as error:
                 return str(error)
             self._idle.put(launcher)
-            execution = self._run_one(Program(source=source))
+            execution = self._run_one(Program(source=_SELF_TEST.read_text(encoding="utf-8"), stdin=facts))
         if execution.outcome == "exit" and execution.stdout == "confined\n":
             return ""
         lines = (execution.stdout + execution.stderr).strip().splitlines() or [execution.outcome]
@@ -183,10 +184,8 @@ class Launcher:
 
     def close(self) -> None:
         """The launcher ends with its standard input, and what it runs with it."""
-        try:
+        with contextlib.suppress(OSError):  # a message that could not be sent
             self._jobs.close()
-        except OSError:  # a message that could not be sent
-            pass
         self._process.wait()
         self._results.close()
 

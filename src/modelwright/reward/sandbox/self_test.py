@@ -1,9 +1,14 @@
-# Runs inside of the sandbox before anything else does, after a line that sets CANARY, the path of a file that everyone
-# may read and write, and MAX_PROCESSES. Writes "confined" if nothing that it tries works.
+"""Runs inside of the sandbox before anything else does, and writes "confined" if nothing that it tries works.
+
+Reads the path of a file outside that everyone may read and write, and the limit on processes, as a list in JSON.
+"""
+
+import json
 import os
 import signal
 import socket
 
+canary, max_processes = json.loads(input())
 escapes = []
 
 
@@ -18,7 +23,7 @@ def attempt(what, function):
 def fork_too_often():
     children = []
     try:
-        for _ in range(MAX_PROCESSES + 1):  # noqa: F821
+        for _ in range(max_processes + 1):
             child = os.fork()
             if child == 0:
                 signal.pause()
@@ -31,7 +36,7 @@ def fork_too_often():
 
 attempt("it can open a network socket", lambda: socket.socket(socket.AF_INET))
 attempt("it can open an abstract socket", lambda: socket.socket(socket.AF_UNIX))
-attempt("it can read a file outside", lambda: open(CANARY).close())  # noqa: F821
-attempt("it can write to a file outside", lambda: os.open(CANARY, os.O_WRONLY))  # noqa: F821
+attempt("it can read a file outside", lambda: open(canary).close())
+attempt("it can write to a file outside", lambda: os.open(canary, os.O_WRONLY))
 attempt("it can start more processes than allowed", fork_too_often)
 print(escapes[0] if escapes else "confined")
