@@ -91,7 +91,7 @@ def _validator(schema: Any) -> Validator:
     """Raises `ValueError`. The empty registry keeps a `$ref` from fetching a URL."""
     if isinstance(schema, str):
         schema = json.loads(schema)
-    if not isinstance(schema, (dict, bool)):
+    if not isinstance(schema, dict):
         raise ValueError(f"expected an object, got {type(schema).__name__}")
     draft = validator_for(schema, default=Draft202012Validator)
     try:

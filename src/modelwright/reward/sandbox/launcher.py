@@ -1,7 +1,7 @@
 """The launcher: a small process that starts programs in the sandbox, one after another, and watches them.
 
 It reads programs from its standard input and writes what became of them to its standard output. Each program runs in
-a process of its own, forked from the launcher, so that no interpreter starts anew. It imports Python's own library only.
+a process of its own, forked from the launcher, so that no interpreter starts anew.
 With namespaces there are two processes between: a keeper, which creates the namespaces, and the first process of the
 PID namespace, with whose end the kernel ends all others in it.
 """
@@ -93,7 +93,7 @@ class Watch:
 
     def __init__(self, job: Mapping[str, Any], descriptors: Mapping[str, int], jobs: int, keeper: int) -> None:
         self.limits: Mapping[str, Any] = job["limits"]
-        self.input = memoryview(job["stdin"].encode("utf-8", "surrogateescape"))
+        self.input = memoryview(job["stdin"].encode("utf-8", "replace"))
         self.names = {descriptor: name for name, descriptor in descriptors.items()}
         self.data = {name: bytearray() for name in _STREAMS}
         self.jobs = jobs

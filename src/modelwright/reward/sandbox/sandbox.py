@@ -118,20 +118,26 @@ class Sandbox:
 
     def _run_one(self, program: Program) -> Execution:
         """A launcher that is killed, as by a machine out of memory, is replaced once."""
+        reason = ""
         for _ in range(2):
             try:
-                launcher = self._idle.get_nowait()
-            except queue.Empty:
-                launcher = Launcher(self.kind)
-            try:
-                execution = launcher.run(program, self.limits)
-            except SandboxError as error:
-                launcher.close()
-                text = str(error)
-                continue
-            self._idle.put(launcher)
-            return execution
-        return Execution(outcome="not_started", stderr=text)
+                return self._attempt(program)
+            except (SandboxError, OSError) as error:
+                reason = str(error)
+        return Execution(outcome="not_started", stderr=reason)
+
+    def _attempt(self, program: Program) -> Execution:
+        try:
+            launcher = self._idle.get_nowait()
+        except queue.Empty:
+            launcher = Launcher(self.kind)
+        try:
+            execution = launcher.run(program, self.limits)
+        except SandboxError:
+            launcher.close()
+            raise
+        self._idle.put(launcher)
+        return execution
 
     def _reason_not_to_use(self) -> str:
         """Why this kind does not work here, or ""."""
