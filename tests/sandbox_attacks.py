@@ -43,6 +43,18 @@ ATTACKS = {
     "long sleep": ({"wall_time"}, "import time\ntime.sleep(1000)"),
     "10 GB of memory": ({"memory"}, "x = bytearray(10 << 30)\nprint('ESCAPED')"),
     "growing list": ({"memory", "cpu_time"}, "x = [0]\nwhile True:\n    x += x"),
+    "memory of many processes": (
+        {"memory", "error"},
+        "import os, time\nfor _ in range(15):\n    if os.fork() == 0:\n"
+        "        x = bytearray(60 << 20)\n        time.sleep(1000)\ntime.sleep(1000)",
+    ),
+    "shared memory of many processes": (
+        {"memory", "error"},
+        "import mmap, os, time\nfor _ in range(8):\n    if os.fork() == 0:\n"
+        "        x = mmap.mmap(-1, 60 << 20)\n        x.write(bytes(60 << 20))\n        time.sleep(1000)\n"
+        "time.sleep(1000)",
+    ),
+    "slow output": ({"wall_time"}, "import time\nwhile True:\n    print(1, flush=True)\n    time.sleep(0.01)"),
     "output of 1 GB": ({"output"}, "import os\nfor _ in range(1 << 14):\n    os.write(1, b'x' * (1 << 16))"),
     "errors of 1 GB": ({"output"}, "import os\nfor _ in range(1 << 14):\n    os.write(2, b'x' * (1 << 16))"),
     "file of 10 GB": (
@@ -186,7 +198,7 @@ def source_of(name: str, *, outside: str, home: str, parent: int) -> str:
 
 def run_all(kind: str) -> None:
     """All attacks by the user who runs this, without pytest; exits with the first that got somewhere."""
-    limits = SandboxLimits(cpu_s=1, wall_s=6, memory_bytes=200 << 20, num_processes=20)
+    limits = SandboxLimits(cpu_s=1, wall_s=4, memory_bytes=200 << 20, num_processes=20)
     sandbox = Sandbox(limits, num_workers=2, kinds=[kind])
     with tempfile.TemporaryDirectory() as folder:
         with open(f"{folder}/secret.txt", "w") as file:

@@ -12,7 +12,7 @@ from modelwright.reward.reward import Reward, Score
 from modelwright.reward.sandbox.sandbox import Launcher, SandboxError, SandboxLimits
 from reward_samples import sample
 
-LIMITS = SandboxLimits(cpu_s=1, wall_s=6, memory_bytes=200 << 20, num_processes=20)
+LIMITS = SandboxLimits(cpu_s=1, wall_s=4, memory_bytes=200 << 20, num_processes=20)
 PAIRS = [{"input": "1 2\n", "output": "3\n"}, {"input": "2 3\n", "output": "5"}]
 ASSERTS = ["assert add(1, 2) == 3", "assert add(2, 3) == 5"]
 SCRIPT = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"

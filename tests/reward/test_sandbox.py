@@ -16,7 +16,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.reward.sandbox.sandbox import KINDS, Execution, Launcher, Program, Sandbox, SandboxLimits
 from sandbox_attacks import ATTACKS, source_of
 
-LIMITS = SandboxLimits(cpu_s=1, wall_s=6, memory_bytes=200 << 20, num_processes=20)
+LIMITS = SandboxLimits(cpu_s=1, wall_s=4, memory_bytes=200 << 20, num_processes=20)
 HONEST = Program(source="numbers = map(int, input().split())\nprint(sum(numbers))", stdin="1 2 3\n")
 
 
@@ -107,6 +107,13 @@ def test_programs_do_not_see_each_other(sandbox: Sandbox) -> None:
         pytest.skip("without namespaces a program cannot write at all")
     program = Program(source="import os\nprint(os.listdir('.'))\nopen('mine', 'w').write('x')")
     assert [one.stdout for one in sandbox.run([program] * 4)] == ["[]\n"] * 4
+
+
+def test_memory_of_many_processes_is_counted_together(executions: dict[str, tuple[Execution, Execution]]) -> None:
+    outcomes = {executions[f"{kind}memory of many processes"][0].outcome for kind in ("", "shared ")}
+    assert outcomes in ({"memory"}, {"error"})
+    if outcomes == {"error"}:
+        assert "Operation not permitted" in executions["memory of many processes"][0].stderr, "no process is allowed"
 
 
 def test_a_temporary_file_threads_and_subprocesses(sandbox: Sandbox) -> None:

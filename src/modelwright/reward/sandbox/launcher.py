@@ -33,9 +33,11 @@ from typing import Any, BinaryIO, NoReturn
 from modelwright.reward.sandbox import linux
 from modelwright.reward.sandbox.confinement import CONFINEMENTS, Confinement
 from modelwright.reward.sandbox.frames import read_frame, write_frame
+from modelwright.reward.sandbox.memory_use import memory_of_tree
 from modelwright.reward.sandbox.program import REPORT_DESCRIPTOR, run_program
 
 _CHUNK = 1 << 16
+_CHECK_INTERVAL_S = 0.1
 _MAX_REPORT_BYTES = 1 << 16
 _MAX_DESCRIPTOR = 1 << 20
 _STREAMS = ("stdout", "stderr", "report", "status", "keeper")
@@ -64,6 +66,7 @@ def main(kind: str) -> None:
     # Not closed with the objects: in the process of a program the descriptors are the program's.
     jobs, results = os.fdopen(os.dup(0), "rb", closefd=False), os.fdopen(os.dup(1), "wb", closefd=False)
     os.dup2(2, 1)
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)  # which the confinement hides
     try:
         confinement: Confinement = CONFINEMENTS[kind]()
         confinement.enter()
@@ -72,17 +75,17 @@ def main(kind: str) -> None:
         return
     write_frame(results, {})
     while (job := read_frame(jobs)) is not None:
-        write_frame(results, run_job(job, confinement, jobs))
+        write_frame(results, run_job(job, confinement, jobs, proc))
 
 
-def run_job(job: Mapping[str, Any], confinement: Confinement, jobs: BinaryIO) -> dict[str, Any]:
+def run_job(job: Mapping[str, Any], confinement: Confinement, jobs: BinaryIO, proc: int) -> dict[str, Any]:
     pipes = Pipes.create()
     keeper = os.fork()
     if keeper == 0:
         keep(job, confinement, pipes)
     for descriptor in pipes.theirs.values():
         os.close(descriptor)
-    watch = Watch(job, pipes.ours, jobs.fileno(), keeper)
+    watch = Watch(job, pipes.ours, jobs=jobs.fileno(), proc=proc, keeper=keeper)
     watch.run()
     os.waitpid(keeper, 0)
     return watch.result()
@@ -91,29 +94,30 @@ def run_job(job: Mapping[str, Any], confinement: Confinement, jobs: BinaryIO) ->
 class Watch:
     """Feeds a program, collects what it writes, and kills it at its limits."""
 
-    def __init__(self, job: Mapping[str, Any], descriptors: Mapping[str, int], jobs: int, keeper: int) -> None:
+    def __init__(
+        self, job: Mapping[str, Any], descriptors: Mapping[str, int], *, jobs: int, proc: int, keeper: int
+    ) -> None:
         self.limits: Mapping[str, Any] = job["limits"]
+        self.deadline = time.monotonic() + self.limits["wall_s"]
+        self.next_check = time.monotonic() + _CHECK_INTERVAL_S
         self.input = memoryview(job["stdin"].encode("utf-8", "replace"))
         self.names = {descriptor: name for name, descriptor in descriptors.items()}
         self.data = {name: bytearray() for name in _STREAMS}
         self.jobs = jobs
+        self.proc = proc
         self.keeper = keeper
         self.reason = ""
         """Why the program was killed."""
 
     def run(self) -> None:
         """Return when every process of the program has closed its pipes."""
-        deadline = time.monotonic() + self.limits["wall_s"]
         poll = select.poll()
         for descriptor, name in self.names.items():
             poll.register(descriptor, select.POLLOUT if name == "stdin" else select.POLLIN)
         poll.register(self.jobs, select.POLLIN)
         while any(name != "stdin" for name in self.names.values()):
-            left_ms = max(0.0, deadline - time.monotonic()) * 1000
-            events = poll.poll(None if self.reason else left_ms)
-            if not events:
-                self._kill("wall_time")
-            for descriptor, _ in events:
+            self._check_limits()
+            for descriptor, _ in poll.poll(_CHECK_INTERVAL_S * 1000):
                 if descriptor == self.jobs:  # nobody waits for the result any more
                     self._kill("abandoned")
                     os._exit(1)
@@ -123,6 +127,17 @@ class Watch:
                     del self.names[descriptor]
         for descriptor in self.names:
             os.close(descriptor)
+
+    def _check_limits(self) -> None:
+        """Time and memory of all processes together, at intervals; the kernel holds the limits of each."""
+        now = time.monotonic()
+        if self.reason or now < self.next_check:
+            return
+        self.next_check = now + _CHECK_INTERVAL_S
+        if now > self.deadline:
+            self._kill("wall_time")
+        elif memory_of_tree(self.keeper, self.proc) > self.limits["memory_bytes"]:
+            self._kill("memory")
 
     def _transfer(self, descriptor: int) -> bool:
         """Read or write once; False at the end."""

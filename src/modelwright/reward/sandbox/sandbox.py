@@ -50,7 +50,7 @@ class SandboxLimits:
     wall_s: float = 12.0
     """Time until all processes are killed; it bounds waiting, and is long so that a busy machine changes no score."""
     memory_bytes: int = 512 << 20
-    """Address space of each process."""
+    """Address space of each process, and memory that all of them use together."""
     num_processes: int = 16
     """Processes and threads at a time."""
     disk_bytes: int = constant(16 << 20)
@@ -79,8 +79,8 @@ class Execution:
     """What became of a program."""
 
     outcome: str
-    """`exit`, `error` (exit code other than 0), `memory` (ended by a `MemoryError`), `signal`, `cpu_time`, `wall_time`,
-    `output`; `not_started` if the machine failed."""
+    """`exit`, `error` (exit code other than 0), `memory` (a `MemoryError`, or too much in all processes), `signal`,
+    `cpu_time`, `wall_time`, `output`; `not_started` if the machine failed."""
     stdout: str = ""
     stderr: str = ""
     num_passed: int = 0
