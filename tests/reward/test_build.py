@@ -76,7 +76,13 @@ def test_settings_that_cannot_work(terms: dict[str, object], message: str) -> No
 
 
 USER_REWARDS = """
+from __future__ import annotations
 import math
+from dataclasses import dataclass
+
+@dataclass
+class Rule:
+    value: float
 
 def by_answer(sample):
     if sample.answer == "raise":
@@ -111,7 +117,7 @@ def test_a_function_of_the_user(tmp_path: Path) -> None:
     assert metrics["rewards/length/failures"] == 0
     assert len(lines) == 5
     assert "reward mine: no score for a sample (KeyError): Traceback" in lines[0]
-    assert 'mine.py", line 6, in by_answer' in lines[0]
+    assert 'mine.py", line 12, in by_answer' in lines[0]
 
 
 def test_a_request_to_stop_is_no_failure(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.errors import ConfigError
-from modelwright.reward.sandbox.sandbox import KINDS, Execution, Launcher, Program, Sandbox, SandboxLimits
+from modelwright.reward.sandbox.sandbox import KINDS, Execution, Launcher, Program, Sandbox, SandboxError, SandboxLimits
 from sandbox_attacks import ATTACKS, source_of
 
 LIMITS = SandboxLimits(cpu_s=1, wall_s=4, memory_bytes=200 << 20, num_processes=20)
@@ -100,6 +100,12 @@ def orphans_within(seconds: float) -> list[int]:
         if not orphans or time.monotonic() > deadline:
             return orphans
         time.sleep(0.1)
+
+
+def test_landlock_cannot_be_bypassed_by_opening_a_readable_file_with_flags(sandbox: Sandbox) -> None:
+    """Its first versions (before Linux 6.2) let whoever may read a file truncate it; O_CREAT stands in for O_TRUNC."""
+    (execution,) = sandbox.run([Program(source="import os\nos.open(os.__file__, os.O_RDONLY | os.O_CREAT)")])
+    assert execution.outcome == ("error" if sandbox.kind == "landlock" else "exit")
 
 
 def test_programs_do_not_see_each_other(sandbox: Sandbox) -> None:
@@ -202,6 +208,20 @@ def test_a_machine_that_allows_neither_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Launcher, "__init__", refuse)
     with pytest.raises(ConfigError, match=r"namespaces: .*not implemented.*landlock: .*allow user namespaces"):
         Sandbox(LIMITS, num_workers=1)
+
+
+def test_landlock_is_used_where_namespaces_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Launcher.__init__
+
+    def refuse(self: Launcher, kind: str) -> None:
+        if kind == "namespaces":
+            raise SandboxError("unshare: Operation not permitted")
+        start(self, kind)
+
+    monkeypatch.setattr(Launcher, "__init__", refuse)
+    sandbox = Sandbox(LIMITS, num_workers=1)
+    assert (sandbox.kind, sandbox.run([HONEST])[0].stdout) == ("landlock", "6\n")
+    sandbox.close()
 
 
 def test_a_sandbox_that_leaks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,14 @@
 import importlib.util
 import inspect
 import math
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from modelwright.core.config import digest
 from modelwright.core.errors import STOPPING, ConfigError
 from modelwright.reward.reward import Reward, Sample, Score
 
@@ -57,10 +59,10 @@ def load_function(path: str) -> Callable[[Sample], Any]:
     file, _, name = path.rpartition(":")
     if not Path(file).is_file():
         raise ConfigError(f"path: there is no file {file!r} (looked for in {Path.cwd()})")
-    spec = importlib.util.spec_from_file_location(f"modelwright_user_reward_{Path(file).stem}", file)
+    spec = importlib.util.spec_from_file_location(f"reward_{digest(str(Path(file).resolve()))[:16]}", file)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look their module up
     try:
         spec.loader.exec_module(module)
     except STOPPING[:2]:
@@ -69,7 +71,9 @@ def load_function(path: str) -> Callable[[Sample], Any]:
         raise ConfigError(f"path: {file} cannot be imported ({_place(error)})") from error
     function = getattr(module, name, None)
     if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        functions = [
+            key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == spec.name
+        ]
         raise ConfigError(f"path: {file} has no function {name!r} (it has: {', '.join(functions) or 'none'})")
     return function
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from modelwright.reward.sandbox import linux
-from modelwright.reward.sandbox.syscall_filter import ALLOWED, ALLOWED_IN_NAMESPACES, compile_filter
+from modelwright.reward.sandbox.syscall_filter import compile_filter
 
 WORK_FOLDER = "/tmp"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -52,6 +52,7 @@ def runtime_folders() -> list[str]:
     names = ("stdlib", "platstdlib")
     base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix, "installed_base": sys.base_prefix}
     folders = [sysconfig.get_path(name, vars={**base, "installed_platbase": sys.base_exec_prefix}) for name in names]
+    folders += [f"{sys.base_prefix}/lib"]  # where Conda has the libraries that extension modules load
     return [path for path in dict.fromkeys([*_LIBRARIES, *folders]) if os.path.isdir(path)]
 
 
@@ -61,7 +62,7 @@ class Namespaces:
     has_processes = True
 
     def __init__(self) -> None:
-        self._filter = compile_filter(ALLOWED_IN_NAMESPACES)
+        self._filter = compile_filter(read_only=False)
         self._is_root = False
 
     def enter(self) -> None:
@@ -105,8 +106,7 @@ class Landlock:
     has_processes = False
 
     def __init__(self) -> None:
-        denied = {"link", "linkat", "symlink", "symlinkat", "rename", "renameat", "renameat2", "truncate", "ftruncate"}
-        self._filter = compile_filter(tuple(name for name in ALLOWED if name not in denied))
+        self._filter = compile_filter(read_only=True)
         self._ruleset = -1
 
     def enter(self) -> None:

@@ -80,9 +80,10 @@ def main(kind: str) -> None:
 
 def run_job(job: Mapping[str, Any], confinement: Confinement, jobs: BinaryIO, proc: int) -> dict[str, Any]:
     pipes = Pipes.create()
+    launcher = os.getpid()
     keeper = os.fork()
     if keeper == 0:
-        keep(job, confinement, pipes)
+        keep(job, confinement, pipes, launcher)
     for descriptor in pipes.theirs.values():
         os.close(descriptor)
     watch = Watch(job, pipes.ours, jobs=jobs.fileno(), proc=proc, keeper=keeper)
@@ -186,13 +187,15 @@ def _first_message(data: bytearray) -> dict[str, Any]:
     return json.loads(bytes(data).partition(b"\n")[0] or b"{}")
 
 
-def keep(job: Mapping[str, Any], confinement: Confinement, pipes: Pipes) -> NoReturn:
+def keep(job: Mapping[str, Any], confinement: Confinement, pipes: Pipes, launcher: int) -> NoReturn:
     """The keeper: forks the program's first process, tells the launcher which one it is, and outlives it.
 
     It dies with the launcher, and the first process with it. The pipe between the two tells the first process whether
     the keeper was still there after it asked to be killed with it.
     """
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        os._exit(1)
     for descriptor in pipes.ours.values():
         os.close(descriptor)
     told = pipes.theirs["keeper"]

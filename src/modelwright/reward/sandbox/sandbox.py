@@ -98,6 +98,8 @@ class Sandbox:
     """
 
     def __init__(self, limits: SandboxLimits, *, num_workers: int, kinds: Sequence[str] = KINDS) -> None:
+        if sys.platform != "linux":
+            raise ConfigError(f"code can be run in a sandbox on Linux only, and this is {sys.platform}")
         self.limits = limits
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="sandbox")
         self._idle = queue.SimpleQueue[Launcher]()

@@ -14,14 +14,17 @@ _ACT_ALLOW, _ACT_ERRNO = 0x7FFF0000, 0x00050000
 _COMPARE_MASKED_EQUAL = 7
 _WORD = 0xFFFFFFFF
 
-_FILES = (
-    "access chdir close close_range copy_file_range creat dup dup2 dup3 faccessat faccessat2 fadvise64 fallocate "
-    "fchdir fcntl fdatasync fgetxattr flistxattr flock fstat fstatfs fsync ftruncate getcwd "
-    "getdents getdents64 getxattr ioctl lgetxattr link linkat listxattr lseek lstat mkdir mkdirat newfstatat open "
-    "openat pread64 preadv preadv2 pwrite64 pwritev pwritev2 read readahead readlink readlinkat readv rename renameat "
-    "renameat2 rmdir sendfile splice stat statfs statx symlink symlinkat tee truncate umask unlink unlinkat "
-    "vmsplice write writev"
+_READING = (
+    "access chdir close close_range dup dup2 dup3 faccessat faccessat2 fadvise64 fchdir fcntl fgetxattr flistxattr "
+    "flock fstat fstatfs getcwd getdents getdents64 getxattr ioctl lgetxattr listxattr lseek lstat newfstatat open "
+    "openat pread64 preadv preadv2 pwrite64 pwritev pwritev2 read readahead readlink readlinkat readv sendfile splice "
+    "stat statfs statx tee umask vmsplice write writev"
 )
+_WRITING = (
+    "chmod copy_file_range creat fallocate fchmod fchmodat fdatasync fsync ftruncate link linkat mkdir mkdirat rename "
+    "renameat renameat2 rmdir symlink symlinkat truncate unlink unlinkat utime utimensat utimes"
+)
+"""Harmless where the files of the user do not exist."""
 _MEMORY = "brk madvise membarrier mincore mmap mprotect mremap msync munmap"
 _WAITING = (
     "alarm clock_getres clock_gettime clock_nanosleep epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_pwait2 "
@@ -39,11 +42,9 @@ _OWN_PROCESS = (
 _SOCKET_PAIRS = "socketpair sendto recvfrom shutdown getsockname getpeername getsockopt setsockopt"
 _PROCESSES = "clone fork vfork execve execveat kill tgkill tkill setpgid setsid rt_sigqueueinfo"
 """Harmless in a PID namespace of their own, with a limit on processes."""
-_ATTRIBUTES = "chmod fchmod fchmodat utime utimensat utimes"
-"""Harmless where the files of the user cannot be seen; Landlock does not cover them."""
 
-ALLOWED = tuple(f"{_FILES} {_MEMORY} {_WAITING} {_OWN_PROCESS} {_SOCKET_PAIRS}".split())
-ALLOWED_IN_NAMESPACES = (*ALLOWED, *f"{_PROCESSES} {_ATTRIBUTES}".split())
+READ_ONLY = tuple(f"{_READING} {_MEMORY} {_WAITING} {_OWN_PROCESS} {_SOCKET_PAIRS}".split())
+READ_WRITE = (*READ_ONLY, *f"{_WRITING} {_PROCESSES}".split())
 
 _ARGUMENTS = {
     "clone": [(0, 0x7E020000, 0)],  # no flag that creates a namespace
@@ -56,6 +57,8 @@ _ARGUMENTS = {
     "ioctl": [(1, _WORD, command) for command in (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)],
 }
 """Calls that are allowed for some values of one argument: its number, a mask, the value under the mask."""
+_OPEN_TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_ARGUMENTS_READ_ONLY = {**_ARGUMENTS, "open": [(1, _OPEN_TO_WRITE, 0)], "openat": [(2, _OPEN_TO_WRITE, 0)]}
 
 
 class _Comparison(ctypes.Structure):
@@ -67,17 +70,18 @@ class _Comparison(ctypes.Structure):
     )
 
 
-def compile_filter(allowed: tuple[str, ...]) -> bytes:
-    """The program for `linux.load_filter`. Calls outside of `allowed` fail with EPERM. Raises `OSError`, if libseccomp
-    is missing too.
+def compile_filter(*, read_only: bool) -> bytes:
+    """The program for `linux.load_filter`; calls that are not allowed fail with EPERM. read_only: allow no call that
+    writes to files or starts processes or threads. Raises `OSError`, if libseccomp is missing too.
     """
     library = ctypes.CDLL(LIBRARY)
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(_ACT_ERRNO | errno.EPERM)))
     # The C library tries clone3 first and falls back to clone, whose flags a filter can read, only for ENOSYS.
     _add(library, context, _ACT_ERRNO | errno.ENOSYS, "clone3")
+    allowed, arguments = (READ_ONLY, _ARGUMENTS_READ_ONLY) if read_only else (READ_WRITE, _ARGUMENTS)
     for name in allowed:
-        for rule in _ARGUMENTS.get(name, [()]):
+        for rule in arguments.get(name, [()]):
             _add(library, context, _ACT_ALLOW, name, *rule)
     return _exported(library, context)
 
