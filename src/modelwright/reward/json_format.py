@@ -1,5 +1,6 @@
 """Reward 1 for an answer that is JSON, and valid under a JSON Schema if there is one, else 0."""
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -88,9 +89,14 @@ def _load_schema(path: str) -> Validator:
 
 
 def _validator(schema: Any) -> Validator:
-    """Raises `ValueError`. The empty registry keeps a `$ref` from fetching a URL."""
-    if isinstance(schema, str):
-        schema = json.loads(schema)
+    """Raises `ValueError`."""
+    return _validator_of(schema if isinstance(schema, str) else json.dumps(schema))
+
+
+@functools.lru_cache(maxsize=256)  # a group of answers to one prompt has one schema, and its check takes milliseconds
+def _validator_of(text: str) -> Validator:
+    """The empty registry keeps a `$ref` from fetching a URL."""
+    schema = json.loads(text)
     if not isinstance(schema, dict):
         raise ValueError(f"expected an object, got {type(schema).__name__}")
     draft = validator_for(schema, default=Draft202012Validator)

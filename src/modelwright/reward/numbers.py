@@ -47,18 +47,12 @@ def numbers_in(text: str) -> Iterator[Number]:
     """All numbers, in order: decimals with thousands separators, exponents, fractions `3/4` and `\\frac{3}{4}`, mixed
     numbers. Fractions with the denominator 0 and numbers too long to be an answer are left out.
     """
-    for match in _NUMBER.finditer(_plain(text)):
-        value = _value(match)
-        if value is not None:
-            sign = -1 if match["sign"] == "-" else 1
-            yield Number(sign * value, match["percent"] is not None)
+    yield from filter(None, map(_number, _NUMBER.finditer(_plain(text))))
 
 
 def last_number(text: str) -> Number | None:
-    last = None
-    for last in numbers_in(text[-MAX_TEXT:]):  # noqa: B007 - the last one is the result
-        pass
-    return last
+    matches = list(_NUMBER.finditer(_plain(text[-MAX_TEXT:])))
+    return next(filter(None, map(_number, reversed(matches))), None)
 
 
 def first_number(text: str) -> Number | None:
@@ -110,6 +104,13 @@ def _plain(text: str) -> str:
     for old, new in (("\u2212", "-"), ("{,}", ","), ("\\!", ""), ("\\$", ""), ("$", ""), ("\\%", "%")):
         text = text.replace(old, new)
     return text
+
+
+def _number(match: re.Match[str]) -> Number | None:
+    value = _value(match)
+    if value is None:
+        return None
+    return Number(-value if match["sign"] == "-" else value, match["percent"] is not None)
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
