@@ -238,6 +238,12 @@ def run_unprotected(program: Program) -> Execution:
     return Execution(outcome="exit", stdout=done.stdout, stderr=done.stderr)
 
 
+def test_the_smallest_memory_is_enough() -> None:
+    sandbox = Sandbox(SandboxLimits(memory_bytes=64 << 20), num_workers=1)
+    assert sandbox.run([HONEST]) == [Execution(outcome="exit", stdout="6\n")]
+    sandbox.close()
+
+
 def test_limits_are_checked() -> None:
     with pytest.raises(ConfigError, match="memory_bytes: Python needs at least 64MiB"):
         SandboxLimits(memory_bytes=1)

@@ -8,6 +8,7 @@ PID namespace, with whose end the kernel ends all others in it.
 
 import bisect  # noqa: F401 - programs often import these modules; they get them from the launcher's memory
 import collections  # noqa: F401
+import contextlib
 import copy  # noqa: F401
 import datetime  # noqa: F401
 import decimal  # noqa: F401
@@ -38,7 +39,7 @@ from modelwright.reward.sandbox.program import REPORT_DESCRIPTOR, run_program
 
 _CHUNK = 1 << 16
 _CHECK_INTERVAL_S = 0.1
-_MAX_REPORT_BYTES = 1 << 16
+_MAX_REPORT_BYTES = 1 << 20
 _MAX_DESCRIPTOR = 1 << 20
 _STREAMS = ("stdout", "stderr", "report", "status", "keeper")
 
@@ -168,7 +169,8 @@ class Watch:
             return
         self.reason = reason
         # The keeper's death ends the first process, too, but only the first process's own is waited for.
-        os.kill(_first_message(self.data["keeper"]).get("pid", self.keeper), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+            os.kill(_first_message(self.data["keeper"]).get("pid", self.keeper), signal.SIGKILL)
 
     def result(self) -> dict[str, Any]:
         keeper, status = _first_message(self.data["keeper"]), _first_message(self.data["status"])

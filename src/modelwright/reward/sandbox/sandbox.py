@@ -200,7 +200,7 @@ class Launcher:
     def _receive(self) -> dict[str, Any]:
         message = read_frame(self._results)
         if message is None:
-            raise SandboxError("the launcher ended")
+            raise SandboxError("the launcher ended; what it wrote to standard error says why")
         return message
 
 

@@ -17,8 +17,8 @@ _WORD = 0xFFFFFFFF
 _READING = (
     "access chdir close close_range dup dup2 dup3 faccessat faccessat2 fadvise64 fchdir fcntl fgetxattr flistxattr "
     "flock fstat fstatfs getcwd getdents getdents64 getxattr ioctl lgetxattr listxattr lseek lstat newfstatat open "
-    "openat pread64 preadv preadv2 pwrite64 pwritev pwritev2 read readahead readlink readlinkat readv sendfile splice "
-    "stat statfs statx tee umask vmsplice write writev"
+    "openat pread64 preadv preadv2 pwrite64 pwritev pwritev2 read readahead readlink readlinkat readv sendfile "
+    "stat statfs statx umask write writev"
 )
 _WRITING = (
     "chmod copy_file_range creat fallocate fchmod fchmodat fdatasync fsync ftruncate link linkat mkdir mkdirat rename "
