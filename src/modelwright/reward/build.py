@@ -1,0 +1,64 @@
+"""Builds rewards from settings. `REWARDS` is the only list of kinds."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from modelwright.core.config import parse
+from modelwright.core.errors import ConfigError
+from modelwright.reward.code import CodeConfig
+from modelwright.reward.exact_match import ExactMatchConfig
+from modelwright.reward.function import FunctionConfig
+from modelwright.reward.json_format import JsonConfig
+from modelwright.reward.length import LengthConfig
+from modelwright.reward.numeric_match import NumericMatchConfig
+from modelwright.reward.pattern import PatternConfig
+from modelwright.reward.reward import RewardConfig
+from modelwright.reward.weighted_sum import Term, WeightedSum
+
+REWARDS: Mapping[str, type[RewardConfig]] = {
+    "exact_match": ExactMatchConfig,
+    "numeric_match": NumericMatchConfig,
+    "pattern": PatternConfig,
+    "length": LengthConfig,
+    "json": JsonConfig,
+    "code": CodeConfig,
+    "function": FunctionConfig,
+}
+
+
+def build_reward(
+    terms: Mapping[str, Any],
+    *,
+    kinds: Mapping[str, type[RewardConfig]] = REWARDS,
+    path: str = "rewards",
+    log: Callable[[str], None] = lambda text: None,
+) -> WeightedSum:
+    """The weighted sum of `terms`, which maps the name of each to its options, its `weight` (1 by default) and its
+    `kind` (the name by default). path: of the terms in the config, for errors; log: takes the details of failures.
+
+    Raises `ConfigError`, also where a kind cannot work on this machine.
+    """
+    if not terms:
+        raise ConfigError(f"{path}: needs at least one reward (known here: {', '.join(kinds)})")
+    return WeightedSum(
+        [_build_term(name, options, f"{path}.{name}", kinds) for name, options in terms.items()], log=log
+    )
+
+
+def _build_term(name: str, options: Any, path: str, kinds: Mapping[str, type[RewardConfig]]) -> Term:
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{path}: expected the options of the reward, got {options!r}; write {{}} for the defaults")
+    weight, kind = options.get("weight", 1.0), options.get("kind", name)
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+        raise ConfigError(f"{path}.weight: must be a finite number, got {weight!r}")
+    if kind not in kinds:
+        raise ConfigError(f"{path}.kind: {kind!r} is not one of {', '.join(kinds)}")
+    config_class = kinds[kind]
+    assert dataclasses.is_dataclass(config_class)
+    config = parse(config_class, {key: options[key] for key in options if key not in ("weight", "kind")}, path)
+    try:
+        return Term(config.build(name), float(weight))
+    except ConfigError as error:
+        raise ConfigError(f"{path}.{error}") from error

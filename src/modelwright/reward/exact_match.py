@@ -1,0 +1,66 @@
+"""Reward 1 for an answer that equals the reference answer after normalization, else 0."""
+
+import re
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from modelwright.reward.reward import Reward, Sample, Score, read_reference
+
+Normalization = Literal["none", "whitespace", "squad"]
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactMatchConfig:
+    """Equality with the reference answer."""
+
+    field: str = "answer"
+    """The record's field with the reference answer, or a list of alternatives."""
+    marker: str = ""
+    """Compare what follows the last occurrence of this text, such as `####` in GSM8K; empty compares everything."""
+    normalization: Normalization = "squad"
+    """`squad`: case, punctuation, articles and white space do not count; `whitespace`: only white space; `none`."""
+
+    def build(self, name: str) -> Reward:
+        return ExactMatch(name, self)
+
+
+@dataclass(frozen=True)
+class ExactMatch:
+    name: str
+    config: ExactMatchConfig
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return [self._score(sample) for sample in samples]
+
+    def _score(self, sample: Sample) -> Score:
+        reference = read_reference(sample, self.config.field)
+        if reference.problem:
+            return Score.failure("no_reference", reference.problem)
+        if self.config.marker and self.config.marker not in sample.answer:
+            return Score(0.0, "no_marker")
+        answer = self._normalized(sample.answer)
+        is_equal = any(self._normalized(text) == answer for text in reference.texts)
+        return Score(float(is_equal), "equal" if is_equal else "different")
+
+    def _normalized(self, text: str) -> str:
+        if self.config.marker:
+            text = text.rpartition(self.config.marker)[2]
+        return normalize(text, self.config.normalization)
+
+
+def normalize(text: str, normalization: Normalization) -> str:
+    """`squad` is `normalize_answer` of the official script for SQuAD 1.1, except for a text of articles or punctuation
+    alone, which keeps them: the choice "A" would become the empty text, and equal an empty answer.
+    """
+    if normalization == "none":
+        return text
+    if normalization == "whitespace":
+        return " ".join(text.split())
+    lowered = text.lower()
+    bare = _ARTICLES.sub(" ", lowered.translate(_NO_PUNCTUATION))
+    return " ".join(bare.split()) or " ".join(lowered.translate(_NO_PUNCTUATION).split()) or lowered.strip()

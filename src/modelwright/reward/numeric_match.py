@@ -1,0 +1,68 @@
+"""Reward 1 for an answer whose number equals the reference answer's, else 0."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from modelwright.core.errors import ConfigError
+from modelwright.reward.numbers import Number, boxed_number, equal, first_number, last_boxed, last_number
+from modelwright.reward.reward import Reward, Sample, Score, read_reference
+
+MARKER = "####"
+"""Stands before the final answer in GSM8K (Cobbe et al. 2021)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumericMatchConfig:
+    """Equality of the final number with the reference answer's."""
+
+    field: str = "answer"
+    """The record's field with the reference answer: a number, or a text with one, such as GSM8K's whole solution."""
+    number_in: Literal["any", "boxed", "marker", "last"] = "any"
+    """Where the answer has its number: the last `\\boxed{}`, after the last `####`, the last number of the text, or the
+    first of the three that is there."""
+    tolerance: float = 0.0
+    """Largest difference, relative to the reference; 0 compares exactly, as fractions."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerance < 1:
+            raise ConfigError(f"tolerance: must be from 0 to less than 1, got {self.tolerance}")
+
+    def build(self, name: str) -> Reward:
+        return NumericMatch(name, self)
+
+
+@dataclass(frozen=True)
+class NumericMatch:
+    name: str
+    config: NumericMatchConfig
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return [self._score(sample) for sample in samples]
+
+    def _score(self, sample: Sample) -> Score:
+        reference = read_reference(sample, self.config.field)
+        if reference.problem:
+            return Score.failure("no_reference", reference.problem)
+        right = [number for text in reference.texts if (number := final_number(text, "any"))]
+        if not right:
+            text = f"the field {self.config.field!r} holds no number: {reference.texts[0][:80]!r}"
+            return Score.failure("reference_not_numeric", text)
+        number = final_number(sample.answer, self.config.number_in)
+        if number is None:
+            return Score(0.0, "no_number")
+        is_equal = any(equal(number, one, self.config.tolerance) for one in right)
+        return Score(float(is_equal), "equal" if is_equal else "different")
+
+
+def final_number(text: str, where: str) -> Number | None:
+    """The number that a text gives as its result; None if there is none in this place."""
+    if where in ("any", "boxed"):
+        content = last_boxed(text)
+        if content is not None or where == "boxed":
+            return None if content is None else boxed_number(content)
+    if where in ("any", "marker"):
+        marker, result = text.rpartition(MARKER)[1:]
+        if marker or where == "marker":
+            return first_number(result.strip().partition("\n")[0]) if marker else None
+    return last_number(text)

@@ -1,0 +1,263 @@
+"""The launcher: a small process that starts programs in the sandbox, one after another, and watches them.
+
+It reads programs from its standard input and writes what became of them to its standard output. Each program runs in
+a process of its own, forked from the launcher, so that no interpreter starts anew.
+With namespaces there are two processes between: a keeper, which creates the namespaces, and the first process of the
+PID namespace, with whose end the kernel ends all others in it.
+"""
+
+import bisect  # noqa: F401 - programs often import these modules; they get them from the launcher's memory
+import collections  # noqa: F401
+import contextlib
+import copy  # noqa: F401
+import datetime  # noqa: F401
+import decimal  # noqa: F401
+import fractions  # noqa: F401
+import functools  # noqa: F401
+import heapq  # noqa: F401
+import itertools  # noqa: F401
+import json
+import math  # noqa: F401
+import os
+import random  # noqa: F401
+import re  # noqa: F401
+import select
+import signal
+import statistics  # noqa: F401
+import string  # noqa: F401
+import time
+import typing  # noqa: F401
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, NoReturn
+
+from modelwright.reward.sandbox import linux
+from modelwright.reward.sandbox.confinement import CONFINEMENTS, Confinement
+from modelwright.reward.sandbox.frames import read_frame, write_frame
+from modelwright.reward.sandbox.memory_use import memory_of_tree
+from modelwright.reward.sandbox.program import REPORT_DESCRIPTOR, run_program
+
+_CHUNK = 1 << 16
+_CHECK_INTERVAL_S = 0.1
+_MAX_REPORT_BYTES = 1 << 20
+_MAX_DESCRIPTOR = 1 << 20
+_STREAMS = ("stdout", "stderr", "report", "status", "keeper")
+
+
+@dataclass
+class Pipes:
+    """The launcher's ends and the other ends of a program's pipes."""
+
+    ours: dict[str, int] = field(default_factory=dict[str, int])
+    theirs: dict[str, int] = field(default_factory=dict[str, int])
+
+    @classmethod
+    def create(cls) -> "Pipes":
+        pipes = cls()
+        pipes.theirs["stdin"], pipes.ours["stdin"] = os.pipe()
+        for name in _STREAMS:
+            pipes.ours[name], pipes.theirs[name] = os.pipe()
+        os.set_blocking(pipes.ours["stdin"], False)
+        return pipes
+
+
+def main(kind: str) -> None:
+    """Serve until standard input ends. The first message says whether the confinement works here."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process of a PID namespace then ignores it
+    # Not closed with the objects: in the process of a program the descriptors are the program's.
+    jobs, results = os.fdopen(os.dup(0), "rb", closefd=False), os.fdopen(os.dup(1), "wb", closefd=False)
+    os.dup2(2, 1)
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)  # which the confinement hides
+    try:
+        confinement: Confinement = CONFINEMENTS[kind]()
+        confinement.enter()
+    except OSError as error:
+        write_frame(results, {"error": str(error)})
+        return
+    write_frame(results, {})
+    while (job := read_frame(jobs)) is not None:
+        write_frame(results, run_job(job, confinement, jobs, proc))
+
+
+def run_job(job: Mapping[str, Any], confinement: Confinement, jobs: BinaryIO, proc: int) -> dict[str, Any]:
+    pipes = Pipes.create()
+    launcher = os.getpid()
+    keeper = os.fork()
+    if keeper == 0:
+        keep(job, confinement, pipes, launcher)
+    for descriptor in pipes.theirs.values():
+        os.close(descriptor)
+    watch = Watch(job, pipes.ours, jobs=jobs.fileno(), proc=proc, keeper=keeper)
+    watch.run()
+    os.waitpid(keeper, 0)
+    return watch.result()
+
+
+class Watch:
+    """Feeds a program, collects what it writes, and kills it at its limits."""
+
+    def __init__(
+        self, job: Mapping[str, Any], descriptors: Mapping[str, int], *, jobs: int, proc: int, keeper: int
+    ) -> None:
+        self.limits: Mapping[str, Any] = job["limits"]
+        self.deadline = time.monotonic() + self.limits["wall_s"]
+        self.next_check = time.monotonic() + _CHECK_INTERVAL_S
+        self.input = memoryview(job["stdin"].encode("utf-8", "replace"))
+        self.names = {descriptor: name for name, descriptor in descriptors.items()}
+        self.data = {name: bytearray() for name in _STREAMS}
+        self.jobs = jobs
+        self.proc = proc
+        self.keeper = keeper
+        self.reason = ""
+        """Why the program was killed."""
+
+    def run(self) -> None:
+        """Return when every process of the program has closed its pipes."""
+        poll = select.poll()
+        for descriptor, name in self.names.items():
+            poll.register(descriptor, select.POLLOUT if name == "stdin" else select.POLLIN)
+        poll.register(self.jobs, select.POLLIN)
+        while any(name != "stdin" for name in self.names.values()):
+            self._check_limits()
+            for descriptor, _ in poll.poll(_CHECK_INTERVAL_S * 1000):
+                if descriptor == self.jobs:  # nobody waits for the result any more
+                    self._kill("abandoned")
+                    os._exit(1)
+                if not self._transfer(descriptor):
+                    poll.unregister(descriptor)
+                    os.close(descriptor)
+                    del self.names[descriptor]
+        for descriptor in self.names:
+            os.close(descriptor)
+
+    def _check_limits(self) -> None:
+        """Time and memory of all processes together, at intervals; the kernel holds the limits of each."""
+        now = time.monotonic()
+        if self.reason or now < self.next_check:
+            return
+        self.next_check = now + _CHECK_INTERVAL_S
+        if now > self.deadline:
+            self._kill("wall_time")
+        elif memory_of_tree(self.keeper, self.proc) > self.limits["memory_bytes"]:
+            self._kill("memory")
+
+    def _transfer(self, descriptor: int) -> bool:
+        """Read or write once; False at the end."""
+        name = self.names[descriptor]
+        if name == "stdin":
+            return self._feed(descriptor)
+        chunk = os.read(descriptor, _CHUNK)
+        if not self.reason:
+            self.data[name] += chunk
+        if len(self.data["stdout"]) + len(self.data["stderr"]) > self.limits["output_bytes"]:
+            self._kill("output")
+        if len(self.data["report"]) > _MAX_REPORT_BYTES:
+            self._kill("output")
+        return bool(chunk)
+
+    def _feed(self, descriptor: int) -> bool:
+        try:
+            self.input = self.input[os.write(descriptor, self.input[:_CHUNK]) :]
+        except BlockingIOError:
+            return True
+        except BrokenPipeError:
+            return False
+        return len(self.input) > 0
+
+    def _kill(self, reason: str) -> None:
+        if self.reason:
+            return
+        self.reason = reason
+        # The keeper's death ends the first process, too, but only the first process's own is waited for.
+        with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+            os.kill(_first_message(self.data["keeper"]).get("pid", self.keeper), signal.SIGKILL)
+
+    def result(self) -> dict[str, Any]:
+        keeper, status = _first_message(self.data["keeper"]), _first_message(self.data["status"])
+        texts = {name: bytes(self.data[name]).decode("utf-8", "replace") for name in ("stdout", "stderr", "report")}
+        if "error" in keeper or "error" in status:
+            return {"outcome": "not_started", "error": keeper.get("error") or status["error"], **texts}
+        code = status.get("code", -signal.SIGKILL)
+        outcome = self.reason or "exit"
+        if not self.reason and code < 0:
+            used_up = code == -signal.SIGXCPU or status.get("cpu_s", 0.0) >= self.limits["cpu_s"]
+            outcome = "cpu_time" if used_up else "signal"
+        return {"outcome": outcome, "code": code, **texts}
+
+
+def _first_message(data: bytearray) -> dict[str, Any]:
+    return json.loads(bytes(data).partition(b"\n")[0] or b"{}")
+
+
+def keep(job: Mapping[str, Any], confinement: Confinement, pipes: Pipes, launcher: int) -> NoReturn:
+    """The keeper: forks the program's first process, tells the launcher which one it is, and outlives it.
+
+    It dies with the launcher, and the first process with it. The pipe between the two tells the first process whether
+    the keeper was still there after it asked to be killed with it.
+    """
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        os._exit(1)
+    for descriptor in pipes.ours.values():
+        os.close(descriptor)
+    told = pipes.theirs["keeper"]
+    try:
+        confinement.prepare(job["limits"])
+        alive, held = os.pipe()
+        first = os.fork()
+    except OSError as error:
+        os.write(told, json.dumps({"error": str(error)}).encode())
+        os._exit(1)
+    if first == 0:
+        os.close(held)
+        os.close(told)
+        linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if select.select([alive], [], [], 0)[0]:
+            os._exit(1)
+        if confinement.has_processes:
+            be_first(job, confinement, pipes)
+        begin(job, confinement, pipes)
+    os.write(told, json.dumps({"pid": first}).encode())
+    os.close(told)
+    for name in ("stdin", "stdout", "stderr", "report"):
+        os.close(pipes.theirs[name])
+    report_end(first, pipes.theirs["status"], is_program=not confinement.has_processes)
+    os._exit(0)
+
+
+def be_first(job: Mapping[str, Any], confinement: Confinement, pipes: Pipes) -> NoReturn:
+    """The first process of a PID namespace: adopts what the program leaves behind until the program itself ends."""
+    program = os.fork()
+    if program == 0:
+        begin(job, confinement, pipes)
+    for name in ("stdin", "stdout", "stderr", "report"):
+        os.close(pipes.theirs[name])
+    report_end(program, pipes.theirs["status"], is_program=True)
+    os._exit(0)
+
+
+def report_end(process: int, told: int, *, is_program: bool) -> None:
+    """Wait for a child, and write how it ended if it is the program. Other children are adopted ones."""
+    if not is_program:
+        os.close(told)
+    while True:
+        number, status, usage = os.wait3(0)
+        if number == process:
+            break
+    if is_program:
+        ended = {"code": os.waitstatus_to_exitcode(status), "cpu_s": usage.ru_utime + usage.ru_stime}
+        os.write(told, json.dumps(ended).encode() + b"\n")
+
+
+def begin(job: Mapping[str, Any], confinement: Confinement, pipes: Pipes) -> NoReturn:
+    """Become the program: the pipes, then the confinement, then nothing else open, then its code."""
+    for number, name in enumerate(("stdin", "stdout", "stderr", "report")):
+        os.dup2(pipes.theirs[name], number, inheritable=number < REPORT_DESCRIPTOR)
+    try:
+        confinement.confine(job["limits"])
+    except OSError as error:
+        os.write(pipes.theirs["status"], json.dumps({"error": str(error)}).encode() + b"\n")
+        os._exit(1)
+    # An open folder of the launcher would be a way out of the sandbox.
+    os.closerange(REPORT_DESCRIPTOR + 1, _MAX_DESCRIPTOR)
+    run_program(job["source"], job["checks"], job["key"])
