@@ -1,9 +1,9 @@
 """Settings of formats that change while a model trains; `controllers.py` implements them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from modelwright.core.config import constant
+from modelwright.core.config import constant, only_for
 from modelwright.core.errors import ConfigError
 from modelwright.ops.lowp_linear import Format
 
@@ -15,16 +15,16 @@ class AdaptiveConfig:
     kind: Literal["none", "rules", "bandit", "schedule"] = "none"
     """`rules`: decide by measured speed and damage; `bandit`: a contextual bandit decides (LinUCB, Li et al. 2010);
     `schedule`: follow `schedule`; `none`."""
-    decide_every_steps: int = 100
+    decide_every_steps: int = field(default=100, metadata=only_for("kind", "rules", "bandit"))
     """Steps between decisions."""
-    candidates: tuple[Format, ...] = ("bf16", "int8")
+    candidates: tuple[Format, ...] = field(default=("bf16", "int8"), metadata=only_for("kind", "rules", "bandit"))
     """Formats to choose among; FP32 and the policy's own are always candidates."""
-    tolerance: float = 0.05
+    tolerance: float = field(default=0.05, metadata=only_for("kind", "rules", "bandit"))
     """Largest accepted damage to a submodule's gradients, as a relative error."""
     schedule: tuple[tuple[int, float], ...] = ()
     """(step, fraction) pairs: from that step on, this fraction of the submodules computes in `low_precision`,
     feed-forward first."""
-    low_precision: Format = "bf16"
+    low_precision: Format = field(default="bf16", metadata=only_for("kind", "schedule"))
     """Format that `schedule` switches to."""
     measure_steps: int = constant(4)
     """Steps before each decision that are measured."""
@@ -40,14 +40,11 @@ class AdaptiveConfig:
     """Weight of damage against saved time in the bandit's reward."""
 
     def __post_init__(self) -> None:
-        if self.decide_every_steps < 2:
+        assert self.measure_steps >= 1
+        if self.decide_every_steps <= self.measure_steps:
             raise ConfigError(
-                f"decide_every_steps: must be at least 2 (one step is measured), got {self.decide_every_steps}"
-            )
-        if not 1 <= self.measure_steps < self.decide_every_steps:
-            raise ConfigError(
-                f"measure_steps: must be at least 1 and below decide_every_steps "
-                f"({self.decide_every_steps}), got {self.measure_steps}"
+                f"decide_every_steps: must be at least {self.measure_steps + 1}, because the {self.measure_steps} "
+                f"steps before each decision are measured, got {self.decide_every_steps}"
             )
         if self.min_speedup < 1:
             raise ConfigError(f"min_speedup: must be at least 1, got {self.min_speedup}; 1.1 requires a tenth")

@@ -32,7 +32,7 @@ from modelwright.precision.loss_scale import LossScaler, loss_scale_for
 from modelwright.train.checkpoint.manager import CheckpointManager
 from modelwright.train.checkpoint.reader import CheckpointReader
 from modelwright.train.checkpoint.writer import CheckpointWriter
-from modelwright.train.config import TrainConfig, check_layout
+from modelwright.train.config import TrainConfig, check_layout, without_effect
 from modelwright.train.monitors.anomalies import AnomalyLog
 from modelwright.train.monitors.build import build_monitors
 from modelwright.train.monitors.watchdog import Watchdog
@@ -309,6 +309,9 @@ def train(
     check_layout(config, parallel, num_processes=world.size, techniques=[*techniques, learned])
     progress = progress if world.is_first else SilentProgress()
     progress.begin(name, num_steps, "steps")
+    unused = without_effect(config, parallel, num_processes=world.size, on_accelerator=world.device.type != "cpu")
+    if unused:
+        progress.note(f"without effect in this run: {'; '.join(unused)}")
     hang_after_s = config.fault_tolerance.watchdog_timeout_s if world.size > 1 else 0.0
     model = model.to(world.device)
     note_once = cache(progress.note)  # a run may be laid out several times

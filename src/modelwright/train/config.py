@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from modelwright.core.compatibility import (
+    ACCELERATOR,
     ADAMW_STATES,
     EAGER_BLOCKS,
     EQUAL_REPLICAS,
@@ -23,8 +24,9 @@ from modelwright.core.compatibility import (
     check_compatible,
     conflict,
     feature,
+    idle,
 )
-from modelwright.core.config import dump
+from modelwright.core.config import dump, only_for, unused_settings
 from modelwright.core.errors import ConfigError
 from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.optim.build import OptimizerKind
@@ -95,7 +97,7 @@ class SharedTrainConfig:
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How the peak rate follows from the batch: `linear` (Goyal et al. 2017, for SGD), `sqrt` (Malladi et al. 2022, for
     Adam), `none`: it is `learning_rate`."""
-    lr_reference_batch_tokens: int = 524_288
+    lr_reference_batch_tokens: int = field(default=524_288, metadata=only_for("lr_scaling", "linear", "sqrt"))
     """Tokens of the batch that `learning_rate` belongs to, for `lr_scaling`."""
     adaptive_clip: AdaptiveClipConfig = field(default_factory=AdaptiveClipConfig)
     weight_decay_schedule: WeightDecayScheduleConfig = field(default_factory=WeightDecayScheduleConfig)
@@ -209,7 +211,9 @@ class TrainConfig(SharedTrainConfig):
             result.append(feature("optimizer", self.optimizer, needs=[*whole, *matrices], breaks=[ADAMW_STATES]))
         if self.optimizer_cpu_offload:
             needs = [ADAMW_STATES, WHOLE_GRADIENTS]
-            result.append(feature("optimizer_cpu_offload", needs=needs, breaks=[RESIDENT_STATES]))
+            result.append(
+                feature("optimizer_cpu_offload", needs=needs, breaks=[RESIDENT_STATES], only_with=[ACCELERATOR])
+            )
         if self.optimizer_in_backward:
             result.append(feature("optimizer_in_backward", breaks=[WHOLE_GRADIENTS]))
         for name in (
@@ -218,6 +222,7 @@ class TrainConfig(SharedTrainConfig):
             "precision",
             "gradient_sync",
             "async_updates",
+            "load_balance",
             "loss_spikes",
         ):
             result += [replace(one, key=f"{name}.{one.key}") for one in getattr(self, name).features()]
@@ -298,3 +303,13 @@ def check_layout(
         raise ConfigError("parallel.data: in async_updates.mode hogwild every process takes whole batches; remove it")
     further = [feature(one.name, needs=one.needs, breaks=one.breaks) for one in techniques]
     check_compatible([*config.features(), *layout, *further])
+
+
+def without_effect(
+    config: TrainConfig, parallel: ParallelConfig, *, num_processes: int, on_accelerator: bool
+) -> list[str]:
+    """The settings that change nothing in this run, each with what it would need."""
+    offered = set(parallel.offers(num_processes))
+    if on_accelerator:
+        offered.add(ACCELERATOR)
+    return idle(config.features(), offered) + unused_settings(config)

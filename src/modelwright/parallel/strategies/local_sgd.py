@@ -11,13 +11,13 @@ why).
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from modelwright.core.config import constant
+from modelwright.core.config import constant, only_for
 from modelwright.core.errors import ConfigError
 from modelwright.ops.dtensor import local
 from modelwright.parallel.gradient_sync import AllReduceSync, GradientSync
@@ -37,14 +37,14 @@ class LocalSgdConfig:
 
     sync_every_steps: int = 0
     """Updates between synchronizations; 0 averages gradients at every update instead."""
-    outer_lr: float = 1.0
+    outer_lr: float = field(default=1.0, metadata=only_for("sync_every_steps"))
     """Learning rate of the outer Nesterov SGD; 1 with momentum 0 averages the weights."""
-    outer_momentum: float = 0.0
+    outer_momentum: float = field(default=0.0, metadata=only_for("sync_every_steps"))
     """Momentum of the outer SGD."""
-    keep_residual: bool = False
+    keep_residual: bool = field(default=False, metadata=only_for("sync_every_steps"))
     """Keep what compression did not send in this rank's own weights; otherwise all ranks continue from equal
     weights."""
-    sync_second_moment_every: int = 0
+    sync_second_moment_every: int = field(default=0, metadata=only_for("sync_every_steps"))
     """Synchronizations between those of AdamW's second moment; 0 for never."""
     moment_octaves: float = constant(1.0)
     """Quantization step, in powers of two, in which the second moment is sent."""
