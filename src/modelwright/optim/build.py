@@ -41,7 +41,7 @@ def build_optimizer(
     groups = _groups([p for _, p in named], weight_decay)
     if offload:
         return OffloadedAdamW(groups, **adam)
-    names = {p: name for name, p in named}
+    names: dict[Tensor, str] = {p: name for name, p in named}
     match kind:
         case "adamw":
             return AdamW(groups, **adam, fused=True)
