@@ -10,8 +10,8 @@ from torch.optim import AdamW
 from modelwright.ops.tensor_view import view_of
 from modelwright.optim.low_bit_adamw import (
     BLOCK,
-    Blocks,
     LowBitAdamW,
+    ScaleBlocks,
     pack_signed,
     pack_square,
     random_16_bits,
@@ -32,7 +32,7 @@ def test_codes_are_near_and_packing_them_again_changes_no_bit():
     signed, square = values(0), values(1).square()
     square[7] = 0.0
     for original, pack, unpack in ((signed, pack_signed, unpack_signed), (square, pack_square, unpack_square)):
-        blocks = Blocks(original)
+        blocks = ScaleBlocks(original)
         packed = pack(original, blocks)
         found = unpack(packed, original.shape, blocks)
         again = pack(found, blocks)
@@ -48,7 +48,7 @@ def test_codes_are_near_and_packing_them_again_changes_no_bit():
 def test_packing_what_is_all_zero():
     zeros = torch.zeros(5)
     for pack, unpack in ((pack_signed, unpack_signed), (pack_square, unpack_square)):
-        assert torch.equal(unpack(pack(zeros, Blocks(zeros)), zeros.shape, Blocks(zeros)), zeros)
+        assert torch.equal(unpack(pack(zeros, ScaleBlocks(zeros)), zeros.shape, ScaleBlocks(zeros)), zeros)
 
 
 def noise_for(values: torch.Tensor, name: str = "w", seed: int = 0) -> torch.Tensor:

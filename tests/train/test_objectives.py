@@ -64,9 +64,12 @@ def train(
     model, objective, found = tiny_run.tiny_model(dtype), make(name, world, dtype), {}
 
     def keep(update: Update) -> None:
-        found.update({f"{update.step}/{i}": gradient.clone() for i, gradient in enumerate(update.gradients)})
+        found.update({f"{update.step}/{i}": gradient.clone() for i, gradient in enumerate(update.tensors)})
 
-    techniques = [Technique(name="keep", on_gradients=keep), *tiny_run.watching(stop=tiny_run.StopAfter(stop))]
+    techniques = [
+        tiny_run.always(Technique(name="keep", on_gradients=keep)),
+        *tiny_run.watching(stop=tiny_run.StopAfter(stop)),
+    ]
     tiny_run.run(
         folder,
         tiny_run.settings(**{"num_steps": 6, **EVERY_STEP, **changes}),

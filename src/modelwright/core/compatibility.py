@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from modelwright.core.errors import ConfigError
 
 WHOLE_GRADIENTS = "whole gradients after backward"
+UNDIVIDED_GRADIENTS = "every parameter's gradient in one piece on every rank"
 GRADIENT_SUMS = "gradients that are summed over ranks after backward"
 EXACT_SUMS = "exact sums of gradients"
 PROMPT_GRADIENTS = "gradients that are used in the step that computed them"

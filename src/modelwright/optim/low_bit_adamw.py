@@ -1,7 +1,7 @@
 """AdamW with small states: 8 bits (Dettmers et al. 2022, block by block) or BF16 with stochastic rounding.
 
 2.03 or 4 bytes per parameter instead of 8. A state is unpacked, updated by AdamW's formula in FP32 and packed again,
-one parameter at a time. From outside the states are FP32. Blocks and random bits follow the position in the whole
+one parameter at a time. From outside the states are FP32. ScaleBlocks and random bits follow the position in the whole
 parameter, whoever holds it, so every layout makes the same updates. Packing an unpacked state again changes no bit, so
 a checkpoint is lossless, and any layout or another AdamW can resume from it.
 """
@@ -28,13 +28,13 @@ States = Literal["int8", "bf16"]
 
 @dataclass(frozen=True)
 class Packed:
-    """A state in 8 bits: codes and scales as `Blocks` arranges them, or in BF16, with its own shape and no scales."""
+    """A state in 8 bits, arranged by `ScaleBlocks`, or in BF16, in its own shape and without scales."""
 
     codes: Tensor
     scales: Tensor | None = None
 
 
-class Blocks:
+class ScaleBlocks:
     """Which elements of this rank's part of a parameter share a scale: `BLOCK` consecutive ones of the whole parameter.
 
     Where every part has whole blocks, codes are [blocks, BLOCK], zero-padded, and scales [blocks, 1]. Where some are
@@ -88,7 +88,7 @@ def cuts_blocks(sharded: Tensor) -> bool:
     return bool(max_over_shards(torch.tensor(float(is_cut), device=view.tensor.device), sharded))
 
 
-def pack_signed(values: Tensor, blocks: Blocks) -> Packed:
+def pack_signed(values: Tensor, blocks: ScaleBlocks) -> Packed:
     """int8: the sign and the square root of the magnitude in 127 levels relative to the block's largest, fine near
     zero.
     """
@@ -98,13 +98,13 @@ def pack_signed(values: Tensor, blocks: Blocks) -> Packed:
     return Packed((parts * 127.0).round_().mul_(arranged.sign()).to(torch.int8), scales)
 
 
-def unpack_signed(packed: Packed, shape: torch.Size, blocks: Blocks) -> Tensor:
+def unpack_signed(packed: Packed, shape: torch.Size, blocks: ScaleBlocks) -> Tensor:
     assert packed.scales is not None
     parts = packed.codes.float() / 127.0
     return blocks.restore(parts * parts.abs() * blocks.spread(packed.scales), shape)
 
 
-def pack_square(values: Tensor, blocks: Blocks) -> Packed:
+def pack_square(values: Tensor, blocks: ScaleBlocks) -> Packed:
     """uint8: the fourth root in 255 levels relative to the block's largest; positive values stay positive, because they
     are divisors.
     """
@@ -115,7 +115,7 @@ def pack_square(values: Tensor, blocks: Blocks) -> Packed:
     return Packed(torch.where(arranged > 0, codes, 0.0).to(torch.uint8), scales)
 
 
-def unpack_square(packed: Packed, shape: torch.Size, blocks: Blocks) -> Tensor:
+def unpack_square(packed: Packed, shape: torch.Size, blocks: ScaleBlocks) -> Tensor:
     assert packed.scales is not None
     parts = packed.codes.float() / 255.0
     return blocks.restore(parts.square_().square_() * blocks.spread(packed.scales), shape)
@@ -202,10 +202,10 @@ class LowBitAdamW(Optimizer):
         rounded = [Packed(round_stochastically(moment, next(noise))) for moment in (first, second)]
         self.packed[parameter] = step, rounded[0], rounded[1]
 
-    def _blocks(self, parameter: Tensor) -> Blocks:
+    def _blocks(self, parameter: Tensor) -> ScaleBlocks:
         if parameter not in self._are_cut:
             self._are_cut[parameter] = cuts_blocks(parameter)
-        return Blocks(parameter, are_cut=self._are_cut[parameter])
+        return ScaleBlocks(parameter, are_cut=self._are_cut[parameter])
 
     def _change(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         weight, (beta_1, beta_2) = local(parameter), group["betas"]

@@ -8,6 +8,7 @@ from modelwright.core.compatibility import (
     ONE_COPY,
     SEVERAL_REPLICAS,
     SEVERAL_STAGES,
+    UNDIVIDED_GRADIENTS,
     WHOLE_GRADIENTS,
     WHOLE_MATRICES,
     WHOLE_MODEL,
@@ -121,17 +122,19 @@ class ParallelConfig:
         if not self.shared_memory:
             result.append(feature("shared_memory", "false", breaks=[ONE_COPY]))
         if self.pipeline > 1:
-            result.append(feature("pipeline", self.pipeline, needs=[WHOLE_GRADIENTS], breaks=[WHOLE_MODEL]))
+            result.append(
+                feature("pipeline", self.pipeline, needs=[WHOLE_GRADIENTS], breaks=[WHOLE_MODEL, UNDIVIDED_GRADIENTS])
+            )
         if self.context > 1:
             result.append(feature("context", self.context, breaks=[WHOLE_MODEL, WHOLE_ROWS]))
         if self.tensor > 1:
-            result.append(feature("tensor", self.tensor, breaks=[WHOLE_MODEL, WHOLE_MATRICES]))
+            result.append(feature("tensor", self.tensor, breaks=[WHOLE_MODEL, WHOLE_MATRICES, UNDIVIDED_GRADIENTS]))
         if self.zero_stage != 0:
             axes = self.axes(num_processes)
             num_sharing = axes["shard"] * axes["context"]
             # One shard group that holds all copies: FSDP sums their gradients itself, in backward, exactly.
             breaks = {GRADIENT_SUMS} if axes["replicate"] == 1 and num_sharing > 1 else set()
-            breaks |= {WHOLE_MODEL, WHOLE_MATRICES} if num_sharing > 1 else set()
+            breaks |= {WHOLE_MODEL, WHOLE_MATRICES, UNDIVIDED_GRADIENTS} if num_sharing > 1 else set()
             result.append(feature("zero_stage", self.zero_stage, breaks=breaks))
         return result
 

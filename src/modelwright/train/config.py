@@ -18,6 +18,7 @@ from modelwright.core.compatibility import (
     SAME_MATMULS,
     SAME_UNITS,
     SYNCHRONOUS_UPDATES,
+    UNDIVIDED_GRADIENTS,
     WHOLE_GRADIENTS,
     WHOLE_MATRICES,
     Feature,
@@ -39,7 +40,7 @@ from modelwright.parallel.pipeline.rebalance import LoadBalanceConfig
 from modelwright.parallel.strategies.config import AsyncUpdatesConfig, GradientSyncConfig, StrategyConfig
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.monitors.anomalies import AnomalyConfig
-from modelwright.train.monitors.build import FaultToleranceConfig
+from modelwright.train.monitors.config import FaultToleranceConfig
 from modelwright.train.technique import Technique
 from modelwright.train.techniques.loss_spikes import LossSpikeConfig
 
@@ -58,7 +59,7 @@ SHARED_MEMORY = feature(
         SAME_MATMULS,
         SAME_UNITS,
     ],
-    breaks=[GRADIENT_SUMS, REVERSIBLE_UPDATES],
+    breaks=[GRADIENT_SUMS, REVERSIBLE_UPDATES, UNDIVIDED_GRADIENTS],
 )
 """One copy of weights and states for the processes of a host; where it conflicts, they keep copies."""
 
@@ -215,7 +216,7 @@ class TrainConfig(SharedTrainConfig):
                 feature("optimizer_cpu_offload", needs=needs, breaks=[RESIDENT_STATES], only_with=[ACCELERATOR])
             )
         if self.optimizer_in_backward:
-            result.append(feature("optimizer_in_backward", breaks=[WHOLE_GRADIENTS]))
+            result.append(feature("optimizer_in_backward", breaks=[WHOLE_GRADIENTS, UNDIVIDED_GRADIENTS]))
         for name in (
             "adaptive_clip",
             "weight_decay_schedule",
@@ -228,8 +229,11 @@ class TrainConfig(SharedTrainConfig):
             result += [replace(one, key=f"{name}.{one.key}") for one in getattr(self, name).features()]
         return result + sparsity_features(self.sparse_updates, self.batch_selection)
 
-    def strategy(self, *, shares_memory: bool) -> StrategyConfig:
-        """How ranks share gradients and updates. shares_memory: whether processes of a host may keep one copy."""
+    def strategy(self, *, shares_memory: bool, techniques: Sequence[Technique] = ()) -> StrategyConfig:
+        """How ranks share gradients and updates. shares_memory: whether processes of a host may keep one copy, which
+        they do unless a setting or a technique needs something else.
+        """
+        active = [*self.features(), *technique_features(techniques), SHARED_MEMORY]
         scaling = self.precision.loss_scale
         scales_losses = scaling.enabled == "always" or (scaling.enabled == "auto" and self.precision.uses_fp16)
         return StrategyConfig(
@@ -237,7 +241,7 @@ class TrainConfig(SharedTrainConfig):
             asynchronous=self.async_updates,
             update_in_backward=self.optimizer_in_backward,
             clip_norm=self.max_grad_norm,
-            shares_memory=shares_memory and not conflict([*self.features(), SHARED_MEMORY]),
+            shares_memory=shares_memory and not conflict(active),
             scales_losses=scales_losses,
             scales_layers=scales_losses and scaling.per_layer,
         )
@@ -301,8 +305,12 @@ def check_layout(
     layout = [replace(one, key=f"parallel.{one.key}") for one in parallel.features(num_processes)]
     if config.async_updates.mode == "hogwild" and parallel.data > 1:
         raise ConfigError("parallel.data: in async_updates.mode hogwild every process takes whole batches; remove it")
-    further = [feature(one.name, needs=one.needs, breaks=one.breaks) for one in techniques]
-    check_compatible([*config.features(), *layout, *further])
+    check_compatible([*config.features(), *layout, *technique_features(techniques)])
+
+
+def technique_features(techniques: Sequence[Technique]) -> list[Feature]:
+    """What techniques need of a run, and break."""
+    return [feature(one.name, needs=one.needs, breaks=one.breaks) for one in techniques]
 
 
 def without_effect(

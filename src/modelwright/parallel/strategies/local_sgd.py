@@ -20,6 +20,7 @@ from torch import Tensor
 from modelwright.core.config import constant, only_for
 from modelwright.core.errors import ConfigError
 from modelwright.ops.dtensor import local
+from modelwright.ops.tensor_view import TensorView
 from modelwright.parallel.gradient_sync import AllReduceSync, GradientSync
 from modelwright.parallel.mesh import World
 from modelwright.parallel.strategies.second_moment_sync import SharedMoment
@@ -217,14 +218,14 @@ class LocalSgd(Strategy):
             self._weights(), num_steps=num_steps, private=self._moments, restore=self._restore_moments
         )
 
-    def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
+    def reduce_gradients(self, unscale: Unscale) -> list[TensorView]:
         """Nothing is sent: n times the local share replaces the sum over n ranks, so that clipping keeps its scale."""
         gradients = self.replica.gradients()
         shards = [local(gradient) for gradient in gradients]
         unscale(shards)
         if self.local_steps.world.size > 1:
             torch._foreach_mul_(shards, float(self.local_steps.world.size))  # pyright: ignore
-        return gradients
+        return self.replica.views_of(gradients)
 
     def grad_norm(self, gradients: list[Tensor]) -> float:
         """The root mean square of the ranks' norms, so that all of them clip by one factor."""
