@@ -55,7 +55,9 @@ from modelwright.parallel.mesh import single
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train import build
 from modelwright.train.config import TrainConfig
-from modelwright.train.technique import StepInfo, Technique
+from modelwright.train.job import TrainJob
+from modelwright.train.runtime import observer
+from modelwright.train.technique import StepInfo
 from modelwright_claims.results import circumstances, machine_slug
 
 RESULTS = Path(__file__).parent / "results"
@@ -166,18 +168,20 @@ def train(size: str, *, arena: bool, num_steps: int) -> Meter:
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(Measured):
         meter.use.__enter__()
         build.train(
-            model,
-            Pretrain(rows),
-            config,
-            num_steps=num_steps + 1,
-            world=single(),
-            stage=StageDir(Path(folder)),
-            seed=0,
-            name="arena",
-            input_digest="arena",
-            progress=SilentProgress(),
-            heldout=[rows.batch(10_000)],
-            techniques=[Technique(name="meter", on_step_end=meter.observe)],
+            TrainJob(
+                model=model,
+                objective=Pretrain(rows),
+                config=config,
+                num_steps=num_steps + 1,
+                stage=StageDir(Path(folder)),
+                seed=0,
+                name="arena",
+                input_digest="arena",
+                heldout=[rows.batch(10_000)],
+                techniques=[observer("meter", meter.observe)],
+            ),
+            single(),
+            SilentProgress(),
         )
     return meter
 

@@ -49,6 +49,7 @@ from modelwright.parallel.elastic import (
 from modelwright.parallel.mesh import World, single
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
+from modelwright.train.job import TrainJob
 from modelwright_claims import netns
 from modelwright_claims.results import circumstances
 
@@ -120,10 +121,22 @@ def run(folder: Path, num_steps: int, world: World, *, layout: ParallelConfig, s
     heldout = [Rows(folder / "heldout.jsonl").batch(10**6 + number) for number in range(4)]
     rows = Rows(notes, int(attempt), pause_s=0.0 if world.size == 1 else PAUSE_S)
     result = train(
-        model, Pretrain(rows), parse(TrainConfig, settings, constants=True), num_steps=num_steps, world=world,
-        stage=StageDir(folder), seed=1, name="faults", input_digest="d", progress=SilentProgress(), peak_flops=0.0,
-        heldout=heldout, parallel=layout,
-    )  # fmt: skip
+        TrainJob(
+            model=model,
+            objective=Pretrain(rows),
+            config=parse(TrainConfig, settings, constants=True),
+            num_steps=num_steps,
+            stage=StageDir(folder),
+            seed=1,
+            name="faults",
+            input_digest="d",
+            peak_flops=0.0,
+            heldout=heldout,
+            parallel=layout,
+        ),
+        world,
+        SilentProgress(),
+    )
     return result.heldout_loss
 
 

@@ -39,7 +39,9 @@ from modelwright.precision.hardware import measure_speeds
 from modelwright.precision.policy import Fp8Config, Kind, PrecisionConfig
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
-from modelwright.train.technique import StepInfo, Technique
+from modelwright.train.job import TrainJob
+from modelwright.train.runtime import observer
+from modelwright.train.technique import StepInfo
 from modelwright_claims.results import circumstances, machine_slug
 
 ROOT = Path(__file__).parents[1]
@@ -218,18 +220,20 @@ def train_once(
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         train(
-            model,
-            Pretrain(source),
-            config,
-            num_steps=config.num_steps,
-            world=single(options.device),
-            stage=StageDir(Path(folder)),
-            seed=0,
-            name="gpu-check",
-            input_digest="gpu-check",
-            progress=SilentProgress(),
-            peak_flops=peak_flops,
-            techniques=[Technique(name="speeds", on_step_end=speeds.observe)],
+            TrainJob(
+                model=model,
+                objective=Pretrain(source),
+                config=config,
+                num_steps=config.num_steps,
+                stage=StageDir(Path(folder)),
+                seed=0,
+                name="gpu-check",
+                input_digest="gpu-check",
+                peak_flops=peak_flops,
+                techniques=[observer("speeds", speeds.observe)],
+            ),
+            single(options.device),
+            SilentProgress(),
         )
     timed = speeds.steps[min(NUM_UNTIMED_STEPS, len(speeds.steps) // 2) :]
     return {

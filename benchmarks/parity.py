@@ -37,6 +37,7 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import join_world, single
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
+from modelwright.train.job import TrainJob
 from modelwright_claims.results import circumstances
 
 ROWS, LENGTH, VOCABULARY = 8, 64, 128
@@ -151,10 +152,21 @@ def train_once(case: Case, compute: str, num_steps: int, folder: Path, *, layout
 
     def run(world: Any, parallel: ParallelConfig) -> None:
         train(
-            model, Pretrain(Rows()), config, num_steps=num_steps, world=world, stage=StageDir(folder), seed=1,
-            name=case.name, input_digest="parity", progress=SilentProgress(), parallel=parallel,
-            heldout=[Rows().batch(900), Rows().batch(901), Rows().batch(902)],
-        )  # fmt: skip
+            TrainJob(
+                model=model,
+                objective=Pretrain(Rows()),
+                config=config,
+                num_steps=num_steps,
+                stage=StageDir(folder),
+                seed=1,
+                name=case.name,
+                input_digest="parity",
+                parallel=parallel,
+                heldout=[Rows().batch(900), Rows().batch(901), Rows().batch(902)],
+            ),
+            world,
+            SilentProgress(),
+        )
         if world.is_first:
             save_file(model.state_dict(), folder / AFTER)
             save_file(before, folder / BEFORE)

@@ -16,8 +16,10 @@ from modelwright.parallel.mesh import single
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
+from modelwright.train.job import TrainJob
 from modelwright.train.objective import forward
-from modelwright.train.technique import StepInfo, Technique
+from modelwright.train.runtime import observer
+from modelwright.train.technique import StepInfo
 from trainers.task import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, StepClock, Task, Trained
 
 SEED = 0
@@ -74,17 +76,19 @@ def run(task: Task, out: Path) -> Trained:
         precision=PrecisionConfig(policy="bf16_mixed" if task.compute == "bf16" else "fp32"),
     )
     train(
-        model,
-        objective,
-        config,
-        num_steps=task.num_steps,
-        world=single(task.device),
-        stage=StageDir(out),
-        seed=SEED,
-        name="benchmark",
-        input_digest="benchmark",
-        progress=SilentProgress(),
-        techniques=[Technique(name="ticker", on_step_end=Ticker(clock).observe)],
+        TrainJob(
+            model=model,
+            objective=objective,
+            config=config,
+            num_steps=task.num_steps,
+            stage=StageDir(out),
+            seed=SEED,
+            name="benchmark",
+            input_digest="benchmark",
+            techniques=[observer("ticker", Ticker(clock).observe)],
+        ),
+        single(task.device),
+        SilentProgress(),
     )
     save_model(model, out / "model")
     return Trained(clock=clock, first_loss=first_loss, weights=out / "model")

@@ -24,6 +24,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.mesh import single
 from modelwright.train.build import train
+from modelwright.train.job import TrainJob, all_reduce_by
 from modelwright.train.objective import Objective, forward
 from modelwright_claims import workbench
 from modelwright_claims.accumulation_pace import measure_pace, say_pace
@@ -119,17 +120,19 @@ def loop_gradient(
     tap, before = Tap(), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with tempfile.TemporaryDirectory(dir=setting.folder) as folder:
         train(
-            model,
-            objective,
-            size.train_config(num_steps=1, gradient_accumulation_steps=num_microbatches),
-            num_steps=1,
-            world=single(),
-            stage=StageDir(Path(folder)),
-            seed=SEED,
-            name="one step",
-            input_digest="claim",
-            progress=SilentProgress(),
-            gradient_sync=tap,
+            TrainJob(
+                model=model,
+                objective=objective,
+                config=size.train_config(num_steps=1, gradient_accumulation_steps=num_microbatches),
+                num_steps=1,
+                stage=StageDir(Path(folder)),
+                seed=SEED,
+                name="one step",
+                input_digest="claim",
+                strategy=all_reduce_by(tap),
+            ),
+            single(),
+            SilentProgress(),
         )
     model.load_state_dict(before)
     return tap.kept

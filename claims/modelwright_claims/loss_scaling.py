@@ -21,6 +21,7 @@ from modelwright.data.batch import TokenBatch
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.mesh import single
+from modelwright.train.job import all_reduce_by
 from modelwright.train.objective import Objective
 from modelwright_claims import stability_bench as bench
 from modelwright_claims import workbench
@@ -161,7 +162,7 @@ def variant(size: workbench.Size, precision: dict[str, Any]) -> Run:
 def execute_noting_losses(setting: Setting, run: Run, **weights: Path | None) -> Outcome:
     """Make a run as one process of many; the outcome has the share of the gradient that each step lost."""
     lost = Lost(run.size.num_layers)
-    outcome = train_once(setting, run, single(workbench.device()), wrap=OneOfMany, gradient_sync=lost)
+    outcome = train_once(setting, run, single(workbench.device()), wrap=OneOfMany, strategy=all_reduce_by(lost))
     return replace(outcome, steps={**outcome.steps, LOST: lost.shares})
 
 

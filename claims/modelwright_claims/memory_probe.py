@@ -33,7 +33,9 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, join_world
 from modelwright.train import build
 from modelwright.train.config import TrainConfig
-from modelwright.train.technique import StepInfo, Technique
+from modelwright.train.job import TrainJob
+from modelwright.train.runtime import observer
+from modelwright.train.technique import StepInfo
 from modelwright_claims.launch import run_ranks
 
 NUM_STEPS = 3
@@ -224,18 +226,20 @@ def _train(probe: Probe, world: World, meter: Meter, folder: Path) -> None:
     model.init_weights(0)
     with contextlib.suppress(_Measured):
         build.train(
-            model,
-            Pretrain(rows),
-            probe.train,
-            num_steps=probe.num_steps + 1,
-            world=world,
-            stage=StageDir(folder),
-            seed=0,
-            name="probe",
-            input_digest="probe",
-            progress=SilentProgress(),
-            techniques=[Technique(name="meter", on_step_end=meter.observe)],
-            parallel=probe.parallel,
+            TrainJob(
+                model=model,
+                objective=Pretrain(rows),
+                config=probe.train,
+                num_steps=probe.num_steps + 1,
+                stage=StageDir(folder),
+                seed=0,
+                name="probe",
+                input_digest="probe",
+                techniques=[observer("meter", meter.observe)],
+                parallel=probe.parallel,
+            ),
+            world,
+            SilentProgress(),
         )
 
 

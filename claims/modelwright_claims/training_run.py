@@ -33,12 +33,13 @@ from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.gradient_sync import GradientSync
 from modelwright.parallel.mesh import World, join_world, single
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
+from modelwright.train.job import StrategyFactory, TrainJob, configured_strategy
 from modelwright.train.objective import Objective, forward
-from modelwright.train.technique import StepInfo, Technique
+from modelwright.train.runtime import observer
+from modelwright.train.technique import StepInfo
 from modelwright.train.techniques.adaptive_precision import CHANGES, MACHINE
 from modelwright_claims.claim import Setting
 from modelwright_claims.launch import run_ranks
@@ -241,7 +242,7 @@ def train_once(
     keep: Path | None = None,
     stage: Path | None = None,
     wrap: Callable[[Pretrain], Objective] = lambda objective: objective,
-    gradient_sync: GradientSync | None = None,
+    strategy: StrategyFactory = configured_strategy,
 ) -> Outcome:
     """Train as one rank of a run. stage: folder that all ranks share; wrap: changes the objective of training."""
     model = Decoder(run.model_config(prepare_text(setting).vocab_size))
@@ -256,7 +257,7 @@ def train_once(
         seconds = train_plainly(model, batches, config, num_steps=run.size.num_steps, world=world)
         return Outcome(heldout_loss=loss_on(model, heldout), seconds=seconds)
     with _stage(setting, stage) as folder:
-        outcome = _train(setting, run, world, model, objective, heldout, folder, gradient_sync)
+        outcome = _train(setting, run, world, model, objective, heldout, folder, strategy)
     if keep is not None and world.is_first:
         save_model(model, str(keep))
     return outcome
@@ -297,7 +298,7 @@ def _train(
     objective: Objective,
     heldout: Sequence[TokenBatch],
     folder: Path,
-    gradient_sync: GradientSync | None,
+    strategy: StrategyFactory,
 ) -> Outcome:
     config, stage = run.train_config(), StageDir(folder)
     log = StepLog(counts_interfaces=run.processes.mbit is not None)
@@ -306,20 +307,22 @@ def _train(
     diverged, bytes_sent, heldout_loss = "", None, math.inf
     try:
         result = train(
-            model,
-            objective,
-            config,
-            num_steps=config.num_steps,
-            world=world,
-            stage=stage,
-            seed=run.seed,
-            name=f"seed {run.seed}",
-            input_digest="claim",
-            progress=setting.progress,
-            heldout=heldout,
-            techniques=[Technique(name="step_log", on_step_end=log.observe)],
-            gradient_sync=gradient_sync,
-            parallel=ParallelConfig(shared_memory=run.processes.hosts == 1),
+            TrainJob(
+                model=model,
+                objective=objective,
+                config=config,
+                num_steps=config.num_steps,
+                stage=stage,
+                seed=run.seed,
+                name=f"seed {run.seed}",
+                input_digest="claim",
+                heldout=heldout,
+                techniques=[observer("step_log", log.observe)],
+                strategy=strategy,
+                parallel=ParallelConfig(shared_memory=run.processes.hosts == 1),
+            ),
+            world,
+            setting.progress,
         )
         bytes_sent, heldout_loss = result.bytes_sent, result.heldout_loss
     except ModelwrightError as error:

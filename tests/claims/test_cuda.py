@@ -17,7 +17,8 @@ from modelwright.parallel.mesh import single
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
-from modelwright.train.technique import Technique
+from modelwright.train.job import TrainJob
+from modelwright.train.runtime import observer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -59,17 +60,19 @@ def losses_on(device: str, folder: Path, **changes) -> list[float]:
     model.init_weights(seed=0)
     config = TrainConfig(num_steps=8, batch_tokens=128, **{"precision": PrecisionConfig(policy="fp32"), **changes})
     train(
-        model,
-        Pretrain(Source()),
-        config,
-        num_steps=8,
-        world=single(device),
-        stage=StageDir(folder),
-        seed=0,
-        name="parity",
-        input_digest="parity",
-        progress=SilentProgress(),
-        techniques=[Technique(name="losses", on_step_end=losses.observe)],
+        TrainJob(
+            model=model,
+            objective=Pretrain(Source()),
+            config=config,
+            num_steps=8,
+            stage=StageDir(folder),
+            seed=0,
+            name="parity",
+            input_digest="parity",
+            techniques=[observer("losses", losses.observe)],
+        ),
+        single(device),
+        SilentProgress(),
     )
     return losses.values
 

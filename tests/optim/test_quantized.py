@@ -7,11 +7,14 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
+from modelwright.ops.tensor_view import view_of
 from modelwright.optim.low_bit_adamw import (
     BLOCK,
     LowBitAdamW,
+    ScaleBlocks,
     pack_signed,
     pack_square,
+    random_16_bits,
     round_stochastically,
     unpack_signed,
     unpack_square,
@@ -29,11 +32,12 @@ def test_codes_are_near_and_packing_them_again_changes_no_bit():
     signed, square = values(0), values(1).square()
     square[7] = 0.0
     for original, pack, unpack in ((signed, pack_signed, unpack_signed), (square, pack_square, unpack_square)):
-        packed = pack(original)
-        found = unpack(packed, original.shape)
-        again = pack(found)
+        blocks = ScaleBlocks(original)
+        packed = pack(original, blocks)
+        found = unpack(packed, original.shape, blocks)
+        again = pack(found, blocks)
         assert torch.equal(packed.codes, again.codes)
-        assert torch.equal(unpack(again, original.shape), found)
+        assert torch.equal(unpack(again, original.shape, blocks), found)
         largest = torch.cat([original, torch.zeros(-len(original) % BLOCK)]).view(-1, BLOCK).abs().amax(1)
         scale = largest.repeat_interleave(BLOCK)[: len(original)]
         assert bool(((found - original).abs() <= 0.009 * scale).all())
@@ -42,19 +46,53 @@ def test_codes_are_near_and_packing_them_again_changes_no_bit():
 
 
 def test_packing_what_is_all_zero():
-    assert torch.equal(unpack_signed(pack_signed(torch.zeros(5)), torch.Size([5])), torch.zeros(5))
-    assert torch.equal(unpack_square(pack_square(torch.zeros(5)), torch.Size([5])), torch.zeros(5))
+    zeros = torch.zeros(5)
+    for pack, unpack in ((pack_signed, unpack_signed), (pack_square, unpack_square)):
+        assert torch.equal(unpack(pack(zeros, ScaleBlocks(zeros)), zeros.shape, ScaleBlocks(zeros)), zeros)
+
+
+def noise_for(values: torch.Tensor, name: str = "w", seed: int = 0) -> torch.Tensor:
+    return random_16_bits(view_of(name, values), seed)
 
 
 def test_stochastic_rounding_keeps_the_mean_and_what_fits():
-    draw = torch.Generator().manual_seed(0)
     one = torch.full((100_000,), 1.0 + 2**-9)
-    rounded = round_stochastically(one, draw)
+    rounded = round_stochastically(one, noise_for(one))
     assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
     assert float(rounded.float().mean()) == pytest.approx(1.0 + 2**-9, abs=1e-4)
     fits = torch.tensor([1.0, -0.375, 0.0, torch.inf, -torch.inf])
-    assert torch.equal(round_stochastically(fits, draw).float(), fits)
-    assert bool(round_stochastically(torch.tensor([torch.nan]), draw).isnan().all())
+    assert torch.equal(round_stochastically(fits, noise_for(fits)).float(), fits)
+    nan = torch.tensor([torch.nan])
+    assert bool(round_stochastically(nan, noise_for(nan)).isnan().all())
+
+
+def test_random_bits_are_uniform_and_differ_between_positions_and_seeds():
+    values = torch.zeros(300, 700)
+    bits = noise_for(values)
+    assert bits.dtype == torch.int32
+    assert int(bits.min()) >= 0
+    assert int(bits.max()) < 1 << 16
+    counts = torch.bincount((bits >> 8).flatten(), minlength=256).double()
+    expected = values.numel() / 256
+    assert float(((counts - expected) ** 2 / expected).sum()) < 330  # chi-squared with 255 degrees: 99.9% below 330
+    other = noise_for(values, seed=1)
+    correlation = torch.corrcoef(torch.stack([bits.flatten(), other.flatten()]).double())[0, 1]
+    neighbors = torch.corrcoef(torch.stack([bits.flatten()[1:], bits.flatten()[:-1]]).double())[0, 1]
+    assert abs(float(correlation)) < 0.01
+    assert abs(float(neighbors)) < 0.01
+
+
+def test_parameters_with_equal_gradients_are_rounded_with_different_bits():
+    """Two parameters of one shape drew the same bits while these depended on the step alone."""
+    weights = [nn.Parameter(torch.zeros(64, 64)) for _ in range(2)]
+    names = dict(zip(weights, "ab", strict=True))
+    optimizer = LowBitAdamW([{"params": weights}], **SETTINGS, names=names, states="bf16")
+    gradient = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    for weight in weights:
+        weight.grad = gradient.clone()
+    optimizer.step()
+    first, second = (optimizer.state[weight]["exp_avg"] for weight in weights)
+    assert 0.3 < float((first != second).double().mean()) < 0.6
 
 
 def net() -> nn.Module:
@@ -69,7 +107,8 @@ def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     ]
     if kind == "fp32":
         return AdamW(groups, **SETTINGS)
-    return LowBitAdamW(groups, **SETTINGS, states=kind)  # pyright: ignore
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return LowBitAdamW(groups, **SETTINGS, names=names, states=kind)  # pyright: ignore
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
@@ -115,7 +154,7 @@ def test_a_run_goes_on_with_the_same_bits_from_states_in_fp32(kind):
 def test_states_take_a_quarter_and_a_half_of_their_memory():
     weight = nn.Parameter(torch.randn(512, 512))
     for states, share in (("int8", 0.26), ("bf16", 0.5)):
-        optimizer = LowBitAdamW([{"params": [weight]}], **SETTINGS, states=states)  # pyright: ignore
+        optimizer = LowBitAdamW([{"params": [weight]}], **SETTINGS, names={weight: "w"}, states=states)  # pyright: ignore
         weight.grad = torch.randn(512, 512)
         optimizer.step()
         kept = optimizer.packed[weight][1:]

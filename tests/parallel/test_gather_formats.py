@@ -17,7 +17,8 @@ from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train import parallelize
-from modelwright.train.technique import StepInfo, Technique
+from modelwright.train.runtime import observer
+from modelwright.train.technique import StepInfo
 
 SHAPE = replace(tiny.SHAPE, num_layers=4, model_dim=64, ffn_dim=128, head_dim=16)
 ONCE = {
@@ -108,7 +109,7 @@ def run_case(world: World, folder: Path, case: dict[str, Any]) -> dict[str, Any]
         model=model,
         world=world,
         parallel=parse(ParallelConfig, case["layout"]),
-        techniques=[Technique(name="seen", on_step_end=seen.observe)],
+        techniques=[observer("seen", seen.observe)],
     )
     parallelize.shard_states = shard_states
     formats = {name: dtype for part in parts for name, dtype in formats_when_gathered(part).items()}

@@ -16,7 +16,8 @@ from modelwright.model.decoder import Decoder
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import World, single
 from modelwright.parallel.traffic import Traffic, connections_sent
-from modelwright.train.technique import StepInfo, Technique
+from modelwright.train.runtime import observer
+from modelwright.train.technique import StepInfo
 from modelwright_claims import netns
 from modelwright_claims.training_run import interface_bytes
 
@@ -84,7 +85,7 @@ def run_case(world: World, folder: Path, case: dict[str, Any]) -> dict[str, Any]
         model=model,
         world=world,
         parallel=parse(ParallelConfig, case["layout"]),
-        techniques=[Technique(name="meter", on_step_end=meter.observe)],
+        techniques=[observer("meter", meter.observe)],
         heldout=[],
     )
     measured = vars(meter)

@@ -27,6 +27,9 @@ def check(changes: Mapping[str, Any], num_processes: int) -> None:
         ({"parallel": {"tensor": 2}}, 1, r"^parallel\.data: .* does not make 1 processes; start 2"),
         ({"parallel": {"data": 2, "tensor": 2}}, 2, r"^parallel\.data: .* start 4"),
         ({"parallel": {"zero_stage": 3, "shard_group_size": 4}}, 2, r"^parallel\.shard_group_size: 4 does not divide"),
+        ({"parallel": {"zero_stage": 1, "shard_group_size": 1}}, 2, r"^parallel\.shard_group_size: 1 replica"),
+        ({"parallel": {"shared_memory": False}, "pretrain": {"async_updates": {"mode": "hogwild"}}}, 2,
+         r"^pretrain\.async_updates\.mode: hogwild needs one copy .* parallel\.shared_memory false takes away"),
         ({"parallel": {"tensor": 8}}, 8, r"^parallel\.tensor: 8 does not fit the model \(model\.num_heads: 4"),
         (
             {

@@ -87,7 +87,7 @@ def test_the_newest_whole_one_is_taken_and_the_damaged_one_kept(
     done = inside(*small_words, *MORE, "--run-dir", str(run))
     assert done.returncode == 0, done.stderr
     assert f"{newest} is damaged" in done.stderr
-    assert f"going on after step {int(whole.name[5:])} of {STEPS}" in done.stderr
+    assert f"resuming from step {int(whole.name[5:])} of {STEPS}" in done.stderr
     assert contents([newest.with_name(newest.name + ".damaged")]) == before
     assert inside(*small_words, *MORE, "--run-dir", str(undamaged)).returncode == 0
     ours, theirs = (load_file(one / "pretrain" / "artifact" / "model.safetensors") for one in (run, undamaged))
@@ -97,4 +97,4 @@ def test_the_newest_whole_one_is_taken_and_the_damaged_one_kept(
 def test_restart_leaves_whole_checkpoints_alone(run: Path, inside: Command, small_words: tuple[str, ...]) -> None:
     done = inside(*small_words, *MORE, "--run-dir", str(run), "--restart")
     assert done.returncode == 0, done.stderr
-    assert "going on after step" in done.stderr
+    assert "resuming from step" in done.stderr

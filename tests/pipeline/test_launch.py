@@ -108,7 +108,7 @@ def test_asked_to_stop_they_save_and_one_goes_on(run: Path, inside: Command, num
     assert read_attempts(RunDir(run).stage("pretrain"))[-1]["state"] == "stopped"
     done = inside(*words)
     assert done.returncode == 0, done.stderr
-    assert "going on after step" in done.stderr
+    assert "resuming from step" in done.stderr
     assert [record["step"] for record in read_records(metrics) if "loss" in record] == list(range(1, 81))
 
 
@@ -185,7 +185,7 @@ def test_a_process_lost_in_training_comes_back(run: Path) -> None:
     code, errors = finish(process)
     assert code == 0, errors
     assert num_restarts(errors) == 1, errors
-    assert "going on after step" in errors
+    assert "resuming from step" in errors
     assert [record["step"] for record in read_records(metrics) if "loss" in record] == list(range(1, 41))
     _, first, last = RunDir(run).read_info()["invocations"]
     assert first["restart"] == 0 < last["restart"]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modelwright.core.compatibility import WHOLE_ROWS
+from modelwright.core.compatibility import WHOLE_MODEL, WHOLE_ROWS
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.infer.generate import generate
@@ -35,6 +35,7 @@ class Ppo(Objective):
     """Clipped policy gradient (Schulman et al. 2017) with the mean reward of a group as its baseline (GRPO, Shao et al.
     2024). A rollout is learned from in two steps; a completion is better the more of its tokens are even."""
 
+    needs = frozenset({WHOLE_MODEL})
     group_size: int = 2
     num_steps_per_rollout: int = 2
     on_generated: Callable[[int], None] = lambda num_finished: None

@@ -6,6 +6,7 @@ bits after it was stopped or killed, and with the same weights on one process an
 
 import inspect
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,12 @@ def train(
     model, objective, found = tiny_run.tiny_model(dtype), make(name, world, dtype), {}
 
     def keep(update: Update) -> None:
-        found.update({f"{update.step}/{i}": gradient.clone() for i, gradient in enumerate(update.gradients)})
+        found.update({f"{update.step}/{i}": gradient.clone() for i, gradient in enumerate(update.tensors)})
 
-    techniques = [Technique(name="keep", on_gradients=keep), *tiny_run.watching(stop=tiny_run.StopAfter(stop))]
+    techniques = [
+        tiny_run.always(Technique(name="keep", on_gradients=keep)),
+        *tiny_run.watching(stop=tiny_run.StopAfter(stop)),
+    ]
     tiny_run.run(
         folder,
         tiny_run.settings(**{"num_steps": 6, **EVERY_STEP, **changes}),
@@ -181,6 +185,34 @@ def test_two_data_ranks_give_the_weights_of_one(tmp_path: Path) -> None:
             for case, found in ended.items():
                 if case.split()[0] == name:
                     assert_close(weights, {key: value for key, value in found.items() if "/" not in key})
+
+
+def refuse_divided_rollouts(world: World, folder: Path) -> list[str]:
+    """The refusals of rollouts on models that are divided, with and without the objective's own `needs`."""
+    layouts: tuple[dict[str, Any], ...] = ({"zero_stage": 1}, {"zero_stage": 3}, {"tensor": 2}, {"pipeline": 2})
+    refusals = []
+    for number, parallel in enumerate(layouts):
+        with pytest.raises(ConfigError) as refused:
+            train(world, "Ppo", folder / str(number), parallel=parallel)
+        refusals.append(str(refused.value))
+    needs = small_objectives.Ppo.needs
+    small_objectives.Ppo.needs = frozenset()
+    try:
+        for number, parallel in enumerate(layouts):
+            with pytest.raises(ConfigError) as refused:
+                train(world, "Ppo", folder / f"undeclared-{number}", parallel=parallel)
+            refusals.append(str(refused.value))
+    finally:
+        small_objectives.Ppo.needs = needs
+    return refusals
+
+
+def test_rollouts_on_a_divided_model_are_refused_by_name(tmp_path: Path) -> None:
+    declared = r"Ppo: needs a whole model on every rank, which parallel\."
+    generated = "parallel: generation needs a whole model on every rank"
+    for refusals in run_distributed(refuse_divided_rollouts, 2, tmp_path):
+        assert all(re.match(declared, text) for text in refusals[:4])
+        assert [text.startswith(generated) for text in refusals[4:]] == [True] * 4
 
 
 def test_a_preference_needs_whole_rows(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Memory that runs out amid a step: the step is made again in smaller microbatches, on all ranks."""
 
 import json
-import math
 import re
 import shutil
 import sys
@@ -116,10 +115,11 @@ class Limited:
         self.most_rows = most_rows
         self.calls: list[int] = []
 
-    def train(self, batch, loss_fn, *, begin, before_last_backward, num_parts) -> None:
+    def train(self, batch, loss_fn, *, begin, before_last_backward, num_parts) -> bool:
         self.calls.append(num_parts)
         if -(-batch.num_rows // num_parts) > self.most_rows:
             raise MemoryError
+        return True
 
 
 def retry(microbatches: int = 1, most_rows: int = 100, **more: Any) -> RetryOutOfMemory:
@@ -132,7 +132,8 @@ def attempts(retrying: RetryOutOfMemory, num_rows: int, *, group_size: int = 1) 
     runner: Any = retrying.runner
     runner.calls.clear()
     batch: Any = Rows(num_rows, group_size)
-    retrying.train(batch, lambda output, batch: output, begin=bool, before_last_backward=bool)
+    while not retrying.train(batch, lambda output, batch: output, begin=bool, before_last_backward=bool):
+        retrying.shrink_microbatches()
     return runner.calls
 
 
@@ -147,10 +148,8 @@ class Rows:
 
 
 def test_the_rows_that_fit_are_remembered_unless_another_number_of_parts_is_asked_for():
-    undone = []
-    retrying = retry(2, most_rows=3, undo=[lambda: undone.append(1)])
+    retrying = retry(2, most_rows=3)
     assert attempts(retrying, 12) == [2, 4]
-    assert undone == [1]
     assert [retrying.num_microbatches(num_rows) for num_rows in (24, 11, 7, 3, 2)] == [8, 4, 3, 2, 2]
     same, other, staged = retry(2), retry(3), retry(2, can_cut=False)
     for one in (same, other, staged):
@@ -170,11 +169,13 @@ def test_a_group_of_rows_is_never_cut():
 
 def test_a_rank_with_one_row_goes_on_where_another_ones_rows_did_not_fit():
     for fits in (4, 1):
-        retrying = retry(world=Agreeing([fits, math.inf]))
-        assert attempts(retrying, 1) == [1, 1]
+        retrying = retry(world=Agreeing([fits]))
+        assert attempts(retrying, 1) == [1]
+        retrying.shrink_microbatches()  # the vote said that another rank's did not fit
+        assert attempts(retrying, 1) == [1]
         assert retrying.num_microbatches(8) == 8 // fits
     with pytest.raises(ModelwrightError, match="one row"):
-        attempts(retry(world=Agreeing([0])), 1)
+        retry(world=Agreeing([0])).shrink_microbatches()
 
 
 class Agreeing:

@@ -19,6 +19,7 @@ from modelwright.objectives.pretrain import Pretrain
 from modelwright.ops.flop_counter import Executed
 from modelwright.optim.sparse import BatchSelectionConfig
 from modelwright.train.flops import attention_flops, dense_flops, head_flops
+from modelwright.train.job import all_reduce_by
 from modelwright.train.objective import forward
 from modelwright.train.techniques.batch_selection import BatchSelector, first_queries_and_keys, first_tokens
 
@@ -124,10 +125,10 @@ def test_a_frozen_prefix_keeps_weights_and_moments_and_the_rest_gets_the_dense_g
         tiny,
         tmp_path,
         {"sparse_updates": {"kind": "freeze_prefix", "keep_fraction": 0.5}},
-        gradient_sync=grads,
+        strategy=all_reduce_by(grads),
         settings={"checkpoint_every_steps": 12},
     )
-    run(tiny, tmp_path / "whole", {}, gradient_sync=whole)
+    run(tiny, tmp_path / "whole", {}, strategy=all_reduce_by(whole))
     dense = dict(zip(dict(before.named_parameters()), whole.kept[0], strict=True))
     frozen = [name for name in dense if name.startswith("blocks.0.")]
     left = [dense[name] for name in dense if name not in frozen]
@@ -151,7 +152,7 @@ def test_only_chosen_rows_have_a_gradient_and_those_of_the_last_projection_are_t
         ("dense", {}),
     ):
         grads = Grads()
-        run(tiny, tmp_path / name, sparse, gradient_sync=grads, settings={"num_steps": 1})
+        run(tiny, tmp_path / name, sparse, strategy=all_reduce_by(grads), settings={"num_steps": 1})
         found[name] = dict(zip(dict(tiny.tiny_model().named_parameters()), grads.kept[0], strict=True))
     for name, gradient in found["sparse"].items():
         if name.endswith("proj.weight"):
@@ -211,8 +212,14 @@ def check_gradient_is_that_of(rows: list[int], sparse: dict[str, Any], tiny, tmp
             return tiny.Rows().batch(0).take(torch.tensor(rows))
 
     chosen, given = Grads(), Grads()
-    run(tiny, tmp_path / "1", sparse, gradient_sync=chosen, settings={"num_steps": 1, "gradient_accumulation_steps": 2})
-    run(tiny, tmp_path / "2", {}, gradient_sync=given, objective=Pretrain(Given()), settings={"num_steps": 1})
+    run(
+        tiny,
+        tmp_path / "1",
+        sparse,
+        strategy=all_reduce_by(chosen),
+        settings={"num_steps": 1, "gradient_accumulation_steps": 2},
+    )
+    run(tiny, tmp_path / "2", {}, strategy=all_reduce_by(given), objective=Pretrain(Given()), settings={"num_steps": 1})
     for ours, theirs in zip(chosen.kept[0], given.kept[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 

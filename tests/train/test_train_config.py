@@ -1,12 +1,15 @@
 """Settings of a run: lengths, rows of a batch, errors with the way out."""
 
 import pytest
+import tiny_run
+from wired_run import Notes
 
 from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError
 from modelwright.optim.sparse import BatchSelectionConfig
+from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.strategies.config import GradientSyncConfig
-from modelwright.train.config import TrainConfig
+from modelwright.train.config import TrainConfig, without_effect
 
 
 def test_length_in_steps_tokens_and_epochs():
@@ -63,3 +66,58 @@ def test_parts_that_share_chosen_rows_decide_the_weights():
 def test_round_trip_through_plain_data():
     config = TrainConfig(num_tokens=5, betas=(0.8, 0.9))
     assert parse(TrainConfig, dump(config)) == config
+
+
+EVERYTHING_UNUSED = {
+    "num_steps": 1,
+    "gradient_sync": {"kind": "int8", "powersgd_rank": 4},
+    "async_updates": {"delay_steps": 3},
+    "optimizer_cpu_offload": True,
+    "load_balance": {"pipeline": True},
+    "precision": {"policy": "fp32", "fp32_matmul": "tf32", "adaptive": {"tolerance": 0.1}},
+    "schedule": {"cooldown_fraction": 0.3},
+}
+
+
+def test_what_has_no_effect_is_said_with_what_it_needs():
+    config = parse(TrainConfig, EVERYTHING_UNUSED)
+    found = without_effect(config, ParallelConfig(), num_processes=1, on_accelerator=False)
+    assert sorted(found) == [
+        "async_updates.delay_steps (needs mode delayed)",
+        "gradient_sync.kind int8 (needs several replicas whose gradients are summed)",
+        "gradient_sync.powersgd_rank (needs kind powersgd)",
+        "load_balance.pipeline true (needs a pipeline)",
+        "optimizer_cpu_offload (needs an accelerator)",
+        "precision.adaptive.tolerance (needs kind rules or bandit)",
+        "precision.fp32_matmul tf32 (needs an accelerator)",
+        "schedule.cooldown_fraction (needs kind wsd)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_processes", "has_replicas"),
+    [
+        ({}, 2, True),
+        ({"context": 2}, 2, True),
+        ({"tensor": 2}, 2, False),
+        ({"pipeline": 2}, 2, False),
+        ({"zero_stage": 1}, 2, False),
+        ({"zero_stage": 3, "shard_group_size": 2}, 4, True),
+    ],
+)
+def test_compression_has_an_effect_where_several_replicas_sum_gradients(layout, num_processes, has_replicas):
+    config = parse(TrainConfig, {"num_steps": 1, "gradient_sync": {"kind": "int8"}})
+    parallel = parse(ParallelConfig, layout)
+    found = without_effect(config, parallel, num_processes=num_processes, on_accelerator=False)
+    assert found == (
+        [] if has_replicas else ["gradient_sync.kind int8 (needs several replicas whose gradients are summed)"]
+    )
+
+
+def test_a_run_notes_what_has_no_effect_once(tmp_path):
+    notes = Notes()
+    config = tiny_run.settings(num_steps=1, gradient_sync={"kind": "int8"})
+    tiny_run.run(tmp_path, config, progress=notes)
+    assert [text for text in notes.texts if "without effect" in text] == [
+        "without effect in this run: gradient_sync.kind int8 (needs several replicas whose gradients are summed)"
+    ]

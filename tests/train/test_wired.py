@@ -161,7 +161,7 @@ def test_moments_are_not_shared_before_a_step_has_made_them(runs):
 
 def test_a_run_that_stops_between_meetings_ends_with_the_same_bits(runs):
     assert ended(runs, "own-stopped")["kind"] == "Stopped"
-    assert "after step 7" in ended(runs, "own-stopped")["error"]
+    assert "after step 8" in ended(runs, "own-stopped")["error"]
     once, twice = weights(runs, "own"), weights(runs, "own-again")
     assert all(torch.equal(once[key], twice[key]) for key in once)
     assert losses(runs, "own-twice") == losses(runs, "own")

@@ -13,17 +13,19 @@ import torch
 import torch.nn.functional as F
 
 from modelwright.core.config import parse
-from modelwright.core.progress import SilentProgress
+from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.rundir import StageDir
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
 from modelwright.objectives.pretrain import Pretrain
-from modelwright.parallel.mesh import single
+from modelwright.parallel.mesh import World, single
 from modelwright.train.build import train
 from modelwright.train.checkpoint import writer
 from modelwright.train.config import TrainConfig
+from modelwright.train.job import TrainJob
 from modelwright.train.objective import Objective
+from modelwright.train.runtime import TechniqueBuilder
 from modelwright.train.state import TrainResult
 from modelwright.train.technique import StepInfo, Technique
 
@@ -146,17 +148,24 @@ class StopAfter:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def watching(**observers: Any) -> list[Technique]:
-    """Techniques that show finished steps to these observers; those that have a state keep it in the checkpoint."""
+def watching(**observers: Any) -> list[TechniqueBuilder]:
+    """Techniques that show finished steps to these observers; a state is kept in the checkpoint."""
     return [
-        Technique(
-            name=name,
-            on_step_end=observer.observe,
-            every=getattr(observer, "every", 1),
-            state=observer if hasattr(observer, "state_dict") else None,
+        always(
+            Technique(
+                name=name,
+                on_step_end=observer.observe,
+                every=getattr(observer, "every", 1),
+                state=observer if hasattr(observer, "state_dict") else None,
+            )
         )
         for name, observer in observers.items()
     ]
+
+
+def always(technique: Technique) -> TechniqueBuilder:
+    """Builds this technique under any layout."""
+    return lambda run: technique
 
 
 def settings(**changes) -> TrainConfig:
@@ -170,21 +179,27 @@ def tiny_model(dtype: torch.dtype = torch.float32) -> Decoder:
 
 
 def run(
-    folder: Path, config: TrainConfig | None = None, *, objective=None, model=None, world=None, **more
+    folder: Path,
+    config: TrainConfig | None = None,
+    *,
+    objective=None,
+    model=None,
+    world: World | None = None,
+    progress: Progress | None = None,
+    **more,
 ) -> TrainResult:
     config = config or settings()
-    world = world or single()
-    arguments = {"seed": 1, "name": "tiny", "input_digest": "d", "progress": SilentProgress(), "peak_flops": 1e12}
+    arguments = {"seed": 1, "name": "tiny", "input_digest": "d", "peak_flops": 1e12}
     arguments |= {"heldout": [Rows().batch(900), Rows(num_rows=3).batch(901), Rows().batch(902)]} | more
-    return train(
-        tiny_model() if model is None else model,
-        Pretrain(Rows()) if objective is None else objective,
-        config,
+    job = TrainJob(
+        model=tiny_model() if model is None else model,
+        objective=Pretrain(Rows()) if objective is None else objective,
+        config=config,
         num_steps=config.resolve_num_steps(5),
-        world=world,
         stage=StageDir(folder),
         **arguments,
     )
+    return train(job, world or single(), progress or SilentProgress())
 
 
 def run_in_float64(folder: Path, config: TrainConfig, **more) -> Decoder:

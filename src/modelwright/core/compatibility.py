@@ -5,12 +5,13 @@ another one needs. No rule names a pair.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from modelwright.core.errors import ConfigError
 
 WHOLE_GRADIENTS = "whole gradients after backward"
+UNDIVIDED_GRADIENTS = "every parameter's gradient in one piece on every rank"
 GRADIENT_SUMS = "gradients that are summed over ranks after backward"
 EXACT_SUMS = "exact sums of gradients"
 PROMPT_GRADIENTS = "gradients that are used in the step that computed them"
@@ -26,26 +27,51 @@ ADAMW_STATES = "AdamW with FP32 states"
 RESIDENT_STATES = "optimizer states beside the weights"
 COMMON_LOSS_SCALE = "one loss scale for all layers"
 REVERSIBLE_UPDATES = "updates that a rollback can undo"
+ONE_COPY = "one copy of the weights for all processes of a host"
+
+SEVERAL_REPLICAS = "several replicas whose gradients are summed"
+SEVERAL_STAGES = "a pipeline"
+ACCELERATOR = "an accelerator"
+"""What some features take effect only with (`Feature.only_with`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """Something that a run does besides plain training. key: the setting that enables it; value: of that setting, where
-    it matters; needs: properties of the run that it relies on; breaks: properties that it removes.
+    """Something that a run does besides plain training.
+
+    key: the setting that enables it.
+    value: of that setting, where it matters.
+    needs: properties of the run that it relies on.
+    breaks: properties that it removes.
+    only_with: properties of the layout or the machine without which it changes nothing.
     """
 
     key: str
     value: str = ""
     needs: frozenset[str] = frozenset()
     breaks: frozenset[str] = frozenset()
+    only_with: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return f"{self.key} {self.value}".rstrip()
 
 
-def feature(key: str, value: object = "", *, needs: Iterable[str] = (), breaks: Iterable[str] = ()) -> Feature:
+def feature(
+    key: str,
+    value: object = "",
+    *,
+    needs: Iterable[str] = (),
+    breaks: Iterable[str] = (),
+    only_with: Iterable[str] = (),
+) -> Feature:
     """Build a `Feature` from plain collections."""
-    return Feature(key=key, value=str(value), needs=frozenset(needs), breaks=frozenset(breaks))
+    return Feature(
+        key=key,
+        value=str(value),
+        needs=frozenset(needs),
+        breaks=frozenset(breaks),
+        only_with=frozenset(only_with),
+    )
 
 
 def conflict(features: Iterable[Feature]) -> str:
@@ -61,3 +87,9 @@ def check_compatible(features: Iterable[Feature]) -> None:
     """Raise `ConfigError` for the first feature whose needs another one breaks."""
     if problem := conflict(features):
         raise ConfigError(problem)
+
+
+def idle(features: Iterable[Feature], offered: Collection[str]) -> list[str]:
+    """The features that change nothing where only these properties are offered, each with what it lacks."""
+    lacking = ((one, sorted(one.only_with.difference(offered))) for one in features)
+    return [f"{one} (needs {', '.join(lacks)})" for one, lacks in lacking if lacks]

@@ -50,6 +50,33 @@ def is_constant(field: dataclasses.Field[Any]) -> bool:
     return bool(field.metadata.get("constant"))
 
 
+def only_for(setting: str, *values: object) -> Mapping[str, Any]:
+    """The metadata of a dataclass field that has an effect only while another field of the same config, `setting`, has
+    one of these values, or, without values, a value other than 0, false or empty.
+    """
+    return {"only_for": (setting, values)}
+
+
+def unused_settings(config: Any, path: str = "") -> list[str]:
+    """The settings that differ from their defaults and belong to a choice that was not made (`only_for`), each with the
+    choice that they need.
+    """
+    unused: list[str] = []
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), _join(path, field.name)
+        setting, values = field.metadata.get("only_for", ("", ()))
+        chosen = getattr(config, setting) if setting else True
+        if chosen not in values if values else not chosen:
+            default = field.default if field.default is not dataclasses.MISSING else value
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            if value != default:
+                unused.append(f"{name} (needs {' '.join([setting, ' or '.join(map(str, values))]).strip()})")
+        elif dataclasses.is_dataclass(value):
+            unused += unused_settings(value, name)
+    return unused
+
+
 @typing.runtime_checkable
 class Layered(Protocol):
     """A config whose plain form differs from its fields, such as one with sections that inherit from another."""

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from torch.distributed.tensor import DTensor
+
+from modelwright.core.errors import ConfigError
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.decoder import Decoder
@@ -31,8 +34,13 @@ def generate(
     """One completion for each prompt, in order. params: of each prompt; model: whole, with any weights; it may be in
     training mode and keeps its mode. Two calls with the same weights, prompts and seeds return the same completions.
     on_step: called after each step of the engine with the number of finished completions. Raises `ConfigError` for a
-    prompt that the engine rejects.
+    prompt that the engine rejects, and for a model of which this rank holds only a part.
     """
+    if len(model.blocks) < model.config.num_layers or any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ConfigError(
+            "parallel: generation needs a whole model on every rank, and this layout divides the model; train with "
+            "data parallelism alone (an objective says so in advance with needs = {WHOLE_MODEL})"
+        )
     was_training = model.training
     try:
         engine = Engine(model, config or EngineConfig(), head=model.logits)

@@ -1,8 +1,9 @@
 """Settings of activations: what forward saves for backward, where, and what is recomputed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from modelwright.core.config import only_for
 from modelwright.core.errors import ConfigError
 
 Mode = Literal["none", "full", "selective", "budget"]
@@ -24,9 +25,9 @@ class ActivationCheckpointingConfig:
     """`none` saves everything; `full` saves the input of every `layers_per_segment` blocks and recomputes the rest;
     `selective` saves each block's input and the outputs in `save_outputs_of`; `budget` chooses for every block so that
     one rank's activations fit `budget_bytes` at the least extra cost."""
-    layers_per_segment: int = 8
+    layers_per_segment: int = field(default=8, metadata=only_for("mode", "full"))
     """`full`: consecutive blocks that are recomputed together."""
-    save_outputs_of: tuple[Operator, ...] = OPERATORS
+    save_outputs_of: tuple[Operator, ...] = field(default=OPERATORS, metadata=only_for("mode", "selective"))
     """`selective`: operators whose outputs are saved. Norms, rotary embeddings and gating are always recomputed."""
     budget_bytes: int = 0
     """`budget`: bytes of activations on one rank; a number, or 180MiB."""

@@ -41,13 +41,14 @@ def build_optimizer(
     groups = _groups([p for _, p in named], weight_decay)
     if offload:
         return OffloadedAdamW(groups, **adam)
+    names: dict[Tensor, str] = {p: name for name, p in named}
     match kind:
         case "adamw":
             return AdamW(groups, **adam, fused=True)
         case "adamw_8bit":
-            return LowBitAdamW(groups, **adam, states="int8")
+            return LowBitAdamW(groups, **adam, names=names, states="int8")
         case "adamw_bf16_states":
-            return LowBitAdamW(groups, **adam, states="bf16")
+            return LowBitAdamW(groups, **adam, names=names, states="bf16")
         case "lion":
             return Lion(groups, lr=learning_rate, betas=betas)
         case "muon":

@@ -1,9 +1,9 @@
 """Weight decay that is lowered while gradients are large."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from modelwright.core.compatibility import WHOLE_GRADIENTS, Feature, feature
-from modelwright.core.config import constant
+from modelwright.core.config import constant, only_for
 from modelwright.core.errors import ConfigError
 
 
@@ -15,7 +15,7 @@ class WeightDecayScheduleConfig:
     grad_norm_threshold: float = 0.0
     """Gradient norm, before clipping, above which weight decay is lowered; 0 never lowers it. 5 is the published
     value."""
-    factor: float = 0.1
+    factor: float = field(default=0.1, metadata=only_for("grad_norm_threshold"))
     """Factor on the weight decay while it is lowered."""
     release_fraction: float = constant(0.8)
     """Decay returns to its full value once the norm falls below this fraction of the threshold. Below 1, norms near

@@ -1,21 +1,25 @@
 """AdamW with small states: 8 bits (Dettmers et al. 2022, block by block) or BF16 with stochastic rounding.
 
 2.03 or 4 bytes per parameter instead of 8. A state is unpacked, updated by AdamW's formula in FP32 and packed again,
-one parameter at a time. From outside the states are FP32. Packing an unpacked state again changes no bit, so a
-checkpoint is lossless and independent of blocks, and any layout or another AdamW can resume from it.
+one parameter at a time. From outside the states are FP32. ScaleBlocks and random bits follow the position in the whole
+parameter, whoever holds it, so every layout makes the same updates. Packing an unpacked state again changes no bit, so
+a checkpoint is lossless, and any layout or another AdamW can resume from it.
 """
 
 import math
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from modelwright.ops.dtensor import as_dtensor_like, local
+from modelwright.core.seeds import derive_seed
+from modelwright.ops.dtensor import as_dtensor_like, local, max_over_shards
+from modelwright.ops.tensor_view import TensorView, view_of
 
 BLOCK = 256
 """Elements that share a scale."""
@@ -24,58 +28,128 @@ States = Literal["int8", "bf16"]
 
 @dataclass(frozen=True)
 class Packed:
-    """A state in 8 bits: codes [blocks, BLOCK] and scales [blocks, 1], or in BF16, with its own shape and no scales."""
+    """A state in 8 bits, arranged by `ScaleBlocks`, or in BF16, in its own shape and without scales."""
 
     codes: Tensor
     scales: Tensor | None = None
 
 
-def pack_signed(values: Tensor) -> Packed:
+class ScaleBlocks:
+    """Which elements of this rank's part of a parameter share a scale: `BLOCK` consecutive ones of the whole parameter.
+
+    Where every part has whole blocks, codes are [blocks, BLOCK], zero-padded, and scales [blocks, 1]. Where some are
+    cut, codes are flat, scales are those of all blocks from this rank's first to its last, and their maxima are taken
+    over the ranks that have the rest.
+    """
+
+    def __init__(self, sharded: Tensor, *, are_cut: bool = False) -> None:
+        self.sharded = sharded
+        self.are_cut = are_cut
+        if are_cut:
+            view = view_of("", sharded)
+            self._num = -(-view.full_shape.numel() // BLOCK)
+            self._block_of = view.positions().reshape(-1).div_(BLOCK, rounding_mode="floor")
+            ends = self._block_of[[0, -1]].tolist() if self._block_of.numel() else (0, -1)
+            self._first, self._end = ends[0], ends[1] + 1
+
+    def arrange(self, values: Tensor) -> Tensor:
+        flat = values.reshape(-1)
+        return flat if self.are_cut else F.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+
+    def maxima(self, arranged: Tensor) -> Tensor:
+        """The largest of each block, of arranged values that are not negative."""
+        if not self.are_cut:
+            return arranged.amax(dim=1, keepdim=True)
+        largest = arranged.new_zeros(self._num).scatter_reduce_(0, self._block_of, arranged, "amax")
+        return max_over_shards(largest, self.sharded)[self._first : self._end].clone()
+
+    def spread(self, scales: Tensor) -> Tensor:
+        """The scale of each arranged element."""
+        return scales[self._block_of - self._first] if self.are_cut else scales
+
+    def restore(self, arranged: Tensor, shape: torch.Size) -> Tensor:
+        return arranged.view(-1)[: shape.numel()].view(shape)
+
+
+def cuts_blocks(sharded: Tensor) -> bool:
+    """Whether the layout cuts a block on any rank. Called on all ranks that hold a part."""
+    view = view_of("", sharded)
+    is_cut = False
+    divided = [dim for dim, part in enumerate(view.index) if part.stop - part.start < view.full_shape[dim]]
+    if divided:
+        # Consecutive elements of the part run over the last divided dimension and those behind it.
+        dim = divided[-1]
+        inner, part = math.prod(view.full_shape[dim + 1 :]), view.index[dim]
+        first, last, full = part.start * inner, part.stop * inner, view.full_shape[dim] * inner
+        ends_whole = last % BLOCK == 0 or (dim == 0 and last == full)
+        is_cut = first < last and not (first % BLOCK == 0 and ends_whole and (dim == 0 or full % BLOCK == 0))
+    if not isinstance(sharded, DTensor):
+        return is_cut
+    return bool(max_over_shards(torch.tensor(float(is_cut), device=view.tensor.device), sharded))
+
+
+def pack_signed(values: Tensor, blocks: ScaleBlocks) -> Packed:
     """int8: the sign and the square root of the magnitude in 127 levels relative to the block's largest, fine near
     zero.
     """
-    blocks = _blocks(values)
-    scales = blocks.abs().amax(dim=1, keepdim=True)
-    parts = (blocks.abs() / scales.clamp(min=torch.finfo(torch.float32).tiny)).sqrt_()
-    return Packed((parts * 127.0).round_().mul_(blocks.sign()).to(torch.int8), scales)
+    arranged = blocks.arrange(values)
+    scales = blocks.maxima(arranged.abs())
+    parts = (arranged.abs() / blocks.spread(scales).clamp(min=torch.finfo(torch.float32).tiny)).sqrt_()
+    return Packed((parts * 127.0).round_().mul_(arranged.sign()).to(torch.int8), scales)
 
 
-def unpack_signed(packed: Packed, shape: torch.Size) -> Tensor:
+def unpack_signed(packed: Packed, shape: torch.Size, blocks: ScaleBlocks) -> Tensor:
     assert packed.scales is not None
     parts = packed.codes.float() / 127.0
-    return _shaped(parts * parts.abs() * packed.scales, shape)
+    return blocks.restore(parts * parts.abs() * blocks.spread(packed.scales), shape)
 
 
-def pack_square(values: Tensor) -> Packed:
+def pack_square(values: Tensor, blocks: ScaleBlocks) -> Packed:
     """uint8: the fourth root in 255 levels relative to the block's largest; positive values stay positive, because they
     are divisors.
     """
-    blocks = _blocks(values)
-    scales = blocks.amax(dim=1, keepdim=True)
-    parts = (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)).sqrt_().sqrt_()
+    arranged = blocks.arrange(values)
+    scales = blocks.maxima(arranged)
+    parts = (arranged / blocks.spread(scales).clamp(min=torch.finfo(torch.float32).tiny)).sqrt_().sqrt_()
     codes = (parts * 255.0).round_().clamp_(min=1.0)
-    return Packed(torch.where(blocks > 0, codes, 0.0).to(torch.uint8), scales)
+    return Packed(torch.where(arranged > 0, codes, 0.0).to(torch.uint8), scales)
 
 
-def unpack_square(packed: Packed, shape: torch.Size) -> Tensor:
+def unpack_square(packed: Packed, shape: torch.Size, blocks: ScaleBlocks) -> Tensor:
     assert packed.scales is not None
     parts = packed.codes.float() / 255.0
-    return _shaped(parts.square_().square_() * packed.scales, shape)
+    return blocks.restore(parts.square_().square_() * blocks.spread(packed.scales), shape)
 
 
-def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
-    """BF16, rounded up or down with probabilities that preserve the mean; values that BF16 can represent are
-    unchanged.
+def random_16_bits(view: TensorView, seed: int) -> Tensor:
+    """For each element of a part a number below 2^16, int32, that depends on its position in the whole tensor and on
+    the seed alone: MurmurHash3's finalizer (Appleby 2011) of both. Products wrap around, as in the original.
     """
-    bits = values.view(torch.int32)
-    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
-    rounded = ((bits + noise) & -65536).view(torch.float32)
+    bits = view.positions(torch.int32).mul_(_signed(0x9E3779B1)).add_(_signed(seed & 0xFFFFFFFF))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits ^= (bits >> shift) & ((1 << (32 - shift)) - 1)  # >> keeps the sign, the original's does not
+        bits *= _signed(factor)
+    return bits.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+
+
+def _signed(value: int) -> int:
+    """The int32 with these 32 bits."""
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def round_stochastically(values: Tensor, noise: Tensor) -> Tensor:
+    """BF16, rounded up or down with probabilities that preserve the mean; values that BF16 can represent are
+    unchanged. noise: 16 random bits for each value, int32.
+    """
+    rounded = ((values.view(torch.int32) + noise) & -65536).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).bfloat16()
 
 
 class LowBitAdamW(Optimizer):
-    """AdamW with the `Optimizer` interface; `state` reads and takes FP32 tensors, like AdamW's. The random bits of
-    `bf16` depend on the step number alone, so that replicas of a parameter stay equal on all ranks.
+    """AdamW with the `Optimizer` interface; `state` reads and takes FP32 tensors, like AdamW's.
+
+    names: of the parameters in the whole model. The random bits of `bf16` are a function of a parameter's name, the
+    step and the position in the whole parameter.
     """
 
     def __init__(
@@ -85,12 +159,15 @@ class LowBitAdamW(Optimizer):
         lr: float,
         betas: tuple[float, float],
         eps: float,
+        names: Mapping[Tensor, str],
         states: States = "int8",
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
         super().__init__([{**group} for group in groups], defaults)
         self.states: States = states
+        self.names = names
         self.packed: dict[Tensor, tuple[Tensor, Packed, Packed]] = {}
+        self._are_cut: dict[Tensor, bool] = {}
         self.state = _Unpacked(self)  # pyright: ignore[reportAttributeAccessIssue]
 
     @torch.no_grad()
@@ -110,16 +187,25 @@ class LowBitAdamW(Optimizer):
         step, first, second = self.packed[parameter]
         if self.states == "bf16":
             return step, first.codes.float(), second.codes.float()
-        return step, unpack_signed(first, weight.shape), unpack_square(second, weight.shape)
+        blocks = self._blocks(parameter)
+        return step, unpack_signed(first, weight.shape, blocks), unpack_square(second, weight.shape, blocks)
 
     def pack(self, parameter: Tensor, step: Tensor, first: Tensor, second: Tensor) -> None:
-        """Store these FP32 moments of this rank's shard."""
+        """Store these FP32 moments of this rank's shard. Called on all ranks that hold a part of the parameter."""
         if self.states == "int8":
-            self.packed[parameter] = step, pack_signed(first), pack_square(second)
+            blocks = self._blocks(parameter)
+            self.packed[parameter] = step, pack_signed(first, blocks), pack_square(second, blocks)
             return
-        draw = torch.Generator(first.device).manual_seed(int(step))
-        rounded = (Packed(round_stochastically(moment, draw)) for moment in (first, second))
-        self.packed[parameter] = step, *rounded  # pyright: ignore[reportArgumentType]
+        name = self.names[parameter]
+        view = view_of(name, parameter)
+        noise = (random_16_bits(view, derive_seed(int(step), name, moment)) for moment in ("first", "second"))
+        rounded = [Packed(round_stochastically(moment, next(noise))) for moment in (first, second)]
+        self.packed[parameter] = step, rounded[0], rounded[1]
+
+    def _blocks(self, parameter: Tensor) -> ScaleBlocks:
+        if parameter not in self._are_cut:
+            self._are_cut[parameter] = cuts_blocks(parameter)
+        return ScaleBlocks(parameter, are_cut=self._are_cut[parameter])
 
     def _change(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         weight, (beta_1, beta_2) = local(parameter), group["betas"]
@@ -162,12 +248,3 @@ class _Unpacked(MutableMapping[Tensor, dict[str, Any]]):
 
     def __len__(self) -> int:
         return len(self.optimizer.packed)
-
-
-def _blocks(values: Tensor) -> Tensor:
-    flat = values.reshape(-1)
-    return F.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
-
-
-def _shaped(blocks: Tensor, shape: torch.Size) -> Tensor:
-    return blocks.view(-1)[: shape.numel()].view(shape)

@@ -1,10 +1,10 @@
 """Learning-rate schedules as a pure function of the step; no state."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from modelwright.core.config import constant
+from modelwright.core.config import constant, only_for
 from modelwright.core.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ class ScheduleConfig:
     """Fraction of the steps in which the rate rises linearly to its peak."""
     final_lr_fraction: float = 0.0
     """Fraction of the peak that is left at the end of the decay."""
-    cooldown_fraction: float = 0.2
+    cooldown_fraction: float = field(default=0.2, metadata=only_for("kind", "wsd"))
     """`wsd`: fraction of the steps, at the end, in which the rate decays."""
     initial_lr_fraction: float = constant(1e-5)
     """`exponential`: fraction of the peak at the first step."""

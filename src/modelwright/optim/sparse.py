@@ -3,7 +3,7 @@ else is not computed.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from modelwright.core.compatibility import (
@@ -22,7 +22,7 @@ from modelwright.core.compatibility import (
     Feature,
     feature,
 )
-from modelwright.core.config import constant
+from modelwright.core.config import constant, only_for
 from modelwright.core.errors import ConfigError
 
 UnitKind = Literal["none", "columns", "rows", "freeze_prefix", "layers"]
@@ -39,11 +39,11 @@ class BatchSelectionConfig:
     signal: Literal["none", "loss", "loss_change", "random"] = "none"
     """What a row is worth, judged on its first `probe_tokens` tokens: `loss`; `loss_change`, how far its loss has
     moved in either direction since the run began; `random`, the baseline; `none` trains on all rows."""
-    keep_fraction: float = 0.4
+    keep_fraction: float = field(default=0.4, metadata=only_for("signal", "loss", "loss_change", "random"))
     """Fraction of the rows that are trained on."""
-    probe_tokens: int = 32
+    probe_tokens: int = field(default=32, metadata=only_for("signal", "loss", "loss_change"))
     """Tokens of each row that the signal is measured on."""
-    random_fraction: float = 0.25
+    random_fraction: float = field(default=0.25, metadata=only_for("signal", "loss", "loss_change", "random"))
     """Fraction of the selected rows drawn at random, so that no kind of row is ignored forever."""
     max_initial_loss: float = 0.0
     """Never train on rows that the initial weights predict worse than this, in units of ln(vocabulary size), the loss
@@ -113,9 +113,11 @@ class SparseUpdateConfig:
     """`columns`: output columns of every projection, in both backward GEMMs (approximate gradients below); `rows`: the
     same units, but only in the weight-gradient GEMM (exact); `layers`: whole blocks; `freeze_prefix`: all blocks below
     a boundary; `none`."""
-    keep_fraction: float = 0.5
+    keep_fraction: float = field(default=0.5, metadata=only_for("kind", "columns", "rows", "layers", "freeze_prefix"))
     """Fraction of the units that are updated."""
-    density_schedule: DensitySchedule = "constant"
+    density_schedule: DensitySchedule = field(
+        default="constant", metadata=only_for("kind", "columns", "rows", "layers", "freeze_prefix")
+    )
     """`constant`, or all units in the first (`dense_first`) or last (`sparse_first`) part of the run, on a linear ramp
     from or to `keep_fraction`."""
     signal: Literal["gradient", "momentum", "random"] = "gradient"

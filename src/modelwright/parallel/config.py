@@ -5,6 +5,10 @@ from typing import Literal
 
 from modelwright.core.compatibility import (
     GRADIENT_SUMS,
+    ONE_COPY,
+    SEVERAL_REPLICAS,
+    SEVERAL_STAGES,
+    UNDIVIDED_GRADIENTS,
     WHOLE_GRADIENTS,
     WHOLE_MATRICES,
     WHOLE_MODEL,
@@ -73,6 +77,11 @@ class ParallelConfig:
             )
         if self.zero_stage == 0 and self.shard_group_size:
             raise ConfigError("shard_group_size: has no effect with zero_stage 0; set zero_stage to 1, 2 or 3")
+        if self.shard_group_size == 1 and self.context == 1:
+            raise ConfigError(
+                "shard_group_size: 1 replica has nobody to share with; set at least 2, 0 for all replicas, or "
+                "zero_stage 0"
+            )
         many = self.stages_per_rank > 1
         if many and (self.pipeline == 1 or self.schedule in ("gpipe", "1f1b")):
             raise ConfigError("stages_per_rank: above 1 needs a pipeline and an interleaved or zero_bubble schedule")
@@ -110,20 +119,31 @@ class ParallelConfig:
     def features(self, num_processes: int) -> list[Feature]:
         """What this layout needs of a run, and breaks."""
         result = []
+        if not self.shared_memory:
+            result.append(feature("shared_memory", "false", breaks=[ONE_COPY]))
         if self.pipeline > 1:
-            result.append(feature("pipeline", self.pipeline, needs=[WHOLE_GRADIENTS], breaks=[WHOLE_MODEL]))
+            result.append(
+                feature("pipeline", self.pipeline, needs=[WHOLE_GRADIENTS], breaks=[WHOLE_MODEL, UNDIVIDED_GRADIENTS])
+            )
         if self.context > 1:
             result.append(feature("context", self.context, breaks=[WHOLE_MODEL, WHOLE_ROWS]))
         if self.tensor > 1:
-            result.append(feature("tensor", self.tensor, breaks=[WHOLE_MODEL, WHOLE_MATRICES]))
+            result.append(feature("tensor", self.tensor, breaks=[WHOLE_MODEL, WHOLE_MATRICES, UNDIVIDED_GRADIENTS]))
         if self.zero_stage != 0:
             axes = self.axes(num_processes)
             num_sharing = axes["shard"] * axes["context"]
             # One shard group that holds all copies: FSDP sums their gradients itself, in backward, exactly.
             breaks = {GRADIENT_SUMS} if axes["replicate"] == 1 and num_sharing > 1 else set()
-            breaks |= {WHOLE_MODEL, WHOLE_MATRICES} if num_sharing > 1 else set()
+            breaks |= {WHOLE_MODEL, WHOLE_MATRICES, UNDIVIDED_GRADIENTS} if num_sharing > 1 else set()
             result.append(feature("zero_stage", self.zero_stage, breaks=breaks))
         return result
+
+    def offers(self, num_processes: int) -> frozenset[str]:
+        """The properties of this layout that some settings take effect only with."""
+        axes = self.axes(num_processes)
+        num_replicas = axes["replicate"] * (axes["context"] if self.zero_stage == 0 else 1)
+        offered = {SEVERAL_REPLICAS: num_replicas > 1, SEVERAL_STAGES: self.pipeline > 1}
+        return frozenset(name for name, is_offered in offered.items() if is_offered)
 
     def _usable(self, num_processes: int) -> int:
         """The number of processes nearest to the given one that the axes permit."""

@@ -7,7 +7,7 @@ ranks communicate, who updates what, and when the ranks wait for each other. Eac
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from modelwright.ops.dtensor import local
+from modelwright.ops.tensor_view import TensorView, view_of
 from modelwright.parallel.grad_norm import global_norm, redistribute_like, replication
 from modelwright.parallel.gradient_sync import GradientSync
 from modelwright.parallel.mesh import Mesh
@@ -55,12 +56,16 @@ class Strategy(Protocol):
         """
 
     @abstractmethod
-    def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
-        """Sum the gradients over the ranks. Returns, unscaled, those that this rank's optimizer step uses."""
+    def reduce_gradients(self, unscale: Unscale) -> list[TensorView]:
+        """Sum the gradients over the ranks. Returns, unscaled, those that this rank's optimizer step uses, each with
+        its parameter's name and the part of it that it is.
+        """
 
     @abstractmethod
     def grad_norm(self, gradients: list[Tensor]) -> float:
-        """The L2 norm of the whole model's gradient, from what `reduce_gradients` returned; the same on all ranks."""
+        """The L2 norm of the whole model's gradient, from the tensors that `reduce_gradients` returned. The same on all
+        ranks, to the bit: they skip an update for a norm that is not finite without asking each other.
+        """
 
     @abstractmethod
     def optimizer_step(self) -> None:
@@ -110,25 +115,40 @@ def layout_blocker(mesh: Mesh) -> str:
 
 @dataclass(kw_only=True)
 class Replica:
-    """The part of the model that this rank holds, and its optimizer, for a strategy. names: of the trainable
-    parameters, in the model's order. finish_gradients: called when all gradients are ready, to sum those of a parameter
-    that several pipeline stages hold.
-    """
+    """The part of the model that this rank holds, and its optimizer, for a strategy."""
 
     mesh: Mesh
     model: nn.Module
     optimizer: Optimizer
     num_stages_with: Callable[[str], int] = lambda name: 1
     finish_gradients: Callable[[], None] = lambda: None
+    """Called when all gradients are ready, to sum those of a parameter that several pipeline stages hold."""
     names: dict[Tensor, str] = field(init=False)
+    """Of the trainable parameters, in the model's order."""
     num_holders: list[int] = field(init=False)
     """For each parameter, how many ranks hold each of its elements."""
+    views: dict[Tensor, TensorView] = field(init=False)
+    """Which part of each parameter is on this rank; the tensors are those at the beginning."""
 
     def __post_init__(self) -> None:
         self.names = {p: name for name, p in self.model.named_parameters() if p.requires_grad}
         self.num_holders = [
             replication(p, self.mesh, num_stages=self.num_stages_with(name)) for p, name in self.names.items()
         ]
+        self.views = {p: view_of(name, p.detach()) for p, name in self.names.items()}
+
+    def parameters(self) -> list[TensorView]:
+        """This rank's part of every trainable parameter, as it is now."""
+        return [self.view(parameter, parameter.detach()) for parameter in self.names]
+
+    def view(self, parameter: Tensor, tensor: Tensor) -> TensorView:
+        """The view of a tensor that is laid out like this parameter, such as its gradient."""
+        return replace(self.views[parameter], tensor=local(tensor), source=tensor)
+
+    def views_of(self, gradients: Sequence[Tensor]) -> list[TensorView]:
+        """The views of what `gradients` returned."""
+        holders = [parameter for parameter in self.names if parameter.grad is not None]
+        return [self.view(parameter, gradient) for parameter, gradient in zip(holders, gradients, strict=True)]
 
     @property
     def trainable(self) -> list[Tensor]:
@@ -181,7 +201,7 @@ class AllReduce(Strategy):
         if self.start is not None:
             self.start(self.replica.trainable)
 
-    def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
+    def reduce_gradients(self, unscale: Unscale) -> list[TensorView]:
         gradients = self.replica.gradients()
         shards = [local(gradient) for gradient in gradients]
         if self.unscale_first:
@@ -189,7 +209,7 @@ class AllReduce(Strategy):
         self.sync.reduce(shards)
         if not self.unscale_first:
             unscale(shards)
-        return gradients
+        return self.replica.views_of(gradients)
 
     def grad_norm(self, gradients: list[Tensor]) -> float:
         return self.replica.norm(gradients)

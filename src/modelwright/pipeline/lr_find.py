@@ -36,7 +36,9 @@ from modelwright.pipeline.stages.build import build_stages
 from modelwright.pipeline.stages.training import fresh_model
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
-from modelwright.train.technique import StepInfo, Technique
+from modelwright.train.job import TrainJob
+from modelwright.train.runtime import observer
+from modelwright.train.technique import StepInfo
 
 SMOOTHING = 0.9
 """Weight of the past in the smoothed loss, with Adam's correction at the start."""
@@ -126,17 +128,19 @@ def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) 
     with tempfile.TemporaryDirectory(prefix="modelwright-lr-find-") as scratch:
         try:
             train(
-                load_model(Path(config.init_from)) if config.init_from else fresh_model(config),
-                Pretrain(loader),
-                training,
-                num_steps=test.num_steps,
-                world=single(config.hardware.device),
-                stage=StageDir(Path(scratch)),
-                seed=derive_seed(config.seed, "pretrain"),
-                name="lr-find",
-                input_digest="lr-find",
-                progress=progress,
-                techniques=[Technique(name="lr_range", on_step_end=follow.observe)],
+                TrainJob(
+                    model=load_model(Path(config.init_from)) if config.init_from else fresh_model(config),
+                    objective=Pretrain(loader),
+                    config=training,
+                    num_steps=test.num_steps,
+                    stage=StageDir(Path(scratch)),
+                    seed=derive_seed(config.seed, "pretrain"),
+                    name="lr-find",
+                    input_digest="lr-find",
+                    techniques=[observer("lr_range", follow.observe)],
+                ),
+                single(config.hardware.device),
+                progress,
             )
         except RanAwayError:
             diverged = True

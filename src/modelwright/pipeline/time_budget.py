@@ -27,7 +27,9 @@ from modelwright.pipeline.resolve import resolve
 from modelwright.pipeline.stages.training import fresh_model
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
-from modelwright.train.technique import StepInfo, Technique
+from modelwright.train.job import TrainJob
+from modelwright.train.runtime import observer
+from modelwright.train.technique import StepInfo
 
 NUM_WARMUP_STEPS, NUM_TIMED_STEPS = 4, 8
 FEWEST_STEPS = 10
@@ -115,28 +117,30 @@ def step_seconds(config: RunConfig, name: str, folder: Path, ranks: RunGroup, pr
     timed = Timed()
     num_steps = NUM_WARMUP_STEPS + NUM_TIMED_STEPS
     train(
-        load_model(Path(config.init_from)) if config.init_from else fresh_model(config),
-        Pretrain(RandomRows(config, training)),
-        replace(
-            training,
+        TrainJob(
+            model=load_model(Path(config.init_from)) if config.init_from else fresh_model(config),
+            objective=Pretrain(RandomRows(config, training)),
+            config=replace(
+                training,
+                num_steps=num_steps,
+                num_tokens=0,
+                num_epochs=0.0,
+                eval_every_steps=0,
+                checkpoint_every_steps=0,
+                checkpoint_every_minutes=0.0,
+                keep_best=False,
+                loss_spikes=replace(training.loss_spikes, num_sigmas=0.0, rollback_after=0),
+            ),
             num_steps=num_steps,
-            num_tokens=0,
-            num_epochs=0.0,
-            eval_every_steps=0,
-            checkpoint_every_steps=0,
-            checkpoint_every_minutes=0.0,
-            keep_best=False,
-            loss_spikes=replace(training.loss_spikes, num_sigmas=0.0, rollback_after=0),
+            stage=StageDir(folder / name),
+            seed=derive_seed(config.seed, name),
+            name=f"time {name}",
+            input_digest=FOLDER,
+            parallel=ranks.layout,
+            techniques=[observer("timed", timed.observe)],
         ),
-        num_steps=num_steps,
-        world=ranks.world,
-        stage=StageDir(folder / name),
-        seed=derive_seed(config.seed, name),
-        name=f"time {name}",
-        input_digest=FOLDER,
-        progress=progress,
-        parallel=ranks.layout,
-        techniques=[Technique(name="timed", on_step_end=timed.observe)],
+        ranks.world,
+        progress,
     )
     (slowest,) = ranks.world.maxima(statistics.median(timed.seconds[NUM_WARMUP_STEPS:]))
     return float(slowest)

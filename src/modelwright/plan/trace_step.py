@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from modelwright.core.errors import ConfigError
+from modelwright.core.rundir import StageDir
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.memory.disk import MOST_QUEUED_BYTES, READ_AHEAD
 from modelwright.memory.lifetimes import MemoryTimeline
@@ -23,12 +23,11 @@ from modelwright.memory.offload import Nowhere
 from modelwright.memory.trace import StepTrace, fake_model
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
-from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import build_mesh, single
-from modelwright.parallel.strategy import Strategy, Unscale
 from modelwright.precision.adaptive_config import AdaptiveConfig
 from modelwright.train.build import build_step
 from modelwright.train.config import TrainConfig
+from modelwright.train.job import Session, TrainJob
 from modelwright.train.objective import BatchSource, Objective
 
 ObjectiveOf = Callable[[BatchSource], Objective]
@@ -64,52 +63,27 @@ def trace_step(
     on_disk = train.activation_checkpointing.offload == "disk"
     trace = StepTrace(decoder)
     with ExitStack() as exit_stack, trace.places():
-        one_step = build_step(
-            decoder,
-            objective_of(SameRows(_rows(rows, seq_len, model.vocab_size))),
-            replace(train, compile=False, batch_tokens=rows * seq_len),
-            ParallelConfig(),
-            build_mesh(single(), ParallelConfig()),
+        world = single()
+        job = TrainJob(
+            model=decoder,
+            objective=objective_of(SameRows(_rows(rows, seq_len, model.vocab_size))),
+            config=replace(train, compile=False, batch_tokens=rows * seq_len),
+            stage=StageDir(Path(os.devnull)),
             num_steps=2,
-            seed=0,
-            folder=Path(os.devnull),
-            store=Nowhere(queued_bytes=MOST_QUEUED_BYTES, read_ahead=READ_AHEAD) if on_disk else Nowhere(),
-            exit_stack=exit_stack,
-            wrap_strategy=WithoutNorms,
-        ).one_step
+            # Norms of a large model take a great many small temporary tensors, and have no value on fake ones.
+            measure_grad_norm=False,
+        )
+        store = Nowhere(queued_bytes=MOST_QUEUED_BYTES, read_ahead=READ_AHEAD) if on_disk else Nowhere()
+        session = Session.untracked(world, store)
+        parts = build_step(job, build_mesh(world, job.parallel), session, exit_stack)
         with trace:
-            one_step.strategy.begin(0, 2)
-            one_step.model.train()
-            one_step(0)
+            parts.run.strategy.begin(0, 2)
+            parts.run.model.train()
+            parts.one_step(0)
             trace.begin()
-            one_step(1)
+            parts.one_step(1)
             timeline = trace.timeline()
     return timeline
-
-
-class WithoutNorms(Strategy):
-    """A strategy that does not compute gradient norms: for a large model they consist of a great many small temporary
-    tensors, and on fake tensors they have no value.
-    """
-
-    def __init__(self, strategy: Strategy) -> None:
-        self.strategy = strategy
-        self.mesh = strategy.mesh
-
-    def begin(self, step: int, num_steps: int) -> None:
-        self.strategy.begin(step, num_steps)
-
-    def before_last_backward(self, loss_sums: Tensor, *, is_empty: bool) -> None:
-        self.strategy.before_last_backward(loss_sums, is_empty=is_empty)
-
-    def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
-        return self.strategy.reduce_gradients(unscale)
-
-    def grad_norm(self, gradients: list[Tensor]) -> float:
-        return 1.0
-
-    def optimizer_step(self) -> None:
-        self.strategy.optimizer_step()
 
 
 def _rows(num_rows: int, seq_len: int, vocab_size: int) -> TokenBatch:

@@ -137,6 +137,24 @@ def layer_scales_for(
     return LayerScales(config, common, num_layers, device) if common else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class LossScales:
+    """The scales of a run's losses. common: the only one, or the one between blocks, None if losses are not scaled;
+    layers: those of blocks that have their own, None if there are none.
+    """
+
+    common: LossScale | None
+    layers: LayerScales | None
+
+
+def loss_scales_for(
+    config: LossScaleConfig, *, uses_fp16: bool, count: Callable[[], int], num_layers: int, device: torch.device
+) -> LossScales:
+    layers = layer_scales_for(config, uses_fp16=uses_fp16, count=count, num_layers=num_layers, device=device)
+    common = layers.common if layers else loss_scale_for(config, uses_fp16=uses_fp16, count=count)
+    return LossScales(common=common, layers=layers)
+
+
 def _scaled(
     forward: Callable[..., Tensor], entering: Tensor, leaving: Tensor, hidden_BTD: Tensor, *rest: Any
 ) -> Tensor:

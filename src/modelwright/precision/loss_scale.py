@@ -7,12 +7,12 @@ would have underflowed.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from modelwright.core.config import constant
+from modelwright.core.config import constant, only_for
 from modelwright.core.errors import ConfigError
 
 MAX_HISTORY = 1000
@@ -27,13 +27,13 @@ class LossScaleConfig:
 
     enabled: Literal["auto", "always", "never"] = "auto"
     """`auto`: when anything is computed in FP16."""
-    dynamic: bool = True
+    dynamic: bool = field(default=True, metadata=only_for("enabled", "auto", "always"))
     """Grow and back off the scale; otherwise it stays at `init_scale`."""
-    init_scale: float = 2.0**15
+    init_scale: float = field(default=2.0**15, metadata=only_for("enabled", "auto", "always"))
     """First scale; 0 chooses it by the number of parameters."""
-    growth_interval: int = 2000
+    growth_interval: int = field(default=2000, metadata=only_for("enabled", "auto", "always"))
     """Updates in a row without overflow after which the scale grows."""
-    per_layer: bool = False
+    per_layer: bool = field(default=False, metadata=only_for("enabled", "auto", "always"))
     """Give every block its own scale."""
     growth_factor: float = constant(2.0)
     """Factor by which the scale grows."""

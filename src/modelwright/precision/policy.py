@@ -12,6 +12,7 @@ from typing import Literal, get_args
 import torch
 
 from modelwright.core.compatibility import (
+    ACCELERATOR,
     COMMON_LOSS_SCALE,
     EAGER_BLOCKS,
     SAME_MATMULS,
@@ -198,6 +199,8 @@ class PrecisionConfig:
         if scaling.enabled == "always" or (scaling.enabled == "auto" and uses_fp16):
             breaks = [COMMON_LOSS_SCALE] if scaling.per_layer else []
             result.append(feature("loss_scale", needs=[WHOLE_GRADIENTS], breaks=breaks))
+        if self.fp32_matmul == "tf32":
+            result.append(feature("fp32_matmul", "tf32", only_with=[ACCELERATOR]))
         if self.adaptive.kind != "none":
             needs = [EAGER_BLOCKS, SYNCHRONOUS_UPDATES, SAME_UNITS, COMMON_LOSS_SCALE, WHOLE_GRADIENTS]
             result.append(feature("adaptive.kind", self.adaptive.kind, needs=needs, breaks=[SAME_MATMULS]))

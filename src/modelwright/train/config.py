@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from modelwright.core.compatibility import (
+    ACCELERATOR,
     ADAMW_STATES,
     EAGER_BLOCKS,
     EQUAL_REPLICAS,
@@ -17,14 +18,16 @@ from modelwright.core.compatibility import (
     SAME_MATMULS,
     SAME_UNITS,
     SYNCHRONOUS_UPDATES,
+    UNDIVIDED_GRADIENTS,
     WHOLE_GRADIENTS,
     WHOLE_MATRICES,
     Feature,
     check_compatible,
     conflict,
     feature,
+    idle,
 )
-from modelwright.core.config import dump
+from modelwright.core.config import dump, only_for, unused_settings
 from modelwright.core.errors import ConfigError
 from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.optim.build import OptimizerKind
@@ -37,7 +40,7 @@ from modelwright.parallel.pipeline.rebalance import LoadBalanceConfig
 from modelwright.parallel.strategies.config import AsyncUpdatesConfig, GradientSyncConfig, StrategyConfig
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.monitors.anomalies import AnomalyConfig
-from modelwright.train.monitors.build import FaultToleranceConfig
+from modelwright.train.monitors.config import FaultToleranceConfig
 from modelwright.train.technique import Technique
 from modelwright.train.techniques.loss_spikes import LossSpikeConfig
 
@@ -56,7 +59,7 @@ SHARED_MEMORY = feature(
         SAME_MATMULS,
         SAME_UNITS,
     ],
-    breaks=[GRADIENT_SUMS, REVERSIBLE_UPDATES],
+    breaks=[GRADIENT_SUMS, REVERSIBLE_UPDATES, UNDIVIDED_GRADIENTS],
 )
 """One copy of weights and states for the processes of a host; where it conflicts, they keep copies."""
 
@@ -95,7 +98,7 @@ class SharedTrainConfig:
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How the peak rate follows from the batch: `linear` (Goyal et al. 2017, for SGD), `sqrt` (Malladi et al. 2022, for
     Adam), `none`: it is `learning_rate`."""
-    lr_reference_batch_tokens: int = 524_288
+    lr_reference_batch_tokens: int = field(default=524_288, metadata=only_for("lr_scaling", "linear", "sqrt"))
     """Tokens of the batch that `learning_rate` belongs to, for `lr_scaling`."""
     adaptive_clip: AdaptiveClipConfig = field(default_factory=AdaptiveClipConfig)
     weight_decay_schedule: WeightDecayScheduleConfig = field(default_factory=WeightDecayScheduleConfig)
@@ -209,22 +212,28 @@ class TrainConfig(SharedTrainConfig):
             result.append(feature("optimizer", self.optimizer, needs=[*whole, *matrices], breaks=[ADAMW_STATES]))
         if self.optimizer_cpu_offload:
             needs = [ADAMW_STATES, WHOLE_GRADIENTS]
-            result.append(feature("optimizer_cpu_offload", needs=needs, breaks=[RESIDENT_STATES]))
+            result.append(
+                feature("optimizer_cpu_offload", needs=needs, breaks=[RESIDENT_STATES], only_with=[ACCELERATOR])
+            )
         if self.optimizer_in_backward:
-            result.append(feature("optimizer_in_backward", breaks=[WHOLE_GRADIENTS]))
+            result.append(feature("optimizer_in_backward", breaks=[WHOLE_GRADIENTS, UNDIVIDED_GRADIENTS]))
         for name in (
             "adaptive_clip",
             "weight_decay_schedule",
             "precision",
             "gradient_sync",
             "async_updates",
+            "load_balance",
             "loss_spikes",
         ):
             result += [replace(one, key=f"{name}.{one.key}") for one in getattr(self, name).features()]
         return result + sparsity_features(self.sparse_updates, self.batch_selection)
 
-    def strategy(self, *, shares_memory: bool) -> StrategyConfig:
-        """How ranks share gradients and updates. shares_memory: whether processes of a host may keep one copy."""
+    def strategy(self, *, shares_memory: bool, techniques: Sequence[Technique] = ()) -> StrategyConfig:
+        """How ranks share gradients and updates. shares_memory: whether processes of a host may keep one copy, which
+        they do unless a setting or a technique needs something else.
+        """
+        active = [*self.features(), *technique_features(techniques), SHARED_MEMORY]
         scaling = self.precision.loss_scale
         scales_losses = scaling.enabled == "always" or (scaling.enabled == "auto" and self.precision.uses_fp16)
         return StrategyConfig(
@@ -232,7 +241,7 @@ class TrainConfig(SharedTrainConfig):
             asynchronous=self.async_updates,
             update_in_backward=self.optimizer_in_backward,
             clip_norm=self.max_grad_norm,
-            shares_memory=shares_memory and not conflict([*self.features(), SHARED_MEMORY]),
+            shares_memory=shares_memory and not conflict(active),
             scales_losses=scales_losses,
             scales_layers=scales_losses and scaling.per_layer,
         )
@@ -296,5 +305,19 @@ def check_layout(
     layout = [replace(one, key=f"parallel.{one.key}") for one in parallel.features(num_processes)]
     if config.async_updates.mode == "hogwild" and parallel.data > 1:
         raise ConfigError("parallel.data: in async_updates.mode hogwild every process takes whole batches; remove it")
-    further = [feature(one.name, needs=one.needs, breaks=one.breaks) for one in techniques]
-    check_compatible([*config.features(), *layout, *further])
+    check_compatible([*config.features(), *layout, *technique_features(techniques)])
+
+
+def technique_features(techniques: Sequence[Technique]) -> list[Feature]:
+    """What techniques need of a run, and break."""
+    return [feature(one.name, needs=one.needs, breaks=one.breaks) for one in techniques]
+
+
+def without_effect(
+    config: TrainConfig, parallel: ParallelConfig, *, num_processes: int, on_accelerator: bool
+) -> list[str]:
+    """The settings that change nothing in this run, each with what it would need."""
+    offered = set(parallel.offers(num_processes))
+    if on_accelerator:
+        offered.add(ACCELERATOR)
+    return idle(config.features(), offered) + unused_settings(config)

@@ -61,6 +61,11 @@ class Executor(Protocol):
 class Runner(Protocol):
     """Forward and backward of one batch on this rank."""
 
+    @property
+    def microbatches(self) -> int:
+        """The configured number of microbatches."""
+        ...
+
     def num_microbatches(self, num_groups: int) -> int:
         """The number of microbatches for a batch of this many groups of rows."""
         ...
@@ -72,13 +77,20 @@ class Runner(Protocol):
         *,
         begin: Callable[[], None],
         before_last_backward: Callable[[], None],
-    ) -> None:
-        """Leave this rank's gradients in `.grad`.
+        num_parts: int = 0,
+    ) -> bool:
+        """Leave this rank's gradients in `.grad`. Returns whether the batch fitted into memory on this rank; if it did
+        not on any, the step calls `shrink_microbatches` on all, drops the gradients and calls this method again.
 
-        loss_fn is called once for each microbatch, on the ranks that hold the model's output. begin: called before the
-        first microbatch, and again whenever the batch is restarted. before_last_backward: called once `loss_fn` has
-        seen the last microbatch.
+        loss_fn: called once for each microbatch, on the ranks that hold the model's output.
+        begin: called before the first microbatch.
+        before_last_backward: called once `loss_fn` has seen the last microbatch.
+        num_parts: microbatches of this batch; 0 for `num_microbatches`.
         """
+        ...
+
+    def shrink_microbatches(self) -> None:
+        """Agree with the other ranks on smaller microbatches for the next attempt and all later batches."""
         ...
 
 
@@ -101,8 +113,8 @@ class MicrobatchRunner:
         begin: Callable[[], None],
         before_last_backward: Callable[[], None],
         num_parts: int = 0,
-    ) -> None:
-        """See `Runner`. num_parts: microbatches of this batch if different from usual."""
+    ) -> bool:
+        """See `Runner`."""
         num_parts = num_parts or self.microbatches
         num_seen = 0
 
@@ -116,6 +128,11 @@ class MicrobatchRunner:
 
         begin()
         self.executor.train(batch.padded(num_parts).to(self.device).split(num_parts), last_aware)
+        return True
+
+    def shrink_microbatches(self) -> None:
+        """Never called: `train` returns true or raises."""
+        raise AssertionError("this runner cannot repeat a batch")
 
 
 class WholeModel:

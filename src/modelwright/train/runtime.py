@@ -1,43 +1,73 @@
 """`Runtime`: the parts of a run under one layout, passed to the builders of techniques."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from modelwright.model.decoder import Decoder
+from modelwright.ops.tensor_view import TensorView
 from modelwright.parallel.mesh import Mesh, World
 from modelwright.parallel.strategy import Replica, Strategy
 from modelwright.precision.apply import ModelPrecision
+from modelwright.precision.layer_scales import LossScales
+from modelwright.precision.loss_scale import LossScaler, NoLossScaler
+from modelwright.train.monitors.anomalies import AnomalyLog
 from modelwright.train.runner import Executor, Runner
-
-Report = Callable[[int, str, float, float, str], None]
-"""Takes step, kind, value, limit and text of an event that a person should look at."""
+from modelwright.train.technique import StepInfo, Technique
 
 
-def ignore_event(step: int, kind: str, value: float, limit: float, text: str) -> None:
-    """A `Report` that discards everything."""
+class StepMemory(Protocol):
+    """Where the tensors of a step are stored."""
+
+    def step(self) -> AbstractContextManager[None]: ...
+
+    def resting(self) -> AbstractContextManager[None]: ...
+
+    def abandon(self) -> None: ...
+
+    def figures(self) -> dict[str, float]: ...
 
 
 @dataclass(kw_only=True)
 class Runtime:
-    """What the builder of a technique may use. world: all processes; `mesh` has those that make one update together.
-    folder: of the stage. note: shows a line to the user. report: records an event; only the first rank does. on_exit:
-    closed when the run under this layout ends, also after an error.
+    """What the builder of a technique may use. A builder may replace `runner` and `scaler`.
+
+    The strategy is chosen after all techniques are built, because it follows from what they need: `strategy` is for
+    their hooks, not for their builders.
     """
 
     replica: Replica
-    strategy: Strategy
     executor: Executor
     runner: Runner
     formats: ModelPrecision
+    scales: LossScales
+    scaler: LossScaler = field(default_factory=NoLossScaler)
+    """Scales losses and unscales gradients."""
     global_mesh: Mesh
+    microbatch_tokens: int
+    """Tokens of one microbatch on one rank."""
     num_steps: int
     seed: int
     folder: Path
+    """The folder of the stage."""
     note: Callable[[str], None]
-    report: Report
-    on_exit: ExitStack = field(default_factory=ExitStack)
+    """Shows a line to the user."""
+    anomalies: AnomalyLog | None
+    """The list of events that a person should look at; on the first rank only, and None for a step that is traced."""
+    memory: StepMemory
+    on_exit: ExitStack
+    """Closed when the run under this layout ends, also after an error."""
+    chosen: list[Strategy] = field(default_factory=list[Strategy])
+    """The strategy, once it is chosen."""
+
+    @property
+    def strategy(self) -> Strategy:
+        assert self.chosen, (
+            "a builder used the strategy, which is chosen after all techniques are built; use it in hooks"
+        )
+        return self.chosen[0]
 
     @property
     def model(self) -> Decoder:
@@ -46,10 +76,12 @@ class Runtime:
 
     @property
     def mesh(self) -> Mesh:
-        return self.strategy.mesh
+        """The processes that make one update together."""
+        return self.replica.mesh
 
     @property
     def world(self) -> World:
+        """All processes."""
         return self.global_mesh.world
 
     @property
@@ -57,6 +89,27 @@ class Runtime:
         """Whether this is the first of the processes that make one update together."""
         return self.mesh.world.is_first
 
+    def parameters(self) -> list[TensorView]:
+        """This rank's part of every trained weight, as it is now. Under a pipeline each rank has those of its stages;
+        the ranks that hold the same part hold the same values, unless `EQUAL_REPLICAS` is broken.
+        """
+        return self.replica.parameters()
+
     def max_over_ranks(self, value: float) -> float:
-        """Sum over the processes that make one update together."""
+        """The maximum over the processes that make one update together."""
         return self.mesh.world.maxima(value)[0]
+
+    def report(self, step: int, kind: str, value: float, limit: float, text: str) -> None:
+        """Record an event that a person should look at; only the first rank does."""
+        if self.anomalies is not None:
+            self.anomalies.report(step, kind, value, limit, text)
+
+
+TechniqueBuilder = Callable[[Runtime], Technique | None]
+"""Builds a technique for one layout; None where it has nothing to do. Called on all ranks alike, and again whenever a
+run is laid out anew."""
+
+
+def observer(name: str, observe: Callable[[StepInfo], None]) -> TechniqueBuilder:
+    """A technique that only looks at finished steps, without state."""
+    return lambda run: Technique(name=name, on_step_end=observe)

@@ -2,56 +2,48 @@
 
 The objective defines the loss, the runner executes forward and backward, the strategy decides how ranks share gradients
 and updates. Everything else that can happen in a step is a `Technique` (technique.py); build.py lists them in order.
-This file names none of them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from modelwright.core.seeds import derive_seed
-from modelwright.model.decoder import Decoder
-from modelwright.parallel.strategy import Strategy
-from modelwright.precision.loss_scale import LossScaler
+from modelwright.train.batch_stream import BatchStream
 from modelwright.train.objective import Batch, Objective
-from modelwright.train.runner import Runner
+from modelwright.train.runtime import Runtime
 from modelwright.train.seeding import seed_generators
 from modelwright.train.technique import StepInfo, Technique, Update
 from modelwright.train.throughput import StepTimer, Throughput, Work
+from modelwright.train.vote import Requests, vote
 
 
 @dataclass(kw_only=True)
 class TrainStep:
-    """One optimizer step per call; deterministic in (seed, step, data rank). model: this rank's part. techniques: in
-    the order in which they act between gradients and weights.
-    """
+    """One optimizer step per call; deterministic in (seed, step, data rank). Techniques act in their order."""
 
-    model: Decoder
-    runner: Runner
+    run: Runtime
     objective: Objective
-    strategy: Strategy
-    optimizer: Optimizer
-    loss_scaler: LossScaler
+    batches: BatchStream
     techniques: Sequence[Technique]
     throughput: Throughput
-    num_steps: int
-    seed: int
-    batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
-    next_step: int = -1
+    own_requests: Callable[[], Requests] = Requests
+    requests: Requests = field(default_factory=Requests)
+    """What any rank's `own_requests` asked for in the newest step."""
+    skipped_last: bool = False
 
     def __call__(self, step: int) -> StepInfo:
-        timer, mesh = StepTimer(), self.strategy.mesh
+        timer, run, strategy, optimizer = StepTimer(), self.run, self.run.strategy, self.run.replica.optimizer
         seed_everything = partial(
-            seed_generators, derive_seed(self.seed, "step", step, mesh.data.rank), mesh.world.device
+            seed_generators, derive_seed(run.seed, "step", step, run.mesh.data.rank), run.mesh.world.device
         )
         with timer.measure("data_wait_s"):
             seed_everything()
-            batch = self.batch(step)
+            batch = self.batches(step)
         for technique in self.techniques:
             batch = technique.on_batch(step, batch)
 
@@ -60,11 +52,11 @@ class TrainStep:
         with timer.measure("compute_s"):
             losses = self.forward_backward(batch, weights, seed_everything)
         with timer.measure("comm_s"):
-            gradients = self.strategy.reduce_gradients(self.loss_scaler.unscale)
+            gradients = strategy.reduce_gradients(run.scaler.unscale)
 
         update = Update(
             step=step,
-            num_steps=self.num_steps,
+            num_steps=run.num_steps,
             gradients=gradients,
             losses=losses,
             weights=weights,
@@ -74,31 +66,26 @@ class TrainStep:
         for technique in self.techniques:
             technique.on_gradients(update)
         if not update.skipped:
-            self.strategy.optimizer_step()
+            strategy.optimizer_step()
+        self.skipped_last = update.skipped
         with timer.measure("comm_s"):
-            self.strategy.after_step(step)  # local SGD synchronizes weights here
-        self.optimizer.zero_grad(set_to_none=True)
-        rate, scalars = self.optimizer.param_groups[0]["lr"], self.strategy.metrics()
+            strategy.after_step(step)  # local SGD synchronizes weights here
+        optimizer.zero_grad(set_to_none=True)
+        rate, scalars = optimizer.param_groups[0]["lr"], strategy.metrics()
         return self.throughput.describe(update, work, timer, learning_rate=rate, scalars=scalars)
-
-    def batch(self, step: int) -> Batch:
-        """This rank's rows of global batch `step`; one iterator serves consecutive steps."""
-        if step != self.next_step:
-            data = self.strategy.mesh.data
-            self.batches = self.objective.batches(self.model, first=step, rank=data.rank, world_size=data.size)
-        self.next_step = step + 1
-        return next(self.batches)
 
     def count(self, batch: Batch) -> tuple[dict[str, float], Work]:
         """The normalizer of each loss term over the global batch, and the batch's counts."""
-        mesh, weights = self.strategy.mesh, self.objective.weights(batch)
-        counts = [*map(float, weights.values()), *Work.counts(self.model.config, batch)]
+        mesh, shape, weights = self.run.mesh, self.run.model.config, self.objective.weights(batch)
+        counts = [*map(float, weights.values()), *Work.counts(shape, batch)]
         sums = mesh.world.sums([count * mesh.speaks_for_rows for count in counts])
-        return dict(zip(weights, sums, strict=False)), Work.of(self.model.config, sums[len(weights) :])
+        return dict(zip(weights, sums, strict=False)), Work.of(shape, sums[len(weights) :])
 
     def forward_backward(self, batch: Batch, weights: Mapping[str, float], seed_everything: Any) -> dict[str, float]:
-        """Leave this rank's share of the global gradient in `.grad`; return each loss term of the global batch."""
-        mesh, is_empty = self.strategy.mesh, not any(weights.values())
+        """Leave this rank's share of the global gradient in `.grad`; return each loss term of the global batch. A batch
+        that does not fit into memory on some rank is repeated on all, in smaller microbatches.
+        """
+        run, mesh, is_empty = self.run, self.run.mesh, not any(weights.values())
         scale = {name: 1.0 / weight if weight > 0 else 0.0 for name, weight in weights.items()}
         sums = torch.zeros(len(scale), dtype=torch.float64, device=mesh.world.device)
 
@@ -107,12 +94,27 @@ class TrainStep:
             sums.zero_()
 
         def loss_fn(output: Tensor, microbatch: Batch) -> Tensor:
-            terms = self.objective.losses(output, microbatch, self.model)
+            terms = self.objective.losses(output, microbatch, run.model)
             normalized = torch.stack([terms[name] * scale[name] for name in scale])
             sums.add_(normalized.detach())
-            return normalized.sum() * self.loss_scaler.value
+            return normalized.sum() * run.scaler.value
 
-        before_last_backward = partial(self.strategy.before_last_backward, sums, is_empty=is_empty)
-        self.runner.train(batch, loss_fn, begin=begin, before_last_backward=before_last_backward)
-        sums *= mesh.tensor.is_first  # ranks of the tensor axis compute the same losses
-        return dict(zip(scale, mesh.world.sums(sums.tolist()), strict=True))  # pyright: ignore
+        before_last_backward = partial(run.strategy.before_last_backward, sums, is_empty=is_empty)
+        while True:
+            fits = run.runner.train(batch, loss_fn, begin=begin, before_last_backward=before_last_backward)
+            sums *= mesh.tensor.is_first  # ranks of the tensor axis compute the same losses
+            outcome = vote(
+                mesh.world, sums, out_of_memory=not fits, skipped_last=self.skipped_last, own=self.own_requests()
+            )
+            if not outcome.out_of_memory:
+                self.requests = outcome.requests
+                return dict(zip(scale, outcome.losses, strict=True))
+            run.runner.shrink_microbatches()
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Drop what forward and backward have left of a step that is repeated."""
+        self.run.replica.optimizer.zero_grad(set_to_none=True)
+        self.run.strategy.abandon_step()
+        for technique in self.techniques:
+            technique.on_retry()

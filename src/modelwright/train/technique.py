@@ -1,8 +1,8 @@
 """`Technique`: anything that may happen in a training step besides forward, backward and the optimizer's own step.
 
-A technique acts at three moments: on the batch before forward, on the gradients before the weights change, and on the
-finished step. `train/build.py` lists all techniques in the order in which they act; each is one file under
-`techniques/` or `monitors/`.
+A technique acts at four moments: on the batch before forward, on the gradients before the weights change, on the
+finished step, and when a step is abandoned and repeated. `train/build.py` lists all techniques in the order in which
+they act; each is one file under `techniques/` or `monitors/`.
 """
 
 import math
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from modelwright.ops.tensor_view import TensorView
 from modelwright.train.objective import Batch
 
 NOT_FINITE, EMPTY_BATCH, LOSS_SPIKE = "not_finite", "empty_batch", "loss_spike"
@@ -22,20 +23,32 @@ NOT_FINITE, EMPTY_BATCH, LOSS_SPIKE = "not_finite", "empty_batch", "loss_spike"
 class Update:
     """One optimizer step between gradients and weights; techniques read and change it in order.
 
-    step: from 0. gradients: those that this rank updates with, summed over ranks, normalized, unscaled. losses: each
-    term over the global batch; weights: the normalizers of these terms. model_flops: of forward and backward of the
-    global batch. skip_reason: why this step changes nothing; the first reason counts. metrics: figures for the record.
+    The gradients of a parameter may be divided among the ranks, or be on some of them only; a view says which part this
+    rank has. They are empty under `optimizer_in_backward`.
     """
 
     step: int
+    """From 0."""
     num_steps: int
-    gradients: list[Tensor]
+    gradients: Sequence[TensorView]
+    """Those that this rank updates with: summed over ranks, normalized, unscaled."""
     losses: Mapping[str, float]
+    """Each term over the global batch."""
     weights: Mapping[str, float]
+    """The normalizers of the terms."""
     model_flops: float = 0.0
+    """Of forward and backward of the global batch."""
     grad_norm: float = math.nan
+    """Of the whole model's gradient, before clipping; known once the finite check has acted, which is first."""
     skip_reason: str = ""
+    """Why this step changes nothing, or ""; the first reason counts."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    """Figures for the record."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The gradients without their names."""
+        return [view.tensor for view in self.gradients]
 
     @property
     def loss(self) -> float:
@@ -143,6 +156,10 @@ def _ignore(value: Any) -> None:
     """A hook that a technique does not use."""
 
 
+def _nothing() -> None:
+    """A hook that a technique does not use."""
+
+
 def _no_state() -> dict[str, Any]:
     return {}
 
@@ -151,23 +168,38 @@ def _no_state() -> dict[str, Any]:
 class Technique:
     """What one technique does in a step; hooks that it does not need are left out.
 
-    name: the key of its state in a checkpoint. on_step_end is called after every `every`-th step, on all ranks alike.
-    belongs_to_weights: a rollback restores its state together with the weights. pinned_checkpoints: steps whose
-    checkpoints must not be removed. summary: its report when the run ends. needs, breaks: properties of a run that it
-    relies on and removes; a run in which one technique breaks what another needs is refused.
+    All ranks call the hooks in the same order.
     """
 
     name: str
+    """The key of its state in a checkpoint."""
     on_batch: Callable[[int, Batch], Batch] = _keep_batch
+    """Takes the step (from 0) and this rank's rows; returns the rows to train on."""
     on_gradients: Callable[[Update], None] = _ignore
+    """Called between gradients and weights."""
     on_step_end: Callable[[StepInfo], Request] = _ignore
+    """Called after every `every`-th step."""
+    on_retry: Callable[[], None] = _nothing
+    """Called when forward and backward are abandoned and repeated, with the same batch: drops what they left."""
     every: int = 1
     state: Stateful | None = None
+    """Its state. Equal on all ranks, except for what follows a parameter (`TensorView.laid_out`)."""
     belongs_to_weights: bool = False
+    """Whether a rollback restores its state together with the weights."""
     pinned_checkpoints: Callable[[], Sequence[int]] = tuple
+    """Steps whose checkpoints must not be removed."""
     summary: Callable[[], Mapping[str, Any]] = _no_state
+    """Its report when the run ends."""
     needs: frozenset[str] = frozenset()
+    """Properties of a run that it relies on (`core/compatibility.py`). They take part in the choice of the strategy;
+    a layout or a setting that breaks one of them is refused."""
     breaks: frozenset[str] = frozenset()
+    """Properties of a run that it removes."""
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether it acts between gradients and weights."""
+        return self.on_gradients is not _ignore
 
     def state_dict(self) -> dict[str, Any]:
         return self.state.state_dict() if self.state else {}

@@ -3,112 +3,65 @@
 """
 
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Protocol
 
 from modelwright.core.errors import Stopped
-from modelwright.core.progress import Progress
 from modelwright.core.records import Recorder
-from modelwright.core.rundir import StageDir
-from modelwright.model.decoder import Decoder
-from modelwright.parallel.mesh import Mesh, World
+from modelwright.parallel.mesh import World
 from modelwright.parallel.traffic import Traffic
-from modelwright.precision.apply import ModelPrecision
 from modelwright.train.checkpoint.manager import CheckpointManager
-from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import heldout_losses
-from modelwright.train.monitors.watchdog import Watchdog
-from modelwright.train.objective import Batch
-from modelwright.train.runner import Executor
-from modelwright.train.signals import StopRequest
+from modelwright.train.job import Session, StepParts, TrainJob
 from modelwright.train.state import TrainResult, TrainState
-from modelwright.train.step import TrainStep
-from modelwright.train.technique import Relayout, Rollback, StepInfo, Technique
+from modelwright.train.technique import Relayout, Rollback, StepInfo
 from modelwright.train.techniques.out_of_memory import give_back_memory
-
-
-class StepMemory(Protocol):
-    """Where the tensors of a step are stored."""
-
-    def step(self) -> AbstractContextManager[None]: ...
-
-    def resting(self) -> AbstractContextManager[None]: ...
-
-    def abandon(self) -> None: ...
-
-    def figures(self) -> dict[str, float]: ...
+from modelwright.train.vote import Requests
 
 
 @dataclass(kw_only=True)
 class Trainer:
-    """The parts of one run under one layout. techniques: all of them, monitors included; memory: where the tensors of a
-    step are stored; state: progress of the run.
-    """
+    """Trains one job under one layout."""
 
-    one_step: TrainStep
-    config: TrainConfig
-    num_steps: int
-    executor: Executor
-    formats: ModelPrecision
-    global_mesh: Mesh
-    stage: StageDir
-    progress: Progress
-    heldout: Sequence[Batch]
-    techniques: Sequence[Technique]
-    checkpoints: CheckpointManager
-    watchdog: Watchdog
-    memory: StepMemory
-    state: TrainState
+    job: TrainJob
+    session: Session
+    parts: StepParts
+    state: TrainState = field(default_factory=TrainState)
+    """Progress of the run."""
+    checkpoints: CheckpointManager = field(init=False)
     traffic: Traffic = field(init=False)
     recorder: Recorder | None = None
 
-    @property
-    def model(self) -> Decoder:
-        """This rank's part of the model."""
-        return self.executor.model
+    def __post_init__(self) -> None:
+        self.checkpoints = CheckpointManager(
+            job=self.job, parts=self.parts, state=self.state, note=self.session.progress.note
+        )
+        self.parts.one_step.own_requests = self.own_requests
 
     @property
     def world(self) -> World:
         """All processes of the run."""
-        return self.global_mesh.world
+        return self.session.world
 
-    def fit(self, stop: StopRequest) -> TrainResult | Relayout:
+    def fit(self) -> TrainResult | Relayout:
         """Train to the end, or until a technique asks for another layout, after a checkpoint."""
-        step = self.checkpoints.resume()
-        if self.world.is_first:
-            self.recorder = Recorder(self.stage.metrics, tensorboard=self.stage.tensorboard, first_step=step + 1)
-        self.one_step.strategy.begin(self.state.step, self.num_steps)
-        self.model.train()
-        give_back_memory(self.world.device)  # what it took to load and to lay out
-        self.traffic = Traffic(self.world)
+        self.begin()
         while True:
-            wishes = stop.requested, self.checkpoints.minutes_due(), self.checkpoints.writer.failed
-            stopping, minutes_due, failed = map(int, self.world.maxima(*wishes))
-            if failed:
+            asked = self.requests()
+            if asked.writer_failed:
                 self.checkpoints.writer.wait()  # raises on every rank what the writer met
-            if self.evaluation_due() and not stopping:
+            if self.evaluation_due() and not asked.stop:
                 self.evaluate()
-            if stopping or minutes_due or self.checkpoints.due():
+            if asked.stop or asked.minutes_due or self.checkpoints.due():
                 self.save()
             elif self.checkpoints.copy_due():
                 self.checkpoints.keep_copy()
-            if self.state.step >= self.num_steps:
+            if self.state.step >= self.job.num_steps:
                 break
-            if stopping:
+            if asked.stop:
                 self.checkpoints.finish()
-                text = f"stopped after step {self.state.step} of {self.num_steps}; run again to go on from there"
-                raise Stopped(text, stopping)
-            requests: list[Rollback | Relayout] = []
-            interrupted = partial(self.interrupted, stop)
-            for info in self.one_step.strategy.steps(
-                self.measured_step, self.state.step, self.next_stop(), interrupted
-            ):
-                self.count(info)
-                requests += self.report(info)
-            for request in requests:
+                text = f"stopped after step {self.state.step} of {self.job.num_steps}; run again to resume from there"
+                raise Stopped(text, asked.stop)
+            for request in self.advance():
                 match request:
                     case Rollback():
                         self.checkpoints.rollback(request)
@@ -119,25 +72,65 @@ class Trainer:
         self.checkpoints.finish()
         return self.result()
 
+    def begin(self) -> None:
+        """Resume from the newest checkpoint, if there is one."""
+        step, stage = self.checkpoints.resume(), self.job.stage
+        if self.world.is_first:
+            self.recorder = Recorder(stage.metrics, tensorboard=stage.tensorboard, first_step=step + 1)
+        self.parts.run.strategy.begin(self.state.step, self.job.num_steps)
+        self.parts.run.model.train()
+        give_back_memory(self.world.device)  # what it took to load and to lay out
+        self.traffic = Traffic(self.world)
+
+    def advance(self) -> list[Rollback | Relayout]:
+        """Make at least one update; returns the techniques' requests."""
+        requests: list[Rollback | Relayout] = []
+        steps = self.parts.run.strategy.steps
+        for info in steps(self.measured_step, self.state.step, self.next_stop(), self.interrupted):
+            self.count(info)
+            requests += self.report(info)
+        return requests
+
+    def own_requests(self) -> Requests:
+        """What this rank asks for now."""
+        return Requests(
+            stop=self.session.stop.requested,
+            minutes_due=self.checkpoints.minutes_due(),
+            writer_failed=self.checkpoints.writer.failed,
+        )
+
+    def requests(self) -> Requests:
+        """What any rank asks for. Ranks that make updates together have told each other in the last step; others ask
+        now.
+        """
+        if self.world.size == 1:
+            return self.own_requests()
+        if self.parts.run.mesh.world.size == self.world.size:
+            return self.parts.one_step.requests
+        own = self.own_requests()
+        stop, minutes_due, failed = self.world.maxima(own.stop, own.minutes_due, own.writer_failed)
+        return Requests(stop=int(stop), minutes_due=minutes_due > 0, writer_failed=failed > 0)
+
     def measured_step(self, step: int) -> StepInfo:
         """Run step `step` (from 0); returns its info with memory and communication figures."""
-        with self.memory.step():
-            info = self.one_step(step)
-        scalars = {**info.scalars, **self.memory.figures()}
+        with self.session.memory.step():
+            info = self.parts.one_step(step)
+        scalars = {**info.scalars, **self.session.memory.figures()}
         return replace(info, bytes_sent=self.traffic.bytes_sent(), scalars=scalars)
 
-    def interrupted(self, stop: StopRequest) -> bool:
+    def interrupted(self) -> bool:
         """Whether this process wants all of them to synchronize before `next_stop`."""
-        return bool(stop.requested) or self.checkpoints.minutes_due() or self.checkpoints.writer.failed
+        return self.own_requests() != Requests()
 
     def next_stop(self) -> int:
         """The next step with something to do for all: evaluation, checkpoint or the end."""
+        config = self.job.config
         cadences = (
-            self.config.eval_every_steps if self.heldout else 0,
-            self.config.checkpoint_every_steps,
-            self.config.fault_tolerance.in_memory_checkpoint_every_steps,
+            config.eval_every_steps if self.job.heldout else 0,
+            config.checkpoint_every_steps,
+            config.fault_tolerance.in_memory_checkpoint_every_steps,
         )
-        return min([self.num_steps, *((self.state.step // every + 1) * every for every in cadences if every)])
+        return min([self.job.num_steps, *((self.state.step // every + 1) * every for every in cadences if every)])
 
     def count(self, info: StepInfo) -> None:
         """Count the step as done."""
@@ -149,11 +142,11 @@ class Trainer:
 
     def report(self, info: StepInfo) -> list[Rollback | Relayout]:
         """Pass the step to techniques, metrics and display; returns the techniques' requests."""
-        self.watchdog.alive()
-        asked = [one.on_step_end(info) for one in self.techniques if info.step % one.every == 0]
-        if self.recorder is not None and info.step % self.config.log_every_steps == 0:
+        self.session.watchdog.alive()
+        asked = [one.on_step_end(info) for one in self.parts.techniques if info.step % one.every == 0]
+        if self.recorder is not None and info.step % self.job.config.log_every_steps == 0:
             self.recorder.write(info.step, **info.as_record())
-        self.progress.advance(
+        self.session.progress.advance(
             info.step, loss=info.loss, lr=info.learning_rate, tokens_per_s=info.tokens_per_s, mfu=info.mfu
         )
         return [request for request in asked if request is not None]
@@ -168,18 +161,17 @@ class Trainer:
         """Evaluate every n steps and once at the end: a run that was stopped before evaluating does it after
         resuming.
         """
-        if not self.heldout or self.state.step == self.state.evaluated_step:
+        if not self.job.heldout or self.state.step == self.state.evaluated_step:
             return False
-        every = self.config.eval_every_steps
-        return self.state.step == self.num_steps or (every > 0 and self.state.step % every == 0)
+        every = self.job.config.eval_every_steps
+        return self.state.step == self.job.num_steps or (every > 0 and self.state.step % every == 0)
 
     def evaluate(self) -> None:
         """Held-out losses over the whole set; records the best so far."""
         started = time.perf_counter()
-        with self.formats.evaluating(), self.memory.resting():
-            losses = heldout_losses(
-                self.executor, self.one_step.objective, self.heldout, self.global_mesh, alive=self.watchdog.alive
-            )
+        run, alive = self.parts.run, self.session.watchdog.alive
+        with run.formats.evaluating(), self.session.memory.resting():
+            losses = heldout_losses(run.executor, self.job.objective, self.job.heldout, run.global_mesh, alive=alive)
         loss = sum(losses.values())
         self.state.evaluated_step, self.state.heldout_loss = self.state.step, loss
         if loss < self.state.best_loss:
@@ -188,9 +180,10 @@ class Trainer:
             terms = {f"heldout_loss/{name}": value for name, value in losses.items()} if len(losses) > 1 else {}
             took_s = time.perf_counter() - started
             self.recorder.write(self.state.step, heldout_loss=loss, eval_time_s=took_s, **terms)
-        self.progress.advance(self.state.step, heldout_loss=loss)
+        self.session.progress.advance(self.state.step, heldout_loss=loss)
 
     def result(self) -> TrainResult:
+        throughput = self.parts.one_step.throughput
         return TrainResult(
             num_steps=self.state.step,
             loss=self.state.loss,
@@ -199,10 +192,10 @@ class Trainer:
             num_tokens=self.state.num_tokens,
             train_time_s=self.state.train_time_s,
             model_flops=self.state.model_flops,
-            mfu=self.one_step.throughput.utilization(self.state.model_flops, self.state.train_time_s),
+            mfu=throughput.utilization(self.state.model_flops, self.state.train_time_s),
             bytes_sent=self.traffic.bytes_sent(),
-            peak_flops=self.one_step.throughput.peak_flops,
-            summaries={technique.name: dict(technique.summary()) for technique in self.techniques},
+            peak_flops=throughput.peak_flops,
+            summaries={technique.name: dict(technique.summary()) for technique in self.parts.techniques},
         )
 
     def close(self) -> None:

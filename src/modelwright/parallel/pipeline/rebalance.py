@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from modelwright.core.compatibility import SEVERAL_STAGES, Feature, feature
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch, part_sizes
@@ -40,6 +41,10 @@ class LoadBalanceConfig:
                 raise ConfigError(f"{name}: must be between 0 and 1, got {getattr(self, name)}")
         if self.window_steps < 3:
             raise ConfigError(f"window_steps: must be at least 3 steps, got {self.window_steps}")
+
+    def features(self) -> list[Feature]:
+        """What moving work takes effect only with."""
+        return [feature("pipeline", "true", only_with=[SEVERAL_STAGES])] if self.pipeline else []
 
 
 class StageBalance:

@@ -11,8 +11,10 @@ from modelwright.core.compatibility import (
     EQUAL_REPLICAS,
     EXACT_SUMS,
     GRADIENT_SUMS,
+    ONE_COPY,
     PROMPT_GRADIENTS,
     RESIDENT_STATES,
+    SEVERAL_REPLICAS,
     SYNCHRONOUS_UPDATES,
     WHOLE_GRADIENTS,
     WHOLE_MODEL,
@@ -20,6 +22,7 @@ from modelwright.core.compatibility import (
     Feature,
     feature,
 )
+from modelwright.core.config import only_for
 from modelwright.core.errors import ConfigError
 from modelwright.ops.dtensor import local
 from modelwright.parallel.codecs.bucketed import BucketedSync
@@ -59,10 +62,12 @@ class GradientSyncConfig:
     `bf16`; `int8`; `powersgd` (Vogels et al. 2019); `topk_quantized`."""
     overlap: bool = True
     """Start sums during backward, in buckets of at most 25 MB (not for `topology_aware`)."""
-    powersgd_rank: int = 8
+    powersgd_rank: int = field(default=8, metadata=only_for("kind", "powersgd"))
     """Rank of PowerSGD's approximation."""
-    topk_quantized: TopKQuantizedConfig = field(default_factory=TopKQuantizedConfig)
-    topology: TopologyConfig = field(default_factory=TopologyConfig)
+    topk_quantized: TopKQuantizedConfig = field(
+        default_factory=TopKQuantizedConfig, metadata=only_for("kind", "topk_quantized")
+    )
+    topology: TopologyConfig = field(default_factory=TopologyConfig, metadata=only_for("kind", "topology_aware"))
     local_sgd: LocalSgdConfig = field(default_factory=LocalSgdConfig)
 
     def __post_init__(self) -> None:
@@ -74,7 +79,13 @@ class GradientSyncConfig:
         result, needs = [], {WHOLE_GRADIENTS, GRADIENT_SUMS}
         if self.kind != "allreduce":
             result.append(
-                feature("kind", self.kind, needs=needs, breaks=[] if self.kind == "topology_aware" else [EXACT_SUMS])
+                feature(
+                    "kind",
+                    self.kind,
+                    needs=needs,
+                    breaks=[] if self.kind == "topology_aware" else [EXACT_SUMS],
+                    only_with=[SEVERAL_REPLICAS],
+                )
             )
         if self.local_sgd.sync_every_steps:
             needs = needs | {SYNCHRONOUS_UPDATES, PROMPT_GRADIENTS, WHOLE_ROWS}
@@ -91,9 +102,9 @@ class AsyncUpdatesConfig:
     mode: Literal["none", "hogwild", "delayed"] = "none"
     """`hogwild`: every process updates weights that all processes of one host share (Recht et al. 2011); `delayed`:
     gradients are summed while the next `delay_steps` steps are computed; `none`."""
-    delay_steps: int = 1
+    delay_steps: int = field(default=1, metadata=only_for("mode", "delayed"))
     """`delayed`: steps by which gradients are late."""
-    delay_compensation: float = 0.0
+    delay_compensation: float = field(default=0.0, metadata=only_for("mode", "hogwild", "delayed"))
     """Strength of the correction for stale gradients (DC-ASGD, Zheng et al. 2017); 0 for none."""
 
     def __post_init__(self) -> None:
@@ -109,7 +120,7 @@ class AsyncUpdatesConfig:
         if self.mode == "delayed":
             return [feature("mode", self.mode, needs=[WHOLE_GRADIENTS], breaks=[PROMPT_GRADIENTS])]
         if self.mode == "hogwild":
-            needs = [WHOLE_GRADIENTS, WHOLE_MODEL, ADAMW_STATES, RESIDENT_STATES]
+            needs = [WHOLE_GRADIENTS, WHOLE_MODEL, ADAMW_STATES, RESIDENT_STATES, ONE_COPY]
             return [
                 feature("mode", self.mode, needs=needs, breaks=[SYNCHRONOUS_UPDATES, PROMPT_GRADIENTS, GRADIENT_SUMS])
             ]

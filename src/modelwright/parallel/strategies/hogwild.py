@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from modelwright.ops.tensor_view import TensorView
 from modelwright.parallel.mesh import World
 from modelwright.parallel.optimizer_states import make_states
 from modelwright.parallel.shared_memory import share
@@ -92,17 +93,18 @@ class Hogwild(Strategy):
         self._read_weights(self._counters.num_heard)
         self._counters.meet()
 
-    def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
+    def reduce_gradients(self, unscale: Unscale) -> list[TensorView]:
         """Compensate the gradients; later changes to the parameters apply to the shared ones."""
         gradients = self.replica.gradients()
         unscale(gradients)
+        views = self.replica.views_of(gradients)
         self._staleness = self._counters.num_made - self._made_when_read
         if self.compensate is not None:
             own = [p.grad for p in self._parameters if p.grad is not None]
             self.compensate(own, self._shared, self._copies)
         for parameter, weight in zip(self._parameters, self._shared, strict=True):
             parameter.data = weight
-        return gradients
+        return views
 
     def grad_norm(self, gradients: list[Tensor]) -> float:
         return self.replica.norm(gradients)

@@ -11,15 +11,16 @@ why).
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from modelwright.core.config import constant
+from modelwright.core.config import constant, only_for
 from modelwright.core.errors import ConfigError
 from modelwright.ops.dtensor import local
+from modelwright.ops.tensor_view import TensorView
 from modelwright.parallel.gradient_sync import AllReduceSync, GradientSync
 from modelwright.parallel.mesh import World
 from modelwright.parallel.strategies.second_moment_sync import SharedMoment
@@ -37,14 +38,14 @@ class LocalSgdConfig:
 
     sync_every_steps: int = 0
     """Updates between synchronizations; 0 averages gradients at every update instead."""
-    outer_lr: float = 1.0
+    outer_lr: float = field(default=1.0, metadata=only_for("sync_every_steps"))
     """Learning rate of the outer Nesterov SGD; 1 with momentum 0 averages the weights."""
-    outer_momentum: float = 0.0
+    outer_momentum: float = field(default=0.0, metadata=only_for("sync_every_steps"))
     """Momentum of the outer SGD."""
-    keep_residual: bool = False
+    keep_residual: bool = field(default=False, metadata=only_for("sync_every_steps"))
     """Keep what compression did not send in this rank's own weights; otherwise all ranks continue from equal
     weights."""
-    sync_second_moment_every: int = 0
+    sync_second_moment_every: int = field(default=0, metadata=only_for("sync_every_steps"))
     """Synchronizations between those of AdamW's second moment; 0 for never."""
     moment_octaves: float = constant(1.0)
     """Quantization step, in powers of two, in which the second moment is sent."""
@@ -217,14 +218,14 @@ class LocalSgd(Strategy):
             self._weights(), num_steps=num_steps, private=self._moments, restore=self._restore_moments
         )
 
-    def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
+    def reduce_gradients(self, unscale: Unscale) -> list[TensorView]:
         """Nothing is sent: n times the local share replaces the sum over n ranks, so that clipping keeps its scale."""
         gradients = self.replica.gradients()
         shards = [local(gradient) for gradient in gradients]
         unscale(shards)
         if self.local_steps.world.size > 1:
             torch._foreach_mul_(shards, float(self.local_steps.world.size))  # pyright: ignore
-        return gradients
+        return self.replica.views_of(gradients)
 
     def grad_norm(self, gradients: list[Tensor]) -> float:
         """The root mean square of the ranks' norms, so that all of them clip by one factor."""

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from modelwright.core.errors import ModelwrightError
 from modelwright.ops.dtensor import as_dtensor_like, local
+from modelwright.ops.tensor_view import TensorView
 from modelwright.ops.total_norm import total_norm
 from modelwright.parallel.grad_norm import combine_norms, redistribute_like
 from modelwright.parallel.gradient_sync import BUCKET_BYTES, MANY_BUCKETS, Buckets, cut_into_buckets
@@ -276,7 +277,7 @@ class OptimizerInBackward(Strategy):
             return "optimizer_in_backward, for which ranks agree amid backward; set it to false"
         return layout_blocker(self.mesh)
 
-    def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
+    def reduce_gradients(self, unscale: Unscale) -> list[TensorView]:
         """Finish what backward has started; no gradient is left afterwards."""
         if self._armed:
             self.ready.finish()

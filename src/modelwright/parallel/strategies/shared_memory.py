@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from modelwright.ops.tensor_view import TensorView, flat_view_of
 from modelwright.parallel.grad_norm import parts_norm
 from modelwright.parallel.mesh import Mesh, World
 from modelwright.parallel.optimizer_states import make_states
@@ -167,7 +168,7 @@ class SharedMemory(Strategy):
         self._armed = False
         self._already_put.clear()
 
-    def reduce_gradients(self, unscale: Unscale) -> list[Tensor]:
+    def reduce_gradients(self, unscale: Unscale) -> list[TensorView]:
         """Sum the gradients of this process's shards; the others sum the rest."""
         assert self.shared is not None
         self._armed = False
@@ -179,7 +180,8 @@ class SharedMemory(Strategy):
                 self._put(parameter)
         self._already_put.clear()
         self.mesh.world.barrier()
-        sums = []
+        sums: list[Tensor] = []
+        views: list[TensorView] = []
         for parameter, shard in self.shared.shards.items():
             assert parameter.grad is not None
             own = parameter.grad.reshape(-1)[shard.first : shard.last]
@@ -188,11 +190,12 @@ class SharedMemory(Strategy):
                     own.add_(slot)
             shard.weight.grad = own
             sums.append(own)
+            views.append(flat_view_of(self.replica.names[parameter], parameter.shape, own, shard.first))
         for parameter in self.shared.parameters:
             parameter.grad = None
         if not self.unscale_first:
             unscale(sums)
-        return sums
+        return views
 
     def grad_norm(self, gradients: list[Tensor]) -> float:
         return parts_norm(gradients, self.mesh.world)

@@ -26,6 +26,7 @@ from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_sta
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import HeldoutBatches
+from modelwright.train.job import TrainJob
 from modelwright.train.objective import Objective
 from modelwright.train.state import TrainResult, load_best
 
@@ -99,20 +100,22 @@ def _learn(
     num_steps = training.resolve_num_steps(loader.num_batches_per_epoch)
     microbatch_rows = max(1, batch_rows // (training.gradient_accumulation_steps * num_copies))
     result = train(
-        model,
-        learn(loader),
-        training,
-        num_steps=num_steps,
-        world=world,
-        stage=context.folder,
-        seed=derive_seed(config.seed, name),
-        name=name,
-        input_digest=context.digest,
-        progress=context.progress,
-        heldout=heldout_sample(rows.parent / "heldout", config, batch_rows=microbatch_rows),
-        peak_flops=peak_flops(context, config, training),
-        parallel=config.parallel,
-        restart=context.restart,
+        TrainJob(
+            model=model,
+            objective=learn(loader),
+            config=training,
+            num_steps=num_steps,
+            stage=context.folder,
+            seed=derive_seed(config.seed, name),
+            name=name,
+            input_digest=context.digest,
+            heldout=heldout_sample(rows.parent / "heldout", config, batch_rows=microbatch_rows),
+            peak_flops=peak_flops(context, config, training),
+            parallel=config.parallel,
+            restart=context.restart,
+        ),
+        world,
+        context.progress,
     )
     peaks = _peaks_after(context, config, training, result)
     used_share = _utilization(result, peaks, context.ranks.size)

@@ -2,60 +2,60 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from modelwright.core.progress import Progress
-from modelwright.parallel.mesh import Mesh
 from modelwright.parallel.strategy import Replica
 from modelwright.train.checkpoint.files import Best
 from modelwright.train.checkpoint.objective_state import gather_rows, own_rows
 from modelwright.train.checkpoint.optimizer import load_optimizer_state, optimizer_state_dict, reading_state
 from modelwright.train.checkpoint.reader import CheckpointReader
 from modelwright.train.checkpoint.writer import CheckpointWriter, Snapshot
-from modelwright.train.config import TrainConfig
+from modelwright.train.job import StepParts, TrainJob
 from modelwright.train.state import TrainState
-from modelwright.train.step import TrainStep
-from modelwright.train.technique import Rollback, Technique
+from modelwright.train.technique import Rollback
 
 
 @dataclass(kw_only=True)
 class CheckpointManager:
-    """Saves and restores one run under one layout. All ranks call the same methods in the same order. techniques: all
-    of them, monitors included; state: progress of the run, which the trainer advances; restart: begin at step 0 if all
-    checkpoints are damaged.
-    """
+    """Saves and restores one job under one layout. All ranks call the same methods in the same order."""
 
-    reader: CheckpointReader
-    writer: CheckpointWriter
-    config: TrainConfig
-    num_steps: int
-    one_step: TrainStep
-    replica: Replica
-    global_mesh: Mesh
-    techniques: Sequence[Technique]
+    job: TrainJob
+    parts: StepParts
     state: TrainState
-    progress: Progress
-    restart: bool = False
+    """Progress of the run, which the trainer advances."""
+    note: Callable[[str], None]
+    """Shows a line to the user."""
+    reader: CheckpointReader = field(init=False)
+    writer: CheckpointWriter = field(init=False)
     saved: tuple[int, int] = (0, 0)
     """Steps done and steps evaluated when the state was saved last."""
     saved_time: float = field(default_factory=time.monotonic)
 
+    def __post_init__(self) -> None:
+        mesh, folder = self.parts.run.global_mesh, self.job.stage.checkpoints
+        self.reader = CheckpointReader(folder, digest=self.job.input_digest, world=mesh.world, reduce=mesh.reduce)
+        self.writer = CheckpointWriter(self.reader, keep_last=self.job.config.keep_last)
+
+    @property
+    def replica(self) -> Replica:
+        return self.parts.run.replica
+
     def due(self) -> bool:
         """Whether a checkpoint is saved at this step."""
-        every = self.config.checkpoint_every_steps
-        is_best = self.config.keep_best and 0 < self.state.step == self.state.best_step
-        return self.state.step == self.num_steps or is_best or (every > 0 and self.state.step % every == 0)
+        every = self.job.config.checkpoint_every_steps
+        is_best = self.job.config.keep_best and 0 < self.state.step == self.state.best_step
+        return self.state.step == self.job.num_steps or is_best or (every > 0 and self.state.step % every == 0)
 
     def minutes_due(self) -> bool:
         """Whether this rank's clock says that a checkpoint is due."""
-        minutes = self.config.checkpoint_every_minutes
+        minutes = self.job.config.checkpoint_every_minutes
         return self.state.step > 0 and 0 < minutes * 60 <= time.monotonic() - self.saved_time
 
     def copy_due(self) -> bool:
         """Whether the state is copied to the hosts' memory, because it is not being written to disk at this step."""
-        every = self.config.fault_tolerance.in_memory_checkpoint_every_steps
+        every = self.job.config.fault_tolerance.in_memory_checkpoint_every_steps
         return every > 0 and self.state.step > 0 and self.state.step % every == 0
 
     def save(self) -> float | None:
@@ -67,7 +67,7 @@ class CheckpointManager:
             return None
         self.saved = (self.state.step, self.state.evaluated_step)
         started = time.perf_counter()
-        pinned = [step for technique in self.techniques for step in technique.pinned_checkpoints()]
+        pinned = [step for technique in self.parts.techniques for step in technique.pinned_checkpoints()]
         self.writer.save(self.snapshot(), best=self.best(), also=pinned)
         return time.perf_counter() - started
 
@@ -87,14 +87,14 @@ class CheckpointManager:
         replica's weights.
         """
         self.reader.prepare()
-        step = self.reader.latest_step(self.progress.note, restart=self.restart)
+        step = self.reader.latest_step(self.note, restart=self.job.restart)
         if step:
             self.load_state_dict(self.load(step))
             self.forget_damaged_best()
-            self.progress.note(f"going on after step {step} of {self.num_steps}")
-        elif self.global_mesh.is_only_data_parallel:
+            self.note(f"resuming from step {step} of {self.job.num_steps}")
+        elif self.parts.run.global_mesh.is_only_data_parallel:
             for weight in self.replica.model.state_dict().values():
-                self.global_mesh.world.broadcast(weight)
+                self.parts.run.global_mesh.world.broadcast(weight)
         self.writer.write_best(self.best())
         return step
 
@@ -106,19 +106,19 @@ class CheckpointManager:
         for step in request.steps:
             if self.reader.is_whole(step):
                 break
-            self.progress.note(f"the checkpoint of step {step}, to which the run was to roll back, is damaged")
+            self.note(f"the checkpoint of step {step}, to which the run was to roll back, is damaged")
             self.reader.set_aside(step)
         else:
             return
         state = self.load(step)
         load_optimizer_state(self.replica.optimizer, self.replica.names, state["optimizer"])
-        for technique in self.techniques:
+        for technique in self.parts.techniques:
             if technique.belongs_to_weights:
                 technique.load_state_dict(state["techniques"][technique.name])
         request.done(step)
 
     def best(self) -> Best:
-        return self.state.best if self.config.keep_best else Best()
+        return self.state.best if self.job.config.keep_best else Best()
 
     def snapshot(self) -> Snapshot:
         return Snapshot(
@@ -131,15 +131,15 @@ class CheckpointManager:
     def load(self, step: int) -> dict[str, Any]:
         """Restore the weights of a checkpoint; return its state."""
         names, weights = list(self.replica.names.values()), self.replica.model.state_dict()
-        return self.reader.load(step, weights, gradients=names, note=self.progress.note)
+        return self.reader.load(step, weights, gradients=names, note=self.note)
 
     def state_dict(self) -> dict[str, Any]:
-        strategy = self.one_step.strategy
+        strategy = self.parts.run.strategy
         return {
             "trainer": dict(vars(self.state)),
-            "objective": gather_rows(self.one_step.objective.state_dict(), strategy.mesh.data),
+            "objective": gather_rows(self.job.objective.state_dict(), strategy.mesh.data),
             "optimizer": optimizer_state_dict(self.replica.optimizer, self.replica.names),
-            "techniques": {technique.name: technique.state_dict() for technique in self.techniques},
+            "techniques": {technique.name: technique.state_dict() for technique in self.parts.techniques},
             "strategy": strategy.state_dict(),
         }
 
@@ -147,13 +147,13 @@ class CheckpointManager:
         """Restore a checkpoint's state; the weights are already in place. Raises `ModelwrightError` for a state that
         another version of this project wrote in another form.
         """
-        strategy = self.one_step.strategy
+        strategy = self.parts.run.strategy
         with reading_state():
             vars(self.state).update(vars(TrainState(**state["trainer"])))
             self.saved = (self.state.step, self.state.evaluated_step)
-            self.one_step.objective.load_state_dict(own_rows(state["objective"], strategy.mesh.data))
+            self.job.objective.load_state_dict(own_rows(state["objective"], strategy.mesh.data))
             load_optimizer_state(self.replica.optimizer, self.replica.names, state["optimizer"])
-            for technique in self.techniques:
+            for technique in self.parts.techniques:
                 if technique.name in state["techniques"]:  # one that has been switched on since begins afresh
                     technique.load_state_dict(state["techniques"][technique.name])
             if state["strategy"]:  # empty when it does not fit this layout: it starts afresh
@@ -162,9 +162,11 @@ class CheckpointManager:
     def forget_damaged_best(self) -> None:
         """Without its checkpoint the lowest held-out loss is useless: the next evaluation starts afresh."""
         best_step = self.state.best_step
-        if not self.config.keep_best or not best_step or self.reader.is_whole(best_step):
+        if not self.job.config.keep_best or not best_step or self.reader.is_whole(best_step):
             return
         aside = self.reader.set_aside(best_step)
         kept = f"is damaged; it is kept as {aside}" if aside else "is gone"
-        self.progress.note(f"the checkpoint of the best step, {best_step}, {kept}; the best of what follows is taken")
+        self.note(
+            f"the checkpoint of the best step, {best_step}, {kept}; tracking of the best checkpoint restarts from here"
+        )
         self.state.best_step, self.state.best_loss = 0, math.inf

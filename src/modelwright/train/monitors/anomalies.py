@@ -10,7 +10,7 @@ from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.core.event_log import EventLog
 from modelwright.core.outliers import RecentValues
-from modelwright.train.technique import EMPTY_BATCH, LOSS_SPIKE, NOT_FINITE, StepInfo, Technique
+from modelwright.train.technique import EMPTY_BATCH, LOSS_SPIKE, NOT_FINITE, StepInfo
 
 SKIPPED = {
     NOT_FINITE: ("nonfinite_step", "values not finite"),
@@ -104,12 +104,3 @@ class AnomalyLog:
         self.num_events[kind] = self.num_events.get(kind, 0) + 1
         if self._log.append(step=step, kind=kind, value=value, limit=limit, text=text):
             self.note(f"watch: step {step}: {text}")
-
-
-def anomaly_monitor(log: AnomalyLog) -> Technique:
-    return Technique(
-        name="anomalies",
-        on_step_end=log.observe,
-        state=log,
-        summary=lambda: {"num_events": dict(log.num_events)},
-    )

@@ -13,6 +13,7 @@ from typing import Any
 
 from modelwright.core.errors import Stopped, writing
 from modelwright.core.event_log import EventLog
+from modelwright.parallel.elastic import num_restarts
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import StepInfo, Technique
 
@@ -59,9 +60,11 @@ class RecoveryTime:
         self._alive.unlink(missing_ok=True)
 
 
-def recovery_time(run: Runtime, *, num_ranks: int, restart: int) -> Technique:
-    """restart: the launcher's restart count."""
-    recovery = RecoveryTime(run.folder / "recoveries.jsonl", num_ranks=num_ranks, restart=restart)
+def recovery_time(run: Runtime) -> Technique | None:
+    """On the first rank only, of a run that is recorded."""
+    if run.anomalies is None:
+        return None
+    recovery = RecoveryTime(run.folder / "recoveries.jsonl", num_ranks=run.world.size, restart=num_restarts())
 
     def leave(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None or isinstance(error, Stopped):

@@ -43,6 +43,8 @@ class ReplicaCheck:
         if self.channel.size == 1:
             return
         pieces = {name: piece_of(tensor) for name, tensor in self.tensors().items()}
+        if not pieces:  # nothing is replicated
+            return
         hashes = torch.stack([bits_hash(piece.values) for piece in pieces.values()]).tolist()
         keys = [piece.key(name) for name, piece in pieces.items()]
         result: dict[tuple[Any, ...], dict[int, int]] = {}
@@ -96,7 +98,9 @@ def _shift(values: Tensor, count: int) -> Tensor:
     return (values >> count) & ((1 << (64 - count)) - 1)
 
 
-def replica_check(run: Runtime, *, every: int) -> Technique:
-    """every: steps between comparisons."""
+def replica_check(run: Runtime, *, every: int) -> Technique | None:
+    """every: steps between comparisons; 0 for none."""
+    if run.world.size == 1 or not every:
+        return None
     check = ReplicaCheck(ControlPlane(run.world), lambda: run.strategy.replicated() or {}, every=every)
     return Technique(name="replica_check", on_step_end=lambda info: check.check(info.step), every=every)

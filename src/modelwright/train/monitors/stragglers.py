@@ -16,7 +16,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.outliers import ratio_limit
 from modelwright.ops.microbenchmark import repeated, seconds_of
 from modelwright.parallel.mesh import Mesh, World
-from modelwright.train.runtime import Report, Runtime
+from modelwright.train.runtime import Runtime
 from modelwright.train.technique import StepInfo, Technique
 
 PROBE_DIM = 256
@@ -53,7 +53,7 @@ class Stragglers:
         config: StragglerConfig,
         *,
         own_time_s: Callable[[], float],
-        report: Report,
+        report: Callable[[int, str, float, float, str], None],
         host: str = "",
     ) -> None:
         self.world = world
@@ -131,10 +131,12 @@ def own_times_compare(mesh: Mesh) -> bool:
     return mesh.is_only_data_parallel
 
 
-def straggler_monitor(config: StragglerConfig, run: Runtime) -> Technique:
-    """Compares the ranks every `config.every` steps: their seconds in forward and backward if these are comparable,
-    else a `SpeedProbe`.
+def straggler_monitor(config: StragglerConfig, run: Runtime) -> Technique | None:
+    """Compares the ranks every `config.every_steps` steps: their seconds in forward and backward if these are
+    comparable, else a `SpeedProbe`. None for ranks that do not wait for one another.
     """
+    if run.world.size == 1 or not config.every_steps or run.mesh.world.size < run.world.size:
+        return None
     own_time = OwnTime()
     compares = own_times_compare(run.global_mesh) and run.world.device.type == "cpu"  # a GPU's clock is not the host's
     measure = own_time if compares else SpeedProbe(run.world.device)

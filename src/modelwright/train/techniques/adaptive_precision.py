@@ -41,7 +41,6 @@ from modelwright.precision.indicators import (
     trend,
     variation,
 )
-from modelwright.precision.loss_scale import LossScaler
 from modelwright.precision.observation import PartStatistics, Period
 from modelwright.precision.policy import Kind
 from modelwright.precision.sensitivity import Pair, SensitivityTrials
@@ -336,10 +335,8 @@ class TrialLoss:
         return self.mesh.world.sums([float(total)])[0]
 
 
-def adaptive_precision(
-    config: AdaptiveConfig, run: Runtime, *, objective: Objective, scaler: LossScaler, num_rows: int
-) -> Technique | None:
-    """num_rows: tokens of one microbatch on one rank. Acts on batches before the learning rate is set."""
+def adaptive_precision(config: AdaptiveConfig, run: Runtime, *, objective: Objective) -> Technique | None:
+    """None if formats do not change."""
     if config.kind == "none":
         return None
     mesh, formats = run.mesh, run.formats
@@ -351,9 +348,9 @@ def adaptive_precision(
         num_holders=run.replica.num_holders,
         optimizer=run.replica.optimizer,
         world=mesh.world,
-        machine=machine_for(run.folder, formats, run.world, num_rows=num_rows, tensor=mesh.tensor.size),
+        machine=machine_for(run.folder, formats, run.world, num_rows=run.microbatch_tokens, tensor=mesh.tensor.size),
         trial=trial,
-        scale=lambda: scaler.value,
+        scale=lambda: run.scaler.value,
         path=run.folder / CHANGES,
     )
 

@@ -19,4 +19,10 @@ def amax_history(run: Runtime) -> Technique | None:
     def on_gradients(update: Update) -> None:
         history.synchronize()
 
-    return Technique(name="amax_history", on_batch=on_batch, on_gradients=on_gradients, state=history)
+    return Technique(
+        name="amax_history",
+        on_batch=on_batch,
+        on_gradients=on_gradients,
+        on_retry=run.formats.begin_step,
+        state=history,
+    )

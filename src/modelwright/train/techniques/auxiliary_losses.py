@@ -7,14 +7,13 @@ import torch
 
 from modelwright.core.compatibility import COMMON_LOSS_SCALE
 from modelwright.model.auxiliary_loss import auxiliary_losses as losses_of
-from modelwright.precision.loss_scale import LossScaler
 from modelwright.train.objective import Batch
 from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update
 
 
-def auxiliary_losses(run: Runtime, scaler: LossScaler) -> Technique | None:
-    """None for a model without such layers. Acts on the batch that the model will see, so it comes last."""
+def auxiliary_losses(run: Runtime) -> Technique | None:
+    """None for a model without such layers. Acts on the batch that the model will see, so it comes late."""
     mesh, layers = run.mesh, losses_of(run.model)
     names = sorted({name for names in mesh.world.gather_json([layer.name for layer in layers]) for name in names})
     if not names:
@@ -26,7 +25,7 @@ def auxiliary_losses(run: Runtime, scaler: LossScaler) -> Technique | None:
         own_tokens = float((batch.segments_BT >= 0).sum()) * mesh.speaks_for_rows
         (num_tokens,) = mesh.world.sums([own_tokens])
         for layer in layers:
-            layer.begin_step(scaler.value / max(1.0, num_tokens), mesh.world.device)
+            layer.begin_step(run.scaler.value / max(1.0, num_tokens), mesh.world.device)
         return batch
 
     def on_gradients(update: Update) -> None:
@@ -37,6 +36,14 @@ def auxiliary_losses(run: Runtime, scaler: LossScaler) -> Technique | None:
         for name, total in zip(names, mesh.world.sums(list(sums.values())), strict=True):
             update.metrics[f"auxiliary_loss/{name}"] = total / max(1.0, num_tokens)
 
+    def on_retry() -> None:
+        for layer in layers:
+            layer.forget()
+
     return Technique(
-        name="auxiliary_losses", on_batch=on_batch, on_gradients=on_gradients, needs=frozenset({COMMON_LOSS_SCALE})
+        name="auxiliary_losses",
+        on_batch=on_batch,
+        on_gradients=on_gradients,
+        on_retry=on_retry,
+        needs=frozenset({COMMON_LOSS_SCALE}),
     )

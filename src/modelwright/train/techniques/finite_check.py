@@ -12,24 +12,23 @@ from modelwright.train.technique import EMPTY_BATCH, NOT_FINITE, Technique, Upda
 
 
 class FiniteCheck:
-    """Measures the gradient norm and skips the step on all ranks if it or the loss is not finite on any. `agree`: the
-    maximum of a float over all ranks; `norm`: the norm of the whole model's gradients. After `max_skipped` skipped
-    steps in a row a `ModelwrightError` ends the run, because nothing is learned anymore.
+    """Measures the gradient norm and skips the step if it or the loss is not finite. Both are the same on all ranks, so
+    that all of them skip; the next step's vote tells if one did not.
+
+    norm: the norm of the whole model's gradients, the same on all ranks.
+    max_skipped: after so many skipped steps in a row a `ModelwrightError` ends the run, because nothing is learned
+    anymore.
     """
 
-    def __init__(
-        self, agree: Callable[[float], float], norm: Callable[[list[Tensor]], float], *, max_skipped: int
-    ) -> None:
-        self.agree = agree
+    def __init__(self, norm: Callable[[list[Tensor]], float], *, max_skipped: int) -> None:
         self.norm = norm
         self.max_skipped = max_skipped
         self.num_skipped = 0
         self.num_in_a_row = 0
 
     def on_gradients(self, update: Update) -> None:
-        update.grad_norm = self.norm(update.gradients)
-        finite = math.isfinite(update.grad_norm) and math.isfinite(update.loss)
-        skip = self.agree(0.0 if finite else 1.0) > 0.0
+        update.grad_norm = self.norm(update.tensors)
+        skip = not (math.isfinite(update.grad_norm) and math.isfinite(update.loss))
         self.num_skipped += skip
         self.num_in_a_row = self.num_in_a_row + 1 if skip else 0
         if skip:
@@ -47,8 +46,13 @@ class FiniteCheck:
         self.num_skipped, self.num_in_a_row = state["num_skipped"], state["num_in_a_row"]
 
 
-def finite_check(max_skipped_steps: int, run: Runtime) -> Technique:
-    check = FiniteCheck(run.max_over_ranks, run.strategy.grad_norm, max_skipped=max_skipped_steps)
+def finite_check(max_skipped_steps: int, run: Runtime, *, measures: bool = True) -> Technique:
+    """measures: whether the norm is measured, else it counts as 1."""
+
+    def norm(gradients: list[Tensor]) -> float:
+        return run.strategy.grad_norm(gradients) if measures else 1.0
+
+    check = FiniteCheck(norm, max_skipped=max_skipped_steps)
     return Technique(
         name="finite_check",
         on_gradients=check.on_gradients,
@@ -57,7 +61,7 @@ def finite_check(max_skipped_steps: int, run: Runtime) -> Technique:
     )
 
 
-def skip_empty_batches() -> Technique:
+def skip_empty_batches(run: Runtime) -> Technique:
     """Leaves weights and moments unchanged in a step without any label. Acts after the loss scale, because this is not
     an overflow, and before techniques that keep a history of losses and norms.
     """

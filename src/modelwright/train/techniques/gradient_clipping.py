@@ -3,6 +3,7 @@
 from typing import Any
 
 from modelwright.optim.clip import AdaptiveClipConfig, scale_to_norm
+from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update
 
 
@@ -18,7 +19,7 @@ class GradientClipping:
         if update.skipped:
             return
         limit = self.adaptive.limit(self.norms, self.max_norm)
-        scale_to_norm(update.gradients, update.grad_norm, limit)
+        scale_to_norm(update.tensors, update.grad_norm, limit)
         if self.adaptive.kind != "none":
             update.metrics["clip_norm"] = limit
             self.norms = [*self.norms, update.grad_norm][-self.adaptive.window_steps :]
@@ -30,7 +31,7 @@ class GradientClipping:
         self.norms = list(state["norms"])
 
 
-def gradient_clipping(max_norm: float, adaptive: AdaptiveClipConfig) -> Technique | None:
+def gradient_clipping(max_norm: float, adaptive: AdaptiveClipConfig, run: Runtime) -> Technique | None:
     """max_norm: 0 disables clipping."""
     if max_norm <= 0:
         return None

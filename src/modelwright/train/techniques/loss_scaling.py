@@ -12,7 +12,8 @@ from torch import Tensor
 
 from modelwright.parallel.mesh import World
 from modelwright.precision.layer_scales import SMALLEST_NORMAL, LayerFindings, LayerScales
-from modelwright.precision.loss_scale import LossScale, LossScaler, NoLossScaler
+from modelwright.precision.loss_scale import LossScale
+from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update
 
 
@@ -105,22 +106,22 @@ class PerLayerLossScale:
         return [*small, *total]
 
 
-def loss_scaling(scale: LossScale | None, per_layer: PerLayerLossScale | None) -> tuple[LossScaler, Technique | None]:
-    """The scaler of the losses, and the technique that adjusts it. scale: the only one, or the one between blocks if
-    each layer has its own; None if losses are not scaled.
-    """
+def loss_scaling(run: Runtime) -> Technique | None:
+    """Makes the run scale its losses, and adjusts the scale; None if losses are not scaled."""
+    scale, layers = run.scales.common, run.scales.layers
     if scale is None:
-        return NoLossScaler(), None
-    if per_layer is None:
+        return None
+    if layers is None:
         uniform = UniformLossScale(scale)
-        return uniform, Technique(
-            name="loss_scaling", on_gradients=uniform.on_gradients, state=scale, summary=scale.state_dict
-        )
-    return per_layer, Technique(
+        run.scaler = uniform
+        return Technique(name="loss_scaling", on_gradients=uniform.on_gradients, state=scale, summary=scale.state_dict)
+    per_layer = PerLayerLossScale(layers, run.mesh.world, run.replica.names)
+    run.scaler = per_layer
+    return Technique(
         name="loss_scaling",
         on_gradients=per_layer.on_gradients,
-        state=per_layer.scales,
-        summary=lambda: {**scale.state_dict(), "layers": per_layer.scales.state_dict()},
+        state=layers,
+        summary=lambda: {**scale.state_dict(), "layers": layers.state_dict()},
     )
 
 

@@ -245,14 +245,12 @@ class LossSpikes:
         )
 
 
-def loss_spikes(
-    config: LossSpikeConfig, run: Runtime, *, checkpoint_every: int
-) -> tuple[Technique, Technique] | tuple[None, None]:
-    """The detector, and the technique that lowers the learning rate after a rollback, which acts after the rate is set.
-    checkpoint_every: steps between the checkpoints that a rollback may use.
+def loss_spikes(config: LossSpikeConfig, run: Runtime, *, checkpoint_every: int) -> Technique | None:
+    """Lowers the learning rate after a rollback, so it acts after the rate is set. checkpoint_every: steps between the
+    checkpoints that a rollback may use.
     """
     if not config.num_sigmas:
-        return None, None
+        return None
     path = run.folder / "loss_spikes.jsonl"
     spikes = LossSpikes(config, run.max_over_ranks, path, is_first=run.is_first, checkpoint_every=checkpoint_every)
 
@@ -269,12 +267,12 @@ def loss_spikes(
         targets = spikes.on_step_end(info.step)
         return Rollback(steps=targets, done=done) if targets else None
 
-    detector = Technique(
+    return Technique(
         name="loss_spikes",
+        on_batch=on_batch,
         on_gradients=spikes.on_gradients,
         on_step_end=on_step_end,
         state=spikes,
         pinned_checkpoints=lambda: spikes.pinned_checkpoints,
         summary=lambda: {"left_out": tuple(spikes.events)},
     )
-    return detector, Technique(name="rate_after_rollback", on_batch=on_batch)

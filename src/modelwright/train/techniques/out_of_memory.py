@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,8 @@ from modelwright.data.batch import part_sizes
 from modelwright.memory.glibc_malloc import give_back_freed_memory
 from modelwright.parallel.mesh import World
 from modelwright.train.objective import Batch
-from modelwright.train.runner import LossFn, MicrobatchRunner
+from modelwright.train.runner import LossFn, Runner
+from modelwright.train.runtime import Runtime
 from modelwright.train.technique import Technique, Update
 
 WhenOutOfMemory = Literal["halve_microbatch", "fail"]
@@ -35,28 +36,33 @@ def retry_blocked_message(why: str) -> str:
 
 @dataclass(kw_only=True)
 class RetryOutOfMemory:
-    """A `Runner` that repeats a batch that did not fit into memory in microbatches of half as many row groups.
+    """A `Runner` whose step is repeated in microbatches of half as many row groups if memory ran out on any rank.
 
     Once memory has run out, all ranks keep to microbatches of at most that many groups; the checkpoint stores the
-    limit, because batches may differ in size. A run that is resumed with another configured number starts over. world:
-    ranks that make an update together. blocker: why a step cannot be repeated, or "". can_cut: whether the layout lets
-    a rank choose the number of microbatches (pipeline stages expect the configured one). undo: called, in this order,
-    before the batch is restarted.
+    limit, because batches may differ in size. A run that is resumed with another configured number starts over.
     """
 
-    runner: MicrobatchRunner
+    runner: Runner
     world: World
+    """The ranks that make an update together."""
     blocker: Callable[[], str] = lambda: ""
+    """Why a step cannot be repeated, or ""."""
     can_cut: bool = True
-    undo: Sequence[Callable[[], None]] = ()
+    """Whether the layout lets a rank choose the number of microbatches; pipeline stages expect the configured one."""
     max_groups: int = 0
     """Most groups of rows in one microbatch; 0 means no limit."""
     group_size: int = 1
     """Rows of a group of the newest batch."""
     num_parts: int = 0
-    """Microbatches of the newest batch."""
+    """Microbatches of the newest attempt."""
     num_failed: int = 0
     """Attempts at the newest batch that ran out of memory."""
+    fitting_groups: float = math.inf
+    """Groups in a microbatch that may fit on this rank, from the newest attempt; infinite if that one fitted."""
+
+    @property
+    def microbatches(self) -> int:
+        return self.runner.microbatches
 
     def num_microbatches(self, num_groups: int) -> int:
         is_limited = self.can_cut and self.max_groups > 0
@@ -70,37 +76,26 @@ class RetryOutOfMemory:
         *,
         begin: Callable[[], None],
         before_last_backward: Callable[[], None],
-    ) -> None:
+        num_parts: int = 0,
+    ) -> bool:
         """See `Runner`. Raises `ModelwrightError` if memory runs out and the step cannot be repeated."""
-        self.num_failed, self.group_size = 0, batch.group_size
-        while True:
-            num_parts = self.num_parts = self.num_microbatches(batch.num_groups)
-            fitting_groups = math.inf
-            try:
-                self.runner.train(
-                    batch, loss_fn, begin=begin, before_last_backward=before_last_backward, num_parts=num_parts
-                )
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                if why := self.blocker():
-                    raise ModelwrightError(
-                        f"out of memory: {str(error).strip()}\n{retry_blocked_message(why)}"
-                    ) from error
-                fitting_groups = max(part_sizes(max(batch.num_groups, num_parts), num_parts)) // 2
-            if self._agree(fitting_groups):
-                return
-            for step in self.undo:
-                step()
+        self.group_size, self.fitting_groups = batch.group_size, math.inf
+        num_parts = self.num_parts = num_parts or self.num_microbatches(batch.num_groups)
+        try:
+            self.runner.train(
+                batch, loss_fn, begin=begin, before_last_backward=before_last_backward, num_parts=num_parts
+            )
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if why := self.blocker():
+                raise ModelwrightError(f"out of memory: {str(error).strip()}\n{retry_blocked_message(why)}") from error
+            self.fitting_groups = max(part_sizes(max(batch.num_groups, num_parts), num_parts)) // 2
+        return math.isinf(self.fitting_groups)
 
-    def _agree(self, fitting_groups: float) -> bool:
-        """Whether the batch fitted on all ranks. If not, all of them use smaller microbatches from now on. Raises
-        `ModelwrightError` on all ranks if a single row, or group, did not fit.
-        """
-        if self.world.size > 1 and not self.blocker():
-            fitting_groups = -self.world.maxima(-fitting_groups)[0]
-        if math.isinf(fitting_groups):
-            return True
+    def shrink_microbatches(self) -> None:
+        """See `Runner`. Raises `ModelwrightError` on all ranks if a single row, or group, did not fit on one."""
+        fitting_groups = -self.world.maxima(-self.fitting_groups)[0]
         if fitting_groups < 1:
             smallest = "one row" if self.group_size == 1 else f"one group of {self.group_size} rows"
             raise ModelwrightError(
@@ -109,7 +104,10 @@ class RetryOutOfMemory:
             )
         self.max_groups = int(fitting_groups)
         self.num_failed += 1
-        return False
+
+    def on_batch(self, step: int, batch: Batch) -> Batch:
+        self.num_failed = 0
+        return batch
 
     def on_gradients(self, update: Update) -> None:
         if self.num_parts != self.runner.microbatches:
@@ -126,9 +124,32 @@ class RetryOutOfMemory:
             self.max_groups = state["max_groups"]
 
 
-def out_of_memory(retry: RetryOutOfMemory) -> Technique:
-    """Adds a metric when memory has run out, and stores the limit in the checkpoint."""
-    return Technique(name="out_of_memory", on_gradients=retry.on_gradients, state=retry)
+def out_of_memory(mode: WhenOutOfMemory, run: Runtime) -> Technique | None:
+    """Makes the run repeat steps that do not fit into memory, adds a metric when one did not, and stores the limit in
+    the checkpoint.
+    """
+    if mode == "fail":
+        return None
+    retry = RetryOutOfMemory(
+        runner=run.runner,
+        world=run.mesh.world,
+        blocker=lambda: run.strategy.retry_blocker,
+        can_cut=run.mesh.is_only_data_parallel,
+    )
+    run.runner = retry
+
+    def on_batch(step: int, batch: Batch) -> Batch:
+        if why := retry.blocker():
+            run.note(retry_blocked_message(why))
+        return retry.on_batch(step, batch)
+
+    def on_retry() -> None:
+        give_back_memory(run.mesh.world.device)
+        run.memory.abandon()
+
+    return Technique(
+        name="out_of_memory", on_batch=on_batch, on_gradients=retry.on_gradients, on_retry=on_retry, state=retry
+    )
 
 
 def give_back_memory(device: torch.device) -> None:

@@ -232,7 +232,7 @@ def layer_sparsity(
         rank=run.mesh.data.rank,
         sum_ranks=lambda value: run.mesh.world.sums([value])[0],
         formats=run.formats,
-        send_rows=run.strategy.send_only_rows,
+        send_rows=lambda rows: run.strategy.send_only_rows(rows),
     )
     run.on_exit.callback(sparse.close)
     return Technique(

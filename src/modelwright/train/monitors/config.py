@@ -1,15 +1,9 @@
-"""The monitors of a run, according to its configuration and this rank's role."""
+"""Settings of fault detection and tolerance; `train/build.py` lists the monitors with the other techniques."""
 
 from dataclasses import dataclass, field
 
 from modelwright.core.errors import ConfigError
-from modelwright.parallel.elastic import num_restarts
-from modelwright.train.monitors.anomalies import AnomalyLog, anomaly_monitor
-from modelwright.train.monitors.recovery_time import recovery_time
-from modelwright.train.monitors.replica_check import replica_check
-from modelwright.train.monitors.stragglers import StragglerConfig, straggler_monitor
-from modelwright.train.runtime import Runtime
-from modelwright.train.technique import Technique
+from modelwright.train.monitors.stragglers import StragglerConfig
 from modelwright.train.techniques.out_of_memory import WhenOutOfMemory
 
 
@@ -34,25 +28,3 @@ class FaultToleranceConfig:
         for name in ("replica_check_every_steps", "watchdog_timeout_s", "in_memory_checkpoint_every_steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 disables it")
-
-
-def build_monitors(
-    config: FaultToleranceConfig,
-    run: Runtime,
-    anomalies: AnomalyLog | None,
-) -> list[Technique]:
-    """The monitors of one rank. Called on all ranks alike.
-
-    anomalies: the list of events, on the first rank only.
-    """
-    world, monitors = run.world, list[Technique]()
-    if anomalies is not None:
-        monitors.append(anomaly_monitor(anomalies))
-        monitors.append(recovery_time(run, num_ranks=world.size, restart=num_restarts()))
-    if world.size == 1:
-        return monitors
-    if config.replica_check_every_steps and run.strategy.replicated() is not None:
-        monitors.append(replica_check(run, every=config.replica_check_every_steps))
-    if config.stragglers.every_steps and run.strategy.is_synchronous:
-        monitors.append(straggler_monitor(config.stragglers, run))
-    return monitors

@@ -1,0 +1,89 @@
+"""Which part of a named tensor this rank has: of a parameter, or of its gradient, under any layout."""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from modelwright.core.errors import ConfigError
+from modelwright.core.seeds import derive_seed
+from modelwright.ops.dtensor import as_dtensor_like, local
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorView:
+    """This rank's part of a named tensor."""
+
+    name: str
+    """The parameter's name in the whole model."""
+    full_shape: torch.Size
+    """The shape of the whole tensor."""
+    tensor: Tensor
+    """The part. It shares memory with the tensor that training uses: writing to it changes the run."""
+    index: tuple[slice, ...]
+    """What of the whole tensor the part is: a slice for each dimension, or, for part of a flattened tensor, one slice
+    in a tuple (`is_flat`)."""
+    source: Tensor
+    """The tensor of which `tensor` is this rank's part: `tensor` itself, or a DTensor."""
+    is_flat: bool = False
+    """Whether `index` refers to the flattened tensor, and `tensor` has one dimension."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.tensor.numel() == self.full_shape.numel()
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """The same part of another tensor of shape `full_shape`; a view."""
+        return (whole.reshape(-1) if self.is_flat else whole)[self.index]
+
+    def laid_out(self, values: Tensor) -> Tensor:
+        """Values in the shape of `tensor` as a tensor that follows the parameter into a checkpoint and under another
+        layout: there it is saved as a whole, and `part_of` takes this rank's part of it on loading. Raises
+        `ConfigError` for part of a flattened tensor, whose bounds no checkpoint knows.
+        """
+        if self.is_flat:
+            raise ConfigError(
+                f"{self.name}: this rank has a part of the flattened tensor, which a checkpoint cannot put together; "
+                "let the technique declare needs = {UNDIVIDED_GRADIENTS}"
+            )
+        return as_dtensor_like(self.source, values)
+
+    def positions(self, dtype: torch.dtype = torch.int64) -> Tensor:
+        """The position of each element in the flattened whole tensor; integers in the shape of `tensor`. A narrower
+        dtype wraps around.
+        """
+        shape = (self.full_shape.numel(),) if self.is_flat else self.full_shape
+        device = self.tensor.device
+        found = torch.zeros((), dtype=dtype, device=device)
+        for dim, part in enumerate(self.index):
+            places = torch.arange(part.start, part.stop, dtype=dtype, device=device) * prod(shape[dim + 1 :])
+            found = found.unsqueeze(-1) + places
+        return found
+
+    def random_like(self, seed: int, step: int) -> Tensor:
+        """This rank's part of standard normal noise for the whole tensor, in FP32; a function of (seed, step, name)
+        alone, so that every layout adds the same noise.
+
+        Cost: every rank draws the noise of the whole tensor and keeps its part; time and temporary memory are those of
+        the whole tensor on each rank.
+        """
+        draw = torch.Generator(self.tensor.device).manual_seed(derive_seed(seed, step, self.name))
+        return self.part_of(torch.randn(self.full_shape, generator=draw, device=self.tensor.device))
+
+
+def view_of(name: str, tensor: Tensor) -> TensorView:
+    """The view of a whole tensor, or of this rank's shard of a DTensor."""
+    shape, offset = tensor.shape, [0] * tensor.dim()
+    if isinstance(tensor, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    index = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+    return TensorView(name=name, full_shape=tensor.shape, tensor=local(tensor), index=index, source=tensor)
+
+
+def flat_view_of(name: str, full_shape: torch.Size, part: Tensor, first: int) -> TensorView:
+    """The view of consecutive elements of a flattened tensor, from element `first` on."""
+    index = (slice(first, first + part.numel()),)
+    return TensorView(name=name, full_shape=full_shape, tensor=part, index=index, source=part, is_flat=True)

@@ -1,0 +1,126 @@
+"""`TrainJob`: what is trained. `Session`: what lives while it is trained, whatever the layout."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from modelwright.core.progress import Progress, SilentProgress
+from modelwright.core.rundir import StageDir
+from modelwright.memory.offload import Store
+from modelwright.memory.step_arena_runtime import StepArena
+from modelwright.model.decoder import Decoder
+from modelwright.optim.delay import compensate
+from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.gradient_sync import GradientSync
+from modelwright.parallel.mesh import World
+from modelwright.parallel.strategies.config import StrategyConfig, build_strategy
+from modelwright.parallel.strategy import AllReduce, Replica, Strategy
+from modelwright.train.config import TrainConfig
+from modelwright.train.monitors.anomalies import AnomalyLog
+from modelwright.train.monitors.watchdog import Watchdog
+from modelwright.train.objective import Batch, Objective
+from modelwright.train.runtime import Runtime, StepMemory, TechniqueBuilder
+from modelwright.train.signals import StopRequest
+from modelwright.train.step import TrainStep
+from modelwright.train.technique import StepInfo, Technique
+
+StrategyFactory = Callable[[StrategyConfig, Replica, World], Strategy]
+"""Builds the strategy of one rank from what the configuration describes; called on all ranks of the world alike."""
+
+
+def configured_strategy(config: StrategyConfig, replica: Replica, world: World) -> Strategy:
+    """The strategy that the configuration describes."""
+    strength = config.asynchronous.delay_compensation
+    return build_strategy(
+        config,
+        replica,
+        world,
+        compensate=partial(compensate, strength=strength) if strength else None,
+        encode=StepInfo.as_json,
+        decode=StepInfo.from_json,
+    )
+
+
+def all_reduce_by(sync: GradientSync) -> StrategyFactory:
+    """Strategies that sum gradients by this sync, whatever the configuration describes: for probes of gradients."""
+    return lambda config, replica, world: AllReduce(replica, sync, unscale_first=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob:
+    """What is trained, on which data, by which settings, and where its files go."""
+
+    model: Decoder
+    """The whole model, with the weights to start from; trained in place."""
+    objective: Objective
+    config: TrainConfig
+    stage: StageDir
+    """The folder of checkpoints, metrics and logs. A job resumes from the newest intact checkpoint in it."""
+    num_steps: int
+    """Updates until the end, from `config.resolve_num_steps`."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """The layout over the processes of the world."""
+    seed: int = 0
+    """Seed of everything random within a step."""
+    name: str = "training"
+    """The name in the progress display."""
+    input_digest: str = ""
+    """The digest of whatever decides the result (config, data, initial weights). A checkpoint with another one is
+    refused."""
+    heldout: Sequence[Batch] = ()
+    """Batches for evaluation, shared among the ranks."""
+    peak_flops: float = 0.0
+    """Matrix-product rate of one rank in FLOP/s; 0: unknown."""
+    techniques: Sequence[TechniqueBuilder] = ()
+    """Further techniques. They act after the built-in ones."""
+    restart: bool = False
+    """Start over at step 0 when all checkpoints are damaged, which is an error otherwise."""
+    measure_grad_norm: bool = True
+    """Whether the gradient norm is measured; without, it counts as 1, as in a trace on fake tensors, which have none.
+    """
+    strategy: StrategyFactory = configured_strategy
+    """How ranks share gradients and updates; replaced by probes that look at gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What lives while a job is trained, whatever the layout."""
+
+    world: World
+    progress: Progress
+    stop: StopRequest
+    watchdog: Watchdog
+    memory: StepMemory
+    """Where the tensors of a step are stored."""
+    anomalies: AnomalyLog | None
+    """The list of events that a person should look at; on the first rank only."""
+    store: Store | None
+    """Where offloaded activations wait, if they are offloaded."""
+    note: Callable[[str], None]
+    """Shows a line to the user; each text once, although a run may be laid out several times."""
+
+    @classmethod
+    def untracked(cls, world: World, store: Store | None) -> "Session":
+        """A session without display, signals and files, for tracing a step."""
+        return cls(
+            world=world,
+            progress=SilentProgress(),
+            stop=StopRequest(),
+            watchdog=Watchdog(Path(os.devnull), limit_s=0.0),
+            memory=StepArena(),
+            anomalies=None,
+            store=store,
+            note=SilentProgress().note,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """A training step under one layout, and what else the trainer needs."""
+
+    one_step: TrainStep
+    run: Runtime
+    techniques: Sequence[Technique]
+    """All of them, in the order in which they act."""
