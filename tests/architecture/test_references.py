@@ -35,6 +35,10 @@ OF_OTHERS = {
     "tcpi_bytes_sent": "a field of Linux's tcp_info",
     "gw_hp": "a recipe of torchao",
     "reduce_range": "an argument of PyTorch's observers",
+    "normalize_answer": "a function of SQuAD's evaluation script",
+    "reliability_guard": "a function of HumanEval",
+    "NaN": "a word of JSON as Python writes it",
+    "Infinity": "a word of JSON as Python writes it",
     "MoEAuxLossAutoScaler": "a class of Megatron-LM",
     **dict.fromkeys(
         ("_io", "café", "copy_tree", "CopyTree", "YOUR_API_KEY_HERE", "TokenId2", "mov", "rum"), "an example"
