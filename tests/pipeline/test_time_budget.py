@@ -10,6 +10,7 @@ import pytest
 from modelwright.core.artifacts import read_manifest
 from modelwright.core.config import load_yaml
 from modelwright.core.errors import ConfigError
+from modelwright.pipeline import plan
 from modelwright.pipeline.time_budget import num_steps_within
 from modelwright.recipes.load import recipe
 
@@ -54,6 +55,25 @@ def test_the_length_is_measured_once_and_kept(
     assert again.returncode == 0, again.stderr
     assert load_yaml(run / "config.yaml") == config
     assert read_manifest(run / "pretrain" / "artifact").content_digest == digest
+
+
+def test_the_plan_keeps_the_budget(
+    inside: Command, small_words: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "measured_rates", lambda config, precision, note: {"fp32": 1e11, "bf16": 1e11})
+    words = [*small_words, "--run-dir", str(tmp_path / "run"), "--dry-run", "--validation_tokens", "512"]
+    planned = {}
+    for minutes in ("0", "5", "50"):
+        done = inside(*words, "--minutes", minutes)
+        assert done.returncode == 0, done.stderr
+        table = done.stdout.partition("peak memory")[2].partition("total")[0]
+        planned[minutes] = {line.split()[0]: line.split()[3:5] for line in table.splitlines() if line}
+    # 10% of the budget is for fine-tuning, and validation takes a part of both, which the plan does not list
+    assert planned["5"]["pretrain"] == ["4", "min"]
+    assert 15 <= int(planned["5"]["sft"][0]) <= 30
+    assert 42 <= int(planned["50"]["pretrain"][0]) <= 45
+    assert planned["0"]["pretrain"][1] == "s"
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("minutes", ["-1", "nan", "inf"])

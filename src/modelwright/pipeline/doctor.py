@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.resolve import check_device, check_size, resolve_model, resolved_device
+from modelwright.pipeline.resolve import check_device, check_size, check_threads, resolve_model, resolved_device
 from modelwright.plan.doctor import survey, survey_text
 
 
@@ -16,6 +16,7 @@ def examine(config: RunConfig, *, as_json: bool, budget_s: float) -> str:
     check_size(config.model)
     device = resolved_device(config.hardware.device)
     check_device(device)
+    check_threads(config.hardware.num_threads)
     if config.hardware.num_threads:
         torch.set_num_threads(config.hardware.num_threads)
     facts = survey(

@@ -19,8 +19,10 @@ from modelwright.pipeline.plan_inputs import planned
 from modelwright.pipeline.report.format import plural
 from modelwright.pipeline.resolve import measured_rates, resolve
 from modelwright.pipeline.run import previous_config
+from modelwright.pipeline.run_identity import is_same_run
 from modelwright.pipeline.runner import survey
 from modelwright.pipeline.stages.build import build_stages
+from modelwright.pipeline.time_budget import num_steps_within, with_lengths, with_lengths_of
 from modelwright.plan.catalog import ComputeRate
 from modelwright.plan.communication import Cluster
 from modelwright.plan.estimate import (
@@ -64,10 +66,18 @@ _WORDS = {"done": "finished, kept", "begun": "begun, goes on", "changed": "to be
 
 
 def describe_plan(
-    config: RunConfig, run: RunDir, only: Sequence[str], *, num_processes: int = 1, num_hosts: int = 1
+    config: RunConfig,
+    run: RunDir,
+    only: Sequence[str],
+    *,
+    num_processes: int = 1,
+    num_hosts: int = 1,
+    minutes: float = 0.0,
 ) -> str:
     """The plan as plain text. Measures the machine's rates (seconds); raises what the run itself would raise.
-    num_processes: of all hosts, which are assumed to be like this one.
+
+    num_processes: of all hosts, which are assumed to be like this one
+    minutes: the time budget of training, 0 for the configured lengths
     """
     previous, busy = previous_config(run), []
     config = resolve(config, previous, SilentProgress())
@@ -75,6 +85,8 @@ def describe_plan(
     states = survey(run, stages).states
     torch.set_num_threads(config.hardware.num_threads)
     rates = measured_rates(config, config.pretrain.precision, busy.append)
+    if minutes:
+        config = _within(config, previous, run, rates, num_hosts, 60.0 * minutes)
     memories = _memories(config, num_processes)
     estimates = [_estimate(config, run, stage.name, rates, num_hosts) for stage in stages]
     estimates = [replace(e, peak_bytes=memories[e.name].total) if e.name in memories else e for e in estimates]
@@ -90,6 +102,17 @@ def describe_plan(
     lines += ["", f"left to do: about {duration(left)} on {config.hardware.device} with {plural(threads, 'thread')}"]
     lines.append("Times are estimates from rates measured just now; a dry run writes nothing.")
     return "\n".join(lines + [f"Busy machine: {note}" for note in busy])
+
+
+def _within(
+    config: RunConfig, previous: RunConfig | None, run: RunDir, rates: dict[str, float], num_hosts: int, budget_s: float
+) -> RunConfig:
+    """The lengths of training that fit into the budget, by estimated times of steps; those of a run that has them."""
+    if previous and is_same_run(config, previous):
+        return with_lengths_of(config, previous)
+    one_step = with_lengths(config, dict.fromkeys(config.trainings, 1))
+    seconds = {name: _estimate(one_step, run, name, rates, num_hosts).seconds for name in config.trainings}
+    return with_lengths(config, num_steps_within(config, budget_s, seconds))
 
 
 def _words(state: str, name: str, only: Sequence[str]) -> str:

@@ -66,6 +66,15 @@ def check_device(device: str) -> None:
         raise ConfigError("hardware.device: is cuda, and this machine has no CUDA device; choose cpu or auto")
 
 
+def check_threads(num_threads: int) -> None:
+    """Raise `ConfigError` for more threads than cores: they would only make every stage slower."""
+    if num_threads > num_usable_cores():
+        raise ConfigError(
+            f"hardware.num_threads: must be at most {num_usable_cores()}, the cores that this process may use, got "
+            f"{num_threads}; 0 is every core"
+        )
+
+
 def check_size(model: ModelConfig) -> None:
     """Raise `ConfigError` for a model whose weights alone need more memory than the machine has."""
     needed, memory = 4 * model.num_parameters, hardware()["memory_bytes"]
@@ -133,7 +142,9 @@ def product_rate(config: RunConfig, precision: PrecisionConfig, note: Callable[[
 
 def _resolve_hardware(wish: HardwareConfig, previous: RunConfig | None) -> HardwareConfig:
     kept = previous.hardware if previous else None
-    threads = wish.num_threads or (kept.num_threads if kept else 0) or num_usable_cores()
+    check_threads(wish.num_threads)
+    num_cores = num_usable_cores()
+    threads = wish.num_threads or min(kept.num_threads if kept else num_cores, num_cores)
     device = kept.device if kept and wish.device == "auto" else resolved_device(wish.device)
     check_device(device)
     return HardwareConfig(device=device, num_threads=threads)

@@ -23,11 +23,13 @@ from modelwright.pipeline.preflight import check_training, prefix_errors
 from modelwright.pipeline.process_group import RunGroup, as_lost_peer, join_ranks, shared_rows, use_threads
 from modelwright.pipeline.redact import redact_words
 from modelwright.pipeline.renamed import read_run_config
-from modelwright.pipeline.resolve import check_device, resolve, resolve_model, resolved_device
+from modelwright.pipeline.resolve import check_device, resolve, resolve_model, resolve_paths, resolved_device
+from modelwright.pipeline.run_identity import check_same_run
 from modelwright.pipeline.runner import Outcome, run_stages, survey
 from modelwright.pipeline.stage import Stage
 from modelwright.pipeline.stage_log import now
 from modelwright.pipeline.stages.build import build_stages
+from modelwright.pipeline.stages.report import REPORT
 from modelwright.pipeline.time_budget import fit_to_minutes, with_lengths_of
 
 PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "openai", "transformers")
@@ -36,11 +38,15 @@ LOCK_PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended: the result of each stage; `is_first` on the process that may print."""
+    """How a run ended: the result of each stage; `is_first` on the process that may print.
+
+    report: the page about these stages; None if the stage `report` is not one of those that are finished now
+    """
 
     outcomes: Sequence[Outcome]
     is_first: bool
     has_model: bool
+    report: Path | None = None
 
 
 def execute(
@@ -59,7 +65,7 @@ def execute(
 
     `only`: the stages to run (empty: all), which must be stages of the configuration; `words`: the command line, for
     run.json; `elastic`: the layout is fitted to the processes that exist; `restart`: training whose checkpoints are all
-    damaged starts over; `minutes`: training is as long as fits into this time (`time_budget`), 0 for the configured
+    damaged starts over, and another run in the same folder is replaced; `minutes`: training is as long as fits into this time (`time_budget`), 0 for the configured
     length. Called by every process that was started. Raises `ModelwrightError` for anything that a person can fix,
     `Stopped` if training was asked to stop.
     """
@@ -74,6 +80,8 @@ def execute(
             config = fit_to_minutes(config, minutes, run, ranks, shown)
         if ranks.rank == 0:
             _hold(run, held, LOCK_PATIENCE_S if elastic else 0.0)
+            if not restart:
+                check_same_run(resolve_paths(resolve_model(config)), previous_config(run), run)
             config = resolve_config(config, run, shown)
             stages = _stages(config, run, only, ranks)
             to_do = _to_do(run, stages, only)
@@ -96,16 +104,26 @@ def execute(
                 after_stage=after_stage,
             )
         has_model = any(run.stage(name).artifact.is_dir() for name in config.trained_stages)
-        return RunResult(outcomes, ranks.rank == 0, has_model)
+        has_report = any(outcome.stage == REPORT for outcome in outcomes)
+        return RunResult(outcomes, ranks.rank == 0, has_model, run.report if has_report else None)
 
 
 def check_request(
-    config: RunConfig, run: RunDir, only: Sequence[str], *, num_processes: int, elastic: bool = False
+    config: RunConfig,
+    run: RunDir,
+    only: Sequence[str],
+    *,
+    num_processes: int,
+    elastic: bool = False,
+    restart: bool = False,
 ) -> None:
     """Raise `ConfigError` for everything that `execute` would reject before its first stage, without starting or
     writing anything.
     """
-    if previous_config(run) is None:
+    previous = previous_config(run)
+    if not restart:
+        check_same_run(resolve_paths(resolve_model(config)), previous, run)
+    if previous is None:
         config = resolve_model(config)
         check_device(resolved_device(config.hardware.device))
         to_do: Sequence[str] = config.stages

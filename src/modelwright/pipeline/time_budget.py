@@ -23,7 +23,8 @@ from modelwright.objectives.pretrain import Pretrain
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.process_group import RunGroup, use_threads
 from modelwright.pipeline.renamed import read_run_config
-from modelwright.pipeline.resolve import resolve
+from modelwright.pipeline.resolve import resolve, resolve_model, resolve_paths
+from modelwright.pipeline.run_identity import is_same_run
 from modelwright.pipeline.stages.training import fresh_model
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
@@ -43,10 +44,10 @@ def fit_to_minutes(config: RunConfig, minutes: float, run: RunDir, ranks: RunGro
     Called on all ranks, before the run's config.yaml is written. A run that already has lengths keeps them. Raises
     `ConfigError` if the budget is too small for a useful number of steps.
     """
-    is_new = not run.config.exists()
+    previous = parse(RunConfig, read_run_config(run.config)) if run.config.exists() else None
     ranks.barrier()
-    if not is_new:
-        return with_lengths_of(config, parse(RunConfig, read_run_config(run.config)))
+    if previous and is_same_run(resolve_paths(resolve_model(config)), previous):
+        return with_lengths_of(config, previous)
     folder = run.path / FOLDER
     if ranks.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)

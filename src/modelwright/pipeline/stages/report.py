@@ -9,13 +9,15 @@ from modelwright.pipeline.report.build import build_page
 from modelwright.pipeline.report.render import render
 from modelwright.pipeline.stage import Stage, StageContext
 
+REPORT = "report"
+
 
 def report_stage(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     """Reads artifacts, metrics and journals of the other stages; waits for those in `present`."""
     before = ("init",) if config.init_from else ()
     parents = tuple(name for name in present if name != "report" and not (config.init_from and name == "tokenize"))
     return Stage(
-        name="report",
+        name=REPORT,
         title="Writing the report",
         settings={},
         parents=(*before, *parents),

@@ -10,6 +10,10 @@ from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import Stage, StageContext
 
 FERTILITY_DOCUMENTS = 400
+NOTHING_HELD_OUT = (
+    "no document is held out, so neither the tokenizer nor the model is measured on text that it was not trained on; add "
+    "documents, or raise data.validation_fraction"
+)
 
 
 def tokenize_stage(config: RunConfig) -> Stage:
@@ -25,7 +29,8 @@ def tokenize_stage(config: RunConfig) -> Stage:
         context.output.facts |= {"vocab_size": tokenizer.vocab_size, "bytes_per_token": fertility}
         context.progress.end()
         shown = ", ".join(f"{kind} {value:.2f}" for kind, value in fertility.items())
-        context.progress.note(f"tokenizer: {tokenizer.vocab_size:,} tokens; bytes per token on held-out text: {shown}")
+        quality = f"bytes per token on held-out text: {shown}" if shown else NOTHING_HELD_OUT
+        context.progress.note(f"tokenizer: {tokenizer.vocab_size:,} tokens; {quality}")
 
     return Stage(
         name="tokenize",

@@ -19,6 +19,7 @@ from modelwright.model.hf import load_model
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.objectives.sft import Sft
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.report.format import plural
 from modelwright.pipeline.resolve import product_rate
 from modelwright.pipeline.stage import Stage, StageContext
 from modelwright.pipeline.stages.model_folder import save_model_folder
@@ -30,6 +31,8 @@ from modelwright.train.objective import Objective
 from modelwright.train.state import TrainResult, load_best
 
 Learn = Callable[[PackedLoader], Objective]
+MANY_EPOCHS = 4.0
+"""Up to here repeated text is worth almost as much as new text (Muennighoff et al. 2023, section 6)."""
 TOO_LOW = 1.02
 """Steps faster than the peak by more than this share of measurement error show that the peak is wrong."""
 
@@ -97,6 +100,8 @@ def _learn(
     batch_rows = training.batch_rows(packed.seq_len, num_copies=num_copies)
     loader = PackedLoader(packed, batch_rows=batch_rows, seed=derive_seed(config.seed, name, "order"))
     num_steps = training.resolve_num_steps(loader.num_batches_per_epoch)
+    if note := _repeats(name, num_steps * batch_rows, packed.num_rows):
+        context.progress.note(note)
     microbatch_rows = max(1, batch_rows // (training.gradient_accumulation_steps * num_copies))
     result = train(
         model,
@@ -119,6 +124,18 @@ def _learn(
     context.progress.note(_summary(name, num_steps, result, used_share))
     taken = _take_best(model, context, training, result)
     return _facts(result, model, num_steps, loader, taken, context) | peaks
+
+
+def _repeats(name: str, num_read: int, num_rows: int) -> str:
+    """A warning if the rows are read so often that the model learns them by heart, "" if they are not."""
+    num_epochs = num_read / num_rows
+    if num_epochs <= MANY_EPOCHS:
+        return ""
+    return (
+        f"{name}: warning: the training text fills only {plural(num_rows, 'row')} and is read {num_epochs:,.0f} times; "
+        f"after about {MANY_EPOCHS:.0f} passes a model mostly learns its text by heart: add text, or train for fewer "
+        "steps"
+    )
 
 
 def heldout_sample(folder: Path, config: RunConfig, *, batch_rows: int) -> Sequence[TokenBatch]:
