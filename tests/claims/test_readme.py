@@ -11,8 +11,8 @@ import pytest
 
 from modelwright.cli.overrides import read_overrides
 from modelwright.cli.run import _read
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.run import check_request
+from modelwright.pipeline.run_config import run_schema
 from modelwright.recipes.load import load
 from rank_processes import start_process
 
@@ -96,7 +96,7 @@ def test_every_run_that_is_shown_could_begin(words, tmp_path, monkeypatch):
     for given in words[:place]:
         monkeypatch.setenv(*given.split("="))
     options, overrides = _read(words[place + 2 :])
-    request = load(options.target, read_overrides(RunConfig, overrides), options.run_dir)
+    request = load(options.target, read_overrides(run_schema(), overrides), options.run_dir)
     assert request.run.path.name != RECIPE, "would replace stages of the demo"
     check_request(request.config, request.run, (), num_processes=options.nproc, elastic=False)
 

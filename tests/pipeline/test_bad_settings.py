@@ -50,8 +50,7 @@ def assert_one_line(done: subprocess.CompletedProcess[str], *parts: str) -> None
         (b'recipe: tiny\nname: "a\\0b"\n', "must be usable as a folder name"),
         (b"[" * 5000, "is nested too deeply"),
         (b"recipe: tiny\nmodel: {model_dim: -64}\n", "model.model_dim: must be at least 1"),
-        (b"recipe: tiny\nreport: {num_questions: -1}\n", "report: is no longer a setting"),
-        (b"recipe: tiny\nserve: {max_queue: 5}\n", "serve.max_queue: is now called serve.max_queued"),
+        (b"recipe: tiny\nserve: {max_queue: 5}\n", "serve.max_queue: unknown setting; did you mean 'max_queued'?"),
         (
             b"recipe: tiny\nserve_check: {num_validation_questions: -1, questions: [a]}\n",
             "serve_check.num_validation_q",

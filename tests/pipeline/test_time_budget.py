@@ -19,12 +19,11 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 def test_steps_and_validations_share_the_budget() -> None:
     config = recipe("tiny")
-    config = replace(
-        config,
-        validation_tokens=6144,
-        pretrain=replace(config.pretrain, batch_tokens=2048, eval_every_steps=10),
-        sft=replace(config.sft, batch_tokens=2048, eval_every_steps=0),
-    )
+    sections = {
+        "pretrain": replace(config.section("pretrain"), batch_tokens=2048, eval_every_steps=10),
+        "sft": replace(config.section("sft"), batch_tokens=2048, eval_every_steps=0),
+    }
+    config = replace(config, validation_tokens=6144).with_sections(sections)
     steps = num_steps_within(config, 1000.0, {"pretrain": 1.0, "sft": 2.0})
     assert steps == {"pretrain": int((900 - 1) / 1.1), "sft": int((100 - 2) / 2)}
     assert num_steps_within(config, 1000.0, {"sft": 2.0}) == {"sft": 499}

@@ -9,20 +9,10 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from modelwright.core.config import is_constant, parse_scalar, set_dotted
 from modelwright.core.errors import ConfigError
-
-
-@typing.runtime_checkable
-class HasRenamed(Protocol):
-    """A config that knows settings of earlier versions."""
-
-    @classmethod
-    def renamed(cls, key: str) -> str:
-        """What became of a key, as text; "" for one that never existed."""
-        ...
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
@@ -77,8 +67,6 @@ def field_type(config: type, dotted: str) -> Any:
             hint = hints[name]
         elif typing.get_origin(hint) is dict:
             hint = typing.get_args(hint)[1]
-        elif issubclass(config, HasRenamed) and (renamed := config.renamed(dotted)):
-            raise ConfigError(f"--{dotted}: {renamed}")
         else:
             raise ConfigError(f"--{dotted}: unknown setting; did you mean --{_nearest(config, dotted)}?{_known(hint)}")
     return hint

@@ -134,15 +134,15 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
     options, settings = _read(words)
     if hosts and options.nproc != 1:
         raise ConfigError("--nproc: is an option of launch; put it before the word run")
-    from modelwright.pipeline.config import RunConfig
     from modelwright.pipeline.plan import describe_plan
     from modelwright.pipeline.run import check_request, execute
+    from modelwright.pipeline.run_config import run_schema
     from modelwright.recipes.load import load
 
     if not 0 <= options.minutes < math.inf:
         raise ConfigError(f"--minutes: must be above 0, got {options.minutes:g}")
     only = _stages(options.stages)
-    request = load(options.target, read_overrides(RunConfig, settings), options.run_dir, only)
+    request = load(options.target, read_overrides(run_schema(), settings), options.run_dir, only)
     if options.dry_run or not is_started():
         start = hosts or _local(options.nproc)
         num_processes = start.processes * start.min_hosts
@@ -163,13 +163,15 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
                 num_hosts=start.min_hosts,
                 minutes=options.minutes,
             )
-            print(plan)
+            print("\n".join([plan, *request.notes]))
             return 0
         if hosts or num_processes > 1:
             return _start(start, line, request, only, options.minutes)
     started = time.monotonic()
     display = choose_display(sys.stderr)
     try:
+        for note in request.notes:
+            display.note(note)
         done = execute(
             request.config,
             request.run,

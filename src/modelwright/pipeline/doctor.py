@@ -14,6 +14,7 @@ def examine(config: RunConfig, *, as_json: bool, budget_s: float) -> str:
     """The survey as text or as JSON."""
     config = resolve_model(config)
     check_size(config.model)
+    training = config.first_training
     device = resolved_device(config.hardware.device)
     check_device(device)
     check_threads(config.hardware.num_threads)
@@ -21,7 +22,7 @@ def examine(config: RunConfig, *, as_json: bool, budget_s: float) -> str:
         torch.set_num_threads(config.hardware.num_threads)
     facts = survey(
         config.model,
-        num_tokens=config.pretrain.batch_tokens // config.pretrain.gradient_accumulation_steps,
+        num_tokens=training.batch_tokens // training.gradient_accumulation_steps,
         folder=Path("runs"),
         device=device,
         budget_s=budget_s,

@@ -11,7 +11,7 @@ from typing import Any
 
 from modelwright import __version__
 from modelwright.core.artifacts import Manifest
-from modelwright.core.config import load_yaml, parse, save_yaml
+from modelwright.core.config import save_yaml
 from modelwright.core.errors import STOPPING, ArtifactError, ConfigError, ModelwrightError, StorageError
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.resources import git_commit, hardware, versions
@@ -22,8 +22,8 @@ from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.preflight import check_training, prefix_errors
 from modelwright.pipeline.process_group import RunGroup, as_lost_peer, join_ranks, shared_rows, use_threads
 from modelwright.pipeline.redact import redact_words
-from modelwright.pipeline.renamed import read_run_config
 from modelwright.pipeline.resolve import check_device, resolve, resolve_model, resolve_paths, resolved_device
+from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.run_identity import check_same_run
 from modelwright.pipeline.runner import Outcome, run_stages, survey
 from modelwright.pipeline.stage import Stage
@@ -65,9 +65,9 @@ def execute(
 
     `only`: the stages to run (empty: all), which must be stages of the configuration; `words`: the command line, for
     run.json; `elastic`: the layout is fitted to the processes that exist; `restart`: training whose checkpoints are all
-    damaged starts over, and another run in the same folder is replaced; `minutes`: training is as long as fits into this time (`time_budget`), 0 for the configured
-    length. Called by every process that was started. Raises `ModelwrightError` for anything that a person can fix,
-    `Stopped` if training was asked to stop.
+    damaged starts over, and another run in the same folder is replaced; `minutes`: training is as long as fits into
+    this time (`time_budget`), 0 for the configured length. Called by every process that was started. Raises
+    `ModelwrightError` for anything that a person can fix, `Stopped` if training was asked to stop.
     """
     run.create()
     num_rows = shared_rows(config) if elastic else 0
@@ -90,21 +90,22 @@ def execute(
             _tell_places(ranks.placement, shown)
         ranks.barrier()
         if ranks.rank != 0:
-            config = parse(RunConfig, load_yaml(run.config))
+            config = read_run_config(run.config)
             stages = _stages(config, run, only, ranks)
         use_threads(config.hardware.num_threads)
+        implied = [stage.name for stage in config.stages if stage.is_implied]
         with _journal(run, config, origin, words, ranks) as after_stage:
             outcomes = run_stages(
                 run,
                 stages,
                 ranks=ranks,
                 progress=shown,
-                only=("init", *only) if only else (),
+                only=(*implied, *only) if only else (),
                 restart=restart,
                 after_stage=after_stage,
             )
-        has_model = any(run.stage(name).artifact.is_dir() for name in config.trained_stages)
-        has_report = any(outcome.stage == REPORT for outcome in outcomes)
+        has_model = any(run.stage(name).artifact.is_dir() for name in config.model_names)
+        has_report = any(outcome.stage == REPORT.name for outcome in outcomes)
         return RunResult(outcomes, ranks.rank == 0, has_model, run.report if has_report else None)
 
 
@@ -126,7 +127,7 @@ def check_request(
     if previous is None:
         config = resolve_model(config)
         check_device(resolved_device(config.hardware.device))
-        to_do: Sequence[str] = config.stages
+        to_do: Sequence[str] = config.stage_names
     else:
         config = resolve_config(config, run, SilentProgress())
         to_do = _to_do(run, build_stages(config, run, only), only)
@@ -193,15 +194,10 @@ def previous_config(run: RunDir) -> RunConfig | None:
     """The configuration that the run last used, `None` for a new run."""
     if not run.config.exists():
         return None
-    remedy = "mend or remove it, or choose another --run-dir"
     try:
-        data = read_run_config(run.config)
+        return read_run_config(run.config)
     except ConfigError as error:
-        raise ArtifactError(f"{error}; {remedy}") from None
-    try:
-        return parse(RunConfig, data)
-    except ConfigError as error:
-        raise ArtifactError(f"{run.config}: {error}; {remedy}") from None
+        raise ArtifactError(f"{error}; mend or remove it, or choose another --run-dir") from None
 
 
 @contextmanager
