@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from modelwright.core.config import dump
+from modelwright.core.config import dump, save_yaml
 from modelwright.core.errors import ConfigError
 from modelwright.pipeline.run_config import parse_run
 from modelwright.pipeline.stages.pretrain import PRETRAIN
@@ -64,6 +64,17 @@ def test_the_section_of_a_stage_that_is_left_out_is_checked_and_ignored(inside: 
     words = ("run", str(tmp_path / "mine.yaml"), "--run-dir", str(tmp_path / "run"))
     done = inside(*words, "--dry-run")
     assert done.stdout.splitlines()[-1] == "sft: ignored, because the run has no such stage"
+
+
+def test_a_stage_that_is_added_to_a_run_says_whose_settings_it_takes(tmp_path: Path) -> None:
+    part = ("clean", "tokenize", "pack")
+    save_yaml(tmp_path / "config.yaml", load("tiny", {}, str(tmp_path), part).config)
+    added = load(str(tmp_path), {}, only=("pretrain",))
+    assert added.config.section("pretrain").num_steps == 0
+    assert [note.partition(":")[0] for note in added.notes] == ["pretrain"]
+    again = load("tiny", {}, str(tmp_path), ("pretrain",))
+    assert (again.config.section("pretrain").num_steps, again.notes) == (40, [])
+    assert load(str(tmp_path), {}, only=part).notes == []
 
 
 def test_an_inherited_setting_of_a_stage_that_is_left_out_disturbs_nobody() -> None:

@@ -16,7 +16,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import StageSpec
 from modelwright.pipeline.stages.pack import PACK, check_context
-from modelwright.pipeline.stages.specs import STAGES, known_stages
+from modelwright.pipeline.stages.specs import STAGES, known_stages, stage_names
 from modelwright.pipeline.stages.tokenize import TOKENIZE
 
 
@@ -24,13 +24,12 @@ from modelwright.pipeline.stages.tokenize import TOKENIZE
 def run_schema() -> type:
     """A dataclass with one field per top-level key of a run's YAML: what all runs share, and every stage's section."""
     hints, docs = get_type_hints(RunConfig), field_docs(RunConfig)
+    names: Any = Literal[stage_names()]
     common: list[tuple[str, Any, Any]] = []
     for one in fields(RunConfig):
         if one.name == "stages":
             default = tuple(stage.name for stage in STAGES if not stage.is_implied)
-            common.append(
-                ("stages", tuple[_stage_names(), ...], field(default=default, metadata={"doc": docs["stages"]}))
-            )
+            common.append(("stages", tuple[names, ...], field(default=default, metadata={"doc": docs["stages"]})))
         elif one.name != "sections":
             common.append((one.name, hints[one.name], _documented(one, docs.get(one.name, ""))))
     own = [(stage.name, stage.config, field(default_factory=stage.config)) for stage in known_stages() if stage.config]
@@ -75,10 +74,6 @@ def left_out(data: Mapping[str, Any], config: RunConfig) -> list[str]:
     return [name for name in known if name in data and name not in config.sections]
 
 
-def _stage_names() -> Any:
-    return Literal[tuple(stage.name for stage in known_stages() if not stage.is_implied)]
-
-
 def _documented(one: Field[Any], doc: str) -> Any:
     metadata = {**one.metadata, **({"doc": doc} if doc else {})}
     if one.default is not MISSING:
@@ -95,7 +90,7 @@ def _stages_of(data: Mapping[str, Any]) -> tuple[StageSpec, ...]:
     names: tuple[str, ...] = selection.stages
     ordered = [stage.name for stage in known_stages() if stage.name in names]
     if not names:
-        raise ConfigError(f"stages: is empty; choose from {', '.join(_known_names())}")
+        raise ConfigError(f"stages: is empty; choose from {', '.join(stage_names())}")
     if len(set(names)) != len(names):
         raise ConfigError(f"stages: one is named twice: {', '.join(names)}")
     if list(names) != ordered:
@@ -114,10 +109,6 @@ def _selection() -> type:
     parts = {one.name: one for one in fields(schema)}
     chosen = [(name, hints[name], field(default=parts[name].default)) for name in ("stages", "init_from")]
     return make_dataclass("Selection", chosen, frozen=True, kw_only=True)
-
-
-def _known_names() -> Sequence[str]:
-    return [stage.name for stage in known_stages() if not stage.is_implied]
 
 
 def _inherited(data: Mapping[str, Any], stages: Sequence[StageSpec]) -> Mapping[str, Any]:

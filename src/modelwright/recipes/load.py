@@ -13,7 +13,7 @@ from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.run import previous_config
 from modelwright.pipeline.run_config import left_out, parse_run, training_names
-from modelwright.pipeline.stages.specs import known_stages
+from modelwright.pipeline.stages.specs import stage_names
 from modelwright.recipes.environment import environment_overrides, given_names
 from modelwright.train.config import LENGTHS
 
@@ -54,8 +54,14 @@ def load(target: str, overrides: Mapping[str, Any], run_dir: str = "", only: Seq
         data["stages"] = select_stages(only, previous.stage_names if previous else ())
     origin = ", ".join([origin, *given_names(os.environ)])
     config = parse_run(data)
-    unused = [] if only else left_out({**own, **overrides}, config)
-    notes = [f"{', '.join(unused)}: ignored, because the run has no such stage"] if unused else []
+    notes = []
+    if not only and (unused := left_out({**own, **overrides}, config)):
+        notes.append(f"{', '.join(unused)}: ignored, because the run has no such stage")
+    if folder and (added := [name for name in config.sections if name not in data]):
+        notes.append(
+            f"{', '.join(added)}: takes the default settings, because {folder} had no such stage; name the recipe or "
+            "file with --run-dir instead to take its settings"
+        )
     return Request(config, run, origin, notes)
 
 
@@ -73,11 +79,10 @@ def select_stages(only: Sequence[str], previous: Sequence[str]) -> list[str]:
     """The stages of a run when `--stages` names `only`, in the pipeline's order: these, and the ones that the run in
     the same folder (`previous`) already has. The same command therefore means the same when it is repeated.
     """
-    known = [stage.name for stage in known_stages() if not stage.is_implied]
     for name in only:
-        if name not in known:
-            raise ConfigError(f"stages: {name!r} is not one of {', '.join(known)}")
-    return [name for name in known if name in only or name in previous]
+        if name not in stage_names():
+            raise ConfigError(f"stages: {name!r} is not one of {', '.join(stage_names())}")
+    return [name for name in stage_names() if name in only or name in previous]
 
 
 def find_run(word: str) -> RunDir:

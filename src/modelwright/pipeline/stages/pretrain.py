@@ -4,10 +4,11 @@ from modelwright.objectives.pretrain import Pretrain
 from modelwright.pipeline.report.learning import training_facts
 from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.rows import TEXT_ROWS
+from modelwright.pipeline.stages.stage_inputs import FIRST_TRAINING
 from modelwright.pipeline.stages.training import training_spec
 
 PRETRAIN = training_spec(
-    name="pretrain",
+    name=FIRST_TRAINING,
     title="Pretraining",
     report_title="Pretraining",
     model_title="pretrained",

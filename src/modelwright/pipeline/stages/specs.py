@@ -26,6 +26,11 @@ STAGES_GROUP = "modelwright.stages"
 """Entry points of other packages: each a `StageSpec`."""
 
 
+def stage_names() -> tuple[str, ...]:
+    """The stages that a user may name, in the pipeline's order."""
+    return tuple(stage.name for stage in known_stages() if not stage.is_implied)
+
+
 @functools.cache
 def known_stages() -> tuple[StageSpec, ...]:
     """The stages of this package and of all installed ones, in the pipeline's order.
