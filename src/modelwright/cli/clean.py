@@ -62,7 +62,7 @@ def clean(words: Sequence[str]) -> int:
     if not options.sources:
         raise ConfigError("clean: name at least one source: modelwright clean SOURCE ... --out DIR")
     base = {"data": {"sources": options.sources, "validation_fraction": 0.0, "on_bad_record": "skip"}}
-    config = parse(CleanCommandConfig, merge(base, read_overrides(CleanCommandConfig, settings)))
+    config = parse(CleanCommandConfig, merge(base, read_overrides(CleanCommandConfig, settings, _FLAGS)))
     from modelwright.pipeline.cleaning import clean_sources
 
     display = choose_display(sys.stderr)

@@ -48,14 +48,15 @@ KEPT, DROPPED, REPORT = "kept.jsonl.zst", "dropped.jsonl.zst", "report.json"
 STAGES = ("format", "quality", "noise", "duplicates", "privacy")
 _SHARD_CHARS = 8_000_000
 _FEWEST_SHARDS_FOR_PROCESSES = 4
-_VERSION = 1
+_VERSION = 2
 """Raised when the same documents and settings give another result."""
 
 
 @dataclass(kw_only=True)
 class CleanReport:
     """`kept[kind][split]` and `dropped[step][reason]`, each `{"documents": n, "bytes": UTF-8 bytes}`; `replaced`:
-    values of each kind that the stage privacy replaced; `limits`: of the stage quality, by kind of document;
+    values of each kind that the stage privacy replaced; `failed_validators`: how often each of its validators raised
+    an exception, so that the value stayed; `limits`: of the stage quality, by kind of document;
     `noise`: how the classifier was trained, and its precision and recall on held-out samples.
     """
 
@@ -64,6 +65,7 @@ class CleanReport:
     kept: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     dropped: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     replaced: dict[str, int] = field(default_factory=dict)
+    failed_validators: dict[str, int] = field(default_factory=dict)
     limits: dict[str, dict[str, float]] = field(default_factory=dict)
     noise: dict[str, Any] = field(default_factory=dict)
 
@@ -259,7 +261,8 @@ class _Run:
                     total = getattr(report, name).setdefault(first, {}).setdefault(second, {"documents": 0, "bytes": 0})
                     for unit in total:
                         total[unit] += entry[unit]
-            report.replaced = dict(Counter(report.replaced) + Counter(facts["replaced"]))
+            for name in ("replaced", "failed_validators"):
+                setattr(report, name, dict(Counter(getattr(report, name)) + Counter(facts[name])))
         report.dropped = {step: report.dropped[step] for step in STAGES if step in report.dropped}
         return report
 
