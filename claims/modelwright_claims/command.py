@@ -9,8 +9,8 @@ from modelwright.cli.display import choose_display
 from modelwright.core.errors import ConfigError
 
 
-def prove(words: Sequence[str]) -> int:
-    """Run `modelwright prove WORDS` and return its exit code; the product finds this function by its entry point."""
+def parser() -> argparse.ArgumentParser:
+    """The options of `modelwright prove`."""
     parser = argparse.ArgumentParser(
         prog="modelwright prove", description="Measure published claims on this machine and renew docs/claims.md."
     )
@@ -23,7 +23,12 @@ def prove(words: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="a smaller measurement, for a smoke test")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="folder of the result files")
     parser.add_argument("--page", type=Path, default=Path("docs/claims.md"), help="the page to renew")
-    options = parser.parse_args(words)
+    return parser
+
+
+def prove(words: Sequence[str]) -> int:
+    """Run `modelwright prove WORDS` and return its exit code; the product finds this function by its entry point."""
+    options = parser().parse_args(words)
     from modelwright_claims import ledger, results  # PyTorch takes seconds to load
 
     if options.list:

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 import modelwright
+from modelwright.pipeline.stages.specs import known_stages
 
 PACKAGE = Path(modelwright.__file__).parent
 MOST_STEP_LINES = 120
 MOST_CLASS_LINES = 250
+MOST_FUNCTION_LINES = 80
 
 
 def tree_of(path: Path) -> ast.Module:
@@ -47,3 +49,28 @@ def test_techniques_are_listed_once() -> None:
     for path in core:
         imported = [node.module or "" for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom)]
         assert not [module for module in imported if module.rpartition(".")[2] in techniques], path.name
+
+
+def test_no_function_of_the_pipeline_is_long() -> None:
+    lengths = {
+        f"{path.name}: {node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for path in (PACKAGE / "pipeline").rglob("*.py")
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert len(lengths) > 200
+    assert not {name: lines for name, lines in lengths.items() if lines > MOST_FUNCTION_LINES}
+
+
+def test_stages_are_listed_once() -> None:
+    """Only the folder of the stages knows their names; everything else asks a `StageSpec`."""
+    names = {stage.name for stage in known_stages()} - {"clean", "report"}  # these two are keys of facts, too
+    named = {
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value}"
+        for package in ("pipeline", "recipes")
+        for path in (PACKAGE / package).rglob("*.py")
+        if "stages" not in path.parts
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant) and node.value in names
+    }
+    assert named == set()

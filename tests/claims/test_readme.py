@@ -14,8 +14,8 @@ import pytest
 from modelwright.cli.overrides import read_overrides
 from modelwright.cli.run import _read, parser
 from modelwright.data.conversations import RECORD_TYPES
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.run import check_request
+from modelwright.pipeline.run_config import run_schema
 from modelwright.recipes.load import load
 from rank_processes import start_process
 
@@ -44,14 +44,21 @@ def run_small(words: list[str], folder: Path, *more: str) -> None:
     assert code == 0, output[-2000:] + errors[-2000:]
 
 
+def weights(run: Path) -> dict[str, bytes]:
+    return {path.parts[-3]: path.read_bytes() for path in run.glob("*/artifact/model.safetensors")}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A place with what the commands name, and the run that the README's own command made there."""
+    """A place with what the commands name, the demo, and the run that the README's own command made after it."""
     place = tmp_path_factory.mktemp("readme")
     for name in ("README.md", "CONTRIBUTING.md", "docs"):
         (place / name).symlink_to(ROOT / name)
+    run_small(["modelwright", "run", RECIPE], place, "--data.stdlib_fraction", "0.03")
+    demo = weights(place / "runs/tiny")
     (command,) = filter(is_the_run, commands())
     run_small(command, place, "--data.stdlib_fraction", "0.03")
+    assert weights(place / "runs/tiny") == demo
     return place
 
 
@@ -63,7 +70,7 @@ def test_some_commands_are_marked():
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_the_command_works(words, folder):
     if is_the_run(words):
-        assert (folder / "runs/tiny/report.html").is_file()
+        assert (folder / "runs" / words[words.index("--name") + 1] / "report.html").is_file()
     else:
         run_small(words, folder)
 
@@ -92,8 +99,8 @@ def test_every_run_that_is_shown_could_begin(words, tmp_path, monkeypatch):
     for given in words[:place]:
         monkeypatch.setenv(*given.split("="))
     options, overrides = _read(words[place + 2 :])
-    request = load(options.target, read_overrides(RunConfig, overrides), options.run_dir)
-    assert request.config.name == RECIPE
+    request = load(options.target, read_overrides(run_schema(), overrides), options.run_dir)
+    assert request.run.path.name != RECIPE, "would replace stages of the demo"
     check_request(request.config, request.run, (), num_processes=options.nproc, elastic=False)
 
 

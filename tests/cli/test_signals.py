@@ -164,6 +164,7 @@ def test_a_test_of_rates(tmp_path: Path, number: signal.Signals) -> None:
 
 STUCK = """
 import ctypes, sys, time
+from dataclasses import replace
 from modelwright.cli import main, stopping
 stopping.GRACE_S = 0.5
 def swallow(words):
@@ -178,7 +179,7 @@ def block(words):
     for _ in range(2):  # the second time waits for ever, and no signal ends it
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
 print("begun", flush=True)
-main.COMMANDS["run"] = ({"swallow": swallow, "block": block}[sys.argv[1]], "")
+main.COMMANDS["run"] = replace(main.COMMANDS["run"], run={"swallow": swallow, "block": block}[sys.argv[1]])
 sys.argv[1:] = ["run"]
 sys.exit(main.main())
 """

@@ -7,7 +7,7 @@ import pytest
 from modelwright.core.config import constant, difference, digest, dump, merge, parse
 from modelwright.core.config_docs import annotated_yaml, defaults_of, settings_of
 from modelwright.core.errors import ConfigError
-from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.run_config import run_schema
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,7 @@ def test_yaml_carries_documentation() -> None:
 def test_constants_are_for_python_alone() -> None:
     with pytest.raises(ConfigError, match=r"^retries: unknown setting"):
         parse(Inner, {"retries": 5})
+    assert parse(Inner, {"retries": 3}) == Inner(), "the value that it has"
     assert parse(Inner, {"retries": 5}, constants=True) == Inner(retries=5)
     assert dump(Inner(retries=5)) == {"wait_s": 2.0}
     assert dump(Inner(retries=5), constants=True) == {"wait_s": 2.0, "retries": 5}
@@ -63,4 +64,4 @@ def test_a_difference_merges_back() -> None:
 
 
 def test_every_setting_of_a_run_is_documented() -> None:
-    assert [one.key for one in settings_of(RunConfig) if not one.doc] == []
+    assert [one.key for one in settings_of(run_schema()) if not one.doc] == []

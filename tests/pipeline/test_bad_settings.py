@@ -5,6 +5,7 @@ import random
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,13 @@ import pytest
 from modelwright.core.artifacts import write_artifact
 from modelwright.core.config import load_yaml, save_yaml
 from modelwright.core.errors import ConfigError
+from modelwright.core.progress import SilentProgress
+from modelwright.core.resources import num_usable_cores
 from modelwright.core.rundir import RunDir
+from modelwright.pipeline import resolve
+from modelwright.pipeline.config import HardwareConfig
 from modelwright.pipeline.stage_log import read_attempts
-from modelwright.recipes.load import recipe
+from modelwright.recipes.load import load, recipe
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -45,8 +50,7 @@ def assert_one_line(done: subprocess.CompletedProcess[str], *parts: str) -> None
         (b'recipe: tiny\nname: "a\\0b"\n', "must be usable as a folder name"),
         (b"[" * 5000, "is nested too deeply"),
         (b"recipe: tiny\nmodel: {model_dim: -64}\n", "model.model_dim: must be at least 1"),
-        (b"recipe: tiny\nreport: {num_questions: -1}\n", "report: is no longer a setting"),
-        (b"recipe: tiny\nserve: {max_queue: 5}\n", "serve.max_queue: is now called serve.max_queued"),
+        (b"recipe: tiny\nserve: {max_queue: 5}\n", "serve.max_queue: unknown setting; did you mean 'max_queued'?"),
         (
             b"recipe: tiny\nserve_check: {num_validation_questions: -1, questions: [a]}\n",
             "serve_check.num_validation_q",
@@ -61,6 +65,19 @@ def test_a_file_that_cannot_be_right(inside: Command, tmp_path: Path, content: b
     path.write_bytes(content)
     assert_one_line(inside("run", str(path), "--dry-run", "--run-dir", str(tmp_path / "run")), message)
     assert [found.name for found in tmp_path.iterdir()] == ["mine.yaml"]
+
+
+@pytest.mark.parametrize("words", [("run", "tiny", "--dry-run"), ("run", "tiny")])
+def test_no_more_threads_than_cores(inside: Command, tmp_path: Path, words: tuple[str, ...]) -> None:
+    done = inside(*words, "--hardware.num_threads", "999", "--run-dir", str(tmp_path / "run"))
+    assert_one_line(done, f"hardware.num_threads: must be at most {num_usable_cores()}", "got 999; 0 is every core")
+
+
+def test_a_run_goes_on_where_there_are_fewer_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    previous = replace(recipe("tiny"), hardware=HardwareConfig(device="cpu", num_threads=64))
+    monkeypatch.setattr(resolve, "num_usable_cores", lambda: 2)
+    config = load("tiny", {"hardware": {"num_threads": 0}}).config
+    assert resolve.resolve(config, previous, SilentProgress()).hardware.num_threads == 2
 
 
 @pytest.mark.parametrize("command", [("run", "--dry-run"), ("run",), ("config",), ("doctor",), ("plan", "memory")])

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from modelwright.core.config import dump, merge, parse
+from modelwright.core.config import dump, merge
 from modelwright.core.errors import ConfigError
-from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.preflight import check_training
+from modelwright.pipeline.run_config import parse_run
 from modelwright.recipes.load import recipe
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def check(changes: Mapping[str, Any], num_processes: int) -> None:
-    config = parse(RunConfig, merge(dump(recipe("tiny")), changes))
-    check_training(config, config.parallel, num_processes=num_processes, stages=config.stages)
+    config = parse_run(merge(dump(recipe("tiny")), changes))
+    check_training(config, config.parallel, num_processes=num_processes, stages=config.stage_names)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_what_works_passes(changes: Mapping[str, Any], num_processes: int) -> No
 
 
 def test_only_stages_that_are_trained_count() -> None:
-    config = parse(RunConfig, merge(dump(recipe("tiny")), {"parallel": {"tensor": 2}}))
+    config = parse_run(merge(dump(recipe("tiny")), {"parallel": {"tensor": 2}}))
     check_training(config, config.parallel, num_processes=1, stages=("clean", "evaluate", "report"))
 
 
@@ -160,9 +160,7 @@ def test_the_shape_is_that_of_the_folder(inside: Command, tmp_path: Path) -> Non
     from modelwright.model.decoder import Decoder
     from modelwright.model.hf import save_model
 
-    shape = parse(
-        RunConfig, merge(dump(recipe("tiny")), {"model": {"num_heads": 3, "num_kv_heads": 3, "ffn_dim": 96}})
-    ).model
+    shape = parse_run(merge(dump(recipe("tiny")), {"model": {"num_heads": 3, "num_kv_heads": 3, "ffn_dim": 96}})).model
     model = Decoder(shape)
     model.init_weights(0)
     save_model(model, tmp_path / "given")
@@ -176,7 +174,7 @@ def test_the_context_is_that_of_the_folder(inside: Command, tmp_path: Path) -> N
     from modelwright.model.decoder import Decoder
     from modelwright.model.hf import save_model
 
-    shape = parse(RunConfig, merge(dump(recipe("tiny")), {"model": {"max_seq_len": 1024}})).model
+    shape = parse_run(merge(dump(recipe("tiny")), {"model": {"max_seq_len": 1024}})).model
     model = Decoder(shape)
     model.init_weights(0)
     save_model(model, tmp_path / "given")

@@ -25,7 +25,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.parallel.mesh import single
 from modelwright.pipeline.runner import run_stages
 from modelwright.pipeline.stage_log import begin_attempt
-from modelwright.pipeline.stages.init import init_stage
+from modelwright.pipeline.stages.init import INIT
 from modelwright.pipeline.stages.model_folder import save_model_folder
 from modelwright.recipes.load import recipe
 from rank_processes import start_process
@@ -144,6 +144,6 @@ def test_the_server_says_which_model_it_has(run: RunDir) -> None:
 def test_training_does_not_start_from_a_damaged_artifact(run: RunDir, tmp_path: Path) -> None:
     folder = run.stage("pretrain").artifact
     flip_byte(folder / "model.safetensors")
-    stage = init_stage(replace(recipe("tiny"), init_from=str(folder)))
+    stage = INIT.build(replace(recipe("tiny"), init_from=str(folder)), RunDir(tmp_path), ())
     with pytest.raises(ArtifactError, match=r"model\.safetensors: is damaged"):
         run_stages(RunDir(tmp_path / "second").create(), [stage], ranks=single(), progress=SilentProgress())

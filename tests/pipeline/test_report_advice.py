@@ -11,14 +11,12 @@ from modelwright.core.rundir import RunDir
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.evaluate.suite import is_lossless
 from modelwright.pipeline.report.blocks import Note
-from modelwright.pipeline.report.build import _warnings
 from modelwright.pipeline.report.corpus import _funnel
 from modelwright.pipeline.report.format import number
 from modelwright.pipeline.report.results import power
-from modelwright.pipeline.report.run_data import RunData, StageData
+from modelwright.pipeline.report.run_data import StageData
 from modelwright.pipeline.report.watch import watch_blocks
-from modelwright.pipeline.stages.evaluate import headline
-from modelwright.recipes.load import recipe
+from modelwright.pipeline.stages.evaluate import EVALUATE, headline
 from modelwright.serve.expectation import SMALLEST_CHAT_MODEL, expectation
 
 
@@ -92,4 +90,4 @@ def test_a_tokenizer_that_does_not_keep_the_text_is_a_warning_on_terminal_and_pa
     for is_kept, num_warnings in ((False, 1), (True, 0)):
         results = {"models": {"pretrain": {"lossless": is_kept}}, "final": "pretrain"}
         (stage.folder.artifact / "results.json").write_text(json.dumps(results))
-        assert len(_warnings(RunData(recipe("tiny"), run, {}, {"evaluate": stage}))) == num_warnings
+        assert len(EVALUATE.warnings(stage)) == num_warnings

@@ -38,14 +38,14 @@ QUANTIZED = {
 }  # fmt: skip
 
 
-def run_data(folder: Path, name: str, files: dict[str, object]) -> RunData:
-    """A run of the small recipe in which only the stage `name` has finished, with these JSON files."""
+def run_data(folder: Path, name: str, files: dict[str, object]) -> tuple[RunData, StageData]:
+    """A run of the small recipe in which only the stage `name` has finished, with these JSON files; and the stage."""
     run = RunDir(folder)
     stage = StageData(name, run.stage(name), {}, [], True)
     stage.folder.artifact.mkdir(parents=True)
     for file, content in files.items():
         (stage.folder.artifact / file).write_text(json.dumps(content))
-    return RunData(recipe("tiny"), run, {}, {name: stage})
+    return RunData(recipe("tiny"), run, {}, {name: stage}), stage
 
 
 def only_table(section: Section | None) -> Table:
@@ -56,7 +56,7 @@ def only_table(section: Section | None) -> Table:
 
 @pytest.fixture
 def int8(tmp_path: Path) -> Section:
-    section = int8_section(run_data(tmp_path, "quantize", {"results.json": QUANTIZED}))
+    section = int8_section(*run_data(tmp_path, "quantize", {"results.json": QUANTIZED}))
     assert section is not None
     return section
 
@@ -93,7 +93,7 @@ def served(tmp_path: Path, streamed: str) -> Section:
         "streamed": {"answer": streamed, "first_text_s": 0.084 if streamed else 0.0},
         "start_s": 5.2,
     }
-    section = serving_section(run_data(tmp_path, "serve_check", {"answers.json": answers}))
+    section = serving_section(*run_data(tmp_path, "serve_check", {"answers.json": answers}))
     assert section is not None
     return section
 
@@ -134,7 +134,7 @@ def evaluated(tmp_path: Path, documents: int, kind: str = "prose") -> Section:
     }  # fmt: skip
     model = {"bits_per_byte": {kind: scores(documents)}, "multiple_choice": choice, "lossless": True}
     results = {"models": {"pretrain": model}, "final": "pretrain", "baselines": {}}
-    section = evaluation_section(run_data(tmp_path, "evaluate", {"results.json": results}))
+    section = evaluation_section(*run_data(tmp_path, "evaluate", {"results.json": results}))
     assert section is not None
     return section
 

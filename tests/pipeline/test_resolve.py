@@ -17,8 +17,8 @@ def test_bf16_without_instructions_is_never_the_fastest(monkeypatch, has_bf16, e
     monkeypatch.setattr(lowp_emulation, "CPU_MULTIPLIES", lowp_emulation.NARROW if has_bf16 else frozenset())
     monkeypatch.setattr(resolve, "resolved_device", lambda device: "cpu")
     found = resolve.resolve(recipe("quickstart"), None, SilentProgress())
-    assert found.pretrain.precision.compute == expected
-    assert found.sft.precision.compute == expected
+    assert found.section("pretrain").precision.compute == expected
+    assert found.section("sft").precision.compute == expected
 
 
 def test_a_busy_machine_is_told_beside_the_choice_of_precision(monkeypatch):
@@ -36,7 +36,7 @@ def test_a_busy_machine_is_told_beside_the_choice_of_precision(monkeypatch):
 
 
 def test_the_peak_rate_scales_with_the_batch():
-    training = replace(recipe("tiny").pretrain, learning_rate=4e-3, batch_tokens=2048)
+    training = replace(recipe("tiny").section("pretrain"), learning_rate=4e-3, batch_tokens=2048)
     of_16_rows = {"lr_reference_batch_tokens": 16 * 512}
     assert training.peak_learning_rate == 4e-3
     assert replace(training, lr_scaling="sqrt", **of_16_rows).peak_learning_rate == pytest.approx(2e-3)
@@ -56,8 +56,8 @@ FP32 = {"precision": {"policy": "fp32"}}
 @pytest.mark.parametrize(("speed_up", "expected"), [(0.0, "default"), (1.1, "default"), (1.9, "onednn")])
 def test_onednn_multiplies_where_it_is_clearly_faster(monkeypatch, speed_up, expected):
     found = settled(monkeypatch, speed_up)
-    assert found.pretrain.precision.fp32_matmul == expected
-    assert found.sft.precision.fp32_matmul == expected
+    assert found.section("pretrain").precision.fp32_matmul == expected
+    assert found.section("sft").precision.fp32_matmul == expected
 
 
 def test_who_multiplies_stays_as_it_was_when_the_run_was_created(monkeypatch):
@@ -73,11 +73,13 @@ def test_who_multiplies_can_be_said(monkeypatch):
         "quickstart", {"pretrain": {"precision": {"policy": "fp32", "fp32_matmul": "default"}}, "sft": FP32}
     ).config
     found = settled(monkeypatch, 1.9, config)
-    assert found.pretrain.precision.fp32_matmul == "default"
-    assert found.sft.precision.fp32_matmul == "onednn"
+    assert found.section("pretrain").precision.fp32_matmul == "default"
+    assert found.section("sft").precision.fp32_matmul == "onednn"
 
 
 def all_with(config, kernels):
-    sections = {name: getattr(config, name) for name in ("training", "pretrain", "sft")}
-    precisions = {name: replace(of.precision, fp32_matmul=kernels) for name, of in sections.items()}
-    return replace(config, **{name: replace(of, precision=precisions[name]) for name, of in sections.items()})
+    def changed(section):
+        return replace(section, precision=replace(section.precision, fp32_matmul=kernels))
+
+    config = config.with_sections({name: changed(config.section(name)) for name in ("pretrain", "sft")})
+    return replace(config, training=changed(config.training))

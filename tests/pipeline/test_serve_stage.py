@@ -21,7 +21,7 @@ from modelwright.pipeline.report.run_data import read_run
 from modelwright.pipeline.runner import run_stages
 from modelwright.pipeline.stage import Stage, StageContext
 from modelwright.pipeline.stages.model_folder import save_model_folder
-from modelwright.pipeline.stages.serve import serve_stage
+from modelwright.pipeline.stages.serve import SERVE_CHECK
 from modelwright.recipes.load import recipe
 
 CONTEXT, MAX_TOKENS = 64, 16
@@ -77,10 +77,11 @@ def model_stage() -> Stage:
 
 def serve(folder: Path, heldout: list[str], **settings) -> tuple[RunConfig, RunDir, list[str]]:
     config = recipe("tiny")
-    check = replace(config.serve_check, questions=(), num_validation_questions=3, max_tokens=MAX_TOKENS)
-    config = replace(config, stages=config.stages[:-1], serve_check=replace(check, **settings))
+    check = replace(config.section(SERVE_CHECK), questions=(), num_validation_questions=3, max_tokens=MAX_TOKENS)
+    config = replace(config, stages=config.stages[:-1])
+    config = config.with_sections({SERVE_CHECK.name: replace(check, **settings)})
     run, notes = RunDir(folder / "run").create(), Notes()
-    stages = [clean_stage(heldout), model_stage(), serve_stage(config)]
+    stages = [clean_stage(heldout), model_stage(), SERVE_CHECK.build(config, run, ())]
     run_stages(run, stages, ranks=single(), progress=notes)
     return config, run, notes.notes
 
@@ -94,7 +95,8 @@ def test_held_out_questions_longer_than_the_context_are_left_out(tmp_path: Path)
     words = "6 of 8 held-out questions left out: longer than the 48 tokens that serve_check.max_tokens leaves"
     assert any(words in note for note in notes)
     assert words in run.stage("serve_check").log.read_text()
-    section = serving_section(read_run(config, run))
+    data = read_run(config, run)
+    section = serving_section(data, data.stages[SERVE_CHECK.name])
     assert section is not None
     assert any(words in getattr(block, "text", "") for block in section.blocks)
 
@@ -107,6 +109,7 @@ def test_a_stage_without_a_question_that_fits_finishes(tmp_path: Path, max_token
     assert (result["streamed"] is None) == (not asked)
     words = "1 of 1 held-out questions and 1 of serve_check.questions left out"
     assert any(words in note for note in notes)
-    section = serving_section(read_run(config, run))
+    data = read_run(config, run)
+    section = serving_section(data, data.stages[SERVE_CHECK.name])
     assert section is not None
     assert any(words in getattr(block, "text", "") for block in section.blocks)

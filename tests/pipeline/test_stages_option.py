@@ -75,9 +75,9 @@ def test_the_example_of_the_help_can_be_repeated(
 
 
 def test_stages_are_added_to_a_run(run: Path) -> None:
-    assert load("tiny", {}, str(run), ("report",)).config.stages == NO_SERVE
-    more = load("tiny", {}, str(run), ("evaluate",)).config.stages
-    assert more == ("clean", "tokenize", "pack", "pretrain", "evaluate", "report")
+    assert load("tiny", {}, str(run), ("report",)).config.stage_names == list(NO_SERVE)
+    more = load("tiny", {}, str(run), ("evaluate",)).config.stage_names
+    assert more == ["clean", "tokenize", "pack", "pretrain", "evaluate", "report"]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_stages_are_added_to_a_run(run: Path) -> None:
 def test_settings_of_stages_left_out_are_not_checked(
     only: tuple[str, ...], overrides: dict[str, object], tmp_path: Path
 ) -> None:
-    assert load("tiny", overrides, str(tmp_path), only).config.stages == only
+    assert load("tiny", overrides, str(tmp_path), only).config.stage_names == list(only)
 
 
 def test_no_stage_at_all_is_refused(inside: Command, tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.artifacts import read_manifest
-from modelwright.core.config import load_yaml, parse
+from modelwright.core.config import load_yaml
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import SilentProgress
-from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline import plan
 from modelwright.pipeline.process_group import join_ranks
 from modelwright.pipeline.resolve import resolve
+from modelwright.pipeline.run_config import parse_run
 from modelwright.pipeline.time_budget import num_steps_within, step_seconds
 from modelwright.recipes.load import recipe
 from rank_processes import run_ranks
@@ -25,12 +26,11 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 def test_steps_and_validations_share_the_budget() -> None:
     config = recipe("tiny")
-    config = replace(
-        config,
-        validation_tokens=6144,
-        pretrain=replace(config.pretrain, batch_tokens=2048, eval_every_steps=10),
-        sft=replace(config.sft, batch_tokens=2048, eval_every_steps=0),
-    )
+    sections = {
+        "pretrain": replace(config.section("pretrain"), batch_tokens=2048, eval_every_steps=10),
+        "sft": replace(config.section("sft"), batch_tokens=2048, eval_every_steps=0),
+    }
+    config = replace(config, validation_tokens=6144).with_sections(sections)
     steps = num_steps_within(config, 1000.0, {"pretrain": 1.0, "sft": 2.0})
     assert steps == {"pretrain": int((900 - 1) / 1.1), "sft": int((100 - 2) / 2)}
     assert num_steps_within(config, 1000.0, {"sft": 2.0}) == {"sft": 499}
@@ -47,7 +47,7 @@ def test_the_length_is_measured_once_and_kept(small_words: Sequence[str], tmp_pa
     words = [*small_words, "--run-dir", str(run), "--stages", "clean,tokenize,pack,pretrain"]
     run_ranks(TIMED_COMMAND, STEP_S, *words, "--minutes", "0.12", size=num_processes)
     config = load_yaml(run / "config.yaml")
-    num_steps = num_steps_within(parse(RunConfig, config), 7.2, {"pretrain": STEP_S})
+    num_steps = num_steps_within(parse_run(config), 7.2, {"pretrain": STEP_S})
     for name, count in num_steps.items():
         assert (config[name]["num_steps"], config[name]["num_tokens"], config[name]["num_epochs"]) == (count, 0, 0.0)
     assert not (run / "time-budget").exists()
@@ -57,12 +57,31 @@ def test_the_length_is_measured_once_and_kept(small_words: Sequence[str], tmp_pa
     assert read_manifest(run / "pretrain" / "artifact").content_digest == digest
 
 
+def test_the_plan_keeps_the_budget(
+    inside: Command, small_words: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "measured_rates", lambda config, precision, note: {"fp32": 1e11, "bf16": 1e11})
+    words = [*small_words, "--run-dir", str(tmp_path / "run"), "--dry-run", "--validation_tokens", "512"]
+    planned = {}
+    for minutes in ("0", "5", "50"):
+        done = inside(*words, "--minutes", minutes)
+        assert done.returncode == 0, done.stderr
+        table = done.stdout.partition("peak memory")[2].partition("total")[0]
+        planned[minutes] = {line.split()[0]: line.split()[3:5] for line in table.splitlines() if line}
+    # 10% of the budget is for fine-tuning, and validation takes a part of both, which the plan does not list
+    assert planned["5"]["pretrain"] == ["4", "min"]
+    assert 15 <= int(planned["5"]["sft"][0]) <= 30
+    assert 42 <= int(planned["50"]["pretrain"][0]) <= 45
+    assert planned["0"]["pretrain"][1] == "s"
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_step_takes_as_long_as_the_median_of_those_that_were_timed(tmp_path: Path) -> None:
     """A positive time, of this machine."""
     config = resolve(recipe("tiny"), None, SilentProgress())
     with join_ranks(config, links=tmp_path / "links.json", num_rows=0) as ranks:
         assert ranks is not None
-        assert step_seconds(config, "pretrain", tmp_path, ranks, SilentProgress()) > 0.0
+        assert step_seconds(config, config.trainings[0], tmp_path, ranks, SilentProgress()) > 0.0
 
 
 @pytest.mark.parametrize("minutes", ["-1", "nan", "inf"])

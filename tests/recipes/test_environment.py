@@ -23,7 +23,9 @@ def test_mode_and_switch_name_a_policy(monkeypatch, environment, policy):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     request = load("tiny", {})
-    assert request.config.pretrain.precision.policy == request.config.sft.precision.policy == policy
+    assert (
+        request.config.section("pretrain").precision.policy == request.config.section("sft").precision.policy == policy
+    )
     assert request.origin == ", ".join(["recipe tiny", *sorted(environment, reverse=True)])
 
 
@@ -54,7 +56,10 @@ def test_the_command_line_goes_first_and_the_resolved_file_shows_what_was_taken(
     config = load("tiny", {"sft": {"precision": {"policy": "bf16_mixed"}}}).config
     save_yaml(tmp_path / "config.yaml", config)
     shown = load_yaml(tmp_path / "config.yaml")
-    assert (config.pretrain.precision.policy, config.sft.precision.policy) == ("int8", "bf16_mixed")
+    assert (config.section("pretrain").precision.policy, config.section("sft").precision.policy) == (
+        "int8",
+        "bf16_mixed",
+    )
     assert shown["training"]["precision"]["loss_scale"]["growth_interval"] == 1000
     assert shown["training"]["precision"]["fp32_ops"] == ["softmax", "reduction", "rope", "norm"]
     assert ("precision" in shown["pretrain"], shown["sft"]["precision"]) == (False, {"policy": "bf16_mixed"})

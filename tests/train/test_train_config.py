@@ -17,11 +17,12 @@ def test_length_in_steps_tokens_and_epochs():
     assert TrainConfig(num_tokens=10_000, batch_tokens=4096).resolve_num_steps(100) == 3
     assert TrainConfig(num_epochs=1.5).resolve_num_steps(100) == 150
     assert TrainConfig(num_epochs=0.001).resolve_num_steps(100) == 1
+    assert TrainConfig().resolve_num_steps(100) == 100
 
 
-@pytest.mark.parametrize("lengths", [{}, {"num_steps": 5, "num_epochs": 1.0}, {"num_steps": -1}])
-def test_exactly_one_length(lengths):
-    with pytest.raises(ConfigError, match="exactly one"):
+@pytest.mark.parametrize("lengths", [{"num_steps": 5, "num_epochs": 1.0}, {"num_steps": -1}])
+def test_at_most_one_length(lengths):
+    with pytest.raises(ConfigError, match="at most one"):
         TrainConfig(**lengths)
 
 

@@ -40,6 +40,13 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def setting_names() -> list[str]:
+    """The settings that `modelwright clean` takes as options."""
+    from modelwright.core.config_docs import settings_of
+
+    return [setting.key for setting in settings_of(CleanCommandConfig)]
+
+
 def clean(words: Sequence[str]) -> int:
     """`modelwright clean`"""
     leading, own, settings = split_settings(words, _FLAGS)

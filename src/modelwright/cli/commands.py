@@ -18,9 +18,17 @@ LEAVING_S = 120
 """How long a process whose parent has gone may take to save or to finish answers."""
 
 COMMANDS_GROUP = "modelwright.commands"
-"""Entry points of other packages: functions that take a command's words and return its exit code."""
+"""Entry points of other packages: functions that take a command's words and return its exit code. Their module has a
+function `parser` that returns the command's options."""
 
-STAGE_HELP = "the model of this stage of the run: pretrain or sft (default: the last that has finished)"
+STAGE_HELP = "the model of this training stage of the run (default: the last that has finished)"
+
+
+def recipe_names() -> tuple[str, ...]:
+    """The recipes, as targets of a command."""
+    from modelwright.recipes.load import RECIPES
+
+    return RECIPES
 
 
 def recipes_parser() -> argparse.ArgumentParser:
@@ -80,6 +88,14 @@ def serve_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--exit-with-parent", action="store_true", help="stop when the process that started it is gone")
     return parser
+
+
+def serve_setting_names() -> list[str]:
+    """The settings that `modelwright serve` takes as options."""
+    from modelwright.core.config_docs import settings_of
+    from modelwright.serve.config import ServeConfig
+
+    return [setting.key for setting in settings_of(ServeConfig)]
 
 
 def serve(words: Sequence[str]) -> int:
@@ -189,6 +205,16 @@ def report(words: Sequence[str]) -> int:
     write_report(settings, run)
     print(run.report)
     return 0
+
+
+def prove_parser() -> argparse.ArgumentParser:
+    """The parser in the module of the entry point; without options where the claims are not installed."""
+    from importlib import import_module
+    from importlib.metadata import entry_points
+
+    for entry_point in entry_points(group=COMMANDS_GROUP, name="prove"):
+        return import_module(entry_point.module).parser()
+    return new_parser("prove", "Measure the claims.", example="modelwright prove --list")
 
 
 def prove(words: Sequence[str]) -> int:

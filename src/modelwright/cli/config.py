@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from modelwright.cli.overrides import read_overrides, split_words
+from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.cli.parsers import new_parser
 from modelwright.core.errors import ConfigError
 from modelwright.core.suggest import nearest
@@ -20,6 +20,7 @@ def config_parser() -> argparse.ArgumentParser:
         example="modelwright config quickstart --diff > mine.yaml",
         usage="modelwright config RECIPE|CONFIG.yaml|RUN_DIR [--diff] [--plain] [--a.b VALUE ...]",
     )
+    parser.add_argument("target", metavar="RECIPE|CONFIG.yaml|RUN_DIR", nargs="*", help="whose configuration to print")
     parser.add_argument("--diff", action="store_true", help="print only what differs from the defaults")
     parser.add_argument("--plain", action="store_true", help="print no documentation")
     return parser
@@ -31,32 +32,26 @@ def config(words: Sequence[str]) -> int:
 
     from modelwright.core.config import difference, dump
     from modelwright.core.config_docs import annotated_yaml, defaults_of
-    from modelwright.pipeline.config import TRAININGS, RunConfig
+    from modelwright.pipeline.run_config import run_schema, training_names
     from modelwright.recipes.load import load
 
-    flags, others = config_parser().parse_known_args(words)
-    leading, options = split_words(others)
-    if len(leading) != 1:
+    leading, own, settings = split_settings(words, ("diff", "plain", "help"))
+    flags = config_parser().parse_args([*leading, *own])
+    if len(flags.target) != 1:
         raise ConfigError("config: name one recipe, YAML file or run directory (modelwright recipes lists the recipes)")
-    plain = dump(load(leading[0], read_overrides(RunConfig, options)).config)
+    schema = run_schema()
+    plain = dump(load(flags.target[0], read_overrides(schema, settings)).config)
     if flags.diff:
-        defaults = defaults_of(RunConfig)
-        stages = {name: difference(plain[name], defaults[name]) for name in TRAININGS}
-        plain = {**difference(plain, defaults, without=TRAININGS), **stages}
-        plain = {name: plain[name] for name in dump_order() if plain.get(name) not in (None, {})}
+        # a training stage's section lacks what it inherits, so it is compared key by key
+        defaults, trainings = defaults_of(schema), [name for name in training_names() if name in plain]
+        own = {name: difference(plain[name], defaults[name]) for name in trainings}
+        changed = {**difference(plain, defaults, without=trainings), **own}
+        plain = {name: changed[name] for name in plain if changed.get(name) not in (None, {})}
     if flags.plain or flags.diff:
         print(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), end="")
     else:
-        print("\n".join(annotated_yaml(RunConfig, plain)))
+        print("\n".join(annotated_yaml(schema, plain)))
     return 0
-
-
-def dump_order() -> list[str]:
-    """The sections of a run in the order in which they are printed."""
-    from modelwright.core.config_docs import settings_of
-    from modelwright.pipeline.config import RunConfig
-
-    return list(dict.fromkeys(setting.key.partition(".")[0] for setting in settings_of(RunConfig)))
 
 
 def explain_parser() -> argparse.ArgumentParser:
@@ -71,12 +66,8 @@ def explain_parser() -> argparse.ArgumentParser:
 
 def explain(words: Sequence[str]) -> int:
     """`modelwright explain`"""
-    from modelwright.pipeline.renamed import RENAMED, new_name
-
     key = explain_parser().parse_args(words).key.lstrip("-")
     known = run_settings()
-    if key in RENAMED:
-        raise ConfigError(f"{key}: {new_name(key)}")
     result = [one for one in known if f".{one.key}".endswith(f".{key}") or f"{one.key}.".startswith(f"{key}.")]
     result = result or [one for one in known if f".{key}." in f".{one.key}."]
     if not result:
@@ -91,41 +82,58 @@ def explain(words: Sequence[str]) -> int:
 def run_settings() -> "list[Setting]":
     """All settings of a run, shared ones once: what training stages inherit is listed under `training`."""
     from modelwright.core.config_docs import settings_of
-    from modelwright.pipeline.config import TRAININGS, RunConfig
+    from modelwright.pipeline.run_config import run_schema, training_names
 
-    known = list(settings_of(RunConfig))
+    known = list(settings_of(run_schema()))
     shared = {one.key.removeprefix("training.") for one in known if one.key.startswith("training.")}
     split = ((one, *one.key.partition(".")) for one in known)
-    return [one for one, stage, _, key in split if not (stage in TRAININGS and key in shared)]
+    return [one for one, stage, _, key in split if not (stage in training_names() and key in shared)]
+
+
+def setting_names() -> list[str]:
+    """The dotted name of every setting of a run, inherited ones included."""
+    from modelwright.core.config_docs import settings_of
+    from modelwright.pipeline.run_config import run_schema
+
+    return [setting.key for setting in settings_of(run_schema())]
 
 
 def described(setting: "Setting") -> list[str]:
     """Lines about one setting, for a terminal."""
     facts = {"default": setting.default, "allowed": setting.allowed, "unit": setting.unit}
-    inherits = "pretrain and sft inherit it and may set their own" if setting.key.startswith("training.") else ""
+    inherits = "training stages inherit it and may set their own" if setting.key.startswith("training.") else ""
     lines = [setting.key, f"  {setting.doc}"]
     return lines + [f"  {name}: {value}" for name, value in {**facts, "scope": inherits}.items() if value]
 
 
 def markdown() -> str:
-    """The page docs/config.md."""
+    """The page docs/config.md. Training stages have the same settings and share one table."""
+    from modelwright.pipeline.run_config import training_names
+
+    trainings = training_names()
     lines = [
         "# Settings",
         "",
         f"Generated by `python -m modelwright.cli.config`; {len(run_settings())} settings. `modelwright config RECIPE` "
         "prints those of a run, `modelwright explain KEY` one of them.",
         "",
-        "`pretrain` and `sft` inherit every setting of `training` and may set their own value: "
-        "`--training.precision.policy int8` switches both stages to INT8, `--sft.precision.policy fp32` only one.",
+        f"{' and '.join(f'`{name}`' for name in trainings)} inherit every setting of `training` and may set their own "
+        f"value: `--training.precision.policy int8` switches all of them to INT8, `--{trainings[-1]}.precision.policy "
+        "fp32` only one.",
+        "",
+        "The section of a stage has the stage's name. A run has the sections of its own stages only: one that only "
+        "fine-tunes writes no section for pretraining. The section of a stage that a run does not have is checked and "
+        "then ignored, with a note (without one if `--stages` chooses a part of the run). A stage that is added to a "
+        "run later takes the settings of the recipe, file or command line that adds it.",
     ]
-    section = ""
+    known, section = {setting.key for setting in run_settings()}, ""
     for setting in run_settings():
         name = setting.key.partition(".")[0] if "." in setting.key else "run"
-        if name == "sft":
+        if name in trainings[1:] and f"{trainings[0]}.{setting.key.partition('.')[2]}" in known:
             continue
         if name != section:
             section = name
-            title = "pretrain and sft" if name == "pretrain" else name
+            title = ", ".join(trainings) if name in trainings else name
             lines += ["", f"## {title}", "", "| key | default | allowed | meaning |", "| --- | --- | --- | --- |"]
         cells = [f"`{setting.key}`", f"`{setting.default}`", setting.allowed, setting.doc]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

@@ -16,9 +16,9 @@ _FLAGS = ("min-lr", "max-lr", "steps", "run-dir", "out", "help")
 def parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "lr-find",
-        "Pretrain for some steps while the learning rate climbs by equal factors, until the loss diverges, and propose "
-        "a peak rate (Smith 2017). Uses the run's packed rows if they exist, else makes some; never writes into the "
-        "run's own folder.",
+        "Begin the run's first training while the learning rate climbs by equal factors, until the loss diverges, and "
+        "propose a peak rate (Smith 2017). Uses the run's packed rows if they exist, else makes some; never writes "
+        "into the run's own folder.",
         example="modelwright lr-find quickstart --min-lr 1e-5 --max-lr 0.1",
         usage="modelwright lr-find RECIPE|CONFIG.yaml|RUN_DIR [--min-lr RATE] [--max-lr RATE] [--steps N] [--out DIR] "
         "[--a.b VALUE ...]",
@@ -35,12 +35,12 @@ def parser() -> argparse.ArgumentParser:
 def lr_find(words: Sequence[str]) -> int:
     """`modelwright lr-find`"""
     options, settings = _read(words)
-    from modelwright.pipeline.config import RunConfig
     from modelwright.pipeline.lr_find import RangeConfig, range_test
+    from modelwright.pipeline.run_config import run_schema
     from modelwright.recipes.load import load
 
     test = RangeConfig(min_lr=options.min_lr, max_lr=options.max_lr, num_steps=options.steps)
-    request = load(options.target, read_overrides(RunConfig, settings, _FLAGS), options.run_dir)
+    request = load(options.target, read_overrides(run_schema(), settings, _FLAGS), options.run_dir)
     folder = Path(options.out) if options.out else request.run.path.with_name(f"{request.run.path.name}-lr-find")
     if folder.resolve() == request.run.path.resolve():
         raise ConfigError(
@@ -55,7 +55,7 @@ def lr_find(words: Sequence[str]) -> int:
         display.end()
     print(f"proposed peak  {result.proposal:.3g}   (a tenth of {result.lowest:.3g}, where the loss was lowest)")
     print(f"steepest fall  {result.steepest:.3g}")
-    print(f"configured     {request.config.pretrain.learning_rate:.3g}")
+    print(f"configured     {request.config.first_training.learning_rate:.3g}")
     print(f"chart          {folder / 'lr-find.html'}")
     return 0
 

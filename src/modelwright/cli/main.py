@@ -12,8 +12,10 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 from modelwright import __version__
-from modelwright.cli import clean, commands, completion, config, lr_find, plan, run
+from modelwright.cli import clean, commands, config, lr_find, plan, run
+from modelwright.cli.completion import completion_parser, completion_script
 from modelwright.cli.launch import EXIT_REPORT_DIR, GOES_ON, write_exit_report
+from modelwright.cli.parsers import Command
 from modelwright.cli.stopping import StopSignals
 from modelwright.core.errors import ModelwrightError
 from modelwright.core.suggest import did_you_mean
@@ -26,26 +28,73 @@ _RESUMABLE = ("run", "launch")
 _SPARED: Mapping[str, tuple[int, ...]] = {"chat": (signal.SIGINT,)}
 """Signals that a command may outlive: Ctrl-C ends an answer."""
 
-Command = Callable[[Sequence[str]], int]
-
-COMMANDS: dict[str, tuple[Command, str]] = {
-    "run": (run.run, "run a recipe, a YAML file, or a run directory again; resumes what was cut off"),
-    "launch": (run.launch, "run on several hosts, or with processes that may come and go"),
-    "clean": (clean.clean, "clean text into a folder, or explain what happened to a document"),
-    "recipes": (commands.recipes, "list the recipes"),
-    "config": (config.config, "print the configuration of a recipe or a YAML file, with documentation"),
-    "explain": (config.explain, "explain a setting: its meaning, default and allowed values"),
-    "doctor": (commands.doctor, "survey this machine and measure what it can do"),
-    "plan": (plan.plan, "plan a parallel layout, or the memory of a training step"),
-    "lr-find": (lr_find.lr_find, "propose a peak learning rate by a short sweep over rates"),
-    "serve": (commands.serve, "serve a run's model over HTTP, as the OpenAI API does"),
-    "chat": (commands.chat, "talk to a run's model in the terminal"),
-    "export": (commands.export, "write a run's model as a Hugging Face folder"),
-    "report": (commands.report, "write a run's report.html again"),
-    "prove": (commands.prove, "measure the claims of the ledger on this machine"),
-    "completion": (completion.completion, "print shell completion for bash, zsh or fish"),
+COMMANDS: dict[str, Command] = {
+    "run": Command(
+        run=run.run,
+        parser=run.parser,
+        settings=config.setting_names,
+        targets=commands.recipe_names,
+        summary="run a recipe, a YAML file, or a run directory again; resumes what was cut off",
+    ),
+    "launch": Command(
+        run=run.launch,
+        parser=run.launch_parser,
+        summary="run on several hosts, or with processes that may come and go",
+    ),
+    "clean": Command(
+        run=clean.clean,
+        parser=clean.parser,
+        settings=clean.setting_names,
+        summary="clean text into a folder, or explain what happened to a document",
+    ),
+    "recipes": Command(run=commands.recipes, parser=commands.recipes_parser, summary="list the recipes"),
+    "config": Command(
+        run=config.config,
+        parser=config.config_parser,
+        settings=config.setting_names,
+        targets=commands.recipe_names,
+        summary="print the configuration of a recipe or a YAML file, with documentation",
+    ),
+    "explain": Command(
+        run=config.explain,
+        parser=config.explain_parser,
+        targets=config.setting_names,
+        summary="explain a setting: its meaning, default and allowed values",
+    ),
+    "doctor": Command(
+        run=commands.doctor, parser=commands.doctor_parser, summary="survey this machine and measure what it can do"
+    ),
+    "plan": Command(
+        run=plan.plan, parser=plan.parser, summary="plan a parallel layout, or the memory of a training step"
+    ),
+    "lr-find": Command(
+        run=lr_find.lr_find,
+        parser=lr_find.parser,
+        settings=config.setting_names,
+        targets=commands.recipe_names,
+        summary="propose a peak learning rate by a short sweep over rates",
+    ),
+    "serve": Command(
+        run=commands.serve,
+        parser=commands.serve_parser,
+        settings=commands.serve_setting_names,
+        summary="serve a run's model over HTTP, as the OpenAI API does",
+    ),
+    "chat": Command(run=commands.chat, parser=commands.chat_parser, summary="talk to a run's model in the terminal"),
+    "export": Command(
+        run=commands.export, parser=commands.export_parser, summary="write a run's model as a Hugging Face folder"
+    ),
+    "report": Command(run=commands.report, parser=commands.report_parser, summary="write a run's report.html again"),
+    "prove": Command(
+        run=commands.prove, parser=commands.prove_parser, summary="measure the claims of the ledger on this machine"
+    ),
+    "completion": Command(
+        run=lambda words: _completion(words),
+        parser=completion_parser,
+        summary="print shell completion for bash, zsh or fish",
+    ),
 }
-_RENAMED = {"lr-range": "lr-find"}
+"""The only list of the commands."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,15 +104,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _guarded("help", lambda _: _show(_help(), 0 if words else 2), [], is_last=argv is None)
     if words[0] == "--version":
         return _show(f"modelwright {__version__}", 0)
-    if words[0] in _RENAMED:
-        return _complain(f"{words[0]}: is now called {_RENAMED[words[0]]}")
     if words[0] not in COMMANDS:
         hint = did_you_mean(words[0], COMMANDS)
         return _complain(f"{words[0]}: unknown command{hint} (modelwright --help lists them)")
-    return _guarded(words[0], COMMANDS[words[0]][0], words[1:], is_last=argv is None)
+    return _guarded(words[0], COMMANDS[words[0]].run, words[1:], is_last=argv is None)
 
 
-def _guarded(name: str, command: Command, words: Sequence[str], *, is_last: bool) -> int:
+def _completion(words: Sequence[str]) -> int:
+    """`modelwright completion`"""
+    print(completion_script(COMMANDS, completion_parser().parse_args(words).shell))
+    return 0
+
+
+def _guarded(name: str, command: Callable[[Sequence[str]], int], words: Sequence[str], *, is_last: bool) -> int:
     """Run the command and turn whatever ends it into an exit code. is_last: the process ends with it."""
     folder = os.environ.pop(EXIT_REPORT_DIR, "")  # not for what this process starts
     if folder:
@@ -126,7 +179,7 @@ def _complain(text: str, exit_code: int = ModelwrightError.exit_code) -> int:
 
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "usage: modelwright COMMAND [OPTIONS]",

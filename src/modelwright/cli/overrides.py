@@ -8,7 +8,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from modelwright.core.config import is_constant, parse_scalar, set_dotted
 from modelwright.core.errors import ConfigError
@@ -16,16 +16,6 @@ from modelwright.core.suggest import nearest
 
 OPTION_SIMILARITY = 0.85
 """Options are short words, so a name must resemble one more closely than a setting."""
-
-
-@typing.runtime_checkable
-class HasRenamed(Protocol):
-    """A config that knows settings of earlier versions."""
-
-    @classmethod
-    def renamed(cls, key: str) -> str:
-        """What became of a key, as text; "" for one that never existed."""
-        ...
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[tuple[str, list[str]]]]:
@@ -82,8 +72,6 @@ def field_type(config: type, dotted: str, own: Sequence[str] = ()) -> Any:
             hint = hints[name]
         elif typing.get_origin(hint) is dict:
             hint = typing.get_args(hint)[1]
-        elif issubclass(config, HasRenamed) and (renamed := config.renamed(dotted)):
-            raise ConfigError(f"--{dotted}: {renamed}")
         else:
             near = _nearest(config, dotted, own)
             raise ConfigError(f"--{dotted}: unknown setting{near and f'; did you mean --{near}?'}{_known(hint)}")

@@ -1,7 +1,30 @@
-"""Command-line parsers with a common look."""
+"""Commands and their parsers, which look alike."""
 
 import argparse
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+
+def no_names() -> Iterable[str]:
+    """`Command.settings` and `Command.targets` of a command that takes none."""
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One command of `modelwright`."""
+
+    run: Callable[[Sequence[str]], int]
+    """Takes the words after the command's name and returns the exit code."""
+    summary: str
+    """One line of the overview."""
+    parser: Callable[[], argparse.ArgumentParser]
+    """Its options, without the settings."""
+    settings: Callable[[], Iterable[str]] = no_names
+    """Dotted names that it takes as options besides."""
+    targets: Callable[[], Iterable[str]] = no_names
+    """Names that its first argument may have, beside those of files."""
 
 
 def new_parser(name: str, description: str, *, example: str, notes: str = "", **more: Any) -> argparse.ArgumentParser:

@@ -144,11 +144,13 @@ def _job(options: argparse.Namespace):
         model, seq_len, batch_tokens, requested = MODELS[options.target], 0, 2**22, "bf16"
     else:
         from modelwright.pipeline.resolve import resolve_model
+        from modelwright.pipeline.stages.pack import packed_row_len
         from modelwright.recipes.load import load
 
         config = resolve_model(load(options.target, {}).config)
-        model, seq_len, batch_tokens = config.model, config.pack.seq_len, config.pretrain.batch_tokens
-        requested = _format_of(config.pretrain.precision, options.device)
+        training = config.first_training
+        model, seq_len, batch_tokens = config.model, packed_row_len(config), training.batch_tokens
+        requested = _format_of(training.precision, options.device)
     seq_len = plan_memory.row_len(options.seq_len, seq_len or model.max_seq_len, longest=model.max_seq_len)
     if options.batch_tokens is not None:
         batch_tokens = plan_memory.batch_tokens(options.batch_tokens, seq_len)

@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
         notes=(
             "settings:\n"
             "  Every setting that `modelwright config RECIPE` prints can be given by its dotted name:\n"
-            "    modelwright run quickstart --data.sources notes/ more/*.jsonl.zst --pretrain.num_steps 500\n"
+            "    modelwright run quickstart --name mine --data.sources notes/ more/*.jsonl.zst\n"
             "    modelwright run quickstart --init-from path/to/hf-model --stages clean,pack,sft,evaluate,report\n"
             "  Whole numbers take prefixes: 2M is 2,000,000, 2Mi is 2,097,152; sizes in bytes also 180MiB.\n"
             "\n"
@@ -53,7 +53,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--restart",
         action="store_true",
-        help="begin a training again whose checkpoints are all damaged; they are kept as *.damaged",
+        help="replace a run of other sources or of another model in the same folder, and start a training over whose "
+        "checkpoints are all damaged (they are kept as *.damaged)",
     )
     parser.add_argument("--stages", metavar="A,B", help="work on these stages only")
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes on this machine (default: 1)")
@@ -133,29 +134,44 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
     options, settings = _read(words)
     if hosts and options.nproc != 1:
         raise ConfigError("--nproc: is an option of launch; put it before the word run")
-    from modelwright.pipeline.config import RunConfig
     from modelwright.pipeline.plan import describe_plan
     from modelwright.pipeline.run import check_request, execute
+    from modelwright.pipeline.run_config import run_schema
     from modelwright.recipes.load import load
 
     if not 0 <= options.minutes < math.inf:
         raise ConfigError(f"--minutes: must be above 0, got {options.minutes:g}")
     only = _stages(options.stages)
-    request = load(options.target, read_overrides(RunConfig, settings, _FLAGS), options.run_dir, only)
+    request = load(options.target, read_overrides(run_schema(), settings, _FLAGS), options.run_dir, only)
     if options.dry_run or not is_started():
         start = hosts or _local(options.nproc)
         num_processes = start.processes * start.min_hosts
-        check_request(request.config, request.run, only, num_processes=num_processes, elastic=hosts is not None)
+        check_request(
+            request.config,
+            request.run,
+            only,
+            num_processes=num_processes,
+            elastic=hosts is not None,
+            restart=options.restart,
+        )
         if options.dry_run:
-            print(
-                describe_plan(request.config, request.run, only, num_processes=num_processes, num_hosts=start.min_hosts)
+            plan = describe_plan(
+                request.config,
+                request.run,
+                only,
+                num_processes=num_processes,
+                num_hosts=start.min_hosts,
+                minutes=options.minutes,
             )
+            print("\n".join([plan, *request.notes]))
             return 0
         if hosts or num_processes > 1:
             return _start(start, line, request, only, options.minutes)
     started = time.monotonic()
     display = choose_display(sys.stderr)
     try:
+        for note in request.notes:
+            display.note(note)
         done = execute(
             request.config,
             request.run,
@@ -222,8 +238,8 @@ def _summary(done: Any, request: Any, wall_s: float) -> str:
         lines.append(f"  ran      {', '.join(ran)}")
     if skipped:
         lines.append(f"  kept     {', '.join(skipped)}")
-    if request.run.report.exists():
-        lines.append(f"  report   {request.run.report}")
+    if done.report:
+        lines.append(f"  report   {done.report}")
     if done.has_model:
         lines.append(f"  chat     modelwright chat {request.run.path}")
         lines.append(f"  serve    modelwright serve {request.run.path}")

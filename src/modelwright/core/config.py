@@ -1,8 +1,7 @@
 """Configuration: frozen dataclasses to and from plain mappings, YAML files and dotted overrides.
 
 A config is a frozen keyword-only dataclass that stands beside the class it configures and checks its own values in
-`__post_init__`. This module turns mappings into such dataclasses and back. The plain form of a `Layered` config differs
-from its fields.
+`__post_init__`. This module turns mappings into such dataclasses and back.
 """
 
 import dataclasses
@@ -78,35 +77,30 @@ def unused_settings(config: Any, path: str = "") -> list[str]:
 
 
 @typing.runtime_checkable
-class Layered(Protocol):
+class HasPlainForm(Protocol):
     """A config whose plain form differs from its fields, such as one with sections that inherit from another."""
 
-    @classmethod
-    def expand(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Convert the plain form to one value per field. Raises `ConfigError`."""
-        ...
-
-    @classmethod
-    def compact(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """The inverse of `expand`, without what can be inherited."""
+    def plain(self) -> dict[str, Any]:
+        """The settings as dicts, lists and scalars, without what is inherited."""
         ...
 
 
 def parse(cls: type[C], data: Any, path: str = "", *, constants: bool = False) -> C:
     """Build the config dataclass `cls` from a plain mapping.
 
-    constants: accept fields that are not settings, too. Raises `ConfigError` that starts with the dotted path of the
-    field: unknown key (naming the nearest known one), missing key, wrong type, or whatever the dataclass's own
-    `__post_init__` objects to.
+    constants: accept fields that are not settings, too. Otherwise one is accepted with its own value only, so that the
+    file of a run still reads that was written when it was a setting. Raises `ConfigError` that starts with the dotted
+    path of the field: unknown key (naming the nearest known one), missing key, wrong type, or whatever the dataclass's
+    own `__post_init__` objects to.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path or cls.__name__}: expected a mapping, got {data!r}")
     hints = typing.get_type_hints(cls)
     settings = cast(Mapping[Any, Any], data)
-    if issubclass(cls, Layered):
-        settings = cls.expand(settings)
     known = dataclasses.fields(cls)  # type: ignore[arg-type]
     fields = {field.name: field for field in known if constants or not is_constant(field)}
+    fixed = {field.name: field.default for field in known if field.name not in fields}
+    settings = {key: value for key, value in settings.items() if key not in fixed or value != fixed[key]}
     for key in settings:
         if key not in fields:
             raise ConfigError(_unknown_key(_join(path, str(key)), str(key), list(fields)))
@@ -123,14 +117,16 @@ def parse(cls: type[C], data: Any, path: str = "", *, constants: bool = False) -
 
 
 def dump(config: Any, *, constants: bool = False) -> Any:
-    """The plain form (dicts, lists, scalars) of a config; `parse(type(config), dump(config)) == config`.
+    """The plain form (dicts, lists, scalars) of a config; `parse(type(config), dump(config)) == config` unless the
+    config has a plain form of its own (`HasPlainForm`).
 
     constants: include fields that are not settings.
     """
+    if isinstance(config, HasPlainForm):
+        return config.plain()
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         fields = [field for field in dataclasses.fields(config) if constants or not is_constant(field)]
-        plain = {field.name: dump(getattr(config, field.name), constants=constants) for field in fields}
-        return type(config).compact(plain) if isinstance(config, Layered) else plain
+        return {field.name: dump(getattr(config, field.name), constants=constants) for field in fields}
     if isinstance(config, Mapping):
         return {str(key): dump(value, constants=constants) for key, value in cast(Mapping[Any, Any], config).items()}
     if isinstance(config, (tuple, list)):

@@ -89,10 +89,18 @@ def defaults_of(cls: type) -> dict[str, Any]:
 
 @functools.cache
 def field_docs(cls: type) -> Mapping[str, str]:
-    """The string literal under each field, as one line; those of base classes too."""
+    """The string literal under each field, as one line; those of base classes too. A class made by `make_dataclass`,
+    which has no source, carries them as `metadata["doc"]` of its fields.
+    """
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
+            continue
+        documented = {
+            field.name: field.metadata["doc"] for field in dataclasses.fields(base) if "doc" in field.metadata
+        }
+        if documented:
+            docs |= documented
             continue
         body = cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]).body
         for statement, following in itertools.pairwise(body):

@@ -1,9 +1,9 @@
 """Learning-rate range test (Smith 2017, Cyclical Learning Rates for Training Neural Networks, section 3.3).
 
-A short pretraining with the real trainer, in which the rate grows by equal factors from step to step, stopped when the
-loss diverges. It proposes a peak rate: a tenth of the rate at which the smoothed loss was lowest, a usual choice,
-because at the lowest point the run is about to diverge. It also reports the rate of the steepest descent, which is
-Smith's. Works in its own folders: the run's folder is read, if its rows are there, and never written to.
+The start of the run's first training with the real trainer, in which the rate grows by equal factors from step to step,
+stopped when the loss diverges. It proposes a peak rate: a tenth of the rate at which the smoothed loss was lowest, a
+usual choice, because at the lowest point the run is about to diverge. It also reports the rate of the steepest descent,
+which is Smith's. Works in its own folders: the run's folder is read, if its rows are there, and never written to.
 """
 
 import json
@@ -21,7 +21,6 @@ from modelwright.core.rundir import RunDir, StageDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.model.hf import load_model
-from modelwright.objectives.pretrain import Pretrain
 from modelwright.optim.schedule import ScheduleConfig
 from modelwright.parallel.mesh import single
 from modelwright.pipeline.config import RunConfig
@@ -32,7 +31,9 @@ from modelwright.pipeline.report.format import number
 from modelwright.pipeline.report.render import render
 from modelwright.pipeline.run import execute, resolve_config
 from modelwright.pipeline.runner import survey
+from modelwright.pipeline.stage import StageInputs
 from modelwright.pipeline.stages.build import build_stages
+from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.training import fresh_model
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
@@ -104,11 +105,11 @@ class Follow:
 def range_test(
     config: RunConfig, run: RunDir, folder: Path, test: RangeConfig, *, words: Sequence[str], progress: Progress
 ) -> Sweep:
-    """Sweep the rate of the stage pretrain; writes `folder/lr-find.html` and `.json`. run: of the real run, whose
+    """Sweep the rate of the run's first training; writes `folder/lr-find.html` and `.json`. run: of the real run, whose
     packed rows are used if they match `config`; otherwise some are made below `folder`.
     """
-    if "pretrain" not in config.stages:
-        raise ConfigError("stages: the range test runs the stage pretrain; add it")
+    if not config.trainings:
+        raise ConfigError("stages: none of them trains, so there is no learning rate to find; add one that does")
     config = resolve_config(config, run, progress)
     rows = _rows(config, run, folder, words, progress)
     use_threads(config.hardware.num_threads)
@@ -120,21 +121,24 @@ def range_test(
 def sweep(config: RunConfig, rows: Path, test: RangeConfig, progress: Progress) -> Sweep:
     """The run itself, on packed rows, in this process alone; leaves nothing behind."""
     packed = PackedRows(rows)
-    training = range_settings(config.pretrain, test)
+    stage = config.trainings[0]
+    assert stage.objective is not None
+    training = range_settings(config.first_training, test)
     loader = PackedLoader(
-        packed, batch_rows=training.batch_rows(packed.seq_len), seed=derive_seed(config.seed, "pretrain", "order")
+        packed, batch_rows=training.batch_rows(packed.seq_len), seed=derive_seed(config.seed, stage.name, "order")
     )
+    inputs = StageInputs(config=config, training=training, loader=loader, parents={})
     follow, diverged = Follow(test.num_steps), False
     with tempfile.TemporaryDirectory(prefix="modelwright-lr-find-") as scratch:
         try:
             train(
                 TrainJob(
                     model=load_model(Path(config.init_from)) if config.init_from else fresh_model(config),
-                    objective=Pretrain(loader),
+                    objective=stage.objective(inputs),
                     config=training,
                     num_steps=test.num_steps,
                     stage=StageDir(Path(scratch)),
-                    seed=derive_seed(config.seed, "pretrain"),
+                    seed=derive_seed(config.seed, stage.name),
                     name="lr-find",
                     input_digest="lr-find",
                     techniques=[observer("lr_range", follow.observe)],
@@ -209,7 +213,9 @@ def write_sweep(found: Sweep, config: RunConfig, test: RangeConfig, folder: Path
     page = Page(
         title=f"{config.name}: learning-rate range test",
         subtitle=f"{number(test.min_lr, 3)} to {number(test.max_lr, 3)}",
-        facts=[Fact("Proposed peak rate", number(found.proposal, 3), f"configured {config.pretrain.learning_rate:g}")],
+        facts=[
+            Fact("Proposed peak rate", number(found.proposal, 3), f"configured {config.first_training.learning_rate:g}")
+        ],
         sections=[Section("lr-find", "Range test", blocks)],
         footer=f"Written by Modelwright {__version__}. This file needs no network.",
     )
@@ -217,11 +223,12 @@ def write_sweep(found: Sweep, config: RunConfig, test: RangeConfig, folder: Path
 
 
 def _rows(config: RunConfig, run: RunDir, folder: Path, words: Sequence[str], progress: Progress) -> Path:
-    """The packed rows of pretraining: the run's own, or ones made for this test."""
-    place = run
-    if survey(run, build_stages(config, run)).states["pack"] != "done":
+    """The packed rows of the first training: the run's own, or ones made for this test."""
+    rows, place = config.trainings[0].rows, run
+    assert rows is not None
+    if survey(run, build_stages(config, run)).states[PACK.name] != "done":
         place = RunDir(folder / "data")
-        stages = tuple(name for name in config.stages if name in ("clean", "tokenize", "pack"))
-        data = replace(config, stages=stages)
+        before = config.stages[: [stage.name for stage in config.stages].index(PACK.name) + 1]
+        data = replace(config, stages=before)
         execute(data, place, only=(), origin="lr-find", words=words, progress=progress)
-    return place.stage("pack").artifact / "pretrain" / "train"
+    return place.stage(PACK.name).artifact / rows.name / "train"

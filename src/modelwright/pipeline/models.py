@@ -13,12 +13,11 @@ from modelwright.core.artifacts import (
     verify_if_artifact,
     write_artifact,
 )
-from modelwright.core.config import parse
 from modelwright.core.errors import ArtifactError, ConfigError
 from modelwright.core.rundir import RunDir
-from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.renamed import read_run_config
+from modelwright.pipeline.run_config import read_run_config
 from modelwright.pipeline.stage_log import read_attempts
+from modelwright.pipeline.stages.quantize import QUANTIZE
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.load import ModelSource
 
@@ -44,12 +43,14 @@ def find_model(path: Path, *, stage: str = "", int8: bool = False) -> FoundModel
     if not (path / "run.json").is_file():
         return _in_folder(path, stage)
     run = RunDir(path)
-    config = parse(RunConfig, read_run_config(run.config))
+    config = read_run_config(run.config)
     if stage and int8:
-        raise ConfigError("--stage: --int8 selects the model of the stage quantize; give only one of the two options")
-    if stage and stage not in config.trained_stages:
-        raise ConfigError(f"--stage: {stage!r} has no model; choose from {', '.join(config.trained_stages)}")
-    trained = ("quantize",) if int8 else config.trained_stages
+        raise ConfigError(
+            f"--stage: --int8 selects the model of the stage {QUANTIZE.name}; give only one of the two options"
+        )
+    if stage and stage not in config.model_names:
+        raise ConfigError(f"--stage: {stage!r} has no model; choose from {', '.join(config.model_names)}")
+    trained = (QUANTIZE.name,) if int8 else config.model_names
     name, unfinished = _last_finished(run, (stage,) if stage else trained, trained)
     manifest = _verified(run, name, trained)
     source = ModelSource(name=config.name, folder=run.stage(name).artifact, stage=name, digest=manifest.content_digest)

@@ -2,6 +2,7 @@
 
 from modelwright.parallel.config import ParallelConfig
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.stages.pack import PACK
 from modelwright.plan.layout import Layout, TrainingJob
 from modelwright.train.config import TrainConfig
 
@@ -11,10 +12,11 @@ def planned(
 ) -> tuple[TrainingJob, Layout]:
     """The job and layout of one training stage. Raises `ConfigError` if the layout does not divide the batch."""
     copies = training.num_copies(layout.axes(num_processes))
-    rows = training.batch_rows(config.pack.seq_len, num_copies=copies)
+    seq_len = config.section(PACK).seq_len
+    rows = training.batch_rows(seq_len, num_copies=copies)
     job = TrainingJob(
         model=config.model,
-        seq_len=config.pack.seq_len,
+        seq_len=seq_len,
         batch_tokens=training.batch_tokens,
         compute=training.precision.planned_as,
     )

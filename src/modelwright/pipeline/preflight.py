@@ -15,6 +15,8 @@ from modelwright.parallel.pipeline.stages import check_microbatches, check_ties,
 from modelwright.parallel.tensor_parallel import check_shape, stage_tokens
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.resolve import check_size, resolved_device
+from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.stage_inputs import model_before
 from modelwright.train.config import TrainConfig, check_layout
 
 
@@ -28,20 +30,20 @@ def prefix_errors(section: str) -> Iterator[None]:
 
 
 def check_training(config: RunConfig, layout: ParallelConfig, *, num_processes: int, stages: Sequence[str]) -> None:
-    """Check whether `num_processes` laid out as `layout` can train `stages` (a subset of pretrain and sft).
+    """Check whether `num_processes` laid out as `layout` can do the trainings among `stages` (names).
     `config.model` is the model that is trained. Raises `ConfigError`.
     """
-    stages = [name for name in stages if name in ("pretrain", "sft")]
-    if not stages:
+    trainings = [stage.name for stage in config.trainings if stage.name in stages]
+    if not trainings:
         return
     check_size(config.model)
     with prefix_errors("parallel"):
         axes = layout.axes(num_processes)
     _check_model(config, layout)
-    for name in stages:
+    for name in trainings:
         with prefix_errors(name):
-            _check_stage(config.stage_config(name), layout, config, axes)
-            if name == "pretrain" and not config.init_from and config.pretrain.batch_selection.max_initial_loss:
+            _check_stage(config.section(name), layout, config, axes)
+            if not model_before(config, name) and config.section(name).batch_selection.max_initial_loss:
                 raise ConfigError(
                     "batch_selection.max_initial_loss: the initial weights of a run from scratch have the loss "
                     "of a random guess everywhere; start from a trained model with init_from, or leave it at 0"
@@ -53,7 +55,7 @@ def _check_model(config: RunConfig, layout: ParallelConfig) -> None:
         check_shape(config.model, layout.tensor)
     except ConfigError as error:
         raise ConfigError(f"parallel.tensor: {layout.tensor} does not fit the model (model.{error})") from None
-    row_len = config.pack.seq_len
+    row_len = config.section(PACK).seq_len
     with prefix_errors("parallel"):
         if layout.pipeline > 1:
             layers_of_stages(config.model, layout)
@@ -66,7 +68,7 @@ def _check_model(config: RunConfig, layout: ParallelConfig) -> None:
 def _check_stage(training: TrainConfig, layout: ParallelConfig, config: RunConfig, axes: Mapping[str, int]) -> None:
     check_layout(training, layout, num_processes=math.prod(axes.values()))
     num_copies = training.num_copies(axes)
-    num_rows = training.batch_rows(config.pack.seq_len, num_copies=num_copies) // num_copies
+    num_rows = training.batch_rows(config.section(PACK).seq_len, num_copies=num_copies) // num_copies
     if training.batch_selection.signal != "none":
         training.batch_selection.num_chosen(num_rows, training.gradient_accumulation_steps)
     check_microbatches(layout, training.gradient_accumulation_steps)

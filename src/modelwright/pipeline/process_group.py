@@ -28,7 +28,9 @@ from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.plan_inputs import planned
 from modelwright.pipeline.preflight import prefix_errors
 from modelwright.pipeline.resolve import check_device, resolve_model, resolved_device
+from modelwright.pipeline.stages.pack import PACK
 from modelwright.plan.layout import expected_traffic
+from modelwright.train.config import TrainConfig
 
 PATIENCE = timedelta(days=7)
 _LEFT = (
@@ -111,10 +113,11 @@ def join_ranks(config: RunConfig, *, links: Path, num_rows: int = 0, host: str =
 
 def _traffic(config: RunConfig, layout: ParallelConfig, num_processes: int) -> dict[str, AxisTraffic]:
     """The estimated traffic along each axis in the first training of the run, before its data exists."""
+    if not config.trainings:
+        return DEFAULT_TRAFFIC
     config = resolve_model(config)
-    training = config.pretrain if "pretrain" in config.stages else config.sft
     try:
-        job, placed = planned(config, training, layout, num_processes)
+        job, placed = planned(config, config.first_training, layout, num_processes)
         return DEFAULT_TRAFFIC | expected_traffic(job, placed)
     except ConfigError:
         return DEFAULT_TRAFFIC  # what is wrong is told where all of the request is checked
@@ -130,8 +133,13 @@ def shared_rows(config: RunConfig) -> int:
     """The number that the replicas of the model must divide: rows of a microbatch over all replicas, in every training
     of the run.
     """
-    trainings = [config.stage_config(name) for name in config.trainings]
-    return math.gcd(*(one.batch_rows(config.pack.seq_len) // one.gradient_accumulation_steps for one in trainings)) or 1
+    trainings: list[TrainConfig] = [config.section(stage) for stage in config.trainings]
+    return (
+        math.gcd(
+            *(one.batch_rows(config.section(PACK).seq_len) // one.gradient_accumulation_steps for one in trainings)
+        )
+        or 1
+    )
 
 
 def _own_device(device: str) -> torch.device:

@@ -5,7 +5,7 @@ Resolved values are kept as long as the setting stays `auto`, so that a rerun on
 
 import glob
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,13 @@ from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.core.resources import hardware, num_usable_cores
 from modelwright.core.suggest import hub_hint
+from modelwright.data.clean_config import CleanConfig
 from modelwright.model.config import ModelConfig
 from modelwright.ops.lowp_emulation import is_emulated
 from modelwright.ops.microbenchmark import in_turn, undisturbed
-from modelwright.pipeline.config import TRAININGS, HardwareConfig, RunConfig
+from modelwright.pipeline.config import HardwareConfig, RunConfig
+from modelwright.pipeline.stages.clean import CLEAN
+from modelwright.pipeline.stages.pack import check_context
 from modelwright.plan.doctor import busy_note, measure_rates
 from modelwright.plan.estimate import size
 from modelwright.precision.apply import fp32_products
@@ -67,6 +70,15 @@ def check_device(device: str) -> None:
         raise ConfigError("hardware.device: is cuda, and this machine has no CUDA device; choose cpu or auto")
 
 
+def check_threads(num_threads: int) -> None:
+    """Raise `ConfigError` for more threads than cores: they would only make every stage slower."""
+    if num_threads > num_usable_cores():
+        raise ConfigError(
+            f"hardware.num_threads: must be at most {num_usable_cores()}, the cores that this process may use, got "
+            f"{num_threads}; 0 is every core"
+        )
+
+
 def check_size(model: ModelConfig) -> None:
     """Raise `ConfigError` for a model whose weights alone need more memory than the machine has."""
     needed, memory = 4 * model.num_parameters, hardware()["memory_bytes"]
@@ -91,17 +103,22 @@ def resolve_model(config: RunConfig) -> RunConfig:
             f"layout{hub_hint(config.init_from)}"
         )
     config = replace(config, model=load_config(folder), init_from=str(folder))
-    config.check_context()
+    check_context(config)
     return config
 
 
 def resolve_paths(config: RunConfig) -> RunConfig:
     """Paths of what the data stages read made absolute, so that config.yaml means the same from any folder."""
-    data, noise, duplicates = config.data, config.clean.noise, config.clean.duplicates
+    data = config.data
     data = replace(data, sources=tuple(map(_absolute, data.sources)), schema=_absolute_path(data.schema))
+    config = replace(config, data=data)
+    if not config.has(CLEAN):
+        return config
+    clean: CleanConfig = config.section(CLEAN)
+    noise, duplicates = clean.noise, clean.duplicates
     noise = replace(noise, trusted=tuple(map(_absolute, noise.trusted)), model=_absolute_path(noise.model))
     duplicates = replace(duplicates, index=_absolute_path(duplicates.index))
-    return replace(config, data=data, clean=replace(config.clean, noise=noise, duplicates=duplicates))
+    return config.with_sections({CLEAN.name: replace(clean, noise=noise, duplicates=duplicates)})
 
 
 def matrix_shapes(model: ModelConfig) -> list[tuple[int, int]]:
@@ -126,7 +143,8 @@ def measured_rates(config: RunConfig, precision: PrecisionConfig, note: Callable
 
 
 def _probe_tokens(config: RunConfig) -> int:
-    return max(1, min(config.pretrain.batch_tokens // config.pretrain.gradient_accumulation_steps, PROBE_TOKENS))
+    training = config.first_training
+    return max(1, min(training.batch_tokens // training.gradient_accumulation_steps, PROBE_TOKENS))
 
 
 def product_rate(config: RunConfig, precision: PrecisionConfig, note: Callable[[str], None]) -> float:
@@ -139,7 +157,9 @@ def product_rate(config: RunConfig, precision: PrecisionConfig, note: Callable[[
 
 def _resolve_hardware(wish: HardwareConfig, previous: RunConfig | None) -> HardwareConfig:
     kept = previous.hardware if previous else None
-    threads = wish.num_threads or (kept.num_threads if kept else 0) or num_usable_cores()
+    check_threads(wish.num_threads)
+    num_cores = num_usable_cores()
+    threads = wish.num_threads or min(kept.num_threads if kept else num_cores, num_cores)
     device = kept.device if kept and wish.device == "auto" else resolved_device(wish.device)
     check_device(device)
     return HardwareConfig(device=device, num_threads=threads)
@@ -147,13 +167,14 @@ def _resolve_hardware(wish: HardwareConfig, previous: RunConfig | None) -> Hardw
 
 def _resolve_onednn(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
     """The kernels of FP32 matrix products on the CPU."""
-    open_stages = [name for name in TRAININGS if config.stage_config(name).precision.fp32_matmul == "auto"]
+    open_stages = _open_stages(config, "fp32_matmul")
+    kept = _kept(previous, "fp32_matmul", open_stages)
     if not open_stages:
         return config
     if config.hardware.device != "cpu":
         chosen = dict.fromkeys(open_stages, "default")
-    elif previous:
-        chosen = {name: previous.stage_config(name).precision.fp32_matmul for name in open_stages}
+    elif kept:
+        chosen = kept
     else:
         check_size(config.model)
         torch.set_num_threads(config.hardware.num_threads)
@@ -167,25 +188,43 @@ def _resolve_onednn(config: RunConfig, previous: RunConfig | None, progress: Pro
 
 def _with_precision(config: RunConfig, changes: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     """Replace fields of `precision`. changes: by stage."""
-    stages = {name: config.stage_config(name) for name in changes}
-    precisions = {name: replace(stage.precision, **changes[name]) for name, stage in stages.items()}
-    resolved: dict[str, Any] = {name: replace(stages[name], precision=precisions[name]) for name in stages}
+    sections = {name: config.section(name) for name in changes}
+    precisions = {name: replace(section.precision, **changes[name]) for name, section in sections.items()}
+    config = config.with_sections(
+        {name: replace(section, precision=precisions[name]) for name, section in sections.items()}
+    )
     of_all = next(iter(changes.values()))
-    if len(changes) == len(TRAININGS) and all(change == of_all for change in changes.values()):
+    if len(changes) == len(config.trainings) and all(change == of_all for change in changes.values()):
         precision = replace(config.training.precision, **of_all)
-        resolved["training"] = replace(config.training, precision=precision)
-    return replace(config, **resolved)
+        config = replace(config, training=replace(config.training, precision=precision))
+    return config
+
+
+def _open_stages(config: RunConfig, setting: str) -> list[str]:
+    """The trainings in which a setting of `precision` is `auto`."""
+    return [one.name for one in config.trainings if getattr(config.section(one).precision, setting) == "auto"]
+
+
+def _kept(previous: RunConfig | None, setting: str, stages: Sequence[str]) -> dict[str, Any]:
+    """What a setting of `precision` was resolved to before, by stage. A training that is new in the run takes the
+    choice of the run's first one. Empty if nothing was resolved.
+    """
+    if not previous or not previous.trainings:
+        return {}
+    first = previous.first_training
+    sections = {name: previous.sections.get(name, first) for name in stages}
+    return {name: getattr(section.precision, setting) for name, section in sections.items()}
 
 
 def _resolve_precision(config: RunConfig, previous: RunConfig | None, progress: Progress) -> RunConfig:
-    open_stages = [name for name in TRAININGS if config.stage_config(name).precision.policy == "auto"]
+    open_stages = _open_stages(config, "policy")
     if not open_stages:
         return config
-    if previous:
-        chosen = {name: previous.stage_config(name).precision.policy for name in open_stages}
+    if kept := _kept(previous, "policy", open_stages):
+        chosen = kept
     else:
         torch.set_num_threads(config.hardware.num_threads)
-        rates = measured_rates(config, config.pretrain.precision, progress.note)
+        rates = measured_rates(config, config.first_training.precision, progress.note)
         if is_emulated(torch.bfloat16, torch.device(config.hardware.device)):
             # FP32's products and casts beside them: never the faster, whatever other work makes of a measurement
             rates = {name: rate for name, rate in rates.items() if name != "bf16"}

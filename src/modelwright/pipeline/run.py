@@ -12,7 +12,7 @@ from typing import Any
 from modelwright import __version__
 from modelwright.core.artifacts import Manifest
 from modelwright.core.busy import OtherProcesses, busy_machine
-from modelwright.core.config import load_yaml, parse, save_yaml
+from modelwright.core.config import save_yaml
 from modelwright.core.errors import STOPPING, ArtifactError, ConfigError, ModelwrightError, StorageError
 from modelwright.core.progress import Progress, SilentProgress
 from modelwright.core.resources import git_commit, hardware, versions
@@ -24,12 +24,14 @@ from modelwright.pipeline.kernel_choice import kernels_of_run
 from modelwright.pipeline.preflight import check_training, prefix_errors
 from modelwright.pipeline.process_group import RunGroup, as_lost_peer, join_ranks, shared_rows, use_threads
 from modelwright.pipeline.redact import redact_words
-from modelwright.pipeline.renamed import read_run_config
-from modelwright.pipeline.resolve import check_device, resolve, resolve_model, resolved_device
+from modelwright.pipeline.resolve import check_device, resolve, resolve_model, resolve_paths, resolved_device
+from modelwright.pipeline.run_config import read_run_config
+from modelwright.pipeline.run_identity import check_same_run
 from modelwright.pipeline.runner import Outcome, run_stages, survey
 from modelwright.pipeline.stage import Stage
 from modelwright.pipeline.stage_log import now
 from modelwright.pipeline.stages.build import build_stages
+from modelwright.pipeline.stages.report import REPORT
 from modelwright.pipeline.time_budget import fit_to_minutes, with_lengths_of
 
 PACKAGES = ("torch", "numpy", "tokenizers", "tiktoken", "safetensors", "openai", "transformers")
@@ -38,11 +40,15 @@ LOCK_PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended: the result of each stage; `is_first` on the process that may print."""
+    """How a run ended: the result of each stage; `is_first` on the process that may print.
+
+    report: the page about these stages; None if the stage `report` is not one of those that are finished now
+    """
 
     outcomes: Sequence[Outcome]
     is_first: bool
     has_model: bool
+    report: Path | None = None
 
 
 def execute(
@@ -61,9 +67,9 @@ def execute(
 
     `only`: the stages to run (empty: all), which must be stages of the configuration; `words`: the command line, for
     run.json; `elastic`: the layout is fitted to the processes that exist; `restart`: training whose checkpoints are all
-    damaged starts over; `minutes`: training is as long as fits into this time (`time_budget`), 0 for the configured
-    length. Called by every process that was started. Raises `ModelwrightError` for anything that a person can fix,
-    `Stopped` if training was asked to stop.
+    damaged starts over, and another run in the same folder is replaced; `minutes`: training is as long as fits into
+    this time (`time_budget`), 0 for the configured length. Called by every process that was started. Raises
+    `ModelwrightError` for anything that a person can fix, `Stopped` if training was asked to stop.
     """
     run.create()
     num_rows = shared_rows(config) if elastic else 0
@@ -76,6 +82,8 @@ def execute(
             config = fit_to_minutes(config, minutes, run, ranks, shown)
         if ranks.rank == 0:
             _hold(run, held, LOCK_PATIENCE_S if elastic else 0.0)
+            if not restart:
+                check_same_run(resolve_paths(resolve_model(config)), previous_config(run), run)
             config = resolve_config(config, run, shown)
             stages = _stages(config, run, only, ranks)
             to_do = _to_do(run, stages, only)
@@ -84,36 +92,47 @@ def execute(
             _tell_places(ranks.placement, shown)
         ranks.barrier()
         if ranks.rank != 0:
-            config = parse(RunConfig, load_yaml(run.config))
+            config = read_run_config(run.config)
             stages = _stages(config, run, only, ranks)
         num_threads = use_threads(config.hardware.num_threads)
         if ranks.rank == 0 and (busy := busy_machine(OtherProcesses(), num_threads)):
             shown.note(busy)
         kernels = held.enter_context(kernels_of_run(run, ranks.world, shown))
+        implied = [stage.name for stage in config.stages if stage.is_implied]
         with _journal(run, config, origin, words, ranks, kernels) as after_stage:
             outcomes = run_stages(
                 run,
                 stages,
                 ranks=ranks,
                 progress=shown,
-                only=("init", *only) if only else (),
+                only=(*implied, *only) if only else (),
                 restart=restart,
                 after_stage=after_stage,
             )
-        has_model = any(run.stage(name).artifact.is_dir() for name in config.trained_stages)
-        return RunResult(outcomes, ranks.rank == 0, has_model)
+        has_model = any(run.stage(name).artifact.is_dir() for name in config.model_names)
+        has_report = any(outcome.stage == REPORT.name for outcome in outcomes)
+        return RunResult(outcomes, ranks.rank == 0, has_model, run.report if has_report else None)
 
 
 def check_request(
-    config: RunConfig, run: RunDir, only: Sequence[str], *, num_processes: int, elastic: bool = False
+    config: RunConfig,
+    run: RunDir,
+    only: Sequence[str],
+    *,
+    num_processes: int,
+    elastic: bool = False,
+    restart: bool = False,
 ) -> None:
     """Raise `ConfigError` for everything that `execute` would reject before its first stage, without starting or
     writing anything.
     """
-    if previous_config(run) is None:
+    previous = previous_config(run)
+    if not restart:
+        check_same_run(resolve_paths(resolve_model(config)), previous, run)
+    if previous is None:
         config = resolve_model(config)
         check_device(resolved_device(config.hardware.device))
-        to_do: Sequence[str] = config.stages
+        to_do: Sequence[str] = config.stage_names
     else:
         config = resolve_config(config, run, SilentProgress())
         to_do = _to_do(run, build_stages(config, run, only), only)
@@ -180,15 +199,10 @@ def previous_config(run: RunDir) -> RunConfig | None:
     """The configuration that the run last used, `None` for a new run."""
     if not run.config.exists():
         return None
-    remedy = "mend or remove it, or choose another --run-dir"
     try:
-        data = read_run_config(run.config)
+        return read_run_config(run.config)
     except ConfigError as error:
-        raise ArtifactError(f"{error}; {remedy}") from None
-    try:
-        return parse(RunConfig, data)
-    except ConfigError as error:
-        raise ArtifactError(f"{run.config}: {error}; {remedy}") from None
+        raise ArtifactError(f"{error}; mend or remove it, or choose another --run-dir") from None
 
 
 @contextmanager

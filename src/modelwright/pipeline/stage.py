@@ -1,18 +1,29 @@
 """A stage: one arrow of the pipeline, from its parents' artifacts to its own.
 
-A stage is a plain function of a `StageContext`. The runner decides when it runs, whether it may be skipped, and what
-happens to an unfinished one.
+`StageSpec` says all that the rest of the pipeline knows about a kind of stage; `stages/specs.py` lists them. It builds
+a `Stage` for a run's configuration, a plain function of a `StageContext`. The runner decides when that runs, whether it
+may be skipped, and what happens to an unfinished one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from modelwright.core import config as core_config
 from modelwright.core.artifacts import ArtifactDraft
 from modelwright.core.progress import Progress
-from modelwright.core.rundir import StageDir
+from modelwright.core.rundir import RunDir, StageDir
+
+if TYPE_CHECKING:
+    from modelwright.data.loader import PackedLoader
+    from modelwright.pipeline.config import RunConfig
+    from modelwright.pipeline.report.blocks import Fact, Section
+    from modelwright.pipeline.report.run_data import RunData, StageData
+    from modelwright.pipeline.stages.rows import RowSet
+    from modelwright.plan.estimate import StageEstimate
+    from modelwright.train.config import TrainConfig
+    from modelwright.train.objective import Objective
 
 FORMAT_VERSION = 1
 """Raised when the meaning of any artifact changes: every stage of an older run is then made again."""
@@ -76,3 +87,89 @@ class Stage:
                 "parents": {name: contents[name] for name in self.parents},
             }
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageInputs:
+    """What the objective of a training stage is made from."""
+
+    config: "RunConfig"
+    training: "TrainConfig"
+    """Settings of the stage."""
+    loader: "PackedLoader"
+    """Batches of the stage's rows."""
+    parents: Mapping[str, Path]
+    """The artifacts that the stage reads, by stage name: a reference model, for example."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What estimates of a run's cost are based on."""
+
+    flops_per_s: Mapping[str, float]
+    """Rate of a host's matrix products in training, by compute format."""
+    num_hosts: int = 1
+
+
+def needs_nothing(config: "RunConfig") -> tuple[str, ...]:
+    """`StageSpec.needs` of a stage that depends on no other."""
+    return ()
+
+
+def no_section(data: "RunData", stage: "StageData") -> "Section | None":
+    """`StageSpec.report` of a stage with no section of its own."""
+    return None
+
+
+def no_facts(data: "RunData", stage: "StageData") -> "Sequence[Fact]":
+    """`StageSpec.headline` of a stage with no figure at the top of the report."""
+    return ()
+
+
+def no_warnings(stage: "StageData") -> Sequence[str]:
+    """`StageSpec.warnings` of a stage about whose result nobody has to be warned."""
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageSpec:
+    """A kind of stage: what a run has to know to check, plan, carry out and report it."""
+
+    name: str
+    """Its name in `stages` and on the command line, its folder in the run directory, and the key of its section."""
+    title: str
+    """What it does, for the log."""
+    build: "Callable[[RunConfig, RunDir, Sequence[str]], Stage]"
+    """Makes the stage for a resolved configuration. The last argument names the stages that are finished or will be
+    worked on: a stage may read the ones among them that it does not need."""
+    estimate: "Callable[[RunConfig, RunDir, Rates], StageEstimate]"
+    """Cost of the stage, for `--dry-run`. Must not need more than configuration and finished artifacts."""
+    config: type | None = None
+    """Dataclass of its section, which must be valid with its defaults; None for a stage without settings."""
+    reads: "tuple[StageSpec, ...]" = ()
+    """Other stages whose sections it reads; a run with this stage has these sections."""
+    needs: "Callable[[RunConfig], tuple[str, ...]]" = needs_nothing
+    """Names of the stages that a run must have for this one."""
+    with_init_from: Literal["kept", "only", "never"] = "kept"
+    """`only`: part of every run with `init_from`, without being named in `stages`; `never`: `init_from` replaces it."""
+    report: "Callable[[RunData, StageData], Section | None]" = no_section
+    """The section of the report about the finished stage."""
+    headline: "Callable[[RunData, StageData], Sequence[Fact]]" = no_facts
+    """Figures of the finished stage at the top of the report."""
+    warnings: "Callable[[StageData], Sequence[str]]" = no_warnings
+    """What the top of the report warns about in the finished stage."""
+    model_title: str = ""
+    """The model that the stage produces, for tables: `fine-tuned`; "" for a stage that produces none."""
+    objective: "Callable[[StageInputs], Objective] | None" = None
+    """What a training stage learns; its section is a `TrainConfig`. None for a stage that does not train."""
+    rows: "RowSet | None" = None
+    """The rows of tokens that a training stage learns from."""
+    time_weight: float = 1.0
+    """Share of the time budget (`--minutes`) that a training stage gets, relative to the other training stages."""
+    follows: str = ""
+    """Of a stage from another package: the stage that it comes after in the pipeline's order."""
+
+    @property
+    def is_implied(self) -> bool:
+        """Whether a user cannot name it, because `init_from` alone decides whether a run has it."""
+        return self.with_init_from == "only"

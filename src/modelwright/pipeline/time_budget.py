@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from modelwright.core.config import load_yaml, parse, save_yaml
+from modelwright.core.config import save_yaml
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.core.rundir import RunDir, StageDir
@@ -22,11 +22,14 @@ from modelwright.model.hf import load_model
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.process_group import RunGroup, use_threads
-from modelwright.pipeline.renamed import read_run_config
-from modelwright.pipeline.resolve import resolve
+from modelwright.pipeline.resolve import resolve, resolve_model, resolve_paths
+from modelwright.pipeline.run_config import read_run_config
+from modelwright.pipeline.run_identity import is_same_run
+from modelwright.pipeline.stage import StageSpec
+from modelwright.pipeline.stages.pack import PACK
 from modelwright.pipeline.stages.training import fresh_model
 from modelwright.train.build import train
-from modelwright.train.config import TrainConfig
+from modelwright.train.config import LENGTHS, TrainConfig
 from modelwright.train.job import TrainJob
 from modelwright.train.runtime import observer
 from modelwright.train.technique import StepInfo
@@ -34,8 +37,6 @@ from modelwright.train.technique import StepInfo
 NUM_WARMUP_STEPS, NUM_TIMED_STEPS = 4, 8
 FEWEST_STEPS = 10
 """Steps that a stage needs for a warmup and a decay of its learning rate."""
-SFT_FRACTION = 0.1
-"""Part of the budget for fine-tuning where pretraining comes before it."""
 FOLDER = "time-budget"
 
 
@@ -45,19 +46,19 @@ def fit_to_minutes(config: RunConfig, minutes: float, run: RunDir, ranks: RunGro
     Called on all ranks, before the run's config.yaml is written. A run that already has lengths keeps them. Raises
     `ConfigError` if the budget is too small for a useful number of steps.
     """
-    is_new = not run.config.exists()
+    previous = read_run_config(run.config) if run.config.exists() else None
     ranks.barrier()
-    if not is_new:
-        return with_lengths_of(config, parse(RunConfig, read_run_config(run.config)))
+    if previous and is_same_run(resolve_paths(resolve_model(config)), previous):
+        return with_lengths_of(config, previous)
     folder = run.path / FOLDER
     if ranks.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         save_yaml(folder / "config.yaml", resolve(config, None, progress))
     ranks.barrier()
-    resolved = parse(RunConfig, load_yaml(folder / "config.yaml"))
+    resolved = read_run_config(folder / "config.yaml")
     use_threads(resolved.hardware.num_threads)
-    seconds = {name: step_seconds(resolved, name, folder, ranks, progress) for name in resolved.trainings}
+    seconds = {one.name: step_seconds(resolved, one, folder, ranks, progress) for one in resolved.trainings}
     lengths = num_steps_within(resolved, 60.0 * minutes, seconds)
     ranks.barrier()
     if ranks.rank == 0:
@@ -68,42 +69,35 @@ def fit_to_minutes(config: RunConfig, minutes: float, run: RunDir, ranks: RunGro
 
 
 def with_lengths_of(config: RunConfig, other: RunConfig) -> RunConfig:
-    """The configuration with the lengths of `other`."""
-    stages = {
-        name: replace(
-            config.stage_config(name),
-            num_steps=other.stage_config(name).num_steps,
-            num_tokens=other.stage_config(name).num_tokens,
-            num_epochs=other.stage_config(name).num_epochs,
-        )
-        for name in config.trainings
-    }
-    return replace(config, **stages)
+    """The configuration with the lengths of `other` in the trainings that both have."""
+    names = [stage.name for stage in config.trainings if other.has(stage)]
+    lengths = {name: {one: getattr(other.section(name), one) for one in LENGTHS} for name in names}
+    return config.with_sections({name: replace(config.section(name), **lengths[name]) for name in names})
 
 
 def with_lengths(config: RunConfig, num_steps: Mapping[str, int]) -> RunConfig:
-    stages = {
-        name: replace(config.stage_config(name), num_steps=count, num_tokens=0, num_epochs=0.0)
-        for name, count in num_steps.items()
-    }
-    return replace(config, **stages)
+    """The configuration with these numbers of updates, by stage."""
+    return config.with_sections(
+        {
+            name: replace(config.section(name), num_steps=count, num_tokens=0, num_epochs=0.0)
+            for name, count in num_steps.items()
+        }
+    )
 
 
 def num_steps_within(config: RunConfig, budget_s: float, seconds: Mapping[str, float]) -> dict[str, int]:
     """Updates of each training stage that together take `budget_s`, validation included. seconds: of one update, by
     stage. A validation token costs a third of a training token (no backward pass).
     """
-    fractions = (
-        {"pretrain": 1.0 - SFT_FRACTION, "sft": SFT_FRACTION} if len(seconds) > 1 else dict.fromkeys(seconds, 1.0)
-    )
+    weights = {stage.name: stage.time_weight for stage in config.trainings if stage.name in seconds}
     lengths: dict[str, int] = {}
     for name, step_s in seconds.items():
-        training = config.stage_config(name)
+        training, fraction = config.section(name), weights[name] / sum(weights.values())
         validation_s = step_s * config.validation_tokens / training.batch_tokens / 3
         each_s = step_s + (validation_s / training.eval_every_steps if training.eval_every_steps else 0.0)
-        lengths[name] = int((fractions[name] * budget_s - validation_s) / each_s)
+        lengths[name] = int((fraction * budget_s - validation_s) / each_s)
         if lengths[name] < FEWEST_STEPS:
-            needed_s = (FEWEST_STEPS * each_s + validation_s) / fractions[name]
+            needed_s = (FEWEST_STEPS * each_s + validation_s) / fraction
             raise ConfigError(
                 f"--minutes: {budget_s / 60:g} is too short for {FEWEST_STEPS} steps of {name}; "
                 f"give at least {needed_s / 60:.2g}, or a smaller model or batch"
@@ -111,9 +105,9 @@ def num_steps_within(config: RunConfig, budget_s: float, seconds: Mapping[str, f
     return lengths
 
 
-def step_seconds(config: RunConfig, name: str, folder: Path, ranks: RunGroup, progress: Progress) -> float:
+def step_seconds(config: RunConfig, stage: StageSpec, folder: Path, ranks: RunGroup, progress: Progress) -> float:
     """Median seconds of an update of a training stage, on random tokens in full rows, as the layout trains it."""
-    training = config.stage_config(name)
+    name, training = stage.name, config.section(stage)
     timed = Timed()
     num_steps = NUM_WARMUP_STEPS + NUM_TIMED_STEPS
     train(
@@ -162,7 +156,7 @@ class RandomRows:
     num_batches_per_epoch = 1
 
     def __init__(self, config: RunConfig, training: TrainConfig) -> None:
-        self.vocab_size, self.seq_len = config.model.vocab_size, config.pack.seq_len
+        self.vocab_size, self.seq_len = config.model.vocab_size, config.section(PACK).seq_len
         self.num_rows = training.batch_tokens // self.seq_len
 
     def batch(self, index: int, *, rank: int = 0, world_size: int = 1) -> TokenBatch:

@@ -19,7 +19,7 @@ class AdaptiveConfig:
     """Steps between decisions."""
     candidates: tuple[Format, ...] = ("bf16", "int8")
     """Formats to choose among; FP32 and the policy's own are always candidates."""
-    tolerance: float = 0.05
+    tolerance: float = constant(0.05)
     """Largest accepted damage to a submodule's gradients, as a relative error."""
     schedule: tuple[tuple[int, float], ...] = ()
     """(step, fraction) pairs: from that step on, this fraction of the submodules computes in `low_precision`,

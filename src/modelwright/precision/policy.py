@@ -81,11 +81,11 @@ class Fp8Config:
     scaling: Literal["current", "delayed"] = "current"
     """Scale by the current maxima, or by those of recent steps (`delayed`, tensorwise only). Delayed scaling saves no
     pass here: the current maximum is taken anyway, to detect overflow."""
-    grad_dtype: Literal["", "e4m3", "e5m2"] = ""
+    grad_dtype: Literal["", "e4m3", "e5m2"] = constant("")
     """FP8 type of gradients; "" is the recipe's own (E5M2; E4M3 for blockwise)."""
-    wgrad_high_precision: bool = False
+    wgrad_high_precision: bool = constant(False)
     """Compute weight gradients from unquantized factors (torchao's `gw_hp`)."""
-    save_quantized_input: bool = False
+    save_quantized_input: bool = constant(False)
     """Save inputs for backward as quantized in forward: one byte an element, shared by the projections that read them
     (one copy each under delayed scaling)."""
     amax_history_len: int = constant(16)
@@ -107,9 +107,9 @@ class Fp8Config:
 class Int8MatmulConfig:
     """INT8 training."""
 
-    stochastic_rounding: bool = True
+    stochastic_rounding: bool = constant(True)
     """Round gradients stochastically."""
-    wgrad_high_precision: bool = False
+    wgrad_high_precision: bool = constant(False)
     """Compute weight gradients from unquantized factors."""
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from modelwright.core.errors import ConfigError
-from modelwright.pipeline.config import TRAININGS
+from modelwright.pipeline.run_config import training_names
 from modelwright.precision.policy import ALWAYS_FP32, KINDS, Policy
 
 MODE, ENABLED = "DEEPSEEK_PRECISION_MODE", "DEEPSEEK_AMP_ENABLED"
@@ -36,7 +36,7 @@ def environment_overrides(environment: Mapping[str, str], base: Mapping[str, Any
     variable.
     """
     given = {name: environment[name].strip() for name in given_names(environment)}
-    sections = ["training", *(stage for stage in TRAININGS if _section(_section(base, stage), "precision"))]
+    sections = ["training", *(stage for stage in training_names() if _section(_section(base, stage), "precision"))]
     overrides = {name: _precision(given, _section(base, name)) for name in sections}
     return {name: {"precision": precision} for name, precision in overrides.items() if precision}
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.config import dump, load_yaml, merge, parse
+from modelwright.core.config import load_yaml, merge
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
 from modelwright.core.suggest import hub_hint, nearest
-from modelwright.pipeline.config import STAGES, TRAININGS, RunConfig
-from modelwright.pipeline.renamed import check_renamed, read_run_config
+from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.run import previous_config
+from modelwright.pipeline.run_config import left_out, parse_run, training_names
+from modelwright.pipeline.stages.specs import stage_names
 from modelwright.recipes.environment import environment_overrides, given_names
 from modelwright.train.config import LENGTHS
 
@@ -23,11 +24,16 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True)
 class Request:
-    """What to run and where. `origin`: where the configuration came from, as text."""
+    """What to run and where.
+
+    origin: where the configuration came from, as text
+    notes: what the user should know about the request
+    """
 
     config: RunConfig
     run: RunDir
     origin: str
+    notes: Sequence[str] = ()
 
 
 def load(target: str, overrides: Mapping[str, Any], run_dir: str = "", only: Sequence[str] = ()) -> Request:
@@ -38,16 +44,25 @@ def load(target: str, overrides: Mapping[str, Any], run_dir: str = "", only: Seq
     `run_dir`: "" for the run's own folder, or `runs/<name>`; `only`: the stages named by `--stages`, see
     `select_stages`. Raises `ConfigError` if the target does not exist or a setting is wrong.
     """
-    base, folder, origin = _base(target)
+    base, own, folder, origin = _base(target)
     base = merge(base, environment_overrides(os.environ, base))
     data = _lay_over(base, overrides)
     run = RunDir(Path(run_dir) if run_dir else folder or RUNS / str(data.get("name", "")))
     run.check()
     if only:
         previous = previous_config(run)
-        data["stages"] = select_stages(only, previous.stages if previous else ())
+        data["stages"] = select_stages(only, previous.stage_names if previous else ())
     origin = ", ".join([origin, *given_names(os.environ)])
-    return Request(parse(RunConfig, data), run, origin)
+    config = parse_run(data)
+    notes = []
+    if not only and (unused := left_out({**own, **overrides}, config)):
+        notes.append(f"{', '.join(unused)}: ignored, because the run has no such stage")
+    if folder and (added := [name for name in config.sections if name not in data]):
+        notes.append(
+            f"{', '.join(added)}: takes the default settings, because {folder} had no such stage; name the recipe or "
+            "file with --run-dir instead to take its settings"
+        )
+    return Request(config, run, origin, notes)
 
 
 def recipe_file(name: str) -> Path:
@@ -57,7 +72,7 @@ def recipe_file(name: str) -> Path:
 
 def recipe(name: str) -> RunConfig:
     """The configuration of a recipe; `name` is one of `RECIPES`."""
-    return parse(RunConfig, load_yaml(recipe_file(name)))
+    return parse_run(load_yaml(recipe_file(name)))
 
 
 def select_stages(only: Sequence[str], previous: Sequence[str]) -> list[str]:
@@ -65,9 +80,9 @@ def select_stages(only: Sequence[str], previous: Sequence[str]) -> list[str]:
     the same folder (`previous`) already has. The same command therefore means the same when it is repeated.
     """
     for name in only:
-        if name not in STAGES:
-            raise ConfigError(f"stages: {name!r} is not one of {', '.join(STAGES)}")
-    return [name for name in STAGES if name in only or name in previous]
+        if name not in stage_names():
+            raise ConfigError(f"stages: {name!r} is not one of {', '.join(stage_names())}")
+    return [name for name in stage_names() if name in only or name in previous]
 
 
 def find_run(word: str) -> RunDir:
@@ -80,36 +95,37 @@ def find_run(word: str) -> RunDir:
     raise ConfigError(f"{word}: is not a run directory (no run.json in it or in {RUNS / word}){hub_hint(word)}")
 
 
-def _base(target: str) -> tuple[dict[str, Any], Path | None, str]:
+def _base(target: str) -> tuple[dict[str, Any], Mapping[str, Any], Path | None, str]:
+    """The settings that a target stands for, those of them that the user wrote, its run folder and its description."""
     path = Path(target)
     if target in RECIPES:
-        return dump(recipe(target)), None, f"recipe {target}"
+        return load_yaml(recipe_file(target)), {}, None, f"recipe {target}"
     if os.path.isdir(path):
         if not os.path.isfile(path / "config.yaml"):
             raise ConfigError(f"{target}: is a folder without config.yaml, so it is not a run directory")
-        return read_run_config(path / "config.yaml"), path, str(path)
+        return load_yaml(path / "config.yaml"), {}, path, str(path)
     if path.suffix in (".yaml", ".yml"):
-        return _from_file(path), None, str(path)
+        data = load_yaml(path)
+        return _from_file(path, data), data, None, str(path)
     near = nearest(target, RECIPES)
     hint = f"; did you mean the recipe {near!r}?" if near else f" (recipes: {', '.join(RECIPES)})"
     raise ConfigError(f"{target}: is neither a recipe, nor a .yaml file, nor a run directory{hub_hint(target) or hint}")
 
 
-def _from_file(path: Path) -> dict[str, Any]:
-    data = load_yaml(path)
-    base = data.pop("recipe", "")
+def _from_file(path: Path, data: Mapping[str, Any]) -> dict[str, Any]:
+    base = data.get("recipe", "")
+    data = {key: value for key, value in data.items() if key != "recipe"}
     if not base:
         return {"name": path.stem} | data
     if not isinstance(base, str) or base not in RECIPES:
         raise ConfigError(f"{path}: recipe: {base!r} is not one of {', '.join(RECIPES)}")
-    check_renamed(data)
-    return _lay_over(dump(recipe(base)), {"name": path.stem} | data)
+    return _lay_over(load_yaml(recipe_file(base)), {"name": path.stem} | data)
 
 
 def _lay_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`over` merged into `base`; a training length in `over` replaces one that `base` gives in another unit."""
     cleared = dict(base)
-    for stage in TRAININGS:
+    for stage in training_names():
         before, after = base.get(stage), over.get(stage)
         if isinstance(before, Mapping) and isinstance(after, Mapping) and any(after.get(name) for name in LENGTHS):
             cleared[stage] = {name: value for name, value in before.items() if name not in LENGTHS}

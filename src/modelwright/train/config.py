@@ -27,7 +27,7 @@ from modelwright.core.compatibility import (
     feature,
     idle,
 )
-from modelwright.core.config import dump, only_for, unused_settings
+from modelwright.core.config import constant, dump, only_for, unused_settings
 from modelwright.core.errors import ConfigError
 from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.optim.build import OptimizerKind
@@ -45,7 +45,7 @@ from modelwright.train.technique import Technique
 from modelwright.train.techniques.loss_spikes import LossSpikeConfig
 
 LENGTHS = ("num_steps", "num_tokens", "num_epochs")
-"""The fields of which exactly one says how long a training is."""
+"""The fields of which at most one says how long a training is; without one it is one pass over the data."""
 
 SHARED_MEMORY = feature(
     "parallel.shared_memory",
@@ -108,7 +108,7 @@ class SharedTrainConfig:
     async_updates: AsyncUpdatesConfig = field(default_factory=AsyncUpdatesConfig)
     load_balance: LoadBalanceConfig = field(default_factory=LoadBalanceConfig)
     loss_spikes: LossSpikeConfig = field(default_factory=LossSpikeConfig)
-    max_skipped_steps: int = 20
+    max_skipped_steps: int = constant(20)
     """Updates in a row that may be skipped for values that are not finite before the run fails."""
     fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     anomalies: AnomalyConfig = field(default_factory=AnomalyConfig)
@@ -134,14 +134,16 @@ class SharedTrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(SharedTrainConfig):
-    """One training stage. Exactly one of `num_steps`, `num_tokens` and `num_epochs` is above 0."""
+    """One training stage. At most one of `num_steps`, `num_tokens` and `num_epochs` is above 0; if none is, training
+    takes one pass over the data.
+    """
 
     num_steps: int = 0
     """Length in updates."""
     num_tokens: int = 0
     """Length in tokens, padding included."""
     num_epochs: float = 0.0
-    """Length in passes over the data."""
+    """Length in passes over the data. One pass if all three lengths are 0."""
     batch_tokens: int = 8192
     """Tokens of one update over all ranks and microbatches, padding included."""
     gradient_accumulation_steps: int = 1
@@ -166,9 +168,9 @@ class TrainConfig(SharedTrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         lengths = {name: getattr(self, name) for name in LENGTHS}
-        if any(value < 0 for value in lengths.values()) or sum(value > 0 for value in lengths.values()) != 1:
+        if any(value < 0 for value in lengths.values()) or sum(value > 0 for value in lengths.values()) > 1:
             given = ", ".join(f"{name}={value}" for name, value in lengths.items())
-            raise ConfigError(f"num_steps: exactly one of the three lengths must be above 0, got {given}")
+            raise ConfigError(f"num_steps: at most one of the three lengths may be above 0 and none below, got {given}")
         for name in ("batch_tokens", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: must be at least 1, got {getattr(self, name)}")
@@ -274,7 +276,7 @@ class TrainConfig(SharedTrainConfig):
             return self.num_steps
         if self.num_tokens:
             return max(1, math.ceil(self.num_tokens / self.batch_tokens))
-        return max(1, round(self.num_epochs * num_batches_per_epoch))
+        return max(1, round((self.num_epochs or 1.0) * num_batches_per_epoch))
 
     def identity(self) -> dict[str, Any]:
         """The settings that determine the weights (up to rounding), which a digest of the run should cover. A run can

@@ -37,9 +37,9 @@ class TopKQuantizedConfig:
 
     topk_fraction: float = 0.01
     """Fraction of the entries that is sent; 1 sends all of them, quantized."""
-    max_error: float = 0.1
+    max_error: float = constant(0.1)
     """Largest relative quantization error: each bucket takes the fewest bits that meet it."""
-    momentum: float = 0.0
+    momentum: float = constant(0.0)
     """Momentum correction, for optimizers without momentum; 0 for none."""
     selection: Literal["bucket", "global"] = constant("bucket")
     """`bucket`: that fraction of every bucket; `global`: of all entries, by a sampled threshold."""

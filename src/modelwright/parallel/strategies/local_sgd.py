@@ -38,14 +38,14 @@ class LocalSgdConfig:
 
     sync_every_steps: int = 0
     """Updates between synchronizations; 0 averages gradients at every update instead."""
-    outer_lr: float = field(default=1.0, metadata=only_for("sync_every_steps"))
+    outer_lr: float = constant(1.0)
     """Learning rate of the outer Nesterov SGD; 1 with momentum 0 averages the weights."""
-    outer_momentum: float = field(default=0.0, metadata=only_for("sync_every_steps"))
+    outer_momentum: float = constant(0.0)
     """Momentum of the outer SGD."""
     keep_residual: bool = field(default=False, metadata=only_for("sync_every_steps"))
     """Keep what compression did not send in this rank's own weights; otherwise all ranks continue from equal
     weights."""
-    sync_second_moment_every: int = field(default=0, metadata=only_for("sync_every_steps"))
+    sync_second_moment_every: int = constant(0)
     """Synchronizations between those of AdamW's second moment; 0 for never."""
     moment_octaves: float = constant(1.0)
     """Quantization step, in powers of two, in which the second moment is sent."""

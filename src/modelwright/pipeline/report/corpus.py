@@ -12,23 +12,12 @@ from modelwright.pipeline.report.run_data import RunData, StageData
 
 _EXCERPT_CHARS = 600
 _EXAMPLES_AT_MOST = 40
-_ROWS = {
-    "pretrain/train": "pretraining, training",
-    "pretrain/heldout": "pretraining, held out",
-    "sft/train": "fine-tuning, training",
-    "sft/heldout": "fine-tuning, held out",
-}
-
-
 NUM_DROPPED_EXAMPLES = 3
 """Examples of dropped text for each reason."""
 
 
-def corpus_section(data: RunData) -> Section | None:
-    """What was read, kept and dropped, with reasons and examples; `None` before cleaning."""
-    stage = data.done("clean")
-    if stage is None:
-        return None
+def corpus_section(data: RunData, stage: StageData) -> Section:
+    """What was read, kept and dropped, with reasons and examples."""
     sources, clean = stage.facts["sources"], stage.facts["clean"]
     blocks: list[Block] = [_kinds_table(sources, clean), _funnel(clean)]
     blocks += _noise_blocks(clean)
@@ -45,13 +34,14 @@ def corpus_section(data: RunData) -> Section | None:
     return Section("data", "Data", blocks, lead)
 
 
-def tokens_section(data: RunData) -> Section | None:
-    """The tokenizer and the packed rows; `None` before packing."""
-    packed, tokenizer = data.done("pack"), data.done("tokenize")
-    if packed is None:
-        return None
+def tokens_section(packed: StageData, tokenizer: StageData | None, titles: Mapping[str, str], row_len: int) -> Section:
+    """The tokenizer and the packed rows.
+
+    titles: what each split of each set of rows is for, by its folder
+    row_len: tokens of a row
+    """
     rows = []
-    for name, words in _ROWS.items():
+    for name, words in titles.items():
         facts = packed.facts.get(name)
         if facts:
             skipped = ", ".join(f"{reason}: {times}" for reason, times in facts["skipped"].items()) or "none"
@@ -64,8 +54,8 @@ def tokens_section(data: RunData) -> Section | None:
         "than a row is truncated at its end."
     )
     blocks: list[Block] = [Table(header, rows, "Packed rows", caption, numeric=range(1, 7))]
-    lead = f"Rows of {data.config.pack.seq_len} tokens."
-    if tokenizer is not None:
+    lead = f"Rows of {row_len} tokens."
+    if tokenizer is not None and "bytes_per_token" in tokenizer.facts:
         per_token = tokenizer.facts["bytes_per_token"]
         shown = ", ".join(f"{number(value, 3)} for {kind_title(kind)}" for kind, value in per_token.items())
         lead = f"Byte-level BPE with {count(tokenizer.facts['vocab_size'])} tokens; bytes per token: {shown}. " + lead

@@ -1,6 +1,6 @@
 """The report's sections on the run itself: the cost of each stage, the machine, the settings."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -13,9 +13,8 @@ from modelwright.pipeline.report.format import percent, plural, seconds, size
 from modelwright.pipeline.report.run_data import RunData, StageData
 
 
-def cost_section(data: RunData) -> Section:
-    """Time and peak memory of every finished stage."""
-    stages = finished_stages(data)
+def cost_section(stages: Sequence[StageData]) -> Section:
+    """Time and peak memory of finished stages."""
     wall = [used(stage)["wall_s"] for stage in stages]
     peak = [used(stage)["peak_bytes"] / 1e6 for stage in stages]
     names = [stage.name for stage in stages]
@@ -37,11 +36,6 @@ def cost_section(data: RunData) -> Section:
         verb = "was" if cut == 1 else "were"
         blocks.append(Note(f"{plural(cut, 'attempt')} {verb} interrupted before the stage finished and then resumed."))
     return Section("cost", "Time and memory", blocks)
-
-
-def finished_stages(data: RunData) -> list[StageData]:
-    """The finished stages, without the report itself, which is unfinished when it is first written."""
-    return [stage for stage in data.stages.values() if stage.is_done and stage.attempts and stage.name != "report"]
 
 
 def used(stage: StageData) -> dict[str, float]:
@@ -81,7 +75,7 @@ def machine_threads(box: Mapping[str, Any]) -> str:
     return plural(box.get("num_threads", 1), "thread")
 
 
-def _table(stages: list[StageData], total: float) -> Table:
+def _table(stages: Sequence[StageData], total: float) -> Table:
     rows = []
     for stage in stages:
         use = used(stage)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from modelwright.core.records import column, summarize
-from modelwright.pipeline.report.blocks import Block, Chart, Excerpt, Fold, Note, Section, Table
+from modelwright.pipeline.report.blocks import Block, Chart, Excerpt, Fact, Fold, Note, Section, Table
 from modelwright.pipeline.report.charts import Line, line_chart, smooth
-from modelwright.pipeline.report.format import count, first_lines, number, percent, plural, seconds
+from modelwright.pipeline.report.format import compact, count, first_lines, flop_rate, number, percent, plural, seconds
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.report.stability import scale_blocks, spike_blocks
 from modelwright.pipeline.report.watch import watch_blocks
@@ -26,20 +26,31 @@ _SUMMARIES = {
 _EVENTS_SHOWN = 40
 
 
-def training_section(data: RunData, name: str, title: str) -> Section | None:
-    """Curves and figures of one training stage, `None` if it has not finished."""
-    stage = data.done(name)
-    if stage is None:
-        return None
+def training_section(stage: StageData, config: TrainConfig, title: str) -> Section:
+    """Curves and figures of one training stage. title: of the section."""
+    name = stage.name
     if "skipped" in stage.facts:
         return Section(name, title, [Note(str(stage.facts["skipped"]).capitalize() + ".")])
     records = _with_final_peak(stage)
-    config = data.config.stage_config(name)
     blocks: list[Block] = [*_charts(records, name, config.max_grad_norm, bool(stage.facts.get("peak_flops")))]
     blocks += [*scale_blocks(stage, records), *_format_blocks(stage, records)]
     blocks.append(_summary_table(records, stage.facts["world_size"]))
     blocks += [*watch_blocks(stage), *spike_blocks(stage)]
     return Section(name, title, blocks, _lead(stage, config))
+
+
+def training_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
+    """Tokens, speed and utilization of a training stage."""
+    facts = stage.facts
+    if not facts.get("train_time_s"):
+        return []
+    speed = facts["num_tokens"] / facts["train_time_s"]
+    result = [Fact("Pretraining", f"{compact(facts['num_tokens'])} tokens", f"{count(speed)} tokens per second")]
+    if facts.get("peak_flops"):
+        used_share = facts["model_flops"] / facts["train_time_s"] / facts["world_size"] / facts["peak_flops"]
+        hint = f"of the {flop_rate(facts['peak_flops'])} measured for matrix products"
+        result.append(Fact("Model FLOPs utilization", percent(used_share), hint))
+    return result
 
 
 def _with_final_peak(stage: StageData) -> list[dict[str, Any]]:

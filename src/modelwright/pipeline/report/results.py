@@ -1,45 +1,69 @@
 """The report's sections on results: benchmarks with their baselines, INT8 against FP32, served answers."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from modelwright.pipeline.report.blocks import Block, Chart, Excerpt, Fold, Note, Samples, Section, Table, TextSample
+from modelwright.pipeline.report.blocks import (
+    Block,
+    Chart,
+    Excerpt,
+    Fact,
+    Fold,
+    Note,
+    Samples,
+    Section,
+    Table,
+    TextSample,
+)
 from modelwright.pipeline.report.charts import bar_chart
 from modelwright.pipeline.report.format import count, kind_title, number, percent, plural, power_of_ten, seconds, size
-from modelwright.pipeline.report.run_data import RunData
+from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.serve.expectation import expectation
 
-MODEL_TITLES = {"pretrain": "pretrained", "sft": "fine-tuned", "init": "initial model"}
 
-
-def evaluation_section(data: RunData) -> Section | None:
-    """Bits per byte with the baselines, multiple choice with chance; `None` if nothing was evaluated."""
-    stage = data.done("evaluate")
-    if stage is None:
-        return None
-    results = stage.json("results.json")
+def evaluation_section(data: RunData, stage: StageData) -> Section:
+    """Bits per byte with the baselines, multiple choice with chance."""
+    results, titles = stage.json("results.json"), data.model_titles
     models = results["models"]
     blocks: list[Block] = []
     if any(model["bits_per_byte"] for model in models.values()):
-        blocks += [_bits_chart(results), _choice_chart(models), _bits_table(results)]
+        blocks += [_bits_chart(results, titles), _choice_chart(models, titles), _bits_table(results, titles)]
     else:
         blocks.append(Note("No text was held out, so bits per byte were not measured."))
         if any(model["multiple_choice"]["questions"] for model in models.values()):
-            blocks.append(_choice_chart(models))
+            blocks.append(_choice_chart(models, titles))
     choice = models[results["final"]]["multiple_choice"]
     if choice["questions"]:
-        blocks += [_choice_table(results), _choice_examples(data, results["final"])]
+        blocks += [_choice_table(results, titles), _choice_examples(stage, results["final"])]
     blocks.append(_method_note(choice))
     lead = "Measured on held-out documents, which were never trained on. Lower bits per byte are better."
     return Section("evaluation", "Benchmarks", blocks, lead)
 
 
-def bits_rows(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Bits per byte by model and domain: the models, the bigram, the compressors."""
+def evaluation_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
+    """Bits per byte of the best model in each domain beside the best baseline, and the multiple-choice accuracy."""
+    results = stage.json("results.json")
+    rows = bits_rows(results, data.model_titles)
+    models = [data.model_titles[name] for name in reversed(results["models"])]
+    facts = []
+    for kind in next(iter(rows.values()), {}):
+        best = min(models, key=lambda name: rows[name][kind])
+        baseline = best_baseline(rows, kind, models)
+        hint = f"{best}" + (f"; best baseline {baseline[1]:.2f} ({baseline[0]})" if baseline else "")
+        facts.append(Fact(f"Bits per byte, {kind_title(kind)}", number(rows[best][kind], 3), hint))
+    choice = results["models"][results["final"]]["multiple_choice"]
+    if choice["questions"]:
+        hint = f"chance {percent(choice['chance'], 0)}, p = {power(choice['log10_p_value'])}"
+        facts.append(Fact("Multiple choice", percent(choice["accuracy"]), hint))
+    return facts
+
+
+def bits_rows(results: Mapping[str, Any], titles: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """Bits per byte by model and domain: the models, the bigram, the compressors. titles: of the models, by stage."""
     models: dict[str, Any] = results["models"]
     rows: dict[str, dict[str, float]] = {
-        MODEL_TITLES.get(name, name): {kind: table["bits_per_byte"] for kind, table in model["bits_per_byte"].items()}
+        titles[name]: {kind: table["bits_per_byte"] for kind, table in model["bits_per_byte"].items()}
         for name, model in reversed(models.items())
     }
     baselines = results.get("baselines") or {}
@@ -54,17 +78,24 @@ def bits_rows(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return rows
 
 
-def best_baseline(rows: Mapping[str, Mapping[str, float]], kind: str) -> tuple[str, float] | None:
-    """The strongest baseline of a kind, `None` without baselines."""
-    others = {name: row[kind] for name, row in rows.items() if name not in MODEL_TITLES.values() and kind in row}
+def best_baseline(
+    rows: Mapping[str, Mapping[str, float]], kind: str, models: Collection[str]
+) -> tuple[str, float] | None:
+    """The strongest baseline of a kind, `None` without baselines. models: the rows that are no baselines."""
+    others = {name: row[kind] for name, row in rows.items() if name not in models and kind in row}
     return min(others.items(), key=lambda item: item[1]) if others else None
 
 
-def int8_section(data: RunData) -> Section | None:
+def int8_facts(data: RunData, stage: StageData) -> Sequence[Fact]:
+    """How much smaller and faster the INT8 model is."""
+    comparison = stage.json("results.json")["comparison"]
+    ratio = comparison["reference_bytes"] / comparison["int8_bytes"]
+    speeds = [pair["int8_tokens_per_s"] / pair["reference_tokens_per_s"] for pair in comparison["speed"]]
+    return [Fact("INT8", f"{ratio:.1f}x smaller", f"{min(speeds):.1f} to {max(speeds):.1f}x as fast")]
+
+
+def int8_section(data: RunData, stage: StageData) -> Section:
     """Size, speed and accuracy of the INT8 model."""
-    stage = data.done("quantize")
-    if stage is None:
-        return None
     results = stage.json("results.json")
     comparison = results["comparison"]
     agreement = comparison["agreement"]
@@ -85,11 +116,8 @@ def int8_section(data: RunData) -> Section | None:
     return Section("int8", "INT8 beside FP32", [table, Note(words)], lead)
 
 
-def serving_section(data: RunData) -> Section | None:
+def serving_section(data: RunData, stage: StageData) -> Section:
     """The questions that the real server was asked, with its answers."""
-    stage = data.done("serve_check")
-    if stage is None:
-        return None
     result = stage.json("answers.json")
     items = [
         TextSample(
@@ -128,8 +156,8 @@ def _stream_words(result: Mapping[str, Any]) -> str:
     return f"{words}; its first text arrived after {1000 * streamed['first_text_s']:.0f} ms."
 
 
-def _bits_chart(results: Mapping[str, Any]) -> Chart:
-    rows = bits_rows(results)
+def _bits_chart(results: Mapping[str, Any], titles: Mapping[str, str]) -> Chart:
+    rows = bits_rows(results, titles)
     kinds = list(next(iter(rows.values())))
     series = [(kind_title(kind), [row.get(kind, math.nan) for row in rows.values()]) for kind in kinds]
     values = [[f"{value:.2f}" for value in column] for _, column in series]
@@ -137,10 +165,8 @@ def _bits_chart(results: Mapping[str, Any]) -> Chart:
     return Chart("Bits per byte on held-out text", svg)
 
 
-def _choice_chart(models: dict[str, Any]) -> Chart:
-    rows: dict[str, Any] = {
-        MODEL_TITLES.get(name, name): model["multiple_choice"] for name, model in reversed(models.items())
-    }
+def _choice_chart(models: dict[str, Any], titles: Mapping[str, str]) -> Chart:
+    rows: dict[str, Any] = {titles[name]: model["multiple_choice"] for name, model in reversed(models.items())}
     last = list(rows.values())[-1]
     values = {name: table["accuracy"] for name, table in rows.items()}
     values |= {f"cue: {name.replace('_', ' ')}": value for name, value in last["cues"].items()}
@@ -157,11 +183,11 @@ def _choice_chart(models: dict[str, Any]) -> Chart:
     return Chart("Multiple choice: which answer belongs to the question?", svg, caption)
 
 
-def _bits_table(results: Mapping[str, Any]) -> Table:
+def _bits_table(results: Mapping[str, Any], titles: Mapping[str, str]) -> Table:
     rows = []
     for name, model in reversed(results["models"].items()):
         for kind, table in model["bits_per_byte"].items():
-            rows.append([MODEL_TITLES.get(name, name), kind_title(kind), *_bits_cells(table)])
+            rows.append([titles[name], kind_title(kind), *_bits_cells(table)])
     for kind, table in (results.get("baselines") or {}).get("bigram", {}).get("kinds", {}).items():
         rows.append(["token bigram", kind_title(kind), *_bits_cells(table)])
     header = ["model", "text", "bits per byte", "95% interval", "nats per token", "documents", "bytes"]
@@ -183,15 +209,13 @@ def _interval(table: Mapping[str, Any], words: str) -> str:
     return words if table["documents"] > 1 else "needs 2 documents"
 
 
-def _choice_table(results: Mapping[str, Any]) -> Table:
+def _choice_table(results: Mapping[str, Any], titles: Mapping[str, str]) -> Table:
     rows = []
     for name, model in reversed(results["models"].items()):
         table = model["multiple_choice"]
         interval = f"{percent(table['accuracy_low'])} to {percent(table['accuracy_high'])}"
         right = f"{count(table['correct'])} of {count(table['questions'])}"
-        rows.append(
-            [MODEL_TITLES.get(name, name), right, percent(table["accuracy"]), interval, power(table["log10_p_value"])]
-        )
+        rows.append([titles[name], right, percent(table["accuracy"]), interval, power(table["log10_p_value"])])
     header = ["model", "right", "accuracy", "95% interval (Wilson)", "p against chance"]
     return Table(header, rows, "Multiple choice in numbers", numeric=range(1, 5))
 
@@ -208,9 +232,7 @@ NUM_QUESTIONS = 6
 """Benchmark questions that are shown."""
 
 
-def _choice_examples(data: RunData, model: str) -> Fold:
-    stage = data.done("evaluate")
-    assert stage is not None
+def _choice_examples(stage: StageData, model: str) -> Fold:
     items = []
     for record in stage.lines(f"{model}/questions.jsonl")[:NUM_QUESTIONS]:
         marks = []

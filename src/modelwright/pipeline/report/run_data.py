@@ -56,6 +56,11 @@ class RunData:
     info: Mapping[str, Any]
     stages: Mapping[str, StageData]
 
+    @property
+    def model_titles(self) -> dict[str, str]:
+        """What each stage's model is called in tables, by the stage's name."""
+        return {stage.name: stage.model_title for stage in self.config.model_stages}
+
     def done(self, name: str) -> StageData | None:
         """A stage that has finished, else `None`."""
         stage = self.stages.get(name)
@@ -68,8 +73,7 @@ def read_run(config: RunConfig, run: RunDir) -> RunData:
         info = run.read_info()
     except ArtifactError:
         info = {}
-    names = [*(("init",) if config.init_from else ()), *config.stages]
-    return RunData(config, run, info, {name: _read_stage(run.stage(name), name) for name in names})
+    return RunData(config, run, info, {one.name: _read_stage(run.stage(one.name), one.name) for one in config.stages})
 
 
 def _read_stage(folder: StageDir, name: str) -> StageData:

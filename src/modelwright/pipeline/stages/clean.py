@@ -4,33 +4,42 @@ The artifact is the folder of `pipeline.cleaning`.
 """
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from modelwright.core.config import dump
 from modelwright.core.errors import DataError
+from modelwright.core.rundir import RunDir
 from modelwright.data.clean import DROPPED, describe_drops
+from modelwright.data.clean_config import CleanConfig
 from modelwright.pipeline.cleaning import clean_into, fingerprint
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import Stage, StageContext
+from modelwright.pipeline.estimates import moving_estimate
+from modelwright.pipeline.report.corpus import corpus_section
+from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.plan.estimate import StageEstimate
+
+BYTES_PER_S = 0.8e6
 
 
-def clean_stage(config: RunConfig) -> Stage:
+def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     """Reads the sources and cleans them. Its digest covers names, sizes and modification times of the files read."""
-    settings = {name: value for name, value in dump(config.clean).items() if name != "num_workers"}
+    clean: CleanConfig = config.section(CLEAN)
+    settings = {name: value for name, value in dump(clean).items() if name != "num_workers"}
     return Stage(
-        name="clean",
-        title="Reading and cleaning",
-        settings={"data": dump(config.data), "clean": settings, "sources": fingerprint(config.data, config.clean)},
+        name=CLEAN.name,
+        title=CLEAN.title,
+        settings={"data": dump(config.data), "clean": settings, "sources": fingerprint(config.data, clean)},
         parents=(),
         run=lambda context: _run(context, config),
     )
 
 
 def _run(context: StageContext, config: RunConfig) -> None:
-    out, note = context.output.path, context.progress.note
+    out, note, settings = context.output.path, context.progress.note, config.section(CLEAN)
     work = context.folder.path / "work"
     try:
-        cleaned, sources, unread = clean_into(config.data, config.clean, out, work, context.digest, context.progress)
+        cleaned, sources, unread = clean_into(config.data, settings, out, work, context.digest, context.progress)
     except DataError as error:
         if not (out / DROPPED).exists():
             raise
@@ -41,4 +50,18 @@ def _run(context: StageContext, config: RunConfig) -> None:
     for line in unread:
         note(f"clean: {line}")
     where = f"; the dropped text is in {context.folder.artifact / DROPPED}" if cleaned.num_dropped else ""
-    note(f"clean: {cleaned.num_kept:,} documents kept, {describe_drops(cleaned, config.clean)}{where}")
+    note(f"clean: {cleaned.num_kept:,} documents kept, {describe_drops(cleaned, settings)}{where}")
+
+
+def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
+    return moving_estimate(CLEAN.name, config, bytes_per_s=BYTES_PER_S)
+
+
+CLEAN = StageSpec(
+    name="clean",
+    title="Reading and cleaning",
+    config=CleanConfig,
+    build=_build,
+    estimate=_estimate,
+    report=corpus_section,
+)

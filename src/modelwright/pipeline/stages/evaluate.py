@@ -4,56 +4,67 @@ artifact/results.json, and per model a folder with the per-document and per-ques
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump
+from modelwright.core.rundir import RunDir
 from modelwright.data.batch import TokenBatch
 from modelwright.data.clean import read_kept
 from modelwright.data.loader import PackedRows
 from modelwright.data.tokenizer import Tokenizer
+from modelwright.evaluate.config import EvaluateConfig
 from modelwright.evaluate.suite import LOSSY, compare_evaluations, evaluate_model
 from modelwright.model.hf import load_model
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import Stage, StageContext
-from modelwright.pipeline.stages.stage_inputs import final_model
+from modelwright.pipeline.estimates import scoring_estimate
+from modelwright.pipeline.report.results import evaluation_facts, evaluation_section
+from modelwright.pipeline.report.run_data import StageData
+from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.pipeline.stages.clean import CLEAN
+from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.rows import TEXT_ROWS
+from modelwright.pipeline.stages.stage_inputs import final_model, needed_model
+from modelwright.plan.estimate import StageEstimate
 
 RESULTS = "results.json"
 ROWS_AT_ONCE = 64
+LIBRARY_BYTES = 30 * 2**20
+"""What the stage loads and leaves in the process, as measured in a run of all stages."""
 
 
-def evaluate_stage(config: RunConfig) -> Stage:
+def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     """Evaluates the last two models of the run, with baselines."""
     models = evaluated_models(config)
     return Stage(
-        name="evaluate",
-        title="Evaluating on held-out text",
-        settings=dump(config.evaluate),
-        parents=("clean", "pack", *models),
+        name=EVALUATE.name,
+        title=EVALUATE.title,
+        settings=dump(config.section(EVALUATE)),
+        parents=(CLEAN.name, PACK.name, *models),
         run=lambda context: _run(context, config, models),
     )
 
 
 def evaluated_models(config: RunConfig) -> tuple[str, ...]:
     """Stages whose models are evaluated, the final one first."""
-    return tuple(reversed(config.trained_stages[-2:]))
+    return tuple(reversed(config.model_names[-2:]))
 
 
 def _run(context: StageContext, config: RunConfig, models: tuple[str, ...]) -> None:
-    out = context.output.path
-    documents = list(read_kept(context.parents["clean"], split="heldout"))
+    out, settings = context.output.path, config.section(EVALUATE)
+    documents = list(read_kept(context.parents[CLEAN.name], split="heldout"))
     results: dict[str, Any] = {"models": {}, "final": final_model(config)}
     for name in models:
         folder = context.parents[name]
         (out / name).mkdir()
-        rows = training_rows(context.parents["pack"]) if name == models[0] else ()
+        rows = training_rows(context.parents[PACK.name]) if name == models[0] else ()
         result = evaluate_model(
             load_model(folder).to(context.ranks.world.device),
             Tokenizer.load(folder),
             documents,
-            config.evaluate,
+            settings,
             train_rows=rows,
             folder=out / name,
             progress=context.progress,
@@ -63,13 +74,13 @@ def _run(context: StageContext, config: RunConfig, models: tuple[str, ...]) -> N
         results["models"][name] = {key: value for key, value in result.items() if key != "baselines"}
         context.progress.note(f"{name}: {headline(result)}")
     if len(models) > 1:
-        results["change"] = compare_evaluations(out / models[0], out / models[1], config.evaluate)
+        results["change"] = compare_evaluations(out / models[0], out / models[1], settings)
     write_atomic(out / RESULTS, json.dumps(results, indent=1))
 
 
 def training_rows(pack: Path) -> Iterable[TokenBatch]:
     """The rows of pretraining, for the bigram; none if there are none."""
-    folder = pack / "pretrain" / "train"
+    folder = pack / TEXT_ROWS.name / "train"
     return PackedRows(folder).batches(ROWS_AT_ONCE) if folder.is_dir() else ()
 
 
@@ -81,3 +92,32 @@ def headline(result: dict[str, Any]) -> str:
     parts = [f"bits per byte {bits}"] if bits else []
     parts += [f"warning: {LOSSY}"] if bits and not result["lossless"] else []
     return "; ".join([*parts, f"multiple choice {asked}"] if choice["questions"] else parts or ["nothing held out"])
+
+
+def _warnings(stage: StageData) -> Sequence[str]:
+    models = stage.json(RESULTS)["models"].values()
+    return () if all(model["lossless"] for model in models) else (f"{LOSSY}.",)
+
+
+def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
+    return scoring_estimate(
+        EVALUATE.name,
+        config,
+        config.section(EVALUATE),
+        rates,
+        num_models=len(evaluated_models(config)),
+        library_bytes=LIBRARY_BYTES,
+    )
+
+
+EVALUATE = StageSpec(
+    name="evaluate",
+    title="Evaluating on held-out text",
+    config=EvaluateConfig,
+    needs=lambda config: (PACK.name, *needed_model(config)),
+    build=_build,
+    estimate=_estimate,
+    report=evaluation_section,
+    headline=evaluation_facts,
+    warnings=_warnings,
+)

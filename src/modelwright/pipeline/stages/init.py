@@ -1,22 +1,26 @@
 """init: imports a Hugging Face folder into the run, model and tokenizer, checked once."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from modelwright.core.artifacts import verify_if_artifact
 from modelwright.core.errors import ConfigError, ModelError
+from modelwright.core.rundir import RunDir
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.model.hf import load_model
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import Stage, StageContext
+from modelwright.pipeline.estimates import fixed_estimate
+from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
 from modelwright.pipeline.stages.model_folder import save_model_folder
+from modelwright.plan.estimate import StageEstimate
 
 
-def init_stage(config: RunConfig) -> Stage:
+def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     """Artifact: the model and its tokenizer in the Hugging Face layout."""
     folder = Path(config.init_from)
     return Stage(
-        name="init",
-        title="Taking over the initial model",
+        name=INIT.name,
+        title=INIT.title,
         settings={"files": _fingerprint(folder)},
         parents=(),
         run=lambda context: _run(context, folder),
@@ -43,3 +47,17 @@ def _fingerprint(folder: Path) -> list[list[str | int]]:
         raise ConfigError(f"init_from: {folder} is not a folder; give a Hugging Face model folder on disk")
     files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".jinja"))
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
+    return fixed_estimate(INIT.name, seconds=2.0)
+
+
+INIT = StageSpec(
+    name="init",
+    title="Importing the initial model",
+    with_init_from="only",
+    model_title="initial model",
+    build=_build,
+    estimate=_estimate,
+)

@@ -1,78 +1,77 @@
-"""pack: kept documents to rows of tokens: pretraining and question/answer rows, training and held-out.
+"""pack: kept documents to rows of tokens, training and held-out, for each set of rows (`rows.py`)."""
 
-artifact/pretrain/train, pretrain/heldout: documents of kind prose and code, or the text of the question/answer pairs
-where there is nothing else; artifact/sft/train, sft/heldout: conversations with a mask that selects only the answers. A
-set without documents has no folder.
-"""
-
-from collections.abc import Iterator
-from dataclasses import asdict
-from itertools import chain
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError, DataError
+from modelwright.core.rundir import RunDir
 from modelwright.data.clean import read_kept
-from modelwright.data.document import SPLITS, Kind, Split
-from modelwright.data.fit import ConversationFit
-from modelwright.data.pack import LossMask, TokenIds, pack
+from modelwright.data.document import SPLITS, Kind
+from modelwright.data.pack import PackConfig
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import Stage, StageContext
+from modelwright.pipeline.estimates import moving_estimate
+from modelwright.pipeline.report.blocks import Section
+from modelwright.pipeline.report.corpus import tokens_section
+from modelwright.pipeline.report.run_data import RunData, StageData
+from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.pipeline.stages.clean import CLEAN
+from modelwright.pipeline.stages.rows import CHAT_ROWS, TEXT_KINDS, TEXT_ROWS, PackJob, RowSet
 from modelwright.pipeline.stages.stage_inputs import tokenizer_stage
+from modelwright.plan.estimate import StageEstimate
 
-Sequences = Iterator[tuple[TokenIds, LossMask | None]]
-SHOWN_EVERY = 256
-TEXT_KINDS: tuple[Kind, ...] = ("prose", "code")
-ROW_LEN_STEP = 64
-"""Suggested row lengths are multiples of this."""
+BYTES_PER_S = 3e6
 
 
-def pack_stage(config: RunConfig) -> Stage:
-    """Artifact: shard folders (see the module). Facts: one packing report per folder, `pairs/<split>` on how the
+def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
+    """Artifact: a folder for each set of rows. Facts: one packing report per folder, `pairs/<split>` on how the
     conversations fitted into the rows, and `pretrain_kinds`."""
     tokenizer_from = tokenizer_stage(config)
-
-    def run(context: StageContext) -> None:
-        _run(context, config, Tokenizer.load(context.parents[tokenizer_from]))
-
+    further = [rows.name for rows in row_sets(config)[2:]]
     return Stage(
-        name="pack",
-        title="Packing rows of tokens",
-        settings=dump(config.pack),
-        parents=("clean", tokenizer_from),
-        run=run,
+        name=PACK.name,
+        title=PACK.title,
+        settings=dump(config.section(PACK)) | ({"rows": further} if further else {}),
+        parents=(CLEAN.name, tokenizer_from),
+        run=lambda context: _run(context, config, Tokenizer.load(context.parents[tokenizer_from])),
         version=2,
     )
 
 
 def _run(context: StageContext, config: RunConfig, tokenizer: Tokenizer) -> None:
-    clean, facts = context.parents["clean"], context.output.facts
+    clean, facts = context.parents[CLEAN.name], context.output.facts
     kinds = pretraining_kinds(clean)
     facts["pretrain_kinds"] = list(kinds)
-    if "qa" in kinds and "pretrain" in config.stages:
+    if "qa" in kinds and any(stage.rows is TEXT_ROWS for stage in config.trainings):
         context.progress.note(
             "pack: the sources hold question/answer pairs and no other text; pretraining learns from the pairs as text"
         )
+    job = PackJob(
+        context=context,
+        config=config,
+        settings=config.section(PACK),
+        tokenizer=tokenizer,
+        clean=clean,
+        text_kinds=kinds,
+    )
     for split in SPLITS:
-        texts = _documents(clean, split, kinds, tokenizer, config.hardware.num_threads)
-        _pack(context, config, f"pretrain/{split}", texts, tokenizer)
-        fit = ConversationFit(seq_len=config.pack.seq_len, overlong=config.pack.long_documents)
-        report = _pack(context, config, f"sft/{split}", _conversations(clean, split, tokenizer, fit), tokenizer)
-        if not fit.num_conversations:
-            continue
-        facts[f"pairs/{split}"] = fit.facts()
-        if report:
-            reasons = {"no room for an answer": fit.num_dropped} if fit.num_dropped else {}
-            report |= {"num_sequences": fit.num_conversations, "num_cut": fit.num_truncated}
-            report["skipped"] = {**report["skipped"], **reasons}
-        if split == "train":
-            _tell_overlong(context, config, fit)
-    if "pretrain/train" not in facts and "sft/train" not in facts:
+        for rows in row_sets(config):
+            rows.pack(job, split)
+    if not any(f"{rows.name}/train" in facts for rows in row_sets(config)):
         raise DataError(
             "pack: no training document is left after cleaning; see the dropped documents of the clean stage"
         )
+
+
+def row_sets(config: RunConfig) -> tuple[RowSet, ...]:
+    """Text and conversations, and what the run's training stages need besides."""
+    return tuple(dict.fromkeys([TEXT_ROWS, CHAT_ROWS, *(stage.rows for stage in config.trainings if stage.rows)]))
+
+
+def packed_row_len(config: RunConfig) -> int:
+    """Tokens of a row; of a run that packs none, the model's context."""
+    return config.section(PACK).seq_len if config.has(PACK) else config.model.max_seq_len
 
 
 def pretraining_kinds(clean: Path) -> tuple[Kind, ...]:
@@ -81,86 +80,40 @@ def pretraining_kinds(clean: Path) -> tuple[Kind, ...]:
     return TEXT_KINDS if has_text else ("qa",)
 
 
-def _pack(
-    context: StageContext, config: RunConfig, name: str, sequences: Sequences, tokenizer: Tokenizer
-) -> dict[str, Any]:
-    """Pack one set, add its report to the artifact's facts and return it; {} if no sequence is left to pack."""
-    sequences = _counted(sequences, context, f"pack {name}")
-    first: list[tuple[TokenIds, LossMask | None]] = []
-    for sequence in sequences:
-        first.append(sequence)
-        if config.pack.long_documents == "split" or len(sequence[0]) <= config.pack.seq_len:
-            break
-    else:
-        return {}
-    report = pack(
-        chain(first, sequences), context.output.path / name, config.pack,
-        vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id,
-    )  # fmt: skip
-    context.output.facts[name] = asdict(report)
-    return context.output.facts[name]
-
-
-def _documents(clean: Path, split: Split, kinds: tuple[Kind, ...], tokenizer: Tokenizer, num_threads: int) -> Sequences:
-    """Begin token, text, end token."""
-    texts = (document.text for document in read_kept(clean, split=split) if document.kind in kinds)
-    return ((ids, None) for ids in tokenizer.encode_documents(texts, num_threads=num_threads))
-
-
-def _conversations(clean: Path, split: Split, tokenizer: Tokenizer, fit: ConversationFit) -> Sequences:
-    """Rendered chats; the targets are what the assistant says, with the token that ends it."""
-    for document in read_kept(clean, split=split, kind="qa"):
-        try:
-            sequences = tokenizer.encode_training_chats(document.messages)
-        except DataError as error:
-            raise DataError(f"{document.id}: {error}") from None
-        fitted = (fit.fit(ids, mask, stop_ids=tokenizer.stop_ids) for ids, mask in sequences)
-        yield from filter(None, fitted)
-
-
-def _tell_overlong(context: StageContext, config: RunConfig, fit: ConversationFit) -> None:
-    """Report the training conversations that are longer than a row. Raises `DataError` if fine-tuning has none left."""
-    if not fit.num_overlong:
+def check_context(config: RunConfig) -> None:
+    """Raise `ConfigError` if a row is longer than the model's context. With `init_from`, call it once `config.model` is
+    that of the folder.
+    """
+    if not config.has(PACK) or config.section(PACK).seq_len <= config.model.max_seq_len:
         return
-    text = (
-        f"pack: {fit.num_overlong:,} of {fit.num_conversations:,} question/answer pairs are longer than a row "
-        f"(pack.seq_len {fit.seq_len}): "
+    if config.init_from:
+        context, remedy = f"of {config.init_from} ({config.model.max_seq_len})", "lower pack.seq_len"
+    else:
+        context, remedy = f"(model.max_seq_len {config.model.max_seq_len})", "make one equal to the other"
+    raise ConfigError(
+        f"pack.seq_len: {config.section(PACK).seq_len} is more than the model's context {context}; {remedy}"
     )
-    suggestion = suggest_row_len(config, fit)
-    if fit.num_dropped == fit.num_conversations and "sft" in config.stages:
-        raise DataError(f"{text}none of them fits, so there is nothing to fine-tune on; {suggestion}")
-    parts = [
-        f"{fit.num_truncated:,} are truncated" if fit.num_truncated else "",
-        f"{fit.num_dropped:,} are dropped{' because no answer fits' if fit.overlong == 'split' else ''}"
-        if fit.num_dropped
-        else "",
-    ]
-    context.progress.note(f"{text}{', '.join(filter(None, parts))}; {suggestion}")
 
 
-def suggest_row_len(config: RunConfig, fit: ConversationFit) -> str:
-    """The settings with which 99% of the conversations fit into a row."""
-    requested = -(-fit.row_len() // ROW_LEN_STEP) * ROW_LEN_STEP
-    if requested <= fit.seq_len:
-        return "more than 99% of them fit"
-    if config.init_from and requested > config.model.max_seq_len:
-        return f"99% of them fit into {requested} tokens, the model's context is {config.model.max_seq_len}"
-    words = [f"--pack.seq_len {requested}"]
-    if requested > config.model.max_seq_len:
-        words.append(f"--model.max_seq_len {requested}")
-    for name in config.trainings:
-        training = config.stage_config(name)
-        try:
-            training.batch_rows(requested)
-        except ConfigError:
-            words.append(f"--{name}.batch_tokens {training.batch_rows(fit.seq_len) * requested}")
-    return f"99% of them fit with {' '.join(words)}"
+def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
+    return moving_estimate(PACK.name, config, bytes_per_s=BYTES_PER_S)
 
 
-def _counted(sequences: Sequences, context: StageContext, name: str) -> Sequences:
-    context.progress.begin(name, 0, "documents")
-    for number, sequence in enumerate(sequences, start=1):
-        yield sequence
-        if number % SHOWN_EVERY == 0:
-            context.progress.advance(number)
-    context.progress.end()
+def _report(data: RunData, stage: StageData) -> Section:
+    titles = {
+        f"{rows.name}/{split}": f"{rows.title}, {title}"
+        for rows in row_sets(data.config)
+        for split, title in zip(SPLITS, ("training", "held out"), strict=True)
+    }
+    return tokens_section(stage, data.done(tokenizer_stage(data.config)), titles, data.config.section(PACK).seq_len)
+
+
+PACK = StageSpec(
+    name="pack",
+    title="Packing rows of tokens",
+    config=PackConfig,
+    needs=lambda config: (CLEAN.name, tokenizer_stage(config)),
+    build=_build,
+    estimate=_estimate,
+    report=_report,
+)

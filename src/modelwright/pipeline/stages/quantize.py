@@ -3,6 +3,7 @@ folder with its tokenizer, `results.json`, and the evaluation's records.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from modelwright.compress.compare import compare
 from modelwright.compress.int8 import load_int8, quantize_model, save_int8
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.config import dump
+from modelwright.core.rundir import RunDir
 from modelwright.data.clean import read_kept
 from modelwright.data.loader import PackedRows
 from modelwright.data.tokenizer import Tokenizer
@@ -20,23 +22,31 @@ from modelwright.evaluate.suite import compare_evaluations, evaluate_model
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import Stage, StageContext
-from modelwright.pipeline.stages.evaluate import RESULTS, headline
-from modelwright.pipeline.stages.stage_inputs import final_model
+from modelwright.pipeline.estimates import scoring_estimate
+from modelwright.pipeline.report.results import int8_facts, int8_section
+from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.pipeline.stages.clean import CLEAN
+from modelwright.pipeline.stages.evaluate import EVALUATE, RESULTS, headline
+from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.rows import CHAT_ROWS, TEXT_ROWS
+from modelwright.pipeline.stages.stage_inputs import final_model, needed_model
+from modelwright.plan.estimate import StageEstimate
 
 AGREEMENT_ROWS = 16
+LIBRARY_BYTES = 35 * 2**20
+"""What the stage loads and leaves in the process, as measured in a run of all stages."""
 
 
-def quantize_stage(config: RunConfig, *, evaluated: bool) -> Stage:
-    """Size, speed and accuracy of the INT8 model beside FP32, on the evaluation's own documents and questions.
-
-    evaluated: whether the stage evaluate provides the FP32 model's figures.
+def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
+    """Size, speed and accuracy of the INT8 model beside FP32, on the evaluation's own documents and questions. The FP32
+    model's figures are those of the stage evaluate if it is present.
     """
+    evaluated = [EVALUATE.name] if EVALUATE.name in present else []
     return Stage(
-        name="quantize",
-        title="Quantizing to INT8",
-        settings={"quantize": dump(config.serve.int8), "evaluate": dump(config.evaluate)},
-        parents=("clean", "pack", final_model(config), *(("evaluate",) if evaluated else ())),
+        name=QUANTIZE.name,
+        title=QUANTIZE.title,
+        settings={"quantize": dump(config.serve.int8), "evaluate": dump(config.section(EVALUATE))},
+        parents=(CLEAN.name, PACK.name, final_model(config), *evaluated),
         run=lambda context: _run(context, config),
     )
 
@@ -49,17 +59,17 @@ def _run(context: StageContext, config: RunConfig) -> None:
     save_int8(quantize_model(reference, config.serve.int8), out)
     tokenizer.save(out, max_length=config.model.max_seq_len)
     int8 = load_int8(out, config.serve.int8)
-    comparison = compare(reference, int8, _sample(context.parents["pack"]))
+    comparison = compare(reference, int8, _sample(context.parents[PACK.name]))
     context.progress.end()
     results: dict[str, Any] = {"model": name, "backend": config.serve.int8.backend, "comparison": asdict(comparison)}
     results["int8"] = _evaluate(context, config, int8, tokenizer, out / "int8")
-    if "evaluate" in context.parents:
-        before = context.parents["evaluate"] / name
-        results["fp32"] = json.loads((context.parents["evaluate"] / RESULTS).read_text())["models"][name]
+    if evaluated := context.parents.get(EVALUATE.name):
+        before = evaluated / name
+        results["fp32"] = json.loads((evaluated / RESULTS).read_text())["models"][name]
     else:
         before = out / "fp32"
         results["fp32"] = _evaluate(context, config, reference, tokenizer, before)
-    results["change"] = compare_evaluations(out / "int8", before, config.evaluate)
+    results["change"] = compare_evaluations(out / "int8", before, config.section(EVALUATE))
     write_atomic(out / RESULTS, json.dumps(results, indent=1))
     ratio = comparison.reference_bytes / comparison.int8_bytes
     context.progress.note(f"INT8: {ratio:.1f}x smaller; {headline(results['int8'])}")
@@ -72,8 +82,8 @@ def _evaluate(
     return evaluate_model(
         model,
         tokenizer,
-        read_kept(context.parents["clean"], split="heldout"),
-        config.evaluate,
+        read_kept(context.parents[CLEAN.name], split="heldout"),
+        config.section(EVALUATE),
         train_rows=(),
         folder=folder,
         progress=context.progress,
@@ -82,6 +92,23 @@ def _evaluate(
 
 def _sample(pack: Path) -> torch.Tensor:
     """Rows of tokens that the model was not trained on (training rows if nothing is held out)."""
-    places = [pack / purpose / split for split in ("heldout", "train") for purpose in ("pretrain", "sft")]
-    rows = PackedRows(next(place for place in places if place.is_dir()))
-    return next(iter(rows.batches(AGREEMENT_ROWS))).input_ids_BT
+    places = [pack / rows.name / split for split in ("heldout", "train") for rows in (TEXT_ROWS, CHAT_ROWS)]
+    packed = PackedRows(next(place for place in places if place.is_dir()))
+    return next(iter(packed.batches(AGREEMENT_ROWS))).input_ids_BT
+
+
+def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
+    evaluate = config.section(EVALUATE)
+    return scoring_estimate(QUANTIZE.name, config, evaluate, rates, num_models=1, library_bytes=LIBRARY_BYTES)
+
+
+QUANTIZE = StageSpec(
+    name="quantize",
+    title="Quantizing to INT8",
+    reads=(EVALUATE,),
+    needs=lambda config: (PACK.name, *needed_model(config)),
+    build=_build,
+    estimate=_estimate,
+    report=int8_section,
+    headline=int8_facts,
+)

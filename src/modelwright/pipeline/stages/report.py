@@ -5,20 +5,20 @@ from collections.abc import Sequence
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.rundir import RunDir
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.estimates import fixed_estimate
 from modelwright.pipeline.report.build import build_page
 from modelwright.pipeline.report.render import render
-from modelwright.pipeline.stage import Stage, StageContext
+from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.plan.estimate import StageEstimate
 
 
-def report_stage(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
+def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     """Reads artifacts, metrics and journals of the other stages; waits for those in `present`."""
-    before = ("init",) if config.init_from else ()
-    parents = tuple(name for name in present if name != "report" and not (config.init_from and name == "tokenize"))
     return Stage(
-        name="report",
-        title="Writing the report",
+        name=REPORT.name,
+        title=REPORT.title,
         settings={},
-        parents=(*before, *parents),
+        parents=tuple(name for name in present if name != REPORT.name),
         run=lambda context: _run(context, config, run),
     )
 
@@ -31,6 +31,18 @@ def _run(context: StageContext, config: RunConfig, run: RunDir) -> None:
 
 def write_report(config: RunConfig, run: RunDir) -> str:
     """The report of what is in the run's folder now, also written to it. Returns the HTML."""
-    html = render(build_page(config, run))
+    html = render(build_page(config, run, without=REPORT))
     write_atomic(run.report, html)
     return html
+
+
+def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
+    return fixed_estimate(REPORT.name, seconds=5.0, library_bytes=95 * 2**20)
+
+
+REPORT = StageSpec(
+    name="report",
+    title="Writing the report",
+    build=_build,
+    estimate=_estimate,
+)

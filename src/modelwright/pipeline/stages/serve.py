@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -21,14 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import dump
-from modelwright.core.errors import ModelwrightError, Stopped
+from modelwright.core.config import constant, dump
+from modelwright.core.errors import ConfigError, ModelwrightError, Stopped
+from modelwright.core.rundir import RunDir
 from modelwright.data.clean import read_kept
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.model.hf import load_config
-from modelwright.pipeline.config import RunConfig, ServeCheckConfig
-from modelwright.pipeline.stage import Stage, StageContext
-from modelwright.pipeline.stages.stage_inputs import final_model
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.estimates import fixed_estimate
+from modelwright.pipeline.report.results import serving_section
+from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.pipeline.stages.clean import CLEAN
+from modelwright.pipeline.stages.stage_inputs import final_model, needed_model
+from modelwright.plan.estimate import StageEstimate
 from modelwright.serve.config import ServeConfig
 
 ANSWERS = "answers.json"
@@ -39,14 +44,42 @@ _MAX_READ = 20_000
 _URL = re.compile(r" at (https?://\S+)")
 
 
-def serve_stage(config: RunConfig) -> Stage:
+@dataclass(frozen=True, kw_only=True)
+class ServeCheckConfig:
+    """The stage `serve_check` starts the real server, asks it questions, records the answers and stops it."""
+
+    questions: tuple[str, ...] = ()
+    """Questions to ask."""
+    num_validation_questions: int = 6
+    """Further questions, drawn from the validation question/answer pairs."""
+    max_tokens: int = 64
+    """Longest answer in tokens."""
+    temperature: float = 0.0
+    """0 always takes the likeliest token."""
+    start_timeout_s: float = constant(120.0)
+    """Seconds for the server to load the model and answer `/health`."""
+
+    def __post_init__(self) -> None:
+        if not self.questions and self.num_validation_questions < 1:
+            raise ConfigError("questions: is empty and num_validation_questions is 0; ask at least one question")
+        if self.max_tokens < 1 or self.temperature < 0:
+            raise ConfigError("max_tokens: must be at least 1, and temperature at least 0")
+        if self.num_validation_questions < 0:
+            raise ConfigError(
+                f"num_validation_questions: must be 0 (none) or more, got {self.num_validation_questions}"
+            )
+        if self.start_timeout_s <= 0:
+            raise ConfigError(f"start_timeout_s: must be above 0, got {self.start_timeout_s}")
+
+
+def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     """Asks the configured questions and some held-out ones; see the module."""
     name = final_model(config)
     return Stage(
-        name="serve_check",
-        title="Serving and asking",
-        settings={"serve": dump(config.serve), "serve_check": dump(config.serve_check)},
-        parents=("clean", name),
+        name=SERVE_CHECK.name,
+        title=SERVE_CHECK.title,
+        settings={"serve": dump(config.serve), "serve_check": dump(config.section(SERVE_CHECK))},
+        parents=(CLEAN.name, name),
         run=lambda context: _run(context, config, context.parents[name]),
     )
 
@@ -91,12 +124,13 @@ class Questions:
 
 
 def _run(context: StageContext, config: RunConfig, folder: Path) -> None:
-    questions = choose_questions(folder, context.parents["clean"], config.serve_check)
+    check: ServeCheckConfig = config.section(SERVE_CHECK)
+    questions = choose_questions(folder, context.parents[CLEAN.name], check)
     if questions.left_out:
         context.progress.note(f"server: {questions.left_out}")
     context.progress.begin("serve", len(questions.asked), "answers")
     server_config = replace(config.serve, port=0)
-    with start_server(folder, server_config, context.folder.path, config.serve_check.start_timeout_s) as server:
+    with start_server(folder, server_config, context.folder.path, check.start_timeout_s) as server:
         answers = []
         for number, (question, reference) in enumerate(questions.asked, start=1):
             answers.append(_ask(server, config, question, reference, stream=False))
@@ -108,9 +142,7 @@ def _run(context: StageContext, config: RunConfig, folder: Path) -> None:
     context.progress.end()
     if server.exit_code != Stopped.exit_code:
         raise ModelwrightError(f"the server exited with code {server.exit_code} after SIGTERM; see {server.log}")
-    if config.serve_check.temperature == 0 and any(
-        s["answer"] != a["answer"] for s, a in zip(streamed, answers, strict=False)
-    ):
+    if check.temperature == 0 and any(s["answer"] != a["answer"] for s, a in zip(streamed, answers, strict=False)):
         raise ModelwrightError("the streamed answer differs from the plain one, both at temperature 0: a bug")
     facts = {"start_s": server.start_s, "server_peak_bytes": server.peak_bytes, "health": health.get("status", "")}
     result = {
@@ -223,8 +255,8 @@ def _answer(url: str, config: RunConfig, question: str, reference: str, *, strea
         requested: dict[str, Any] = {
             "model": model,
             "messages": [{"role": "user", "content": question}],
-            "max_tokens": config.serve_check.max_tokens,
-            "temperature": config.serve_check.temperature,
+            "max_tokens": config.section(SERVE_CHECK).max_tokens,
+            "temperature": config.section(SERVE_CHECK).temperature,
             "seed": config.seed,
         }
         started = time.monotonic()
@@ -275,3 +307,18 @@ def _peak_bytes(pid: int) -> int:
         return 0
     match = re.search(r"VmHWM:\s+(\d+) kB", status)
     return int(match[1]) * 1024 if match else 0
+
+
+def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
+    return fixed_estimate(SERVE_CHECK.name, seconds=20.0, library_bytes=70 * 2**20)
+
+
+SERVE_CHECK = StageSpec(
+    name="serve_check",
+    title="Serving and asking",
+    config=ServeCheckConfig,
+    needs=lambda config: (CLEAN.name, *needed_model(config)),
+    build=_build,
+    estimate=_estimate,
+    report=serving_section,
+)

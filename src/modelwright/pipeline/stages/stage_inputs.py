@@ -1,20 +1,35 @@
 """Which stage provides the tokenizer, the model that training starts from, and the run's final model."""
 
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.stages.init import INIT
+from modelwright.pipeline.stages.tokenize import TOKENIZE
+
+FIRST_TRAINING = "pretrain"
+"""The stage that makes a model out of random weights."""
 
 
 def tokenizer_stage(config: RunConfig) -> str:
     """The stage whose artifact contains the tokenizer."""
-    return "init" if config.init_from else "tokenize"
+    return INIT.name if config.init_from else TOKENIZE.name
 
 
 def model_before(config: RunConfig, stage: str) -> str:
     """The stage whose model training in `stage` starts from, "" for random weights."""
-    trained = config.trained_stages
-    place = trained.index(stage)
-    return trained[place - 1] if place else ""
+    names = config.model_names
+    place = names.index(stage)
+    return names[place - 1] if place else ""
 
 
 def final_model(config: RunConfig) -> str:
     """The stage whose model is the run's result, "" if the run trains none."""
-    return config.trained_stages[-1] if config.trained_stages else ""
+    return config.model_names[-1] if config.model_names else ""
+
+
+def needed_model(config: RunConfig) -> tuple[str, ...]:
+    """What a stage that works on the final model needs: a stage that produces one."""
+    return (final_model(config) or FIRST_TRAINING,)
+
+
+def needed_start(config: RunConfig, stage: str) -> tuple[str, ...]:
+    """What a training stage needs that continues the training of a model: an earlier stage that produces one."""
+    return (model_before(config, stage) or FIRST_TRAINING,)

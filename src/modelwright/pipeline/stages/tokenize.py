@@ -1,22 +1,32 @@
 """tokenize: a byte-level BPE tokenizer trained on the kept training text."""
 
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
 from modelwright.core.config import dump
+from modelwright.core.rundir import RunDir
 from modelwright.data.clean import read_kept
 from modelwright.data.tokenizer import Tokenizer, train_tokenizer
 from modelwright.pipeline.config import RunConfig
-from modelwright.pipeline.stage import Stage, StageContext
+from modelwright.pipeline.estimates import moving_estimate
+from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
+from modelwright.pipeline.stages.clean import CLEAN
+from modelwright.plan.estimate import StageEstimate
 
 FERTILITY_DOCUMENTS = 400
+BYTES_PER_S = 1.2e6
+NOTHING_HELD_OUT = (
+    "no document is held out, so neither the tokenizer nor the model is measured on text that it was not trained on; "
+    "add documents, or raise data.validation_fraction"
+)
 
 
-def tokenize_stage(config: RunConfig) -> Stage:
+def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     """Artifact: the tokenizer in the Hugging Face layout. Facts: size, bytes per token on held-out text."""
 
-    def run(context: StageContext) -> None:
-        clean = context.parents["clean"]
+    def train(context: StageContext) -> None:
+        clean = context.parents[CLEAN.name]
         context.progress.begin("tokenizer", 0, "documents")
         texts = (document.text for document in read_kept(clean, split="train"))
         tokenizer = train_tokenizer(texts, config.tokenizer)
@@ -25,14 +35,15 @@ def tokenize_stage(config: RunConfig) -> Stage:
         context.output.facts |= {"vocab_size": tokenizer.vocab_size, "bytes_per_token": fertility}
         context.progress.end()
         shown = ", ".join(f"{kind} {value:.2f}" for kind, value in fertility.items())
-        context.progress.note(f"tokenizer: {tokenizer.vocab_size:,} tokens; bytes per token on held-out text: {shown}")
+        quality = f"bytes per token on held-out text: {shown}" if shown else NOTHING_HELD_OUT
+        context.progress.note(f"tokenizer: {tokenizer.vocab_size:,} tokens; {quality}")
 
     return Stage(
-        name="tokenize",
-        title="Training the tokenizer",
+        name=TOKENIZE.name,
+        title=TOKENIZE.title,
         settings=dump(config.tokenizer),
-        parents=("clean",),
-        run=run,
+        parents=(CLEAN.name,),
+        run=train,
     )
 
 
@@ -45,3 +56,17 @@ def _bytes_per_token(clean: Path, tokenizer: Tokenizer) -> dict[str, float]:
             num_tokens = sum(len(tokenizer.encode(text)) for text in texts)
             result[kind] = sum(len(text.encode("utf-8")) for text in texts) / max(1, num_tokens)
     return result
+
+
+def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:
+    return moving_estimate(TOKENIZE.name, config, bytes_per_s=BYTES_PER_S)
+
+
+TOKENIZE = StageSpec(
+    name="tokenize",
+    title="Training the tokenizer",
+    needs=lambda config: (CLEAN.name,),
+    with_init_from="never",
+    build=_build,
+    estimate=_estimate,
+)

@@ -1,4 +1,6 @@
-"""pretrain and sft: one trainer, two objectives. Artifact: the model with its tokenizer in the Hugging Face layout."""
+"""Training stages: one trainer, and an objective and rows for each (`training_spec`). Artifact: the model with its
+tokenizer in the Hugging Face layout.
+"""
 
 import json
 import math
@@ -6,23 +8,31 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from modelwright.core.artifacts import write_atomic
+from modelwright.core.artifacts import read_manifest, write_atomic
 from modelwright.core.config import dump
-from modelwright.core.errors import DataError
+from modelwright.core.errors import ArtifactError, DataError
 from modelwright.core.progress import SilentProgress
+from modelwright.core.rundir import RunDir
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import TokenBatch
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.model.decoder import Decoder
 from modelwright.model.hf import load_model
-from modelwright.objectives.pretrain import Pretrain
-from modelwright.objectives.sft import Sft
+from modelwright.ops import cpu_kernels
 from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.estimates import BYTES_PER_TOKEN, text_bytes
+from modelwright.pipeline.report.blocks import Fact, Section
+from modelwright.pipeline.report.format import plural
+from modelwright.pipeline.report.learning import training_section
+from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.resolve import product_rate
-from modelwright.pipeline.stage import Stage, StageContext
+from modelwright.pipeline.stage import Rates, Stage, StageContext, StageInputs, StageSpec, no_facts
 from modelwright.pipeline.stages.model_folder import save_model_folder
+from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.rows import RowSet
 from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_stage
+from modelwright.plan.estimate import StageEstimate, training_stage
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import HeldoutBatches
@@ -30,22 +40,58 @@ from modelwright.train.job import TrainJob
 from modelwright.train.objective import Objective
 from modelwright.train.state import TrainResult, load_best
 
-Learn = Callable[[PackedLoader], Objective]
+MANY_EPOCHS = 4.0
+"""Up to here repeated text is worth almost as much as new text (Muennighoff et al. 2023, section 6)."""
 TOO_LOW = 1.02
 """Steps faster than the peak by more than this share of measurement error show that the peak is wrong."""
 
 
-def pretrain_stage(config: RunConfig) -> Stage:
-    """Next-token prediction on prose and code."""
-    return _stage(config, "pretrain", "Pretraining", config.pretrain, Pretrain)
+def training_spec(
+    *,
+    name: str,
+    title: str,
+    report_title: str,
+    model_title: str,
+    objective: Callable[[StageInputs], Objective],
+    rows: RowSet,
+    needs: Callable[[RunConfig], tuple[str, ...]],
+    config: type[TrainConfig] = TrainConfig,
+    headline: Callable[[RunData, StageData], Sequence[Fact]] = no_facts,
+    time_weight: float = 1.0,
+    follows: str = "",
+) -> StageSpec:
+    """A stage that trains the model of the stage before it, or random weights, on some rows of the stage pack.
+
+    report_title: title of its section of the report
+    config: `TrainConfig`, or a dataclass that adds settings of the objective to it
+
+    For the rest see `StageSpec`.
+    """
+
+    def report(data: RunData, stage: StageData) -> Section:
+        return training_section(stage, data.config.section(name), report_title)
+
+    spec = StageSpec(
+        name=name,
+        title=title,
+        config=config,
+        needs=needs,
+        build=lambda run_config, run, present: _stage(run_config, spec),
+        estimate=lambda run_config, run, rates: _estimate(run_config, run, rates, spec),
+        report=report,
+        headline=headline,
+        warnings=_warnings,
+        model_title=model_title,
+        objective=objective,
+        rows=rows,
+        time_weight=time_weight,
+        follows=follows,
+    )
+    return spec
 
 
-def sft_stage(config: RunConfig) -> Stage:
-    """Fine-tuning on question/answer pairs; without any, the model is passed on unchanged."""
-    return _stage(config, "sft", "Fine-tuning on questions and answers", config.sft, Sft)
-
-
-def _stage(config: RunConfig, name: str, title: str, training: TrainConfig, learn: Learn) -> Stage:
+def _stage(config: RunConfig, spec: StageSpec) -> Stage:
+    name, training = spec.name, config.section(spec)
     before = model_before(config, name)
     settings = {
         "training": training.identity(),
@@ -56,26 +102,31 @@ def _stage(config: RunConfig, name: str, title: str, training: TrainConfig, lear
         settings["model"] = dump(config.model)
     return Stage(
         name=name,
-        title=title,
+        title=spec.title,
         settings=settings,
-        parents=("pack", tokenizer_stage(config), *([before] if before not in ("", tokenizer_stage(config)) else [])),
-        run=lambda context: _run(context, config, name, training, learn),
+        parents=(
+            PACK.name,
+            tokenizer_stage(config),
+            *([before] if before not in ("", tokenizer_stage(config)) else []),
+        ),
+        run=lambda context: _run(context, config, spec),
         every_rank=True,
     )
 
 
-def _run(context: StageContext, config: RunConfig, name: str, training: TrainConfig, learn: Learn) -> None:
-    before = model_before(config, name)
+def _run(context: StageContext, config: RunConfig, spec: StageSpec) -> None:
+    before = model_before(config, spec.name)
     model = load_model(context.parents[before]) if before else fresh_model(config)
-    rows = context.parents["pack"] / name / "train"
+    assert spec.rows is not None
+    rows = context.parents[PACK.name] / spec.rows.name / "train"
     if rows.is_dir():
-        facts = _learn(context, config, name, training, learn, model, rows)
-    elif name == "sft":
-        facts = {"skipped": "there are no question/answer pairs to learn from; the model stays as it was"}
-        context.progress.note(f"sft: {facts['skipped']}")
+        facts = _learn(context, config, spec, model, rows)
+    elif spec.rows.if_empty:
+        facts = {"skipped": spec.rows.if_empty}
+        context.progress.note(f"{spec.name}: {facts['skipped']}")
     else:
         raise DataError(
-            f"{name}: no prose or code document is left to train on; see the dropped documents of the clean stage"
+            f"{spec.name}: no prose or code document is left to train on; see the dropped documents of the clean stage"
         )
     if context.ranks.rank == 0:
         tokenizer = Tokenizer.load(context.parents[tokenizer_stage(config)])
@@ -90,19 +141,23 @@ def fresh_model(config: RunConfig) -> Decoder:
     return model
 
 
-def _learn(
-    context: StageContext, config: RunConfig, name: str, training: TrainConfig, learn: Learn, model: Decoder, rows: Path
-) -> dict[str, Any]:
+def _learn(context: StageContext, config: RunConfig, spec: StageSpec, model: Decoder, rows: Path) -> dict[str, Any]:
+    assert spec.objective is not None
+    name, training = spec.name, config.section(spec)
     packed, world = PackedRows(rows), context.ranks.world
     num_copies = training.num_copies(config.parallel.axes(world.size))
     batch_rows = training.batch_rows(packed.seq_len, num_copies=num_copies)
     loader = PackedLoader(packed, batch_rows=batch_rows, seed=derive_seed(config.seed, name, "order"))
     num_steps = training.resolve_num_steps(loader.num_batches_per_epoch)
+    if note := _repeats(name, num_steps * batch_rows, packed.num_rows):
+        context.progress.note(note)
     microbatch_rows = max(1, batch_rows // (training.gradient_accumulation_steps * num_copies))
     result = train(
         TrainJob(
             model=model,
-            objective=learn(loader),
+            objective=spec.objective(
+                StageInputs(config=config, training=training, loader=loader, parents=context.parents)
+            ),
             config=training,
             num_steps=num_steps,
             stage=context.folder,
@@ -122,6 +177,18 @@ def _learn(
     context.progress.note(_summary(name, num_steps, result, used_share))
     taken = _take_best(model, context, training, result)
     return _facts(result, model, num_steps, loader, taken, context) | peaks
+
+
+def _repeats(name: str, num_read: int, num_rows: int) -> str:
+    """A warning if the rows are read so often that the model learns them by heart, "" if they are not."""
+    num_epochs = num_read / num_rows
+    if num_epochs <= MANY_EPOCHS:
+        return ""
+    return (
+        f"{name}: warning: the training text fills only {plural(num_rows, 'row')} and is read {num_epochs:,.0f} times; "
+        f"after about {MANY_EPOCHS:.0f} passes a model mostly learns its text by heart: add text, or train for fewer "
+        "steps"
+    )
 
 
 def heldout_sample(folder: Path, config: RunConfig, *, batch_rows: int) -> Sequence[TokenBatch]:
@@ -227,3 +294,38 @@ def _summary(name: str, num_steps: int, result: TrainResult, used_share: float) 
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _warnings(stage: StageData) -> Sequence[str]:
+    num_skipped = stage.facts.get("num_skipped")
+    return [f"{num_skipped} steps were skipped because values were not finite."] if num_skipped else []
+
+
+def _estimate(config: RunConfig, run: RunDir, rates: Rates, spec: StageSpec) -> StageEstimate:
+    training, seq_len = config.section(spec), config.section(PACK).seq_len
+    return training_stage(
+        spec.name,
+        config.model,
+        num_steps=training.resolve_num_steps(_batches_per_epoch(config, run, spec)),
+        batch_tokens=training.batch_tokens,
+        num_microbatches=training.gradient_accumulation_steps,
+        # half of a document on average, and documents are about half of a row
+        mean_context=min(seq_len, config.model.max_seq_len) / 4,
+        compute=training.precision.planned_as,
+        activations=training.activation_checkpointing,
+        flops_per_s=rates.flops_per_s[training.precision.planned_as],
+        fused=cpu_kernels.are_used_on(config.hardware.device),
+        world_size=rates.num_hosts,  # the rate is that of all threads of a host, which its processes share
+    )
+
+
+def _batches_per_epoch(config: RunConfig, run: RunDir, spec: StageSpec) -> int:
+    """From the packed rows if they exist, else estimated from the size of the sources."""
+    assert spec.rows is not None
+    packed = run.stage(PACK.name).artifact
+    try:
+        read_manifest(packed, kind=PACK.name)
+        tokens = float(PackedRows(packed / spec.rows.name / "train").num_rows * config.section(PACK).seq_len)
+    except ArtifactError:
+        tokens = text_bytes(config.data, spec.rows) / BYTES_PER_TOKEN
+    return max(1, round(tokens / config.section(spec).batch_tokens))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 from modelwright.train.monitors.stragglers import StragglerConfig
 from modelwright.train.techniques.out_of_memory import WhenOutOfMemory
@@ -11,7 +12,7 @@ from modelwright.train.techniques.out_of_memory import WhenOutOfMemory
 class FaultToleranceConfig:
     """Fault detection and tolerance."""
 
-    replica_check_every_steps: int = 500
+    replica_check_every_steps: int = constant(500)
     """Steps between bitwise comparisons of what several ranks hold; 0 for none."""
     watchdog_timeout_s: float = 1800.0
     """A process that finishes no step for this long writes its threads' stacks to `hang-<rank>.txt` and exits, so that

@@ -26,7 +26,7 @@ PROBE_DIM = 256
 class StragglerConfig:
     """When a rank is reported as a straggler."""
 
-    factor: float = 1.5
+    factor: float = constant(1.5)
     """How many times the median compute time of all ranks."""
     patience: int = constant(3)
     """Looks in a row that must agree."""

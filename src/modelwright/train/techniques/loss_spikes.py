@@ -51,9 +51,9 @@ class LossSpikeConfig:
     rollback_after: int = 0
     """Spikes among recent updates after which the run rolls back to a checkpoint from before the first of them and
     goes on with the next batches; 0 never. Needs `checkpoint_every_steps`."""
-    max_rollbacks: int = 3
+    max_rollbacks: int = constant(3)
     """Most rollbacks of a run."""
-    lr_factor: float = 1.0
+    lr_factor: float = constant(1.0)
     """Factor on the learning rate for a while after a rollback."""
     window_steps: int = constant(100)
     """Accepted updates that the next is compared with; nothing is judged before a third of them."""

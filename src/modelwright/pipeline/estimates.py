@@ -1,0 +1,60 @@
+"""What the estimates of several stages have in common: how much text there is, and what scoring and moving it costs."""
+
+from dataclasses import replace
+
+from modelwright.data.find_files import locate
+from modelwright.data.sources import BUILTIN, SourceConfig
+from modelwright.evaluate.config import EvaluateConfig
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.stage import Rates
+from modelwright.pipeline.stages.rows import CHAT_ROWS, TEXT_ROWS, RowSet
+from modelwright.plan.estimate import StageEstimate, data_stage, scoring_stage
+
+BYTES_PER_TOKEN = 3.7
+CHOICE_TOKENS = 80
+"""Tokens of one candidate with its question."""
+SCORED_FRACTION = 0.05
+"""Share of the built-in text that is held out and scored where `evaluate.max_bytes_per_domain` sets no limit."""
+
+
+def text_bytes(data: SourceConfig, rows: RowSet) -> float:
+    """Bytes of text for one set of rows. A user's files count in full, because their content is not known yet."""
+    return _builtin_bytes(data, rows) + _own_bytes(data)
+
+
+def moving_estimate(name: str, config: RunConfig, *, bytes_per_s: float) -> StageEstimate:
+    """A stage that reads all text once. bytes_per_s: rate assumed on one core."""
+    builtin = sum(_builtin_bytes(config.data, rows) for rows in (TEXT_ROWS, CHAT_ROWS))
+    return data_stage(name, num_bytes=builtin + _own_bytes(config.data), bytes_per_s=bytes_per_s)
+
+
+def fixed_estimate(name: str, *, seconds: float, library_bytes: int = 0) -> StageEstimate:
+    """A stage whose cost depends on no setting. library_bytes: memory of what it loads and leaves in the process."""
+    estimate = data_stage(name, num_bytes=0, bytes_per_s=1.0)
+    return replace(estimate, seconds=seconds, peak_bytes=estimate.peak_bytes + library_bytes)
+
+
+def scoring_estimate(
+    name: str, config: RunConfig, evaluate: EvaluateConfig, rates: Rates, *, num_models: int, library_bytes: int
+) -> StageEstimate:
+    """A stage that scores the held-out text and the questions with some models."""
+    num_bytes = evaluate.max_bytes_per_domain * len(evaluate.domains) or SCORED_FRACTION * TEXT_ROWS.stdlib_bytes
+    num_tokens = num_bytes / BYTES_PER_TOKEN + 4 * CHOICE_TOKENS * evaluate.multiple_choice.num_questions
+    estimate = scoring_stage(
+        name,
+        config.model,
+        num_tokens=num_models * num_tokens,
+        context_overlap=evaluate.context_overlap,
+        batch_tokens=evaluate.batch_tokens,
+        flops_per_s=rates.flops_per_s["fp32"],
+    )
+    return replace(estimate, peak_bytes=estimate.peak_bytes + library_bytes)
+
+
+def _builtin_bytes(data: SourceConfig, rows: RowSet) -> float:
+    return rows.stdlib_bytes * data.stdlib_fraction * (BUILTIN in data.sources)
+
+
+def _own_bytes(data: SourceConfig) -> float:
+    named = tuple(source for source in data.sources if source != BUILTIN)
+    return sum(file.filesystem.info(file.path).get("size") or 0 for file in locate(named, lambda reason, where: None))

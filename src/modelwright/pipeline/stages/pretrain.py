@@ -1,0 +1,20 @@
+"""pretrain: next-token prediction on prose and code, from random weights."""
+
+from modelwright.objectives.pretrain import Pretrain
+from modelwright.pipeline.report.learning import training_facts
+from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.rows import TEXT_ROWS
+from modelwright.pipeline.stages.stage_inputs import FIRST_TRAINING
+from modelwright.pipeline.stages.training import training_spec
+
+PRETRAIN = training_spec(
+    name=FIRST_TRAINING,
+    title="Pretraining",
+    report_title="Pretraining",
+    model_title="pretrained",
+    objective=lambda inputs: Pretrain(inputs.loader),
+    rows=TEXT_ROWS,
+    needs=lambda config: (PACK.name,),
+    headline=training_facts,
+    time_weight=9.0,
+)

@@ -1,0 +1,167 @@
+"""The sets of rows that trainings learn from: text, and conversations whose answers are learned.
+
+The stage `pack` makes both for every run, and the further sets that a run's training stages name. Each is a folder of
+its artifact with the rows of each split; a split without documents has no folder.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from modelwright.core.errors import ConfigError, DataError
+from modelwright.data.clean import read_kept
+from modelwright.data.document import Kind, Split
+from modelwright.data.fit import ConversationFit
+from modelwright.data.pack import LossMask, PackConfig, TokenIds, pack
+from modelwright.data.tokenizer import Tokenizer
+from modelwright.pipeline.config import RunConfig
+from modelwright.pipeline.stage import StageContext
+
+Sequences = Iterator[tuple[TokenIds, LossMask | None]]
+SHOWN_EVERY = 256
+TEXT_KINDS: tuple[Kind, ...] = ("prose", "code")
+ROW_LEN_STEP = 64
+"""Suggested row lengths are multiples of this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackJob:
+    """What rows are packed from, and where to."""
+
+    context: StageContext
+    config: RunConfig
+    settings: PackConfig
+    tokenizer: Tokenizer
+    clean: Path
+    """The artifact of the stage clean."""
+    text_kinds: tuple[Kind, ...] = field(default=TEXT_KINDS)
+    """The kinds of documents that `TEXT_ROWS` takes."""
+
+    def pack(self, name: str, sequences: Sequences) -> dict[str, Any]:
+        """Pack one split of a set, such as `pretrain/train`; add its report to the artifact's facts and return it. {}
+        if no sequence is left to pack.
+        """
+        sequences = _counted(sequences, self.context, f"pack {name}")
+        first: list[tuple[TokenIds, LossMask | None]] = []
+        for sequence in sequences:
+            first.append(sequence)
+            if self.settings.long_documents == "split" or len(sequence[0]) <= self.settings.seq_len:
+                break
+        else:
+            return {}
+        output = self.context.output
+        report = pack(
+            chain(first, sequences), output.path / name, self.settings,
+            vocab_size=self.tokenizer.vocab_size, eos_id=self.tokenizer.eos_id,
+        )  # fmt: skip
+        output.facts[name] = asdict(report)
+        return output.facts[name]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowSet:
+    """Rows of one kind."""
+
+    name: str
+    """Folder in the artifact of the stage pack."""
+    title: str
+    """What the rows are for, for tables."""
+    pack: Callable[[PackJob, Split], None]
+    """Packs the documents of one split with `PackJob.pack`, under the name `<name>/<split>`."""
+    if_empty: str = ""
+    """Why a training without rows passes its model on unchanged; "" if that is an error."""
+    stdlib_bytes: float = 0.0
+    """Size of the built-in corpus as these rows."""
+
+
+def _pack_text(job: PackJob, split: Split) -> None:
+    """Begin token, text, end token."""
+    texts = (document.text for document in read_kept(job.clean, split=split) if document.kind in job.text_kinds)
+    encoded = job.tokenizer.encode_documents(texts, num_threads=job.config.hardware.num_threads)
+    job.pack(f"{TEXT_ROWS.name}/{split}", ((ids, None) for ids in encoded))
+
+
+def _pack_chats(job: PackJob, split: Split) -> None:
+    """Rendered chats; the targets are what the assistant says, with the token that ends it."""
+    name, facts = f"{CHAT_ROWS.name}/{split}", job.context.output.facts
+    fit = ConversationFit(seq_len=job.settings.seq_len, overlong=job.settings.long_documents)
+    report = job.pack(name, _conversations(job, split, fit))
+    if not fit.num_conversations:
+        return
+    facts[f"pairs/{split}"] = fit.facts()
+    if report:
+        reasons = {"no room for an answer": fit.num_dropped} if fit.num_dropped else {}
+        report |= {"num_sequences": fit.num_conversations, "num_cut": fit.num_truncated}
+        report["skipped"] = {**report["skipped"], **reasons}
+    if split == "train":
+        _tell_overlong(job, fit)
+
+
+def _conversations(job: PackJob, split: Split, fit: ConversationFit) -> Sequences:
+    for document in read_kept(job.clean, split=split, kind="qa"):
+        try:
+            sequences = job.tokenizer.encode_training_chats(document.messages)
+        except DataError as error:
+            raise DataError(f"{document.id}: {error}") from None
+        fitted = (fit.fit(ids, mask, stop_ids=job.tokenizer.stop_ids) for ids, mask in sequences)
+        yield from filter(None, fitted)
+
+
+def _tell_overlong(job: PackJob, fit: ConversationFit) -> None:
+    """Report the training conversations that are longer than a row. Raises `DataError` if a training has none left."""
+    if not fit.num_overlong:
+        return
+    text = (
+        f"pack: {fit.num_overlong:,} of {fit.num_conversations:,} question/answer pairs are longer than a row "
+        f"(pack.seq_len {fit.seq_len}): "
+    )
+    suggestion = suggest_row_len(job.config, fit)
+    if fit.num_dropped == fit.num_conversations and any(stage.rows is CHAT_ROWS for stage in job.config.trainings):
+        raise DataError(f"{text}none of them fits, so there is nothing to fine-tune on; {suggestion}")
+    parts = [
+        f"{fit.num_truncated:,} are truncated" if fit.num_truncated else "",
+        f"{fit.num_dropped:,} are dropped{' because no answer fits' if fit.overlong == 'split' else ''}"
+        if fit.num_dropped
+        else "",
+    ]
+    job.context.progress.note(f"{text}{', '.join(filter(None, parts))}; {suggestion}")
+
+
+def suggest_row_len(config: RunConfig, fit: ConversationFit) -> str:
+    """The settings with which 99% of the conversations fit into a row."""
+    requested = -(-fit.row_len() // ROW_LEN_STEP) * ROW_LEN_STEP
+    if requested <= fit.seq_len:
+        return "more than 99% of them fit"
+    if config.init_from and requested > config.model.max_seq_len:
+        return f"99% of them fit into {requested} tokens, the model's context is {config.model.max_seq_len}"
+    words = [f"--pack.seq_len {requested}"]
+    if requested > config.model.max_seq_len:
+        words.append(f"--model.max_seq_len {requested}")
+    for stage in config.trainings:
+        training = config.section(stage)
+        try:
+            training.batch_rows(requested)
+        except ConfigError:
+            words.append(f"--{stage.name}.batch_tokens {training.batch_rows(fit.seq_len) * requested}")
+    return f"99% of them fit with {' '.join(words)}"
+
+
+def _counted(sequences: Sequences, context: StageContext, name: str) -> Sequences:
+    context.progress.begin(name, 0, "documents")
+    for number, sequence in enumerate(sequences, start=1):
+        yield sequence
+        if number % SHOWN_EVERY == 0:
+            context.progress.advance(number)
+    context.progress.end()
+
+
+TEXT_ROWS = RowSet(name="pretrain", title="pretraining", pack=_pack_text, stdlib_bytes=20e6)
+CHAT_ROWS = RowSet(
+    name="sft",
+    title="fine-tuning",
+    pack=_pack_chats,
+    if_empty="there are no question/answer pairs to learn from; the model stays as it was",
+    stdlib_bytes=4e6,
+)

@@ -1,0 +1,17 @@
+"""sft: fine-tuning on question/answer pairs; without any, the model is passed on unchanged."""
+
+from modelwright.objectives.sft import Sft
+from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.rows import CHAT_ROWS
+from modelwright.pipeline.stages.stage_inputs import needed_start
+from modelwright.pipeline.stages.training import training_spec
+
+SFT = training_spec(
+    name="sft",
+    title="Fine-tuning on questions and answers",
+    report_title="Fine-tuning",
+    model_title="fine-tuned",
+    objective=lambda inputs: Sft(inputs.loader),
+    rows=CHAT_ROWS,
+    needs=lambda config: (PACK.name, *needed_start(config, "sft")),
+)

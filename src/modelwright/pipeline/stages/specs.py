@@ -1,0 +1,52 @@
+"""The stages of the pipeline, in its order. This is the only list of them: a new one is a file in this folder and a
+line here, or an entry point of another package.
+"""
+
+import functools
+from importlib.metadata import entry_points
+
+from modelwright.core.errors import ConfigError
+from modelwright.pipeline.stage import StageSpec
+from modelwright.pipeline.stages.clean import CLEAN
+from modelwright.pipeline.stages.evaluate import EVALUATE
+from modelwright.pipeline.stages.init import INIT
+from modelwright.pipeline.stages.pack import PACK
+from modelwright.pipeline.stages.pretrain import PRETRAIN
+from modelwright.pipeline.stages.quantize import QUANTIZE
+from modelwright.pipeline.stages.report import REPORT
+from modelwright.pipeline.stages.serve import SERVE_CHECK
+from modelwright.pipeline.stages.sft import SFT
+from modelwright.pipeline.stages.tokenize import TOKENIZE
+
+STAGES: tuple[StageSpec, ...] = (
+    INIT, CLEAN, TOKENIZE, PACK, PRETRAIN, SFT, EVALUATE, QUANTIZE, SERVE_CHECK, REPORT
+)  # fmt: skip
+
+STAGES_GROUP = "modelwright.stages"
+"""Entry points of other packages: each a `StageSpec`."""
+
+
+def stage_names() -> tuple[str, ...]:
+    """The stages that a user may name, in the pipeline's order."""
+    return tuple(stage.name for stage in known_stages() if not stage.is_implied)
+
+
+@functools.cache
+def known_stages() -> tuple[StageSpec, ...]:
+    """The stages of this package and of all installed ones, in the pipeline's order.
+
+    Raises `ConfigError` for an entry point that is no `StageSpec`, has a name that is taken, or follows no stage.
+    """
+    known = list(STAGES)
+    for entry_point in entry_points(group=STAGES_GROUP):
+        where = f"entry point {entry_point.name} of {STAGES_GROUP} ({entry_point.value})"
+        spec = entry_point.load()
+        names = [stage.name for stage in known]
+        if not isinstance(spec, StageSpec):
+            raise ConfigError(f"{where}: is no StageSpec")
+        if spec.name in names:
+            raise ConfigError(f"{where}: there is a stage {spec.name!r} already; the package must choose another name")
+        if spec.follows not in names:
+            raise ConfigError(f"{where}: follows {spec.follows!r}, which is not one of {', '.join(names)}")
+        known.insert(names.index(spec.follows) + 1, spec)
+    return tuple(known)

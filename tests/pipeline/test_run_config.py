@@ -1,0 +1,84 @@
+"""A run has the sections of its own stages, and nothing else."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from modelwright.core.config import dump, save_yaml
+from modelwright.core.errors import ConfigError
+from modelwright.pipeline.run_config import parse_run
+from modelwright.pipeline.stages.pretrain import PRETRAIN
+from modelwright.pipeline.stages.sft import SFT
+from modelwright.recipes.load import load
+from modelwright.train.config import TrainConfig
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+MODEL = {"vocab_size": 12_288, "num_layers": 2, "model_dim": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
+         "ffn_dim": 128, "max_seq_len": 512}  # fmt: skip
+FINE_TUNING = {"name": "mine", "model": MODEL, "init_from": "some/model", "stages": ["clean", "pack", "sft"],
+               "sft": {"num_steps": 5}}  # fmt: skip
+
+
+def test_a_run_that_only_fine_tunes_has_no_section_for_pretraining() -> None:
+    config = parse_run(FINE_TUNING)
+    assert set(config.sections) == {"clean", "pack", "sft"}
+    assert [stage.name for stage in config.stages] == ["init", "clean", "pack", "sft"]
+    assert config.first_training is config.section(SFT)
+    plain = dump(config)
+    assert plain["stages"] == FINE_TUNING["stages"]
+    assert "pretrain" not in plain
+    assert parse_run(plain) == config
+
+
+def test_a_training_is_one_pass_over_the_data_by_default() -> None:
+    config = parse_run({"name": "mine", "model": MODEL, "pack": {"seq_len": 512}})
+    assert config.section(PRETRAIN) == TrainConfig()
+    assert TrainConfig().resolve_num_steps(17) == 17
+
+
+def test_a_stage_may_read_the_section_of_another_one() -> None:
+    """quantize measures as evaluate does, in a run without evaluate, too."""
+    stages = ["clean", "pack", "sft", "quantize"]
+    config = parse_run({**FINE_TUNING, "stages": stages, "evaluate": {"max_bytes_per_domain": 77}})
+    assert config.section("evaluate").max_bytes_per_domain == 77
+
+
+def test_an_unknown_section_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"^sfd: unknown setting; did you mean 'sft'\?"):
+        parse_run({**FINE_TUNING, "sfd": {}})
+
+
+def test_the_section_of_a_stage_that_is_left_out_is_checked_and_ignored(inside: Command, tmp_path: Path) -> None:
+    assert parse_run({**FINE_TUNING, "pretrain": {"num_steps": 3}}) == parse_run(FINE_TUNING)
+    with pytest.raises(ConfigError, match=r"^pretrain\.num_stepz: unknown setting"):
+        parse_run({**FINE_TUNING, "pretrain": {"num_stepz": 3}})
+    (tmp_path / "mine.yaml").write_text(
+        yaml.safe_dump({"recipe": "tiny", "stages": ["clean"], "sft": {"num_steps": 3}})
+    )
+    assert load(str(tmp_path / "mine.yaml"), {}).notes == ["sft: ignored, because the run has no such stage"]
+    part = load("tiny", {"sft": {"num_steps": 3}}, str(tmp_path / "run"), ("clean",))
+    assert part.notes == [], "--stages works on a part of a run on purpose"
+    words = ("run", str(tmp_path / "mine.yaml"), "--run-dir", str(tmp_path / "run"))
+    done = inside(*words, "--dry-run")
+    assert done.stdout.splitlines()[-1] == "sft: ignored, because the run has no such stage"
+
+
+def test_a_stage_that_is_added_to_a_run_says_whose_settings_it_takes(tmp_path: Path) -> None:
+    part = ("clean", "tokenize", "pack")
+    save_yaml(tmp_path / "config.yaml", load("tiny", {}, str(tmp_path), part).config)
+    added = load(str(tmp_path), {}, only=("pretrain",))
+    assert added.config.section("pretrain").num_steps == 0
+    assert [note.partition(":")[0] for note in added.notes] == ["pretrain"]
+    again = load("tiny", {}, str(tmp_path), ("pretrain",))
+    assert (again.config.section("pretrain").num_steps, again.notes) == (40, [])
+    assert load(str(tmp_path), {}, only=part).notes == []
+
+
+def test_an_inherited_setting_of_a_stage_that_is_left_out_disturbs_nobody() -> None:
+    shared = {"training": {"gradient_sync": {"local_sgd": {"sync_every_steps": 30}}}}
+    own = {"pretrain": {"eval_every_steps": 300}, "stages": ["clean", "tokenize", "pack", "pretrain"]}
+    config = load("quickstart", {**shared, **own}).config
+    assert config.section("pretrain").gradient_sync.local_sgd.sync_every_steps == 30
