@@ -29,7 +29,7 @@ def own_attention(world: World) -> Results:
     for kind in get_args(ContextAttention):
         attend, _ = shard_sequence(rows(), context, kind)
         inputs = [x[:, own].requires_grad_() for x in queries_keys_values()]
-        out = attend(0, *inputs)
+        out = attend(AttentionSpec(0), *inputs)
         gradients = torch.autograd.grad((out * output_weights()[:, own]).sum(), inputs)
         results[f"{kind}/out"] = out.detach()
         results |= {f"{kind}/{name}": gradient for name, gradient in zip("qkv", gradients, strict=True)}
@@ -102,4 +102,4 @@ def test_one_rank_has_whole_rows():
     assert mine is whole_rows
     inputs = queries_keys_values()
     expected = masked_attention_naive(*inputs, document_mask(whole_rows.segments_BT))
-    torch.testing.assert_close(attend(0, *inputs), expected, **EXACT)
+    torch.testing.assert_close(attend(AttentionSpec(0), *inputs), expected, **EXACT)

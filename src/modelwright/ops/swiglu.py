@@ -22,6 +22,12 @@ def swiglu_naive(gate: Tensor, up: Tensor, *, in_fp32: bool = False) -> Tensor:
     return (F.silu(gate.float() if in_fp32 else gate) * up).to(up.dtype)
 
 
+def gated_gelu(gate: Tensor, up: Tensor, *, by_tanh: bool, in_fp32: bool = False) -> Tensor:
+    """gelu(gate) * up (GeGLU), in the format of `up`; by_tanh: gelu by its approximation by a tanh."""
+    activated = F.gelu(gate.float() if in_fp32 else gate, approximate="tanh" if by_tanh else "none")
+    return (activated * up).to(up.dtype)
+
+
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up):

@@ -22,7 +22,6 @@ from modelwright.model.decoder import Attend, Attention, Decoder
 from modelwright.ops.attention_received import received_attention
 from modelwright.ops.cross_entropy import token_log_probs
 from modelwright.ops.flop_counter import Executed
-from modelwright.ops.rope import apply_rope, rope_tables
 from modelwright.optim.sparse import BatchSelectionConfig
 from modelwright.train.flops import attention_flops, head_flops
 
@@ -100,7 +99,7 @@ class BatchSelector:
         if self.config.signal == "random" and not self.config.needs_start:
             return None, is_within_G
         look = first_tokens(batch, self.config.probe_tokens).to(self.model.embedding.weight.device)
-        attend = masked_attend(look.segments_BT)
+        attend = masked_attend(look.segments_BT, self.model.config.windows)
         start_G = self.group_losses(look, attend, self.start) if self.config.needs_start else None
         if self.config.max_initial_loss and start_G is not None:
             is_within_G = start_G <= self.config.max_initial_loss * math.log(self.model.config.vocab_size)
@@ -123,7 +122,9 @@ class BatchSelector:
         hidden_BTD = functional_call(self.model, dict(weights), inputs) if weights else self.model(*inputs)
         head = "embedding.weight" if self.model.head is None else "head.weight"
         head_VD = weights.get(head, self.model.head_weight)
-        found_N = token_log_probs(hidden_BTD.flatten(0, 1), head_VD, batch.labels_BT.flatten())
+        found_N = token_log_probs(
+            hidden_BTD.flatten(0, 1), head_VD, batch.labels_BT.flatten(), logits_of=self.model.cap
+        )
         shape = self.model.config
         self.executed.add(shape.num_layers * attention_flops(shape, batch) + head_flops(shape, batch))
         counts_B = (batch.labels_BT != IGNORED).sum(dim=1)
@@ -181,7 +182,4 @@ def first_queries_and_keys(model: Decoder, batch: TokenBatch) -> tuple[Tensor, T
     attention = block.attention
     assert isinstance(attention, Attention)
     x_BTD = block.attention_norm(model.embed(batch.input_ids_BT))  # type: ignore[operator]
-    cos, sin = rope_tables(batch.positions_BT, model.config.head_dim, model.config.rope_theta)
-    q_BTHd = attention.q_norm(attention.q_proj(x_BTD).unflatten(-1, (-1, attention.head_dim)))
-    k_BTKd = attention.k_norm(attention.k_proj(x_BTD).unflatten(-1, (-1, attention.head_dim)))
-    return apply_rope(q_BTHd, cos, sin), apply_rope(k_BTKd, cos, sin)
+    return attention.queries_and_keys(x_BTD, model.rotary_tables(batch.positions_BT))
