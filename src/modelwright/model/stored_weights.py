@@ -1,0 +1,103 @@
+"""The tensors of a model folder, read one at a time: only what is asked for leaves the disk.
+
+Shapes come from the headers of the safetensors files, so that a folder is checked before any weight is read. The format
+has no checksum: a flipped bit in a weight cannot be seen here. What is checked is the header, the length of each file,
+the set of tensors and their shapes. Folders of this project's own stages have a manifest with SHA-256 digests.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from modelwright.core.errors import ModelError
+
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a file's header describes it."""
+
+    file: Path
+    shape: torch.Size
+
+
+class StoredWeights:
+    """The tensors of a folder, in one file or in shards. Raises `ModelError` if a file is missing or damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[str, StoredTensor] = {}
+        for path in _weight_files(folder):
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118 - the library's handle is no mapping
+                    self.tensors[name] = StoredTensor(path, torch.Size(file.get_slice(name).get_shape()))
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """A copy of the part of a tensor that these slices of its dimensions select, in the format of the file."""
+        with _opened(self.tensors[name].file) as file:
+            return file.get_slice(name)[part].clone()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises `ModelError` if the file is missing or damaged."""
+    try:
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path}: no such file; a model folder in the Hugging Face layout has one") from None
+    except ValueError as error:
+        raise ModelError(f"{path}: is damaged ({error}); copy the folder again") from None
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: is not a JSON object; copy the folder again")
+    return cast(dict[str, Any], data)
+
+
+def check_tensors(folder: Path, *, wanted: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
+    """Raise `ModelError` naming the tensors that are missing, surplus or of another shape than the config says."""
+    problems = {
+        "missing": sorted(wanted.keys() - stored.keys()),
+        "unknown": sorted(stored.keys() - wanted.keys()),
+        "of another shape than config.json says": [
+            f"{name} {list(stored[name])} instead of {list(shape)}"
+            for name, shape in wanted.items()
+            if name in stored and stored[name] != shape
+        ],
+    }
+    for problem, names in problems.items():
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ModelError(f"{folder}: tensors {problem}: {', '.join(names[:5])}{more}")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: the single one, or the shards that its index names."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / WEIGHTS_INDEX).is_file():
+        pickled = any(folder.glob("*.bin"))
+        hint = "its weights are pickled; save them again with safe_serialization=True" if pickled else "no weights"
+        raise ModelError(f"{folder}: has no {WEIGHTS} ({hint})")
+    weight_map = read_json(folder / WEIGHTS_INDEX).get("weight_map")
+    files = cast(dict[str, Any], weight_map) if isinstance(weight_map, dict) else {}
+    names = sorted({str(name) for name in files.values()})
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise ModelError(f"{folder / name}: a shard named in {WEIGHTS_INDEX} is missing; copy the folder again")
+    return [folder / name for name in names]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with cast(Any, safe_open(path, framework="pt")) as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: is damaged or truncated ({error}); copy the folder again") from None
