@@ -110,9 +110,9 @@ class ModelRunner:
         groups = self._decode_groups(plan.decodes, tokens, positions, slots)
         pieces = [self._chunk_piece(chunk, tokens, positions, slots) for chunk in plan.chunks]
         ordered = [s for members in _by_context(plan.decodes) for s in members]
-        prompts = [s.num_prompt for s in ordered]
-        prompts += [chunk.sequence.num_prompt for chunk in plan.chunks for _ in range(chunk.start, chunk.end)]
-        lengths = [max(prompt, position + 1) for prompt, position in zip(prompts, positions, strict=True)]
+        first = [s.num_prefill for s in ordered]
+        first += [chunk.sequence.num_prefill for chunk in plan.chunks for _ in range(chunk.start, chunk.end)]
+        lengths = [max(prefill, position + 1) for prefill, position in zip(first, positions, strict=True)]
         sampled = [(row, s) for row, s in enumerate(ordered) if not s.is_replaying]
         sampled += [
             (piece.end - 1, chunk.sequence)
