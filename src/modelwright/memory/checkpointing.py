@@ -10,6 +10,7 @@ segment of several blocks calls the blocks, hooks and compiled code included, fr
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
@@ -105,13 +106,16 @@ def _run_units(
         if len(unit) > 1:
             run = partial(checkpoint, run, use_reentrant=False)
             run = partial(_offloaded, unit, run, store) if segment.offload else run
-        hidden_BTD = run(hidden_BTD, rotary, attend)
+        hidden_BTD = run(hidden_BTD, *rotary, attend)
     return hidden_BTD
 
 
-def _run_in_turn(blocks: Sequence[nn.Module], hidden_BTD: Tensor, rotary: RotaryTables, attend: Attend) -> Tensor:
+def _run_in_turn(blocks: Sequence[nn.Module], hidden_BTD: Tensor, *tables_and_attend: Any) -> Tensor:
+    """Tables come one by one, because checkpoints look for tensors among their arguments only."""
+    *tables, attend = tables_and_attend
+    rotary = RotaryTables(*tables)
     for block in blocks:
-        hidden_BTD = block(hidden_BTD, rotary, attend)
+        hidden_BTD = block(hidden_BTD, *rotary.of(block), attend)
     return hidden_BTD
 
 
@@ -120,9 +124,8 @@ def _offloaded(
     run: Callable[..., Tensor],
     store: Store | None,
     hidden_BTD: Tensor,
-    rotary: RotaryTables,
-    attend: Attend,
+    *tables_and_attend: Any,
 ) -> Tensor:
     assert store is not None
-    with offloading(blocks, rotary, store):
-        return run(hidden_BTD, rotary, attend)
+    with offloading(blocks, tables_and_attend[:-1], store):
+        return run(hidden_BTD, *tables_and_attend)

@@ -44,6 +44,11 @@ class RotaryTables(NamedTuple):
     window_cos: Tensor
     window_sin: Tensor
 
+    def of(self, block: nn.Module) -> tuple[Tensor, Tensor]:
+        """The tables of one block."""
+        assert isinstance(block, Block)
+        return (self.window_cos, self.window_sin) if block.attention.spec.window else (self.cos, self.sin)
+
 
 Attend = Callable[[AttentionSpec, Tensor, Tensor, Tensor], Tensor]
 """`(spec, q_BTHd, k_BTKd, v_BTKd) -> out_BTHd`; rotary positions are applied already. Scores are divided by the root of
@@ -113,13 +118,13 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config) if config.qk_norm else nn.Identity()
 
-    def forward(self, x_BTD: Tensor, rotary: RotaryTables, attend: Attend) -> Tensor:
-        q_BTHd, k_BTKd = self.queries_and_keys(x_BTD, rotary)
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        q_BTHd, k_BTKd = self.queries_and_keys(x_BTD, cos, sin)
         v_BTKd = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
         out_BTHd = attend(self.spec, q_BTHd, k_BTKd, v_BTKd)
         return self.o_proj(out_BTHd.flatten(-2))
 
-    def queries_and_keys(self, x_BTD: Tensor, rotary: RotaryTables) -> tuple[Tensor, Tensor]:
+    def queries_and_keys(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, H, d] and [B, T, K, d], with their positions."""
         q_BTHd = self.q_norm(self.q_proj(x_BTD).unflatten(-1, (-1, self.head_dim)))
         k_BTKd = self.k_norm(self.k_proj(x_BTD).unflatten(-1, (-1, self.head_dim)))
@@ -127,9 +132,7 @@ class Attention(nn.Module):
             q_BTHd = q_BTHd * self.query_factor
         if not self.uses_rope:
             return q_BTHd, k_BTKd
-        cos, sin, window_cos, window_sin = rotary
-        tables = (window_cos, window_sin) if self.spec.window else (cos, sin)
-        return apply_rope(q_BTHd, *tables), apply_rope(k_BTKd, *tables)
+        return apply_rope(q_BTHd, cos, sin), apply_rope(k_BTKd, cos, sin)
 
 
 class FeedForward(nn.Module):
@@ -168,8 +171,8 @@ class Block(nn.Module):
         self.ffn = FeedForward(config)
         self.ffn_post_norm = RMSNorm(config.model_dim, config) if post_norms else nn.Identity()
 
-    def forward(self, hidden_BTD: Tensor, rotary: RotaryTables, attend: Attend) -> Tensor:
-        attended_BTD = self.attention(self.attention_norm(hidden_BTD), rotary, attend)
+    def forward(self, hidden_BTD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        attended_BTD = self.attention(self.attention_norm(hidden_BTD), cos, sin, attend)
         hidden_BTD = hidden_BTD + self.attention_post_norm(attended_BTD)
         return hidden_BTD + self.ffn_post_norm(self.ffn(self.ffn_norm(hidden_BTD)))
 
@@ -228,7 +231,7 @@ class Decoder(nn.Module):
         """The residual stream [B, T, D] after all blocks in this process."""
         rotary = self.rotary_tables(positions_BT, lengths_BT)
         for block in self.blocks.values():
-            hidden_BTD = block(hidden_BTD, rotary, attend)
+            hidden_BTD = block(hidden_BTD, *rotary.of(block), attend)
         return hidden_BTD
 
     def rotary_tables(self, positions_BT: Tensor, lengths_BT: Tensor | None = None) -> RotaryTables:

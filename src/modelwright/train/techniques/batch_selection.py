@@ -182,4 +182,4 @@ def first_queries_and_keys(model: Decoder, batch: TokenBatch) -> tuple[Tensor, T
     attention = block.attention
     assert isinstance(attention, Attention)
     x_BTD = block.attention_norm(model.embed(batch.input_ids_BT))  # type: ignore[operator]
-    return attention.queries_and_keys(x_BTD, model.rotary_tables(batch.positions_BT))
+    return attention.queries_and_keys(x_BTD, *model.rotary_tables(batch.positions_BT).of(block))
