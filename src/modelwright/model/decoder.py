@@ -11,7 +11,7 @@ Legend: B rows, T tokens, D model width, H query heads, K key/value heads, d hea
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -191,13 +191,25 @@ class EndFormats:
         self.stream_dtype, self.head_dtype, self.loss_in_fp32 = None, None, True
 
 
+class StoredParameters(Protocol):
+    """Parameters that wait on disk."""
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """The part of a parameter that slices of its dimensions, with bounds, select, in the format of the file."""
+        ...
+
+
 class Decoder(nn.Module):
-    """A decoder-only transformer; passes (checkpointing, compile, sharding) work on `blocks`."""
+    """A decoder-only transformer; passes (checkpointing, compile, sharding) work on `blocks`. stored: where the weights
+    are while the parameters are on the meta device; a layout then reads this rank's part of them (`parallel/
+    deferred.py`).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.ends = EndFormats()
+        self.stored: StoredParameters | None = None
         self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
         self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.num_layers)})
         self.norm = RMSNorm(config.model_dim, config)

@@ -65,6 +65,15 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, types: Seque
     return model
 
 
+def deferred_model(folder: Path) -> Decoder:
+    """A decoder whose weights stay in the folder, unchanged until then, until it is laid out for training. Raises
+    `ModelError` as `load_model` does, except for weights that cannot be read.
+    """
+    model, stored = open_model(folder)
+    model.stored = stored
+    return model
+
+
 @dataclass(frozen=True)
 class ParameterSource:
     """Where a parameter is stored: rows from `first_row` on of a tensor that may hold others, too."""

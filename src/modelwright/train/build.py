@@ -21,6 +21,7 @@ from modelwright.model.decoder import Decoder
 from modelwright.optim.build import build_optimizer
 from modelwright.optim.delay import compensate
 from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.deferred import is_deferred
 from modelwright.parallel.full_state import move_out, restore_weights, whole_weights
 from modelwright.parallel.gradient_sync import GradientSync
 from modelwright.parallel.mesh import Mesh, World, build_mesh, single
@@ -310,7 +311,7 @@ def train(
     progress = progress if world.is_first else SilentProgress()
     progress.begin(name, num_steps, "steps")
     hang_after_s = config.fault_tolerance.watchdog_timeout_s if world.size > 1 else 0.0
-    model = model.to(world.device)
+    model = model if is_deferred(model) else model.to(world.device)
     note_once = cache(progress.note)  # a run may be laid out several times
     try:
         with (

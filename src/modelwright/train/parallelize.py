@@ -19,6 +19,7 @@ from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.context_parallel import check_context
+from modelwright.parallel.deferred import read_deferred
 from modelwright.parallel.fsdp import shard_states
 from modelwright.parallel.mesh import Mesh
 from modelwright.parallel.pipeline.runner import Pipeline
@@ -89,6 +90,7 @@ def apply_passes(
     if mesh.sharing_devices is not None and parallel.zero_stage != 0:
         formats = {"attention": precision.gathered_as("attention"), "ffn": precision.gathered_as("ffn")}
         model = shard_states(model, mesh.sharing_devices, parallel.zero_stage, formats)
+    read_deferred(model, mesh.world.device)
     return model
 
 

@@ -15,7 +15,7 @@ from modelwright.data.batch import TokenBatch
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.model.decoder import Decoder
-from modelwright.model.hf import load_model
+from modelwright.model.hf import deferred_model, load_model
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.objectives.sft import Sft
 from modelwright.pipeline.config import RunConfig
@@ -65,8 +65,9 @@ def _stage(config: RunConfig, name: str, title: str, training: TrainConfig, lear
 
 def _run(context: StageContext, config: RunConfig, name: str, training: TrainConfig, learn: Learn) -> None:
     before = model_before(config, name)
-    model = load_model(context.parents[before]) if before else fresh_model(config)
     rows = context.parents["pack"] / name / "train"
+    load = deferred_model if rows.is_dir() else load_model
+    model = load(context.parents[before]) if before else fresh_model(config)
     if rows.is_dir():
         facts = _learn(context, config, name, training, learn, model, rows)
     elif name == "sft":
