@@ -67,7 +67,7 @@ def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, types: Seque
 
 def deferred_model(folder: Path) -> Decoder:
     """A decoder whose weights stay in the folder, unchanged until then, until it is laid out for training. Raises
-    `ModelError` as `load_model` does, except for weights that cannot be read.
+    `ModelError` as `load_model` does; what is wrong with the weights themselves is noticed when they are read.
     """
     model, stored = open_model(folder)
     model.stored = stored

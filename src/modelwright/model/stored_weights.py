@@ -1,8 +1,9 @@
 """The tensors of a model folder, read one at a time: only what is asked for leaves the disk.
 
 Shapes come from the headers of the safetensors files, so that a folder is checked before any weight is read. The format
-has no checksum: a flipped bit in a weight cannot be seen here. What is checked is the header, the length of each file,
-the set of tensors and their shapes. Folders of this project's own stages have a manifest with SHA-256 digests.
+has no checksum. What is checked is the header, the length of each file, the set of tensors, their shapes, and that all
+values are finite: a flipped bit that leaves a finite weight cannot be seen here. Folders of this project's own stages
+have a manifest with SHA-256 digests, which covers every bit.
 """
 
 import json
@@ -42,9 +43,17 @@ class StoredWeights:
                     self.tensors[name] = StoredTensor(path, torch.Size(file.get_slice(name).get_shape()))
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """A copy of the part of a tensor that these slices of its dimensions select, in the format of the file."""
-        with _opened(self.tensors[name].file) as file:
-            return file.get_slice(name)[part].clone()
+        """A copy of the part of a tensor that these slices of its dimensions select, in the format of the file. Raises
+        `ModelError` for tensors of integers and for values that are not finite.
+        """
+        path = self.tensors[name].file
+        with _opened(path) as file:
+            piece = file.get_slice(name)[part].clone()
+        if not piece.is_floating_point():
+            raise ModelError(f"{path}: {name} holds {piece.dtype} instead of floating-point weights; choose another model")
+        if not bool(piece.sum(dtype=torch.float64).isfinite()):
+            raise ModelError(f"{path}: {name} has values that are not finite, so the file is damaged; copy it again")
+        return piece
 
 
 def read_json(path: Path) -> dict[str, Any]:
