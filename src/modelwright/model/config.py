@@ -147,19 +147,18 @@ class ModelConfig:
         return self.attention.window if layer in self.attention.window_layers else 0
 
     @property
-    def block_norm_parameters(self) -> int:
-        """Parameters of one block's norms."""
-        per_block = (4 if self.norms.post_norms else 2) * self.model_dim
-        return per_block + (2 * self.head_dim if self.qk_norm else 0)
+    def replicated_block_parameters(self) -> int:
+        """Parameters of one block that tensor parallelism does not divide: norms, and biases of what ranks sum up."""
+        norms = (4 if self.norms.post_norms else 2) * self.model_dim + (2 * self.head_dim if self.qk_norm else 0)
+        return norms + self.model_dim * (self.attention.output_bias + self.feed_forward.bias)
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of one block: four attention projections, three FFN projections, norms."""
+        """Parameters of one block: four attention projections, three FFN projections, their biases, norms."""
         heads, pairs = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         matrices = self.model_dim * 2 * (heads + pairs) + 3 * self.model_dim * self.ffn_dim
-        biases = (heads + 2 * pairs) * self.attention.qkv_bias + self.model_dim * self.attention.output_bias
-        biases += (2 * self.ffn_dim + self.model_dim) * self.feed_forward.bias
-        return matrices + biases + self.block_norm_parameters
+        biases = (heads + 2 * pairs) * self.attention.qkv_bias + 2 * self.ffn_dim * self.feed_forward.bias
+        return matrices + biases + self.replicated_block_parameters
 
     @property
     def embedding_parameters(self) -> int:

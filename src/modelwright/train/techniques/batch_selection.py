@@ -23,7 +23,7 @@ from modelwright.ops.attention_received import received_attention
 from modelwright.ops.cross_entropy import token_log_probs
 from modelwright.ops.flop_counter import Executed
 from modelwright.optim.sparse import BatchSelectionConfig
-from modelwright.train.flops import attention_flops, head_flops
+from modelwright.train.flops import all_attention_flops, attention_flops, head_flops
 
 
 class BatchSelector:
@@ -126,7 +126,7 @@ class BatchSelector:
             hidden_BTD.flatten(0, 1), head_VD, batch.labels_BT.flatten(), logits_of=self.model.cap
         )
         shape = self.model.config
-        self.executed.add(shape.num_layers * attention_flops(shape, batch) + head_flops(shape, batch))
+        self.executed.add(all_attention_flops(shape, batch) + head_flops(shape, batch))
         counts_B = (batch.labels_BT != IGNORED).sum(dim=1)
         sums_B = -found_N.view_as(batch.labels_BT).sum(dim=1)
         mean = sums_B.sum() / counts_B.sum().clamp(min=1)
@@ -139,7 +139,7 @@ class BatchSelector:
         """
         moved = batch.to(self.model.embedding.weight.device)
         q_BTHd, k_BTKd = first_queries_and_keys(self.model, moved)
-        self.executed.add(attention_flops(self.model.config, batch) // 2)  # scores without values
+        self.executed.add(attention_flops(self.model.config, batch, 0) // 2)  # scores without values
         received_N = received_attention(q_BTHd, k_BTKd, moved.segments_BT).flatten().to(batch.labels_BT.device)
         labels_N = batch.labels_BT.flatten()
         counts_N = labels_N != IGNORED
