@@ -95,8 +95,8 @@ SIZES: dict[str, Any] = {
 
 
 def hf_model(name: str, **changes: Any) -> Any:
-    """A model of the case with random weights, norms and biases included, in evaluation mode. Attention is computed step
-    by step, as its own kernels would add their rounding to the comparison.
+    """A model of the case with random weights, norms and biases included, in evaluation mode. Attention is computed
+    step by step, as its own kernels would add their rounding to the comparison.
     """
     kind, special = CASES[name]
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **special, **changes})

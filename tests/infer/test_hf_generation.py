@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_folders import CASES, VOCAB_SIZE, write_folder
-from modelwright.infer.engine import EngineConfig
+from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.generate import generate
 from modelwright.infer.sequence import SamplingParams
 from modelwright.model.hf import load_model
@@ -39,3 +39,26 @@ def test_greedy_generations_are_identical(tmp_path: Path, name: str) -> None:
         )[0, len(prompt) :].tolist()
         assert len(expected) == NUM_NEW
         assert completion.token_ids == expected
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "phi3-long", "mistral"])
+def test_load_and_preemption_change_no_bit(tmp_path: Path, name: str) -> None:
+    """A sequence whose frequencies change with its length is computed anew there, alone or among others."""
+    write_folder(name, tmp_path)
+    model = load_model(tmp_path)
+    draw = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(3, VOCAB_SIZE, (5 + 11 * n % 50,), generator=draw).tolist() for n in range(6)]
+    params = [SamplingParams(max_tokens=40, temperature=0.7, seed=number) for number in range(len(prompts))]
+    engine = Engine(model, EngineConfig(kv_cache_tokens=192, prefill_chunk_size=16), head=model.logits)
+    for number, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
+        engine.add(str(number), prompt, chosen)
+    together: dict[str, list[tuple[int, float]]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            together.setdefault(output.request_id, []).append((output.token_id, output.logprob))
+    assert engine.is_batch_invariant
+    assert engine.stats().num_preemptions > 0
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+    for number, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
+        (alone,) = generate(model, [prompt], [chosen], EngineConfig(prefill_chunk_size=16))
+        assert together[str(number)] == list(zip(alone.token_ids, alone.logprobs, strict=True))

@@ -1,6 +1,7 @@
 """Every Hugging Face type in the table against `transformers` itself, with random weights and odd sizes."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,9 @@ def test_loss_and_gradients_of_a_step_are_equal(tmp_path: Path, name: str) -> No
     wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     assert found.keys() == wanted.keys()
     for tensor, gradient in wanted.items():
-        torch.testing.assert_close(found[tensor], gradient, **TOLERANCES["fp32_gradient"], msg=lambda m: f"{tensor}: {m}")
+        torch.testing.assert_close(
+            found[tensor], gradient, **TOLERANCES["fp32_gradient"], msg=partial("{}: {}".format, tensor)
+        )
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,10 @@ def test_a_window_bounds_the_flops_of_its_layers():
         ({"attention": {"soft_cap": -1.0}}, "must not be negative"),
         ({"rotary_dim": 3}, "rotary_dim: must be even"),
         ({"rope": {"kind": "yarn", "factor": 2.0}}, "original_max_len: yarn needs the context"),
-        ({"rope": {"kind": "llama3", "factor": 2.0, "original_max_len": 8, "low_freq_factor": 5.0}}, "high_freq_factor"),
+        (
+            {"rope": {"kind": "llama3", "factor": 2.0, "original_max_len": 8, "low_freq_factor": 5.0}},
+            "high_freq_factor",
+        ),
     ],
 )
 def test_what_other_types_have_is_checked(changes, message):

@@ -48,7 +48,9 @@ def test_memory_holds_the_model_and_one_tensor_more(tmp_path: Path, monkeypatch:
     wanted = 4 * model.config.num_parameters
     largest = max(4 * parameter.numel() for parameter in model.parameters())
     assert wanted > 60 * 2**20
-    assert max(moments) - before < wanted + 2 * largest + 2**23, "whole files beside the model would be half as much more"
+    assert max(moments) - before < wanted + 2 * largest + 2**23, (
+        "whole files beside the model would be half as much more"
+    )
     assert 2 * wanted / 4 > 2 * largest + 2**23
 
 

@@ -48,8 +48,13 @@ _PROBE = "probe"
 _LONG_SPACE = re.compile(rf"(?<!\s)\s{{{LONG_SPACE}}}")
 _FILES = ("tokenizer.json", "tokenizer_config.json")
 _BESIDE = (
-    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model",
-)  # fmt: skip
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
 """What else a tokenizer of Hugging Face may consist of; none of it is read here."""
 
 

@@ -31,8 +31,8 @@ CONTEXT_STEP = 64
 
 @dataclass(frozen=True)
 class CachedContext:
-    """What the queries of one attention span read of the cache: a block table for each sequence, concatenated, and which
-    of its L tokens each query sees.
+    """What the queries of one attention span read of the cache: a block table for each sequence, concatenated, and
+    which of its L tokens each query sees.
     """
 
     table: Tensor
@@ -41,8 +41,8 @@ class CachedContext:
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Decoding sequences of equal rounded context: rows [start, end) of the step. contexts: by the layers' windows, with
-    masks [B, 1, 1, L].
+    """Decoding sequences of equal rounded context: rows [start, end) of the step. contexts: by the layers' windows,
+    with masks [B, 1, 1, L].
     """
 
     start: int

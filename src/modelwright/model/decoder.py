@@ -1,5 +1,5 @@
-"""The decoder: RMSNorm, rotary grouped-query attention with optional QK-norm, gated feed-forward layers, optionally tied
-embeddings; what model types add to that is in `ModelConfig`.
+"""The decoder: RMSNorm, rotary grouped-query attention with optional QK-norm, gated feed-forward layers, optionally
+tied embeddings; what model types add to that is in `ModelConfig`.
 
 Single-device code. Attention is a parameter: every layer passes its queries, keys and values to an `Attend` function,
 which training builds from a mask and inference from a KV cache. It returns hidden states; `logits` and `cross_entropy`
@@ -25,8 +25,8 @@ from modelwright.ops.swiglu import gated_gelu, swiglu
 
 
 class AttentionSpec(NamedTuple):
-    """What an `Attend` function has to know of a layer. window: tokens that a query sees, the present one included; 0 is
-    all earlier ones; soft_cap: scores s become soft_cap * tanh(s / soft_cap); 0 leaves them.
+    """What an `Attend` function has to know of a layer. window: tokens that a query sees, the present one included; 0
+    is all earlier ones; soft_cap: scores s become soft_cap * tanh(s / soft_cap); 0 leaves them.
     """
 
     layer: int
@@ -35,8 +35,8 @@ class AttentionSpec(NamedTuple):
 
 
 class RotaryTables(NamedTuple):
-    """Cosines and sines of the positions, [B, T, 1, r] each: of layers that see all earlier tokens, and of layers with a
-    window, which are the same tensors unless the model has other frequencies there.
+    """Cosines and sines of the positions, [B, T, 1, r] each: of layers that see all earlier tokens, and of layers with
+    a window, which are the same tensors unless the model has other frequencies there.
     """
 
     cos: Tensor

@@ -102,9 +102,7 @@ def open_model(folder: Path, *, types: Sequence[HfType] = HF_TYPES) -> tuple[Dec
     with torch.device("meta"):
         model = Decoder(config)
     stored = StoredWeights(folder)
-    shapes = {
-        name: tensor.shape for name, tensor in stored.tensors.items() if not name.endswith("rotary_emb.inv_freq")
-    }
+    shapes = {name: tensor.shape for name, tensor in stored.tensors.items() if not name.endswith("rotary_emb.inv_freq")}
     if config.tie_embeddings:
         shapes.pop("lm_head.weight", None)
     wanted: dict[str, torch.Size] = {}

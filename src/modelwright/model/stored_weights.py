@@ -50,7 +50,9 @@ class StoredWeights:
         with _opened(path) as file:
             piece = file.get_slice(name)[part].clone()
         if not piece.is_floating_point():
-            raise ModelError(f"{path}: {name} holds {piece.dtype} instead of floating-point weights; choose another model")
+            raise ModelError(
+                f"{path}: {name} holds {piece.dtype} instead of floating-point weights; choose another model"
+            )
         if not bool(piece.sum(dtype=torch.float64).isfinite()):
             raise ModelError(f"{path}: {name} has values that are not finite, so the file is damaged; copy it again")
         return piece

@@ -4,8 +4,8 @@ Packed rows hold several documents, and a token sees its own document only. On a
 be masked away, so `packed_attention` splits every document into tiles of queries and gives each tile only its visible
 keys. This package's own kernels take all tiles at once (`cpu_kernels`); otherwise each tile is one call of PyTorch's
 attention, and rows so short that calls cost more than masked products are not split. A sliding window of W tokens
-leaves out the keys that none of a tile's queries see, and masks the others. Scores with a soft cap, which neither kernel
-computes, are in `ops/capped_attention.py`.
+leaves out the keys that none of a tile's queries see, and masks the others. Scores with a soft cap, which neither
+kernel computes, are in `ops/capped_attention.py`.
 
 Legend: B rows, T tokens, H query heads, K key/value heads, d head width, G = H / K query heads per key/value head.
 Query head h reads key/value head h // G.
@@ -33,8 +33,8 @@ MOST_WHOLE = 512
 
 
 def document_mask(segments_BT: Tensor, window: int = 0) -> Tensor:
-    """Boolean [B, 1, T, T]: true where query token i may see key token j <= i of the same segment, with a window only if
-    i - j < window.
+    """Boolean [B, 1, T, T]: true where query token i may see key token j <= i of the same segment, with a window only
+    if i - j < window.
 
     A token always sees itself, padding too, so no row of the softmax is empty.
     """
@@ -257,7 +257,9 @@ def _packed_backward(
 
 
 @_packed_backward.register_fake
-def _(grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bounds_P5, bias, has_window) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bounds_P5, bias, has_window
+) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BTHd, k_BTKd, v_BTKd))
     return q, k, v
 

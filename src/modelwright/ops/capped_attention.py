@@ -1,7 +1,7 @@
 """Attention whose scores have a soft cap, soft_cap * tanh(scores / soft_cap): Gemma 2, section 2.3.
 
-PyTorch's attention operators have no such step on a CPU. Here the tiles of `ops/attention.py` are computed one after the
-other and again in backward, so that scores exist for one tile at a time (Dao et al. 2022, "FlashAttention"). In at
+PyTorch's attention operators have no such step on a CPU. Here the tiles of `ops/attention.py` are computed one after
+the other and again in backward, so that scores exist for one tile at a time (Dao et al. 2022, "FlashAttention"). In at
 least FP32. The reference is `ops.attention.masked_attention_naive`.
 
 Legend: as in `ops/attention.py`; S queries and N keys of a tile, G query heads per key/value head.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelwright.ops.attention import Tiles, masked_attention_naive
+from modelwright.ops.attention import Tiles
 
 Tile = tuple[int, slice, slice, Tensor]
 """Row, places of the queries, places of the keys, mask [S, N] of the keys that queries see."""
@@ -30,10 +30,17 @@ def capped_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, tiles: Tile
 def masked_capped_attention(
     q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask_B1TT: Tensor, soft_cap: float
 ) -> Tensor:
-    """The same under a boolean mask, with all scores at once: for short rows and for devices without tiles."""
-    wide = torch.promote_types(v_BTKd.dtype, torch.float32)
-    q_BTHd, k_BTKd = q_BTHd.to(wide), k_BTKd.to(wide)
-    return masked_attention_naive(q_BTHd, k_BTKd, v_BTKd.to(wide), mask_B1TT, soft_cap=soft_cap).to(v_BTKd.dtype)
+    """The same under a boolean mask, with all scores at once: for short rows, caches and devices without tiles.
+
+    Products of contiguous factors: for others PyTorch chooses the kernel by the number of rows, so that a row's last
+    bits would depend on its neighbors.
+    """
+    wide, group = torch.promote_types(v_BTKd.dtype, torch.float32), q_BTHd.shape[2] // k_BTKd.shape[2]
+    q_BHTd = q_BTHd.to(wide).transpose(1, 2).contiguous()
+    k_BHTd, v_BHTd = (x.to(wide).repeat_interleave(group, dim=2).transpose(1, 2).contiguous() for x in (k_BTKd, v_BTKd))
+    scores_BHTT = q_BHTd @ k_BHTd.transpose(2, 3) * q_BHTd.shape[-1] ** -0.5
+    capped_BHTT = (soft_cap * (scores_BHTT / soft_cap).tanh()).masked_fill(~mask_B1TT, float("-inf"))
+    return (capped_BHTT.softmax(dim=-1) @ v_BHTd).transpose(1, 2).to(v_BTKd.dtype)
 
 
 class _CappedAttention(torch.autograd.Function):

@@ -42,9 +42,7 @@ def document_lengths(positions_BT: Tensor) -> Tensor:
     return lengths.scatter_reduce(1, documents_BT, positions_BT + 1, "amax").gather(1, documents_BT)
 
 
-def scaled_frequencies(
-    lengths_BT: Tensor, rotary_dim: int, theta: float, scaling: RopeScaling
-) -> tuple[Tensor, float]:
+def scaled_frequencies(lengths_BT: Tensor, rotary_dim: int, theta: float, scaling: RopeScaling) -> tuple[Tensor, float]:
     """Angles per position in FP32, [F] or, where they depend on lengths, [B, T, F]; and the attention factor.
 
     The formulas are those of `transformers.modeling_rope_utils`, in its order of operations.
@@ -110,7 +108,7 @@ def _tables(positions_BT: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _yarn(powers_F: Tensor, rotary_dim: int, theta: float, scaling: RopeScaling) -> tuple[Tensor, float]:
-    """Peng et al. 2023, section 3.2 to 3.4: a ramp over the dimensions between interpolated and unscaled frequencies."""
+    """Peng et al. 2023, section 3.2 to 3.4: a ramp over the dimensions from unscaled to interpolated frequencies."""
 
     def dimension_of(num_rotations: float) -> float:
         """The dimension whose frequency turns this often over the original context."""
@@ -121,7 +119,9 @@ def _yarn(powers_F: Tensor, rotary_dim: int, theta: float, scaling: RopeScaling)
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
     high += 0.001 if low == high else 0.0
-    ramp_F = ((torch.arange(rotary_dim // 2, dtype=torch.float32, device=powers_F.device) - low) / (high - low)).clamp(0, 1)
+    ramp_F = ((torch.arange(rotary_dim // 2, dtype=torch.float32, device=powers_F.device) - low) / (high - low)).clamp(
+        0, 1
+    )
     unscaled_F = 1 - ramp_F
     frequencies_F = 1.0 / (scaling.factor * powers_F) * (1 - unscaled_F) + 1.0 / powers_F * unscaled_F
     return frequencies_F, scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0

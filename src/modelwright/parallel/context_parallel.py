@@ -35,8 +35,8 @@ def shard_sequence(
     windows: Sequence[int] = ALL_TOKENS,
 ) -> tuple[Attend, TokenBatch]:
     """The `Attend` of packed rows, and this rank's tokens of them. kind: how ranks attend to each other's tokens;
-    windows: of the model's layers. All ranks of the axis pass the same rows. Raises `ConfigError` if the tokens of a row
-    do not divide evenly.
+    windows: of the model's layers. All ranks of the axis pass the same rows. Raises `ConfigError` if the tokens of a
+    row do not divide evenly.
     """
     if context.size == 1:
         return packed_attend(part.segments_BT, windows), part

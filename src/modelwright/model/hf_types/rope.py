@@ -1,4 +1,4 @@
-"""Rotary settings of a `config.json`: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` before it."""
+"""Rotary settings of a `config.json`: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of 4."""
 
 import math
 from collections.abc import Mapping
