@@ -42,7 +42,7 @@ def packed_attend(segments_BT: Tensor, windows: Sequence[int] = ALL_TOKENS) -> A
 
         def attend_tiles(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
             if spec.soft_cap:
-                return capped_attention(q_BTHd, k_BTKd, v_BTKd, tiles[spec.window], spec.soft_cap)
+                return capped_attention(q_BTHd, k_BTKd, v_BTKd, tiles[spec.window], spec.soft_cap)  # pyright: ignore
             return packed_attention(q_BTHd, k_BTKd, v_BTKd, tiles[spec.window])
 
         return attend_tiles

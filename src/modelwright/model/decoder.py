@@ -62,11 +62,12 @@ class Linear(nn.Linear):
 
     def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool = False) -> None:
         super().__init__(num_inputs, num_outputs, bias=bias)  # pyright: ignore[reportUnknownMemberType]
+        self.has_bias = bias
         self.product: Product = F.linear
 
     def forward(self, input: Tensor) -> Tensor:
         out = self.product(input, self.weight)
-        return out if self.bias is None else add_bias(out, self.bias)
+        return add_bias(out, self.bias) if self.has_bias else out
 
 
 def add_bias(out: Tensor, bias: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ have a manifest with SHA-256 digests, which covers every bit.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +106,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path) -> Generator[Any, None, None]:
     try:
         with cast(Any, safe_open(path, framework="pt")) as file:
             yield file

@@ -85,7 +85,7 @@ def _attend_on_cpu(segments_BT: Tensor, context: World, own_S: Tensor, windows: 
     def attend(spec: AttentionSpec, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
         whole = _whole_rows(k_BSKd, v_BSKd, context)
         if spec.soft_cap:
-            return capped_attention(q_BSHd, *whole, tiles[spec.window], spec.soft_cap)
+            return capped_attention(q_BSHd, *whole, tiles[spec.window], spec.soft_cap)  # pyright: ignore
         return packed_attention(q_BSHd, *whole, tiles[spec.window])
 
     return attend

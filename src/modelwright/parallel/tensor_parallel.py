@@ -154,21 +154,21 @@ def _share_feed_forward(layers: _Layers, ffn: FeedForward) -> None:
 
 def _share_columns(layers: _Layers, linear: Linear) -> None:
     layers.place(linear, Shard(0))
-    if linear.bias is not None:
+    if linear.has_bias:
         layers.place(linear, Shard(0), "bias")
     _replace(linear, forward=partial(_project, linear))
 
 
 def _share_rows(layers: _Layers, linear: Linear) -> None:
     layers.place(linear, Shard(1))
-    if linear.bias is not None:
+    if linear.has_bias:
         layers.place(linear, Replicate(), "bias")
     _replace(linear, forward=partial(_project_and_sum, layers, linear))
 
 
 def _share_one_head(layers: _Layers, linear: Linear, head: int, head_dim: int) -> None:
     layers.place(linear, Replicate())
-    if linear.bias is not None:
+    if linear.has_bias:
         layers.place(linear, Replicate(), "bias")
     _replace(linear, forward=partial(_project_one_head, linear, slice(head * head_dim, (head + 1) * head_dim)))
 
@@ -186,13 +186,13 @@ def _replace(module: nn.Module, **methods: Callable[..., Tensor]) -> None:
 
 def _project(linear: Linear, x: Tensor) -> Tensor:
     out = linear.product(x, _local(linear))
-    return out if linear.bias is None else add_bias(out, _local(linear, name="bias"))
+    return add_bias(out, _local(linear, name="bias")) if linear.has_bias else out
 
 
 def _project_and_sum(layers: _Layers, linear: Linear, x: Tensor) -> Tensor:
     """The bias is added once, to the sum; with sequence parallelism each rank adds it to its own tokens."""
     out = layers.summed(linear.product(x, _local(linear)))
-    if linear.bias is None:
+    if not linear.has_bias:
         return out
     gradient = Partial() if layers.sequence_parallel else Replicate()
     return add_bias(out, _local(linear, gradient, name="bias"))
@@ -200,7 +200,7 @@ def _project_and_sum(layers: _Layers, linear: Linear, x: Tensor) -> Tensor:
 
 def _project_one_head(linear: Linear, rows: slice, x: Tensor) -> Tensor:
     out = linear.product(x, _local(linear, Partial())[rows])
-    return out if linear.bias is None else add_bias(out, _local(linear, Partial(), name="bias")[rows])
+    return add_bias(out, _local(linear, Partial(), name="bias")[rows]) if linear.has_bias else out
 
 
 def _norm(norm: RMSNorm, gradient: Placement, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from modelwright.model.hf_types.hf_type import (
     hf_activation,
     read_activation,
     read_shape,
+    subgroup,
     write_layer_types,
     write_shape,
 )
@@ -71,8 +72,8 @@ def _read_gemma3(settings: HfSettings) -> dict[str, Any]:
     pattern = int(settings.get("sliding_window_pattern", settings.get("_sliding_window_pattern", 6)))
     read = _read(settings, max_len=131_072, soft_cap=0.0, slides=pattern)
     groups = settings.mapping("rope_parameters")
-    full = {**(groups.get("full_attention") or {}), **settings.mapping("rope_scaling")}
-    sliding = dict(groups.get("sliding_attention") or {})
+    full = {**subgroup(groups, "full_attention"), **settings.mapping("rope_scaling")}
+    sliding = subgroup(groups, "sliding_attention")
     if sliding.get("rope_type", "default") != "default":
         settings.refuse("rope_parameters", "scaled rotary positions of layers with a window")
     theta = sliding.get("rope_theta") or settings.get("rope_local_base_freq", GEMMA3_WINDOW_THETA)

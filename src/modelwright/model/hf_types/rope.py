@@ -1,7 +1,7 @@
 """Rotary settings of a `config.json`: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of 4."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
 from modelwright.model.config import ModelConfig
@@ -67,8 +67,8 @@ def scaling_settings(config: ModelConfig) -> dict[str, Any]:
         "longrope": ("short_factor", "long_factor"),
     }
     for name in names.get(scaling.kind, ()):
-        value = getattr(scaling, name)
-        written[name] = list(value) if isinstance(value, tuple) else value
+        value: Any = getattr(scaling, name)
+        written[name] = list(cast(tuple[float, ...], value)) if isinstance(value, tuple) else value
     return written
 
 
@@ -99,11 +99,15 @@ def _read_scaling(settings: HfSettings, group: Mapping[str, Any], max_len: int) 
             "attention_factor": _yarn_attention_factor(group, factor),
         }
     if kind == "longrope":
-        read |= {name: tuple(float(one) for one in group.get(name) or ()) for name in ("short_factor", "long_factor")}
+        read |= {name: _floats(group, name) for name in ("short_factor", "long_factor")}
         read["attention_factor"] = float(group.get("attention_factor") or 0.0)
     if kind == "llama3":
         read |= {name: float(group[name]) for name in ("low_freq_factor", "high_freq_factor")}
     return RopeScaling(**read)
+
+
+def _floats(group: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    return tuple(map(float, cast(Sequence[float], group.get(name) or ())))
 
 
 def _yarn_attention_factor(group: Mapping[str, Any], factor: float) -> float:

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.attention import masked_attend
-from modelwright.model.decoder import Attend, Attention, Decoder
+from modelwright.model.decoder import Attend, Block, Decoder
 from modelwright.ops.attention_received import received_attention
 from modelwright.ops.cross_entropy import token_log_probs
 from modelwright.ops.flop_counter import Executed
@@ -179,7 +179,6 @@ def first_tokens(batch: TokenBatch, num_tokens: int) -> TokenBatch:
 def first_queries_and_keys(model: Decoder, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """Queries and keys of the first block's attention, [B, T, H, d] and [B, T, K, d]."""
     block = next(iter(model.blocks.values()))
-    attention = block.attention
-    assert isinstance(attention, Attention)
-    x_BTD = block.attention_norm(model.embed(batch.input_ids_BT))  # type: ignore[operator]
-    return attention.queries_and_keys(x_BTD, *model.rotary_tables(batch.positions_BT).of(block))
+    assert isinstance(block, Block)
+    x_BTD = block.attention_norm(model.embed(batch.input_ids_BT))
+    return block.attention.queries_and_keys(x_BTD, *model.rotary_tables(batch.positions_BT).of(block))
