@@ -5,21 +5,18 @@ its tensors have. The modules are those of `decoder.py` for all of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from modelwright.core.errors import ModelError
 from modelwright.model.config import Activation, ModelConfig, layers_where
 
-PRE_NORM_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "attention_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-        "attention": "self_attn",
-        "ffn": "mlp",
-    }
-)
+PRE_NORM_NAMES: Mapping[str, str] = {
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention": "self_attn",
+    "ffn": "mlp",
+}
 """Parts of a block with one norm before attention and one before the feed-forward layer."""
 
 SHAPE_DEFAULTS: Mapping[str, Any] = {
@@ -105,8 +102,8 @@ class HfType:
     architecture: str
     read: Callable[[HfSettings], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
-    block_names: Mapping[str, str] = PRE_NORM_NAMES
-    fused: Mapping[str, Sequence[str]] = MappingProxyType({})
+    block_names: Mapping[str, str] = field(default_factory=lambda: PRE_NORM_NAMES)
+    fused: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
 
 
 def subgroup(group: Mapping[str, Any], name: str) -> Mapping[str, Any]:
