@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from modelwright.core.errors import ModelError
-from modelwright.model.hf import deferred_model, load_config, load_model, save_model
+from modelwright.model.hf import deferred_model, load_config, load_model, save_model, stored_dtype
 from modelwright.model.stored_weights import StoredWeights
 from tiny_decoder import make_decoder
 
@@ -52,6 +52,15 @@ def test_memory_holds_the_model_and_one_tensor_more(tmp_path: Path, monkeypatch:
         "whole files beside the model would be half as much more"
     )
     assert 2 * wanted / 4 > 2 * largest + 2**23
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_format_of_a_folder_is_in_its_headers(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_model(make_decoder().to(dtype), tmp_path)
+    assert stored_dtype(tmp_path) == dtype
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({**weights, "model.norm.weight": weights["model.norm.weight"].float()}, tmp_path / "model.safetensors")
+    assert stored_dtype(tmp_path) == torch.float32
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:

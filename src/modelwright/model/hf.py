@@ -74,6 +74,11 @@ def deferred_model(folder: Path) -> Decoder:
     return model
 
 
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The number format of a folder's weights. Raises `ModelError` if a file is missing or damaged."""
+    return StoredWeights(folder).dtype
+
+
 @dataclass(frozen=True)
 class ParameterSource:
     """Where a parameter is stored: rows from `first_row` on of a tensor that may hold others, too."""

@@ -6,6 +6,7 @@ values are finite: a flipped bit that leaves a finite weight cannot be seen here
 have a manifest with SHA-256 digests, which covers every bit.
 """
 
+import functools
 import json
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from modelwright.core.errors import ModelError
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
+FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Floating-point formats by their names in safetensors."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class StoredTensor:
 
     file: Path
     shape: torch.Size
+    format: str
 
 
 class StoredWeights:
@@ -40,7 +44,14 @@ class StoredWeights:
         for path in _weight_files(folder):
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118 - the library's handle is no mapping
-                    self.tensors[name] = StoredTensor(path, torch.Size(file.get_slice(name).get_shape()))
+                    header = file.get_slice(name)
+                    self.tensors[name] = StoredTensor(path, torch.Size(header.get_shape()), str(header.get_dtype()))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The narrowest format that holds all weights of the folder."""
+        formats = [FORMATS.get(tensor.format, torch.float32) for tensor in self.tensors.values()]
+        return functools.reduce(torch.promote_types, formats)
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """A copy of the part of a tensor that these slices of its dimensions select, in the format of the file. Raises
