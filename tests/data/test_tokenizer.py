@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from modelwright.core.errors import ArtifactError, ConfigError, DataError
+from modelwright.data.chat import DEFAULT_TEMPLATE
 from modelwright.data.tokenizer import EOS, SPECIAL_TOKENS, Tokenizer, TokenizerConfig, train_tokenizer
 
 CHAT = [
@@ -227,6 +228,30 @@ def test_foreign_tokenizers_of_other_kinds(tmp_path: Path) -> None:
     assert foreign.encode_document("a b a").tolist() == [*foreign.encode("a b a"), 0]
     assert foreign.decode(foreign.encode("ab ab")) == "ab ab"
     assert foreign.render_chat([{"role": "user", "content": "a"}], add_generation_prompt=True) == "a</s>"
+
+
+def test_files_of_a_loaded_tokenizer_stay_as_they_are(tmp_path: Path) -> None:
+    """Settings and files that are not read here come out again, byte for byte; a template is added if there is none."""
+    library = tokenizers.Tokenizer(models.BPE({"</s>": 0, "a": 1}, []))
+    library.add_special_tokens(["</s>"])
+    library.enable_truncation(5)
+    source = tmp_path / "source"
+    source.mkdir()
+    save_foreign(source, library, model_max_length=77, padding_side="left", add_bos_token=False)
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    (source / "chat_template.jinja").write_text(template)
+    (source / "added_tokens.json").write_text('{"</s>":  0}')
+    (source / "merges.txt").write_text("#version: 0.2\n")
+    Tokenizer.load(source).save(tmp_path / "copy", max_length=128)
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == {path.name for path in source.iterdir()}
+    for path in source.iterdir():
+        assert (tmp_path / "copy" / path.name).read_bytes() == path.read_bytes()
+
+    (source / "chat_template.jinja").unlink()
+    Tokenizer.load(source).save(tmp_path / "with default")
+    settings = json.loads((tmp_path / "with default" / "tokenizer_config.json").read_text())
+    assert settings.pop("chat_template") == DEFAULT_TEMPLATE
+    assert settings == json.loads((source / "tokenizer_config.json").read_text())
 
 
 def test_foreign_chatml(tmp_path: Path) -> None:

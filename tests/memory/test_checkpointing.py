@@ -1,5 +1,6 @@
 """Activation checkpointing: equal gradients, the bytes and FLOPs that the formulas say."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ from modelwright.memory.activations import Segment, block_shape, total_kept_byte
 from modelwright.memory.checkpointing import checkpoint_segments, remove_checkpoints, segments_for
 from modelwright.memory.config import OPERATORS, ActivationCheckpointingConfig
 from modelwright.model.attention import causal_attend, packed_attend
-from modelwright.model.config import ModelConfig
+from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, NormConfig
 from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels, lowp_emulation
 from modelwright.ops.attention import packed_cuts
@@ -22,6 +23,14 @@ from modelwright.precision.policy import PrecisionConfig
 CONFIG = ModelConfig(
     vocab_size=50, num_layers=5, model_dim=32, num_heads=4, num_kv_heads=2, ffn_dim=96, head_dim=8, max_seq_len=64
 )
+GEMMA = replace(
+    CONFIG,
+    attention=AttentionConfig(qkv_bias=True, output_bias=True, window=16, window_layers=(0, 1, 2)),
+    norms=NormConfig(post_norms=True, one_plus_weight=True),
+    feed_forward=FeedForwardConfig(activation="gelu_tanh", bias=True),
+    embedding_scale=2.0,
+)
+"""What other model types add to a block."""
 ROWS, LENGTH = 2, 64
 TOKENS = ROWS * LENGTH
 SEGMENTS = (torch.arange(LENGTH) // 40).int().repeat(ROWS, 1)
@@ -64,19 +73,19 @@ class Storages:
 selective_contexts = selective.create_selective_checkpoint_contexts
 
 
-def run(config, *, compute="fp32", attend=None):
+def run(config, *, compute="fp32", attend=None, decoder=CONFIG):
     """Gradients, bytes kept, FLOPs of backward, and the segments."""
-    model = Decoder(CONFIG)
+    model = Decoder(decoder)
     model.init_weights(3)
     names = list(model.state_dict())
-    shape = block_shape(CONFIG, compute=compute, mean_context=0, fused=cpu_kernels.are_used_on("cpu"))
-    segments = segments_for(config, CONFIG.num_layers, shape=shape, num_tokens=TOKENS)
+    shape = block_shape(decoder, compute=compute, mean_context=0, fused=cpu_kernels.are_used_on("cpu"))
+    segments = segments_for(config, decoder.num_layers, shape=shape, num_tokens=TOKENS)
     checkpoint_segments(model, segments)
     ModelPrecision(model, PrecisionConfig(policy="bf16_mixed" if compute == "bf16" else "fp32"))
     assert list(model.state_dict()) == names
     tokens = torch.arange(TOKENS).view(ROWS, LENGTH) % 50
     positions = torch.arange(LENGTH).repeat(ROWS, 1)
-    attend = attend or packed_attend(SEGMENTS)
+    attend = attend or packed_attend(SEGMENTS, decoder.windows)
     storages = Storages(model)
     with (
         torch.autograd.graph.saved_tensors_hooks(storages.keep, lambda tensor: tensor),
@@ -108,6 +117,18 @@ def test_gradients_are_equal_and_bytes_and_flops_are_those_of_the_formulas(compu
         beside = ids + tables + norm + bias * (num_plain > 0)
         assert num_bytes == pytest.approx(TOKENS * total_kept_bytes(shape, segments) + beside, rel=0.03), name
         assert again - flops == pytest.approx(TOKENS * total_recomputed_flops(shape, segments)), name
+
+
+@pytest.mark.parametrize("own_kernels", [True, False])
+def test_blocks_of_other_types_are_recomputed_and_counted_too(own_kernels, monkeypatch):
+    """Windows need no own bytes; tables, tiles and scales of 1 + weight are small beside the rest."""
+    if not own_kernels:
+        monkeypatch.setenv(cpu_kernels.SWITCH, "0")
+    plain, num_plain, _, shape, segments = run(ActivationCheckpointingConfig(), decoder=GEMMA)
+    assert num_plain == pytest.approx(TOKENS * total_kept_bytes(shape, segments), rel=0.08)
+    for name, config in CONFIGS.items():
+        gradients, *_ = run(config, decoder=GEMMA)
+        assert all(torch.equal(a, b) for a, b in zip(plain, gradients, strict=True)), name
 
 
 def test_budget_holds_and_is_used():

@@ -2,8 +2,11 @@
 
 import pytest
 
+from modelwright.core.config import dump, parse
 from modelwright.core.errors import ConfigError
+from modelwright.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, NormConfig
 from modelwright.model.decoder import Decoder
+from modelwright.ops.rope_scaling import RopeScaling
 from tiny_decoder import make_config
 
 
@@ -34,3 +37,49 @@ def test_flops_grow_with_context():
         + config.vocab_size * config.model_dim
     )
     assert config.flops_per_token(64) > config.flops_per_token(0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention": AttentionConfig(qkv_bias=True)},
+        {"attention": AttentionConfig(qkv_bias=True, output_bias=True), "feed_forward": FeedForwardConfig(bias=True)},
+        {"norms": NormConfig(post_norms=True), "qk_norm": False, "tie_embeddings": False},
+    ],
+)
+def test_parameters_of_other_types_are_counted_too(changes):
+    config = make_config(**changes)
+    assert sum(parameter.numel() for parameter in Decoder(config).parameters()) == config.num_parameters
+
+
+def test_a_window_bounds_the_flops_of_its_layers():
+    sliding = make_config(attention=AttentionConfig(window=8, window_layers=(0,)))
+    assert sliding.windows == (0, 8)
+    per_token = 4 * sliding.num_heads * sliding.head_dim
+    assert make_config().flops_per_token(20) - sliding.flops_per_token(20) == per_token * (20 - 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention": {"window": 4}}, "window: is 4 with 0 window_layers"),
+        ({"attention": {"soft_cap": -1.0}}, "must not be negative"),
+        ({"rotary_dim": 3}, "rotary_dim: must be even"),
+        ({"rope": {"kind": "yarn", "factor": 2.0}}, "original_max_len: yarn needs the context"),
+        (
+            {"rope": {"kind": "llama3", "factor": 2.0, "original_max_len": 8, "low_freq_factor": 5.0}},
+            "high_freq_factor",
+        ),
+    ],
+)
+def test_what_other_types_have_is_checked(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(ModelConfig, {**dump(make_config()), **changes}, constants=True)
+
+
+def test_what_only_imported_models_have_is_no_setting():
+    assert set(dump(make_config(norms=NormConfig(post_norms=True)))) == set(dump(make_config()))
+    with pytest.raises(ConfigError, match="norms: unknown setting"):
+        parse(ModelConfig, {**dump(make_config()), "norms": {}})
+    config = make_config(norms=NormConfig(post_norms=True), rope=RopeScaling(kind="linear", factor=2.0))
+    assert parse(ModelConfig, dump(config, constants=True), constants=True) == config

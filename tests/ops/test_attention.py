@@ -114,7 +114,7 @@ def test_operator_is_sound_under_compile(tile_len):
     tiles = cut(segments, tile_len)
     torch.library.opcheck(
         torch.ops.modelwright.packed_attention.default,
-        (*inputs, tiles.bounds_P5, tiles.bias),
+        (*inputs, tiles.bounds_P5, tiles.bias, tiles.window > 0),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 

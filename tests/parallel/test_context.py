@@ -9,6 +9,7 @@ from torch import Tensor
 from distributed import run_distributed
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch
+from modelwright.model.decoder import AttentionSpec
 from modelwright.ops.attention import document_mask, masked_attention_naive
 from modelwright.parallel.config import ContextAttention, ParallelConfig
 from modelwright.parallel.context_parallel import local_spans, shard_sequence
@@ -29,7 +30,7 @@ def own_attention(world: World) -> Results:
     for kind in get_args(ContextAttention):
         attend, _ = shard_sequence(rows(), context, kind)
         inputs = [x[:, own].requires_grad_() for x in queries_keys_values()]
-        out = attend(0, *inputs)
+        out = attend(AttentionSpec(0), *inputs)
         gradients = torch.autograd.grad((out * output_weights()[:, own]).sum(), inputs)
         results[f"{kind}/out"] = out.detach()
         results |= {f"{kind}/{name}": gradient for name, gradient in zip("qkv", gradients, strict=True)}
@@ -102,4 +103,4 @@ def test_one_rank_has_whole_rows():
     assert mine is whole_rows
     inputs = queries_keys_values()
     expected = masked_attention_naive(*inputs, document_mask(whole_rows.segments_BT))
-    torch.testing.assert_close(attend(0, *inputs), expected, **EXACT)
+    torch.testing.assert_close(attend(AttentionSpec(0), *inputs), expected, **EXACT)

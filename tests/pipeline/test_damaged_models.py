@@ -16,7 +16,7 @@ import pytest
 
 from modelwright.core.artifacts import read_manifest, write_artifact
 from modelwright.core.config import save_yaml
-from modelwright.core.errors import ArtifactError
+from modelwright.core.errors import ArtifactError, ModelError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.rundir import RunDir
 from modelwright.data.tokenizer import TokenizerConfig, train_tokenizer
@@ -147,3 +147,19 @@ def test_training_does_not_start_from_a_damaged_artifact(run: RunDir, tmp_path: 
     stage = INIT.build(replace(recipe("tiny"), init_from=str(folder)), RunDir(tmp_path), ())
     with pytest.raises(ArtifactError, match=r"model\.safetensors: is damaged"):
         run_stages(RunDir(tmp_path / "second").create(), [stage], ranks=single(), progress=SilentProgress())
+
+
+def test_an_initial_model_whose_tokenizer_has_more_tokens_is_refused(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["the quick brown fox"] * 3, TokenizerConfig(vocab_size=270))
+    model = Decoder(
+        ModelConfig(
+            vocab_size=260, num_layers=1, model_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, ffn_dim=32,
+            max_seq_len=128,
+        )
+    )  # fmt: skip
+    model.init_weights(0)
+    save_model_folder(model, tokenizer, tmp_path / "model")
+    config = replace(recipe("tiny"), init_from=str(tmp_path / "model"))
+    with pytest.raises(ModelError, match=r"model: its tokenizer has \d+ tokens, its model only 260"):
+        run = RunDir(tmp_path / "run").create()
+        run_stages(run, [INIT.build(config, run, ())], ranks=single(), progress=SilentProgress())

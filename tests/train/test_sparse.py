@@ -140,7 +140,7 @@ def test_a_frozen_prefix_keeps_weights_and_moments_and_the_rest_gets_the_dense_g
     assert all(p.requires_grad for p in model.parameters())
     shape, batch = tiny.SHAPE, tiny.Rows().batch(0)
     products = 2 * batch.num_tokens * (32 * 8 * 2 * 6 + 3 * 32 * 64)
-    expected = 4 * (products + attention_flops(shape, batch)) + 3 * head_flops(shape, batch)
+    expected = 4 * (products + attention_flops(shape, batch, 0)) + 3 * head_flops(shape, batch)
     assert seen[0].scalars["executed_flops"] == expected
 
 

@@ -69,7 +69,7 @@ def save_int8(model: Decoder, folder: Path) -> None:
     description = {
         "format": FORMAT,
         "version": 1,
-        "model": dump(model.config),
+        "model": dump(model.config, constants=True),
         "quantization_config": {
             "quant_method": FORMAT,
             "weights": f"symmetric per output channel, {WEIGHT_LEVELS} levels each way",
@@ -96,7 +96,7 @@ def load_int8(folder: Path, config: Int8WeightsConfig) -> Decoder:
         raise ModelError(f"{folder}: is not an INT8 model folder (the format in its config.json is not {FORMAT!r})")
     description: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     try:
-        shape = parse(ModelConfig, description["model"])
+        shape = parse(ModelConfig, description["model"], constants=True)
         tensors = load_file(folder / "model.safetensors")
     except (ConfigError, KeyError, OSError, SafetensorError) as error:
         raise ModelError(f"{folder}: is damaged ({error}); write it again") from None

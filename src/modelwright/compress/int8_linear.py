@@ -46,7 +46,7 @@ def int8_linear_naive(x_ND: Tensor, weight_OD: Tensor, scale_O: Tensor) -> Tenso
 
 
 class Int8Linear(nn.Module):
-    """A linear layer without bias over an INT8 weight [O, D] and scales [O]."""
+    """A linear layer over an INT8 weight [O, D] and scales [O]; its bias, if set, is FP32."""
 
     def __init__(self, weight_OD: Tensor, scale_O: Tensor, backend: Backend) -> None:
         super().__init__()
@@ -56,6 +56,7 @@ class Int8Linear(nn.Module):
         self.register_buffer("scale", scale_O)
         self.quantized: Tensor
         self.scale: Tensor
+        self.bias: nn.Parameter | None = None
         self._packed = _pack(self.quantized, scale_O) if backend == "fbgemm" else None
 
     @property
@@ -68,7 +69,9 @@ class Int8Linear(nn.Module):
         peak_N1 = x_ND.abs().amax(dim=-1, keepdim=True).clamp_min(_TINY)
         unit_ND = x_ND / peak_N1
         out_NO = self._int_mm(unit_ND) if self._packed is None else _fbgemm(unit_ND, self._packed)
-        return (out_NO * peak_N1).view(*x_BD.shape[:-1], self.out_features)
+        out_NO = out_NO * peak_N1
+        out_NO = out_NO if self.bias is None else out_NO + self.bias
+        return out_NO.view(*x_BD.shape[:-1], self.out_features)
 
     def _int_mm(self, unit_ND: Tensor) -> Tensor:
         levels_ND = torch.round(unit_ND * ACTIVATION_LEVELS).to(torch.int8)

@@ -8,12 +8,13 @@ kind can be loaded in its place.
 import heapq
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,15 @@ _PROBE = "probe"
 
 _LONG_SPACE = re.compile(rf"(?<!\s)\s{{{LONG_SPACE}}}")
 _FILES = ("tokenizer.json", "tokenizer_config.json")
+_BESIDE = (
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+"""What else a tokenizer of Hugging Face may consist of; none of it is read here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +115,14 @@ class Tokenizer:
     """Encodes and decodes. Special tokens in a text stay plain text unless the chat template inserted them."""
 
     def __init__(
-        self, library: tokenizers.Tokenizer, *, special_tokens: dict[str, str], template: str = DEFAULT_TEMPLATE
+        self,
+        library: tokenizers.Tokenizer,
+        *,
+        special_tokens: dict[str, str],
+        template: str = DEFAULT_TEMPLATE,
+        files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
+        """files: of a loaded tokenizer, which `save` writes again as they are."""
         self._library = library
         self._definition = json.loads(library.to_str())
         self._fast = fast_encoding(library.to_str())
@@ -118,6 +134,7 @@ class Tokenizer:
         self._cut = re.compile("|".join(map(re.escape, sorted(self._added, key=len, reverse=True))) or r"(?!)")
         self._bytes = token_bytes(self._definition) if is_byte_level(self._definition) else None
         self.special_tokens = special_tokens
+        self._files = files
         self.chat_template = ChatTemplate(template, special_tokens, sorted(self._added, key=len, reverse=True))
         self.vocab_size: int = max(library.get_vocab(with_added_tokens=True).values()) + 1
         self.bos_id = self._special_id("bos_token")
@@ -139,11 +156,21 @@ class Tokenizer:
         library.no_padding()
         library.no_truncation()
         template = _template(settings, folder)
-        return cls(library, special_tokens={k: v for k, v in named.items() if v}, template=template)
+        special_tokens = {k: v for k, v in named.items() if v}
+        files = {name: (folder / name).read_bytes() for name in (*_FILES, *_BESIDE) if (folder / name).is_file()}
+        if not (settings.get("chat_template") or "chat_template.jinja" in files):
+            files["tokenizer_config.json"] = _json_bytes({**settings, "chat_template": template})
+        return cls(library, special_tokens=special_tokens, template=template, files=files)
 
     def save(self, folder: Path, *, max_length: int | None = None) -> None:
-        """Write the folder that `load` and `transformers.AutoTokenizer` read; `max_length`: the model's, in tokens."""
+        """Write the folder that `load` and `transformers.AutoTokenizer` read; `max_length`: the model's, in tokens. The
+        files of a loaded tokenizer stay as they are; one without a chat template gets the default one.
+        """
         folder.mkdir(parents=True, exist_ok=True)
+        if self._files:
+            for name, content in self._files.items():
+                write_atomic(folder / name, content)
+            return
         settings: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **self.special_tokens,
@@ -157,7 +184,7 @@ class Tokenizer:
         if max_length is not None:
             settings["model_max_length"] = max_length
         write_atomic(folder / "tokenizer.json", self._library.to_str(pretty=True))
-        write_atomic(folder / "tokenizer_config.json", json.dumps(settings, indent=1, ensure_ascii=False))
+        write_atomic(folder / "tokenizer_config.json", _json_bytes(settings))
         write_atomic(folder / "special_tokens_map.json", json.dumps(self.special_tokens, indent=1))
 
     @cached_property
@@ -297,6 +324,10 @@ def _without_special_tokens(definition: dict[str, Any]) -> tokenizers.Tokenizer:
 def _content(token: Any) -> str | None:
     """A special token's text; Hugging Face writes it as a string or as an object."""
     return token["content"] if isinstance(token, dict) else token
+
+
+def _json_bytes(settings: Mapping[str, Any]) -> bytes:
+    return json.dumps(settings, indent=1, ensure_ascii=False).encode("utf-8")
 
 
 def _template(settings: dict[str, Any], folder: Path) -> str:

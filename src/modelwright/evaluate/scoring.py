@@ -80,7 +80,8 @@ def _score_rows(model: Decoder, sequences: Sequence[Scored], rows: list[list[Win
             at += window.length
     counted = owner >= 0
     device = next(iter(model.parameters())).device
-    hidden_BTD = model(_to(inputs, device), _to(positions, device), packed_attend(_to(segments, device)))
+    attend = packed_attend(_to(segments, device), model.config.windows)
+    hidden_BTD = model(_to(inputs, device), _to(positions, device), attend)
     hidden_ND = hidden_BTD[_to(counted, device)]
     token_nats_N = _label_nats(model, hidden_ND, _to(labels[counted], device))
     np.add.at(nats, owner[counted], token_nats_N.double().cpu().numpy())

@@ -89,6 +89,8 @@ class Engine:
         self.max_seq_len = model.config.max_seq_len
         self.vocab_size = model.config.vocab_size
         self.num_parameters = model.config.num_parameters
+        rope = model.config.rope
+        self._switch_len = rope.original_max_len + 1 if rope.kind == "longrope" else 0
         num_blocks = config.kv_cache_tokens // config.block_size
         fewest = math.ceil(self.max_seq_len / config.block_size)
         if num_blocks < fewest:
@@ -169,4 +171,7 @@ class Engine:
             outputs.append(StepOutput(sequence.request_id, draw.token_id, draw.logprob, draw.alternatives, reason))
             if reason:
                 self.abort(sequence.request_id)
+            elif len(sequence.token_ids) == self._switch_len:
+                # LongRoPE has other frequencies from here on, so that the keys in the cache are no longer valid
+                self._scheduler.restart(sequence)
         return outputs

@@ -2,7 +2,8 @@
 
 All tokens of a step pass through the linears as one flat row of N tokens; only attention is computed per sequence. To
 keep every sequence's numbers independent of its neighbors, a decoding sequence attends over its own length rounded up
-to `CONTEXT_STEP` and shares a call only with sequences of the same rounded length.
+to `CONTEXT_STEP` and shares a call only with sequences of the same rounded length. Layers with a window read the last
+blocks of that length only.
 
 Legend: N tokens, B sequences, C tokens of a chunk, D model width, H query heads, K key/value heads, G = H / K,
 d head width, V vocabulary.
@@ -19,40 +20,58 @@ from modelwright.infer.kv_cache import PagedCache
 from modelwright.infer.lm_head import Product
 from modelwright.infer.scheduler import Chunk, SchedulerOutput
 from modelwright.infer.sequence import Sequence
-from modelwright.model.decoder import Attend, Decoder
-from modelwright.ops.attention import causal_attention, masked_attention
+from modelwright.model.attention import causal_attend
+from modelwright.model.decoder import Attend, AttentionSpec, Decoder
+from modelwright.ops.attention import masked_attention
+from modelwright.ops.capped_attention import masked_capped_attention
 
 CONTEXT_STEP = 64
 """Decoding contexts are rounded up to a multiple of this many tokens; a multiple of the block length."""
 
 
 @dataclass(frozen=True)
+class CachedContext:
+    """What the queries of one attention span read of the cache: a block table for each sequence, concatenated, and
+    which of its L tokens each query sees.
+    """
+
+    table: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True)
 class DecodeGroup:
-    """Decoding sequences of equal rounded context: rows [start, end) of the step."""
+    """Decoding sequences of equal rounded context: rows [start, end) of the step. contexts: by the layers' windows,
+    with masks [B, 1, 1, L].
+    """
 
     start: int
     end: int
-    table: Tensor
-    mask_B11L: Tensor
+    contexts: dict[int, CachedContext]
 
 
 @dataclass(frozen=True)
 class ChunkPiece:
-    """A chunk of one prompt: rows [start, end) of the step. `mask_11CL` is unused when the chunk opens its prompt."""
+    """A chunk of one prompt: rows [start, end) of the step. contexts: by the layers' windows, with masks [1, 1, C, L];
+    unused when the chunk opens its prompt.
+    """
 
     start: int
     end: int
     opens_prompt: bool
-    table: Tensor
-    mask_11CL: Tensor
+    contexts: dict[int, CachedContext]
 
 
 @dataclass(frozen=True)
 class StepTensors:
-    """A plan as tensors. `logit_rows` are the rows whose next token is needed, in the order of `sampled`."""
+    """A plan as tensors. `lengths_1N`: tokens known of each token's sequence when it was first computed: the whole
+    prompt, or all up to the token itself. `logit_rows` are the rows whose next token is needed, in the order of
+    `sampled`.
+    """
 
     tokens_1N: Tensor
     positions_1N: Tensor
+    lengths_1N: Tensor
     slots: Tensor
     groups: list[DecodeGroup]
     pieces: list[ChunkPiece]
@@ -68,13 +87,15 @@ class ModelRunner:
         self._head = head
         self._cache = cache
         self._row_multiple = row_multiple
+        self._windows = model.config.windows
+        self._attend_within = causal_attend()
         self._device = model.norm.weight.device
 
     @torch.inference_mode()
     def run(self, plan: SchedulerOutput) -> tuple[list[Sequence], Tensor]:
         """Compute a plan; returns the sequences that get a new token and their logits [B, V]."""
         step = self._prepare(plan)
-        hidden_1ND = self._model(step.tokens_1N, step.positions_1N, self._attend(step))
+        hidden_1ND = self._model(step.tokens_1N, step.positions_1N, self._attend(step), step.lengths_1N)
         for sequence in plan.decodes:
             sequence.num_cached += 1
         for chunk in plan.chunks:
@@ -89,6 +110,9 @@ class ModelRunner:
         groups = self._decode_groups(plan.decodes, tokens, positions, slots)
         pieces = [self._chunk_piece(chunk, tokens, positions, slots) for chunk in plan.chunks]
         ordered = [s for members in _by_context(plan.decodes) for s in members]
+        first = [s.num_prefill for s in ordered]
+        first += [chunk.sequence.num_prefill for chunk in plan.chunks for _ in range(chunk.start, chunk.end)]
+        lengths = [max(prefill, position + 1) for prefill, position in zip(first, positions, strict=True)]
         sampled = [(row, s) for row, s in enumerate(ordered) if not s.is_replaying]
         sampled += [
             (piece.end - 1, chunk.sequence)
@@ -101,6 +125,7 @@ class ModelRunner:
         return StepTensors(
             tokens_1N=self._ints(tokens + padding)[None],
             positions_1N=self._ints(positions + padding)[None],
+            lengths_1N=self._ints(lengths + padding)[None],
             slots=self._ints(slots),
             groups=groups,
             pieces=pieces,
@@ -114,16 +139,16 @@ class ModelRunner:
         groups = []
         for members in _by_context(decodes):
             start, context = len(tokens), _context(members[0])
-            tables, lengths = [], []
+            tables, at = [], []
             for sequence in members:
                 position = sequence.num_cached
                 tokens.append(sequence.token_ids[position])
-                positions.append(position)
                 slots.append(self._slot(sequence, position))
-                tables += self._padded_table(sequence, context)
-                lengths.append(position + 1)
-            mask_BL = torch.arange(context, device=self._device) < self._ints(lengths)[:, None]
-            groups.append(DecodeGroup(start, len(tokens), self._ints(tables), mask_BL[:, None, None, :]))
+                tables.append(self._padded_table(sequence, context))
+                at.append(position)
+            positions += at
+            contexts = self._contexts(tables, self._ints(at)[:, None], earliest=context - CONTEXT_STEP)
+            groups.append(DecodeGroup(start, len(tokens), contexts))
         return groups
 
     def _chunk_piece(self, chunk: Chunk, tokens: list[int], positions: list[int], slots: list[int]) -> ChunkPiece:
@@ -133,37 +158,60 @@ class ModelRunner:
         positions += span
         slots += [self._slot(sequence, position) for position in span]
         table = self._padded_table(sequence, _round_up(chunk.end, self._cache.block_len))
-        context = len(table) * self._cache.block_len
-        visible_CL = torch.arange(context, device=self._device) <= self._ints(list(span))[:, None]
-        return ChunkPiece(start, len(tokens), chunk.start == 0, self._ints(table), visible_CL[None, None])
+        contexts = self._contexts([table], self._ints(list(span))[None], earliest=chunk.start)
+        return ChunkPiece(start, len(tokens), chunk.start == 0, contexts)
+
+    def _contexts(self, tables: list[list[int]], positions_BC: Tensor, *, earliest: int) -> dict[int, CachedContext]:
+        """For each window of the model. tables: of B sequences, equally long; earliest: no query stands before it."""
+        contexts = {}
+        for window in self._windows:
+            first_block = max(0, earliest - window + 1) // self._cache.block_len if window else 0
+            places_L = torch.arange(
+                first_block * self._cache.block_len, len(tables[0]) * self._cache.block_len, device=self._device
+            )
+            mask_BCL = places_L <= positions_BC[..., None]
+            if window:
+                mask_BCL &= places_L > positions_BC[..., None] - window
+            blocks = [block for table in tables for block in table[first_block:]]
+            contexts[window] = CachedContext(self._ints(blocks), mask_BCL.unsqueeze(1))
+        return contexts
 
     def _attend(self, step: StepTensors) -> Attend:
         num_tokens = len(step.slots)
 
-        def attend(layer: int, q_1NHd: Tensor, k_1NKd: Tensor, v_1NKd: Tensor) -> Tensor:
-            self._cache.write(layer, step.slots, k_1NKd[0, :num_tokens], v_1NKd[0, :num_tokens])
+        def attend(spec: AttentionSpec, q_1NHd: Tensor, k_1NKd: Tensor, v_1NKd: Tensor) -> Tensor:
+            self._cache.write(spec.layer, step.slots, k_1NKd[0, :num_tokens], v_1NKd[0, :num_tokens])
             out_1NHd = torch.zeros_like(q_1NHd)
             for group in step.groups:
-                out_1NHd[0, group.start : group.end] = self._decode(layer, q_1NHd[0, group.start : group.end], group)
+                rows = slice(group.start, group.end)
+                out_1NHd[0, rows] = self._decode(spec, q_1NHd[0, rows], group.contexts[spec.window])
             for piece in step.pieces:
                 rows = slice(piece.start, piece.end)
                 if piece.opens_prompt:
-                    out_1NHd[:, rows] = causal_attention(q_1NHd[:, rows], k_1NKd[:, rows], v_1NKd[:, rows])
+                    out_1NHd[:, rows] = self._attend_within(spec, q_1NHd[:, rows], k_1NKd[:, rows], v_1NKd[:, rows])
                 else:
-                    keys, values = self._cache.read(layer, piece.table, 1)
-                    out_1NHd[:, rows] = masked_attention(q_1NHd[:, rows], keys, values, piece.mask_11CL)
+                    out_1NHd[:, rows] = self._extend(spec, q_1NHd[:, rows], piece.contexts[spec.window])
             return out_1NHd
 
         return attend
 
-    def _decode(self, layer: int, q_BHd: Tensor, group: DecodeGroup) -> Tensor:
+    def _decode(self, spec: AttentionSpec, q_BHd: Tensor, context: CachedContext) -> Tensor:
         """One query token per sequence: the query heads of a group take the place of query tokens, [B, H, d]."""
-        k_BLKd, v_BLKd = self._cache.read(layer, group.table, q_BHd.shape[0])
+        k_BLKd, v_BLKd = self._cache.read(spec.layer, context.table, q_BHd.shape[0])
+        if spec.soft_cap:
+            return masked_capped_attention(q_BHd[:, None], k_BLKd, v_BLKd, context.mask, spec.soft_cap)[:, 0]
         q_BKGd = q_BHd.unflatten(1, (k_BLKd.shape[2], -1))
         out_BKGd = F.scaled_dot_product_attention(
-            q_BKGd, k_BLKd.transpose(1, 2), v_BLKd.transpose(1, 2), attn_mask=group.mask_B11L
+            q_BKGd, k_BLKd.transpose(1, 2), v_BLKd.transpose(1, 2), attn_mask=context.mask
         )
         return out_BKGd.flatten(1, 2)
+
+    def _extend(self, spec: AttentionSpec, q_1CHd: Tensor, context: CachedContext) -> Tensor:
+        """A chunk of a prompt whose beginning is in the cache, [1, C, H, d]."""
+        keys, values = self._cache.read(spec.layer, context.table, 1)
+        if spec.soft_cap:
+            return masked_capped_attention(q_1CHd, keys, values, context.mask, spec.soft_cap)
+        return masked_attention(q_1CHd, keys, values, context.mask)
 
     def _slot(self, sequence: Sequence, position: int) -> int:
         block_len = self._cache.block_len

@@ -54,6 +54,11 @@ class Scheduler:
             self.waiting.remove(sequence)
         self.blocks.release(sequence)
 
+    def restart(self, sequence: Sequence) -> None:
+        """Compute all tokens of a running sequence anew, as one prompt, before anything that waits."""
+        sequence.num_prefill = len(sequence.token_ids)
+        self._requeue(sequence)
+
     def plan(self) -> SchedulerOutput:
         """Choose the next step. An empty plan means that there is no work."""
         plan = SchedulerOutput(decodes=self._reserve_decodes())
@@ -80,10 +85,13 @@ class Scheduler:
         return ready
 
     def _preempt(self, sequence: Sequence) -> None:
+        self._requeue(sequence)
+        self.num_preemptions += 1
+
+    def _requeue(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.blocks.release(sequence)
         self.waiting.appendleft(sequence)
-        self.num_preemptions += 1
 
     def _admit_next(self) -> bool:
         """Start the first waiting sequence if there is a slot and room for all its tokens and one more."""
@@ -102,6 +110,6 @@ class Scheduler:
         if budget <= 0:
             return budget
         start = sequence.num_cached
-        end = min(sequence.num_prompt, start + self._prefill_chunk)
+        end = min(sequence.num_prefill, start + self._prefill_chunk)
         plan.chunks.append(Chunk(sequence, start, end))
         return budget - (end - start)

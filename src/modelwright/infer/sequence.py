@@ -52,7 +52,9 @@ class SamplingParams:
 
 @dataclass(eq=False)
 class Sequence:
-    """A request in progress: all its tokens, and how many of them the cache holds."""
+    """A request in progress: all its tokens, and how many of them the cache holds. num_prefill: how many of the first
+    ones are computed in chunks, knowing of each other: the prompt, and more once the sequence was restarted.
+    """
 
     request_id: str
     token_ids: list[int]
@@ -61,6 +63,10 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     num_cached: int = 0
     counts: Counter[int] = field(default_factory=Counter)
+    num_prefill: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prefill = self.num_prompt
 
     @property
     def num_new(self) -> int:
@@ -69,7 +75,7 @@ class Sequence:
     @property
     def in_prefill(self) -> bool:
         """Whether part of the prompt is not in the cache yet."""
-        return self.num_cached < self.num_prompt
+        return self.num_cached < self.num_prefill
 
     @property
     def is_replaying(self) -> bool:

@@ -42,7 +42,8 @@ class BlockShape:
 
     stream_dim: width of the residual stream that this rank holds per token of the microbatch: D, or its share of D
     where ranks divide the tokens between the products (sequence parallelism). fused: norms and activations are single
-    kernels (`ops.cpu_kernels`), which keep what they read and nothing else.
+    kernels (`ops.cpu_kernels`), which keep what they read and nothing else. post_norms: two further norms, of what is
+    added to the stream. has_gated_kernel: whether there is such a kernel for the activation.
     """
 
     model_dim: int
@@ -56,6 +57,8 @@ class BlockShape:
     compute: Compute
     mean_context: float
     fused: bool = False
+    post_norms: bool = False
+    has_gated_kernel: bool = True
 
     @property
     def width(self) -> int:
@@ -74,13 +77,15 @@ class BlockShape:
         Two norms: normalized input in FP32 and one divisor; their outputs. Q/K-norm: the same for each head. Attention:
         rotated q and k, v, output, log of the softmax's denominator. Feed-forward: gate, up, silu(gate), their product.
         Where fused, norms keep their input instead, which the stream has in FP32 and the products of queries and keys
-        give in their own format, and silu(gate) is not kept.
+        give in their own format, and silu(gate) is not kept. Norms of outputs keep the same of what the products give.
         """
         normed = self.query_dim + self.kv_dim if self.qk_norm else 0
         divisors = 2 + (self.num_heads + self.num_kv_heads if self.qk_norm else 0)
         wide = FP32_BYTES * (2 * self.stream_dim + divisors + self.num_heads)
         wide += (self.width if self.fused else FP32_BYTES) * normed
-        ffn = (3 if self.fused else 4) * self.ffn_dim
+        if self.post_norms:
+            wide += 2 * ((self.width if self.fused else FP32_BYTES) * self.stream_dim + FP32_BYTES)
+        ffn = (3 if self.fused and self.has_gated_kernel else 4) * self.ffn_dim
         return wide + self.width * (2 * self.model_dim + 2 * self.query_dim + 2 * self.kv_dim + ffn)
 
     @property
@@ -162,6 +167,8 @@ def block_shape(
         compute=compute,
         mean_context=mean_context,
         fused=fused,
+        post_norms=model.norms.post_norms,
+        has_gated_kernel=model.feed_forward.activation == "silu",
     )
 
 

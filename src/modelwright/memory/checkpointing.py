@@ -10,6 +10,7 @@ segment of several blocks calls the blocks, hooks and compiled code included, fr
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
@@ -19,8 +20,7 @@ from modelwright.memory.budget import Budget, block_choices, solve
 from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.memory.offload import Store, offloading
 from modelwright.memory.selective import contexts_keeping
-from modelwright.model.decoder import Attend, Block, Decoder
-from modelwright.ops.rope import rope_tables
+from modelwright.model.decoder import Attend, Block, Decoder, RotaryTables
 
 
 def segments_for(
@@ -97,21 +97,25 @@ def _run_units(
     hidden_BTD: Tensor,
     positions_BT: Tensor,
     attend: Attend,
+    lengths_BT: Tensor | None = None,
 ) -> Tensor:
     """`Decoder.run_blocks` with every segment of several blocks as one checkpointed function."""
-    cos, sin = rope_tables(positions_BT, model.config.head_dim, model.config.rope_theta)
+    rotary = model.rotary_tables(positions_BT, lengths_BT)
     for segment, unit in units:
         run = partial(_run_in_turn, unit)
         if len(unit) > 1:
             run = partial(checkpoint, run, use_reentrant=False)
             run = partial(_offloaded, unit, run, store) if segment.offload else run
-        hidden_BTD = run(hidden_BTD, cos, sin, attend)
+        hidden_BTD = run(hidden_BTD, *rotary, attend)
     return hidden_BTD
 
 
-def _run_in_turn(blocks: Sequence[nn.Module], hidden_BTD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+def _run_in_turn(blocks: Sequence[nn.Module], hidden_BTD: Tensor, *tables_and_attend: Any) -> Tensor:
+    """Tables come one by one, because checkpoints look for tensors among their arguments only."""
+    *tables, attend = tables_and_attend
+    rotary = RotaryTables(*tables)
     for block in blocks:
-        hidden_BTD = block(hidden_BTD, cos, sin, attend)
+        hidden_BTD = block(hidden_BTD, *rotary.of(block), attend)
     return hidden_BTD
 
 
@@ -120,10 +124,8 @@ def _offloaded(
     run: Callable[..., Tensor],
     store: Store | None,
     hidden_BTD: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    attend: Attend,
+    *tables_and_attend: Any,
 ) -> Tensor:
     assert store is not None
-    with offloading(blocks, (cos, sin), store):
-        return run(hidden_BTD, cos, sin, attend)
+    with offloading(blocks, tables_and_attend[:-1], store):
+        return run(hidden_BTD, *tables_and_attend)

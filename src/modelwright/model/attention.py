@@ -1,46 +1,61 @@
 """`Attend` functions for whole rows: causal, and causal within the documents of a packed row."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from modelwright.model.decoder import Attend
+from modelwright.model.decoder import Attend, AttentionSpec
 from modelwright.ops.attention import (
     causal_attention,
+    causal_mask,
     document_mask,
     masked_attention,
     packed_attention,
     packed_cuts,
 )
+from modelwright.ops.capped_attention import capped_attention, masked_capped_attention
+
+ALL_TOKENS = (0,)
+"""The windows of a model whose layers have none."""
 
 
 def causal_attend() -> Attend:
-    """Every token sees all tokens before it and itself."""
+    """Every token sees all tokens before it and itself, or those in the layer's window."""
 
-    def attend(layer: int, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
-        return causal_attention(q_BTHd, k_BTKd, v_BTKd)
+    def attend(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
+        if spec.soft_cap:
+            mask_11TT = causal_mask(q_BTHd.shape[1], spec.window, q_BTHd.device)
+            return masked_capped_attention(q_BTHd, k_BTKd, v_BTKd, mask_11TT, spec.soft_cap)
+        return causal_attention(q_BTHd, k_BTKd, v_BTKd, spec.window)
 
     return attend
 
 
-def packed_attend(segments_BT: Tensor) -> Attend:
-    """Every token sees the tokens of its own document before it and itself; `segments_BT` names the documents.
+def packed_attend(segments_BT: Tensor, windows: Sequence[int] = ALL_TOKENS) -> Attend:
+    """Every token sees the tokens of its own document before it and itself; `segments_BT` names the documents. windows:
+    of the model's layers (`ModelConfig.windows`).
 
     On a CPU each document is computed by itself, unless rows are short; elsewhere a mask over whole rows is used.
     """
     if segments_BT.device.type == "cpu":
-        tiles = packed_cuts(segments_BT)
+        tiles = {window: packed_cuts(segments_BT, window) for window in windows}
 
-        def attend_tiles(layer: int, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
-            return packed_attention(q_BTHd, k_BTKd, v_BTKd, tiles)
+        def attend_tiles(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
+            if spec.soft_cap:
+                return capped_attention(q_BTHd, k_BTKd, v_BTKd, tiles[spec.window], spec.soft_cap)  # pyright: ignore
+            return packed_attention(q_BTHd, k_BTKd, v_BTKd, tiles[spec.window])
 
         return attend_tiles
-    return masked_attend(segments_BT)
+    return masked_attend(segments_BT, windows)
 
 
-def masked_attend(segments_BT: Tensor) -> Attend:
+def masked_attend(segments_BT: Tensor, windows: Sequence[int] = ALL_TOKENS) -> Attend:
     """The same by a mask over whole rows: on a CPU for rows so short that splitting them costs more than it saves."""
-    mask_B1TT = document_mask(segments_BT)
+    masks_B1TT = {window: document_mask(segments_BT, window) for window in windows}
 
-    def attend_mask(layer: int, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
-        return masked_attention(q_BTHd, k_BTKd, v_BTKd, mask_B1TT)
+    def attend_mask(spec: AttentionSpec, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
+        if spec.soft_cap:
+            return masked_capped_attention(q_BTHd, k_BTKd, v_BTKd, masks_B1TT[spec.window], spec.soft_cap)
+        return masked_attention(q_BTHd, k_BTKd, v_BTKd, masks_B1TT[spec.window])
 
     return attend_mask

@@ -1,4 +1,5 @@
-"""The decoder: RMSNorm, rotary grouped-query attention with optional QK-norm, SwiGLU, optionally tied embeddings.
+"""The decoder: RMSNorm, rotary grouped-query attention with optional QK-norm, gated feed-forward layers, optionally
+tied embeddings; what model types add to that is in `ModelConfig`.
 
 Single-device code. Attention is a parameter: every layer passes its queries, keys and values to an `Attend` function,
 which training builds from a mask and inference from a KV cache. It returns hidden states; `logits` and `cross_entropy`
@@ -10,53 +11,94 @@ Legend: B rows, T tokens, D model width, H query heads, K key/value heads, d hea
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modelwright.model.config import ModelConfig
-from modelwright.ops.cross_entropy import linear_cross_entropy
+from modelwright.model.config import Activation, ModelConfig
+from modelwright.ops.cross_entropy import LossOfLogits, linear_cross_entropy, soft_cap_logits, soft_capped, softmax_loss
 from modelwright.ops.norm import rms_norm
-from modelwright.ops.rope import apply_rope, rope_tables
-from modelwright.ops.swiglu import swiglu
+from modelwright.ops.rope import apply_rope, document_lengths, rope_tables, scaled_rope_tables
+from modelwright.ops.swiglu import gated_gelu, swiglu
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""`(layer, q_BTHd, k_BTKd, v_BTKd) -> out_BTHd`; rotary positions are applied already."""
+
+class AttentionSpec(NamedTuple):
+    """What an `Attend` function has to know of a layer. window: tokens that a query sees, the present one included; 0
+    is all earlier ones; soft_cap: scores s become soft_cap * tanh(s / soft_cap); 0 leaves them.
+    """
+
+    layer: int
+    window: int = 0
+    soft_cap: float = 0.0
+
+
+class RotaryTables(NamedTuple):
+    """Cosines and sines of the positions, [B, T, 1, r] each: of layers that see all earlier tokens, and of layers with
+    a window, which are the same tensors unless the model has other frequencies there.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    window_cos: Tensor
+    window_sin: Tensor
+
+    def of(self, block: nn.Module) -> tuple[Tensor, Tensor]:
+        """The tables of one block."""
+        assert isinstance(block, Block)
+        return (self.window_cos, self.window_sin) if block.attention.spec.window else (self.cos, self.sin)
+
+
+Attend = Callable[[AttentionSpec, Tensor, Tensor, Tensor], Tensor]
+"""`(spec, q_BTHd, k_BTKd, v_BTKd) -> out_BTHd`; rotary positions are applied already. Scores are divided by the root of
+the head width."""
 Product = Callable[[Tensor, Tensor], Tensor]
 """`(x [..., I], weight [O, I]) -> [..., O]`."""
 
 
 class Linear(nn.Linear):
-    """A projection without bias. `product` multiplies: the hook for other number formats and for products that skip a
-    part.
-    """
+    """A projection. `product` multiplies: the hook for other number formats and for products that skip a part."""
 
-    def __init__(self, num_inputs: int, num_outputs: int) -> None:
-        super().__init__(num_inputs, num_outputs, bias=False)  # pyright: ignore[reportUnknownMemberType]
+    def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool = False) -> None:
+        super().__init__(num_inputs, num_outputs, bias=bias)  # pyright: ignore[reportUnknownMemberType]
+        self.has_bias = bias
         self.product: Product = F.linear
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.product(input, self.weight)
+        out = self.product(input, self.weight)
+        return add_bias(out, self.bias) if self.has_bias else out
+
+
+def add_bias(out: Tensor, bias: Tensor) -> Tensor:
+    """The sum in the format of `out`."""
+    return out + bias.to(out.dtype)
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension with a learned scale. out_dtype: None is the input's; in_fp32:
-    computed in FP32 whatever the input's format.
+    """Root-mean-square norm over the last dimension with a learned scale, `weight` or 1 + `weight`. out_dtype: None is
+    the input's; in_fp32: computed in FP32 whatever the input's format.
     """
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int, config: ModelConfig) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = config.norm_eps
+        self.one_plus_weight = config.norms.one_plus_weight
+        self.weight = nn.Parameter(torch.full((dim,), self.neutral_weight))
         self.out_dtype: torch.dtype | None = None
         self.in_fp32 = True
+
+    @property
+    def neutral_weight(self) -> float:
+        """The weight whose scale is 1."""
+        return 0.0 if self.one_plus_weight else 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x, self.weight)
 
     def norm(self, x: Tensor, weight_D: Tensor) -> Tensor:
+        if self.one_plus_weight:
+            weight_D = 1.0 + weight_D.to(torch.promote_types(weight_D.dtype, torch.float32))
         return rms_norm(x, weight_D, self.eps, out_dtype=self.out_dtype, in_fp32=self.in_fp32)
 
 
@@ -65,55 +107,75 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.layer = layer
-        self.head_dim = config.head_dim
+        attention, self.head_dim = config.attention, config.head_dim
+        self.spec = AttentionSpec(layer, config.window_of(layer), attention.soft_cap)
+        self.uses_rope = layer not in attention.layers_without_rope
+        self.query_factor = attention.query_scale * math.sqrt(config.head_dim) if attention.query_scale else 1.0
         query_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = Linear(config.model_dim, query_dim)
-        self.k_proj = Linear(config.model_dim, kv_dim)
-        self.v_proj = Linear(config.model_dim, kv_dim)
-        self.o_proj = Linear(query_dim, config.model_dim)
-        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_proj = Linear(config.model_dim, query_dim, bias=attention.qkv_bias)
+        self.k_proj = Linear(config.model_dim, kv_dim, bias=attention.qkv_bias)
+        self.v_proj = Linear(config.model_dim, kv_dim, bias=attention.qkv_bias)
+        self.o_proj = Linear(query_dim, config.model_dim, bias=attention.output_bias)
+        self.q_norm = RMSNorm(config.head_dim, config) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config) if config.qk_norm else nn.Identity()
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        q_BTHd, k_BTKd = self.queries_and_keys(x_BTD, cos, sin)
+        v_BTKd = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
+        out_BTHd = attend(self.spec, q_BTHd, k_BTKd, v_BTKd)
+        return self.o_proj(out_BTHd.flatten(-2))
+
+    def queries_and_keys(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, H, d] and [B, T, K, d], with their positions."""
         q_BTHd = self.q_norm(self.q_proj(x_BTD).unflatten(-1, (-1, self.head_dim)))
         k_BTKd = self.k_norm(self.k_proj(x_BTD).unflatten(-1, (-1, self.head_dim)))
-        v_BTKd = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_dim))
-        out_BTHd = attend(self.layer, apply_rope(q_BTHd, cos, sin), apply_rope(k_BTKd, cos, sin), v_BTKd)
-        return self.o_proj(out_BTHd.flatten(-2))
+        if self.query_factor != 1.0:
+            q_BTHd = q_BTHd * self.query_factor
+        if not self.uses_rope:
+            return q_BTHd, k_BTKd
+        return apply_rope(q_BTHd, cos, sin), apply_rope(k_BTKd, cos, sin)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020)."""
+    """SwiGLU, or GeGLU (Shazeer 2020)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = Linear(config.model_dim, config.ffn_dim)
-        self.up_proj = Linear(config.model_dim, config.ffn_dim)
-        self.down_proj = Linear(config.ffn_dim, config.model_dim)
+        bias = config.feed_forward.bias
+        self.gate_proj = Linear(config.model_dim, config.ffn_dim, bias=bias)
+        self.up_proj = Linear(config.model_dim, config.ffn_dim, bias=bias)
+        self.down_proj = Linear(config.ffn_dim, config.model_dim, bias=bias)
+        self.activation: Activation = config.feed_forward.activation
         self.activation_in_fp32 = False
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         gate_BTF, up_BTF = self.gate_proj(x_BTD), self.up_proj(x_BTD)
-        return self.down_proj(swiglu(gate_BTF, up_BTF, in_fp32=self.activation_in_fp32))
+        if self.activation == "silu":
+            return self.down_proj(swiglu(gate_BTF, up_BTF, in_fp32=self.activation_in_fp32))
+        by_tanh = self.activation == "gelu_tanh"
+        return self.down_proj(gated_gelu(gate_BTF, up_BTF, by_tanh=by_tanh, in_fp32=self.activation_in_fp32))
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream. is_recomputed: its activations are
-    recomputed for backward.
+    """Attention and feed-forward behind a norm each, or between two norms each, added to the residual stream.
+    is_recomputed: its activations are recomputed for backward.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.is_recomputed = False
-        self.attention_norm = RMSNorm(config.model_dim, eps=config.norm_eps)
+        post_norms = config.norms.post_norms
+        self.attention_norm = RMSNorm(config.model_dim, config)
         self.attention = Attention(config, layer)
-        self.ffn_norm = RMSNorm(config.model_dim, eps=config.norm_eps)
+        self.attention_post_norm = RMSNorm(config.model_dim, config) if post_norms else nn.Identity()
+        self.ffn_norm = RMSNorm(config.model_dim, config)
         self.ffn = FeedForward(config)
+        self.ffn_post_norm = RMSNorm(config.model_dim, config) if post_norms else nn.Identity()
 
     def forward(self, hidden_BTD: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        hidden_BTD = hidden_BTD + self.attention(self.attention_norm(hidden_BTD), cos, sin, attend)
-        return hidden_BTD + self.ffn(self.ffn_norm(hidden_BTD))
+        attended_BTD = self.attention(self.attention_norm(hidden_BTD), cos, sin, attend)
+        hidden_BTD = hidden_BTD + self.attention_post_norm(attended_BTD)
+        return hidden_BTD + self.ffn_post_norm(self.ffn(self.ffn_norm(hidden_BTD)))
 
 
 @dataclass
@@ -130,16 +192,28 @@ class EndFormats:
         self.stream_dtype, self.head_dtype, self.loss_in_fp32 = None, None, True
 
 
+class StoredParameters(Protocol):
+    """Parameters that wait on disk."""
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """The part of a parameter that slices of its dimensions, with bounds, select, in the format of the file."""
+        ...
+
+
 class Decoder(nn.Module):
-    """A decoder-only transformer; passes (checkpointing, compile, sharding) work on `blocks`."""
+    """A decoder-only transformer; passes (checkpointing, compile, sharding) work on `blocks`. stored: where the weights
+    are while the parameters are on the meta device; a layout then reads this rank's part of them (`parallel/
+    deferred.py`).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.ends = EndFormats()
+        self.stored: StoredParameters | None = None
         self.embedding = nn.Embedding(config.vocab_size, config.model_dim)
         self.blocks = nn.ModuleDict({str(layer): Block(config, layer) for layer in range(config.num_layers)})
-        self.norm = RMSNorm(config.model_dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config.model_dim, config)
         self.head = None if config.tie_embeddings else Linear(config.model_dim, config.vocab_size)
 
     @property
@@ -147,24 +221,43 @@ class Decoder(nn.Module):
         """The output projection [V, D]: the embedding itself if tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, tokens_BT: Tensor, positions_BT: Tensor, attend: Attend, lengths_BT: Tensor | None = None
+    ) -> Tensor:
         """Hidden states [B, T, D] after the final norm.
 
-        tokens_BT, positions_BT: int64 [B, T]; positions restart at 0 in each packed document.
+        tokens_BT, positions_BT: int64 [B, T]; positions restart at 0 in each packed document. lengths_BT: see
+        `rotary_tables`.
         """
-        return self.norm(self.run_blocks(self.embed(tokens_BT), positions_BT, attend))
+        return self.norm(self.run_blocks(self.embed(tokens_BT), positions_BT, attend, lengths_BT))
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """The residual stream [B, T, D] before all blocks."""
         hidden_BTD = self.embedding(tokens_BT)
+        if self.config.embedding_scale != 1.0:
+            hidden_BTD = hidden_BTD * self.config.embedding_scale
         return hidden_BTD.to(self.ends.stream_dtype) if self.ends.stream_dtype else hidden_BTD
 
-    def run_blocks(self, hidden_BTD: Tensor, positions_BT: Tensor, attend: Attend) -> Tensor:
+    def run_blocks(
+        self, hidden_BTD: Tensor, positions_BT: Tensor, attend: Attend, lengths_BT: Tensor | None = None
+    ) -> Tensor:
         """The residual stream [B, T, D] after all blocks in this process."""
-        cos, sin = rope_tables(positions_BT, self.config.head_dim, self.config.rope_theta)
+        rotary = self.rotary_tables(positions_BT, lengths_BT)
         for block in self.blocks.values():
-            hidden_BTD = block(hidden_BTD, cos, sin, attend)
+            hidden_BTD = block(hidden_BTD, *rotary.of(block), attend)
         return hidden_BTD
+
+    def rotary_tables(self, positions_BT: Tensor, lengths_BT: Tensor | None = None) -> RotaryTables:
+        """The tables of all layers. lengths_BT: tokens of the sequence that each token belongs to, which decide the
+        frequencies of some scalings; None for rows of whole documents, whose lengths follow from their positions.
+        """
+        config = self.config
+        if lengths_BT is None:
+            lengths_BT = document_lengths(positions_BT) if config.rope.depends_on_length else positions_BT
+        cos, sin = scaled_rope_tables(positions_BT, lengths_BT, config.num_rotated, config.rope_theta, config.rope)
+        if not config.window_rope_theta:
+            return RotaryTables(cos, sin, cos, sin)
+        return RotaryTables(cos, sin, *rope_tables(positions_BT, config.num_rotated, config.window_rope_theta))
 
     def projections(self) -> dict[str, Linear]:
         """The linear layers of the blocks in this process, by name."""
@@ -182,6 +275,7 @@ class Decoder(nn.Module):
             self.head_weight,
             labels_N,
             chunk_tokens=chunk_tokens,
+            loss_of_logits=self.capped(softmax_loss),
             compute=self.ends.head_dtype,
             in_fp32=self.ends.loss_in_fp32,
         )
@@ -189,12 +283,22 @@ class Decoder(nn.Module):
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Logits [..., V]. Training calls `cross_entropy` instead."""
         if self.head is None:
-            return F.linear(hidden_BTD, self.embedding.weight.to(hidden_BTD.dtype))
-        return self.head(hidden_BTD)
+            return self.cap(F.linear(hidden_BTD, self.embedding.weight.to(hidden_BTD.dtype)))
+        return self.cap(self.head(hidden_BTD))
+
+    def cap(self, products: Tensor) -> Tensor:
+        """Logits from products with the head's weight, of all of the vocabulary or of a part."""
+        return soft_cap_logits(products, self.config.logit_soft_cap) if self.config.logit_soft_cap else products
+
+    def capped(self, loss_of_logits: LossOfLogits) -> LossOfLogits:
+        """The same loss of products with the head's weight."""
+        cap = self.config.logit_soft_cap
+        return soft_capped(loss_of_logits, cap) if cap else loss_of_logits
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Normal initialization, residual projections scaled by 1/sqrt(2 * layers) (GPT-2); norms to one.
+        """Normal initialization, residual projections scaled by 1/sqrt(2 * layers) (GPT-2); norms scale by one, biases
+        are zero.
 
         Drawn on the CPU from `seed` in parameter order, so that every device and every layout starts equal.
         """
@@ -202,7 +306,8 @@ class Decoder(nn.Module):
         residual_std = self.config.init_std / math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
-                parameter.fill_(1.0)
+                is_neutral_at_zero = name.endswith("bias") or self.config.norms.one_plus_weight
+                parameter.fill_(0.0 if is_neutral_at_zero else 1.0)
                 continue
             std = self.config.init_std
             if name.endswith(("o_proj.weight", "down_proj.weight")):

@@ -1,47 +1,49 @@
 """Decoders in the Hugging Face layout: the only format in which this project keeps weights.
 
-A model folder holds `config.json` (type `llama`, or `qwen3` for a decoder with QK-norm), `model.safetensors` or shards
-with `model.safetensors.index.json`, and `generation_config.json`. `transformers` reads what `save_model` writes, and
+A model folder holds `config.json` (of a type in `hf_types/`), `model.safetensors` or shards with
+`model.safetensors.index.json`, and `generation_config.json`. `transformers` reads what `save_model` writes, and
 `load_model` reads what `transformers` writes. Nothing is unpickled.
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
-from torch import Tensor
+from torch import Tensor, nn
 
 from modelwright.core.artifacts import fsync_folder, write_atomic
 from modelwright.core.errors import ConfigError, ModelError, StorageError, writing
 from modelwright.model.config import ModelConfig
 from modelwright.model.decoder import Decoder
+from modelwright.model.hf_types import HF_TYPES
+from modelwright.model.hf_types.hf_type import HfSettings, HfType
+from modelwright.model.stored_weights import WEIGHTS, StoredWeights, check_tensors, read_json
 
-WEIGHTS = "model.safetensors"
-WEIGHTS_INDEX = "model.safetensors.index.json"
-
-_TOP_NAMES = {"embedding.": "model.embed_tokens.", "norm.": "model.norm.", "head.": "lm_head."}
-_BLOCK_NAMES = {
-    "attention_norm.": "input_layernorm.",
-    "ffn_norm.": "post_attention_layernorm.",
-    "attention.": "self_attn.",
-    "ffn.": "mlp.",
-}
+_TOP_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
 def save_model(
-    model: Decoder, folder: Path, *, eos_id: int | None = None, bos_id: int | None = None, pad_id: int | None = None
+    model: Decoder,
+    folder: Path,
+    *,
+    eos_id: int | None = None,
+    bos_id: int | None = None,
+    pad_id: int | None = None,
+    types: Sequence[HfType] = HF_TYPES,
 ) -> None:
-    """Write the decoder into `folder` (created if missing), each file atomically. The weights keep their number format.
-    Raises `StorageError` if writing fails.
+    """Write the decoder into `folder` (created if missing), each file atomically, as the type that it came from. The
+    weights keep their number format. Raises `StorageError` if writing fails.
     """
     special = {"bos_token_id": bos_id, "eos_token_id": eos_id, "pad_token_id": pad_id}
-    weights = {hf_name(name): tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
-    config = {**hf_config(model.config), **special, "dtype": str(model.head_weight.dtype).removeprefix("torch.")}
+    weights = hf_weights(model, types)
+    dtype = str(model.head_weight.dtype).removeprefix("torch.")
+    config = {**hf_config(model.config, types), **special, "dtype": dtype}
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _save_tensors(folder / WEIGHTS, weights)
@@ -49,183 +51,174 @@ def save_model(
     write_atomic(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
-def load_model(folder: Path, *, dtype: torch.dtype = torch.float32) -> Decoder:
-    """Read a Llama or Qwen3 type folder, sharded or not, into a decoder on the CPU with weights in `dtype`.
+def load_model(folder: Path, *, dtype: torch.dtype = torch.float32, types: Sequence[HfType] = HF_TYPES) -> Decoder:
+    """Read a folder, sharded or not, into a decoder on the CPU with weights in `dtype`. The files are read tensor by
+    tensor, so that memory holds the model and one tensor more.
 
     Raises `ModelError` that names the setting or tensor when the folder holds anything that the decoder cannot express
     exactly, or when files are missing, damaged or contradict each other.
     """
-    config = load_config(folder)
-    with torch.device("meta"):
-        model = Decoder(config)
-    stored = _read_tensors(folder)
-    if config.tie_embeddings:
-        stored.pop("lm_head.weight", None)
-    requested = {hf_name(name): (name, parameter.shape) for name, parameter in model.state_dict().items()}
-    _check_tensors(folder, wanted={name: shape for name, (_, shape) in requested.items()}, stored=stored)
-    state = {name: stored[hf].to(dtype, copy=True) for hf, (name, _) in requested.items()}
-    model.load_state_dict(state, assign=True)
+    model, weights = open_model(folder, types=types)
+    for name, parameter in list(model.named_parameters()):
+        whole = tuple(slice(0, length) for length in parameter.shape)
+        set_parameter(model, name, weights.read(name, whole).to(dtype))
     return model
 
 
-def load_config(folder: Path) -> ModelConfig:
+def deferred_model(folder: Path) -> Decoder:
+    """A decoder whose weights stay in the folder, unchanged until then, until it is laid out for training. Raises
+    `ModelError` as `load_model` does; what is wrong with the weights themselves is noticed when they are read.
+    """
+    model, stored = open_model(folder)
+    model.stored = stored
+    return model
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The number format of a folder's weights. Raises `ModelError` if a file is missing or damaged."""
+    return StoredWeights(folder).dtype
+
+
+@dataclass(frozen=True)
+class ParameterSource:
+    """Where a parameter is stored: rows from `first_row` on of a tensor that may hold others, too."""
+
+    tensor: str
+    first_row: int = 0
+
+
+@dataclass(frozen=True)
+class FolderWeights:
+    """The weights of a folder under this project's names."""
+
+    stored: StoredWeights
+    sources: Mapping[str, ParameterSource]
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """The part of a parameter that slices of its dimensions, with bounds, select; in the format of the file."""
+        source, rows = self.sources[name], part[0]
+        rows = slice(rows.start + source.first_row, rows.stop + source.first_row)
+        return self.stored.read(source.tensor, (rows, *part[1:]))
+
+
+def open_model(folder: Path, *, types: Sequence[HfType] = HF_TYPES) -> tuple[Decoder, FolderWeights]:
+    """A decoder on the meta device, and its weights, none of which is read yet. Raises `ModelError` as `load_model`."""
+    config = load_config(folder, types=types)
+    with torch.device("meta"):
+        model = Decoder(config)
+    stored = StoredWeights(folder)
+    shapes = {name: tensor.shape for name, tensor in stored.tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    if config.tie_embeddings:
+        shapes.pop("lm_head.weight", None)
+    wanted: dict[str, torch.Size] = {}
+    sources: dict[str, ParameterSource] = {}
+    for tensor, names in hf_tensors(model, type_of(config, types)).items():
+        parts = [model.get_parameter(name).shape for name in names]
+        wanted[tensor] = torch.Size((sum(shape[0] for shape in parts), *parts[0][1:]))
+        for place, name in enumerate(names):
+            sources[name] = ParameterSource(tensor, sum(shape[0] for shape in parts[:place]))
+    check_tensors(folder, wanted=wanted, stored=shapes)
+    return model, FolderWeights(stored, sources)
+
+
+def set_parameter(model: nn.Module, name: str, value: Tensor) -> None:
+    """Replace a parameter."""
+    place, _, own = name.rpartition(".")
+    module = model.get_submodule(place)
+    setattr(module, own, nn.Parameter(value, requires_grad=module.get_parameter(own).requires_grad))
+
+
+def load_config(folder: Path, *, types: Sequence[HfType] = HF_TYPES) -> ModelConfig:
     """The shape that a folder's `config.json` describes. Raises `ModelError` as `load_model` does."""
     path = folder / "config.json"
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; give the path of a model folder in the Hugging Face layout")
-    return config_from_hf(_read_json(path), source=str(path))
+    return config_from_hf(read_json(path), source=str(path), types=types)
 
 
-def hf_config(config: ModelConfig) -> dict[str, Any]:
-    """The Hugging Face `config.json` of a decoder of this shape: Qwen3 with QK-norm, Llama without."""
-    kind = ("qwen3", "Qwen3ForCausalLM") if config.qk_norm else ("llama", "LlamaForCausalLM")
-    return {
-        "architectures": [kind[1]],
-        "model_type": kind[0],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.model_dim,
-        "intermediate_size": config.ffn_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_seq_len,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "tie_word_embeddings": config.tie_embeddings,
-        "initializer_range": config.init_std,
-        "embedding_initializer_range": config.embedding_init_std,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "use_cache": True,
-    }
+def type_of(config: ModelConfig, types: Sequence[HfType] = HF_TYPES) -> HfType:
+    """The type that a model is written as. Raises `ConfigError` if it is not in the table."""
+    name = config.hf_type or ("qwen3" if config.qk_norm else "llama")
+    found = next((one for one in types if one.name == name), None)
+    if found is None:
+        raise ConfigError(f"hf_type: {name!r} is unknown; choose from {', '.join(one.name for one in types)}")
+    return found
 
 
-def config_from_hf(data: Mapping[str, Any], *, source: str = "config.json") -> ModelConfig:
+def hf_config(config: ModelConfig, types: Sequence[HfType] = HF_TYPES) -> dict[str, Any]:
+    """The Hugging Face `config.json` of a decoder of this shape. Raises `ConfigError` if its type cannot express it."""
+    chosen = type_of(config, types)
+    written = {"architectures": [chosen.architecture], "model_type": chosen.name, **chosen.write(config)}
+    if config_from_hf(written, types=types) != config:
+        raise ConfigError(
+            f"hf_type: a {chosen.name} cannot have all features of this model; set the type that has them"
+        )
+    return written
+
+
+def config_from_hf(
+    data: Mapping[str, Any], *, source: str = "config.json", types: Sequence[HfType] = HF_TYPES
+) -> ModelConfig:
     """The decoder's shape from a Hugging Face config; the defaults of missing keys are those of `transformers`.
 
     Raises `ModelError` naming the setting that the decoder cannot express.
     """
+    settings = HfSettings(data, source)
     kind = data.get("model_type")
-    if kind not in ("llama", "qwen3"):
-        raise ModelError(f"{source}: model_type is {kind!r}; only 'llama' and 'qwen3' can be loaded")
-    _refuse_unsupported(data, source)
+    chosen = next((one for one in types if one.name == kind), None)
+    if chosen is None:
+        known = ", ".join(one.name for one in types)
+        raise ModelError(f"{source}: model_type is {kind!r}, which cannot be loaded; known are {known}")
+    settings.refuse_if_set(
+        num_experts="a mixture of experts",
+        num_local_experts="a mixture of experts",
+        quantization_config="quantized weights",
+    )
     try:
-        heads, width = int(data["num_attention_heads"]), int(data["hidden_size"])
-        rope: Mapping[str, Any] = data.get("rope_parameters") or {}
-        return ModelConfig(
-            vocab_size=int(data["vocab_size"]),
-            num_layers=int(data["num_hidden_layers"]),
-            model_dim=width,
-            num_heads=heads,
-            num_kv_heads=int(data.get("num_key_value_heads") or heads),
-            ffn_dim=int(data["intermediate_size"]),
-            head_dim=int(data.get("head_dim") or (width // heads if kind == "llama" else 128)),
-            max_seq_len=int(data.get("max_position_embeddings") or 2048),
-            rope_theta=float(rope.get("rope_theta") or data.get("rope_theta") or 10_000.0),
-            norm_eps=float(data.get("rms_norm_eps", 1e-6)),
-            qk_norm=kind == "qwen3",
-            tie_embeddings=bool(data.get("tie_word_embeddings", False)),
-            init_std=float(data.get("initializer_range", 0.02)),
-            embedding_init_std=float(data.get("embedding_initializer_range", data.get("initializer_range", 0.02))),
-        )
+        fields = chosen.read(settings)
+        fits = chosen.name == ("qwen3" if fields["qk_norm"] else "llama")
+        return ModelConfig(**fields, hf_type="" if fits else chosen.name)
+    except ModelError:
+        raise
+    except ConfigError as error:
+        raise ModelError(f"{source}: {error}") from None
     except KeyError as error:
         raise ModelError(f"{source}: has no {error.args[0]!r}, so it does not describe a complete model") from None
     except (TypeError, ValueError) as error:
-        text = str(error) if isinstance(error, ConfigError) else f"a size is not a number ({error})"
-        raise ModelError(f"{source}: {text}") from None
+        raise ModelError(f"{source}: a size is not a number ({error})") from None
 
 
-def hf_name(name: str) -> str:
-    """A parameter's Hugging Face name: `blocks.0.ffn.up_proj.weight` -> `model.layers.0.mlp.up_proj.weight`."""
-    if name.startswith("blocks."):
-        _, layer, rest = name.split(".", 2)
-        part = next(part for part in _BLOCK_NAMES if rest.startswith(part))
-        return f"model.layers.{layer}.{_BLOCK_NAMES[part]}{rest.removeprefix(part)}"
-    part = next(part for part in _TOP_NAMES if name.startswith(part))
-    return _TOP_NAMES[part] + name.removeprefix(part)
+def hf_tensors(model: Decoder, chosen: HfType) -> dict[str, list[str]]:
+    """The names of this project's parameters that each tensor of a folder holds, by rows."""
+    tensors: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters():
+        tensors.setdefault(hf_name(name, chosen), []).append(name)
+    return tensors
 
 
-def _refuse_unsupported(data: Mapping[str, Any], source: str) -> None:
-    """Raise `ModelError` for the first setting that changes the computation in a way that the decoder lacks."""
-    scaling: Any = data.get("rope_scaling") or data.get("rope_parameters") or {}
-    rope = cast(Mapping[str, Any], scaling) if isinstance(scaling, Mapping) else {"rope_type": scaling}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    partial = data.get("partial_rotary_factor") or (rope.get("partial_rotary_factor") if rope_type == "default" else 1)
-    sliding = data.get("use_sliding_window") or set(data.get("layer_types") or ()) - {"full_attention"}
-    unsupported: dict[str, tuple[Any, str]] = {
-        "attention_bias": (data.get("attention_bias"), "biases in attention"),
-        "mlp_bias": (data.get("mlp_bias"), "biases in the feed-forward layers"),
-        "rope_scaling": (rope_type != "default", f"scaled rotary positions ({rope_type})"),
-        "partial_rotary_factor": (partial not in (None, 1, 1.0), "rotary positions on a part of each head"),
-        "use_sliding_window": (sliding, "sliding-window attention"),
-        "num_experts": (data.get("num_experts") or data.get("num_local_experts"), "mixture of experts"),
-        "hidden_act": (data.get("hidden_act", "silu") != "silu", f"activation {data.get('hidden_act')!r}"),
-        "quantization_config": (data.get("quantization_config"), "quantized weights"),
-    }
-    for name, (present, what) in unsupported.items():
-        if present:
-            raise ModelError(f"{source}: {name}: {what} cannot be loaded; use a plain Llama or Qwen3 model")
+def hf_name(name: str, chosen: HfType) -> str:
+    """The tensor of a parameter: `blocks.0.ffn.up_proj.weight` -> `model.layers.0.mlp.up_proj.weight`."""
+    if not name.startswith("blocks."):
+        part, rest = name.split(".", 1)
+        return f"{_TOP_NAMES[part]}.{rest}"
+    _, layer, place = name.split(".", 2)
+    module, _, own = place.rpartition(".")
+    for fused, parts in chosen.fused.items():
+        if module in parts:
+            return f"model.layers.{layer}.{fused}.{own}"
+    part, dot, rest = module.partition(".")
+    return f"model.layers.{layer}.{chosen.block_names[part]}{dot}{rest}.{own}"
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path}: no such file; a model folder in the Hugging Face layout has one") from None
-    except ValueError as error:
-        raise ModelError(f"{path}: is damaged ({error}); copy the folder again") from None
-    if not isinstance(data, dict):
-        raise ModelError(f"{path}: is not a JSON object; copy the folder again")
-    return cast(dict[str, Any], data)
+def hf_weights(model: Decoder, types: Sequence[HfType] = HF_TYPES) -> dict[str, Tensor]:
+    """The tensors of a model under their Hugging Face names; those that hold several projections are copies."""
+    weights = dict(model.named_parameters())
 
+    def joined(names: Sequence[str]) -> Tensor:
+        parts = [weights[name].detach() for name in names]
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: the single one, or the shards that its index names."""
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if not (folder / WEIGHTS_INDEX).is_file():
-        pickled = any(folder.glob("*.bin"))
-        hint = "its weights are pickled; save them again with safe_serialization=True" if pickled else "no weights"
-        raise ModelError(f"{folder}: has no {WEIGHTS} ({hint})")
-    weight_map = _read_json(folder / WEIGHTS_INDEX).get("weight_map")
-    files = cast(dict[str, Any], weight_map) if isinstance(weight_map, dict) else {}
-    names = sorted({str(name) for name in files.values()})
-    for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise ModelError(f"{folder / name}: a shard named in {WEIGHTS_INDEX} is missing; copy the folder again")
-    return [folder / name for name in names]
-
-
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for path in _weight_files(folder):
-        try:
-            opened: Any = safe_open(path, framework="pt")
-            with opened as file:
-                tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path}: is damaged or truncated ({error}); copy the folder again") from None
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-
-
-def _check_tensors(folder: Path, *, wanted: Mapping[str, torch.Size], stored: Mapping[str, Tensor]) -> None:
-    """Raise `ModelError` naming the tensors that are missing, surplus or of another shape than the config says."""
-    problems = {
-        "missing": sorted(wanted.keys() - stored.keys()),
-        "unknown": sorted(stored.keys() - wanted.keys()),
-        "of another shape than config.json says": [
-            f"{name} {list(stored[name].shape)} instead of {list(shape)}"
-            for name, shape in wanted.items()
-            if name in stored and stored[name].shape != shape
-        ],
-    }
-    for problem, names in problems.items():
-        if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise ModelError(f"{folder}: tensors {problem}: {', '.join(names[:5])}{more}")
+    return {tensor: joined(names) for tensor, names in hf_tensors(model, type_of(model.config, types)).items()}
 
 
 def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -3,7 +3,9 @@
 Packed rows hold several documents, and a token sees its own document only. On a CPU most of a full T x T product would
 be masked away, so `packed_attention` splits every document into tiles of queries and gives each tile only its visible
 keys. This package's own kernels take all tiles at once (`cpu_kernels`); otherwise each tile is one call of PyTorch's
-attention, and rows so short that calls cost more than masked products are not split.
+attention, and rows so short that calls cost more than masked products are not split. A sliding window of W tokens
+leaves out the keys that none of a tile's queries see, and masks the others. Scores with a soft cap, which neither
+kernel computes, are in `ops/capped_attention.py`.
 
 Legend: B rows, T tokens, H query heads, K key/value heads, d head width, G = H / K query heads per key/value head.
 Query head h reads key/value head h // G.
@@ -12,6 +14,7 @@ Query head h reads key/value head h // G.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,21 +32,29 @@ MOST_WHOLE = 512
 """Tokens of a row that may go uncut: its mask is kept for backward, at most 2 KiB a token, once for all layers."""
 
 
-def document_mask(segments_BT: Tensor) -> Tensor:
-    """Boolean [B, 1, T, T]: true where query token i may see key token j <= i of the same segment.
+def document_mask(segments_BT: Tensor, window: int = 0) -> Tensor:
+    """Boolean [B, 1, T, T]: true where query token i may see key token j <= i of the same segment, with a window only
+    if i - j < window.
 
     A token always sees itself, padding too, so no row of the softmax is empty.
     """
-    same_BTT = segments_BT[:, :, None] == segments_BT[:, None, :]
-    return same_BTT.tril().unsqueeze(1)
+    same_BTT = (segments_BT[:, :, None] == segments_BT[:, None, :]).tril()
+    return (same_BTT.triu(1 - window) if window else same_BTT).unsqueeze(1)
 
 
-def causal_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor) -> Tensor:
-    """Causal attention over whole rows, [B, T, H, d]."""
+def causal_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, window: int = 0) -> Tensor:
+    """Causal attention over whole rows, [B, T, H, d]; with a window, of each token to so many tokens up to itself."""
+    if 0 < window < q_BTHd.shape[1]:
+        return masked_attention(q_BTHd, k_BTKd, v_BTKd, causal_mask(q_BTHd.shape[1], window, q_BTHd.device))
     out_BHTd = F.scaled_dot_product_attention(
         q_BTHd.transpose(1, 2), k_BTKd.transpose(1, 2), v_BTKd.transpose(1, 2), is_causal=True, enable_gqa=True
     )
     return out_BHTd.transpose(1, 2)
+
+
+def causal_mask(row_len: int, window: int, device: torch.device) -> Tensor:
+    """`document_mask` of one whole document, [1, 1, T, T]."""
+    return document_mask(torch.zeros(1, row_len, dtype=torch.int64, device=device), window)
 
 
 def masked_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask_B1TT: Tensor) -> Tensor:
@@ -54,11 +65,17 @@ def masked_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask_B1TT: 
     return out_BHTd.transpose(1, 2)
 
 
-def masked_attention_naive(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask_B1TT: Tensor) -> Tensor:
-    """The definition, step by step: the reference for `masked_attention` and `packed_attention`."""
+def masked_attention_naive(
+    q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask_B1TT: Tensor, *, soft_cap: float = 0.0
+) -> Tensor:
+    """The definition, step by step: the reference for `masked_attention`, `packed_attention` and
+    `ops.capped_attention`. soft_cap: scores s become soft_cap * tanh(s / soft_cap).
+    """
     group = q_BTHd.shape[2] // k_BTKd.shape[2]
     k_BTHd, v_BTHd = (x.repeat_interleave(group, dim=2) for x in (k_BTKd, v_BTKd))
     scores_BHTT = torch.einsum("bthd,bshd->bhts", q_BTHd, k_BTHd) / q_BTHd.shape[-1] ** 0.5
+    if soft_cap:
+        scores_BHTT = soft_cap * (scores_BHTT / soft_cap).tanh()
     weights_BHTT = scores_BHTT.masked_fill(~mask_B1TT, float("-inf")).softmax(dim=-1)
     return torch.einsum("bhts,bshd->bthd", weights_BHTT, v_BTHd)
 
@@ -70,17 +87,19 @@ class Tiles:
     bounds_P5: int64, one tile per line: row, first key, first query and end (of queries and keys), all counted within
     the row; and the position of the first query in the tensor of queries, which may hold only some of the row's tokens.
     bias: [tile_len, most keys of any tile, rounded up], additive causal mask aligned at its lower right corner. Rows
-    that are not split have no tile, and as bias the additive mask of whole rows, [B, 1, T, T].
+    that are not split have no tile, and as bias the additive mask of whole rows, [B, 1, T, T]. window: tokens that a
+    query sees, the present one included; 0 is all of its document up to itself.
     """
 
     bounds_P5: Tensor
     bias: Tensor
+    window: int = 0
 
 
-def packed_cuts(segments_BT: Tensor) -> Tiles:
+def packed_cuts(segments_BT: Tensor, window: int = 0) -> Tiles:
     """`packed_tiles`, or no tiles for short rows where a mask is expected to be faster. CPU tensors only."""
-    tiles, (num_rows, row_len) = packed_tiles(segments_BT), segments_BT.shape
-    if "attention" in cpu_kernels.used():
+    tiles, (num_rows, row_len) = packed_tiles(segments_BT, window=window), segments_BT.shape
+    if tiles.window or "attention" in cpu_kernels.used():
         return tiles
     _, start_P, first_P, end_P, _ = tiles.bounds_P5.unbind(1)
     scores = int(((end_P - first_P) * (end_P - start_P)).sum())
@@ -97,34 +116,44 @@ def whole_rows(segments_BT: Tensor) -> Tiles:
 
 
 def packed_tiles(
-    segments_BT: Tensor, tile_len: int = TILE_LEN, *, spans: Sequence[tuple[int, int]] | None = None
+    segments_BT: Tensor,
+    tile_len: int = TILE_LEN,
+    *,
+    spans: Sequence[tuple[int, int]] | None = None,
+    window: int = 0,
 ) -> Tiles:
     """Split every run of equal segment numbers into tiles of at most `tile_len` queries. CPU tensors only. spans:
     `(start, end)` of the tokens whose queries are computed, concatenated in the tensor of queries; the whole row by
-    default.
+    default. window: see `Tiles`; one that no document exceeds is none.
     """
+    lengths = [torch.unique_consecutive(segments_T, return_counts=True)[1].tolist() for segments_T in segments_BT]
+    window = window if window < max(map(max, lengths), default=0) else 0
+    tile_len = min(tile_len, window) if window else tile_len  # a document's first tile is causal, without a window
     bounds: list[tuple[int, int, int, int, int]] = []
     spans = [(0, segments_BT.shape[1])] if spans is None else spans
-    for row, segments_T in enumerate(segments_BT):
+    for row, row_lengths in enumerate(lengths):
         start = 0
-        for length in torch.unique_consecutive(segments_T, return_counts=True)[1].tolist():
+        for length in row_lengths:
             end = start + length
-            bounds += _document_tiles(row, start, end, tile_len, spans)
+            bounds += _document_tiles(row, start, end, tile_len, spans, window)
             start = end
     reach = max((first - start for _, start, first, _, _ in bounds), default=0)
     width = (math.ceil(reach / tile_len) + 1) * tile_len
     bias = torch.full((tile_len, width), float("-inf")).triu(width - tile_len + 1)
-    return Tiles(torch.tensor(bounds, dtype=torch.int64).view(-1, 5), bias)
+    if window:
+        bias += torch.full((tile_len, width), float("-inf")).tril(width - tile_len - window)
+    return Tiles(torch.tensor(bounds, dtype=torch.int64).view(-1, 5), bias, window)
 
 
 def _document_tiles(
-    row: int, start: int, end: int, tile_len: int, spans: Sequence[tuple[int, int]]
+    row: int, start: int, end: int, tile_len: int, spans: Sequence[tuple[int, int]], window: int
 ) -> Iterator[tuple[int, int, int, int, int]]:
     before = 0
     for span_start, span_end in spans:
         last = min(end, span_end)
         for first in range(max(start, span_start), last, tile_len):
-            yield row, start, first, min(first + tile_len, last), before + first - span_start
+            first_key = max(start, first - window + 1) if window else start
+            yield row, first_key, first, min(first + tile_len, last), before + first - span_start
         before += span_end - span_start
 
 
@@ -135,7 +164,7 @@ def packed_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, tiles: Tile
     `torch.compile`; differentiable once.
     """
     q_BTHd, k_BTKd = q_BTHd.to(v_BTKd.dtype), k_BTKd.to(v_BTKd.dtype)
-    return _packed_forward(q_BTHd, k_BTKd, v_BTKd, tiles.bounds_P5, tiles.bias)[0]
+    return _packed_forward(q_BTHd, k_BTKd, v_BTKd, tiles.bounds_P5, tiles.bias, tiles.window > 0)[0]
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -145,12 +174,14 @@ def _wide(x: Tensor) -> torch.dtype:
 
 @torch.library.custom_op("modelwright::packed_attention", mutates_args=(), device_types="cpu")
 def _packed_forward(
-    q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P5: Tensor, bias: Tensor
+    q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P5: Tensor, bias: Tensor, has_window: bool
 ) -> tuple[Tensor, Tensor]:
-    """The output [B, T, H, d] and the log of each softmax's denominator [B, K, G, T], which backward needs."""
+    """The output [B, T, H, d] and the log of each softmax's denominator [B, K, G, T], which backward needs. has_window:
+    tiles start behind the beginning of their document, which this package's kernels do not support.
+    """
     if _is_whole(bias):
         return _whole_forward(q_BTHd, k_BTKd, v_BTKd, bias)
-    if cpu_kernels.take_heads(q_BTHd):
+    if not has_window and cpu_kernels.take_heads(q_BTHd):
         return cpu_kernels.attention(q_BTHd.contiguous(), k_BTKd.contiguous(), v_BTKd.contiguous(), bounds_P5)
     rows, row_len, num_heads, _ = q_BTHd.shape
     num_kv_heads = k_BTKd.shape[2]
@@ -172,7 +203,9 @@ def _packed_forward(
 
 
 @_packed_forward.register_fake
-def _(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P5: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, bounds_P5: Tensor, bias: Tensor, has_window: bool
+) -> tuple[Tensor, Tensor]:
     rows, row_len, num_heads, _ = q_BTHd.shape
     num_kv_heads = k_BTKd.shape[2]
     lse_BKGT = q_BTHd.new_empty((rows, num_kv_heads, num_heads // num_kv_heads, row_len), dtype=_wide(q_BTHd))
@@ -189,10 +222,11 @@ def _packed_backward(
     lse_BKGT: Tensor,
     bounds_P5: Tensor,
     bias: Tensor,
+    has_window: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if _is_whole(bias):
         return _whole_backward(grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bias)
-    if cpu_kernels.take_heads(q_BTHd):
+    if not has_window and cpu_kernels.take_heads(q_BTHd):
         q, k, v = q_BTHd.contiguous(), k_BTKd.contiguous(), v_BTKd.contiguous()
         return cpu_kernels.attention_backward(grad_BTHd.contiguous(), q, k, v, out_BTHd, lse_BKGT, bounds_P5)
     num_kv_heads = k_BTKd.shape[2]
@@ -223,19 +257,21 @@ def _packed_backward(
 
 
 @_packed_backward.register_fake
-def _(grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bounds_P5, bias) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    grad_BTHd, q_BTHd, k_BTKd, v_BTKd, out_BTHd, lse_BKGT, bounds_P5, bias, has_window
+) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BTHd, k_BTKd, v_BTKd))
     return q, k, v
 
 
-def _keep_for_backward(ctx, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    q_BTHd, k_BTKd, v_BTKd, bounds_P5, bias = inputs
+def _keep_for_backward(ctx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q_BTHd, k_BTKd, v_BTKd, bounds_P5, bias, ctx.has_window = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q_BTHd, k_BTKd, v_BTKd, *output, bounds_P5, bias)
 
 
-def _differentiate(ctx, grad_BTHd: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-    return (*_packed_backward(grad_BTHd, *ctx.saved_tensors), None, None)
+def _differentiate(ctx, grad_BTHd: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    return (*_packed_backward(grad_BTHd, *ctx.saved_tensors, ctx.has_window), None, None, None)
 
 
 torch.library.register_autograd("modelwright::packed_attention", _differentiate, setup_context=_keep_for_backward)

@@ -34,6 +34,22 @@ def softmax_loss(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
     return loss, grad_CV
 
 
+def soft_cap_logits(products: Tensor, cap: float) -> Tensor:
+    """cap * tanh(products / cap): the final soft cap of Gemma 2."""
+    return cap * (products / cap).tanh()
+
+
+def soft_capped(loss_of_logits: LossOfLogits, cap: float) -> LossOfLogits:
+    """`loss_of_logits` of soft-capped products, with the gradient in the products."""
+
+    def loss_of_products(products_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+        share_CV = (products_CV / cap).tanh()
+        loss, grad_CV = loss_of_logits(cap * share_CV, labels_C)
+        return loss, grad_CV * (1 - share_CV.square())
+
+    return loss_of_products
+
+
 def linear_cross_entropy(
     hidden_ND: Tensor,
     weight_VD: Tensor,
@@ -75,11 +91,14 @@ def token_log_probs(
     *,
     chunk_tokens: int = CHUNK_TOKENS,
     ignore_index: int = -100,
+    logits_of: Callable[[Tensor], Tensor] = lambda products: products,
 ) -> Tensor:
-    """log p(label) of every token, FP32 [N], 0 where the label is ignored. No gradient."""
+    """log p(label) of every token, FP32 [N], 0 where the label is ignored. logits_of: of the products with the weight.
+    No gradient.
+    """
     result_N = torch.zeros(labels_N.shape, dtype=torch.float32, device=hidden_ND.device)
     for kept_C in _chunks(labels_N, ignore_index, chunk_tokens):
-        logits_CV = product(hidden_ND[kept_C], weight_VD.to(hidden_ND.dtype).T).float()
+        logits_CV = logits_of(product(hidden_ND[kept_C], weight_VD.to(hidden_ND.dtype).T).float())
         result_N[kept_C] = -F.cross_entropy(logits_CV, labels_N[kept_C], reduction="none")
     return result_N
 

@@ -1,30 +1,94 @@
-"""Rotary position embedding (Su et al. 2021) in the half-rotation layout that Hugging Face checkpoints use."""
+"""Rotary position embedding (Su et al. 2021) in the half-rotation layout that Hugging Face checkpoints use, and its
+scaled forms (`ops/rope_scaling.py`).
+
+Legend: B rows, T tokens, H heads, d head width, r rotated width, F = r / 2 frequencies.
+"""
+
+import math
 
 import torch
 from torch import Tensor
 
 from modelwright.ops import cpu_kernels
+from modelwright.ops.rope_scaling import RopeScaling
 
 
-def rope_tables(positions_BT: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines of integer positions, each [B, T, 1, head_dim] in FP32.
+def rope_tables(positions_BT: Tensor, rotary_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines of integer positions, each [B, T, 1, rotary_dim] in FP32.
 
     The sines of the first half carry the minus sign of the rotation, which saves a pass over the data.
     """
-    exponents = torch.arange(0, head_dim, 2, device=positions_BT.device, dtype=torch.float32) / head_dim
-    angles = (positions_BT[..., None].float() * (1.0 / theta**exponents)).unsqueeze(-2)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    exponents = torch.arange(0, rotary_dim, 2, device=positions_BT.device, dtype=torch.float32) / rotary_dim
+    return _tables(positions_BT, 1.0 / theta**exponents)
 
 
-def apply_rope(x_BTHd: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor) -> Tensor:
-    """Rotate each pair (i, i + head_dim / 2) of the last dimension by its position's angle; tables of `rope_tables`."""
-    tables = (cos_BT1d, sin_BT1d)
-    whole = cos_BT1d.shape[:2] == x_BTHd.shape[:2] and all(table.is_contiguous() for table in tables)
+def scaled_rope_tables(
+    positions_BT: Tensor, lengths_BT: Tensor, rotary_dim: int, theta: float, scaling: RopeScaling
+) -> tuple[Tensor, Tensor]:
+    """`rope_tables` under a scaling, times its attention factor. lengths_BT: int64, tokens of the sequence that each
+    token belongs to; read only where `scaling.depends_on_length`.
+    """
+    if scaling.kind == "default":
+        return rope_tables(positions_BT, rotary_dim, theta)
+    frequencies, attention_factor = scaled_frequencies(lengths_BT, rotary_dim, theta, scaling)
+    cos, sin = _tables(positions_BT, frequencies)
+    return (cos, sin) if attention_factor == 1.0 else (cos * attention_factor, sin * attention_factor)
+
+
+def document_lengths(positions_BT: Tensor) -> Tensor:
+    """Tokens of the document of each token, int64 [B, T], from positions that restart at 0 in each document."""
+    documents_BT = (positions_BT == 0).cumsum(1)
+    lengths = positions_BT.new_zeros((positions_BT.shape[0], positions_BT.shape[1] + 1))
+    return lengths.scatter_reduce(1, documents_BT, positions_BT + 1, "amax").gather(1, documents_BT)
+
+
+def scaled_frequencies(lengths_BT: Tensor, rotary_dim: int, theta: float, scaling: RopeScaling) -> tuple[Tensor, float]:
+    """Angles per position in FP32, [F] or, where they depend on lengths, [B, T, F]; and the attention factor.
+
+    The formulas are those of `transformers.modeling_rope_utils`, in its order of operations.
+    """
+    device = lengths_BT.device
+    exponents_F = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float32) / rotary_dim
+    powers_F = theta**exponents_F
+    match scaling.kind:
+        case "default":
+            return 1.0 / powers_F, 1.0
+        case "linear":
+            return 1.0 / powers_F / scaling.factor, 1.0
+        case "dynamic":
+            original = scaling.original_max_len
+            lengths_BT1 = lengths_BT.clamp(min=original).float().unsqueeze(-1)
+            growth_BT1 = scaling.factor * lengths_BT1 / original - (scaling.factor - 1)
+            return 1.0 / (theta * growth_BT1 ** (rotary_dim / (rotary_dim - 2))) ** exponents_F, 1.0
+        case "yarn":
+            return _yarn(powers_F, rotary_dim, theta, scaling)
+        case "longrope":
+            short_F, long_F = (
+                torch.tensor(factors, dtype=torch.float32, device=device)
+                for factors in (scaling.short_factor, scaling.long_factor)
+            )
+            is_long_BT1 = (lengths_BT > scaling.original_max_len).unsqueeze(-1)
+            return torch.where(is_long_BT1, 1.0 / (long_F * powers_F), 1.0 / (short_F * powers_F)), _longrope_factor(
+                scaling
+            )
+        case "llama3":
+            return _llama3(1.0 / powers_F, scaling), 1.0
+
+
+def apply_rope(x_BTHd: Tensor, cos_BT1r: Tensor, sin_BT1r: Tensor) -> Tensor:
+    """Rotate each pair (i, i + r / 2) of the first r of the last dimension by its position's angle; the rest passes
+    unchanged. Tables of `rope_tables`, r wide.
+    """
+    rotary_dim = cos_BT1r.shape[-1]
+    if rotary_dim < x_BTHd.shape[-1]:
+        turned, rest = x_BTHd.split((rotary_dim, x_BTHd.shape[-1] - rotary_dim), dim=-1)
+        return torch.cat((apply_rope(turned, cos_BT1r, sin_BT1r), rest), dim=-1)
+    tables = (cos_BT1r, sin_BT1r)
+    whole = cos_BT1r.shape[:2] == x_BTHd.shape[:2] and all(table.is_contiguous() for table in tables)
     if whole and cpu_kernels.take_elements("rotary", x_BTHd, *tables):
         return _Rotate.apply(x_BTHd, *tables)  # type: ignore[return-value]
     swapped = x_BTHd.roll(x_BTHd.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x_BTHd * cos_BT1d, swapped, sin_BT1d).to(x_BTHd.dtype)
+    return torch.addcmul(x_BTHd * cos_BT1r, swapped, sin_BT1r).to(x_BTHd.dtype)
 
 
 def apply_rope_naive(x_BTHd: Tensor, positions_BT: Tensor, theta: float) -> Tensor:
@@ -35,6 +99,47 @@ def apply_rope_naive(x_BTHd: Tensor, positions_BT: Tensor, theta: float) -> Tens
     pairs = torch.complex(x_BTHd[..., :half].double(), x_BTHd[..., half:].double())
     turned = pairs * torch.polar(torch.ones_like(angles), angles)
     return torch.cat((turned.real, turned.imag), dim=-1).to(x_BTHd.dtype)
+
+
+def _tables(positions_BT: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    angles = (positions_BT[..., None].float() * frequencies).unsqueeze(-2)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def _yarn(powers_F: Tensor, rotary_dim: int, theta: float, scaling: RopeScaling) -> tuple[Tensor, float]:
+    """Peng et al. 2023, section 3.2 to 3.4: a ramp over the dimensions from unscaled to interpolated frequencies."""
+
+    def dimension_of(num_rotations: float) -> float:
+        """The dimension whose frequency turns this often over the original context."""
+        return rotary_dim * math.log(scaling.original_max_len / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    high += 0.001 if low == high else 0.0
+    ramp_F = ((torch.arange(rotary_dim // 2, dtype=torch.float32, device=powers_F.device) - low) / (high - low)).clamp(
+        0, 1
+    )
+    unscaled_F = 1 - ramp_F
+    frequencies_F = 1.0 / (scaling.factor * powers_F) * (1 - unscaled_F) + 1.0 / powers_F * unscaled_F
+    return frequencies_F, scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
+
+
+def _longrope_factor(scaling: RopeScaling) -> float:
+    """Ding et al. 2024, section 3.3."""
+    if scaling.attention_factor or scaling.factor <= 1.0:
+        return scaling.attention_factor or 1.0
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_len))
+
+
+def _llama3(frequencies_F: Tensor, scaling: RopeScaling) -> Tensor:
+    """Long wavelengths are interpolated, short ones kept, those between mixed."""
+    rotations_F = scaling.original_max_len / (2 * math.pi / frequencies_F)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept_F = ((rotations_F - low) / (high - low)).clamp(0, 1)
+    return (1 - kept_F) * frequencies_F / scaling.factor + kept_F * frequencies_F
 
 
 class _Rotate(torch.autograd.Function):

@@ -1,5 +1,7 @@
 """The gated activation of the feed-forward layers (Shazeer 2020)."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,6 +22,23 @@ def swiglu(gate: Tensor, up: Tensor, *, in_fp32: bool = False) -> Tensor:
 def swiglu_naive(gate: Tensor, up: Tensor, *, in_fp32: bool = False) -> Tensor:
     """The definition: the reference for `swiglu`."""
     return (F.silu(gate.float() if in_fp32 else gate) * up).to(up.dtype)
+
+
+def gated_gelu(gate: Tensor, up: Tensor, *, by_tanh: bool, in_fp32: bool = False) -> Tensor:
+    """gelu(gate) * up (GeGLU), in the format of `up`; by_tanh: gelu by its approximation by a tanh.
+
+    Without gradients the approximation is computed step by step: PyTorch's operator on a CPU rounds the last elements
+    of a tensor differently, so that a row's result would depend on the number of rows.
+    """
+    gate = gate.float() if in_fp32 else gate
+    if by_tanh and not torch.is_grad_enabled():
+        return (gelu_tanh_naive(gate) * up).to(up.dtype)
+    return (F.gelu(gate, approximate="tanh" if by_tanh else "none") * up).to(up.dtype)
+
+
+def gelu_tanh_naive(x: Tensor) -> Tensor:
+    """The definition (Hendrycks and Gimpel 2016)."""
+    return 0.5 * x * (1.0 + (math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)).tanh())
 
 
 class _SwiGlu(torch.autograd.Function):

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from modelwright.core.errors import ConfigError
 from modelwright.data.batch import TokenBatch
-from modelwright.model.attention import packed_attend
-from modelwright.model.decoder import Attend
+from modelwright.model.attention import ALL_TOKENS, packed_attend
+from modelwright.model.config import ModelConfig
+from modelwright.model.decoder import Attend, AttentionSpec
 from modelwright.ops.attention import masked_attention, packed_attention, packed_tiles
+from modelwright.ops.capped_attention import capped_attention, masked_capped_attention
 from modelwright.ops.partial_attention import visible_blocks, visible_mask
 from modelwright.parallel.config import ContextAttention
 from modelwright.parallel.mesh import World
@@ -27,18 +29,38 @@ from modelwright.parallel.tp_collectives import gathered, summed_slice, with_gra
 
 
 def shard_sequence(
-    part: TokenBatch, context: World, kind: ContextAttention = "all_gather"
+    part: TokenBatch,
+    context: World,
+    kind: ContextAttention = "all_gather",
+    windows: Sequence[int] = ALL_TOKENS,
 ) -> tuple[Attend, TokenBatch]:
-    """The `Attend` of packed rows, and this rank's tokens of them. kind: how ranks attend to each other's tokens. All
-    ranks of the axis pass the same rows. Raises `ConfigError` if the tokens of a row do not divide evenly.
+    """The `Attend` of packed rows, and this rank's tokens of them. kind: how ranks attend to each other's tokens;
+    windows: of the model's layers. All ranks of the axis pass the same rows. Raises `ConfigError` if the tokens of a
+    row do not divide evenly.
     """
     if context.size == 1:
-        return packed_attend(part.segments_BT), part
+        return packed_attend(part.segments_BT, windows), part
     row_len = part.segments_BT.shape[1]
     own_S = _places(row_len, context.size, context.rank).to(part.segments_BT.device)
     attend = _attend_on_cpu if part.segments_BT.device.type == "cpu" else _attend_elsewhere
     attend = _attend_in_ring if kind == "ring" else attend
-    return attend(part.segments_BT, context, own_S), part.take_tokens(own_S)
+    return attend(part.segments_BT, context, own_S, windows), part.take_tokens(own_S)
+
+
+def check_context(model: ModelConfig, num_ranks: int, kind: ContextAttention) -> None:
+    """Raise `ConfigError` if the tokens of a row cannot be divided for such a model."""
+    if num_ranks == 1:
+        return
+    if model.rope.depends_on_length:
+        raise ConfigError(
+            f"context: the model's rotary scaling ({model.rope.kind}) depends on the length of each document, which no "
+            f"rank of {num_ranks} sees; use context 1 and another axis"
+        )
+    if kind == "ring" and (model.windows != ALL_TOKENS or model.attention.soft_cap):
+        raise ConfigError(
+            "context_attention: ring supports neither sliding windows nor soft caps of scores, which this model has; "
+            "use all_gather"
+        )
 
 
 def local_spans(row_len: int, num_ranks: int, rank: int) -> Sequence[tuple[int, int]]:
@@ -56,35 +78,45 @@ def _places(row_len: int, num_ranks: int, rank: int) -> Tensor:
     return torch.cat([torch.arange(start, end) for start, end in local_spans(row_len, num_ranks, rank)])
 
 
-def _attend_on_cpu(segments_BT: Tensor, context: World, own_S: Tensor) -> Attend:
-    tiles = packed_tiles(segments_BT, spans=local_spans(segments_BT.shape[1], context.size, context.rank))
+def _attend_on_cpu(segments_BT: Tensor, context: World, own_S: Tensor, windows: Sequence[int]) -> Attend:
+    spans = local_spans(segments_BT.shape[1], context.size, context.rank)
+    tiles = {window: packed_tiles(segments_BT, spans=spans, window=window) for window in windows}
 
-    def attend(layer: int, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
-        return packed_attention(q_BSHd, *_whole_rows(k_BSKd, v_BSKd, context), tiles)
+    def attend(spec: AttentionSpec, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
+        whole = _whole_rows(k_BSKd, v_BSKd, context)
+        if spec.soft_cap:
+            return capped_attention(q_BSHd, *whole, tiles[spec.window], spec.soft_cap)  # pyright: ignore
+        return packed_attention(q_BSHd, *whole, tiles[spec.window])
 
     return attend
 
 
-def _attend_elsewhere(segments_BT: Tensor, context: World, own_S: Tensor) -> Attend:
+def _attend_elsewhere(segments_BT: Tensor, context: World, own_S: Tensor, windows: Sequence[int]) -> Attend:
     same_BST = segments_BT[:, own_S, None] == segments_BT[:, None, :]
-    before_ST = own_S[:, None] >= torch.arange(segments_BT.shape[1], device=own_S.device)
-    mask_B1ST = (same_BST & before_ST).unsqueeze(1)
+    distance_ST = own_S[:, None] - torch.arange(segments_BT.shape[1], device=own_S.device)
+    masks_B1ST = {
+        window: (same_BST & (distance_ST >= 0) & (distance_ST < (window or segments_BT.shape[1]))).unsqueeze(1)
+        for window in windows
+    }
 
-    def attend(layer: int, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
+    def attend(spec: AttentionSpec, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
         k_BTKd, v_BTKd = _whole_rows(k_BSKd, v_BSKd, context)
+        mask_B1ST = masks_B1ST[spec.window]
+        if spec.soft_cap:
+            return masked_capped_attention(q_BSHd, k_BTKd, v_BTKd, mask_B1ST, spec.soft_cap)
         return masked_attention(q_BSHd.to(v_BTKd.dtype), k_BTKd, v_BTKd, mask_B1ST)
 
     return attend
 
 
-def _attend_in_ring(segments_BT: Tensor, context: World, own_S: Tensor) -> Attend:
+def _attend_in_ring(segments_BT: Tensor, context: World, own_S: Tensor, windows: Sequence[int]) -> Attend:
     spans = [local_spans(segments_BT.shape[1], context.size, rank) for rank in range(context.size)]
     own, on_cpu = spans[context.rank], segments_BT.device.type == "cpu"
     visible = [
         visible_blocks(segments_BT, own, keys) if on_cpu else visible_mask(segments_BT, own, keys) for keys in spans
     ]
 
-    def attend(layer: int, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
+    def attend(spec: AttentionSpec, q_BSHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
         return ring_attention(q_BSHd, k_BSKd, v_BSKd, context, visible)  # pyright: ignore
 
     return attend

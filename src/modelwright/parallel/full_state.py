@@ -12,17 +12,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from modelwright.model.decoder import Decoder
+from modelwright.ops.dtensor import local
 from modelwright.parallel.mesh import Mesh
 
 
 def whole_weights(model: nn.Module, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     """Every weight of the whole model by name, one at a time, on all ranks. Pipeline stages hold different names."""
-    local = dict(model.state_dict())
+    held = dict(model.state_dict())
     if mesh.pipeline.size == 1:
-        yield from ((name, _whole(weight)) for name, weight in local.items())
+        yield from ((name, _whole(weight)) for name, weight in held.items())
         return
-    for name, (owner, shape, dtype) in _owners(local, mesh).items():
-        whole = _whole(local[name]).contiguous() if name in local else torch.empty(
+    for name, (owner, shape, dtype) in _owners(held, mesh).items():
+        whole = _whole(held[name]).contiguous() if name in held else torch.empty(
             shape, dtype=dtype, device=mesh.world.device
         )  # fmt: skip
         dist.broadcast(whole, group_src=owner, group=mesh.pipeline.group)
@@ -44,12 +45,15 @@ def _owners(mine: Mapping[str, Tensor], mesh: Mesh) -> dict[str, tuple[int, torc
 @torch.no_grad()
 def put(target: Tensor, whole: Tensor) -> None:
     """Copy this rank's shard of `whole` into `target`, in place, without communication."""
-    if not isinstance(target, DTensor):
-        target.copy_(whole)
-        return
-    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-    piece = whole[tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))]
-    target.to_local().copy_(piece)
+    local(target).copy_(whole[own_part(target)])
+
+
+def own_part(tensor: Tensor) -> tuple[slice, ...]:
+    """This rank's shard as slices of the whole tensor; all of it for a plain one."""
+    shape, offset = tensor.shape, (0,) * tensor.dim()
+    if isinstance(tensor, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
 
 
 def move_out(model: Decoder) -> Decoder:

@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from modelwright.core.errors import ConfigError
 from modelwright.model.config import ModelConfig
-from modelwright.model.decoder import Attention, Block, Decoder, FeedForward, Linear, RMSNorm
+from modelwright.model.decoder import Attention, Block, Decoder, FeedForward, Linear, RMSNorm, add_bias
 from modelwright.parallel import vocab_parallel
 from modelwright.parallel.mesh import World, axis_world
 from modelwright.parallel.tp_collectives import enter, gather, gather_replicated, leave, reduce_scatter
@@ -99,10 +99,11 @@ class _Layers:
     axis: World
     sequence_parallel: bool
 
-    def place(self, module: nn.Linear | nn.Embedding | RMSNorm, placement: Placement) -> None:
-        """Make the module's weight a DTensor that shares no memory with the whole one."""
-        piece = distribute_tensor(module.weight.detach(), self.mesh, [placement], src_data_rank=None).clone()
-        module.weight = nn.Parameter(piece, requires_grad=module.weight.requires_grad)
+    def place(self, module: nn.Linear | nn.Embedding | RMSNorm, placement: Placement, name: str = "weight") -> None:
+        """Make the module's parameter a DTensor that shares no memory with the whole one."""
+        whole = module.get_parameter(name)
+        piece = distribute_tensor(whole.detach(), self.mesh, [placement], src_data_rank=None).clone()
+        setattr(module, name, nn.Parameter(piece, requires_grad=whole.requires_grad))
 
     def whole_before(self, forward: Callable[..., Tensor], x_BSD: Tensor, *rest: Any) -> Tensor:
         """`forward` over all tokens."""
@@ -122,8 +123,9 @@ class _Layers:
 
 
 def _share_block(layers: _Layers, block: Block, config: ModelConfig) -> None:
-    for norm in (block.attention_norm, block.ffn_norm):
-        _share_norm(layers, norm, partial_over_axis=layers.sequence_parallel)
+    for norm in (block.attention_norm, block.attention_post_norm, block.ffn_norm, block.ffn_post_norm):
+        if isinstance(norm, RMSNorm):
+            _share_norm(layers, norm, partial_over_axis=layers.sequence_parallel)
     _share_attention(layers, block.attention, config)
     _share_feed_forward(layers, block.ffn)
 
@@ -152,16 +154,22 @@ def _share_feed_forward(layers: _Layers, ffn: FeedForward) -> None:
 
 def _share_columns(layers: _Layers, linear: Linear) -> None:
     layers.place(linear, Shard(0))
+    if linear.has_bias:
+        layers.place(linear, Shard(0), "bias")
     _replace(linear, forward=partial(_project, linear))
 
 
 def _share_rows(layers: _Layers, linear: Linear) -> None:
     layers.place(linear, Shard(1))
+    if linear.has_bias:
+        layers.place(linear, Replicate(), "bias")
     _replace(linear, forward=partial(_project_and_sum, layers, linear))
 
 
 def _share_one_head(layers: _Layers, linear: Linear, head: int, head_dim: int) -> None:
     layers.place(linear, Replicate())
+    if linear.has_bias:
+        layers.place(linear, Replicate(), "bias")
     _replace(linear, forward=partial(_project_one_head, linear, slice(head * head_dim, (head + 1) * head_dim)))
 
 
@@ -177,15 +185,22 @@ def _replace(module: nn.Module, **methods: Callable[..., Tensor]) -> None:
 
 
 def _project(linear: Linear, x: Tensor) -> Tensor:
-    return linear.product(x, _local(linear))
+    out = linear.product(x, _local(linear))
+    return add_bias(out, _local(linear, name="bias")) if linear.has_bias else out
 
 
 def _project_and_sum(layers: _Layers, linear: Linear, x: Tensor) -> Tensor:
-    return layers.summed(linear.product(x, _local(linear)))
+    """The bias is added once, to the sum; with sequence parallelism each rank adds it to its own tokens."""
+    out = layers.summed(linear.product(x, _local(linear)))
+    if not linear.has_bias:
+        return out
+    gradient = Partial() if layers.sequence_parallel else Replicate()
+    return add_bias(out, _local(linear, gradient, name="bias"))
 
 
 def _project_one_head(linear: Linear, rows: slice, x: Tensor) -> Tensor:
-    return linear.product(x, _local(linear, Partial())[rows])
+    out = linear.product(x, _local(linear, Partial())[rows])
+    return add_bias(out, _local(linear, Partial(), name="bias")[rows]) if linear.has_bias else out
 
 
 def _norm(norm: RMSNorm, gradient: Placement, x: Tensor) -> Tensor:
@@ -196,8 +211,8 @@ def _embed(layers: _Layers, embedding: nn.Embedding, tokens_BT: Tensor) -> Tenso
     return layers.summed(vocab_parallel.embed(_local(embedding), tokens_BT, embedding.num_embeddings, layers.axis))
 
 
-def _local(module: nn.Module, gradient: Placement | None = None) -> Tensor:
-    """This rank's shard of the weight. gradient: placement of its gradient if it differs from the weight's."""
-    weight = module.weight
-    assert isinstance(weight, DTensor)
-    return weight.to_local(grad_placements=[gradient] if gradient is not None else None)
+def _local(module: nn.Module, gradient: Placement | None = None, *, name: str = "weight") -> Tensor:
+    """This rank's shard of a parameter. gradient: placement of its gradient if it differs from the parameter's."""
+    parameter = getattr(module, name)
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local(grad_placements=[gradient] if gradient is not None else None)

@@ -46,7 +46,7 @@ def cross_entropy(model: Decoder, axis: World, hidden_BTD: Tensor, labels_BT: Te
         weight_UD,
         labels_N,
         chunk_tokens=chunk_tokens,
-        loss_of_logits=softmax,
+        loss_of_logits=model.capped(softmax),
         compute=model.ends.head_dtype,
         in_fp32=model.ends.loss_in_fp32,
     )
@@ -55,7 +55,7 @@ def cross_entropy(model: Decoder, axis: World, hidden_BTD: Tensor, labels_BT: Te
 def logits(model: Decoder, axis: World, hidden: Tensor) -> Tensor:
     """`Decoder.logits`, [..., V], of the sharded vocabulary, on each rank."""
     weight_UD = _head_piece(model)
-    part = F.linear(enter(hidden, axis), weight_UD.to(hidden.dtype))
+    part = model.cap(F.linear(enter(hidden, axis), weight_UD.to(hidden.dtype)))
     vocab_size = model.config.vocab_size
     rows = own_rows(vocab_size, axis.size, axis.rank)
     missing = len(own_rows(vocab_size, axis.size, 0)) - len(rows)

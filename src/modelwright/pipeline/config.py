@@ -48,8 +48,8 @@ class RunConfig:
     stages: tuple[StageSpec, ...]
     """Stages of the run, in the pipeline's order."""
     init_from: str = ""
-    """Hugging Face folder (Llama or Qwen3) to start from; its tokenizer and shape replace the sections `tokenizer` and
-    `model`. "" starts from random weights."""
+    """Hugging Face folder (Llama, Qwen2 or 3, Mistral, Gemma 2 or 3 text, Phi-3, SmolLM3) to start from; its tokenizer
+    and shape replace the sections `tokenizer` and `model`. "" starts from random weights."""
     validation_tokens: int = 65_536
     """Size of the fixed random sample of validation text that training is judged by while it runs; 0 takes all."""
     hardware: HardwareConfig = field(default_factory=HardwareConfig)

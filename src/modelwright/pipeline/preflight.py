@@ -10,7 +10,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.memory.offload import check_tier
 from modelwright.memory.step_arena_build import check_machine
 from modelwright.parallel.config import ParallelConfig
-from modelwright.parallel.context_parallel import local_spans
+from modelwright.parallel.context_parallel import check_context, local_spans
 from modelwright.parallel.pipeline.stages import check_microbatches, check_ties, layers_of_stages
 from modelwright.parallel.tensor_parallel import check_shape, stage_tokens
 from modelwright.pipeline.config import RunConfig
@@ -62,6 +62,7 @@ def _check_model(config: RunConfig, layout: ParallelConfig) -> None:
             check_ties(config.model, layout)
         if layout.context > 1:
             local_spans(row_len, layout.context, 0)
+            check_context(config.model, layout.context, layout.context_attention)
         stage_tokens(row_len // layout.context, layout.tensor, sequence_parallel=layout.sequence_parallel)
 
 

@@ -16,6 +16,7 @@ import torch
 from modelwright.compress.int8 import BACKENDS, Int8WeightsConfig, backend_seconds
 from modelwright.compress.int8_linear import Backend, quantize_rows
 from modelwright.core.busy import OtherProcesses
+from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.core.resources import hardware, num_usable_cores
@@ -51,7 +52,7 @@ def resolve(config: RunConfig, previous: RunConfig | None, progress: Progress) -
     """
     config = resolve_paths(resolve_model(config))
     config = replace(config, hardware=_resolve_hardware(config.hardware, previous))
-    same_model = previous is not None and previous.model == config.model
+    same_model = previous is not None and dump(previous.model) == dump(config.model)  # a file has no constants
     config = _resolve_onednn(config, previous if same_model else None, progress)
     config = _resolve_precision(config, previous if same_model else None, progress)
     return _resolve_int8(config, previous if same_model else None, progress)

@@ -104,8 +104,8 @@ class RankPart:
 
 def block_parameters(model: ModelConfig, tensor: int) -> int:
     """Parameters of one block on one rank: matrices are sharded, norms are not."""
-    norms = 2 * model.model_dim + (2 * model.head_dim if model.qk_norm else 0)
-    return (model.block_parameters - norms) // tensor + norms
+    replicated = model.replicated_block_parameters
+    return (model.block_parameters - replicated) // tensor + replicated
 
 
 def root_parameters(model: ModelConfig, part: RankPart) -> int:

@@ -19,7 +19,7 @@ from modelwright.precision.indicators import Indicators
 
 EMA = 0.9
 ROOMY = 0.9
-"""Memory pressure below which a change has to make a part faster by `min_gain`, and from which bytes count."""
+"""Memory pressure below which a change has to make a part faster by `min_speedup`, and from which bytes count."""
 _FEATURES = 11
 
 
@@ -131,7 +131,7 @@ class Bandit:
     """Learns for each format a linear estimate of its reward, and explores where it is uncertain (LinUCB, disjoint
     arms).
 
-    Reward: the share of FP32's time saved, and of its bytes as far as memory is short, less `damage_weight` times the
+    Reward: the share of FP32's time saved, and of its bytes as far as memory is short, less `damage_penalty` times the
     damage: the estimate's, and the excess of the loss over its expected value since the choice was made. The reward is
     capped by the known shares less the estimated damage, so that a format that could not win is not tried.
     """

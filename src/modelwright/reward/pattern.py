@@ -38,11 +38,11 @@ class PatternConfig:
         compile_pattern(self.pattern)
 
     def build(self, name: str) -> Reward:
-        return Pattern(name, compile_pattern(self.pattern), self.match == "full")
+        return PatternReward(name, compile_pattern(self.pattern), self.match == "full")
 
 
 @dataclass(frozen=True)
-class Pattern:
+class PatternReward:
     """1 for an answer that matches, else 0. A match that takes longer than `TIMEOUT_S` is a failure."""
 
     name: str

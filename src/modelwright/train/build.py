@@ -17,6 +17,7 @@ from modelwright.memory.offload import Store, open_store
 from modelwright.memory.step_arena_runtime import step_arena
 from modelwright.optim.build import build_optimizer
 from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.deferred import is_deferred
 from modelwright.parallel.full_state import move_out, restore_weights, whole_weights
 from modelwright.parallel.mesh import Mesh, World, build_mesh, single
 from modelwright.parallel.strategy import Replica, Strategy
@@ -126,7 +127,8 @@ def train(job: TrainJob, world: World = ALONE, progress: Progress = SILENT) -> T
     progress = progress if world.is_first else SilentProgress()
     progress.begin(job.name, job.num_steps, "steps")
     _note_unused(job, world, progress)
-    job.model.to(world.device)
+    if not is_deferred(job.model):
+        job.model.to(world.device)
     try:
         with open_session(job, world, progress) as session:
             while True:

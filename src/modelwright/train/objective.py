@@ -65,4 +65,4 @@ class BatchSource(Protocol):
 
 def forward(model: Decoder, batch: Batch) -> Tensor:
     """Hidden states [B, T, D] of packed rows; attention stays within each document."""
-    return model(batch.input_ids_BT, batch.positions_BT, packed_attend(batch.segments_BT))
+    return model(batch.input_ids_BT, batch.positions_BT, packed_attend(batch.segments_BT, model.config.windows))

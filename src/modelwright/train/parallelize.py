@@ -18,6 +18,8 @@ from modelwright.model.decoder import Decoder
 from modelwright.ops import cpu_kernels
 from modelwright.ops.cross_entropy import CHUNK_TOKENS
 from modelwright.parallel.config import ParallelConfig
+from modelwright.parallel.context_parallel import check_context
+from modelwright.parallel.deferred import read_deferred
 from modelwright.parallel.fsdp import shard_states
 from modelwright.parallel.mesh import Mesh
 from modelwright.parallel.pipeline.runner import Pipeline
@@ -43,8 +45,10 @@ def parallelize(
 ) -> Executor:
     """Lay the model out over the mesh, in place; with a pipeline this rank keeps only its layers. scatters_each:
     sharded gradients are scattered after each microbatch at every stage of ZeRO. Every rank starts with the same whole
-    model. The executor's `model` has this rank's parameters under their names.
+    model. The executor's `model` has this rank's parameters under their names. Raises `ConfigError` if the model cannot
+    be laid out so.
     """
+    check_context(model.config, mesh.context.size, parallel.context_attention)
 
     def passes(part: Decoder) -> Decoder:
         return apply_passes(
@@ -86,6 +90,7 @@ def apply_passes(
     if mesh.sharing_devices is not None and parallel.zero_stage != 0:
         formats = {"attention": precision.gathered_as("attention"), "ffn": precision.gathered_as("ffn")}
         model = shard_states(model, mesh.sharing_devices, parallel.zero_stage, formats)
+    read_deferred(model, mesh.world.device)
     return model
 
 

@@ -176,5 +176,5 @@ class WholeModel:
             self._loss(part, loss_of)
 
     def _loss(self, part: Batch, loss_of: LossFn) -> Tensor:
-        attend, part = shard_sequence(part, self.context, self.context_attention)
+        attend, part = shard_sequence(part, self.context, self.context_attention, self.model.config.windows)
         return loss_of(self.model(part.input_ids_BT, part.positions_BT, attend), part)

@@ -169,7 +169,8 @@ class Pipeline:
                 module.reshard()
 
     def _begin(self, parts: Sequence[TokenBatch], loss_of: Callable[[Tensor, TokenBatch], Tensor]) -> None:
-        self._microbatches = [shard_sequence(part, self.mesh.context, self.config.context_attention) for part in parts]
+        kind, windows = self.config.context_attention, self.model.config.windows
+        self._microbatches = [shard_sequence(part, self.mesh.context, kind, windows) for part in parts]
         self._loss_of = loss_of
         for stage in self.stages:
             stage.feed = iter(self._microbatches)

@@ -130,6 +130,7 @@ def _assemble(
     nn.Module.__init__(part)
     part.config = model.config
     part.ends = model.ends
+    part.stored = model.stored
     ends = {"embedding": embedding, "blocks": nn.ModuleDict(blocks), "norm": norm, "head": head}
     for name, module in ends.items():
         setattr(part, name, module)

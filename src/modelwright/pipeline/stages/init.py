@@ -7,7 +7,7 @@ from modelwright.core.artifacts import verify_if_artifact
 from modelwright.core.errors import ConfigError, ModelError
 from modelwright.core.rundir import RunDir
 from modelwright.data.tokenizer import Tokenizer
-from modelwright.model.hf import load_model
+from modelwright.model.hf import load_model, stored_dtype
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import fixed_estimate
 from modelwright.pipeline.stage import Rates, Stage, StageContext, StageSpec
@@ -30,7 +30,7 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
 def _run(context: StageContext, folder: Path) -> None:
     context.progress.begin("init", 0, "tensors")
     verify_if_artifact(folder)
-    model, tokenizer = load_model(folder), Tokenizer.load(folder)
+    model, tokenizer = load_model(folder, dtype=stored_dtype(folder)), Tokenizer.load(folder)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ModelError(
             f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, its model only "

@@ -18,7 +18,7 @@ from modelwright.data.batch import TokenBatch
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.model.decoder import Decoder
-from modelwright.model.hf import load_model
+from modelwright.model.hf import deferred_model, load_model
 from modelwright.ops import cpu_kernels
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import BYTES_PER_TOKEN, text_bytes
@@ -116,9 +116,10 @@ def _stage(config: RunConfig, spec: StageSpec) -> Stage:
 
 def _run(context: StageContext, config: RunConfig, spec: StageSpec) -> None:
     before = model_before(config, spec.name)
-    model = load_model(context.parents[before]) if before else fresh_model(config)
     assert spec.rows is not None
     rows = context.parents[PACK.name] / spec.rows.name / "train"
+    load = deferred_model if rows.is_dir() else load_model
+    model = load(context.parents[before]) if before else fresh_model(config)
     if rows.is_dir():
         facts = _learn(context, config, spec, model, rows)
     elif spec.rows.if_empty:

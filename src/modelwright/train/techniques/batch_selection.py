@@ -18,13 +18,12 @@ from torch.func import functional_call
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import IGNORED, TokenBatch
 from modelwright.model.attention import masked_attend
-from modelwright.model.decoder import Attend, Attention, Decoder
+from modelwright.model.decoder import Attend, Block, Decoder
 from modelwright.ops.attention_received import received_attention
 from modelwright.ops.cross_entropy import token_log_probs
 from modelwright.ops.flop_counter import Executed
-from modelwright.ops.rope import apply_rope, rope_tables
 from modelwright.optim.sparse import BatchSelectionConfig
-from modelwright.train.flops import attention_flops, head_flops
+from modelwright.train.flops import all_attention_flops, attention_flops, head_flops
 
 
 class BatchSelector:
@@ -100,7 +99,7 @@ class BatchSelector:
         if self.config.signal == "random" and not self.config.needs_start:
             return None, is_within_G
         look = first_tokens(batch, self.config.probe_tokens).to(self.model.embedding.weight.device)
-        attend = masked_attend(look.segments_BT)
+        attend = masked_attend(look.segments_BT, self.model.config.windows)
         start_G = self.group_losses(look, attend, self.start) if self.config.needs_start else None
         if self.config.max_initial_loss and start_G is not None:
             is_within_G = start_G <= self.config.max_initial_loss * math.log(self.model.config.vocab_size)
@@ -123,9 +122,11 @@ class BatchSelector:
         hidden_BTD = functional_call(self.model, dict(weights), inputs) if weights else self.model(*inputs)
         head = "embedding.weight" if self.model.head is None else "head.weight"
         head_VD = weights.get(head, self.model.head_weight)
-        found_N = token_log_probs(hidden_BTD.flatten(0, 1), head_VD, batch.labels_BT.flatten())
+        found_N = token_log_probs(
+            hidden_BTD.flatten(0, 1), head_VD, batch.labels_BT.flatten(), logits_of=self.model.cap
+        )
         shape = self.model.config
-        self.executed.add(shape.num_layers * attention_flops(shape, batch) + head_flops(shape, batch))
+        self.executed.add(all_attention_flops(shape, batch) + head_flops(shape, batch))
         counts_B = (batch.labels_BT != IGNORED).sum(dim=1)
         sums_B = -found_N.view_as(batch.labels_BT).sum(dim=1)
         mean = sums_B.sum() / counts_B.sum().clamp(min=1)
@@ -133,12 +134,12 @@ class BatchSelector:
 
     @torch.no_grad()
     def thinned(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with `keep_tokens` of its labels, those whose tokens receive the most attention in the first
+        """The batch with `keep_token_fraction` of its labels, those whose tokens receive the most attention in the first
         layer.
         """
         moved = batch.to(self.model.embedding.weight.device)
         q_BTHd, k_BTKd = first_queries_and_keys(self.model, moved)
-        self.executed.add(attention_flops(self.model.config, batch) // 2)  # scores without values
+        self.executed.add(attention_flops(self.model.config, batch, 0) // 2)  # scores without values
         received_N = received_attention(q_BTHd, k_BTKd, moved.segments_BT).flatten().to(batch.labels_BT.device)
         labels_N = batch.labels_BT.flatten()
         counts_N = labels_N != IGNORED
@@ -178,10 +179,6 @@ def first_tokens(batch: TokenBatch, num_tokens: int) -> TokenBatch:
 def first_queries_and_keys(model: Decoder, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     """Queries and keys of the first block's attention, [B, T, H, d] and [B, T, K, d]."""
     block = next(iter(model.blocks.values()))
-    attention = block.attention
-    assert isinstance(attention, Attention)
-    x_BTD = block.attention_norm(model.embed(batch.input_ids_BT))  # type: ignore[operator]
-    cos, sin = rope_tables(batch.positions_BT, model.config.head_dim, model.config.rope_theta)
-    q_BTHd = attention.q_norm(attention.q_proj(x_BTD).unflatten(-1, (-1, attention.head_dim)))
-    k_BTKd = attention.k_norm(attention.k_proj(x_BTD).unflatten(-1, (-1, attention.head_dim)))
-    return apply_rope(q_BTHd, cos, sin), apply_rope(k_BTKd, cos, sin)
+    assert isinstance(block, Block)
+    x_BTD = block.attention_norm(model.embed(batch.input_ids_BT))
+    return block.attention.queries_and_keys(x_BTD, *model.rotary_tables(batch.positions_BT).of(block))

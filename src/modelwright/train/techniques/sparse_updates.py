@@ -177,9 +177,8 @@ class SparseUpdates:
     def count_around(self, batch: Batch) -> None:
         """FLOPs that projections do not count themselves: attention and head, forward and backward."""
         shape = self.model.config
-        num_layers = len(self.model.blocks)
-        of_attention = attention_flops(shape, batch)
-        self.executed.add(num_layers * of_attention + 2 * (num_layers - self.first) * of_attention)
+        of_attention = [attention_flops(shape, batch, int(layer)) for layer in self.model.blocks]
+        self.executed.add(sum(of_attention) + 2 * sum(of_attention[self.first :]))
         self.executed.add(3 * head_flops(shape, batch))
 
     def on_gradients(self, update: Update) -> None:

@@ -1,0 +1,180 @@
+"""What an entry of the table of Hugging Face model types consists of, and what entries share.
+
+An entry holds data: which settings of a `config.json` become which fields of `ModelConfig`, back again, and which names
+its tensors have. The modules are those of `decoder.py` for all of them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from modelwright.core.errors import ModelError
+from modelwright.model.config import Activation, ModelConfig, layers_where
+
+PRE_NORM_NAMES: Mapping[str, str] = {
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention": "self_attn",
+    "ffn": "mlp",
+}
+"""Parts of a block with one norm before attention and one before the feed-forward layer."""
+
+SHAPE_DEFAULTS: Mapping[str, Any] = {
+    "num_key_value_heads": 0,
+    "head_dim": 0,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+}
+"""Of settings that a `config.json` lacks, in most types; 0 heads are as many as query heads, a head width of 0 is that
+of the model divided by them."""
+
+ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True)
+class HfSettings:
+    """A `config.json`. source: its path, for errors. A setting that is null counts as missing."""
+
+    data: Mapping[str, Any]
+    source: str
+
+    def get(self, name: str, default: Any) -> Any:
+        value = self.data.get(name)
+        return default if value is None else value
+
+    def required(self, name: str) -> Any:
+        if self.data.get(name) is None:
+            raise ModelError(f"{self.source}: has no {name!r}, so it does not describe a complete model")
+        return self.data[name]
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """A group of settings; empty if it is missing. Raises `ModelError` if it is anything else."""
+        value = self.get(name, {})
+        if not isinstance(value, Mapping):
+            self.refuse(name, f"{value!r} where a group of settings is expected")
+        return cast(Mapping[str, Any], value)
+
+    def refuse(self, name: str, what: str) -> None:
+        """Raise `ModelError` for a setting that changes the computation in a way that the decoder lacks."""
+        raise ModelError(f"{self.source}: {name}: {what} cannot be loaded; choose a model without")
+
+    def refuse_if_set(self, **unsupported: str) -> None:
+        """The same for each of these settings that is present and true."""
+        for name, what in unsupported.items():
+            if self.data.get(name):
+                self.refuse(name, what)
+
+    def layer_types(self) -> Sequence[str]:
+        """`full_attention` or `sliding_attention` for each layer; empty if the config has no such list."""
+        types = [str(one) for one in self.get("layer_types", ())]
+        if types and len(types) != int(self.required("num_hidden_layers")):
+            raise ModelError(
+                f"{self.source}: layer_types: has {len(types)} entries for {self.required('num_hidden_layers')} layers"
+            )
+        for one in sorted(set(types) - {"full_attention", "sliding_attention"}):
+            self.refuse("layer_types", f"layers of type {one!r}")
+        return types
+
+    def window_layers(self, window: int, default: Callable[[int], bool]) -> tuple[int, ...]:
+        """The layers with a window: those of `layer_types`, or by the type's own rule."""
+        num_layers = int(self.required("num_hidden_layers"))
+        types = self.layer_types() or [
+            "sliding_attention" if default(layer) else "full_attention" for layer in range(num_layers)
+        ]
+        layers = layers_where([one == "sliding_attention" for one in types])
+        if layers and window < 1:
+            raise ModelError(f"{self.source}: sliding_window: is not set, but layers {layers[0]} and others slide")
+        return layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfType:
+    """One `model_type` of Hugging Face.
+
+    name: the `model_type`; architecture: its class for causal language modeling; read: the fields of `ModelConfig` from
+    a config.json; write: the settings of a config.json beside those that all types have; block_names: parts of a block
+    and their names; fused: tensors that hold several projections, concatenated by rows, by their names.
+    """
+
+    name: str
+    architecture: str
+    read: Callable[[HfSettings], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]]
+    block_names: Mapping[str, str] = field(default_factory=lambda: PRE_NORM_NAMES)
+    fused: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+
+
+def subgroup(group: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A group of settings within another; empty if it is missing or null."""
+    return cast(Mapping[str, Any], group.get(name) or {})
+
+
+def read_shape(settings: HfSettings, **defaults: Any) -> dict[str, Any]:
+    """The fields that all types have. defaults: where they differ from `SHAPE_DEFAULTS`."""
+    defaults = {**SHAPE_DEFAULTS, **defaults}
+
+    def get(name: str) -> Any:
+        return settings.get(name, defaults[name])
+
+    heads, width = int(settings.required("num_attention_heads")), int(settings.required("hidden_size"))
+    return {
+        "vocab_size": int(settings.required("vocab_size")),
+        "num_layers": int(settings.required("num_hidden_layers")),
+        "model_dim": width,
+        "num_heads": heads,
+        "num_kv_heads": int(get("num_key_value_heads")) or heads,
+        "ffn_dim": int(settings.required("intermediate_size")),
+        "head_dim": int(get("head_dim")) or width // heads,
+        "max_seq_len": int(get("max_position_embeddings")),
+        "norm_eps": float(get("rms_norm_eps")),
+        "qk_norm": False,
+        "tie_embeddings": bool(get("tie_word_embeddings")),
+        "init_std": float(get("initializer_range")),
+        "embedding_init_std": float(settings.get("embedding_initializer_range", get("initializer_range"))),
+    }
+
+
+def write_shape(config: ModelConfig) -> dict[str, Any]:
+    """The settings that all types have."""
+    original = config.rope.original_max_len if config.rope.kind == "dynamic" else config.max_seq_len
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.model_dim,
+        "intermediate_size": config.ffn_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": original,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.init_std,
+        "embedding_initializer_range": config.embedding_init_std,
+        "hidden_act": hf_activation(config),
+        "attention_bias": config.attention.output_bias,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+    }
+
+
+def read_activation(settings: HfSettings, *names: str, default: str = "silu") -> Activation:
+    """The activation that the first of these settings names."""
+    name = next((name for name in names if settings.data.get(name) is not None), names[0])
+    activation = settings.get(name, default)
+    if activation not in ACTIVATIONS:
+        settings.refuse(name, f"activation {activation!r}")
+    return ACTIVATIONS[activation]
+
+
+def hf_activation(config: ModelConfig) -> str:
+    return next(name for name, ours in ACTIVATIONS.items() if ours == config.feed_forward.activation)
+
+
+def write_layer_types(config: ModelConfig) -> dict[str, Any]:
+    """`layer_types` and the window of the sliding layers."""
+    spans = ["sliding_attention" if config.window_of(layer) else "full_attention" for layer in range(config.num_layers)]
+    return {"layer_types": spans, "sliding_window": config.attention.window or None}

@@ -1,0 +1,121 @@
+"""Rotary settings of a `config.json`: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of 4."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast, get_args
+
+from modelwright.model.config import ModelConfig
+from modelwright.model.hf_types.hf_type import HfSettings
+from modelwright.ops.rope_scaling import RopeKind, RopeScaling
+
+PARTIAL = "partial_rotary_factor"
+
+
+def read_rope(
+    settings: HfSettings, *, max_len: int, default_theta: float = 10_000.0, group: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """`rope_theta`, `rope` and, where a scaling grows it, `max_seq_len` of a model whose positions end at `max_len`.
+
+    group: the settings of one kind of layers, where a type has several. Rotary positions on a part of each head are
+    refused; types that have them read the part themselves.
+    """
+    parameters = rope_settings(settings) if group is None else group
+    theta = float(parameters.get("rope_theta") or settings.get("rope_theta", default_theta))
+    scaling = _read_scaling(settings, parameters, max_len)
+    grown = {"max_seq_len": int(max_len * scaling.factor)} if scaling.kind == "dynamic" else {}
+    return {"rope_theta": theta, "rope": scaling, **grown}
+
+
+def rope_settings(settings: HfSettings) -> Mapping[str, Any]:
+    """The group that applies to all layers: `rope_scaling`, where a config has it, else `rope_parameters`."""
+    name = "rope_scaling" if settings.data.get("rope_scaling") else "rope_parameters"
+    group = settings.mapping(name)
+    if any(isinstance(value, Mapping) for value in group.values()):
+        settings.refuse(name, "rotary positions that differ between kinds of layers")
+    return group
+
+
+def refuse_partial_rotary(settings: HfSettings) -> None:
+    """Raise `ModelError` if positions are on a part of each head only."""
+    if float(rope_settings(settings).get(PARTIAL) or settings.get(PARTIAL, 1.0)) != 1.0:
+        settings.refuse(PARTIAL, "rotary positions on a part of each head")
+
+
+def write_rope(config: ModelConfig) -> dict[str, Any]:
+    """The scaling, in both spellings; nothing if there is none."""
+    if config.rope.kind == "default":
+        return {}
+    scaling = scaling_settings(config)
+    return {"rope_parameters": {**scaling, "rope_theta": config.rope_theta}, "rope_scaling": scaling}
+
+
+def scaling_settings(config: ModelConfig) -> dict[str, Any]:
+    """The settings of the scaling's kind."""
+    scaling = config.rope
+    written: dict[str, Any] = {"rope_type": scaling.kind}
+    if scaling.kind == "default":
+        return written
+    if scaling.kind != "longrope" or scaling.factor != config.max_seq_len / scaling.original_max_len:
+        written["factor"] = scaling.factor
+    if scaling.kind in ("yarn", "longrope", "llama3"):
+        written["original_max_position_embeddings"] = scaling.original_max_len
+    if scaling.attention_factor:
+        written["attention_factor"] = scaling.attention_factor
+    names = {
+        "yarn": ("beta_fast", "beta_slow", "truncate"),
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "longrope": ("short_factor", "long_factor"),
+    }
+    for name in names.get(scaling.kind, ()):
+        value: Any = getattr(scaling, name)
+        written[name] = list(cast(tuple[float, ...], value)) if isinstance(value, tuple) else value
+    return written
+
+
+def _read_scaling(settings: HfSettings, group: Mapping[str, Any], max_len: int) -> RopeScaling:
+    kind = group.get("rope_type", group.get("type", "default"))
+    if kind not in get_args(RopeKind):
+        settings.refuse("rope_scaling", f"scaled rotary positions ({kind})")
+    if kind == "default":
+        return RopeScaling()
+    kind = cast(RopeKind, kind)
+    original = int(
+        settings.data.get("original_max_position_embeddings")
+        or group.get("original_max_position_embeddings")
+        or max_len
+    )
+    if kind == "dynamic":
+        original = max_len
+    factor = group.get("factor")
+    if factor is None and kind in ("linear", "dynamic", "llama3"):
+        settings.refuse("rope_scaling", f"kind {kind} without a factor")
+    factor = max_len / original if factor is None else float(factor)
+    read: dict[str, Any] = {"kind": kind, "factor": factor, "original_max_len": 0 if kind == "linear" else original}
+    if kind == "yarn":
+        read |= {
+            "beta_fast": float(group.get("beta_fast") or 32.0),
+            "beta_slow": float(group.get("beta_slow") or 1.0),
+            "truncate": bool(group.get("truncate", True)),
+            "attention_factor": _yarn_attention_factor(group, factor),
+        }
+    if kind == "longrope":
+        read |= {name: _floats(group, name) for name in ("short_factor", "long_factor")}
+        read["attention_factor"] = float(group.get("attention_factor") or 0.0)
+    if kind == "llama3":
+        read |= {name: float(group[name]) for name in ("low_freq_factor", "high_freq_factor")}
+    return RopeScaling(**read)
+
+
+def _floats(group: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    return tuple(map(float, cast(Sequence[float], group.get(name) or ())))
+
+
+def _yarn_attention_factor(group: Mapping[str, Any], factor: float) -> float:
+    """As given, or by the two `mscale` of DeepSeek-V2; 0 if it follows from the factor alone."""
+    given, scale, scale_all = (group.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is not None:
+        return float(given)
+    if not (scale and scale_all):
+        return 0.0
+    growth = 0.1 * math.log(factor) if factor > 1 else 0.0
+    return (growth * float(scale) + 1.0) / (growth * float(scale_all) + 1.0)

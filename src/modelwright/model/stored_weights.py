@@ -1,0 +1,125 @@
+"""The tensors of a model folder, read one at a time: only what is asked for leaves the disk.
+
+Shapes come from the headers of the safetensors files, so that a folder is checked before any weight is read. The format
+has no checksum. What is checked is the header, the length of each file, the set of tensors, their shapes, and that all
+values are finite: a flipped bit that leaves a finite weight cannot be seen here. Folders of this project's own stages
+have a manifest with SHA-256 digests, which covers every bit.
+"""
+
+import functools
+import json
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from modelwright.core.errors import ModelError
+
+WEIGHTS = "model.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Floating-point formats by their names in safetensors."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a file's header describes it."""
+
+    file: Path
+    shape: torch.Size
+    format: str
+
+
+class StoredWeights:
+    """The tensors of a folder, in one file or in shards. Raises `ModelError` if a file is missing or damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[str, StoredTensor] = {}
+        for path in _weight_files(folder):
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118 - the library's handle is no mapping
+                    header = file.get_slice(name)
+                    self.tensors[name] = StoredTensor(path, torch.Size(header.get_shape()), str(header.get_dtype()))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The narrowest format that holds all weights of the folder."""
+        formats = [FORMATS.get(tensor.format, torch.float32) for tensor in self.tensors.values()]
+        return functools.reduce(torch.promote_types, formats)
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """A copy of the part of a tensor that these slices of its dimensions select, in the format of the file. Raises
+        `ModelError` for tensors of integers and for values that are not finite.
+        """
+        path = self.tensors[name].file
+        with _opened(path) as file:
+            piece = file.get_slice(name)[part].clone()
+        if not piece.is_floating_point():
+            raise ModelError(
+                f"{path}: {name} holds {piece.dtype} instead of floating-point weights; choose another model"
+            )
+        if not bool(piece.sum(dtype=torch.float64).isfinite()):
+            raise ModelError(f"{path}: {name} has values that are not finite, so the file is damaged; copy it again")
+        return piece
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises `ModelError` if the file is missing or damaged."""
+    try:
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path}: no such file; a model folder in the Hugging Face layout has one") from None
+    except ValueError as error:
+        raise ModelError(f"{path}: is damaged ({error}); copy the folder again") from None
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: is not a JSON object; copy the folder again")
+    return cast(dict[str, Any], data)
+
+
+def check_tensors(folder: Path, *, wanted: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
+    """Raise `ModelError` naming the tensors that are missing, surplus or of another shape than the config says."""
+    problems = {
+        "missing": sorted(wanted.keys() - stored.keys()),
+        "unknown": sorted(stored.keys() - wanted.keys()),
+        "of another shape than config.json says": [
+            f"{name} {list(stored[name])} instead of {list(shape)}"
+            for name, shape in wanted.items()
+            if name in stored and stored[name] != shape
+        ],
+    }
+    for problem, names in problems.items():
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ModelError(f"{folder}: tensors {problem}: {', '.join(names[:5])}{more}")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: the single one, or the shards that its index names."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / WEIGHTS_INDEX).is_file():
+        pickled = any(folder.glob("*.bin"))
+        hint = "its weights are pickled; save them again with safe_serialization=True" if pickled else "no weights"
+        raise ModelError(f"{folder}: has no {WEIGHTS} ({hint})")
+    weight_map = read_json(folder / WEIGHTS_INDEX).get("weight_map")
+    files = cast(dict[str, Any], weight_map) if isinstance(weight_map, dict) else {}
+    names = sorted({str(name) for name in files.values()})
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise ModelError(f"{folder / name}: a shard named in {WEIGHTS_INDEX} is missing; copy the folder again")
+    return [folder / name for name in names]
+
+
+@contextmanager
+def _opened(path: Path) -> Generator[Any, None, None]:
+    try:
+        with cast(Any, safe_open(path, framework="pt")) as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: is damaged or truncated ({error}); copy the folder again") from None
