@@ -160,6 +160,6 @@ def test_an_initial_model_whose_tokenizer_has_more_tokens_is_refused(tmp_path: P
     model.init_weights(0)
     save_model_folder(model, tokenizer, tmp_path / "model")
     config = replace(recipe("tiny"), init_from=str(tmp_path / "model"))
+    run = RunDir(tmp_path / "run").create()
     with pytest.raises(ModelError, match=r"model: its tokenizer has \d+ tokens, its model only 260"):
-        run = RunDir(tmp_path / "run").create()
         run_stages(run, [INIT.build(config, run, ())], ranks=single(), progress=SilentProgress())

@@ -123,8 +123,10 @@ def take(kernel: Kernel, *tensors: Tensor) -> bool:
 
 def take_elements(kernel: Kernel, *tensors: Tensor) -> bool:
     """`take` for a kernel that PyTorch's few calls may beat at few elements: then `decode` has to be used, too."""
+    if not take(kernel, *tensors):  # also while code is traced, where the mode cannot be asked for
+        return False
     is_few = torch.is_inference_mode_enabled() and tensors[0].numel() <= FEW_ELEMENTS
-    return take(kernel, *tensors) and (not is_few or "decode" in used())
+    return not is_few or "decode" in used()
 
 
 def take_heads(x: Tensor) -> bool:
