@@ -134,8 +134,8 @@ class BatchSelector:
 
     @torch.no_grad()
     def thinned(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with `keep_token_fraction` of its labels: those of the tokens that receive the most attention in the
-        first layer.
+        """The batch with `keep_token_fraction` of its labels: those whose tokens receive the most attention in the first
+        layer.
         """
         moved = batch.to(self.model.embedding.weight.device)
         q_BTHd, k_BTKd = first_queries_and_keys(self.model, moved)
