@@ -32,6 +32,7 @@ from modelwright.model.hf import load_model, save_model
 from modelwright.objectives.pretrain import Pretrain
 from modelwright.parallel.config import ParallelConfig
 from modelwright.parallel.mesh import build_mesh, single
+from modelwright.pipeline.stages.pack import PACK
 from modelwright.recipes.load import RECIPES, recipe
 from modelwright.train.evaluation import heldout_losses
 from modelwright.train.runner import WholeModel
@@ -94,7 +95,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> Task:
     base = recipe(options.recipe)
     text = read_text(fraction=0.4, vocab_size=base.tokenizer.vocab_size, heldout_bytes=150_000)["prose"]
     for split, sequences in (("shards", text.train), ("heldout", text.test)):
-        config = PackConfig(seq_len=base.pack.seq_len)
+        config = PackConfig(seq_len=base.section(PACK).seq_len)
         pack(((ids, None) for ids in sequences), folder / split, config, vocab_size=text.vocab_size, eos_id=text.eos_id)
     model = Decoder(replace(base.model, vocab_size=text.vocab_size))
     model.init_weights(seed=0)
@@ -105,7 +106,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> Task:
         num_steps=options.steps,
         warmup_steps=options.warmup,
         batch_rows=options.rows,
-        seq_len=base.pack.seq_len,
+        seq_len=base.section(PACK).seq_len,
         threads=options.threads,
         device=options.device,
     )

@@ -134,7 +134,7 @@ class BatchSelector:
 
     @torch.no_grad()
     def thinned(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with `keep_token_fraction` of its labels: those whose tokens receive the most attention in the first
+        """The batch with `keep_token_fraction` of its labels: where tokens receive the most attention in the first
         layer.
         """
         moved = batch.to(self.model.embedding.weight.device)
