@@ -150,7 +150,7 @@ def clean_documents(
         write_atomic(folder / REPORT, json.dumps(asdict(report), indent=1))
         if own_work is not None:
             shutil.rmtree(own_work)
-    if not any("train" in splits for splits in report.kept.values()):
+    if not any(split != "heldout" for splits in report.kept.values() for split in splits):
         reasons = f"{describe_drops(report, config)}; {report.num_kept:,} held out by --data.validation_fraction"
         text = f"no training document is left of {report.num_documents} ({reasons})"
         raise DataError(f"{text}; relax the settings of cleaning or add more text")
@@ -170,7 +170,7 @@ def read_dropped(folder: Path) -> Iterator[DroppedDocument]:
     for line in _lines(folder / DROPPED):
         entry = json.loads(line)
         step, reason, detail = (entry.pop(name) for name in ("step", "reason", "detail"))
-        yield DroppedDocument(Document(**entry), step, reason, detail)
+        yield DroppedDocument(Document.from_plain(entry), step, reason, detail)
 
 
 def _local_engine(config: CleanConfig, num_shards: int) -> ShardEngine:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from modelwright.data.clean_config import CleanConfig
-from modelwright.data.document import KINDS, SPLITS, Document
+from modelwright.data.document import KINDS, Document
 from modelwright.data.shard_files import ShardFiles, pack_arrays, pack_lines, unpack_documents, unpack_lines, write_file
 from modelwright.data.steps.format import Format
 from modelwright.data.steps.privacy import Privacy
@@ -42,7 +42,7 @@ def measure_shard(item: _Item) -> tuple[int, int, dict[str, Any]]:
             ),
             "language": np.array([has_language(document, config.quality) for document in kept], np.bool_),
             "kind": np.array([KINDS.index(document.kind) for document in kept], np.int8),
-            "split": np.array([SPLITS.index(document.split) for document in kept], np.int8),
+            "split": np.array([document.split == "heldout" for document in kept], np.int8),
             "ids": np.frombuffer(json.dumps([document.id for document in kept]).encode(), np.uint8),
             **vars(prints),
         }
@@ -103,5 +103,5 @@ class _Counts:
 
 
 def _drop_line(document: Document, step: str, drop: Drop) -> str:
-    entry = {"step": step, "reason": drop.reason, "detail": drop.detail, **vars(document)}
-    return json.dumps(entry | {"meta": dict(document.meta)}, ensure_ascii=False)
+    entry = {"step": step, "reason": drop.reason, "detail": drop.detail, **document.plain()}
+    return json.dumps(entry, ensure_ascii=False)

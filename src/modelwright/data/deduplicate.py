@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.data.document import KINDS, SPLITS
+from modelwright.data.document import KINDS
 from modelwright.data.steps.shingles import NUM_BANDS, SHINGLE_WORDS, jaccard
 from modelwright.data.workers import ShardEngine
 
@@ -31,7 +31,7 @@ _MOST_CANDIDATES = 200
 _FILTER_BITS = 26
 _MOST_CACHED = 20_000
 _SEARCHED_AT_ONCE = 2**22
-_TRAIN, _HELDOUT = SPLITS.index("train"), SPLITS.index("heldout")
+_TRAIN, _HELDOUT = 0, 1
 _PAIRS = KINDS.index("qa")
 """Different questions may share a part of their answers."""
 
@@ -60,7 +60,7 @@ class DuplicatesConfig:
 
 @dataclass(kw_only=True)
 class Corpus:
-    """What deduplication knows of N documents. kind: int8; split: 0 training, 1 held out; own, keys: see
+    """What deduplication knows of N documents. kind: int8; split: 1 held out, 0 any other; own, keys: see
     `Fingerprints`; quality: higher is better; num_shingles: int64; alive: not dropped yet.
     """
 

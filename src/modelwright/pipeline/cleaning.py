@@ -53,17 +53,18 @@ def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int |
 
 
 def clean_into(
-    data: SourceConfig, clean: CleanConfig, out: Path, work: Path, key: str, progress: Progress
+    data: SourceConfig, clean: CleanConfig, out: Path, work: Path, key: str, progress: Progress, *,
+    leave_open: bool = False,
 ) -> tuple[CleanReport, dict[str, Any], list[str]]:
     """Read the sources and clean them into `out`.
 
     work: folder for what is unfinished, which the next call with the same key resumes. Returns the report, the facts
-    about the sources and what was not read, in words. Raises like `data.clean.clean_documents`.
+    about the sources and what was not read, in words. leave_open: as in `read_documents`. Raises like `data.clean.clean_documents`.
     """
     report = SourceReport()
     with writing(work):
         work.mkdir(parents=True, exist_ok=True)
-    documents = _quarantining(read_documents(data, report=report), report, work / QUARANTINE)
+    documents = _quarantining(read_documents(data, report=report, leave_open=leave_open), report, work / QUARANTINE)
     cleaned, facts = clean_documents(
         documents,
         clean,
@@ -93,7 +94,9 @@ def clean_sources(data: SourceConfig, clean: CleanConfig, out: Path, progress: P
         out.mkdir(parents=True, exist_ok=True)
     with lock_folder(out, "this folder; wait for it or choose another --out"):
         key = digest({"data": dump(data), "sources": fingerprint(data, clean)})
-        cleaned, sources, unread = clean_into(data, clean, out, out / "work", key, progress)
+        # Splits are the business of the run that reads the result, unless the user asks for them here.
+        leave_open = data.validation_fraction == 0
+        cleaned, sources, unread = clean_into(data, clean, out, out / "work", key, progress, leave_open=leave_open)
     lines = [*unread, *_funnel(cleaned)]
     if sources["skipped"]:
         lines.append(f"skipped records are listed in {out / QUARANTINE}")

@@ -41,4 +41,7 @@ def _run(context: StageContext, config: RunConfig) -> None:
     for line in unread:
         note(f"clean: {line}")
     where = f"; the dropped text is in {context.folder.artifact / DROPPED}" if cleaned.num_dropped else ""
+    if not any("heldout" in splits for splits in cleaned.kept.values()):
+        text = "no document is held out, so this run has no validation loss and no evaluation of its text"
+        note(f"clean: {text}; raise --data.validation_fraction, or give sources with a held-out split")
     note(f"clean: {cleaned.num_kept:,} documents kept, {describe_drops(cleaned, config.clean)}{where}")
