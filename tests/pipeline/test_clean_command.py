@@ -42,7 +42,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(source: Path, out: Path, *more: str) -> list[str]:
-    small = ["--clean.num_workers", "2"]
+    small = ["--clean.num_workers", "2", "--data.on_bad_record", "skip"]
     return [sys.executable, "-m", "modelwright.cli.main", "clean", str(source), "--out", str(out), *small, *more]
 
 

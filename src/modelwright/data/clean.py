@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from io import TextIOWrapper
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,13 @@ from modelwright.core.progress import Progress
 from modelwright.core.resources import num_usable_cores
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.clean_decisions import Measured, decide
+from modelwright.data.clean_folder import DROPPED, KEPT, REPORT
 from modelwright.data.clean_noise import ReadTrusted
 from modelwright.data.clean_shards import measure_shard, write_shard
 from modelwright.data.document import Document, Kind, Split
 from modelwright.data.shard_files import ShardFiles, numbered, pack_lines, write_file
-from modelwright.data.steps.quality import LIMIT_OF
 from modelwright.data.workers import InProcess, LocalProcesses, ShardEngine
 
-KEPT, DROPPED, REPORT = "kept.jsonl.zst", "dropped.jsonl.zst", "report.json"
 STAGES = ("format", "quality", "noise", "duplicates", "privacy")
 _SHARD_CHARS = 8_000_000
 _FEWEST_SHARDS_FOR_PROCESSES = 4
@@ -56,6 +54,7 @@ _VERSION = 1
 class CleanReport:
     """`kept[kind][split]` and `dropped[step][reason]`, each `{"documents": n, "bytes": UTF-8 bytes}`; `replaced`:
     values of each kind that the stage privacy replaced; `limits`: of the stage quality, by kind of document;
+    `remedies`: options that keep what this stage dropped, by reason;
     `noise`: how the classifier was trained, and its precision and recall on held-out samples.
     """
 
@@ -65,6 +64,7 @@ class CleanReport:
     dropped: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     replaced: dict[str, int] = field(default_factory=dict)
     limits: dict[str, dict[str, float]] = field(default_factory=dict)
+    remedies: dict[str, str] = field(default_factory=dict)
     noise: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -86,25 +86,22 @@ class DroppedDocument:
     detail: str
 
 
-_SETTINGS = {
-    "inside a training text": "duplicates.contained",
-    "inside another text": "duplicates.contained",
-    "near-duplicate": "duplicates.min_jaccard",
+_REMEDIES = {
+    "inside a training text": "--clean.duplicates.contained off",
+    "inside another text": "--clean.duplicates.contained heldout",
+    "near-duplicate": "--clean.duplicates.near false",
+    "noise": "--clean.noise.enabled false",
 }
-"""The setting that decides, by the reason, where it is not a limit of the stage quality."""
+"""The option that keeps what is dropped, by the reason, where it is not a limit of the stage quality."""
 
 
-def describe_drops(report: CleanReport, config: CleanConfig) -> str:
-    """`71 dropped: 66 duplicate, 5 near-duplicate (--clean.duplicates.min_jaccard 0.85)`."""
+def describe_drops(report: CleanReport) -> str:
+    """`71 dropped: 66 duplicate, 5 near-duplicate (keep them with --clean.duplicates.near false)`."""
     reasons: list[str] = []
-    for step, entries in report.dropped.items():
+    for entries in report.dropped.values():
         for reason, entry in entries.items():
-            setting = _SETTINGS.get(reason, "")
-            hint = f" (--clean.{setting} {attrgetter(setting)(config)})" if setting else ""
-            if step == "quality" and reason in LIMIT_OF:
-                values = {limits[LIMIT_OF[reason]] for limits in report.limits.values() if LIMIT_OF[reason] in limits}
-                value = f": {values.pop():.10g}" if len(values) == 1 else ""
-                hint = f" (--clean.quality.limits {{{LIMIT_OF[reason]}{value}}})"
+            remedy = report.remedies.get(reason) or _REMEDIES.get(reason)
+            hint = f" (keep {'them' if entry['documents'] > 1 else 'it'} with {remedy})" if remedy else ""
             reasons.append(f"{entry['documents']:,} {reason}{hint}")
     return f"{report.num_dropped:,} dropped" + (f": {', '.join(reasons)}" if reasons else "")
 
@@ -151,7 +148,7 @@ def clean_documents(
         if own_work is not None:
             shutil.rmtree(own_work)
     if not any(split != "heldout" for splits in report.kept.values() for split in splits):
-        reasons = f"{describe_drops(report, config)}; {report.num_kept:,} held out by --data.validation_fraction"
+        reasons = f"{describe_drops(report)}; {report.num_kept:,} held out by --data.validation_fraction"
         text = f"no training document is left of {report.num_documents} ({reasons})"
         raise DataError(f"{text}; relax the settings of cleaning or add more text")
     return report, split["facts"]
@@ -239,13 +236,13 @@ class _Run:
         if marker.exists():
             return
         shards = [Measured.load(files) for files in numbered(self.work, self.split["num_shards"])]
-        limits, noise, drops = decide(shards, self.config, self.work, self.engine, self.read_trusted)
+        facts, drops = decide(shards, self.config, self.work, self.engine, self.read_trusted)
         starts = np.cumsum([0, *(len(shard.features) for shard in shards)])
         for files, start, end in zip(numbered(self.work, len(shards)), starts[:-1], starts[1:], strict=True):
             own = [(number - int(start), *drops[number]) for number in range(start, end) if number in drops]
             write_file(files.path("drops.json"), json.dumps(own).encode())
             files.finish("decided", ["drops.json"], {})
-        write_atomic(marker, json.dumps({"limits": limits, "noise": noise}))
+        write_atomic(marker, json.dumps(facts))
 
     def write(self) -> CleanReport:
         decided = json.loads((self.work / "decided.json").read_text())
@@ -277,9 +274,11 @@ class _Run:
 
 def _join(target: Path, work: Path, num_shards: int, name: str) -> None:
     """The files of all shards one after another: Zstandard frames may follow each other."""
-    with open(target, "wb") as joined:
+    partial = target.with_name(target.name + ".partial")
+    with open(partial, "wb") as joined:
         for files in numbered(work, num_shards):
             joined.write(files.read("written", name))
+    partial.replace(target)
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -4,6 +4,7 @@ Reads the arrays that `clean_shards.measure_shard` wrote, and no text.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from modelwright.data.deduplicate import NOTHING, Corpus, ShingleStore, find_dup
 from modelwright.data.document import KINDS, Document, Kind
 from modelwright.data.duplicate_index import IndexedDocuments, load_index, save_index
 from modelwright.data.shard_files import ShardFiles, unpack_arrays, unpack_documents
-from modelwright.data.steps.quality import FEATURES, QualityConfig, judge, limits_by_kind
+from modelwright.data.steps.quality import FEATURES, LIMIT_OF, QualityConfig, judge, limits_by_kind
 from modelwright.data.workers import ShardEngine
 
 
@@ -55,18 +56,19 @@ Drops = dict[int, tuple[str, str, str]]
 
 def decide(
     shards: Sequence[Measured], config: CleanConfig, work: Path, engine: ShardEngine, read_trusted: ReadTrusted
-) -> tuple[dict[str, dict[str, float]], dict[str, Any], Drops]:
-    """The limits in effect, the report of the stage noise, and all documents that the stages quality to duplicates
-    drop.
+) -> tuple[dict[str, Any], Drops]:
+    """The fields `limits`, `remedies` and `noise` of the report, and all documents that the stages quality to
+    duplicates drop.
     """
     if not shards:
-        return {}, {}, {}
+        return {}, {}
     features = np.concatenate([shard.features for shard in shards])
     kinds = np.concatenate([shard.kind for shard in shards])
     drops: Drops = {}
     limits = decide_quality(
         features, kinds, np.concatenate([shard.language for shard in shards]), config.quality, drops
     )
+    options = remedies(features, kinds, drops)
     alive = np.ones(len(features), np.bool_)
     alive[list(drops)] = False
     noise: dict[str, Any] = {}
@@ -107,7 +109,7 @@ def decide(
                 num_shingles=corpus.num_shingles[kept],
             )
             save_index(Path(config.duplicates.index), work.name, documents)
-    return limits, noise, drops
+    return {"limits": limits, "remedies": options, "noise": noise}, drops
 
 
 def decide_quality(
@@ -127,6 +129,32 @@ def decide_quality(
     for row in np.flatnonzero(~language):
         drops.setdefault(int(row), ("quality", "other language", f"not in {', '.join(config.languages)}"))
     return {kind: limits[kind] for number, kind in enumerate(KINDS) if (kinds == number).any()}
+
+
+def remedies(features: NDArray[np.float32], kinds: NDArray[np.int8], drops: Drops) -> dict[str, str]:
+    """By the reason for which the stage quality dropped documents: the options of the command line that would keep all
+    of them, as far as this reason goes.
+    """
+    values: dict[tuple[str, Kind], list[float]] = {}
+    for number, (step, reason, _) in drops.items():
+        if step == "quality" and reason in LIMIT_OF:
+            column = FEATURES.index(LIMIT_OF[reason][4:])
+            values.setdefault((reason, KINDS[kinds[number]]), []).append(float(features[number, column]))
+    result: dict[str, str] = {}
+    for (reason, kind), measured in sorted(values.items()):
+        limit = LIMIT_OF[reason]
+        value = _rounded(max(measured), up=True) if limit.startswith("max_") else _rounded(min(measured), up=False)
+        option = f"--clean.quality.limits.{kind}.{limit} {value:.10g}"
+        result[reason] = f"{result[reason]} {option}" if reason in result else option
+    return result
+
+
+def _rounded(value: float, *, up: bool) -> float:
+    """Three significant digits, away from the measured value, so that a limit of it keeps the value."""
+    if value == 0:
+        return 0.0
+    unit = 10.0 ** (math.floor(math.log10(abs(value))) - 2)
+    return (math.ceil(value / unit) if up else math.floor(value / unit)) * unit
 
 
 def quality_score(features: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -56,7 +56,7 @@ def measure_shard(item: _Item) -> tuple[int, int, dict[str, Any]]:
 
 
 def write_shard(item: _Item) -> tuple[int, int, dict[str, Any]]:
-    """Drop what was decided, replace personal data in the rest, and write both."""
+    """Drop what was decided, replace personal data, and write both. Only values of kept documents are counted."""
     folder, number, config = item
     files = ShardFiles(Path(folder), number)
     facts = files.facts("written")
@@ -67,13 +67,15 @@ def write_shard(item: _Item) -> tuple[int, int, dict[str, Any]]:
         privacy = Privacy(config.privacy)
         kept: list[str] = []
         counts, replaced = _Counts(), Counter[str]()
-        for line in lines:
+        for position, line in enumerate(lines):
             entry = json.loads(line)
-            counts.add("dropped", entry["step"], entry["reason"], entry["text"])
+            step, drop = entry.pop("step"), Drop(entry.pop("reason"), entry.pop("detail"))
+            counts.add("dropped", step, drop.reason, entry["text"])
+            lines[position] = _drop_line(privacy(Document.from_plain(entry))[0], step, drop)
         for index, document in enumerate(documents):
             if index in drops:
                 step, reason, detail = drops[index]
-                lines.append(_drop_line(document, step, Drop(reason, detail)))
+                lines.append(_drop_line(privacy(document)[0], step, Drop(reason, detail)))
                 counts.add("dropped", step, reason, document.text)
             else:
                 document, values = privacy(document)

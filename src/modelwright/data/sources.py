@@ -6,8 +6,9 @@ libraries. What cannot be read raises one `DataError` with file and line, or is 
 holds one document at a time, and the whole file of `.json` and `.html`. Cleaning is `data.clean`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any, Literal, cast
 
@@ -145,22 +146,29 @@ class SourceReport:
         return first if count == 1 else f"{first}, ..."
 
 
-def read_documents(config: SourceConfig, *, report: SourceReport, leave_open: bool = False) -> Iterator[Document]:
+def read_documents(
+    config: SourceConfig, *, report: SourceReport, leave_open: bool = False, sample: int = 0
+) -> Iterator[Document]:
     """All documents of the sources, in a fixed order; `report` is filled on the way.
 
     leave_open: what neither its record nor `validation_fraction` puts into a split stays open, else it is for training.
+    sample: if not 0, read about so many documents, the first of every file, or of every so many files.
 
     Raises `DataError`, with file and line where there is one, for a source that is missing or of an unsupported
     format, for an unreadable record (unless `on_bad_record` is "skip") and, at the end, for an empty corpus.
     """
     rest: Split = "open" if leave_open else "train"
-    for document in _split(_read(config, report), config.validation_fraction, rest):
+    for document in _split(_read(config, report, sample), config.validation_fraction, rest):
         report.add(document)
         yield document
     if not report.num_documents:
         left_out = {**report.skipped, **report.passed_over}
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
-        text = f"{', '.join(config.sources)}: the corpus is empty ({reasons or 'no records'})"
+        shown = ", ".join(config.sources)
+        if bad := sum(report.skipped.values()) - report.skipped.get("empty text", 0):
+            text = f"{shown}: none of the records could be read ({reasons})"
+            raise DataError(f"{text}; --data.on_bad_record error says what is wrong with the first of the {bad}")
+        text = f"{shown}: the corpus is empty ({reasons or 'no records'})"
         raise DataError(f"{text}; give files that contain text with --data.sources")
 
 
@@ -171,14 +179,21 @@ class _Unsplit:
     document: Document
 
 
-def _read(config: SourceConfig, report: SourceReport) -> Iterator[Document | _Unsplit]:
+def _read(config: SourceConfig, report: SourceReport, sample: int) -> Iterator[Document | _Unsplit]:
     if BUILTIN in config.sources:
-        yield from machine_corpus(fraction=config.stdlib_fraction, skip=report.pass_over)
+        documents = machine_corpus(fraction=config.stdlib_fraction, skip=report.pass_over)
+        yield from islice(documents, sample or None)
     named = tuple(source for source in config.sources if source != BUILTIN)
     complain = _complaint(config, report)
-    for file in locate(named, report.pass_over):
+    files: Iterable[readers.File] = locate(named, report.pass_over)
+    most: int | None = None
+    if sample:
+        every = list(files)
+        files = every[:: max(1, len(every) // sample)]
+        most = -(-sample // max(1, len(every)))
+    for file in files:
         report.num_files += 1
-        yield from _read_file(file, config, report, complain)
+        yield from islice(_read_file(file, config, report, complain), most)
 
 
 def _complaint(config: SourceConfig, report: SourceReport) -> readers.Complaint:

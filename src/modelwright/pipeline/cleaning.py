@@ -1,4 +1,4 @@
-"""Sources to a folder of cleaned documents: the first stage of a run, and `modelwright clean`.
+"""Sources to a folder of cleaned documents: the first stage of a run, and `modelwright clean` (`clean_command.py`).
 
 Beside the files of `data.clean` the folder holds `sources.json`, what was read and what was not, and
 `quarantine.jsonl`, one line for each record that was skipped.
@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import digest, dump
 from modelwright.core.errors import writing
 from modelwright.core.progress import Progress
 from modelwright.core.resources import versions
-from modelwright.core.rundir import lock_folder
-from modelwright.data.clean import DROPPED, KEPT, CleanReport, clean_documents, describe_drops
+from modelwright.data.clean import CleanReport, clean_documents
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.document import Document
 from modelwright.data.find_files import locate
@@ -53,13 +51,20 @@ def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int |
 
 
 def clean_into(
-    data: SourceConfig, clean: CleanConfig, out: Path, work: Path, key: str, progress: Progress, *,
+    data: SourceConfig,
+    clean: CleanConfig,
+    out: Path,
+    work: Path,
+    key: str,
+    progress: Progress,
+    *,
     leave_open: bool = False,
 ) -> tuple[CleanReport, dict[str, Any], list[str]]:
     """Read the sources and clean them into `out`.
 
     work: folder for what is unfinished, which the next call with the same key resumes. Returns the report, the facts
-    about the sources and what was not read, in words. leave_open: as in `read_documents`. Raises like `data.clean.clean_documents`.
+    about the sources and what was not read, in words. leave_open: as in `read_documents`. Raises like
+    `data.clean.clean_documents`.
     """
     report = SourceReport()
     with writing(work):
@@ -73,7 +78,7 @@ def clean_into(
         work=work,
         key=key,
         facts=lambda: {"report": report.facts(), "summary": report.summary()},
-        read_trusted=_read_trusted,
+        read_trusted=read_trusted,
     )
     with writing(out):
         shutil.copyfile(work / QUARANTINE, out / QUARANTINE)
@@ -82,39 +87,10 @@ def clean_into(
     return cleaned, facts["report"], [redact_text(line) for line in facts["summary"]]
 
 
-def _read_trusted(sources: tuple[str, ...], most: int) -> list[Document]:
+def read_trusted(sources: tuple[str, ...], most: int) -> list[Document]:
     """The first documents of the sources of `clean.noise.trusted`."""
     config = SourceConfig(sources=sources, validation_fraction=0.0, on_bad_record="skip")
     return list(islice(read_documents(config, report=SourceReport()), most))
-
-
-def clean_sources(data: SourceConfig, clean: CleanConfig, out: Path, progress: Progress) -> list[str]:
-    """`modelwright clean`; returns the lines to print."""
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-    with lock_folder(out, "this folder; wait for it or choose another --out"):
-        key = digest({"data": dump(data), "sources": fingerprint(data, clean)})
-        # Splits are the business of the run that reads the result, unless the user asks for them here.
-        leave_open = data.validation_fraction == 0
-        cleaned, sources, unread = clean_into(data, clean, out, out / "work", key, progress, leave_open=leave_open)
-    lines = [*unread, *_funnel(cleaned)]
-    if sources["skipped"]:
-        lines.append(f"skipped records are listed in {out / QUARANTINE}")
-    lines.append(describe_drops(cleaned, clean))
-    return [*lines, f"kept {out / KEPT}, dropped {out / DROPPED}"]
-
-
-def _funnel(report: CleanReport) -> Iterator[str]:
-    """A line for each stage: what went in, and what it dropped."""
-    left = report.num_documents
-    yield f"{'stage':<12}{'documents':>12}{'dropped':>12}"
-    for step, reasons in report.dropped.items():
-        dropped = sum(entry["documents"] for entry in reasons.values())
-        yield f"{step:<12}{left:>12,}{dropped:>12,}"
-        left -= dropped
-    yield f"{'kept':<12}{left:>12,}"
-    if report.replaced:
-        yield "replaced: " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(report.replaced.items()))
 
 
 def _quarantining(documents: Iterator[Any], report: SourceReport, path: Path) -> Iterator[Any]:

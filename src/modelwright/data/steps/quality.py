@@ -132,6 +132,17 @@ class QualityConfig:
             kind, _, limit = name.rpartition(".")
             if kind not in ("", *DEFAULT_LIMITS) or limit[:4] not in ("min_", "max_") or limit[4:] not in FEATURES:
                 raise ConfigError(f"limits: {name!r} is not [KIND.]min_FEATURE or max_FEATURE; features: {FEATURES}")
+        if self.languages:
+            _check_languages(self.languages)
+
+
+def _check_languages(languages: Sequence[str]) -> None:
+    import py3langid  # takes half a second
+
+    known = sorted({code for code, _ in py3langid.rank("")})
+    if unknown := [code for code in languages if code not in known]:
+        text = f"languages: {unknown[0]!r} is not the code of a language that can be recognized, such as en, de or zh"
+        raise ConfigError(f"{text}; known are {', '.join(known)}")
 
 
 def measure(document: Document, config: QualityConfig) -> list[float]:

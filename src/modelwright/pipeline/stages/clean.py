@@ -8,7 +8,8 @@ from dataclasses import asdict
 
 from modelwright.core.config import dump
 from modelwright.core.errors import DataError
-from modelwright.data.clean import DROPPED, describe_drops
+from modelwright.data.clean import describe_drops
+from modelwright.data.clean_folder import DROPPED
 from modelwright.pipeline.cleaning import clean_into, fingerprint
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import Stage, StageContext
@@ -44,4 +45,4 @@ def _run(context: StageContext, config: RunConfig) -> None:
     if not any("heldout" in splits for splits in cleaned.kept.values()):
         text = "no document is held out, so this run has no validation loss and no evaluation of its text"
         note(f"clean: {text}; raise --data.validation_fraction, or give sources with a held-out split")
-    note(f"clean: {cleaned.num_kept:,} documents kept, {describe_drops(cleaned, config.clean)}{where}")
+    note(f"clean: {cleaned.num_kept:,} documents kept, {describe_drops(cleaned)}{where}")
