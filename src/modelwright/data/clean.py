@@ -183,7 +183,9 @@ def _split(
     """Write the documents as shards; returns their number and those of documents and bytes."""
     marker = work / "split.json"
     if marker.exists():
-        return json.loads(marker.read_text())
+        split = json.loads(marker.read_text())
+        if all(files.facts("raw") is not None for files in numbered(work, split["num_shards"])):
+            return split
     progress.begin("read", 0, "documents")
     totals = Counter[str]()
     shard: list[Document] = []
@@ -233,12 +235,13 @@ class _Run:
     def decide(self) -> None:
         """Decide for all shards which documents are dropped after the stage format."""
         marker = self.work / "decided.json"
-        if marker.exists():
+        all_files = list(numbered(self.work, self.split["num_shards"]))
+        if marker.exists() and all(files.facts("decided") is not None for files in all_files):
             return
-        shards = [Measured.load(files) for files in numbered(self.work, self.split["num_shards"])]
+        shards = [Measured.load(files) for files in all_files]
         facts, drops = decide(shards, self.config, self.work, self.engine, self.read_trusted)
         starts = np.cumsum([0, *(len(shard.features) for shard in shards)])
-        for files, start, end in zip(numbered(self.work, len(shards)), starts[:-1], starts[1:], strict=True):
+        for files, start, end in zip(all_files, starts[:-1], starts[1:], strict=True):
             own = [(number - int(start), *drops[number]) for number in range(start, end) if number in drops]
             write_file(files.path("drops.json"), json.dumps(own).encode())
             files.finish("decided", ["drops.json"], {})

@@ -51,7 +51,6 @@ def measure_shard(item: _Item) -> tuple[int, int, dict[str, Any]]:
         write_file(files.path("arrays.npz"), pack_arrays(arrays))
         facts = {"documents": len(documents)}
         files.finish("measured", ["docs.zst", "format.zst", "arrays.npz"], facts)
-        files.path("raw.zst").unlink()
     return number, facts["documents"], facts
 
 

@@ -127,12 +127,49 @@ def find_duplicates(
     num_new = len(corpus.own) - num_indexed
     drop(_given_away(corpus, num_new))
     drop(_exact(corpus, num_new))
+    groups = _shared_bands(corpus, config, engine) if config.near else None
+    inside: list[Duplicate] = []
     if config.contained != "off":
-        for found in _contained(corpus, store, config, num_new):
-            drop(found)
-    if config.near:
-        drop(_near(corpus, store, config, engine, num_new))
+        inside = _contained(corpus, store, config, num_new)
+        for found in inside:
+            corpus.alive[found.numbers] = False
+    if groups is not None:
+        near = _Near(corpus, store, config, groups, num_new)
+        near.add_all()
+        inside = [*_still_inside(inside, corpus, store, near), near.found()]
+    for found in inside:
+        drop(found)
     return _with_survivors(result)
+
+
+def _still_inside(inside: list[Duplicate], corpus: Corpus, store: ShingleStore, near: "_Near") -> list[Duplicate]:
+    """Those documents that are inside one that was kept after all. Where the longer document was dropped as a
+    near-duplicate, the one kept instead may lack the part; then the shorter document is compared with the kept ones
+    itself.
+    """
+    outer_of: dict[int, int] = {}
+    for found in inside:
+        outer_of |= zip(map(int, found.numbers), map(int, found.instead), strict=True)
+    kept: dict[int, int] = {}
+    for number in sorted(outer_of, key=lambda one: (-int(corpus.num_shingles[one]), one)):
+        outer = outer_of[number]
+        outer = near.kept_instead(kept.get(outer, outer))
+        if corpus.alive[outer] and _contains(store.row(outer), store.row(number)):
+            kept[number] = outer
+        else:
+            corpus.alive[number] = True
+            near.add(number)
+    result: list[Duplicate] = []
+    for found in inside:
+        numbers = np.array([number for number in found.numbers if int(number) in kept], np.int64)
+        instead = np.array([kept[int(number)] for number in numbers], np.int64)
+        result.append(Duplicate(numbers, found.reason, instead, np.ones(len(numbers), np.float32)))
+    return result
+
+
+def _contains(outer: NDArray[np.uint32], inner: NDArray[np.uint32]) -> bool:
+    starts = np.flatnonzero(outer[: max(0, len(outer) - len(inner) + 1)] == inner[0])
+    return any(np.array_equal(outer[start : start + len(inner)], inner) for start in starts)
 
 
 def _with_survivors(found: list[Duplicate]) -> list[Duplicate]:
@@ -257,55 +294,66 @@ def _may_contain(corpus: Corpus, outer: int, needle: int) -> bool:
     return bool(corpus.split[outer] == _TRAIN and corpus.kind[outer] == corpus.kind[needle])
 
 
-def _near(
-    corpus: Corpus, store: ShingleStore, config: DuplicatesConfig, engine: ShardEngine, num_new: int
-) -> Duplicate:
-    groups = _shared_bands(corpus, config, engine)
-    members = np.flatnonzero((groups != NOTHING).any(axis=1))
-    indexed = members >= num_new
-    heldout = corpus.split[members] == _HELDOUT
-    length = corpus.num_shingles[members]
-    order = members[np.lexsort((members, -length, -corpus.quality[members], ~heldout, ~indexed))]
-    kept_in: dict[int, list[int]] = {}
-    dropped: list[tuple[int, int, float]] = []
-    for number in map(int, order):
-        bands = [int(group) for group in groups[number] if group != NOTHING]
-        match = _most_similar(number, bands, kept_in, store, corpus, config.min_jaccard) if number < num_new else None
+class _Near:
+    """Near-duplicates: documents are added from the best to the worst, and dropped if they are similar to one that was
+    kept before. groups: see `_shared_bands`.
+    """
+
+    def __init__(
+        self, corpus: Corpus, store: ShingleStore, config: DuplicatesConfig, groups: NDArray[np.int32], num_new: int
+    ) -> None:
+        self._corpus, self._store, self._groups, self._num_new = corpus, store, groups, num_new
+        self._min_jaccard = config.min_jaccard
+        self._kept_in: dict[int, list[int]] = {}
+        self._dropped: dict[int, tuple[int, float]] = {}
+
+    def add_all(self) -> None:
+        """Add all documents that are alive."""
+        corpus = self._corpus
+        members = np.flatnonzero(corpus.alive & (self._groups != NOTHING).any(axis=1))
+        indexed = members >= self._num_new
+        heldout = corpus.split[members] == _HELDOUT
+        length = corpus.num_shingles[members]
+        for number in members[np.lexsort((members, -length, -corpus.quality[members], ~heldout, ~indexed))]:
+            self.add(int(number))
+
+    def add(self, number: int) -> None:
+        """Keep a document, or mark it as dropped in the corpus."""
+        bands = [int(group) for group in self._groups[number] if group != NOTHING]
+        match = self._most_similar(number, bands) if number < self._num_new else None
         if match is not None:
-            dropped.append((number, *match))
-            continue
+            self._dropped[number] = match
+            self._corpus.alive[number] = False
+            return
         for band in bands:
-            kept_in.setdefault(band, []).append(number)
-    dropped.sort()
-    numbers, instead, similarity = zip(*dropped, strict=True) if dropped else ((), (), ())
-    return Duplicate(
-        np.array(numbers, np.int64), "near-duplicate", np.array(instead, np.int64), np.array(similarity, np.float32)
-    )
+            self._kept_in.setdefault(band, []).append(number)
 
+    def kept_instead(self, number: int) -> int:
+        """The document that was kept instead of one that was dropped; any other itself."""
+        return self._dropped[number][0] if number in self._dropped else number
 
-def _most_similar(
-    number: int,
-    bands: list[int],
-    kept_in: dict[int, list[int]],
-    store: ShingleStore,
-    corpus: Corpus,
-    min_jaccard: float,
-) -> tuple[int, float] | None:
-    """The first kept candidate that is similar enough, in the order of shared bands."""
-    shared: dict[int, int] = {}
-    for band in bands:
-        for candidate in kept_in.get(band, ()):
-            shared[candidate] = shared.get(candidate, 0) + 1
-    for candidate in sorted(shared, key=lambda one: (-shared[one], one))[:_MOST_CANDIDATES]:
-        if corpus.kind[candidate] != corpus.kind[number]:
-            continue
-        own, other = store.unique(number), store.unique(candidate)
-        if min(len(own), len(other)) < min_jaccard * max(len(own), len(other)):
-            continue
-        similarity = jaccard(own, other)
-        if similarity >= min_jaccard:
-            return candidate, similarity
-    return None
+    def found(self) -> Duplicate:
+        numbers = sorted(self._dropped)
+        instead = np.array([self._dropped[number][0] for number in numbers], np.int64)
+        similarity = np.array([self._dropped[number][1] for number in numbers], np.float32)
+        return Duplicate(np.array(numbers, np.int64), "near-duplicate", instead, similarity)
+
+    def _most_similar(self, number: int, bands: list[int]) -> tuple[int, float] | None:
+        """The first kept candidate that is similar enough, in the order of shared bands."""
+        shared: dict[int, int] = {}
+        for band in bands:
+            for candidate in self._kept_in.get(band, ()):
+                shared[candidate] = shared.get(candidate, 0) + 1
+        for candidate in sorted(shared, key=lambda one: (-shared[one], one))[:_MOST_CANDIDATES]:
+            if self._corpus.kind[candidate] != self._corpus.kind[number]:
+                continue
+            own, other = self._store.unique(number), self._store.unique(candidate)
+            if min(len(own), len(other)) < self._min_jaccard * max(len(own), len(other)):
+                continue
+            similarity = jaccard(own, other)
+            if similarity >= self._min_jaccard:
+                return candidate, similarity
+        return None
 
 
 def _shared_bands(corpus: Corpus, config: DuplicatesConfig, engine: ShardEngine) -> NDArray[np.int32]:

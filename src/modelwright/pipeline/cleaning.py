@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.errors import writing
+from modelwright.core.errors import DataError, writing
 from modelwright.core.progress import Progress
 from modelwright.core.resources import versions
 from modelwright.data.clean import CleanReport, clean_documents
@@ -66,25 +66,37 @@ def clean_into(
     about the sources and what was not read, in words. leave_open: as in `read_documents`. Raises like
     `data.clean.clean_documents`.
     """
-    report = SourceReport()
+    report, before = SourceReport(), fingerprint(data, clean)
     with writing(work):
         work.mkdir(parents=True, exist_ok=True)
+
+    def facts() -> dict[str, Any]:
+        """What was read, as soon as all is read; a source that has changed meanwhile may be read in part."""
+        if changed := [entry[0] for entry in _differing(before, fingerprint(data, clean))]:
+            raise DataError(f"{changed[0]}: has changed while it was read; run the same command when it is complete")
+        return {"report": report.facts(), "summary": report.summary()}
+
     documents = _quarantining(read_documents(data, report=report, leave_open=leave_open), report, work / QUARANTINE)
-    cleaned, facts = clean_documents(
+    cleaned, read = clean_documents(
         documents,
         clean,
         out,
         progress,
         work=work,
         key=key,
-        facts=lambda: {"report": report.facts(), "summary": report.summary()},
+        facts=facts,
         read_trusted=read_trusted,
     )
     with writing(out):
         shutil.copyfile(work / QUARANTINE, out / QUARANTINE)
-        write_atomic(out / SOURCES, json.dumps(facts["report"], indent=1, ensure_ascii=False))
+        write_atomic(out / SOURCES, json.dumps(read["report"], indent=1, ensure_ascii=False))
         shutil.rmtree(work, ignore_errors=True)
-    return cleaned, facts["report"], [redact_text(line) for line in facts["summary"]]
+    return cleaned, read["report"], [redact_text(line) for line in read["summary"]]
+
+
+def _differing(before: list[list[str | int | float]], after: list[list[str | int | float]]) -> list[list[Any]]:
+    """The entries of either fingerprint that the other lacks."""
+    return [entry for entry in [*after, *before] if entry not in before or entry not in after]
 
 
 def read_trusted(sources: tuple[str, ...], most: int) -> list[Document]:
