@@ -123,14 +123,33 @@ def test_limits_from_quantiles_and_from_the_user() -> None:
     rng = np.random.default_rng(0)
     features = np.abs(rng.normal(10, 1, (1000, len(FEATURES)))).astype(np.float32)
     features[:, FEATURES.index("num_words")] = 100
+    fractions = [number for number, name in enumerate(FEATURES) if name.endswith("fraction")]
+    features[:, fractions] /= 100
+    features[:, FEATURES.index("char_entropy")] /= 2
     config = QualityConfig(thresholds="auto", limits={"prose.max_symbol_fraction": 3.0})
     limits = limits_by_kind(config, {"prose": features})["prose"]
     middle, high = np.quantile(features[:, FEATURES.index("digit_fraction")], [0.5, 0.99])
     assert limits["max_digit_fraction"] == pytest.approx(high + 0.5 * (high - middle), rel=1e-5)
     assert limits["max_symbol_fraction"] == 3.0
     assert limits["min_num_chars"] == 20, "lengths keep their limits"
+    assert limits["max_digit_fraction"] < 0.5, "the fixed limit"
     dropped = sum(violates.mean() for violates, _, feature, _ in judge(features, limits) if feature == "char_entropy")
     assert dropped < 0.01
+
+
+def test_automatic_limits_only_tighten_and_can_be_violated() -> None:
+    """On a dirty corpus the quantiles lie beyond what a feature can be."""
+    features = np.random.default_rng(0).uniform(0, 1, (1000, len(FEATURES))).astype(np.float32)
+    features[:, FEATURES.index("num_words")] = 100
+    fixed = limits_by_kind(QualityConfig(), {})["prose"]
+    limits = limits_by_kind(QualityConfig(thresholds="auto"), {"prose": features})["prose"]
+    for name, value in limits.items():
+        if name in fixed:
+            assert value <= fixed[name] if name.startswith("max_") else value >= fixed[name], name
+        if name.endswith("_fraction"):
+            assert 0 < value < 1, name
+    assert limits["max_duplicate_line_fraction"] == fixed["max_duplicate_line_fraction"] == 0.3
+    assert limits["min_compression_ratio"] == fixed["min_compression_ratio"] == 0.1
 
 
 def test_languages() -> None:

@@ -122,9 +122,7 @@ class Stop(Exception):
         ("decide", "00001.raw.zst"), ("decide", "00000.measured.json"), ("write", "00001.drops.json"),
     ],
 )  # fmt: skip
-def test_a_flipped_byte_costs_one_shard(
-    stage: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flipped_byte_costs_one_shard(stage: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, silent = CleanConfig(shard_documents=50), SilentProgress()
     arguments = {"work": tmp_path / "work", "key": "x"}
     clean_documents(iter(documents(150)), config, tmp_path / "whole", silent)
@@ -140,7 +138,9 @@ def test_a_flipped_byte_costs_one_shard(
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    untouched = {other: other.stat().st_mtime_ns for other in path.parent.glob("*.docs.zst") if other.name[:5] != name[:5]}
+    untouched = {
+        other: other.stat().st_mtime_ns for other in path.parent.glob("*.docs.zst") if other.name[:5] != name[:5]
+    }
     seen: list[dict[Path, int]] = []
 
     def before_joining(*args: object) -> None:

@@ -55,7 +55,7 @@ class CleanReport:
     """`kept[kind][split]` and `dropped[step][reason]`, each `{"documents": n, "bytes": UTF-8 bytes}`; `replaced`:
     values of each kind that the stage privacy replaced; `limits`: of the stage quality, by kind of document;
     `remedies`: options that keep what this stage dropped, by reason;
-    `noise`: how the classifier was trained, and its precision and recall on held-out samples.
+    `noise`: how the classifier was trained, and its precision and recall on documents and generators it did not see.
     """
 
     num_documents: int = 0
@@ -90,7 +90,7 @@ _REMEDIES = {
     "inside a training text": "--clean.duplicates.contained off",
     "inside another text": "--clean.duplicates.contained heldout",
     "near-duplicate": "--clean.duplicates.near false",
-    "noise": "--clean.noise.enabled false",
+    "noise": "--clean.noise.trusted []",
 }
 """The option that keeps what is dropped, by the reason, where it is not a limit of the stage quality."""
 
@@ -117,6 +117,7 @@ def clean_documents(
     facts: Callable[[], Mapping[str, Any]] = dict,
     engine: ShardEngine | None = None,
     read_trusted: ReadTrusted = lambda sources, most: [],
+    seed: int = 0,
 ) -> tuple[CleanReport, dict[str, Any]]:
     """Clean the documents and write the three files into `folder` (created if absent).
 
@@ -124,12 +125,12 @@ def clean_documents(
     documents; with the same key and settings, work that was interrupted is resumed, and documents that were all read
     before are not read again. facts: called when all documents are read; what it returned then is returned with the
     report, also after a resume. engine: where shards are processed, by default on all cores of this machine.
-    read_trusted: reads the sources of `noise.trusted`.
+    read_trusted: reads the sources of `noise.trusted`. seed: of the stage noise.
 
     Raises `DataError` if no training document is left, and `StorageError` if the disk is full.
     """
     own_work = folder / "work" if work is None else None
-    identity = {"key": key, "clean": replace(config, num_workers=0), "version": _VERSION}
+    identity = {"key": key, "clean": replace(config, num_workers=0), "seed": seed, "version": _VERSION}
     work = (work or folder / "work") / digest(identity)[:16]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +138,9 @@ def clean_documents(
             shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True, exist_ok=True)
         split = _split(documents, config, work, progress, facts)
-        run = _Run(config, work, split, engine or _local_engine(config, split["num_shards"]), progress, read_trusted)
+        run = _Run(
+            config, work, split, engine or _local_engine(config, split["num_shards"]), progress, read_trusted, seed
+        )
         run.measure()
         run.decide()
         report = run.write()
@@ -228,6 +231,7 @@ class _Run:
     engine: ShardEngine
     progress: Progress
     read_trusted: ReadTrusted
+    seed: int
 
     def measure(self) -> None:
         self._map("measure", measure_shard)
@@ -239,7 +243,7 @@ class _Run:
         if marker.exists() and all(files.facts("decided") is not None for files in all_files):
             return
         shards = [Measured.load(files) for files in all_files]
-        facts, drops = decide(shards, self.config, self.work, self.engine, self.read_trusted)
+        facts, drops = decide(shards, self.config, self.seed, self.work, self.engine, self.read_trusted)
         starts = np.cumsum([0, *(len(shard.features) for shard in shards)])
         for files, start, end in zip(all_files, starts[:-1], starts[1:], strict=True):
             own = [(number - int(start), *drops[number]) for number in range(start, end) if number in drops]

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from numpy.typing import NDArray
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.clean_noise import ReadTrusted, find_noise
 from modelwright.data.deduplicate import NOTHING, Corpus, ShingleStore, find_duplicates
-from modelwright.data.document import KINDS, Document, Kind
+from modelwright.data.document import KINDS, Kind
 from modelwright.data.duplicate_index import IndexedDocuments, load_index, save_index
-from modelwright.data.shard_files import ShardFiles, unpack_arrays, unpack_documents
+from modelwright.data.shard_files import ShardFiles, unpack_arrays
 from modelwright.data.steps.quality import FEATURES, LIMIT_OF, QualityConfig, judge, limits_by_kind
 from modelwright.data.workers import ShardEngine
 
@@ -55,7 +54,12 @@ Drops = dict[int, tuple[str, str, str]]
 
 
 def decide(
-    shards: Sequence[Measured], config: CleanConfig, work: Path, engine: ShardEngine, read_trusted: ReadTrusted
+    shards: Sequence[Measured],
+    config: CleanConfig,
+    seed: int,
+    work: Path,
+    engine: ShardEngine,
+    read_trusted: ReadTrusted,
 ) -> tuple[dict[str, Any], Drops]:
     """The fields `limits`, `remedies` and `noise` of the report, and all documents that the stages quality to
     duplicates drop.
@@ -74,10 +78,7 @@ def decide(
     noise: dict[str, Any] = {}
     if config.noise.enabled:
         starts = np.cumsum([0, *(len(shard.features) for shard in shards)])
-        texts = partial(_read_texts, shards, starts)
-        found, noise = find_noise(
-            features, kinds, alive, starts[:-1], config.noise, work, engine, texts, read_trusted
-        )  # fmt: skip
+        found, noise = find_noise(features, kinds, alive, starts[:-1], config.noise, seed, work, engine, read_trusted)
         drops |= found
         alive[list(found)] = False
     indexed = _indexed(config, work)
@@ -161,18 +162,6 @@ def quality_score(features: NDArray[np.float32]) -> NDArray[np.float32]:
     """How good each document is among near-duplicates [N]: the less repetition, data, digits and symbols the better."""
     bad = ("duplicate_line_fraction", "data_fraction", "digit_fraction", "symbol_fraction", "top_ngram_fraction")
     return -np.round(sum(features[:, FEATURES.index(name)] for name in bad), 2).astype(np.float32)
-
-
-def _read_texts(shards: Sequence[Measured], starts: NDArray[np.int64], numbers: Sequence[int]) -> list[Document]:
-    """The documents with these numbers, in order."""
-    result: list[Document] = []
-    shard, documents = -1, list[Document]()
-    for number in sorted(numbers):
-        owner = int(np.searchsorted(starts, number, side="right")) - 1
-        if owner != shard:
-            shard, documents = owner, unpack_documents(shards[owner].files.read("measured", "docs.zst"))
-        result.append(documents[number - int(starts[owner])])
-    return result
 
 
 def _indexed(config: CleanConfig, work: Path) -> IndexedDocuments:

@@ -18,9 +18,11 @@ from modelwright.data.clean_config import CleanConfig
 from modelwright.data.clean_folder import DROPPED, KEPT, REPORT
 from modelwright.data.find_files import locate
 from modelwright.data.sources import BUILTIN, SourceConfig, SourceReport, read_documents
-from modelwright.pipeline.cleaning import QUARANTINE, clean_into, fingerprint, read_trusted
+from modelwright.pipeline.cleaning import QUARANTINE, clean_into, fingerprint, noise_warnings, read_trusted
 
 SETTINGS = "settings.json"
+_SEED = 1
+"""The seed of a run that sets none."""
 _SAMPLE_DOCUMENTS = 5000
 _EXAMPLES_PER_REASON = 2
 _EXCERPT_CHARS = 80
@@ -40,9 +42,11 @@ def clean_sources(data: SourceConfig, clean: CleanConfig, out: str, progress: Pr
         key = digest({"data": settings["data"], "sources": fingerprint(data, clean)})
         # Splits are the business of the run that reads the result, unless the user asks for them here.
         is_open = data.validation_fraction == 0
-        cleaned, sources, unread = clean_into(data, clean, folder, folder / "work", key, progress, leave_open=is_open)
+        cleaned, sources, unread = clean_into(
+            data, clean, folder, folder / "work", key, progress, seed=_SEED, leave_open=is_open
+        )
         write_atomic(folder / SETTINGS, json.dumps(settings, indent=1))
-    lines = [*unread, *_funnel(cleaned)]
+    lines = [*unread, *_funnel(cleaned), *noise_warnings(cleaned)]
     if sources["skipped"]:
         lines.append(f"skipped records are listed in {folder / QUARANTINE}")
     lines.append(describe_drops(cleaned))
@@ -58,7 +62,7 @@ def try_cleaning(data: SourceConfig, clean: CleanConfig, progress: Progress) -> 
     with tempfile.TemporaryDirectory() as name:
         folder, problem = Path(name), ""
         try:
-            clean_documents(documents, clean, folder, progress, read_trusted=read_trusted)
+            clean_documents(documents, clean, folder, progress, read_trusted=read_trusted, seed=_SEED)
         except DataError as error:
             if not (folder / REPORT).exists():
                 raise
@@ -66,7 +70,14 @@ def try_cleaning(data: SourceConfig, clean: CleanConfig, progress: Progress) -> 
         cleaned = CleanReport(**json.loads((folder / REPORT).read_text()))
         examples = list(_examples(folder))
     about = f"trial on {cleaned.num_documents:,} documents from the beginning of every file; nothing is written"
-    lines = [about, *report.summary(), *_funnel(cleaned), *examples, problem or describe_drops(cleaned)]
+    lines = [
+        about,
+        *report.summary(),
+        *_funnel(cleaned),
+        *noise_warnings(cleaned),
+        *examples,
+        problem or describe_drops(cleaned),
+    ]
     if clean.duplicates.near:
         lines.append("a whole corpus has more duplicates than a sample of it")
     return lines

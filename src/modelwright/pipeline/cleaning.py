@@ -19,6 +19,7 @@ from modelwright.core.progress import Progress
 from modelwright.core.resources import versions
 from modelwright.data.clean import CleanReport, clean_documents
 from modelwright.data.clean_config import CleanConfig
+from modelwright.data.clean_noise import low_recall
 from modelwright.data.document import Document
 from modelwright.data.find_files import locate
 from modelwright.data.sources import BUILTIN, SourceConfig, SourceReport, read_documents
@@ -32,11 +33,11 @@ def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int |
     and the trusted text and model of the stage noise. Raises `DataError` for a missing source.
     """
     result: list[list[str | int | float]] = []
-    sources = (*data.sources, *(clean.noise.trusted if clean.noise.enabled else ()))
+    sources = (*data.sources, *clean.noise.trusted)
     if BUILTIN in sources:
         libraries = versions("torch", "numpy")
         result.append([BUILTIN, sys.version, *libraries.values()])
-    folders = [Path(clean.noise.model)] if clean.noise.enabled and clean.noise.model else []
+    folders = [Path(clean.noise.model)] if clean.noise.model else []
     single = [Path(data.schema)] if data.schema else []
     for path in [*single, *(path for folder in folders for path in sorted(folder.glob("*")))]:
         if path.is_file():
@@ -58,13 +59,14 @@ def clean_into(
     key: str,
     progress: Progress,
     *,
+    seed: int,
     leave_open: bool = False,
 ) -> tuple[CleanReport, dict[str, Any], list[str]]:
     """Read the sources and clean them into `out`.
 
     work: folder for what is unfinished, which the next call with the same key resumes. Returns the report, the facts
-    about the sources and what was not read, in words. leave_open: as in `read_documents`. Raises like
-    `data.clean.clean_documents`.
+    about the sources and what was not read, in words. seed: of the stage noise. leave_open: as in `read_documents`.
+    Raises like `data.clean.clean_documents`.
     """
     report, before = SourceReport(), fingerprint(data, clean)
     with writing(work):
@@ -86,12 +88,21 @@ def clean_into(
         key=key,
         facts=facts,
         read_trusted=read_trusted,
+        seed=seed,
     )
     with writing(out):
         shutil.copyfile(work / QUARANTINE, out / QUARANTINE)
         write_atomic(out / SOURCES, json.dumps(read["report"], indent=1, ensure_ascii=False))
         shutil.rmtree(work, ignore_errors=True)
     return cleaned, read["report"], [redact_text(line) for line in read["summary"]]
+
+
+def noise_warnings(report: CleanReport) -> list[str]:
+    """What a reader of the result must know about the classifier of the stage noise."""
+    names = low_recall(report.noise)
+    if not names:
+        return []
+    return [f"the noise classifier hardly finds junk such as {', '.join(names)}, from which it did not learn"]
 
 
 def _differing(before: list[list[str | int | float]], after: list[list[str | int | float]]) -> list[list[Any]]:

@@ -35,6 +35,8 @@ _TOP = {
     "clean.repetition.max_duplicate_line_fraction": "clean.quality.limits (max_duplicate_line_fraction)",
     "clean.repetition.max_duplicate_line_fraction_code": "clean.quality.limits (code.max_duplicate_line_fraction)",
     "clean.repetition": "clean.quality.limits",
+    "clean.noise.enabled": "clean.noise.trusted (naming trusted text switches the stage on)",
+    "clean.noise.min_precision": _CONSTANT,
     "clean.duplicates.check_contained": "clean.duplicates.contained (true is all, false is off)",
     "pack.overlong": "pack.long_documents (cut is split)",
     "pack.shard_bytes": _CONSTANT,

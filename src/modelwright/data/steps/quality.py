@@ -113,8 +113,8 @@ class QualityConfig:
     """Limits on features of a text, for each kind of document."""
 
     thresholds: Literal["fixed", "auto"] = "fixed"
-    """`auto` derives limits from the corpus: the 1% and 99% quantiles of each feature by kind, widened by half their
-    distance from the median."""
+    """`auto` tightens the limits by the corpus: to the 1% and 99% quantiles of each feature by kind, widened by half
+    their distance from the median."""
     auto_tail: float = constant(0.01)
     """Tail of the distribution that `thresholds: auto` starts from."""
     limits: dict[str, float] = field(default_factory=dict)
@@ -190,7 +190,7 @@ def limits_by_kind(config: QualityConfig, features: Mapping[Kind, NDArray[np.flo
     for kind, defaults in DEFAULT_LIMITS.items():
         limits = dict(defaults)
         if config.thresholds == "auto" and len(features.get(kind, ())):
-            limits |= _quantile_limits(features[kind], config.auto_tail)
+            limits |= _tighter(limits, _quantile_limits(features[kind], config.auto_tail))
         limits |= {name: value for name, value in config.limits.items() if "." not in name}
         limits |= {name[len(kind) + 1 :]: v for name, v in config.limits.items() if name.startswith(f"{kind}.")}
         result[kind] = limits
@@ -241,6 +241,19 @@ def is_data_line(line: str) -> bool:
     rest, num_literals = _LITERAL.subn("", code)
     letters = sum(map(str.isalpha, rest))
     return num_literals > 0 and letters < 0.25 * len(code.strip())
+
+
+def _tighter(fixed: Limits, automatic: Limits) -> dict[str, float]:
+    """The automatic limits, none of them wider than the fixed one, without those that no document can violate."""
+    result: dict[str, float] = {}
+    for name, value in automatic.items():
+        is_max = name.startswith("max_")
+        bound = fixed.get(name, value)
+        value = min(value, bound) if is_max else max(value, bound)
+        can_bite = value < 1 or not name.endswith("_fraction") if is_max else value > 0
+        if can_bite:
+            result[name] = value
+    return result
 
 
 def _quantile_limits(features: NDArray[np.float32], tail: float) -> dict[str, float]:
