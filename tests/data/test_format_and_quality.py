@@ -84,6 +84,7 @@ JUNK = {
     "table of data": "\n".join(f"{i}, 0x{i:04x}, '{i}'" for i in range(30)),
     "low entropy": "a" * 200 + " " + "a b " * 60,
     "no stop words": " ".join(f"keyword{i} brand{i} price{i}" for i in range(40)),
+    "cut off": "The council met on Tuesday and discussed the new rules of the library, which most of th...",
     "long words": " ".join(f"abcdefghijklmnopqrstuvwxyz{i}" for i in range(60)),
 }
 
@@ -101,6 +102,9 @@ def test_ordinary_text_stays() -> None:
         "委员会在周二开会，讨论图书馆的新规定。大多数成员同意阅览室应该开放到晚上九点，而且逾期还书的罚款太高了。" * 1
     )
     assert reasons(chinese) == []
+    with_commands = "用 ls -l --color=auto /usr/share/doc/manpages 列出目录里的文件，再用 grep -rn pattern . 查找。" * 6
+    assert "no stop words" not in reasons(with_commands)
+    assert reasons("Wait for it ... and then read more of the same book, said the teacher of the class.") == []
 
 
 def test_features_by_their_definition() -> None:

@@ -165,7 +165,9 @@ def test_what_is_saved_is_what_scikit_learn_has_fitted(tmp_path: Path) -> None:
     texts = [good(number) for number in range(100)]
     texts += [TRAINING_CORRUPTIONS["gibberish"](text, random.Random(0)) for text in texts]
     labels = np.arange(200) >= 100
-    LinearClassifier.fit(texts, labels, np.arange(200) % 100).save(tmp_path / "model")
+    classifier, unseen = LinearClassifier.fit(texts, labels, np.arange(200) % 100)
+    classifier.save(tmp_path / "model")
+    assert unseen[labels].mean() > 0.9 > 0.1 > unseen[~labels].mean()
     p = LinearClassifier.load(tmp_path / "model").probabilities(texts)
     assert p[labels].min() > 0.9 > 0.1 > p[~labels].max()
     assert LinearClassifier.load(tmp_path / "model").probabilities([]).shape == (0,)

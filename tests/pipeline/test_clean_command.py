@@ -212,7 +212,7 @@ def test_every_file_that_decides_is_in_the_fingerprint(source: Path, tmp_path: P
     for path in files:
         path.write_text("{}")
     data = SourceConfig(sources=(str(source),), schema=str(schema))
-    clean = CleanConfig(noise=NoiseConfig(enabled=True, trusted=(str(trusted),), model=str(model)))
+    clean = CleanConfig(noise=NoiseConfig(trusted=(str(trusted),), model=str(model)))
     before = fingerprint(data, clean)
     for path in files:
         path.write_text('{"changed": 1}')

@@ -46,7 +46,7 @@ from modelwright.data.workers import InProcess, LocalProcesses, ShardEngine
 STAGES = ("format", "quality", "noise", "duplicates", "privacy")
 _SHARD_CHARS = 8_000_000
 _FEWEST_SHARDS_FOR_PROCESSES = 4
-_VERSION = 1
+_VERSION = 2
 """Raised when the same documents and settings give another result."""
 
 

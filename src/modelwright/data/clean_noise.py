@@ -30,8 +30,8 @@ FEWEST_SAMPLES = 200
 _FEWEST_WORDS = 30
 """Shorter documents are not judged."""
 _NUM_WORDS = FEATURES.index("num_words")
-_SETS = ("train", "calibration", "test")
-_SHARES = (0.7, 0.15, 0.15)
+_SETS = ("train", "test")
+_SHARES = (0.8, 0.2)
 _SURELY_TRUSTED = 0.1
 """Documents with a lower probability of noise are never read by the second model."""
 _LOW_RECALL = 0.1
@@ -129,16 +129,17 @@ def train_cascade(
         raise DataError(f"{text}; give at least {FEWEST_SAMPLES}, or empty clean.noise.trusted")
     samples = _samples(texts, seed)
     is_noise = samples.names != ""
-    train, calibration, test = (np.flatnonzero(samples.sets == number) for number in range(len(_SETS)))
-    classifier = LinearClassifier.fit([samples.texts[i] for i in train], is_noise[train], samples.groups[train])
+    train, test = (np.flatnonzero(samples.sets == number) for number in range(len(_SETS)))
+    classifier, unseen = LinearClassifier.fit([samples.texts[i] for i in train], is_noise[train], samples.groups[train])
     classifier.save(work / _CLASSIFIER)
     forms = KnownForms.of([samples.texts[i] for i in train if not is_noise[i]])
-    p = classifier.probabilities(samples.texts)
-    threshold = threshold_for(p[calibration], is_noise[calibration], config.min_precision, config.assumed_share)
+    threshold = threshold_for(unseen, is_noise[train], config.min_precision, config.assumed_share)
+    p = np.empty(len(samples.texts))
+    p[train], p[test] = unseen, classifier.probabilities([samples.texts[i] for i in test])
     cascade = Cascade(forms=forms, threshold=threshold)
     by_model = np.zeros(len(p))
     if config.model:
-        cascade, by_model = _with_model(cascade, samples, p, calibration, test, config)
+        cascade, by_model = _with_model(cascade, samples, p, train, test, config)
     dropped = np.array([forms.includes(samples.texts[i]) for i in test])
     dropped &= (p[test] >= cascade.threshold) | (
         cascade.is_uncertain(p[test]) & (by_model[test] >= cascade.model_threshold)
@@ -193,7 +194,7 @@ def _samples(trusted: Sequence[str], seed: int) -> _Samples:
 
 
 def _with_model(
-    cascade: Cascade, samples: _Samples, p: NDArray[np.float64], calibration: NDArray[np.int64],
+    cascade: Cascade, samples: _Samples, p: NDArray[np.float64], train: NDArray[np.int64],
     test: NDArray[np.int64], config: NoiseConfig,
 ) -> tuple[Cascade, NDArray[np.float64]]:  # fmt: skip
     """The cascade with the second model, calibrated (Platt scaling) on uncertain samples or on all if these are few,
@@ -205,9 +206,9 @@ def _with_model(
 
     model = NoiseModel(config.model, config.model_noise_label)
     is_noise = samples.names != ""
-    chosen = calibration[cascade.is_uncertain(p[calibration])]
+    chosen = train[cascade.is_uncertain(p[train])]
     if min(is_noise[chosen].sum(), (~is_noise[chosen]).sum()) < FEWEST_SAMPLES // 10:
-        chosen = calibration
+        chosen = train[: 10 * FEWEST_SAMPLES]
     scores = model.scores([samples.texts[i] for i in chosen])
     platt: Any = LogisticRegression(C=1e6).fit(scores[:, None], is_noise[chosen])
     slope, offset = float(platt.coef_[0, 0]), float(platt.intercept_[0])

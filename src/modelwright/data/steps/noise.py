@@ -111,29 +111,33 @@ class LinearClassifier:
     offset: float
 
     @classmethod
-    def fit(cls, texts: Sequence[str], labels: NDArray[np.bool_], groups: NDArray[np.int64]) -> "LinearClassifier":
-        """Fit and calibrate by cross-validation. labels [N]: whether noise; groups [N]: texts of one group are in one
-        fold. Deterministic.
+    def fit(
+        cls, texts: Sequence[str], labels: NDArray[np.bool_], groups: NDArray[np.int64]
+    ) -> tuple["LinearClassifier", NDArray[np.float64]]:
+        """Fit and calibrate by cross-validation; returns P(noise) of each text by a classifier that has not seen it,
+        too [N]. labels [N]: whether noise; groups [N]: texts of one group are in one fold. Deterministic.
         """
         from sklearn.calibration import CalibratedClassifierCV
         from sklearn.linear_model import LogisticRegression
-        from sklearn.model_selection import GroupKFold
+        from sklearn.model_selection import GroupKFold, cross_val_predict
 
         inputs = _ngrams(texts)
         folds = list(GroupKFold(_FOLDS).split(inputs, labels, groups))
-        logistic = LogisticRegression(C=10.0, solver="liblinear", random_state=0)
-        fitted: Any = CalibratedClassifierCV(logistic, method="sigmoid", cv=folds, ensemble=False).fit(inputs, labels)
-        (calibrated,) = fitted.calibrated_classifiers_
-        (sigmoid,) = calibrated.calibrators
-        linear = calibrated.estimator
-        weights = linear.coef_[0].astype(np.float32)
-        return cls(weights, float(linear.intercept_[0]), -float(sigmoid.a_), -float(sigmoid.b_))
+        linear = LogisticRegression(C=10.0, solver="liblinear", random_state=0)
+        calibrated: Any = CalibratedClassifierCV(linear, method="sigmoid", cv=folds, ensemble=False)  # pyright: ignore[reportArgumentType]
+        (calibrated,) = calibrated.fit(inputs, labels).calibrated_classifiers_
+        (sigmoid,), fitted = calibrated.calibrators, calibrated.estimator
+        weights = fitted.coef_[0].astype(np.float32)
+        result = cls(weights, float(fitted.intercept_[0]), -float(sigmoid.a_), -float(sigmoid.b_))
+        unseen = cross_val_predict(linear, inputs, labels, cv=folds, method="decision_function")
+        return result, logistic(result.slope * unseen + result.offset)
 
     def probabilities(self, texts: Sequence[str]) -> NDArray[np.float64]:
         """P(noise) of each text [N]."""
         if not len(texts):
             return np.empty(0)
-        return logistic(self.slope * (_ngrams(texts) @ self.weights + self.bias) + self.offset)
+        scores: NDArray[np.float64] = _ngrams(texts) @ self.weights + self.bias
+        return logistic(self.slope * scores + self.offset)
 
     def save(self, path: Path) -> None:
         scalars = np.array([self.bias, self.slope, self.offset])
@@ -171,7 +175,8 @@ def _ngrams(texts: Sequence[str]) -> Any:
     from scipy.sparse import hstack
     from sklearn.feature_extraction.text import HashingVectorizer
 
-    words = HashingVectorizer(n_features=_BUCKETS, ngram_range=(1, 2), token_pattern=r"\w+|[^\w\s]", dtype=np.float32)
-    chars = HashingVectorizer(n_features=_BUCKETS, analyzer="char_wb", ngram_range=(1, 4), dtype=np.float32)
+    single: Any = np.float32
+    words = HashingVectorizer(n_features=_BUCKETS, ngram_range=(1, 2), token_pattern=r"\w+|[^\w\s]", dtype=single)
+    chars = HashingVectorizer(n_features=_BUCKETS, analyzer="char_wb", ngram_range=(1, 4), dtype=single)
     heads = [text[:_HEAD_CHARS] for text in texts]
     return hstack([words.transform(heads), chars.transform(heads)], format="csr")

@@ -45,7 +45,9 @@ _STOP_WORDS = frozenset(
     for word in words.split()
 )
 """The most frequent words of English, German, French, Spanish, Italian, Portuguese and Dutch."""
+_CUT_OFF = re.compile(r"\w\s*(?:\.\.\.|\u2026|\.{0,3}\s*\[?(?:read|show) more\W*)$", re.IGNORECASE)
 _LATIN = re.compile(r"[A-Za-zÀ-ɏ]")
+_UNSPACED = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af]")
 _ASCII = [chr(code) for code in range(128)]
 _ASCII_DIGITS = [code for code, char in enumerate(_ASCII) if _DIGIT.match(char)]
 _ASCII_SYMBOLS = [code for code, char in enumerate(_ASCII) if _SYMBOL.match(char)]
@@ -59,12 +61,13 @@ _HEAD_CHARS = 200_000
 FEATURES = (
     "num_chars", "num_words", "mean_word_chars", "char_entropy", "word_entropy", "digit_fraction", "symbol_fraction",
     "duplicate_line_fraction", "data_fraction", "top_ngram_fraction", "compression_ratio", "stop_word_fraction",
+    "ellipsis_fraction",
 )  # fmt: skip
 """num_chars: of the text without its title, for pairs of the answers; num_words: of the whole text. Entropies in bits.
 duplicate_line_fraction, data_fraction: of characters, in lines that occurred before and in lines of data, 0 below
 `min_lines` lines. top_ngram_fraction: largest fraction of characters that one 2- to 4-gram of words covers.
 compression_ratio: compressed over uncompressed bytes (zlib). stop_word_fraction: of the words in Latin script, 1 where
-there are few."""
+there are few. ellipsis_fraction: of the lines, those that end where the text was cut off (an ellipsis, "Read more")."""
 
 _REASONS = {
     "num_chars": ("too short", "too long"), "num_words": ("too few words", "too many words"),
@@ -76,6 +79,7 @@ _REASONS = {
     "top_ngram_fraction": ("few repeated phrases", "repeated phrase"),
     "compression_ratio": ("repetitive", "incompressible"),
     "stop_word_fraction": ("no stop words", "many stop words"),
+    "ellipsis_fraction": ("few ellipses", "cut off"),
 }  # fmt: skip
 
 LIMIT_OF = {
@@ -93,7 +97,7 @@ DEFAULT_LIMITS: Mapping[Kind, Limits] = {
     "prose": _ANY | {
         "max_duplicate_line_fraction": 0.3, "max_top_ngram_fraction": 0.3, "max_digit_fraction": 0.5,
         "max_symbol_fraction": 0.3, "min_char_entropy": 2.0, "max_char_entropy": 8.0, "min_compression_ratio": 0.1,
-        "max_mean_word_chars": 15.0, "min_stop_word_fraction": 0.02,
+        "max_mean_word_chars": 15.0, "min_stop_word_fraction": 0.02, "max_ellipsis_fraction": 0.3,
     },
     "code": _ANY | {
         "max_duplicate_line_fraction": 0.6, "min_char_entropy": 2.0, "min_compression_ratio": 0.05,
@@ -172,6 +176,7 @@ def measure(document: Document, config: QualityConfig) -> list[float]:
         _top_ngram_share(hashes, lengths, num_chars),
         len(zlib.compress(raw, 1)) / max(1, len(raw)),
         _stop_word_share(words, text),
+        sum(_CUT_OFF.search(line) is not None for line in lines) / max(1, len(lines)),
     ]
 
 
@@ -200,7 +205,7 @@ def limits_by_kind(config: QualityConfig, features: Mapping[Kind, NDArray[np.flo
 def judge(features: NDArray[np.float32], limits: Limits) -> list[tuple[NDArray[np.bool_], str, str, float]]:
     """For each limit in order: which of the documents [N] violate it, the reason, the feature and the limit.
 
-    Documents of fewer than 50 words and 300 characters are judged by their length and lines alone.
+    Documents of fewer than 50 words and 300 characters are judged by their length, lines and end alone.
     """
     num_words, num_chars = (features[:, FEATURES.index(name)] for name in ("num_words", "num_chars"))
     is_short = (num_words < _SHORT_WORDS) & (num_chars < _SHORT_CHARS)
@@ -209,7 +214,7 @@ def judge(features: NDArray[np.float32], limits: Limits) -> list[tuple[NDArray[n
         feature, limit = name[4:], limits[name]
         values = features[:, FEATURES.index(feature)]
         violates = values < np.float32(limit) if name.startswith("min_") else values > np.float32(limit)
-        if feature not in (*_LENGTHS, "duplicate_line_fraction", "data_fraction"):
+        if feature not in (*_LENGTHS, "duplicate_line_fraction", "data_fraction", "ellipsis_fraction"):
             violates = violates & ~is_short
         result.append((violates, _REASONS[feature][name.startswith("max_")], feature, limit))
     return result
@@ -305,6 +310,7 @@ def _top_ngram_share(hashes: NDArray[np.uint64], lengths: NDArray[np.int64], num
 
 
 def _stop_word_share(words: Sequence[str], text: str) -> float:
-    if not words or len(_LATIN.findall(text[:1000])) < 0.5 * min(len(text), 1000):
-        return 1.0
+    head = text[:1000]
+    if not words or len(_LATIN.findall(head)) < 0.5 * len(head) or len(_UNSPACED.findall(head)) > 0.05 * len(head):
+        return 1.0  # in Chinese and Japanese a few characters say as much as a line of the commands between them
     return sum(word in _STOP_WORDS for word in words) / len(words)
