@@ -6,7 +6,7 @@
 Good text: sources and docstrings of the standard library, manual pages by language from `--man` (Debian's manpages-de,
 -fr, -es, -ja and -zh), chats, tables and short texts. Bad text has generators of its own, not those from which the
 noise classifier learns; it is made of the good English text of the same half. Limits may be tuned on the half
-`development` only. The column "noise" has the stage noise as well, with the good text of the other half as trusted text.
+`development` only. The last column has the stage noise as well, with the good text of the other half as trusted text.
 """
 
 import argparse

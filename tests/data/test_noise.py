@@ -210,8 +210,8 @@ def test_a_model_of_hugging_face_reads_the_uncertain_ones(tmp_path: Path, monkey
         return scores(self, texts)
 
     monkeypatch.setattr(NoiseModel, "scores", counted)
-    junk = TRAINING_CORRUPTIONS["gibberish"](good(1)[:150], random.Random(0))
-    mixed = [document(f"{good(number)} {junk[: number % 150]}", f"m{number}") for number in range(500, 650)]
+    junk = TRAINING_CORRUPTIONS["gibberish"](" ".join(map(good, range(3))), random.Random(0))
+    mixed = [document(f"{good(number)} {junk[: 6 * (number % 150)]}", f"m{number}") for number in range(500, 650)]
     report = clean(tmp_path / "out", [*corpus(200, 40), *mixed], model=str(folder), model_noise_label="junk")
     assert 0 < report.noise["uncertain"] < 0.5 * report.noise["judged"], "it reads the uncertain ones alone"
     assert sum(read[2:]) == report.noise["uncertain"], "after calibration and test"
