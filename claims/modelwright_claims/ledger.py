@@ -36,6 +36,7 @@ from modelwright_claims import (
     warmup_cosine,
     zero_memory,
 )
+from modelwright_claims.age import ages
 from modelwright_claims.claim import Claim, Setting
 from modelwright_claims.page import render
 from modelwright_claims.results import (
@@ -145,4 +146,5 @@ def rejudge(
 def write_page(results: Path, page: Path) -> None:
     """Renew the claims page from the result files."""
     page.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(page, render(CLAIMS, read_results(results)))
+    records = read_results(results)
+    write_atomic(page, render(CLAIMS, records, ages(CLAIMS, records)))

@@ -1,6 +1,6 @@
 """Several "hosts" on one Linux machine: network namespaces joined by veth links of chosen speed.
 
-    python -m modelwright_claims.netns --check     build small networks and measure that they do what they say
+    python -m modelwright_claims.netns_check       build small networks and measure that they do what they say
     python -m modelwright_claims.netns --clean     remove what a crashed program left behind
 
     with Network(star(4, mbit=100)) as net:
@@ -467,7 +467,6 @@ def free_port(net: Network, host: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Hosts on one machine, for tests and benchmarks of the network.")
-    parser.add_argument("--check", action="store_true", help="build networks and measure them")
     parser.add_argument("--clean", action="store_true", help="remove what crashed programs left behind")
     parser.add_argument("--watch", metavar="TAG", help=argparse.SUPPRESS)
     parser.add_argument("--delay", nargs=5, help=argparse.SUPPRESS)
@@ -482,10 +481,6 @@ def main() -> int:
         return 2
     elif options.clean:
         print("\n".join(clean()))
-    elif options.check:
-        from modelwright_claims.netns_check import check
-
-        return 0 if check() else 1
     return 0
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from modelwright_claims.netns import Network, namespaces, racks, star
+from modelwright_claims.netns import Network, missing, namespaces, racks, star
 
 SINK = """
 import socket, time
@@ -127,3 +127,15 @@ def check() -> bool:
         expect("reached over the restored link", reaches(net, "h0", "h3"), 1, 1)
     expect("namespaces left behind", len([name for name in namespaces() if str(os.getpid()) in name]), 0, 0)
     return all(results)
+
+
+def main() -> int:
+    """Exit code 0 if every figure is as it should be, 1 if not, 2 if networks cannot be built here."""
+    if reason := missing():
+        print(f"cannot build networks: {reason}", file=sys.stderr)
+        return 2
+    return 0 if check() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from modelwright_claims.age import Age, Ages
 from modelwright_claims.claim import Claim
 from modelwright_claims.results import (
     FIGURES,
@@ -29,17 +31,22 @@ A target is fixed before measuring; where a comparison was changed after a first
 - ***Met then*, *short then*.** The claim had another statement, comparison or target when this was measured, and the
   verdict is on that one. Samples that miss the present target make a record *short* even so.
 - **Marks.** *High load*: more processes than there are cores wanted to compute in the minute before. *Uncommitted
-  changes*: the sources differed from the commit that is named.
+  changes*: the sources differed from the commit that is named. *Commits old*: those between the measurement and the
+  writing of this page. *Code changed since*: files that the measurement runs differ now; each record names them.
 """
+_FILES_SHOWN = 4
 
 
-def render(claims: Sequence[Claim], records: Sequence[Mapping[str, Any]]) -> str:
-    """The page as Markdown: a summary table, then a section per claim with every machine's figures."""
+def render(claims: Sequence[Claim], records: Sequence[Mapping[str, Any]], ages: Ages = MappingProxyType({})) -> str:
+    """The page as Markdown: a summary table, then a section per claim with every machine's figures.
+
+    ages: of those records whose age is known.
+    """
     lines = [HEADER, "| claim | published | measured | on | verdict |", "| --- | --- | --- | --- | --- |"]
     for claim in claims:
-        lines += [_summary(claim, record) for record in _of(claim, records)] or [_unmeasured(claim)]
+        lines += [_summary(claim, record, _age(record, ages)) for record in _of(claim, records)] or [_unmeasured(claim)]
     for claim in claims:
-        lines += ["", *_section(claim, _of(claim, records))]
+        lines += ["", *_section(claim, _of(claim, records), ages)]
     return "\n".join(lines) + "\n"
 
 
@@ -68,7 +75,11 @@ def _of(claim: Claim, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
     return [record for record in records if record["name"] == claim.name]
 
 
-def _summary(claim: Claim, record: Mapping[str, Any]) -> str:
+def _age(record: Mapping[str, Any], ages: Ages) -> Age | None:
+    return ages.get((record["name"], record["commit"]))
+
+
+def _summary(claim: Claim, record: Mapping[str, Any], age: Age | None) -> str:
     figures = all_figures(record)
     names = [name for name in claim.headline if name in figures] or list(record[FIGURES] or figures)[:3]
     measured = "; ".join(f"{name} {show(_without_bounds(figures[name]))}" for name in names)
@@ -76,13 +87,28 @@ def _summary(claim: Claim, record: Mapping[str, Any]) -> str:
     on = _machine(record["machine"])
     kind = shown_kind(claim, record)
     verdict = f"**{kind}**" if answers_present_claim(claim, record) else f"*{kind}*"
-    verdict += "".join(f"; {mark}" for mark in _marks(record))
+    verdict += "".join(f"; {mark}" for mark in _marks(record, age))
     return f"| [{claim.name}](#{claim.name}) | {claim.published} | {measured}{quick} | {on} | {verdict} |"
 
 
-def _marks(record: Mapping[str, Any]) -> list[str]:
-    """What casts doubt on the circumstances of a measurement."""
-    return ["high load"] * is_loaded(record) + ["uncommitted changes"] * is_dirty(record)
+def _marks(record: Mapping[str, Any], age: Age | None) -> list[str]:
+    """What casts doubt on the circumstances of a measurement, and how old it is."""
+    marks = ["high load"] * is_loaded(record) + ["uncommitted changes"] * is_dirty(record)
+    if age:
+        marks += [f"{age.num_commits} commits old", *_changes(age)]
+    return marks
+
+
+def _changes(age: Age) -> list[str]:
+    return [f"code changed since ({len(age.changed)} of {age.num_files} files)"] if age.changed else []
+
+
+def _age_words(age: Age | None) -> str:
+    if age is None:
+        return ""
+    rest = len(age.changed) - _FILES_SHOWN
+    files = ", ".join(age.changed[:_FILES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    return f", {age.num_commits} commits old" + (f" (**code changed since**: {files})" if files else "")
 
 
 def _without_bounds(figure: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,7 +119,7 @@ def _unmeasured(claim: Claim) -> str:
     return f"| [{claim.name}](#{claim.name}) | {claim.published} | not measured yet | | |"
 
 
-def _section(claim: Claim, records: Sequence[Mapping[str, Any]]) -> list[str]:
+def _section(claim: Claim, records: Sequence[Mapping[str, Any]], ages: Ages) -> list[str]:
     lines = [
         f"## {claim.name}",
         "",
@@ -105,11 +131,11 @@ def _section(claim: Claim, records: Sequence[Mapping[str, Any]]) -> list[str]:
         f"- Target: {claim.target}",
     ]
     for record in records:
-        lines += ["", *_measurement(claim, record)]
+        lines += ["", *_measurement(claim, record, _age(record, ages))]
     return lines
 
 
-def _measurement(claim: Claim, record: Mapping[str, Any]) -> list[str]:
+def _measurement(claim: Claim, record: Mapping[str, Any], age: Age | None) -> list[str]:
     conditions = "; ".join(f"{key} {value}" for key, value in record["conditions"].items())
     earlier = [
         f"- {what}, when this was measured: {record[text]}"
@@ -127,18 +153,19 @@ def _measurement(claim: Claim, record: Mapping[str, Any]) -> list[str]:
         *[f"| {key} | {show(figure)} |" for key, figure in record[FIGURES].items()],
         *[f"| {key} (as computed when measured) | {show(of)} |" for key, of in lost.items()],
         "",
-        f"{_circumstances(record)} {conditions}",
+        f"{_circumstances(record, age)} {conditions}",
     ]
 
 
-def _circumstances(record: Mapping[str, Any]) -> str:
+def _circumstances(record: Mapping[str, Any], age: Age | None) -> str:
     depth = "quick measurement" if record["quick"] else "measured"
     load = record["load_at_start"][0] if record.get("load_at_start") else "unknown"
     judging = record.get("judged")
     return (
         f"{_machine(record['machine'])}; {record['threads']} thread(s); torch {record['versions'].get('torch', '?')}; "
         f"load {load} at the start on {record['machine']['cores']} cores{' (**high**)' if is_loaded(record) else ''}; "
-        f"commit {record['commit'] or 'unknown'}{' (**uncommitted changes**)' if is_dirty(record) else ''}; "
+        f"commit {record['commit'] or 'unknown'}{' (**uncommitted changes**)' if is_dirty(record) else ''}"
+        f"{_age_words(age)}; "
         f"{depth} on {record['date']} in {record['wall_s']:.0f} s"
         + (f"; judged on {judging['date']} by commit {judging['commit'] or 'unknown'}." if judging else ".")
     )

@@ -1,8 +1,10 @@
 """The README's own commands, run as they stand with the small recipe in place of the demo's."""
 
+import json
 import re
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from modelwright.cli.overrides import read_overrides
-from modelwright.cli.run import _read
+from modelwright.cli.run import _read, parser
+from modelwright.data.conversations import RECORD_TYPES
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.run import check_request
 from modelwright.recipes.load import load
@@ -126,3 +129,28 @@ def test_every_file_that_is_named_exists():
 def test_the_tree_names_every_package():
     packages = {path.parent.name for path in (ROOT / "src/modelwright").glob("*/__init__.py")}
     assert {name for name in packages if f"{name}/" not in README} == set()
+
+
+def test_all_forms_of_pairs_are_described_wherever_they_are_listed():
+    numbers = dict(enumerate(["Zero", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine"]))
+    assert f"{numbers[len(RECORD_TYPES)]} forms of pairs are read" in README
+    data = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    table = data.partition("| form | record |")[2].partition("\n\n")[0]
+    assert table.count("\n| ") - 1 == len(RECORD_TYPES)  # the line below the header
+    for text in (README, parser().format_help(), table):
+        assert all(field in text for fields in RECORD_TYPES.values() for field in fields)
+
+
+def test_what_to_do_with_a_run_follows_ones_own_text_and_expectations_come_first():
+    headings = re.findall("^## (.*)$", README, flags=re.MULTILINE)
+    assert headings[:2] == ["Your own text", "What to do with a run"]
+    assert "do not expect it\nto answer questions" in README.partition("## ")[0]
+
+
+def test_bf16_is_compared_with_the_faster_fp32_that_was_measured():
+    record = ROOT / "benchmarks/results/adaptive_precision-amd-epyc-2c-avx512.json"
+    samples = json.loads(record.read_text(encoding="utf-8"))["samples"]
+    arms = (samples[f"tokens per second, {arm}"] for arm in ("all BF16", "fp32 by oneDNN"))
+    ratio = statistics.mean(fast / slow for fast, slow in zip(*arms, strict=True))
+    assert f"| BF16 | {ratio:.2f} times the speed of the faster FP32" in README
+    assert "has not been measured" not in README

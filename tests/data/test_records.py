@@ -85,3 +85,17 @@ def test_bad_schemas(tmp_path: Path, content: str | None, problem: str) -> None:
         schema.write_text(content)
     with pytest.raises(ConfigError, match=f"schema: .*schema.json: ({problem})"):
         read(tmp_path, {"text": "some text"}, schema=str(schema))
+
+
+def test_a_content_may_be_a_list_of_text_parts(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two", "image_url": None}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "A"}]}]
+    (document,), _ = read(tmp_path, {"messages": turns})
+    assert document.text == "one\ntwo\n\nA"
+
+
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, "text", None])
+def test_other_parts_are_refused_with_file_and_line(tmp_path: Path, part: object) -> None:
+    turns = [{"role": "user", "content": [part]}, GOOD]
+    with pytest.raises(DataError, match=r"r\.jsonl:1: .*turn 1 of messages has a part that is not text"):
+        read(tmp_path, {"messages": turns})

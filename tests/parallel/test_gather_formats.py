@@ -142,8 +142,9 @@ def test_narrow_gathers_train_to_the_same_bits(runs, name):
     narrow, wide = (runs(one)["weights"] for one in (name, f"{name}-wide"))
     assert narrow.keys() == wide.keys()
     for key, weight in narrow.items():
-        # ZeRO-1 sums over ranks and microbatches; for norms, which go with the root, in another order.
-        rounding = 2e-7 if name == "optimizer" and "norm" in key else 0.0
+        # ZeRO-1 sums over ranks and microbatches; for norms, which go with the root, in another order. From the second
+        # step on their last bits reach the embedding's FP32 gradient, too; products of BF16 factors absorb them.
+        rounding = 2e-7 if name == "optimizer" and ("norm" in key or "embedding" in key) else 0.0
         torch.testing.assert_close(weight, wide[key], rtol=0.0, atol=rounding)
     assert all(weight.dtype == torch.float32 for weight in narrow.values())
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,7 +144,7 @@ def test_a_flipped_byte_costs_one_shard(stage: str, name: str, tmp_path: Path, m
     }
     seen: list[dict[Path, int]] = []
 
-    def before_joining(*args: object) -> None:
+    def before_joining(*args: Any) -> None:
         seen.append({other: other.stat().st_mtime_ns for other in untouched})
         join(*args)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.core.rundir import RunDir
-from modelwright.pipeline.report.blocks import Chart, Samples, Section, Table
+from modelwright.pipeline.report.blocks import Chart, Note, Samples, Section, Table
 from modelwright.pipeline.report.format import percent
 from modelwright.pipeline.report.results import evaluation_section, int8_section, serving_section
 from modelwright.pipeline.report.run_data import RunData, StageData
@@ -99,7 +99,9 @@ def served(tmp_path: Path, streamed: str) -> Section:
 
 
 def test_reference_answers_are_called_so_whatever_the_data(tmp_path: Path) -> None:
-    samples = served(tmp_path, "7").blocks[0]
+    hint, samples = served(tmp_path, "7").blocks[:2]
+    assert isinstance(hint, Note)
+    assert "it has learned what answers look like, not facts" in hint.text
     assert isinstance(samples, Samples)
     plain, with_reference = (item.detail for item in samples.items)
     assert plain == "4 tokens in 0.25 s (stop)"

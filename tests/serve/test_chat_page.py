@@ -144,3 +144,46 @@ def test_a_server_that_shuts_down_is_shown(slow_server, browser):
         sync_api.expect(page.locator("#state")).to_have_class("down")
         server.stop_soon(at_once=True)
     page.close()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_settings_cover_nothing_and_close_when_a_question_is_asked(server: ServerThread, browser, width: int):
+    page = new_page(browser, viewport={"width": width, "height": 844})
+    page.goto(server.url)
+    sync_api.expect(page.locator("#about")).to_contain_text("million parameters: it has learned what answers look like")
+    page.fill("#question", "the quick")
+    page.click("#settings")
+    panel = page.locator("#panel").bounding_box()
+    conversation = page.locator("#scroll").bounding_box()
+    assert panel["y"] + panel["height"] <= conversation["y"]
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.fill("#max_tokens", "3")
+    page.locator("#question").focus()
+    page.keyboard.press("Enter")
+    sync_api.expect(page.locator("#panel")).to_be_hidden()
+    sync_api.expect(page.locator(".note")).to_contain_text("cut at the limit")
+    page.close()
+
+
+def test_a_wrong_setting_is_marked_and_nothing_is_sent(server: ServerThread, browser):
+    page = new_page(browser, viewport={"width": 390, "height": 844})
+    page.goto(server.url)
+    sync_api.expect(page.locator("#model")).to_have_text("tiny")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url) if request.method == "POST" else None)
+    page.click("#settings")
+    page.fill("#temperature", "9")
+    sync_api.expect(page.locator("#temperature + small")).not_to_be_empty()
+    assert page.locator("#temperature").get_attribute("aria-invalid") == "true"
+    page.fill("#question", "the quick")
+    page.keyboard.press("Enter")
+    sync_api.expect(page.locator("#panel")).to_be_visible()
+    sync_api.expect(page.locator("#temperature")).to_be_focused()
+    assert page.locator("#question").input_value() == "the quick"
+    assert asked == []
+    page.keyboard.press("Escape")
+    page.fill("#temperature", "0.75")
+    sync_api.expect(page.locator("#temperature + small")).to_be_empty()
+    page.keyboard.press("Escape")
+    sync_api.expect(page.locator("#panel")).to_be_hidden()
+    page.close()

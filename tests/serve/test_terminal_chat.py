@@ -34,7 +34,10 @@ def small_engine(server: ServerThread) -> Engine:
 def test_chat_answers_and_leaves(model_folder: Path):
     written: list[str] = []
     chat(
-        model_folder, read=script("what does this do?", "", "/new", "the dog", "/exit", "unread"), write=written.append
+        model_folder,
+        SamplingParams(),
+        read=script("what does this do?", "", "/new", "the dog", "/exit", "unread"),
+        write=written.append,
     )
     text = "".join(written)
     assert text.startswith(HELP)
@@ -42,12 +45,12 @@ def test_chat_answers_and_leaves(model_folder: Path):
 
 
 def test_chat_ends_with_the_input(model_folder: Path):
-    chat(model_folder, read=script(), write=lambda text: None)
+    chat(model_folder, SamplingParams(), read=script(), write=lambda text: None)
 
 
 def test_missing_folder_is_named(tmp_path: Path):
     with pytest.raises(ModelError, match="no such model folder"):
-        chat(tmp_path / "absent", read=script(), write=lambda text: None)
+        chat(tmp_path / "absent", SamplingParams(), read=script(), write=lambda text: None)
 
 
 def test_old_turns_are_forgotten_when_the_context_is_full(server: ServerThread):

@@ -57,7 +57,7 @@ def clean(words: Sequence[str]) -> int:
     if not options.sources:
         raise ConfigError("clean: name at least one source: modelwright clean SOURCE ... --out DIR")
     base = {"data": {"sources": options.sources, "validation_fraction": 0.0}}
-    config = parse(CleanCommandConfig, merge(base, read_overrides(CleanCommandConfig, settings)))
+    config = parse(CleanCommandConfig, merge(base, read_overrides(CleanCommandConfig, settings, _FLAGS)))
     from modelwright.pipeline.clean_command import clean_sources, try_cleaning
 
     display = choose_display(sys.stderr)

@@ -95,7 +95,7 @@ def serve(words: Sequence[str]) -> int:
     result = find_model(_run_or_folder(parsed.target), stage=parsed.stage, int8=parsed.int8)
     if parsed.exit_with_parent:
         leave_with_parent()
-    settings = parse(ServeConfig, merge(dump(result.server), read_overrides(ServeConfig, rest)))
+    settings = parse(ServeConfig, merge(dump(result.server), read_overrides(ServeConfig, rest, own_names)))
     _remark(result.remark)
     number = run_server(
         result.source, settings, model_name=parsed.served_model_name or result.source.name, announce=_say
@@ -108,21 +108,28 @@ def chat_parser() -> argparse.ArgumentParser:
     parser.add_argument("target", metavar="RUN|MODEL_FOLDER", help="a run directory, its name, or a model folder")
     parser.add_argument("--stage", default="", help=STAGE_HELP)
     parser.add_argument("--int8", action="store_true", help="take the run's INT8 model")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0 always takes the likeliest token")
-    parser.add_argument("--top-p", type=float, default=0.95, help="sample from the likeliest tokens of this weight")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 (the likeliest token) to 2; default: 0.7")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        help="sample from the likeliest tokens of this weight, at most 1; default: 0.95",
+    )
     return parser
 
 
 def chat(words: Sequence[str]) -> int:
     """`modelwright chat`"""
     options = chat_parser().parse_args(words)
+    from modelwright.infer.sequence import SamplingParams
     from modelwright.pipeline.models import find_model
     from modelwright.serve.terminal import chat as talk
 
+    params = SamplingParams(temperature=options.temperature, top_p=options.top_p)
     result = find_model(_run_or_folder(options.target), stage=options.stage, int8=options.int8)
     _remark(result.remark)
     _say(f"Model: {result.source.describe()}")
-    talk(result.source.folder, temperature=options.temperature, top_p=options.top_p)
+    talk(result.source.folder, params)
     return 0
 
 

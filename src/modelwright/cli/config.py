@@ -1,13 +1,13 @@
 """`modelwright config` and `modelwright explain`: a run's settings and what they mean."""
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from modelwright.cli.overrides import read_overrides, split_words
 from modelwright.cli.parsers import new_parser
 from modelwright.core.errors import ConfigError
+from modelwright.core.suggest import nearest
 
 if TYPE_CHECKING:  # PyTorch takes seconds to load
     from modelwright.core.config_docs import Setting
@@ -81,8 +81,9 @@ def explain(words: Sequence[str]) -> int:
     result = result or [one for one in known if f".{key}." in f".{one.key}."]
     if not result:
         tails = {one.key.rpartition(".")[2]: one.key for one in reversed(known)}
-        near = difflib.get_close_matches(key.rpartition(".")[2], tails, n=3, cutoff=0.0)
-        raise ConfigError(f"{key}: unknown setting; did you mean {', '.join(tails[name] for name in near)}?")
+        near = nearest(key.rpartition(".")[2], tails)
+        hint = f"; did you mean {tails[near]}?" if near else " (modelwright config RECIPE lists them)"
+        raise ConfigError(f"{key}: unknown setting{hint}")
     print("\n\n".join("\n".join(described(one)) for one in result))
     return 0
 

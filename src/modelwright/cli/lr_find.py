@@ -40,7 +40,7 @@ def lr_find(words: Sequence[str]) -> int:
     from modelwright.recipes.load import load
 
     test = RangeConfig(min_lr=options.min_lr, max_lr=options.max_lr, num_steps=options.steps)
-    request = load(options.target, read_overrides(RunConfig, settings), options.run_dir)
+    request = load(options.target, read_overrides(RunConfig, settings, _FLAGS), options.run_dir)
     folder = Path(options.out) if options.out else request.run.path.with_name(f"{request.run.path.name}-lr-find")
     if folder.resolve() == request.run.path.resolve():
         raise ConfigError(

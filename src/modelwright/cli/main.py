@@ -4,7 +4,6 @@ Exit codes: 0 done, 1 a bug (with traceback), 2 a user's or the machine's error,
 130 Ctrl-C, 143 SIGTERM.
 """
 
-import difflib
 import errno
 import os
 import signal
@@ -17,6 +16,7 @@ from modelwright.cli import clean, commands, completion, config, lr_find, plan, 
 from modelwright.cli.launch import EXIT_REPORT_DIR, GOES_ON, write_exit_report
 from modelwright.cli.stopping import StopSignals
 from modelwright.core.errors import ModelwrightError
+from modelwright.core.suggest import did_you_mean
 
 _ABOUT_PATHS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP
@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] in _RENAMED:
         return _complain(f"{words[0]}: is now called {_RENAMED[words[0]]}")
     if words[0] not in COMMANDS:
-        near = difflib.get_close_matches(words[0], COMMANDS, n=1, cutoff=0.0)
-        return _complain(f"{words[0]}: unknown command; did you mean {near[0]!r}? (modelwright --help lists them)")
+        hint = did_you_mean(words[0], COMMANDS)
+        return _complain(f"{words[0]}: unknown command{hint} (modelwright --help lists them)")
     return _guarded(words[0], COMMANDS[words[0]][0], words[1:], is_last=argv is None)
 
 

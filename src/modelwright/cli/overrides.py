@@ -5,7 +5,6 @@ else is read as YAML reads it.
 """
 
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,10 @@ from typing import Any, Protocol
 
 from modelwright.core.config import is_constant, parse_scalar, set_dotted
 from modelwright.core.errors import ConfigError
+from modelwright.core.suggest import nearest
+
+OPTION_SIMILARITY = 0.85
+"""Options are short words, so a name must resemble one more closely than a setting."""
 
 
 @typing.runtime_checkable
@@ -56,20 +59,22 @@ def split_settings(
     return leading, spelled, [option for option in options if option[0] not in own]
 
 
-def read_overrides(config: type, options: Sequence[tuple[str, list[str]]]) -> dict[str, Any]:
-    """The mapping that the options describe, for the dataclass `config`. An option without a value means `true`. Raises
-    `ConfigError` for a setting that does not exist and names the nearest one.
+def read_overrides(config: type, options: Sequence[tuple[str, list[str]]], own: Sequence[str] = ()) -> dict[str, Any]:
+    """The mapping that the options describe, for the dataclass `config`. An option without a value means `true`.
+
+    own: options of the command itself. Raises `ConfigError` for a setting that does not exist; it names the nearest
+    setting or option, if one is near.
     """
     data: dict[str, Any] = {}
     for dotted, words in options:
         dotted = dotted.replace("-", "_")
-        hint = field_type(config, dotted)
+        hint = field_type(config, dotted, own)
         set_dotted(data, dotted, _value(hint, words, dotted), maxsplit=_num_groups(config, dotted))
     return data
 
 
-def field_type(config: type, dotted: str) -> Any:
-    """The type hint of the field at a dotted path. Raises `ConfigError` and names the nearest known path."""
+def field_type(config: type, dotted: str, own: Sequence[str] = ()) -> Any:
+    """The type hint of the field at a dotted path. Raises `ConfigError` as `read_overrides` does."""
     hint: Any = config
     for name in dotted.split(".", _num_groups(config, dotted)):
         hints = _hints(hint)
@@ -80,7 +85,8 @@ def field_type(config: type, dotted: str) -> Any:
         elif issubclass(config, HasRenamed) and (renamed := config.renamed(dotted)):
             raise ConfigError(f"--{dotted}: {renamed}")
         else:
-            raise ConfigError(f"--{dotted}: unknown setting; did you mean --{_nearest(config, dotted)}?{_known(hint)}")
+            near = _nearest(config, dotted, own)
+            raise ConfigError(f"--{dotted}: unknown setting{near and f'; did you mean --{near}?'}{_known(hint)}")
     return hint
 
 
@@ -118,16 +124,16 @@ def _known(group: Any) -> str:
     return f" (known there: {', '.join(typing.get_type_hints(group))})" if dataclasses.is_dataclass(group) else ""
 
 
-def _nearest(config: type, dotted: str) -> str:
+def _nearest(config: type, dotted: str, own: Sequence[str]) -> str:
+    """The option, or the setting, in the same group if that exists, that a name most resembles; "" for none."""
+    if option := nearest(dotted.replace("_", "-"), own, similarity=OPTION_SIMILARITY):
+        return option
     known = list(all_paths(config))
-    group = dotted.rpartition(".")[0] + "."
-    known = [path for path in known if path.startswith(group)] or known
-    by_last: dict[str, str] = {path.rpartition(".")[2]: path for path in reversed(known)}
-    near = difflib.get_close_matches(dotted, known, n=1, cutoff=0.75)
-    if not near:
-        last = difflib.get_close_matches(dotted.rpartition(".")[2], list(by_last), n=1, cutoff=0.75)
-        near = [by_last[name] for name in last] or difflib.get_close_matches(dotted, known, n=1, cutoff=0.0)
-    return near[0]
+    group, _, last = dotted.rpartition(".")
+    siblings = [path for path in known if path.startswith(f"{group}.")]
+    by_last: dict[str, str] = {path.rpartition(".")[2]: path for path in reversed(siblings or known)}
+    # names in one group resemble each other for the group's name alone
+    return ("" if siblings else nearest(dotted, known)) or by_last.get(nearest(last, by_last), "")
 
 
 def _value(hint: Any, words: Sequence[str], dotted: str) -> Any:

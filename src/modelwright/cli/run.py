@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
             "  the last two also .gz or .zst. A record is a text (--data.text_field, default: text) or a question\n"
             "  with its answer, on which the stage sft trains. Such a pair has one of these forms (docs/data.md):\n"
             "    question + answer               instruction (+ input) + output      prompt + completion\n"
-            '    messages [{"role", "content"}]  conversations [{"from", "value"}]\n'
+            '    messages [{"role", "content"}]  conversations [{"from", "value"}]   (prompt +) chosen + rejected\n'
             "\n"
             "several processes:\n"
             "    modelwright run quickstart --nproc 2                              each takes half of every batch\n"
@@ -141,7 +141,7 @@ def _run(words: Sequence[str], line: Sequence[str], hosts: Any) -> int:
     if not 0 <= options.minutes < math.inf:
         raise ConfigError(f"--minutes: must be above 0, got {options.minutes:g}")
     only = _stages(options.stages)
-    request = load(options.target, read_overrides(RunConfig, settings), options.run_dir, only)
+    request = load(options.target, read_overrides(RunConfig, settings, _FLAGS), options.run_dir, only)
     if options.dry_run or not is_started():
         start = hosts or _local(options.nproc)
         num_processes = start.processes * start.min_hosts

@@ -6,7 +6,6 @@ from its fields.
 """
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
@@ -22,6 +21,7 @@ import yaml
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import ConfigError
 from modelwright.core.quantities import parse_quantity
+from modelwright.core.suggest import did_you_mean
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -194,8 +194,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _unknown_key(path: str, key: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    return f"{path}: unknown setting; did you mean {near[0]!r}? (known here: {', '.join(known)})"
+    return f"{path}: unknown setting{did_you_mean(key, known)} (known here: {', '.join(known)})"
 
 
 def _convert(hint: Any, value: Any, path: str, constants: bool) -> Any:

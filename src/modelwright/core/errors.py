@@ -62,5 +62,7 @@ def writing(path: Path | str) -> Generator[None]:
         if error.errno == errno.ENOSPC:
             raise StorageError(f"{path}: the disk is full; free some space and run the same command again") from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT):
-            raise StorageError(f"{path}: cannot be written ({error.strerror}); choose another --run-dir") from error
+            raise StorageError(
+                f"{path}: cannot be written ({error.strerror}); make it writable or write elsewhere"
+            ) from error
         raise

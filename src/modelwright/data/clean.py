@@ -53,7 +53,8 @@ _VERSION = 2
 @dataclass(kw_only=True)
 class CleanReport:
     """`kept[kind][split]` and `dropped[step][reason]`, each `{"documents": n, "bytes": UTF-8 bytes}`; `replaced`:
-    values of each kind that the stage privacy replaced; `limits`: of the stage quality, by kind of document;
+    values of each kind that the stage privacy replaced; `failed_validators`: how often each of its validators raised
+    an exception, so that the value stayed; `limits`: of the stage quality, by kind of document;
     `remedies`: options that keep what this stage dropped, by reason;
     `noise`: how the classifier was trained, and its precision and recall on documents and generators it did not see.
     """
@@ -63,6 +64,7 @@ class CleanReport:
     kept: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     dropped: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     replaced: dict[str, int] = field(default_factory=dict)
+    failed_validators: dict[str, int] = field(default_factory=dict)
     limits: dict[str, dict[str, float]] = field(default_factory=dict)
     remedies: dict[str, str] = field(default_factory=dict)
     noise: dict[str, Any] = field(default_factory=dict)
@@ -263,7 +265,8 @@ class _Run:
                     total = getattr(report, name).setdefault(first, {}).setdefault(second, {"documents": 0, "bytes": 0})
                     for unit in total:
                         total[unit] += entry[unit]
-            report.replaced = dict(Counter(report.replaced) + Counter(facts["replaced"]))
+            for name in ("replaced", "failed_validators"):
+                setattr(report, name, dict(Counter(getattr(report, name)) + Counter(facts[name])))
         report.dropped = {step: report.dropped[step] for step in STAGES if step in report.dropped}
         return report
 

@@ -83,7 +83,12 @@ def write_shard(item: _Item) -> tuple[int, int, dict[str, Any]]:
                 counts.add("kept", document.kind, document.split, document.text)
         write_file(files.path("kept.zst"), pack_lines(kept))
         write_file(files.path("dropped.zst"), pack_lines(lines))
-        facts = {**counts.facts(), "replaced": replaced, "documents": len(documents)}
+        facts = {
+            **counts.facts(),
+            "replaced": replaced,
+            "failed_validators": privacy.failures,
+            "documents": len(documents),
+        }
         files.finish("written", ["kept.zst", "dropped.zst"], facts)
     return number, facts["documents"], facts
 

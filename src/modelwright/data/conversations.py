@@ -149,9 +149,19 @@ def _read_turn(name: str, number: int, turn: Any) -> Message:
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"turn {number} of {name} has the role {role!r}, not one of {', '.join(ROLES)}")
     text = _first(turn, "content", "value")
+    if isinstance(text, list):
+        text = "\n".join(_part_text(f"turn {number} of {name}", part) for part in text)
     if not isinstance(text, str):
         raise ValueError(f"turn {number} of {name} has no text in its content")
     return _turn(ROLES[role], text)
+
+
+def _part_text(where: str, part: Any) -> str:
+    """The text of one part of a content that is a list of parts, as in OpenAI's API."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise ValueError(f"{where} has a part that is not text (type {kind!r}); only text can be learned")
+    return part["text"]
 
 
 def _first(turn: Mapping[str, Any], *names: str) -> Any:

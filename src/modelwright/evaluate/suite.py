@@ -100,6 +100,13 @@ def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     write_atomic(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
+LOSSY = (
+    "the tokenizer does not keep the text (decoding its ids gives another one), so bits per byte are too low to be "
+    "compared with other models or with the baselines"
+)
+"""What follows if `is_lossless` is false."""
+
+
 def is_lossless(tokenizer: Tokenizer, texts: Sequence[str]) -> bool:
     """Whether decoding restores every text; if not, bits per byte flatter the model."""
     return all(tokenizer.decode(tokenizer.encode(text)) == text for text in texts)

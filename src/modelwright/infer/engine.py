@@ -88,6 +88,7 @@ class Engine:
         self.config = config
         self.max_seq_len = model.config.max_seq_len
         self.vocab_size = model.config.vocab_size
+        self.num_parameters = model.config.num_parameters
         num_blocks = config.kv_cache_tokens // config.block_size
         fewest = math.ceil(self.max_seq_len / config.block_size)
         if num_blocks < fewest:

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from modelwright.core.errors import ConfigError
 from modelwright.core.seeds import derive_seed
 
+MAX_TEMPERATURE = 2.0
+"""As in OpenAI's API; above it the tokens are close to random."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -31,8 +34,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens: must be at least 1, got {self.max_tokens}")
-        if not 0 <= self.temperature <= 100:
-            raise ConfigError(f"temperature: must be between 0 (greedy) and 100, got {self.temperature}")
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:
+            raise ConfigError(
+                f"temperature: must be between 0 (greedy) and {MAX_TEMPERATURE:g}, got {self.temperature}"
+            )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p: must be above 0 and at most 1, got {self.top_p}")
         if self.top_k < 0 or self.num_logprobs < 0:

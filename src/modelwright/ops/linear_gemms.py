@@ -71,7 +71,9 @@ class _Multiply(torch.autograd.Function):
         x_NI = x.flatten(0, -2)
         ctx.save_for_backward(weight_OI, *products.pack(x_NI))
         ctx.products, ctx.shape, ctx.dtype = products, x.shape, x.dtype
-        return products.forward(x_NI, weight_OI).unflatten(0, x.shape[:-1])
+        y_NO = products.forward(x_NI, weight_OI)
+        # As `F.linear` does it: no view to autograd, or FSDP2 warns that its hook may be lost by an operation in place.
+        return torch.ops.aten._unsafe_view(y_NO, [*x.shape[:-1], y_NO.shape[-1]])
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -19,6 +19,7 @@ from modelwright.core.busy import OtherProcesses
 from modelwright.core.errors import ConfigError
 from modelwright.core.progress import Progress
 from modelwright.core.resources import hardware, num_usable_cores
+from modelwright.core.suggest import hub_hint
 from modelwright.model.config import ModelConfig
 from modelwright.ops.lowp_emulation import is_emulated
 from modelwright.ops.microbenchmark import in_turn, undisturbed
@@ -84,6 +85,11 @@ def resolve_model(config: RunConfig) -> RunConfig:
     from modelwright.model.hf import load_config
 
     folder = Path(config.init_from).expanduser().resolve()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"init_from: {config.init_from} is not a folder; give the path of a model folder in the Hugging Face "
+            f"layout{hub_hint(config.init_from)}"
+        )
     config = replace(config, model=load_config(folder), init_from=str(folder))
     config.check_context()
     return config

@@ -40,14 +40,11 @@ class AdaptiveConfig:
     """Weight of damage against saved time in the bandit's reward."""
 
     def __post_init__(self) -> None:
-        if self.decide_every_steps < 2:
+        assert self.measure_steps >= 1
+        if self.decide_every_steps <= self.measure_steps:
             raise ConfigError(
-                f"decide_every_steps: must be at least 2 (one step is measured), got {self.decide_every_steps}"
-            )
-        if not 1 <= self.measure_steps < self.decide_every_steps:
-            raise ConfigError(
-                f"measure_steps: must be at least 1 and below decide_every_steps "
-                f"({self.decide_every_steps}), got {self.measure_steps}"
+                f"decide_every_steps: must be at least {self.measure_steps + 1}, because the last {self.measure_steps} "
+                f"steps before each decision are measured; got {self.decide_every_steps}"
             )
         if self.min_speedup < 1:
             raise ConfigError(f"min_speedup: must be at least 1, got {self.min_speedup}; 1.1 requires a tenth")

@@ -1,6 +1,5 @@
 """From what the user names (a recipe, a YAML file, a run directory) to the configuration of a run."""
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 from modelwright.core.config import dump, load_yaml, merge, parse
 from modelwright.core.errors import ConfigError
 from modelwright.core.rundir import RunDir
+from modelwright.core.suggest import hub_hint, nearest
 from modelwright.pipeline.config import STAGES, TRAININGS, RunConfig
 from modelwright.pipeline.renamed import check_renamed, read_run_config
 from modelwright.pipeline.run import previous_config
@@ -77,7 +77,7 @@ def find_run(word: str) -> RunDir:
     for path in (Path(word), RUNS / word):
         if os.path.isfile(path / "run.json"):
             return RunDir(path)
-    raise ConfigError(f"{word}: is not a run directory (no run.json in it or in {RUNS / word})")
+    raise ConfigError(f"{word}: is not a run directory (no run.json in it or in {RUNS / word}){hub_hint(word)}")
 
 
 def _base(target: str) -> tuple[dict[str, Any], Path | None, str]:
@@ -90,10 +90,9 @@ def _base(target: str) -> tuple[dict[str, Any], Path | None, str]:
         return read_run_config(path / "config.yaml"), path, str(path)
     if path.suffix in (".yaml", ".yml"):
         return _from_file(path), None, str(path)
-    near = difflib.get_close_matches(target, RECIPES, n=1, cutoff=0.0)[0]
-    raise ConfigError(
-        f"{target}: is neither a recipe, nor a .yaml file, nor a run directory; did you mean the recipe {near!r}?"
-    )
+    near = nearest(target, RECIPES)
+    hint = f"; did you mean the recipe {near!r}?" if near else f" (recipes: {', '.join(RECIPES)})"
+    raise ConfigError(f"{target}: is neither a recipe, nor a .yaml file, nor a run directory{hub_hint(target) or hint}")
 
 
 def _from_file(path: Path) -> dict[str, Any]:

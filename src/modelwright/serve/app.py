@@ -6,7 +6,7 @@ import importlib.resources
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -14,12 +14,13 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from modelwright.serve import chat, completions
 from modelwright.serve.config import ServeConfig
 from modelwright.serve.errors import ApiError, error_body, shutting_down
+from modelwright.serve.expectation import expectation
 from modelwright.serve.generation import Generation, start
 from modelwright.serve.limits import Limits
 from modelwright.serve.load import ModelSource
@@ -140,7 +141,9 @@ async def _model(request: Request) -> Response:
 
 
 def _describe(service: Service) -> dict[str, Any]:
-    """An entry of /v1/models; `root` (as vLLM has it), `stage` and `digest` say which model it is."""
+    """An entry of /v1/models; `root` (as vLLM has it), `stage` and `digest` say which model it is, `description`
+    what to expect of it.
+    """
     source = service.source
     origin = {"root": str(source.folder), "stage": source.stage, "digest": source.digest} if source else {}
     return origin | {
@@ -149,6 +152,7 @@ def _describe(service: Service) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "modelwright",
         "max_model_len": service.worker.engine.max_seq_len,
+        "description": expectation(service.worker.engine.num_parameters),
     }
 
 
@@ -342,9 +346,19 @@ async def _api_error(request: Request, error: ApiError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    reasons = {404: "There is nothing at this address.", 405: f"Method {request.method} is not allowed here."}
+    allowed = (error.headers or {}).get("Allow", "")
+    reasons = {
+        404: f"There is nothing at {request.url.path[:80]}. This server has {_addresses(request.app.routes)}.",
+        405: f"Method {request.method} is not allowed here; use {allowed}.",
+    }
     message = reasons.get(error.status_code, str(error.detail))
     return JSONResponse(error_body(error.status_code, message), status_code=error.status_code, headers=error.headers)
+
+
+def _addresses(routes: Sequence[BaseRoute]) -> str:
+    """`GET /health, POST /v1/completions, ...`"""
+    known = [(route, methods) for route in routes if isinstance(route, Route) and (methods := route.methods)]
+    return ", ".join(f"{min(methods - {'HEAD'})} {route.path.replace(':path', '')}" for route, methods in known)
 
 
 async def _bug(request: Request, error: Exception) -> Response:

@@ -21,7 +21,9 @@ class ServeConfig:
     max_completions: int = 16
     """Most completions of one request (`n` times the number of prompts)."""
     max_body_bytes: int = 4_000_000
-    """Larger request bodies are refused with 413."""
+    """Larger request bodies are refused with 413. The model's context lowers the limit: a chat request may have 16,384
+    bytes and 16 per token of the context (24,576 at 512 tokens); a completion request has 4 more per token for each
+    further prompt that `max_completions` allows (55,296 at 512 tokens and 16 prompts)."""
     drain_timeout_s: float = 30.0
     """Seconds that running answers get to finish on SIGTERM."""
     api_key_env: str = ""
@@ -30,6 +32,10 @@ class ServeConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     body_timeout_s: float = constant(30.0)
     """Seconds in which a request body must arrive."""
+    header_timeout_s: float = constant(10.0)
+    """Seconds in which a request's headers must arrive, from the opening of the connection or the last answer on."""
+    send_timeout_s: float = constant(30.0)
+    """Seconds that a client may leave unread what was sent to it."""
     int8: Int8WeightsConfig = field(default_factory=Int8WeightsConfig)
 
     def __post_init__(self) -> None:

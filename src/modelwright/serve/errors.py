@@ -1,5 +1,6 @@
 """Errors in the form that OpenAI clients understand."""
 
+import json
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -41,3 +42,15 @@ def queue_full(retry_after_s: int) -> ApiError:
 def shutting_down(message: str, retry_after_s: int) -> ApiError:
     """503 with Retry-After."""
     return ApiError(503, message, code="overloaded", headers={"Retry-After": str(retry_after_s)})
+
+
+def busy_response(retry_after_s: int) -> bytes:
+    """503 with Retry-After as a whole HTTP response, for a connection that is closed before its request is read."""
+    body = json.dumps(
+        error_body(503, "The server has no free connection; try again later.", code="overloaded")
+    ).encode()
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        f"Retry-After: {retry_after_s}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body

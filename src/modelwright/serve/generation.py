@@ -108,7 +108,7 @@ def start(
     stream = worker.submit(jobs)
     num_prompt_tokens = sum(len(prompt) for prompt in prompts)
     worker.metrics.prompt_tokens.inc(num_prompt_tokens)
-    answers = [Answer(IncrementalDetokenizer(codec.stream(), request.stop_texts)) for _ in jobs]
+    answers = [Answer(IncrementalDetokenizer(codec.stream(), request.stop)) for _ in jobs]
     answer_id = f"{kind}-{secrets.token_hex(12)}"
     return Generation(request, model, answer_id, codec, num_prompt_tokens, answers, stream)
 

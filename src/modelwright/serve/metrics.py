@@ -19,6 +19,13 @@ class Metrics:
         self.requests = Counter(
             "modelwright_http_requests", "Finished HTTP requests", ["route", "method", "status"], registry=registry
         )
+        self.connections = Gauge("modelwright_connections", "Open connections", registry=registry)
+        self.closed_connections = Counter(
+            "modelwright_closed_connections",
+            "Connections closed by the server (header_timeout, send_timeout, replaced, refused)",
+            ["reason"],
+            registry=registry,
+        )
         self.answers = Counter(
             "modelwright_generations",
             "Finished answers by reason (stop, length, aborted, error)",

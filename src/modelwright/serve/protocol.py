@@ -4,17 +4,89 @@ features that this server lacks are rejected with the field's name instead of be
 
 import json
 from abc import abstractmethod
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from modelwright.infer.sequence import MAX_TEMPERATURE
 from modelwright.serve.errors import ApiError
 from modelwright.serve.limits import Limits
 
 R = TypeVar("R", bound="GenerationRequest")
 
+SHOWN_CHARACTERS = 80
+"""What a message repeats of a client's own words at most."""
+
+
+def _unsupported(*neutral: Any) -> AfterValidator:
+    """Accepts the values that ask for nothing, `neutral` and empty ones, and refuses all others."""
+
+    def check(value: Any) -> None:
+        if value and value not in neutral:
+            raise ValueError("is not supported by this server; remove it")
+
+    return AfterValidator(check)
+
+
+def _content_text(content: Any) -> str | None:
+    """The text of a message; text in parts is joined by line breaks."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError("must be a text or a list of text parts")
+    return "\n".join(_part_text(part) for part in cast(list[Any], content))
+
+
+def _part_text(part: Any) -> str:
+    kind = cast(Mapping[str, Any], part).get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind != "text":
+        raise ValueError(f"parts of type {_short(kind)!r} are not supported by this server, which reads text only")
+    if kind != "text" or set(part) != {"type", "text"} or not isinstance(part["text"], str):
+        raise ValueError('each part must be {"type": "text", "text": "..."}')
+    return part["text"]
+
+
+def _prompt(prompt: Any) -> Any:
+    """A text, a list of texts, of token ids, or of lists of token ids, as it came."""
+    entries = cast(list[Any], prompt) if isinstance(prompt, list) else [""]
+    is_known = isinstance(prompt, (str, list)) and (
+        all(isinstance(entry, str) for entry in entries)
+        or _are_ids(entries)
+        or all(isinstance(entry, list) and _are_ids(cast(list[Any], entry)) for entry in entries)
+    )
+    if not is_known:
+        raise ValueError("must be a text, a list of texts, a list of token ids, or a list of lists of token ids")
+    return prompt
+
+
+def _are_ids(entries: list[Any]) -> bool:
+    return all(isinstance(entry, int) and not isinstance(entry, bool) for entry in entries)
+
+
+def _stop_texts(stop: Any) -> tuple[str, ...]:
+    texts = [stop] if isinstance(stop, str) else cast(list[Any], stop or [])
+    is_known = isinstance(texts, list) and len(texts) <= 16
+    if not is_known or not all(isinstance(text, str) and 0 < len(text) <= 1000 for text in texts):
+        raise ValueError("give at most 16 stop strings of 1 to 1000 characters")
+    return tuple(texts)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Ids = Annotated[list[int], Field(fail_fast=True)]
+Unsupported = Annotated[Any, _unsupported()]
 
 
 class Strict(BaseModel):
@@ -26,22 +98,17 @@ class StreamOptions(Strict):
     include_obfuscation: bool = False
 
 
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
-
-
 class Message(Strict):
-    """One turn. Content in parts must be text; it is joined by line breaks. An assistant's turn may have none."""
+    """One turn. An assistant's turn may have no content."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: Annotated[str | None, BeforeValidator(_content_text)] = None
     name: str | None = None
-    refusal: None = None
-    audio: None = None
+    refusal: Unsupported = None
+    audio: Unsupported = None
     annotations: list[Any] | None = None
-    function_call: None = None
-    tool_calls: None = None
+    function_call: Unsupported = None
+    tool_calls: Unsupported = None
 
     @model_validator(mode="after")
     def _has_content(self) -> "Message":
@@ -51,9 +118,7 @@ class Message(Strict):
 
     def plain(self) -> dict[str, str]:
         """Role and content in the form that the chat template takes."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
 
 
 class GenerationRequest(Strict):
@@ -62,17 +127,20 @@ class GenerationRequest(Strict):
     """
 
     model: str
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] = 0
     n: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stop_texts)] = ()
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Unsupported = None
+    min_p: Unsupported = None
+    repetition_penalty: Annotated[Any, _unsupported(1)] = None
+    ignore_eos: Unsupported = None
 
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -81,28 +149,10 @@ class GenerationRequest(Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    @field_validator("stop")
-    @classmethod
-    def _few_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        texts = [stop] if isinstance(stop, str) else stop or []
-        if len(texts) > 16 or any(not 0 < len(text) <= 1000 for text in texts):
-            raise ValueError("give at most 16 stop strings of 1 to 1000 characters")
-        return stop
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _no_bias(cls, bias: dict[str, float] | None) -> None:
-        if bias:
-            raise ValueError("is not supported by this server; remove it")
-
     @classmethod
     @abstractmethod
     def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
         """Raise `ApiError` 400 if `data` has more entries or characters than the server can use."""
-
-    @property
-    def stop_texts(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def wants_usage_chunk(self) -> bool:
@@ -112,25 +162,23 @@ class GenerationRequest(Strict):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: str | Ids | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Ids], Field(fail_fast=True)]
+    prompt: Annotated[Any, BeforeValidator(_prompt)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
-    suffix: None = None
+    echo: Unsupported = None
+    best_of: Annotated[Any, _unsupported(1)] = None
+    suffix: Unsupported = None
 
     @classmethod
     def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
         limits.check_completion(data)
 
     @property
-    def prompts(self) -> list[str] | list[Ids]:
+    def prompts(self) -> list[str] | list[list[int]]:
         """One or several prompts, as text or as token ids."""
-        if isinstance(self.prompt, str):
+        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
             return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return self.prompt  # type: ignore[return-value]
+        return self.prompt
 
 
 class ChatRequest(GenerationRequest):
@@ -142,7 +190,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: dict[str, Any] | None = None
-    tools: list[Any] | None = None
+    tools: Unsupported = None
     tool_choice: Literal["none", "auto"] | None = None
     modalities: list[Literal["text"]] | None = None
     parallel_tool_calls: bool | None = None
@@ -150,12 +198,6 @@ class ChatRequest(GenerationRequest):
     @classmethod
     def check_size(cls, data: dict[str, Any], limits: Limits) -> None:
         limits.check_chat(data)
-
-    @field_validator("tools")
-    @classmethod
-    def _no_tools(cls, tools: list[Any] | None) -> None:
-        if tools:
-            raise ValueError("are not supported by this server; remove them")
 
     @field_validator("response_format")
     @classmethod
@@ -176,7 +218,7 @@ def parse_request(kind: type[R], body: bytes, limits: Limits) -> R:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        first = error.errors(include_url=False, include_context=False)[0]
         raise _refusal(first) from None
 
 
@@ -198,7 +240,7 @@ def _load(body: bytes) -> Any:
 
 def _unknown_field(kind: type[BaseModel], name: str) -> ApiError:
     known = ", ".join(sorted(kind.model_fields))
-    shown = name if len(name) <= 80 else f"{name[:80]}..."
+    shown = _short(name)
     return ApiError(400, f"Unknown field {shown!r}. Known fields: {known}.", param=shown, code="unknown_parameter")
 
 
@@ -208,5 +250,23 @@ def _refusal(problem: Any) -> ApiError:
     where = ".".join(part for part in path if part.isdigit() or part.isidentifier())
     if problem["type"] == "missing":
         return ApiError(400, f"Missing required field {where!r}.", param=name, code="missing_required_parameter")
-    message = problem["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"Invalid value for {where!r}: {message}.", param=name, code="invalid_value")
+    if problem["type"] == "extra_forbidden":
+        return ApiError(400, f"Unknown field {where!r}; remove it.", param=name, code="unknown_parameter")
+    return ApiError(400, f"Invalid value for {where!r}: {_reason(problem)}.", param=name, code="invalid_value")
+
+
+def _reason(problem: Any) -> str:
+    """What is wrong, and the value if it is a short one."""
+    value = problem["input"]
+    if problem["type"] == "value_error":
+        return problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "too_short":
+        return "must not be empty"
+    expected = "must be an object" if problem["type"] == "model_type" else problem["msg"]
+    expected = (
+        expected.replace("Input should be a valid ", "must be a ")
+        .replace("must be a integer", "must be an integer")
+        .replace("Input should be ", "must be ")
+    )
+    is_scalar = value is None or isinstance(value, (bool, int, float, str))
+    return f"{expected}, got {json.dumps(value)}" if is_scalar and len(str(value)) <= SHOWN_CHARACTERS else expected

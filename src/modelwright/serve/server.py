@@ -18,6 +18,7 @@ from modelwright.infer.engine import Engine
 from modelwright.model.decoder import Decoder
 from modelwright.serve.app import Service, build_app
 from modelwright.serve.config import ServeConfig
+from modelwright.serve.connections import ACCEPTS_PER_ROUND, ConnectionTable, connection_limits
 from modelwright.serve.errors import shutting_down
 from modelwright.serve.limits import Limits
 from modelwright.serve.load import ModelSource, load_folder
@@ -28,6 +29,7 @@ from modelwright.serve.worker import RETRY_AFTER_S, EngineWorker
 log = logging.getLogger("modelwright.serve")
 
 _CLOSE_TIMEOUT_S = 2
+_LISTEN_BACKLOG = 256
 
 
 class ServerThread:
@@ -68,6 +70,7 @@ class ServerThread:
         self._ready = threading.Event()
         self._drain = asyncio.Event()
         self._loop = asyncio.new_event_loop()
+        self._connections = ConnectionTable(connection_limits(config), config, metrics)
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def start(self) -> "ServerThread":
@@ -116,12 +119,17 @@ class ServerThread:
             server_header=False,
             lifespan="off",
             timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+            http=self._connections.open,  # type: ignore[arg-type]
+            ws="none",
+            backlog=ACCEPTS_PER_ROUND,
         )
         server = uvicorn.Server(settings)
         serving = asyncio.create_task(server.serve(sockets=[self._socket]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
+        self._socket.listen(_LISTEN_BACKLOG)  # asyncio has set it to the number that it accepts in one round
         self._ready.set()
+        watching = asyncio.create_task(self._connections.watch())
         draining = asyncio.create_task(self._drain.wait())
         await asyncio.wait({serving, draining}, return_when=asyncio.FIRST_COMPLETED)
         if not await worker.wait_idle(self.service.config.drain_timeout_s):
@@ -131,6 +139,7 @@ class ServerThread:
         server.should_exit = True
         await serving
         draining.cancel()
+        watching.cancel()
         await worker.stop()
 
     def _begin_drain(self) -> None:
@@ -194,5 +203,5 @@ def _bind(config: ServeConfig) -> socket.socket:
             f"port: cannot listen on {config.host}:{config.port} ({error.strerror}); choose another port, "
             "or 0 for a free one"
         ) from None
-    listener.listen(256)
+    listener.listen(_LISTEN_BACKLOG)
     return listener

@@ -10,6 +10,7 @@ from modelwright.compress.int8 import Int8WeightsConfig
 from modelwright.infer.engine import Engine, EngineConfig
 from modelwright.infer.sequence import SamplingParams
 from modelwright.serve.detokenizer import IncrementalDetokenizer
+from modelwright.serve.expectation import expectation
 from modelwright.serve.load import load_folder
 from modelwright.serve.tokenizer import Codec
 
@@ -69,9 +70,8 @@ def _write(text: str) -> None:
 
 def chat(
     folder: Path,
+    params: SamplingParams,
     *,
-    temperature: float = 0.7,
-    top_p: float = 0.95,
     read: Callable[[str], str] = input,
     write: Callable[[str], object] = _write,
 ) -> None:
@@ -80,9 +80,9 @@ def chat(
     """
     model, codec = load_folder(folder, Int8WeightsConfig())
     engine = Engine(model, EngineConfig(max_num_seqs=1, kv_cache_tokens=-(-model.config.max_seq_len // 16) * 16))
-    params = SamplingParams(temperature=temperature, top_p=top_p)
     conversation = Conversation(engine, codec, params)
-    write(HELP + "\n")
+    hint = expectation(model.config.num_parameters)
+    write("\n".join([HELP, *([hint] if hint else []), ""]))
     while True:
         try:
             question = read("\n> ").strip()

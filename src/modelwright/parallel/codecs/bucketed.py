@@ -16,7 +16,7 @@ from modelwright.parallel.mesh import World
 
 
 class BucketedSync:
-    """`make` creates the sync object of each bucket, over `world`, a group that nothing else uses (`world_apart`).
+    """`make` creates the sync object of each bucket, over `world`, a group that nothing else uses (`duplicate_group`).
 
     A sync object's state must consist of lists with one tensor per gradient, or empty ones, and under `shared` of lists
     and numbers. The concatenated lists of all buckets then follow the parameters into another layout. Shared lists are

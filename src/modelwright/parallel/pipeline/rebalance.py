@@ -55,7 +55,7 @@ class StageBalance:
         self._recent: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=config.window_steps))
 
     def observe(self, spans: Sequence[StageSpan]) -> None:
-        """Record one training step of this rank's stages (`Timeline.spans`)."""
+        """Record one training step of this rank's stages (`Executor.stage_spans`)."""
         busy: dict[int, float] = defaultdict(float)
         for span in spans:
             busy[span.stage] += span.busy_s

@@ -35,9 +35,9 @@ class _InFlight:
 class DelayedSync:
     """`inner`, delivering `delay` steps late (at least one) from a thread.
 
-    inner: works among ranks of a group that nothing else uses (`world_apart`), because its collectives run concurrently
-    with the trainer's. weights: the tensors that are updated, in the order of the gradients; needed for `compensate`
-    only. Call `close` before the process group is destroyed.
+    inner: works among ranks of a group that nothing else uses (`duplicate_group`), because its collectives run
+    concurrently with the trainer's. weights: the tensors that are updated, in the order of the gradients; needed for
+    `compensate` only. Call `close` before the process group is destroyed.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from modelwright import __version__
 from modelwright.core.rundir import RunDir
+from modelwright.evaluate.suite import LOSSY
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.report.blocks import Fact, Page
 from modelwright.pipeline.report.corpus import corpus_section, tokens_section
@@ -123,4 +124,7 @@ def _warnings(data: RunData) -> list[str]:
         stage = data.done(name)
         if stage and stage.facts.get("num_skipped"):
             warnings.append(f"{name}: {stage.facts['num_skipped']} steps were skipped because values were not finite.")
+    evaluated = data.done("evaluate")
+    if evaluated and not all(model["lossless"] for model in evaluated.json("results.json")["models"].values()):
+        warnings.append(f"evaluate: {LOSSY}.")
     return warnings

@@ -97,15 +97,17 @@ def _funnel(clean: Mapping[str, Any]) -> Table:
         before = left
         left = {unit: left[unit] - dropped[unit] for unit in left}
         share = percent(dropped["documents"] / max(1, before["documents"]), 2)
-        replaced = ", ".join(f"{count(times)} {kind}" for kind, times in sorted(clean.get("replaced", {}).items()))
-        note = f"replaced {replaced}" if stage == "privacy" and replaced else ""
-        rows.append(
-            [stage, count(before["documents"]), count(dropped["documents"]), share, size(dropped["bytes"]), note]
-        )
-    utilization = percent(kept["bytes"] / max(1, clean["num_bytes"]), 1)
-    rows.append(["kept", count(kept["documents"]), "", "", size(kept["bytes"]), f"{utilization} of the bytes read"])
-    header = ["stage", "documents in", "dropped", "share", "bytes", ""]
-    return Table(header, rows, "Cleaning, stage by stage", numeric=range(1, 5), strong=[len(rows) - 1])
+        rows.append([stage, count(before["documents"]), count(dropped["documents"]), share, size(dropped["bytes"])])
+    rows.append(["kept", count(kept["documents"]), "", "", size(kept["bytes"])])
+    header = ["stage", "documents in", "dropped", "share", "bytes"]
+    caption = f"{percent(kept['bytes'] / max(1, clean['num_bytes']), 1)} of the bytes read were kept."
+    replaced = ", ".join(f"{count(times)} {kind}" for kind, times in sorted(clean.get("replaced", {}).items()))
+    if replaced:
+        caption += f" The stage privacy replaced {replaced}."
+    failed = ", ".join(f"{name} {count(times)} times" for name, times in clean.get("failed_validators", {}).items())
+    if failed:
+        caption += f" Its validators that failed: {failed}."
+    return Table(header, rows, "Cleaning, stage by stage", caption, numeric=range(1, 5), strong=[len(rows) - 1])
 
 
 def _noise_blocks(clean: Mapping[str, Any]) -> list[Block]:

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
 
 def compact(value: float) -> str:
     """A short form for an axis: `12k`, `3.4M`, `0.002`, `2e-05`."""
@@ -43,16 +45,22 @@ def count(value: float) -> str:
 
 
 def number(value: float, digits: int = 4) -> str:
-    """`digits` significant digits, thousands grouped, no exponent for ordinary sizes."""
+    """`digits` significant digits, thousands grouped; one less and a power of ten for very small and large ones."""
     if not math.isfinite(value):
         return "not finite"
     if value == 0:
         return "0"
     if abs(value) < 1e-3 or abs(value) >= 1e9:
-        return f"{value:.{digits - 1}g}"
+        mantissa, _, exponent = f"{value:.{max(0, digits - 2)}e}".partition("e")
+        return power_of_ten(mantissa, int(exponent))
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     text = f"{value:,.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def power_of_ten(mantissa: str, exponent: int) -> str:
+    """`8.2×10⁻⁵`, in which no line can break, as it can after the hyphen of `8.2e-5`."""
+    return f"{mantissa}×10{str(exponent).translate(_SUPERSCRIPTS)}"
 
 
 def size(value: float) -> str:

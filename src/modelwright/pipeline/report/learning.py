@@ -1,7 +1,6 @@
 """The report's sections on training: curves, summaries, anomalies."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from modelwright.pipeline.report.charts import Line, line_chart, smooth
 from modelwright.pipeline.report.format import count, first_lines, number, percent, plural, seconds
 from modelwright.pipeline.report.run_data import RunData, StageData
 from modelwright.pipeline.report.stability import scale_blocks, spike_blocks
+from modelwright.pipeline.report.watch import watch_blocks
 from modelwright.precision.policy import PrecisionConfig
 from modelwright.train.config import TrainConfig
 
@@ -22,15 +22,6 @@ _SUMMARIES = {
     "data_wait_s": "waiting for data, s",
     "comm_s": "exchanging gradients, s",
     "mfu": "model FLOPs utilization",
-}
-_KINDS = {
-    "loss_spike": "loss spikes",
-    "gradient_outlier": "gradient-norm outliers",
-    "nonfinite_step": "steps that were not finite",
-    "skipped_spike": "spikes skipped",
-    "rollback": "rollbacks to earlier weights",
-    "straggler": "slow ranks",
-    "data_stall": "data stalls",
 }
 _EVENTS_SHOWN = 40
 
@@ -47,7 +38,7 @@ def training_section(data: RunData, name: str, title: str) -> Section | None:
     blocks: list[Block] = [*_charts(records, name, config.max_grad_norm, bool(stage.facts.get("peak_flops")))]
     blocks += [*scale_blocks(stage, records), *_format_blocks(stage, records)]
     blocks.append(_summary_table(records, stage.facts["world_size"]))
-    blocks += [*_watch_blocks(stage), *spike_blocks(stage)]
+    blocks += [*watch_blocks(stage), *spike_blocks(stage)]
     return Section(name, title, blocks, _lead(stage, config))
 
 
@@ -178,14 +169,3 @@ def _format_blocks(stage: StageData, records: Sequence[dict[str, Any]]) -> list[
     ]
     text = first_lines(lines, _EVENTS_SHOWN, "formats.jsonl")
     return [chart, Fold("Changes of number formats", [Excerpt("", text)])]
-
-
-def _watch_blocks(stage: StageData) -> list[Block]:
-    events = stage.watch()
-    if not events:
-        return [Note("Watch list: no loss spike, gradient-norm outlier, non-finite step or data stall.", "good")]
-    kinds = Counter(event["kind"] for event in events)
-    result = ", ".join(f"{_KINDS.get(kind, kind)}: {times}" for kind, times in kinds.most_common())
-    lines = [f"step {event['step']:>6}  {event['text']}" for event in events]
-    text = first_lines(lines, _EVENTS_SHOWN, "anomalies.jsonl")
-    return [Note(f"Watch list: {result}.", "warning"), Fold("Steps on the watch list", [Excerpt("", text)])]

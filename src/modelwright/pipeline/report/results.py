@@ -6,8 +6,9 @@ from typing import Any
 
 from modelwright.pipeline.report.blocks import Block, Chart, Excerpt, Fold, Note, Samples, Section, Table, TextSample
 from modelwright.pipeline.report.charts import bar_chart
-from modelwright.pipeline.report.format import count, kind_title, number, percent, plural, seconds, size
+from modelwright.pipeline.report.format import count, kind_title, number, percent, plural, power_of_ten, seconds, size
 from modelwright.pipeline.report.run_data import RunData
+from modelwright.serve.expectation import expectation
 
 MODEL_TITLES = {"pretrain": "pretrained", "sft": "fine-tuned", "init": "initial model"}
 
@@ -26,13 +27,6 @@ def evaluation_section(data: RunData) -> Section | None:
         blocks.append(Note("No text was held out, so bits per byte were not measured."))
         if any(model["multiple_choice"]["questions"] for model in models.values()):
             blocks.append(_choice_chart(models))
-    if not all(model["lossless"] for model in models.values()):
-        blocks.append(
-            Note(
-                "The tokenizer does not reproduce some of the scored text exactly: its bits per byte are too low.",
-                "warning",
-            )
-        )
     choice = models[results["final"]]["multiple_choice"]
     if choice["questions"]:
         blocks += [_choice_table(results), _choice_examples(data, results["final"])]
@@ -114,7 +108,9 @@ def serving_section(data: RunData) -> Section | None:
         f"client, one after the other; the server generated {number(total / max(spent, 1e-9), 3)} tokens per second. "
         f"{_stream_words(result)}"
     )
-    blocks: list[Block] = [Samples(items), Note("The server drained and exited with code 143 after SIGTERM.", "good")]
+    hint = expectation(data.config.model.num_parameters)
+    blocks: list[Block] = [Note(hint)] if hint else []
+    blocks += [Samples(items), Note("The server drained and exited with code 143 after SIGTERM.", "good")]
     if result.get("left_out"):
         blocks.insert(0, Note(f"{result['left_out']}.", "warning"))
     return Section("serving", "Served answers", blocks, lead)
@@ -201,11 +197,11 @@ def _choice_table(results: Mapping[str, Any]) -> Table:
 
 
 def power(log10_value: float) -> str:
-    """A small probability from its logarithm: `3.2e-14`."""
+    """A small probability from its logarithm: `3.2×10⁻¹⁴`."""
     if log10_value > -3:
         return f"{10**log10_value:.3f}"
     exponent = math.floor(log10_value)
-    return f"{10 ** (log10_value - exponent):.1f}e{exponent}"
+    return power_of_ten(f"{10 ** (log10_value - exponent):.1f}", exponent)
 
 
 NUM_QUESTIONS = 6

@@ -14,7 +14,7 @@ from modelwright.data.batch import TokenBatch
 from modelwright.data.clean import read_kept
 from modelwright.data.loader import PackedRows
 from modelwright.data.tokenizer import Tokenizer
-from modelwright.evaluate.suite import compare_evaluations, evaluate_model
+from modelwright.evaluate.suite import LOSSY, compare_evaluations, evaluate_model
 from modelwright.model.hf import load_model
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import Stage, StageContext
@@ -74,9 +74,10 @@ def training_rows(pack: Path) -> Iterable[TokenBatch]:
 
 
 def headline(result: dict[str, Any]) -> str:
-    """`bits per byte prose 1.71, code 1.50; multiple choice 41.2 % of 600`."""
+    """`bits per byte prose 1.71, code 1.50; multiple choice 41.2 % of 600`, with a warning if the bits are too low."""
     bits = ", ".join(f"{kind} {table['bits_per_byte']:.3f}" for kind, table in result["bits_per_byte"].items())
     choice = result["multiple_choice"]
     asked = f"{choice['accuracy']:.1%} of {choice['questions']} (chance {choice['chance']:.0%})"
     parts = [f"bits per byte {bits}"] if bits else []
+    parts += [f"warning: {LOSSY}"] if bits and not result["lossless"] else []
     return "; ".join([*parts, f"multiple choice {asked}"] if choice["questions"] else parts or ["nothing held out"])

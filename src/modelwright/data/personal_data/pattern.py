@@ -1,0 +1,128 @@
+"""What a pattern of personal data is: an expression, the words that must or must not stand near, and a check."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+KINDS = ("email", "phone", "ip", "card", "iban", "national_id", "credentials", "secret")
+"""credentials: user name and password in a URL; secret: API keys, tokens and private keys."""
+
+_CHARS_BEFORE, _CHARS_AFTER = 60, 30
+"""How near a word of context stands: about a sentence before, and a few words after."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A value in a text: its kind, where it is, and a canonical form by which equal values are recognized."""
+
+    kind: str
+    start: int
+    end: int
+    value: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A match of a pattern, before its check."""
+
+    text: str = field(repr=False)
+    start: int
+    end: int
+    is_code: bool
+    regions: tuple[str, ...]
+    """Countries whose national phone numbers are recognized."""
+
+    @property
+    def value(self) -> str:
+        return self.text[self.start : self.end]
+
+    @property
+    def before(self) -> str:
+        """The text before the candidate, as far as it is context."""
+        return self.text[max(0, self.start - _CHARS_BEFORE) : self.start]
+
+    @property
+    def after(self) -> str:
+        return self.text[self.end : self.end + _CHARS_AFTER]
+
+    def is_named(self, words: re.Pattern[str]) -> bool:
+        """Whether one of the words stands near."""
+        return bool(words.search(self.before) or words.search(self.after))
+
+    def follows(self, words: re.Pattern[str]) -> bool:
+        """Whether one of the words stands right before the candidate; the expression ends in `$`."""
+        return bool(words.search(self.before))
+
+    def cut(self, value: str, *, start: int = 0, end: int | None = None) -> "Match":
+        """The part of the candidate from `start` to `end` (offsets in it) with the canonical form `value`."""
+        return Match(self.start + start, self.end if end is None else self.start + end, value)
+
+
+@dataclass(frozen=True)
+class Match:
+    """The part of a candidate that is personal data, and its canonical form."""
+
+    start: int
+    end: int
+    value: str = field(repr=False)
+
+
+Check = Callable[[Candidate], Match | None]
+"""Whether a candidate is a value, by its check digits or by a library's rules, and which part of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pattern:
+    """One form of one kind of value."""
+
+    kind: str
+    name: str
+    """Identifies the pattern in reports, e.g. the module of `python-stdnum` that checks it."""
+    regex: re.Pattern[str]
+    """What a candidate looks like; the group `value` is the candidate where there is one, else the whole match."""
+    check: Check
+    anchors: tuple[str, ...] = ()
+    """Lower-case texts of which one occurs in every text with a match; the search is skipped where none does."""
+    shape: re.Pattern[str] | None = None
+    """A cheap expression that matches in every text with a match; patterns share it, and its result."""
+    context: re.Pattern[str] | None = None
+    """Words that name the value."""
+    needs_context: Literal["never", "in code", "always"] = "never"
+    unless: re.Pattern[str] | None = None
+    """What stands right before a value that only looks like one; the expression ends in `$`."""
+
+    def in_context(self, candidate: Candidate) -> bool:
+        """Whether what stands near the candidate allows it."""
+        if self.unless is not None and candidate.follows(self.unless):
+            return False
+        needed = self.needs_context == "always" or (self.needs_context == "in code" and candidate.is_code)
+        return not needed or (self.context is not None and candidate.is_named(self.context))
+
+
+def ascii_regex(pattern: str, flags: re.RegexFlag = re.NOFLAG) -> re.Pattern[str]:
+    r"""An expression in which `\w`, `\d` and `\b` know ASCII only, so that a value may touch Chinese or Japanese."""
+    return re.compile(pattern, re.ASCII | flags)
+
+
+def words(pattern: str) -> re.Pattern[str]:
+    """An expression for words of context, in any case."""
+    return re.compile(pattern, re.IGNORECASE)
+
+
+def whole(candidate: Candidate) -> Match:
+    """The check of a pattern that needs none."""
+    return candidate.cut(candidate.value)
+
+
+DIGITS = ascii_regex(r"\d(?:[^\w\n]{0,3}\d){6}")
+"""Seven digits close together: every number that names a person or an account has a match."""
+OTHER_NUMBER = words(
+    r"(?:\b(?:order|invoice|tracking|ticket|part|serial|batch|product|item|model|article|case|sku|upc|ean|isbn|issn|doi|"
+    r"barcode|timestamp|epoch|build|commit|hash|checksum|crc|seed|merged?|rev|sha|blob|object|offset|inode|size|bytes|revision|reference|ref|"
+    r"bestell\w*|auftrag\w*|rechnung\w*|artikel\w*|commande|facture|référence|pedido|factura|fatura|nota fiscal)\b|"
+    r"订单|单号|编号|快递|注文|伝票|品番)"
+    r"(?:\s*(?:number|numbers|nummer|id|code|no|nr|n°|nº|num|número|numéro|is|was|ist|est|es|号码?|番号|は|为|是))*"
+    r"[\s.:：#=°º(\"'“「]*$"
+)
+"""What names a number that is neither a card's nor a person's nor a telephone's."""

@@ -1,0 +1,234 @@
+"""Limits on connections: how many there are, how long a request may take to arrive, how long an answer may wait to be
+read. uvicorn itself limits only the pause between two requests.
+
+Each connection's protocol is wrapped. When there is no room, a new connection takes the place of the one that has
+waited longest for a whole request, as nginx reuses idle connections; so idle clients cannot lock out those that ask.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import resource
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from modelwright.core.errors import ConfigError
+from modelwright.serve.config import ServeConfig
+from modelwright.serve.errors import busy_response
+from modelwright.serve.metrics import Metrics
+from modelwright.serve.worker import RETRY_AFTER_S
+
+log = logging.getLogger("modelwright.serve")
+
+ACCEPTS_PER_ROUND = 8
+"""Connections that the event loop accepts in one round. They take their descriptors before any of our code runs, and up
+to four rounds pass until a replaced connection has given its descriptor back.
+"""
+
+SPARE_DESCRIPTORS = 4 * ACCEPTS_PER_ROUND + 16
+"""File descriptors that connections do not get: those of accepted connections not counted yet, and those of files."""
+
+IDLE_CONNECTIONS = 1024
+"""Connections beyond the answers that may run and wait at once."""
+
+MIN_CONNECTIONS = 8
+"""A server with fewer is refused."""
+
+LEAVING_POLL_S = 0.2
+"""Seconds between two looks at a client that has closed its sending side."""
+
+PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""Clients skip this interim response (RFC 9110, section 15.2); a closed socket answers it with a reset."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionLimits:
+    """`total`: connections at once; `per_address`: those of one client address."""
+
+    total: int
+    per_address: int
+
+
+def connection_limits(config: ServeConfig) -> ConnectionLimits:
+    """Limits that leave this process enough file descriptors. Raises `ConfigError` if it may open too few."""
+    answers = config.engine.max_num_seqs + config.max_queued
+    total = answers + IDLE_CONNECTIONS
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        total = min(total, soft - len(os.listdir("/dev/fd")) - SPARE_DESCRIPTORS)
+    if total < MIN_CONNECTIONS:
+        raise ConfigError(
+            f"serve: this process may open {soft} files, too few for a server; raise the limit (ulimit -n 1024)"
+        )
+    if total < answers:
+        text = "%d connections fit into the %d files that may be open (ulimit -n), but up to %d answers may need one"
+        log.warning(text, total, soft, answers)
+    return ConnectionLimits(total=total, per_address=total - total // 4)
+
+
+class ConnectionTable:
+    """All connections of a server. `open` creates a connection's protocol, `watch` enforces the time limits."""
+
+    def __init__(self, limits: ConnectionLimits, config: ServeConfig, metrics: Metrics) -> None:
+        self._limits = limits
+        self._header_timeout_s, self._send_timeout_s = config.header_timeout_s, config.send_timeout_s
+        self._metrics = metrics
+        self._connections: set[Connection] = set()
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def open(self, *, config: Any, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> asyncio.Protocol:
+        """Called by uvicorn for each accepted connection."""
+        return Connection(self, H11Protocol(config, server_state, app_state, _loop))
+
+    def admit(self, connection: "Connection") -> bool:
+        """Add a connection, if need be in place of another one. False if all others are being answered."""
+        same_address = [other for other in self._connections if other.address == connection.address]
+        full = same_address if len(same_address) >= self._limits.per_address else []
+        full = full or (self._connections if len(self) >= self._limits.total else [])
+        if full:
+            replaceable = [other for other in full if other.awaits_request()]
+            if not replaceable:
+                self._metrics.closed_connections.labels("refused").inc()
+                return False
+            self._close(min(replaceable, key=lambda other: other.waiting_since), "replaced")
+        self._connections.add(connection)
+        self._metrics.connections.set(len(self))
+        return True
+
+    def remove(self, connection: "Connection") -> None:
+        self._connections.discard(connection)
+        self._metrics.connections.set(len(self))
+
+    async def watch(self) -> None:
+        """Close connections that exceed a time limit. Runs until canceled."""
+        while True:
+            await asyncio.sleep(min(1.0, self._header_timeout_s / 4, self._send_timeout_s / 4))
+            now = asyncio.get_running_loop().time()
+            for connection in list(self._connections):
+                connection.note_progress(now)
+                if connection.is_between_requests() and now - connection.waiting_since > self._header_timeout_s:
+                    self._close(connection, "header_timeout")
+                elif 0 < connection.blocked_since < now - self._send_timeout_s:
+                    self._close(connection, "send_timeout")
+
+    def _close(self, connection: "Connection", reason: str) -> None:
+        self._metrics.closed_connections.labels(reason).inc()
+        self.remove(connection)
+        connection.abort()
+
+
+class Connection(asyncio.Protocol):
+    """One connection: passes events on to uvicorn's protocol and knows what the client is waiting for.
+
+    The state of the current request is uvicorn's: `cycle` is None before the first request's headers have arrived.
+    """
+
+    def __init__(self, table: ConnectionTable, http: H11Protocol) -> None:
+        self._table = table
+        self._http = http
+        self._transport: asyncio.Transport
+        self._seen_cycle: object = None
+        self._leaving: asyncio.Task[None] | None = None
+        self._is_admitted = False
+        self.address = ""
+        self.waiting_since = 0.0
+        """Time of the event loop at which the connection began to wait for its next request."""
+        self.blocked_since = 0.0
+        """Time of the event loop since which the client has not read what was sent; 0 if it reads."""
+
+    def is_between_requests(self) -> bool:
+        """Whether no request's headers have arrived that are not answered yet."""
+        return self._http.cycle is None or self._http.cycle.response_complete
+
+    def awaits_request(self) -> bool:
+        """Whether no whole request is here to be answered."""
+        return self.is_between_requests() or self._http.cycle.more_body
+
+    def note_progress(self, now: float) -> None:
+        """Waiting begins anew with every request. (Not with every byte: headers may come one byte at a time.)"""
+        if not self.is_between_requests() or self._http.cycle is not self._seen_cycle:
+            self._seen_cycle, self.waiting_since = self._http.cycle, now
+
+    def abort(self) -> None:
+        """Close without waiting for the client to read."""
+        self._transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+        self.address = _network(transport)
+        self.waiting_since = asyncio.get_running_loop().time()
+        self._is_admitted = self._table.admit(self)
+        if self._is_admitted:
+            self._http.connection_made(transport)
+        else:
+            transport.write(busy_response(RETRY_AFTER_S))
+            transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._http.data_received(data)
+
+    def eof_received(self) -> bool:
+        """The client sends no more. If its request is whole, keep the connection for the answer."""
+        if self.awaits_request():
+            return False
+        self._leaving = self._leaving or asyncio.get_running_loop().create_task(self._answer_and_close())
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._table.remove(self)
+        if self._leaving:
+            self._leaving.cancel()
+        if self._is_admitted:
+            self._http.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self.blocked_since = asyncio.get_running_loop().time()
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.blocked_since = 0.0
+        self._http.resume_writing()
+
+    async def _answer_and_close(self) -> None:
+        """Wait until the answer is written, then close; close at once if the client has left altogether.
+
+        A client that only ended its sending side and one that has closed its socket look the same until something is
+        sent to them: the closed socket resets the connection, which the socket's error then shows.
+        """
+        cycle, is_probed = self._http.cycle, False
+        while not cycle.response_complete:
+            if not is_probed:
+                is_probed = await self._probe()
+            await asyncio.sleep(LEAVING_POLL_S)
+            if self._transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self.abort()
+                return
+        self._transport.close()
+
+    async def _probe(self) -> bool:
+        """Send something that has no meaning; false if it must wait. Only event streams stay open after their start."""
+        cycle = self._http.cycle
+        if cycle.scope["http_version"] != "1.1":  # older versions have no interim responses
+            return True
+        if cycle.response_started:
+            with contextlib.suppress(RuntimeError):
+                await cycle.send({"type": "http.response.body", "body": b":\n\n", "more_body": True})
+        else:
+            self._transport.write(PROBE)
+        return True
+
+
+def _network(transport: asyncio.Transport) -> str:
+    """The client's address; for IPv6 its /64, which one client has whole."""
+    peer = transport.get_extra_info("peername")
+    if not peer:
+        return ""
+    address = ipaddress.ip_address(peer[0])
+    return str(ipaddress.ip_network((address, 64), strict=False)) if address.version == 6 else str(address)
