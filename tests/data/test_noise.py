@@ -211,13 +211,14 @@ def test_a_model_of_hugging_face_reads_the_uncertain_ones(tmp_path: Path, monkey
 
     monkeypatch.setattr(NoiseModel, "scores", counted)
     junk = TRAINING_CORRUPTIONS["gibberish"](" ".join(map(good, range(3))), random.Random(0))
-    mixed = [document(f"{good(number)} {junk[: 6 * (number % 150)]}", f"m{number}") for number in range(500, 650)]
-    report = clean(tmp_path / "out", [*corpus(200, 40), *mixed], model=str(folder), model_noise_label="junk")
+    mixed = [document(f"{good(number)} {junk[: 24 * (number % 40)]}", f"m{number}") for number in range(500, 540)]
+    few = {"num_trusted": 220, "model": str(folder), "model_noise_label": "junk"}
+    report = clean(tmp_path / "out", [*corpus(60, 20), *mixed], **few)
     assert 0 < report.noise["uncertain"] < 0.5 * report.noise["judged"], "it reads the uncertain ones alone"
     assert sum(read[2:]) == report.noise["uncertain"], "after calibration and test"
     assert not (tmp_path / "out" / "work").exists()
     with pytest.raises(DataError, match=r"noise\.model_noise_label: 'spam' is not one of clean, junk"):
-        clean(tmp_path / "bad", corpus(300, 0), model=str(folder), model_noise_label="spam")
+        clean(tmp_path / "bad", corpus(1, 0), num_trusted=220, model=str(folder), model_noise_label="spam")
     with pytest.raises(DataError, match=r"noise\.model: .*nowhere: cannot be loaded"):
-        clean(tmp_path / "none", corpus(300, 0), model=str(tmp_path / "nowhere"))
+        clean(tmp_path / "none", corpus(1, 0), num_trusted=220, model=str(tmp_path / "nowhere"))
     assert json.loads((tmp_path / "out" / "report.json").read_text())["noise"] == report.noise

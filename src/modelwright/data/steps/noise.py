@@ -29,8 +29,6 @@ _CELLS = re.compile(r"\||\t|;|,(?! )| {3,}")
 _MIN_LINES = 4
 _LEAST_THRESHOLD = 0.5
 """Where samples are easy to tell apart, a lower threshold would keep its promise for them, and for no other text."""
-_LEAST_THRESHOLD = 0.5
-"""Where samples are easy to tell apart, a lower threshold would keep its promise for them, and for no other text."""
 
 Layout = Literal["chat", "table", "text"]
 
