@@ -20,7 +20,7 @@ from modelwright.data.deduplicate import NOTHING, Corpus, ShingleStore, find_dup
 from modelwright.data.document import KINDS, Kind
 from modelwright.data.duplicate_index import IndexedDocuments, load_index, save_index
 from modelwright.data.shard_files import ShardFiles, unpack_arrays
-from modelwright.data.steps.quality import FEATURES, LIMIT_OF, QualityConfig, judge, limits_by_kind
+from modelwright.data.steps.quality import FEATURES, LIMIT_OF, QualityConfig, judge, judged_kinds, limits_by_kind
 from modelwright.data.workers import ShardEngine
 
 
@@ -69,10 +69,11 @@ def decide(
     features = np.concatenate([shard.features for shard in shards])
     kinds = np.concatenate([shard.kind for shard in shards])
     drops: Drops = {}
+    judged = judged_kinds(features, kinds)
     limits = decide_quality(
-        features, kinds, np.concatenate([shard.language for shard in shards]), config.quality, drops
+        features, judged, np.concatenate([shard.language for shard in shards]), config.quality, drops
     )
-    options = remedies(features, kinds, drops)
+    options = remedies(features, judged, drops)
     alive = np.ones(len(features), np.bool_)
     alive[list(drops)] = False
     noise: dict[str, Any] = {}
