@@ -140,8 +140,9 @@ def scanned(text: str, rng: random.Random) -> str:
 
 
 def truncated(text: str, rng: random.Random) -> str:
+    """A piece cut out at any characters, with nothing that says so."""
     start = rng.randrange(max(1, len(text) - 60))
-    return text[start : start + rng.randrange(25, 60)].replace("\n", " ") + rng.choice(("...", " [Read more]", "…"))
+    return text[start : start + rng.randrange(25, 60)].replace("\n", " ")
 
 
 def spam(text: str, rng: random.Random) -> str:

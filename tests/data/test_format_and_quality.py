@@ -1,12 +1,23 @@
 """The stages format and quality, one document at a time."""
 
+import random
+import re
+
 import numpy as np
 import pytest
 
 from modelwright.core.errors import ConfigError
-from modelwright.data.document import Document
+from modelwright.data.document import KINDS, Document
 from modelwright.data.steps.format import Format, FormatConfig
-from modelwright.data.steps.quality import FEATURES, QualityConfig, has_language, judge, limits_by_kind, measure
+from modelwright.data.steps.quality import (
+    FEATURES,
+    QualityConfig,
+    has_language,
+    judge,
+    judged_kinds,
+    limits_by_kind,
+    measure,
+)
 from modelwright.data.steps.step import Drop
 
 PROSE = (
@@ -163,3 +174,59 @@ def test_languages() -> None:
         document("Le comité s'est réuni mardi pour discuter des nouvelles règles de la ville."), config
     )
     assert has_language(document("xyz = 1", kind="code"), config)
+
+
+LOREM = (
+    "Lorem ipsum dolor sit amet, consectetur adipiscing elit, sed do eiusmod tempor incididunt ut labore et dolore "
+    "magna aliqua. Ut enim ad minim veniam, quis nostrud exercitation ullamco laboris nisi ut aliquip ex ea commodo "
+    "consequat. Duis aute irure dolor in reprehenderit in voluptate velit esse cillum dolore eu fugiat nulla pariatur. "
+    "Excepteur sint occaecat cupidatat non proident, sunt in culpa qui officia deserunt mollit anim id est laborum."
+)
+LOG = "Jan 12 03:14:{0:02} host7 sshd[43{0}]: session of the user opened from 10.0.7.{0}"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (" ".join(random.Random(1).sample(PROSE.split(), PROSE.count(" ") + 1)), "words out of order"),
+        ("\n".join(sorted({word.lower() for word in re.findall(r"\w+", PROSE)})), "word list"),
+        ("\n".join(LOG.format(number) for number in range(10, 30)), "log or records"),
+        ("503 Service Unavailable\n\nThe server is busy.\nPlease come back later.", "error page"),
+        (PROSE.replace("o", "0").replace("i", "1"), "broken words"),
+        (LOREM, "no stop words"),
+    ],
+)  # fmt: skip
+def test_signs_of_text_that_is_no_prose(text: str, reason: str) -> None:
+    assert reason in reasons(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PROSE,
+        "The committee met on Tuesday.",
+        "ich bin in einer der Städte gewesen, die im Westen liegen.",
+        "Paid 3 of 14 invoices on 12 May 2021, 2 more in June, and the rest of them in the winter.",
+        "Use utf8 or base64 for the x86 machines in room 4b, and mp3 or mp4 files for the others.",
+        "The page may say 404 Not Found, or 500 Internal Server Error, when the server is not well. " * 2,
+        "委员会在 2021 年 3 月 4 日开会，讨论图书馆的新规定。用 utf8 编码。",
+    ],
+)
+def test_prose_with_some_of_the_signs_stays(text: str) -> None:
+    assert not reasons(text)
+
+
+def test_fragments_are_dropped_where_a_limit_is_set() -> None:
+    limits = {"max_cut_end_fraction": 0.75}
+    assert not reasons("mmittee met on Tuesday to dis")
+    assert reasons("mmittee met on Tuesday to dis", limits=limits) == ["fragment"]
+    assert not reasons("anyone knows when they met?", limits=limits)
+    assert not reasons(PROSE[3:-1], limits=limits), "long texts are more than their ends"
+
+
+def test_code_without_a_kind_is_judged_as_code() -> None:
+    lines = ["import os", "", "", "def names(folder):", "    result = []", "    for name in os.listdir(folder):"]
+    lines += [f"        if name.endswith('.{n}'):\n            result.append(name)" for n in ("txt", "py", "md")]
+    features = np.array([measure(document(text), QualityConfig()) for text in ("\n".join(lines), PROSE)], np.float32)
+    kinds = np.array([KINDS.index("prose")] * 2, np.int8)
+    assert [KINDS[kind] for kind in judged_kinds(features, kinds)] == ["code", "prose"]

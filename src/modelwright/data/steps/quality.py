@@ -49,8 +49,8 @@ _HEAD_CHARS = 200_000
 FEATURES = (
     "num_chars", "num_words", "mean_word_chars", "char_entropy", "word_entropy", "digit_fraction", "symbol_fraction",
     "duplicate_line_fraction", "data_fraction", "top_ngram_fraction", "compression_ratio", "stop_word_fraction",
-    "ellipsis_fraction", "misordered_fraction", "broken_word_fraction", "record_fraction", "error_fraction",
-    "cut_end_fraction", "code_fraction",
+    "ellipsis_fraction", "misordered_fraction", "sorted_fraction", "broken_word_fraction", "record_fraction",
+    "error_fraction", "cut_end_fraction", "code_fraction",
 )  # fmt: skip
 """num_chars: of the text without its title, for pairs of the answers; num_words: of the whole text. Entropies in bits.
 duplicate_line_fraction, data_fraction: of characters, in lines that occurred before and in lines of data, 0 below
@@ -71,6 +71,7 @@ _REASONS = {
     "stop_word_fraction": ("no stop words", "many stop words"),
     "ellipsis_fraction": ("few ellipses", "cut off"),
     "misordered_fraction": ("few misordered words", "words out of order"),
+    "sorted_fraction": ("words out of alphabetical order", "word list"),
     "broken_word_fraction": ("few broken words", "broken words"),
     "record_fraction": ("few records", "log or records"), "error_fraction": ("few error messages", "error page"),
     "cut_end_fraction": ("few cut ends", "fragment"), "code_fraction": ("little code", "much code"),
@@ -91,9 +92,9 @@ DEFAULT_LIMITS: Mapping[Kind, Limits] = {
     "prose": _ANY | {
         "max_duplicate_line_fraction": 0.3, "max_top_ngram_fraction": 0.3, "max_digit_fraction": 0.5,
         "max_symbol_fraction": 0.3, "min_char_entropy": 2.0, "max_char_entropy": 8.0, "min_compression_ratio": 0.1,
-        "max_mean_word_chars": 15.0, "min_stop_word_fraction": 0.05, "max_ellipsis_fraction": 0.3,
+        "max_mean_word_chars": 15.0, "min_stop_word_fraction": 0.07, "max_ellipsis_fraction": 0.3,
         "max_misordered_fraction": 0.1, "max_broken_word_fraction": 0.15, "max_record_fraction": 0.5,
-        "max_error_fraction": 0.1, "max_cut_end_fraction": 0.75,
+        "max_sorted_fraction": 0.8, "max_error_fraction": 0.1,
     },
     "code": _ANY | {
         "max_duplicate_line_fraction": 0.6, "min_char_entropy": 2.0, "min_compression_ratio": 0.05,
@@ -109,11 +110,11 @@ _OF_ANY_LENGTH = (
     "broken_word_fraction", "error_fraction", "cut_end_fraction",
 )  # fmt: skip
 _OF_SHORT_TEXTS = ("cut_end_fraction",)
-"""Long texts are more than their ends."""
+"""Long texts are more than their ends. No limit by default: chats and comments are often written in lower case."""
+_NEVER_AUTOMATIC = ("num_chars", "num_words", "cut_end_fraction", "code_fraction")
 
 _SHORT_WORDS, _SHORT_CHARS = 50, 300
 """Fractions, ratios and entropies of shorter texts vary too much to be judged."""
-_LENGTHS = ("num_chars", "num_words")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +184,7 @@ def measure(document: Document, config: QualityConfig) -> list[float]:
         function_words if words and _is_latin(text) else 1.0,
         sum(_CUT_OFF.search(line) is not None for line in lines) / max(1, len(lines)),
         text_signs.misordered_share(words, language),
+        text_signs.sorted_share(words),
         text_signs.broken_word_share(text),
         text_signs.record_share(lines) if has_lines else 0.0,
         text_signs.error_share(lines),
@@ -290,7 +292,7 @@ def _quantile_limits(features: NDArray[np.float32], tail: float) -> dict[str, fl
         return result
     low, middle, high = np.quantile(long, [tail, 0.5, 1 - tail], axis=0)
     for number, name in enumerate(FEATURES):
-        if name in _LENGTHS:
+        if name in _NEVER_AUTOMATIC:
             continue
         if low[number] < middle[number]:
             result[f"min_{name}"] = float(1.5 * low[number] - 0.5 * middle[number])

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
+from itertools import pairwise
 
 _FUNCTION_WORDS: Mapping[str, frozenset[str]] = {
     language: frozenset(words.split())
@@ -35,41 +36,52 @@ _FUNCTION_WORDS: Mapping[str, frozenset[str]] = {
         "vi": "và của là có cho không được một các trong người này",
         "et": "ja on ei et see oma ka kui või mis",
         "lt": "ir kad su iš į yra tai kaip ar o",
+        "sk": "a na v sa je že s z do o i to ako pre alebo",
+        "af": "die en van in is het nie dat te vir op wat met sy",
+        "eu": "eta da ez du bat ere dira baina edo den dute",
+        "cy": "y yr a i yn o ar am ei bod mae oedd wedi hyn",
+        "ga": "an na agus ar i a le do ag sé bhí seo",
+        "sq": "të e në dhe një për se që nga është i si",
+        "sw": "na ya wa kwa ni katika la cha za kuwa hii",
+        "tl": "ang ng sa na at mga ay ito para si hindi",
+        "is": "og að í á er sem til við um en var það ekki",
+        "gl": "a o de que e do da en un para se os as con unha",
+        "eo": "la de kaj en al estas kiu por ne li mi",
         "lv": "un ir ka ar no uz par kas vai",
     }.items()
 }
-_OF = frozenset({"of"})
-_ARTICLES = frozenset("the a an".split())
-_NEVER_BEFORE_A_NOUN = frozenset(
-    "of to in for on at by from with and or but that is are was were be has have it if this".split()
-)
+"""Without words that are frequent in keywords of another language (Albanian and English "me")."""
+
+
+def _set(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
 _MISORDERED: Mapping[str, tuple[tuple[frozenset[str], frozenset[str]], ...]] = {
     "en": (
-        (_ARTICLES, _ARTICLES | _NEVER_BEFORE_A_NOUN),
-        (_OF, frozenset("of to for on at from with and or but is are was were be has have if".split())),
+        (
+            _set("the a an"),
+            _set("the a an of to in for on at by from with and or but that is are was were be has have it if this"),
+        ),
+        (_set("of"), _set("of to for on at from with and or but is are was were be has have if")),
     ),
     "de": (
         (
-            frozenset("ein eine einen einem einer eines vom zum zur im".split()),
-            frozenset("und oder ist sind mit zu auf für im in nicht wird ein eine aber wenn dass als das".split()),
+            _set("ein eine einen einem einer eines vom zum zur im"),
+            _set("und oder ist sind mit zu auf für im in nicht wird ein eine aber wenn dass als das"),
         ),
     ),
     "fr": (
         (
-            frozenset("le les un une des du au".split()),
-            frozenset("le la les et ou est sont dans sur pour par avec du des un une qui que au".split()),
+            _set("le les un une des du au"),
+            _set("le la les et ou est sont dans sur pour par avec du des un une qui que au"),
         ),
     ),
-    "es": (
-        (
-            frozenset("un una el los las del al".split()),
-            frozenset("el los las y o es son en por para con un una del al".split()),
-        ),
-    ),
+    "es": ((_set("un una el los las del al"), _set("el los las y o es son en por para con un una del al")),),
 }
 """By language: words after which a noun phrase must go on, and words that cannot go on with it."""
 _FEWEST_PAIRS = 5
-_BROKEN_WORD = re.compile(r"[^\W\d_][\d!@$|{}\\^~]+[^\W\d_]")
+_BROKEN_WORD = re.compile(r"[a-zà-öø-ÿ][\d!]+[a-zà-öø-ÿ]")
 _DIGIT = re.compile(r"\d")
 _SPACES = re.compile(r"[\s,;|]+")
 _FEWEST_TOKENS_WITH_DIGITS = 3
@@ -77,9 +89,11 @@ _SHARE_OF_TOKENS_WITH_DIGITS = 0.35
 _FIRST_LETTER = re.compile(r"\w")
 _CODE_LINE = re.compile(
     r"""\s*(?:
-    (?:async\ )?(?:def|class|func|fn|struct|enum|interface|namespace|public|private|protected|static|const|let|var|using)\ .*
+    (?:async\ )?(?:def|class|func|fn|struct|enum|interface|namespace|using)\ .*
+    |(?:public|private|protected|static|const|let|var)\ .*
     |(?:import\ [\w.*{]|from\ [\w.]+\ import\b|\#\s?(?:include|define|ifdef|ifndef|endif)\b|package\ [\w.]+;?$).*
-    |(?:if|elif|for|while|with|except|switch|catch)\b.*[:{]|(?:else|try|finally)\s?[:{]|(?:return|raise|yield|assert|del)\b.*
+    |(?:if|elif|for|while|with|except|switch|catch)\b.*[:{]|(?:else|try|finally)\s?[:{]
+    |(?:return|raise|yield|assert|del)\b.*
     |(?:self|this)[.\->].*|@\w[\w.]*(?:\(.*\))?|pass|break|continue|\}.*|["']{3}.*
     |[\w.\[\]"'*&]+\s*(?:[-+*/|&%]|:\ ?[\w\[\], .]+)?=[^=].*
     |[\w.]+\([^)]*\)?[,;:]?|.*(?:[;{}\[]|\w\(|\),?|=>|->)
@@ -88,7 +102,8 @@ _CODE_LINE = re.compile(
 )
 _ERRORS = sorted(status.phrase for status in HTTPStatus if status >= 400)
 _ERROR_LINE = re.compile(
-    rf"\W*(?:http\W+)?(?:error\W+)?(?:[45]\d\d\W+(?:{'|'.join(map(re.escape, _ERRORS))})|(?:http|error)\W+[45]\d\d)\b.{{0,40}}",
+    rf"\W*(?:http\W+)?(?:error\W+)?(?:[45]\d\d\W+(?:{'|'.join(map(re.escape, _ERRORS))})|(?:http|error)\W+[45]\d\d)\b"
+    r".{0,40}",
     re.IGNORECASE,
 )
 _ENDS = frozenset(".!?:;…\"'”’»)]}>。!?】」』*`|")
@@ -104,25 +119,30 @@ def function_word_share(words: Sequence[str]) -> tuple[float, str]:
 
 def misordered_share(words: Sequence[str], language: str) -> float:
     """Of the articles and the like, those whose next word cannot follow them; one such slip does not count."""
-    first, second = list(words[:-1]), list(words[1:])
     num_pairs = num_wrong = 0
     for starts, followers in _MISORDERED.get(language, ()):
-        pairs = [after for before, after in zip(first, second, strict=True) if before in starts]
+        pairs = [after for before, after in pairwise(words) if before in starts]
         num_pairs += len(pairs)
         num_wrong += sum(after in followers for after in pairs)
     return max(0, num_wrong - 1) / num_pairs if num_pairs >= _FEWEST_PAIRS else 0.0
 
 
+def sorted_share(words: Sequence[str]) -> float:
+    """Of the pairs of neighboring different words, those in alphabetical order: half in prose, all in a word list."""
+    pairs = [(first, second) for first, second in pairwise(words) if first != second]
+    return sum(first < second for first, second in pairs) / max(1, len(pairs))
+
+
 def broken_word_share(text: str) -> float:
-    """Of the words, those with digits or symbols between their letters, as a bad scan has them."""
+    """Of the words, those with digits or exclamation marks between their letters, as a bad scan has them."""
     words = [word for word in text.split() if _FIRST_LETTER.search(word)]
     broken = sum(_BROKEN_WORD.search(word) is not None for word in words)
     return broken / max(1, len(words))
 
 
 def record_share(lines: Sequence[str]) -> float:
-    """Of the characters, those in lines of records, such as of a log: at least three of its parts hold digits, and these
-    are more than a third of all.
+    """Of the characters, those in lines of records, such as of a log: at least three parts of such a line hold digits,
+    and these are more than a third of all its parts.
     """
     records = sum(len(line) for line in lines if _is_record(line))
     return records / max(1, sum(map(len, lines)))
