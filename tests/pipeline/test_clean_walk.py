@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from modelwright.data.clean import read_dropped, read_kept
+from modelwright.pipeline.cleaning import read_trusted
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 NOUNS = ("river", "letter", "market", "garden", "window", "teacher", "harbor", "winter", "engine", "village")
@@ -190,3 +191,9 @@ def test_a_limit_can_be_pasted(folder: Path, tmp_path: Path, inside: Command, wo
     done = inside("clean", source, "--out", str(tmp_path / "out"), *words)
     assert done.returncode == 0, done.stderr
     assert len(list(read_kept(tmp_path / "out"))) == 1
+
+
+def test_the_library_of_this_machine_is_enough_trusted_text() -> None:
+    documents = read_trusted(("stdlib",), 600)
+    assert {document.kind for document in documents} == {"prose", "code"}
+    assert sum(len(document.text.split()) >= 30 for document in documents) >= 200

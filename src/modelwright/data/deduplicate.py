@@ -4,7 +4,8 @@ In this order: training documents whose text, answer or summary is that of a hel
 which the first stays; documents whose whole text is inside another one; near-duplicates, of which the best stays.
 Only documents of one kind are duplicates of each other, but a training document must not give away a held-out one of
 any kind. A held-out document wins over its near-duplicates in training; one that is inside a training text is dropped
-itself, because the longer text has more to teach.
+itself, because the longer text has more to teach. It then costs no other training document: if some were dropped for
+it, all is decided again without it.
 
 Near-duplicates: documents are taken from the best to the worst, and one is dropped if its Jaccard similarity with one
 that was kept is at least the threshold. Candidates are documents that share a MinHash band (`steps/shingles.py`).
@@ -117,16 +118,31 @@ def find_duplicates(
     num_indexed: the last so many documents come from the index of earlier runs; they are never dropped, and only
     compared as exact and near-duplicates.
     """
-    result: list[Duplicate] = []
-
-    def drop(found: Duplicate) -> None:
-        corpus.alive[found.numbers] = False
-        if len(found.numbers):
-            result.append(found)
-
     num_new = len(corpus.own) - num_indexed
-    drop(_given_away(corpus, num_new))
-    drop(_exact(corpus, num_new))
+    before = corpus.alive.copy()
+    gives_away = corpus.alive & (corpus.split == _HELDOUT)
+    while True:
+        given_away = _given_away(corpus, num_new, gives_away)
+        result = [given_away, *_find(given_away, corpus, store, config, engine, num_new)]
+        lost = given_away.instead[~corpus.alive[given_away.instead]]
+        if not len(lost):
+            break
+        gives_away[lost] = False  # a held-out document that is dropped itself costs no training document
+        corpus.alive[:] = before
+    # what comes back with them may have changed which held-out documents stay
+    leaks = _given_away(corpus, num_new, corpus.alive & (corpus.split == _HELDOUT))
+    corpus.alive[leaks.numbers] = False
+    return _with_survivors([found for found in (*result, leaks) if len(found.numbers)])
+
+
+def _find(
+    given_away: Duplicate, corpus: Corpus, store: ShingleStore, config: DuplicatesConfig, engine: ShardEngine,
+    num_new: int,
+) -> list[Duplicate]:  # fmt: skip
+    """All duplicates but those that give away a held-out document, marked in `corpus.alive` as these are."""
+    corpus.alive[given_away.numbers] = False
+    exact = _exact(corpus, num_new)
+    corpus.alive[exact.numbers] = False
     groups = _shared_bands(corpus, config, engine) if config.near else None
     inside: list[Duplicate] = []
     if config.contained != "off":
@@ -138,8 +154,8 @@ def find_duplicates(
         near.add_all()
         inside = [*_still_inside(inside, corpus, store, near), near.found()]
     for found in inside:
-        drop(found)
-    return _with_survivors(result)
+        corpus.alive[found.numbers] = False
+    return [exact, *inside]
 
 
 def _still_inside(inside: list[Duplicate], corpus: Corpus, store: ShingleStore, near: "_Near") -> list[Duplicate]:
@@ -186,10 +202,10 @@ def _with_survivors(found: list[Duplicate]) -> list[Duplicate]:
     return [replace(one, instead=np.array([survivor(int(n)) for n in one.instead], np.int64)) for one in found]
 
 
-def _given_away(corpus: Corpus, num_new: int) -> Duplicate:
-    """Training documents with a text, answer or summary of a held-out one."""
+def _given_away(corpus: Corpus, num_new: int, by: NDArray[np.bool_]) -> Duplicate:
+    """Training documents with a text, answer or summary of a held-out one; by [N]: the held-out ones that count."""
     split, alive, keys = corpus.split[:num_new], corpus.alive[:num_new], corpus.keys[:num_new]
-    heldout = np.flatnonzero(alive & (split == _HELDOUT))
+    heldout = np.flatnonzero(alive & by[:num_new])
     known, owners = keys[heldout].ravel(), np.repeat(heldout, keys.shape[1])
     known, owners = known[known != 0], owners[known != 0]
     training = np.flatnonzero(alive & (split == _TRAIN))

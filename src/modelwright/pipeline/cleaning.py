@@ -26,6 +26,7 @@ from modelwright.data.sources import BUILTIN, SourceConfig, SourceReport, read_d
 from modelwright.pipeline.redact import redact_text
 
 QUARANTINE, SOURCES = "quarantine.jsonl", "sources.json"
+_TRUSTED_STDLIB_FRACTION = 0.1
 
 
 def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int | float]]:
@@ -111,9 +112,14 @@ def _differing(before: list[list[str | int | float]], after: list[list[str | int
 
 
 def read_trusted(sources: tuple[str, ...], most: int) -> list[Document]:
-    """The first documents of the sources of `clean.noise.trusted`."""
-    config = SourceConfig(sources=sources, validation_fraction=0.0, on_bad_record="skip")
-    return list(islice(read_documents(config, report=SourceReport()), most))
+    """The first documents of the sources of `clean.noise.trusted`, without pairs, which the stage does not judge. Of
+    `stdlib`, the documentation and code on this machine, a tenth of the modules is enough.
+    """
+    config = SourceConfig(
+        sources=sources, validation_fraction=0.0, on_bad_record="skip", stdlib_fraction=_TRUSTED_STDLIB_FRACTION
+    )
+    documents = read_documents(config, report=SourceReport())
+    return list(islice((document for document in documents if document.kind != "qa"), most))
 
 
 def _quarantining(documents: Iterator[Any], report: SourceReport, path: Path) -> Iterator[Any]:

@@ -38,8 +38,8 @@ class NoiseConfig:
     """The noise classifier."""
 
     trusted: tuple[str, ...] = ()
-    """Files or directories with trusted text, from which the classifier learns what is no noise; empty switches the
-    stage off."""
+    """Files or directories with trusted text, from which the classifier learns what is no noise; `stdlib`: English
+    documentation and Python code on this machine; empty switches the stage off."""
     model: str = ""
     """Folder of a Hugging Face sequence-classification model that decides where the classifier is uncertain."""
     model_noise_label: str = "1"
