@@ -93,7 +93,7 @@ DEFAULT_LIMITS: Mapping[Kind, Limits] = {
         "max_duplicate_line_fraction": 0.3, "max_top_ngram_fraction": 0.3, "max_digit_fraction": 0.5,
         "max_symbol_fraction": 0.3, "min_char_entropy": 2.0, "max_char_entropy": 8.0, "min_compression_ratio": 0.1,
         "max_mean_word_chars": 15.0, "min_stop_word_fraction": 0.07, "max_ellipsis_fraction": 0.3,
-        "max_misordered_fraction": 0.1, "max_broken_word_fraction": 0.15, "max_record_fraction": 0.5,
+        "max_misordered_fraction": 0.1, "max_broken_word_fraction": 0.08, "max_record_fraction": 0.5,
         "max_sorted_fraction": 0.8, "max_error_fraction": 0.1,
     },
     "code": _ANY | {
@@ -185,7 +185,7 @@ def measure(document: Document, config: QualityConfig) -> list[float]:
         sum(_CUT_OFF.search(line) is not None for line in lines) / max(1, len(lines)),
         text_signs.misordered_share(words, language),
         text_signs.sorted_share(words),
-        text_signs.broken_word_share(text),
+        text_signs.broken_word_share(text, len(words)),
         text_signs.record_share(lines) if has_lines else 0.0,
         text_signs.error_share(lines),
         text_signs.cut_end_share(body),

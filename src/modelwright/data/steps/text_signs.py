@@ -86,7 +86,6 @@ _DIGIT = re.compile(r"\d")
 _SPACES = re.compile(r"[\s,;|]+")
 _FEWEST_TOKENS_WITH_DIGITS = 3
 _SHARE_OF_TOKENS_WITH_DIGITS = 0.35
-_FIRST_LETTER = re.compile(r"\w")
 _CODE_LINE = re.compile(
     r"""\s*(?:
     (?:async\ )?(?:def|class|func|fn|struct|enum|interface|namespace|using)\ .*
@@ -133,11 +132,9 @@ def sorted_share(words: Sequence[str]) -> float:
     return sum(first < second for first, second in pairs) / max(1, len(pairs))
 
 
-def broken_word_share(text: str) -> float:
+def broken_word_share(text: str, num_words: int) -> float:
     """Of the words, those with digits or exclamation marks between their letters, as a bad scan has them."""
-    words = [word for word in text.split() if _FIRST_LETTER.search(word)]
-    broken = sum(_BROKEN_WORD.search(word) is not None for word in words)
-    return broken / max(1, len(words))
+    return sum(_BROKEN_WORD.search(part) is not None for part in text.split()) / max(1, num_words)
 
 
 def record_share(lines: Sequence[str]) -> float:
