@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from modelwright.data.clean import read_dropped, read_kept
+from modelwright.data.clean_noise import FEWEST_SAMPLES
+from modelwright.data.steps.noise import NoiseConfig
 from modelwright.pipeline.cleaning import read_trusted
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -194,6 +196,6 @@ def test_a_limit_can_be_pasted(folder: Path, tmp_path: Path, inside: Command, wo
 
 
 def test_the_library_of_this_machine_is_enough_trusted_text() -> None:
-    documents = read_trusted(("stdlib",), 600)
+    documents = read_trusted(("stdlib",), NoiseConfig().num_samples)
     assert {document.kind for document in documents} == {"prose", "code"}
-    assert sum(len(document.text.split()) >= 30 for document in documents) >= 200
+    assert sum(len(document.text.split()) >= 30 for document in documents) >= FEWEST_SAMPLES
