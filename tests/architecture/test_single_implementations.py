@@ -21,7 +21,6 @@ LINE_WRITERS = {
 """Files that may append to a file or write lines of JSON, and what they write."""
 DEVIATIONS = {
     "core/outliers.py": "limits for outliers",
-    "data/steps/noise.py": "distances of all documents from the median, feature by feature, which are no limit",
     "precision/indicators.py": "the variation of gradient norms, which is no limit",
 }
 """Files that may compute standard deviations and median absolute deviations of plain numbers."""

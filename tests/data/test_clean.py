@@ -111,7 +111,7 @@ def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_nothing_left_is_an_error_that_says_why(tmp_path: Path) -> None:
-    words = r"2 dropped: 2 too short \(--clean\.quality\.limits \{min_num_chars: 20\}\); 0 held out"
+    words = r"2 dropped: 2 too short \(keep them with --clean\.quality\.limits\.prose\.min_num_chars 1\); 0 held out"
     with pytest.raises(DataError, match=rf"no training document is left of 2 \({words}"):
         clean(tmp_path, document("a"), document("b"))
     assert len(list(read_dropped(tmp_path))) == 2

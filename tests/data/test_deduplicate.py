@@ -173,3 +173,46 @@ def test_the_document_named_instead_was_kept(tmp_path: Path) -> None:
     kept, dropped = clean(tmp_path, documents[::-1])
     assert kept == ["d0"]
     assert {detail.rpartition(" ")[2] for _, detail in dropped.values()} == {"d0"}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_dropped_document_has_a_partner_among_the_kept(tmp_path: Path, seed: int) -> None:
+    """A part of a text that was dropped as a near-duplicate is not a part of the text that was kept instead."""
+    rng = random.Random(seed)
+    documents: list[Document] = []
+    for group in range(20):
+        words = sentence(rng, 300)
+        other = [*words[:40], *sentence(rng, 14), *words[54:], *sentence(rng, 5)]
+        inner = words[20:80] if group % 2 else words[30:230]
+        texts = [words, other, inner, inner[5:45]]
+        documents += [document(" ".join(text), 4 * group + place) for place, text in enumerate(texts)]
+    text_of = {entry.id: entry.text for entry in documents}
+    kept, dropped = clean(tmp_path, documents)
+    for name, (reason, detail) in dropped.items():
+        partner = detail.split()[-1]
+        assert partner in kept
+        if reason == "near-duplicate":
+            assert similarity(text_of[name], text_of[partner]) >= 0.85
+        else:
+            assert text_of[name] in text_of[partner]
+    assert sum(reason == "near-duplicate" for reason, _ in dropped.values()) >= 20
+    assert {f"d{4 * group + 2}" for group in range(20)} & set(kept), "parts that are in no kept text stay"
+
+
+def test_a_heldout_text_that_is_dropped_itself_costs_no_training_text(tmp_path: Path) -> None:
+    rng = random.Random(8)
+    answers = [" ".join(sentence(rng, 40)) for _ in range(2)]
+    longer = " ".join([*sentence(rng, 50), answers[0], *sentence(rng, 50)])
+
+    def pair(answer: str, number: int, split: str) -> Document:
+        asked = f"What about number {number}?"
+        meta = {"question": asked, "answer": answer}
+        return document(f"{asked}\n\n{answer}", number, kind="qa", split=split, meta=meta)
+
+    heldout = [pair(answer, number, "heldout") for number, answer in enumerate(answers)]
+    training = [pair(answer, number + 2, "train") for number, answer in enumerate(answers)]
+    kept, dropped = clean(tmp_path / "with", [*heldout, *training, document(longer, 4)])
+    assert dropped == {"d0": ("inside a training text", "d4"), "d3": ("in the held-out set", "d1")}
+    assert kept == ["d1", "d2", "d4"], "d2 has the answer of d0, which is held out no more"
+    kept, dropped = clean(tmp_path / "without", [*heldout, *training, document("Something else.", 5)])
+    assert kept == ["d0", "d1", "d5"], "which it is where the longer text is missing"

@@ -1,12 +1,23 @@
 """The stages format and quality, one document at a time."""
 
+import random
+import re
+
 import numpy as np
 import pytest
 
 from modelwright.core.errors import ConfigError
-from modelwright.data.document import Document
+from modelwright.data.document import KINDS, Document
 from modelwright.data.steps.format import Format, FormatConfig
-from modelwright.data.steps.quality import FEATURES, QualityConfig, has_language, judge, limits_by_kind, measure
+from modelwright.data.steps.quality import (
+    FEATURES,
+    QualityConfig,
+    has_language,
+    judge,
+    judged_kinds,
+    limits_by_kind,
+    measure,
+)
 from modelwright.data.steps.step import Drop
 
 PROSE = (
@@ -84,6 +95,7 @@ JUNK = {
     "table of data": "\n".join(f"{i}, 0x{i:04x}, '{i}'" for i in range(30)),
     "low entropy": "a" * 200 + " " + "a b " * 60,
     "no stop words": " ".join(f"keyword{i} brand{i} price{i}" for i in range(40)),
+    "cut off": "The council met on Tuesday and discussed the new rules of the library, which most of th...",
     "long words": " ".join(f"abcdefghijklmnopqrstuvwxyz{i}" for i in range(60)),
 }
 
@@ -101,6 +113,9 @@ def test_ordinary_text_stays() -> None:
         "委员会在周二开会，讨论图书馆的新规定。大多数成员同意阅览室应该开放到晚上九点，而且逾期还书的罚款太高了。" * 1
     )
     assert reasons(chinese) == []
+    with_commands = "用 ls -l --color=auto /usr/share/doc/manpages 列出目录里的文件，再用 grep -rn pattern . 查找。" * 6
+    assert "no stop words" not in reasons(with_commands)
+    assert reasons("Wait for it ... and then read more of the same book, said the teacher of the class.") == []
 
 
 def test_features_by_their_definition() -> None:
@@ -123,14 +138,33 @@ def test_limits_from_quantiles_and_from_the_user() -> None:
     rng = np.random.default_rng(0)
     features = np.abs(rng.normal(10, 1, (1000, len(FEATURES)))).astype(np.float32)
     features[:, FEATURES.index("num_words")] = 100
+    fractions = [number for number, name in enumerate(FEATURES) if name.endswith("fraction")]
+    features[:, fractions] /= 100
+    features[:, FEATURES.index("char_entropy")] /= 2
     config = QualityConfig(thresholds="auto", limits={"prose.max_symbol_fraction": 3.0})
     limits = limits_by_kind(config, {"prose": features})["prose"]
     middle, high = np.quantile(features[:, FEATURES.index("digit_fraction")], [0.5, 0.99])
     assert limits["max_digit_fraction"] == pytest.approx(high + 0.5 * (high - middle), rel=1e-5)
     assert limits["max_symbol_fraction"] == 3.0
     assert limits["min_num_chars"] == 20, "lengths keep their limits"
+    assert limits["max_digit_fraction"] < 0.5, "the fixed limit"
     dropped = sum(violates.mean() for violates, _, feature, _ in judge(features, limits) if feature == "char_entropy")
     assert dropped < 0.01
+
+
+def test_automatic_limits_only_tighten_and_can_be_violated() -> None:
+    """On a dirty corpus the quantiles lie beyond what a feature can be."""
+    features = np.random.default_rng(0).uniform(0, 1, (1000, len(FEATURES))).astype(np.float32)
+    features[:, FEATURES.index("num_words")] = 100
+    fixed = limits_by_kind(QualityConfig(), {})["prose"]
+    limits = limits_by_kind(QualityConfig(thresholds="auto"), {"prose": features})["prose"]
+    for name, value in limits.items():
+        if name in fixed:
+            assert value <= fixed[name] if name.startswith("max_") else value >= fixed[name], name
+        if name.endswith("_fraction"):
+            assert 0 < value < 1, name
+    assert limits["max_duplicate_line_fraction"] == fixed["max_duplicate_line_fraction"] == 0.3
+    assert limits["min_compression_ratio"] == fixed["min_compression_ratio"] == 0.1
 
 
 def test_languages() -> None:
@@ -140,3 +174,59 @@ def test_languages() -> None:
         document("Le comité s'est réuni mardi pour discuter des nouvelles règles de la ville."), config
     )
     assert has_language(document("xyz = 1", kind="code"), config)
+
+
+LOREM = (
+    "Lorem ipsum dolor sit amet, consectetur adipiscing elit, sed do eiusmod tempor incididunt ut labore et dolore "
+    "magna aliqua. Ut enim ad minim veniam, quis nostrud exercitation ullamco laboris nisi ut aliquip ex ea commodo "
+    "consequat. Duis aute irure dolor in reprehenderit in voluptate velit esse cillum dolore eu fugiat nulla pariatur. "
+    "Excepteur sint occaecat cupidatat non proident, sunt in culpa qui officia deserunt mollit anim id est laborum."
+)
+LOG = "Jan 12 03:14:{0:02} host7 sshd[43{0}]: session of the user opened from 10.0.7.{0}"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (" ".join(random.Random(1).sample(PROSE.split(), PROSE.count(" ") + 1)), "words out of order"),
+        ("\n".join(sorted({word.lower() for word in re.findall(r"\w+", PROSE)})), "word list"),
+        ("\n".join(LOG.format(number) for number in range(10, 30)), "log or records"),
+        ("503 Service Unavailable\n\nThe server is busy.\nPlease come back later.", "error page"),
+        (PROSE.replace("o", "0").replace("i", "1"), "broken words"),
+        (LOREM, "no stop words"),
+    ],
+)  # fmt: skip
+def test_signs_of_text_that_is_no_prose(text: str, reason: str) -> None:
+    assert reason in reasons(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PROSE,
+        "The committee met on Tuesday.",
+        "ich bin in einer der Städte gewesen, die im Westen liegen.",
+        "Paid 3 of 14 invoices on 12 May 2021, 2 more in June, and the rest of them in the winter.",
+        "Use utf8 or base64 for the x86 machines in room 4b, and mp3 or mp4 files for the others.",
+        "The page may say 404 Not Found, or 500 Internal Server Error, when the server is not well. " * 2,
+        "委员会在 2021 年 3 月 4 日开会，讨论图书馆的新规定。用 utf8 编码。",
+    ],
+)
+def test_prose_with_some_of_the_signs_stays(text: str) -> None:
+    assert not reasons(text)
+
+
+def test_fragments_are_dropped_where_a_limit_is_set() -> None:
+    limits = {"max_cut_end_fraction": 0.75}
+    assert not reasons("mmittee met on Tuesday to dis")
+    assert reasons("mmittee met on Tuesday to dis", limits=limits) == ["fragment"]
+    assert not reasons("anyone knows when they met?", limits=limits)
+    assert not reasons(PROSE[3:-1], limits=limits), "long texts are more than their ends"
+
+
+def test_code_without_a_kind_is_judged_as_code() -> None:
+    lines = ["import os", "", "", "def names(folder):", "    result = []", "    for name in os.listdir(folder):"]
+    lines += [f"        if name.endswith('.{n}'):\n            result.append(name)" for n in ("txt", "py", "md")]
+    features = np.array([measure(document(text), QualityConfig()) for text in ("\n".join(lines), PROSE)], np.float32)
+    kinds = np.array([KINDS.index("prose")] * 2, np.int8)
+    assert [KINDS[kind] for kind in judged_kinds(features, kinds)] == ["code", "prose"]

@@ -472,7 +472,7 @@ def test_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "l.txt"
     path.write_bytes("erste Zeile\nzweite\nsch\xf6n\n".encode("latin1"))
     fails(r"l\.txt:3: is not UTF-8 \(byte 0xf6\); convert the file \(iconv -f LATIN1 -t UTF-8\)", path)
-    fails(r"the corpus is empty \(1 not UTF-8\)", path, on_bad_record="skip")
+    fails(r"none of the records could be read \(1 not UTF-8\)", path, on_bad_record="skip")
     path.write_text("wide", encoding="utf-16")
     fails(r"l\.txt:1: is not UTF-8 .*iconv -f UTF-16", path)
     lines = tmp_path / "l.jsonl"

@@ -93,7 +93,7 @@ def test_text_that_is_too_long_names_the_setting_and_where_it_is_kept(inside: Co
     dropped = tmp_path / "run" / "clean" / "dropped.jsonl.zst"
     assert_one_line(
         inside(*run_words(source, tmp_path / "run"), *limit),
-        "1 too long (--clean.quality.limits {max_num_chars: 100000})",
+        "1 too long (keep it with --clean.quality.limits.prose.max_num_chars 120000)",
         f"dropped text is in {dropped}",
     )
     assert dropped.exists()
@@ -102,8 +102,8 @@ def test_text_that_is_too_long_names_the_setting_and_where_it_is_kept(inside: Co
     assert done.returncode == 0, done.stderr
     dropped = tmp_path / "two" / "clean" / "artifact" / "dropped.jsonl.zst"
     assert dropped.exists()
-    note = "clean: 1 documents kept, 1 dropped: 1 too long (--clean.quality.limits {max_num_chars: 100000})"
-    assert f"{note}; the dropped text is in {dropped}" in done.stderr
+    note = "clean: 1 documents kept, 1 dropped: 1 too long (keep it with --clean.quality.limits.prose.max_num_chars"
+    assert f"{note} 120000); the dropped text is in {dropped}" in done.stderr
 
 
 def test_files_that_are_not_read_are_named(inside: Command, tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from modelwright.cli.main import main
-from modelwright.core.errors import ArtifactError
+from modelwright.core.errors import ArtifactError, DataError
 from modelwright.core.progress import SilentProgress
+from modelwright.data import clean as clean_module
 from modelwright.data.clean import clean_documents, read_kept
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.document import Document
@@ -20,6 +22,7 @@ from modelwright.data.shard_files import ShardFiles
 from modelwright.data.sources import SourceConfig
 from modelwright.data.steps.noise import NoiseConfig
 from modelwright.data.workers import LocalProcesses
+from modelwright.pipeline.clean_command import clean_sources
 from modelwright.pipeline.cleaning import fingerprint
 
 RESULTS = ("kept.jsonl.zst", "dropped.jsonl.zst", "report.json", "quarantine.jsonl", "sources.json")
@@ -42,7 +45,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(source: Path, out: Path, *more: str) -> list[str]:
-    small = ["--clean.num_workers", "2"]
+    small = ["--clean.num_workers", "2", "--data.on_bad_record", "skip"]
     return [sys.executable, "-m", "modelwright.cli.main", "clean", str(source), "--out", str(out), *small, *more]
 
 
@@ -113,24 +116,57 @@ class Stop(Exception):
     """Ends the work in the middle."""
 
 
-@pytest.mark.parametrize("name", ["00002.docs.zst", "00002.arrays.npz", "00001.format.zst"])
-def test_a_flipped_byte_in_a_shard_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = CleanConfig(shard_documents=50)
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [
+        ("decide", "00002.docs.zst"), ("decide", "00002.arrays.npz"), ("decide", "00001.format.zst"),
+        ("decide", "00001.raw.zst"), ("decide", "00000.measured.json"), ("write", "00001.drops.json"),
+    ],
+)  # fmt: skip
+def test_a_flipped_byte_costs_one_shard(stage: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, silent = CleanConfig(shard_documents=50), SilentProgress()
     arguments = {"work": tmp_path / "work", "key": "x"}
+    clean_documents(iter(documents(150)), config, tmp_path / "whole", silent)
 
     def stop(*args: object) -> None:
         raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr("modelwright.data.clean._Run.decide", stop)
+        patch.setattr(f"modelwright.data.clean._Run.{stage}", stop)
         with pytest.raises(Stop):
-            clean_documents(iter(documents(200)), config, tmp_path / "out", SilentProgress(), **arguments)
+            clean_documents(iter(documents(150)), config, tmp_path / "out", silent, **arguments)
     (path,) = (tmp_path / "work").rglob(name)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ArtifactError, match=f"{name}: its content has changed since it was written; remove"):
-        clean_documents(iter(()), config, tmp_path / "out", SilentProgress(), **arguments)
+    untouched = {
+        other: other.stat().st_mtime_ns for other in path.parent.glob("*.docs.zst") if other.name[:5] != name[:5]
+    }
+    seen: list[dict[Path, int]] = []
+
+    def before_joining(*args: Any) -> None:
+        seen.append({other: other.stat().st_mtime_ns for other in untouched})
+        join(*args)
+
+    join = clean_module._join
+    monkeypatch.setattr(clean_module, "_join", before_joining)
+    clean_documents(iter(documents(150)), config, tmp_path / "out", silent, **arguments)
+    assert seen[0] == untouched, "the shards that are whole are not done again"
+    for result in ("kept.jsonl.zst", "dropped.jsonl.zst", "report.json"):
+        assert (tmp_path / "out" / result).read_bytes() == (tmp_path / "whole" / result).read_bytes()
+
+
+def test_a_source_that_grows_while_it_is_read(tmp_path: Path) -> None:
+    source = tmp_path / "growing.jsonl"
+    source.write_text("".join(json.dumps({"text": text(number)}) + "\n" for number in range(300)))
+
+    class Growing(SilentProgress):
+        def advance(self, done: float, **fields: float | str) -> None:
+            with open(source, "a") as file:
+                file.write(json.dumps({"text": text(1000)}) + "\n")
+
+    with pytest.raises(DataError, match=r"growing\.jsonl: has changed while it was read; run the same command"):
+        clean_sources(SourceConfig(sources=(str(source),)), CleanConfig(), str(tmp_path / "out"), Growing())
     assert not (tmp_path / "out" / "kept.jsonl.zst").exists()
 
 
@@ -177,7 +213,7 @@ def test_every_file_that_decides_is_in_the_fingerprint(source: Path, tmp_path: P
     for path in files:
         path.write_text("{}")
     data = SourceConfig(sources=(str(source),), schema=str(schema))
-    clean = CleanConfig(noise=NoiseConfig(enabled=True, trusted=(str(trusted),), model=str(model)))
+    clean = CleanConfig(noise=NoiseConfig(trusted=(str(trusted),), model=str(model)))
     before = fingerprint(data, clean)
     for path in files:
         path.write_text('{"changed": 1}')
@@ -196,5 +232,6 @@ def test_markers(tmp_path: Path) -> None:
     files.path("docs").unlink()
     assert files.facts("measured") is None, "a stage whose files are gone is not finished"
     files.path("measured.json").write_text("{")
-    with pytest.raises(ArtifactError, match=r"00003\.measured\.json: is damaged"):
-        files.facts("measured")
+    assert files.facts("measured") is None, "nor is one whose marker is damaged"
+    with pytest.raises(ArtifactError, match="docs: cannot be read"):
+        files.read("measured", "docs")

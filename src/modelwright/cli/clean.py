@@ -14,7 +14,7 @@ from modelwright.core.errors import ConfigError
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.sources import SourceConfig
 
-_FLAGS = ("out", "explain", "help")
+_FLAGS = ("out", "explain", "dry-run", "help")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +29,17 @@ def parser() -> argparse.ArgumentParser:
     parser = new_parser(
         "clean",
         "Read text from files, directories, globs or URLs, clean it in five stages, and write kept and dropped "
-        "documents, quarantined records and a report into a folder. The same command resumes what was interrupted.",
+        "documents, quarantined records and a report into a folder. The same command resumes what was interrupted; "
+        "other settings replace the result.",
         example="modelwright clean notes/ more/*.jsonl.zst --out cleaned --clean.quality.thresholds auto",
         usage="modelwright clean SOURCE ... --out DIR [--a.b VALUE ...]\n"
+        "       modelwright clean SOURCE ... --dry-run [--a.b VALUE ...]\n"
         "       modelwright clean --out DIR --explain DOC_ID",
     )
     parser.add_argument("sources", metavar="SOURCE", nargs="*", help="as in data.sources; docs/data.md has the formats")
-    parser.add_argument("--out", metavar="DIR", default="", help="folder for the result")
+    parser.add_argument("--out", metavar="DIR", default="", help="folder for the result, outside of the sources")
     parser.add_argument("--explain", metavar="DOC_ID", default="", help="what happened to one document of DIR, and why")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be dropped of a sample; write nothing")
     return parser
 
 
@@ -51,24 +54,26 @@ def clean(words: Sequence[str]) -> int:
     """`modelwright clean`"""
     leading, own, settings = split_settings(words, _FLAGS)
     options = parser().parse_args([*leading, *own])
-    if not options.out:
+    if not options.out and not options.dry_run:
         raise ConfigError("clean: give a folder for the result: modelwright clean SOURCE ... --out DIR")
-    out = Path(options.out)
     if options.explain:
         from modelwright.data.explain import explain
 
-        print(explain(out, options.explain))
+        print(explain(Path(options.out), options.explain))
         return 0
     if not options.sources:
         raise ConfigError("clean: name at least one source: modelwright clean SOURCE ... --out DIR")
-    base = {"data": {"sources": options.sources, "validation_fraction": 0.0, "on_bad_record": "skip"}}
+    base = {"data": {"sources": options.sources, "validation_fraction": 0.0}}
     config = parse(CleanCommandConfig, merge(base, read_overrides(CleanCommandConfig, settings, _FLAGS)))
-    from modelwright.pipeline.cleaning import clean_sources
+    from modelwright.pipeline.clean_command import clean_sources, try_cleaning
 
     display = choose_display(sys.stderr)
     try:
-        for line in clean_sources(config.data, config.clean, out, display):
-            print(line)
+        if options.dry_run:
+            lines = try_cleaning(config.data, config.clean, display)
+        else:
+            lines = clean_sources(config.data, config.clean, options.out, display)
     finally:
         display.end()
+    print("\n".join(lines))
     return 0

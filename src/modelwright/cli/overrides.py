@@ -7,7 +7,7 @@ else is read as YAML reads it.
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from modelwright.core.config import is_constant, parse_scalar, set_dotted
@@ -59,14 +59,14 @@ def read_overrides(config: type, options: Sequence[tuple[str, list[str]]], own: 
     for dotted, words in options:
         dotted = dotted.replace("-", "_")
         hint = field_type(config, dotted, own)
-        set_dotted(data, dotted, _value(hint, words, dotted))
+        set_dotted(data, dotted, _value(hint, words, dotted), maxsplit=_num_groups(config, dotted))
     return data
 
 
 def field_type(config: type, dotted: str, own: Sequence[str] = ()) -> Any:
     """The type hint of the field at a dotted path. Raises `ConfigError` as `read_overrides` does."""
     hint: Any = config
-    for name in dotted.split("."):
+    for name in dotted.split(".", _num_groups(config, dotted)):
         hints = _hints(hint)
         if isinstance(hint, type) and name in hints:
             hint = hints[name]
@@ -76,6 +76,19 @@ def field_type(config: type, dotted: str, own: Sequence[str] = ()) -> Any:
             near = _nearest(config, dotted, own)
             raise ConfigError(f"--{dotted}: unknown setting{near and f'; did you mean --{near}?'}{_known(hint)}")
     return hint
+
+
+def _num_groups(config: type, dotted: str) -> int:
+    """How many dots of a path separate groups; those in the key of a mapping are a part of it, as in
+    `clean.quality.limits.prose.max_digit_fraction`.
+    """
+    hint: Any = config
+    names = dotted.split(".")
+    for number, name in enumerate(names):
+        if typing.get_origin(hint) is dict:
+            return number
+        hint = _hints(hint).get(name)
+    return len(names) - 1
 
 
 def _hints(config: Any) -> dict[str, Any]:
@@ -117,13 +130,17 @@ def _value(hint: Any, words: Sequence[str], dotted: str) -> Any:
             raise ConfigError(f"--{dotted}: needs a value")
         return True
     item = _item(hint)
+    if typing.get_origin(hint) is dict and words[0].startswith("{"):
+        return parse_scalar(" ".join(words))  # braces that a shell has cut at their spaces
     if item is None:
         if len(words) > 1:
             spare = " ".join(words[1:])
             raise ConfigError(f"--{dotted}: takes one value; {spare!r} is one too many (the recipe comes first)")
         return _word(hint, words[0])
-    values = [_word(item, word) for word in words]
-    return values[0] if len(values) == 1 and isinstance(values[0], (list, Mapping)) else values
+    if words[0].startswith("[") and words[-1].endswith("]"):  # as a configuration file has it, perhaps cut at spaces
+        inner = " ".join(words)[1:-1].strip()
+        words = [word.strip().strip("'\"") for word in inner.split(",")] if inner else []
+    return [_word(item, word) for word in words]
 
 
 def _word(hint: Any, word: str) -> Any:

@@ -136,9 +136,12 @@ def dump(config: Any, *, constants: bool = False) -> Any:
     return config
 
 
-def set_dotted(data: dict[str, Any], dotted: str, value: Any) -> None:
-    """Set `data["a"]["b"] = value` for `dotted == "a.b"`, creating the mappings in between."""
-    *parents, last = dotted.split(".")
+def set_dotted(data: dict[str, Any], dotted: str, value: Any, *, maxsplit: int = -1) -> None:
+    """Set `data["a"]["b"] = value` for `dotted == "a.b"`, creating the mappings in between.
+
+    maxsplit: split at so many dots only, so that the last name may contain dots.
+    """
+    *parents, last = dotted.split(".", maxsplit)
     for parent in parents:
         group: Any = data.setdefault(parent, {})
         if not isinstance(group, dict):

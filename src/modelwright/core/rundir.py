@@ -69,14 +69,7 @@ class RunDir:
 
     def check(self) -> None:
         """Raise `ConfigError` if no folder can exist at this path; creates nothing."""
-        try:
-            exists = self.path.exists()
-            above = next((path for path in (self.path, *self.path.parents) if path.exists()), Path())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--run-dir: {self.path} is not a usable path ({error}); choose another one") from None
-        if not above.is_dir():
-            what = "is" if exists else f"lies below {above}, which is"
-            raise ConfigError(f"--run-dir: {self.path} {what} a file, not a folder; choose another one")
+        check_folder(self.path, "--run-dir")
 
     def create(self) -> "RunDir":
         """Create the folder. Raises `ConfigError` or `StorageError` if that fails."""
@@ -107,6 +100,20 @@ class RunDir:
         """
         with lock_folder(self.path, "this run; wait for it or choose another --run-dir"):
             yield
+
+
+def check_folder(path: Path, option: str) -> None:
+    """Raise `ConfigError` that names the option if no folder can exist at this path; creates nothing."""
+    try:
+        exists = path.exists()
+        above = next((one for one in (path, *path.parents) if one.exists()), Path())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option}: {path} is not a usable path ({error}); choose another one") from None
+    if not above.is_dir():
+        what = "is" if exists else f"lies below {above}, which is"
+        raise ConfigError(f"{option}: {path} {what} a file, not a folder; choose another one")
+    if not os.access(above, os.W_OK):
+        raise ConfigError(f"{option}: {path} cannot be written (permission denied); choose another one")
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from io import TextIOWrapper
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,13 @@ from modelwright.core.progress import Progress
 from modelwright.core.resources import num_usable_cores
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.clean_decisions import Measured, decide
+from modelwright.data.clean_folder import DROPPED, KEPT, REPORT
 from modelwright.data.clean_noise import ReadTrusted
 from modelwright.data.clean_shards import measure_shard, write_shard
 from modelwright.data.document import Document, Kind, Split
 from modelwright.data.shard_files import ShardFiles, numbered, pack_lines, write_file
-from modelwright.data.steps.quality import LIMIT_OF
 from modelwright.data.workers import InProcess, LocalProcesses, ShardEngine
 
-KEPT, DROPPED, REPORT = "kept.jsonl.zst", "dropped.jsonl.zst", "report.json"
 STAGES = ("format", "quality", "noise", "duplicates", "privacy")
 _SHARD_CHARS = 8_000_000
 _FEWEST_SHARDS_FOR_PROCESSES = 4
@@ -57,7 +55,8 @@ class CleanReport:
     """`kept[kind][split]` and `dropped[step][reason]`, each `{"documents": n, "bytes": UTF-8 bytes}`; `replaced`:
     values of each kind that the stage privacy replaced; `failed_validators`: how often each of its validators raised
     an exception, so that the value stayed; `limits`: of the stage quality, by kind of document;
-    `noise`: how the classifier was trained, and its precision and recall on held-out samples.
+    `remedies`: options that keep what this stage dropped, by reason;
+    `noise`: how the classifier was trained, and its precision and recall on documents and generators it did not see.
     """
 
     num_documents: int = 0
@@ -67,6 +66,7 @@ class CleanReport:
     replaced: dict[str, int] = field(default_factory=dict)
     failed_validators: dict[str, int] = field(default_factory=dict)
     limits: dict[str, dict[str, float]] = field(default_factory=dict)
+    remedies: dict[str, str] = field(default_factory=dict)
     noise: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -88,25 +88,22 @@ class DroppedDocument:
     detail: str
 
 
-_SETTINGS = {
-    "inside a training text": "duplicates.contained",
-    "inside another text": "duplicates.contained",
-    "near-duplicate": "duplicates.min_jaccard",
+_REMEDIES = {
+    "inside a training text": "--clean.duplicates.contained off",
+    "inside another text": "--clean.duplicates.contained heldout",
+    "near-duplicate": "--clean.duplicates.near false",
+    "noise": "--clean.noise.trusted []",
 }
-"""The setting that decides, by the reason, where it is not a limit of the stage quality."""
+"""The option that keeps what is dropped, by the reason, where it is not a limit of the stage quality."""
 
 
-def describe_drops(report: CleanReport, config: CleanConfig) -> str:
-    """`71 dropped: 66 duplicate, 5 near-duplicate (--clean.duplicates.min_jaccard 0.85)`."""
+def describe_drops(report: CleanReport) -> str:
+    """`71 dropped: 66 duplicate, 5 near-duplicate (keep them with --clean.duplicates.near false)`."""
     reasons: list[str] = []
-    for step, entries in report.dropped.items():
+    for entries in report.dropped.values():
         for reason, entry in entries.items():
-            setting = _SETTINGS.get(reason, "")
-            hint = f" (--clean.{setting} {attrgetter(setting)(config)})" if setting else ""
-            if step == "quality" and reason in LIMIT_OF:
-                values = {limits[LIMIT_OF[reason]] for limits in report.limits.values() if LIMIT_OF[reason] in limits}
-                value = f": {values.pop():.10g}" if len(values) == 1 else ""
-                hint = f" (--clean.quality.limits {{{LIMIT_OF[reason]}{value}}})"
+            remedy = report.remedies.get(reason) or _REMEDIES.get(reason)
+            hint = f" (keep {'them' if entry['documents'] > 1 else 'it'} with {remedy})" if remedy else ""
             reasons.append(f"{entry['documents']:,} {reason}{hint}")
     return f"{report.num_dropped:,} dropped" + (f": {', '.join(reasons)}" if reasons else "")
 
@@ -122,6 +119,7 @@ def clean_documents(
     facts: Callable[[], Mapping[str, Any]] = dict,
     engine: ShardEngine | None = None,
     read_trusted: ReadTrusted = lambda sources, most: [],
+    seed: int = 0,
 ) -> tuple[CleanReport, dict[str, Any]]:
     """Clean the documents and write the three files into `folder` (created if absent).
 
@@ -129,12 +127,12 @@ def clean_documents(
     documents; with the same key and settings, work that was interrupted is resumed, and documents that were all read
     before are not read again. facts: called when all documents are read; what it returned then is returned with the
     report, also after a resume. engine: where shards are processed, by default on all cores of this machine.
-    read_trusted: reads the sources of `noise.trusted`.
+    read_trusted: reads the sources of `noise.trusted`. seed: of the stage noise.
 
     Raises `DataError` if no training document is left, and `StorageError` if the disk is full.
     """
     own_work = folder / "work" if work is None else None
-    identity = {"key": key, "clean": replace(config, num_workers=0), "version": _VERSION}
+    identity = {"key": key, "clean": replace(config, num_workers=0), "seed": seed, "version": _VERSION}
     work = (work or folder / "work") / digest(identity)[:16]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +140,9 @@ def clean_documents(
             shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True, exist_ok=True)
         split = _split(documents, config, work, progress, facts)
-        run = _Run(config, work, split, engine or _local_engine(config, split["num_shards"]), progress, read_trusted)
+        run = _Run(
+            config, work, split, engine or _local_engine(config, split["num_shards"]), progress, read_trusted, seed
+        )
         run.measure()
         run.decide()
         report = run.write()
@@ -152,8 +152,8 @@ def clean_documents(
         write_atomic(folder / REPORT, json.dumps(asdict(report), indent=1))
         if own_work is not None:
             shutil.rmtree(own_work)
-    if not any("train" in splits for splits in report.kept.values()):
-        reasons = f"{describe_drops(report, config)}; {report.num_kept:,} held out by --data.validation_fraction"
+    if not any(split != "heldout" for splits in report.kept.values() for split in splits):
+        reasons = f"{describe_drops(report)}; {report.num_kept:,} held out by --data.validation_fraction"
         text = f"no training document is left of {report.num_documents} ({reasons})"
         raise DataError(f"{text}; relax the settings of cleaning or add more text")
     return report, split["facts"]
@@ -172,7 +172,7 @@ def read_dropped(folder: Path) -> Iterator[DroppedDocument]:
     for line in _lines(folder / DROPPED):
         entry = json.loads(line)
         step, reason, detail = (entry.pop(name) for name in ("step", "reason", "detail"))
-        yield DroppedDocument(Document(**entry), step, reason, detail)
+        yield DroppedDocument(Document.from_plain(entry), step, reason, detail)
 
 
 def _local_engine(config: CleanConfig, num_shards: int) -> ShardEngine:
@@ -188,7 +188,9 @@ def _split(
     """Write the documents as shards; returns their number and those of documents and bytes."""
     marker = work / "split.json"
     if marker.exists():
-        return json.loads(marker.read_text())
+        split = json.loads(marker.read_text())
+        if all(files.facts("raw") is not None for files in numbered(work, split["num_shards"])):
+            return split
     progress.begin("read", 0, "documents")
     totals = Counter[str]()
     shard: list[Document] = []
@@ -231,6 +233,7 @@ class _Run:
     engine: ShardEngine
     progress: Progress
     read_trusted: ReadTrusted
+    seed: int
 
     def measure(self) -> None:
         self._map("measure", measure_shard)
@@ -238,16 +241,17 @@ class _Run:
     def decide(self) -> None:
         """Decide for all shards which documents are dropped after the stage format."""
         marker = self.work / "decided.json"
-        if marker.exists():
+        all_files = list(numbered(self.work, self.split["num_shards"]))
+        if marker.exists() and all(files.facts("decided") is not None for files in all_files):
             return
-        shards = [Measured.load(files) for files in numbered(self.work, self.split["num_shards"])]
-        limits, noise, drops = decide(shards, self.config, self.work, self.engine, self.read_trusted)
+        shards = [Measured.load(files) for files in all_files]
+        facts, drops = decide(shards, self.config, self.seed, self.work, self.engine, self.read_trusted)
         starts = np.cumsum([0, *(len(shard.features) for shard in shards)])
-        for files, start, end in zip(numbered(self.work, len(shards)), starts[:-1], starts[1:], strict=True):
+        for files, start, end in zip(all_files, starts[:-1], starts[1:], strict=True):
             own = [(number - int(start), *drops[number]) for number in range(start, end) if number in drops]
             write_file(files.path("drops.json"), json.dumps(own).encode())
             files.finish("decided", ["drops.json"], {})
-        write_atomic(marker, json.dumps({"limits": limits, "noise": noise}))
+        write_atomic(marker, json.dumps(facts))
 
     def write(self) -> CleanReport:
         decided = json.loads((self.work / "decided.json").read_text())
@@ -280,9 +284,11 @@ class _Run:
 
 def _join(target: Path, work: Path, num_shards: int, name: str) -> None:
     """The files of all shards one after another: Zstandard frames may follow each other."""
-    with open(target, "wb") as joined:
+    partial = target.with_name(target.name + ".partial")
+    with open(partial, "wb") as joined:
         for files in numbered(work, num_shards):
             joined.write(files.read("written", name))
+    partial.replace(target)
 
 
 def _lines(path: Path) -> Iterator[str]:

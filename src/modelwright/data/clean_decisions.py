@@ -4,10 +4,10 @@ Reads the arrays that `clean_shards.measure_shard` wrote, and no text.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from modelwright.data.clean_config import CleanConfig
 from modelwright.data.clean_noise import ReadTrusted, find_noise
 from modelwright.data.deduplicate import NOTHING, Corpus, ShingleStore, find_duplicates
-from modelwright.data.document import KINDS, Document, Kind
+from modelwright.data.document import KINDS, Kind
 from modelwright.data.duplicate_index import IndexedDocuments, load_index, save_index
-from modelwright.data.shard_files import ShardFiles, unpack_arrays, unpack_documents
-from modelwright.data.steps.quality import FEATURES, QualityConfig, judge, limits_by_kind
+from modelwright.data.shard_files import ShardFiles, unpack_arrays
+from modelwright.data.steps.quality import FEATURES, LIMIT_OF, QualityConfig, judge, judged_kinds, limits_by_kind
 from modelwright.data.workers import ShardEngine
 
 
@@ -54,28 +54,32 @@ Drops = dict[int, tuple[str, str, str]]
 
 
 def decide(
-    shards: Sequence[Measured], config: CleanConfig, work: Path, engine: ShardEngine, read_trusted: ReadTrusted
-) -> tuple[dict[str, dict[str, float]], dict[str, Any], Drops]:
-    """The limits in effect, the report of the stage noise, and all documents that the stages quality to duplicates
-    drop.
+    shards: Sequence[Measured],
+    config: CleanConfig,
+    seed: int,
+    work: Path,
+    engine: ShardEngine,
+    read_trusted: ReadTrusted,
+) -> tuple[dict[str, Any], Drops]:
+    """The fields `limits`, `remedies` and `noise` of the report, and all documents that the stages quality to
+    duplicates drop.
     """
     if not shards:
-        return {}, {}, {}
+        return {}, {}
     features = np.concatenate([shard.features for shard in shards])
     kinds = np.concatenate([shard.kind for shard in shards])
     drops: Drops = {}
+    judged = judged_kinds(features, kinds)
     limits = decide_quality(
-        features, kinds, np.concatenate([shard.language for shard in shards]), config.quality, drops
+        features, judged, np.concatenate([shard.language for shard in shards]), config.quality, drops
     )
+    options = remedies(features, judged, drops)
     alive = np.ones(len(features), np.bool_)
     alive[list(drops)] = False
     noise: dict[str, Any] = {}
     if config.noise.enabled:
         starts = np.cumsum([0, *(len(shard.features) for shard in shards)])
-        texts = partial(_read_texts, shards, starts)
-        found, noise = find_noise(
-            features, kinds, alive, starts[:-1], config.noise, work, engine, texts, read_trusted
-        )  # fmt: skip
+        found, noise = find_noise(features, kinds, alive, starts[:-1], config.noise, seed, work, engine, read_trusted)
         drops |= found
         alive[list(found)] = False
     indexed = _indexed(config, work)
@@ -107,7 +111,7 @@ def decide(
                 num_shingles=corpus.num_shingles[kept],
             )
             save_index(Path(config.duplicates.index), work.name, documents)
-    return limits, noise, drops
+    return {"limits": limits, "remedies": options, "noise": noise}, drops
 
 
 def decide_quality(
@@ -129,22 +133,36 @@ def decide_quality(
     return {kind: limits[kind] for number, kind in enumerate(KINDS) if (kinds == number).any()}
 
 
+def remedies(features: NDArray[np.float32], kinds: NDArray[np.int8], drops: Drops) -> dict[str, str]:
+    """By the reason for which the stage quality dropped documents: the options of the command line that would keep all
+    of them, as far as this reason goes.
+    """
+    values: dict[tuple[str, Kind], list[float]] = {}
+    for number, (step, reason, _) in drops.items():
+        if step == "quality" and reason in LIMIT_OF:
+            column = FEATURES.index(LIMIT_OF[reason][4:])
+            values.setdefault((reason, KINDS[kinds[number]]), []).append(float(features[number, column]))
+    result: dict[str, str] = {}
+    for (reason, kind), measured in sorted(values.items()):
+        limit = LIMIT_OF[reason]
+        value = _rounded(max(measured), up=True) if limit.startswith("max_") else _rounded(min(measured), up=False)
+        option = f"--clean.quality.limits.{kind}.{limit} {value:.10g}"
+        result[reason] = f"{result[reason]} {option}" if reason in result else option
+    return result
+
+
+def _rounded(value: float, *, up: bool) -> float:
+    """Three significant digits, away from the measured value, so that a limit of it keeps the value."""
+    if value == 0:
+        return 0.0
+    unit = 10.0 ** (math.floor(math.log10(abs(value))) - 2)
+    return (math.ceil(value / unit) if up else math.floor(value / unit)) * unit
+
+
 def quality_score(features: NDArray[np.float32]) -> NDArray[np.float32]:
     """How good each document is among near-duplicates [N]: the less repetition, data, digits and symbols the better."""
     bad = ("duplicate_line_fraction", "data_fraction", "digit_fraction", "symbol_fraction", "top_ngram_fraction")
     return -np.round(sum(features[:, FEATURES.index(name)] for name in bad), 2).astype(np.float32)
-
-
-def _read_texts(shards: Sequence[Measured], starts: NDArray[np.int64], numbers: Sequence[int]) -> list[Document]:
-    """The documents with these numbers, in order."""
-    result: list[Document] = []
-    shard, documents = -1, list[Document]()
-    for number in sorted(numbers):
-        owner = int(np.searchsorted(starts, number, side="right")) - 1
-        if owner != shard:
-            shard, documents = owner, unpack_documents(shards[owner].files.read("measured", "docs.zst"))
-        result.append(documents[number - int(starts[owner])])
-    return result
 
 
 def _indexed(config: CleanConfig, work: Path) -> IndexedDocuments:

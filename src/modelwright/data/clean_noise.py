@@ -1,9 +1,14 @@
-"""The stage noise over a whole corpus: samples, training, and the scores of documents in the uncertain band."""
+"""The stage noise over a whole corpus: samples, training, test, and the documents that are dropped.
+
+Junk is made of trusted text by generators (`corruptions.py`). The classifier learns from some of them and is tested on
+the others, with documents that it has not seen, so that the report says what it does to junk that nobody showed it. It
+decides the clear cases; where a second model is given (`noise.model`), that one reads the uncertain ones alone.
+"""
 
 import json
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,49 +18,57 @@ from numpy.typing import NDArray
 from modelwright.core.artifacts import write_atomic
 from modelwright.core.errors import DataError
 from modelwright.core.seeds import derive_seed
-from modelwright.data.corruptions import CORRUPTIONS
+from modelwright.data.corruptions import TEST_CORRUPTIONS, TRAINING_CORRUPTIONS
 from modelwright.data.document import KINDS, Document
 from modelwright.data.shard_files import ShardFiles, pack_arrays, unpack_arrays, unpack_documents, write_file
-from modelwright.data.steps.noise import (
-    LogisticModel,
-    NoiseConfig,
-    calibrate,
-    fit_logistic,
-    ordinariness,
-    precision_recall,
-    threshold_for,
-    uncertain_band,
-)
-from modelwright.data.steps.quality import FEATURES, QualityConfig, measure
+from modelwright.data.steps.noise import KnownForms, LinearClassifier, NoiseConfig, logistic, threshold_for
+from modelwright.data.steps.quality import FEATURES
 from modelwright.data.workers import ShardEngine
 
 FEWEST_SAMPLES = 200
 """Fewer trusted samples are too few to learn from."""
 _FEWEST_WORDS = 30
 """Shorter documents are not judged."""
-_USED = [number for number, name in enumerate(FEATURES) if name not in ("num_chars", "num_words")]
 _NUM_WORDS = FEATURES.index("num_words")
-_SETS = ("train", "calibration", "test")
-_SHARES = (0.7, 0.15, 0.15)
+_SETS = ("train", "test")
+_SHARES = (0.8, 0.2)
+_SURELY_TRUSTED = 0.1
+"""Documents with a lower probability of noise are never read by the second model."""
+_LOW_RECALL = 0.1
+_CLASSIFIER, _CASCADE = "noise.safetensors", "noise.json"
 
-ReadTexts = Callable[[Sequence[int]], list[Document]]
-"""The documents with these numbers."""
 ReadTrusted = Callable[[tuple[str, ...], int], list[Document]]
 """At most so many documents of some sources."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Classifier:
-    """The cascade. band: probabilities of the logistic regression between which the encoder decides, whose calibrated
-    probability is sigmoid(slope * score + offset); threshold: documents from this probability on are noise.
+class Cascade:
+    """How both steps decide. threshold: from this probability on, the classifier drops; slope, offset: calibration of
+    the second model's logits; model_threshold: from this calibrated probability on, it drops.
     """
 
-    logistic: LogisticModel
-    band: tuple[float, float]
-    slope: float
-    offset: float
+    forms: KnownForms
     threshold: float
-    report: dict[str, Any]
+    slope: float = 1.0
+    offset: float = 0.0
+    model_threshold: float = 2.0
+
+    def is_uncertain(self, p: NDArray[np.float64]) -> NDArray[np.bool_]:
+        return (p >= _SURELY_TRUSTED) & (p < self.threshold)
+
+    def by_model(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Calibrated probabilities of noise of the second model's logits."""
+        return logistic(self.slope * scores + self.offset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Samples:
+    texts: list[str]
+    names: NDArray[np.str_]
+    """The generator of each text, "" for trusted text."""
+    sets: NDArray[np.int64]
+    groups: NDArray[np.int64]
+    """A text and the junk made of it are one group, in one set."""
 
 
 def find_noise(
@@ -64,221 +77,174 @@ def find_noise(
     alive: NDArray[np.bool_],
     starts: NDArray[np.int64],
     config: NoiseConfig,
+    seed: int,
     work: Path,
     engine: ShardEngine,
-    read_texts: ReadTexts,
     read_trusted: ReadTrusted,
 ) -> tuple[dict[int, tuple[str, str, str]], dict[str, Any]]:
-    """The documents that are dropped as noise, and the report of the classifier.
+    """The documents that are dropped as noise, and the report of the stage.
 
     features [N, F], kinds [N]; alive [N]: not dropped yet; starts: number of the first document of each shard. Raises
     `DataError` if there are too few trusted samples to learn from.
     """
     judged = np.flatnonzero(alive & (kinds != KINDS.index("qa")) & (features[:, _NUM_WORDS] >= _FEWEST_WORDS))
-    path = work / "noise.json"
+    path = work / _CASCADE
     if not path.exists():
-        if config.trusted:
-            trusted = read_trusted(config.trusted, config.num_samples)
-        else:
-            trusted = read_texts(_ordinary(features, kinds, judged, config.num_samples))
-        classifier = train_classifier(trusted, config, work)
-        write_atomic(path, json.dumps(vars(classifier) | {"logistic": classifier.logistic.plain()}))
-    plain = json.loads(path.read_text())
-    classifier = Classifier(**plain | {"logistic": LogisticModel(**plain["logistic"])})
-    p = classifier.logistic.probabilities(features[judged][:, _USED])
-    low, high = classifier.band
-    uncertain = judged[(p >= low) & (p <= high)]
-    by_encoder = _encoder_scores(uncertain, starts, config, work, engine)
+        trained = train_cascade(read_trusted(config.trusted, config.num_samples), config, seed, work)
+        write_atomic(path, json.dumps([asdict(trained[0]), trained[1]]))
+    cascade, report = json.loads(path.read_text())
+    cascade = Cascade(**cascade | {"forms": KnownForms(**cascade["forms"])})
+    shards = np.searchsorted(starts, judged, side="right") - 1
+    items = [
+        (str(work), int(shard), (judged[shards == shard] - starts[shard]).tolist(), config, cascade)
+        for shard in np.unique(shards)
+    ]
     drops: dict[int, tuple[str, str, str]] = {}
-    for number, value in zip(map(int, judged), p, strict=True):
-        by = "features"
-        if number in by_encoder:
-            value, by = _sigmoid(classifier.slope * by_encoder[number] + classifier.offset), "encoder"
-        elif value <= high:
-            continue
-        if value >= classifier.threshold or by == "features":
-            detail = f"probability {value:.3f} by {by}, limit {classifier.threshold:.3f}"
-            drops[number] = ("noise", "noise", detail)
-    counts = {"judged": len(judged), "read_by_encoder": len(uncertain), "dropped": len(drops)}
-    return drops, {**classifier.report, **counts}
+    num_unknown = num_uncertain = 0
+    for shard, arrays in engine.map(score_shard, items):
+        p, by_model, has_form = arrays["p"], arrays["by_model"], arrays["has_form"]
+        num_unknown += int((~has_form).sum())
+        num_uncertain += int((has_form & cascade.is_uncertain(p)).sum())
+        for row, first, second, known in zip(arrays["rows"], p, by_model, has_form, strict=True):
+            if known and first >= cascade.threshold:
+                detail = f"probability {first:.3f}, limit {cascade.threshold:.3f}"
+            elif known and second >= cascade.model_threshold:
+                detail = f"probability {second:.3f} by the model, limit {cascade.model_threshold:.3f}"
+            else:
+                continue
+            drops[int(starts[shard] + row)] = ("noise", "noise", detail)
+    counts = {"judged": len(judged), "abstained": num_unknown, "uncertain": num_uncertain, "dropped": len(drops)}
+    return drops, {**report, **counts}
 
 
-def train_classifier(trusted: Sequence[Document], config: NoiseConfig, work: Path) -> Classifier:
-    """Learn from trusted documents and from junk made of them; writes the encoder to `work/noise.safetensors`."""
-    trusted = [document for document in trusted if len(document.text.split()) >= _FEWEST_WORDS]
-    if len(trusted) < FEWEST_SAMPLES:
-        text = f"noise.trusted: {len(trusted)} documents of {_FEWEST_WORDS} words or more are too few to learn from"
-        raise DataError(f"{text}; give at least {FEWEST_SAMPLES}, or set clean.noise.enabled to false")
-    texts, labels, sets, names = _samples(trusted)
-    quality = QualityConfig()
-    rows = [measure(_plain(text), quality) for text in texts]
-    features = np.array(rows, np.float32)[:, _USED]
-    part = {name: np.flatnonzero(sets == number) for number, name in enumerate(_SETS)}
-    logistic = fit_logistic(features[part["train"]], labels[part["train"]])
-    p = logistic.probabilities(features)
-    calibration = part["calibration"]
-    band = uncertain_band(p[calibration], labels[calibration], config.max_missed, config.max_false)
-    score = _scorer(config, work, lambda: _fit_encoder(texts, labels, part["train"], config, work))
-    scores = np.full(len(texts), np.nan)
-    both = np.concatenate([calibration, part["test"]])
-    scores[both] = score([texts[i] for i in both])
-    slope, offset = calibrate(scores[calibration], labels[calibration])
-    is_uncertain = (p >= band[0]) & (p <= band[1])
-    combined = np.where(is_uncertain, _sigmoid(slope * scores + offset), p)
-    chosen = calibration[is_uncertain[calibration]]
-    threshold = (
-        threshold_for(combined[chosen], labels[chosen], config.min_precision, config.assumed_share)
-        if len(chosen)
-        else band[1]
+def train_cascade(
+    trusted: Sequence[Document], config: NoiseConfig, seed: int, work: Path
+) -> tuple[Cascade, dict[str, Any]]:
+    """Learn from trusted documents and from junk made of them; writes the classifier into `work`. Returns how it
+    decides, and what it did on held-out documents and generators.
+    """
+    texts = [document.text for document in trusted if len(document.text.split()) >= _FEWEST_WORDS]
+    if len(texts) < FEWEST_SAMPLES:
+        text = f"noise.trusted: {len(texts)} documents of {_FEWEST_WORDS} words or more are too few to learn from"
+        raise DataError(f"{text}; give at least {FEWEST_SAMPLES}, or empty clean.noise.trusted")
+    samples = _samples(texts, seed)
+    is_noise = samples.names != ""
+    train, test = (np.flatnonzero(samples.sets == number) for number in range(len(_SETS)))
+    classifier, unseen = LinearClassifier.fit([samples.texts[i] for i in train], is_noise[train], samples.groups[train])
+    classifier.save(work / _CLASSIFIER)
+    forms = KnownForms.of([samples.texts[i] for i in train if not is_noise[i]])
+    threshold = threshold_for(unseen, is_noise[train], config.min_precision, config.assumed_share)
+    p = np.empty(len(samples.texts))
+    p[train], p[test] = unseen, classifier.probabilities([samples.texts[i] for i in test])
+    cascade = Cascade(forms=forms, threshold=threshold)
+    by_model = np.zeros(len(p))
+    if config.model:
+        cascade, by_model = _with_model(cascade, samples, p, train, test, config)
+    dropped = np.array([forms.includes(samples.texts[i]) for i in test])
+    dropped &= (p[test] >= cascade.threshold) | (
+        cascade.is_uncertain(p[test]) & (by_model[test] >= cascade.model_threshold)
     )
-    test = part["test"]
-    dropped = np.where(is_uncertain, combined >= threshold, p > band[1])
-    precision, recall = precision_recall(dropped[test], labels[test])
-    alone = precision_recall(p[test] >= 0.5, labels[test])
-    by_kind: dict[str, float] = {}
-    for name in sorted(CORRUPTIONS):
-        members = [i for i in test if names[i] == name]
-        if members:
-            by_kind[name] = round(float(dropped[members].mean()), 4)
-    report = {
-        "num_trusted": len(trusted), "band": [round(value, 4) for value in band], "threshold": round(threshold, 4),
-        "share_uncertain": round(float(is_uncertain[test].mean()), 4), "precision": round(precision, 4),
-        "recall": round(recall, 4), "features_alone": [round(value, 4) for value in alone], "recall_by_kind": by_kind,
-        "samples": {name: len(members) for name, members in part.items()},
+    report = _test_report(samples.names[test], dropped, config)
+    report |= {"num_trusted": len(texts), "threshold": round(cascade.threshold, 4), "layouts": list(forms.layouts)}
+    report["languages"] = list(forms.languages)
+    report["share_uncertain"] = round(float(cascade.is_uncertain(p[test]).mean()), 4)
+    return cascade, report
+
+
+def low_recall(noise: Mapping[str, Any]) -> list[str]:
+    """The generators whose junk the classifier hardly finds, from the report of the stage."""
+    return [name for name, recall in noise.get("recall_by_kind", {}).items() if recall < _LOW_RECALL]
+
+
+def _test_report(names: NDArray[np.str_], dropped: NDArray[np.bool_], config: NoiseConfig) -> dict[str, Any]:
+    """Precision for the assumed share of noise, recall on generators that were not trained on and on those that were,
+    and the fraction of trusted text that is dropped.
+    """
+    by_kind = {name: float(dropped[names == name].mean()) for name in np.unique(names[names != ""])}
+    recall = float(np.mean([by_kind[name] for name in by_kind if name in TEST_CORRUPTIONS] or [0.0]))
+    trained = float(np.mean([by_kind[name] for name in by_kind if name in TRAINING_CORRUPTIONS] or [0.0]))
+    lost = float(dropped[names == ""].mean()) if (names == "").any() else 0.0
+    hits, false = config.assumed_share * recall, (1 - config.assumed_share) * lost
+    return {
+        "precision": round(hits / (hits + false), 4) if hits + false else 1.0,
+        "recall": round(recall, 4), "recall_trained": round(trained, 4), "trusted_dropped": round(lost, 4),
+        "recall_by_kind": {name: round(value, 4) for name, value in by_kind.items() if name in TEST_CORRUPTIONS},
     }  # fmt: skip
-    return Classifier(
-        logistic=logistic, band=band, slope=slope, offset=offset, threshold=threshold, report=report
-    )  # fmt: skip
 
 
-def _samples(
-    trusted: Sequence[Document],
-) -> tuple[list[str], NDArray[np.bool_], NDArray[np.int64], list[str]]:
-    """Texts with their labels, sets and kinds of junk. A text and the junk made of it are in one set."""
+def _samples(trusted: Sequence[str], seed: int) -> _Samples:
+    """Trusted texts with junk made of each: by the generators to learn from, in the test set by all of them."""
     texts: list[str] = []
     names: list[str] = []
     sets: list[int] = []
-    kinds = list(CORRUPTIONS)
-    for number, document in enumerate(trusted):
-        rng = random.Random(derive_seed(0, "noise", document.text))
+    groups: list[int] = []
+    for number, text in enumerate(trusted):
+        rng = random.Random(derive_seed(seed, "noise", text))
         which = int(np.searchsorted(np.cumsum(_SHARES[:-1]), rng.random(), side="right"))
-        kind = kinds[number % len(kinds)]
-        texts += [document.text, CORRUPTIONS[kind](document.text, rng)]
-        names += ["", kind]
-        sets += [which, which]
-    return texts, np.array([bool(name) for name in names]), np.array(sets), names
+        makers = TRAINING_CORRUPTIONS
+        chosen = [list(makers)[number % len(makers)]]
+        if _SETS[which] == "test":
+            makers = TRAINING_CORRUPTIONS | TEST_CORRUPTIONS
+            chosen.append(list(TEST_CORRUPTIONS)[number % len(TEST_CORRUPTIONS)])
+        texts += [text, *(makers[name](text, rng) for name in chosen)]
+        names += ["", *chosen]
+        sets += [which] * (1 + len(chosen))
+        groups += [number] * (1 + len(chosen))
+    return _Samples(texts=texts, names=np.array(names), sets=np.array(sets), groups=np.array(groups))
 
 
-def _ordinary(
-    features: NDArray[np.float32], kinds: NDArray[np.int8], judged: NDArray[np.int64], most: int
-) -> list[int]:
-    """A sample of the documents of each kind, without the fifth whose features are the least ordinary."""
-    result: list[int] = []
-    for kind in np.unique(kinds[judged]):
-        members = judged[kinds[judged] == kind]
-        best = members[
-            np.argsort(ordinariness(features[members][:, _USED]), kind="stable")[: -(-4 * len(members) // 5)]
-        ]
-        share = max(1, round(most * len(members) / len(judged)))
-        rng = np.random.Generator(np.random.Philox(derive_seed(0, "trusted", str(kind)) % 2**63))
-        result += sorted(best[np.argsort(rng.random(len(best)))[:share]].tolist())
-    return result
+def _with_model(
+    cascade: Cascade, samples: _Samples, p: NDArray[np.float64], train: NDArray[np.int64],
+    test: NDArray[np.int64], config: NoiseConfig,
+) -> tuple[Cascade, NDArray[np.float64]]:  # fmt: skip
+    """The cascade with the second model, calibrated (Platt scaling) on uncertain samples or on all if these are few,
+    and its probabilities for the samples of the test.
+    """
+    from sklearn.linear_model import LogisticRegression
+
+    from modelwright.data.noise_model import NoiseModel
+
+    model = NoiseModel(config.model, config.model_noise_label)
+    is_noise = samples.names != ""
+    chosen = train[cascade.is_uncertain(p[train])]
+    if min(is_noise[chosen].sum(), (~is_noise[chosen]).sum()) < FEWEST_SAMPLES // 10:
+        chosen = train[: 10 * FEWEST_SAMPLES]
+    scores = model.scores([samples.texts[i] for i in chosen])
+    platt: Any = LogisticRegression(C=1e6).fit(scores[:, None], is_noise[chosen])
+    slope, offset = float(platt.coef_[0, 0]), float(platt.intercept_[0])
+    threshold = threshold_for(
+        logistic(slope * scores + offset), is_noise[chosen], config.min_precision, config.assumed_share
+    )
+    cascade = Cascade(
+        forms=cascade.forms, threshold=cascade.threshold, slope=slope, offset=offset, model_threshold=threshold
+    )
+    by_model = np.zeros(len(p))
+    uncertain = test[cascade.is_uncertain(p[test])]
+    by_model[uncertain] = cascade.by_model(model.scores([samples.texts[i] for i in uncertain]))
+    return cascade, by_model
 
 
-def _plain(text: str) -> Document:
-    return Document(id="", text=text, kind="prose", split="train", source="")
-
-
-def _fit_encoder(
-    texts: list[str], labels: NDArray[np.bool_], train: NDArray[np.int64], config: NoiseConfig, work: Path
-) -> None:
-    from modelwright.data.noise_encoder import save_encoder, train_encoder
-
-    model = train_encoder([texts[i] for i in train], [bool(labels[i]) for i in train], min_steps=config.min_train_steps)
-    save_encoder(model, work / "noise.safetensors")
-
-
-Scorer = Callable[[Sequence[str]], NDArray[np.float64]]
-
-
-def _scorer(config: NoiseConfig, work: Path, fit: Callable[[], None] = lambda: None) -> Scorer:
-    """Scores of texts by the encoder in `work`, after `fit` has made it, or by the model that was configured."""
-    if config.model:
-        return _hugging_face_scorer(config)
-    from modelwright.data.noise_encoder import load_encoder, score_texts
-
-    fit()
-    model = load_encoder(work / "noise.safetensors")
-    return lambda texts: score_texts(model, texts)
-
-
-def _hugging_face_scorer(config: NoiseConfig) -> Scorer:
-    try:
-        import transformers
-    except ImportError:
-        raise DataError("noise.model: needs the package transformers; install modelwright[hf]") from None
-    import torch
-
-    transformers.logging.set_verbosity_error()
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(config.model, local_files_only=True)
-        model = transformers.AutoModelForSequenceClassification.from_pretrained(
-            config.model, local_files_only=True, use_safetensors=True
-        ).eval()
-    except (OSError, ValueError) as error:
-        text = f"noise.model: {config.model}: cannot be loaded ({str(error).splitlines()[0]})"
-        raise DataError(f"{text}; give a folder of a sequence-classification model with safetensors") from None
-    label = {name.lower(): int(number) for number, name in model.config.id2label.items()}
-    noise = label.get(config.model_noise_label.lower())
-    if noise is None and config.model_noise_label.isdigit():
-        noise = int(config.model_noise_label)
-    if noise is None or not 0 <= noise < model.config.num_labels:
-        known = ", ".join(model.config.id2label.values())
-        raise DataError(f"noise.model_noise_label: {config.model_noise_label!r} is not one of {known}")
-    longest = min(512, getattr(model.config, "max_position_embeddings", 512))
-
-    def score(texts: Sequence[str]) -> NDArray[np.float64]:
-        result: list[float] = []
-        with torch.inference_mode():
-            for at in range(0, len(texts), 16):
-                batch = tokenizer(
-                    list(texts[at : at + 16]), truncation=True, max_length=longest, padding=True, return_tensors="pt"
-                )
-                logits = model(**batch).logits.double()
-                others = [number for number in range(logits.shape[1]) if number != noise]
-                result += (logits[:, noise] - logits[:, others].logsumexp(dim=1)).tolist()
-        return np.array(result)
-
-    return score
-
-
-def _encoder_scores(
-    numbers: NDArray[np.int64], starts: NDArray[np.int64], config: NoiseConfig, work: Path, engine: ShardEngine
-) -> dict[int, float]:
-    """Scores of the documents with these numbers, shard by shard."""
-    shards = np.searchsorted(starts, numbers, side="right") - 1
-    items = [
-        (str(work), int(shard), (numbers[shards == shard] - starts[shard]).tolist(), config)
-        for shard in np.unique(shards)
-    ]
-    result: dict[int, float] = {}
-    for shard, rows, scores in engine.map(score_shard, items):
-        result |= {int(starts[shard]) + row: score for row, score in zip(rows, scores, strict=True)}
-    return result
-
-
-def score_shard(item: tuple[str, int, list[int], NoiseConfig]) -> tuple[int, list[int], list[float]]:
-    """Scores of some documents of a shard; runs in worker processes."""
-    folder, number, rows, config = item
+def score_shard(item: tuple[str, int, list[int], NoiseConfig, Cascade]) -> tuple[int, dict[str, NDArray[Any]]]:
+    """Probabilities of noise of some documents of a shard by both steps, and whether their form is known; runs in
+    worker processes.
+    """
+    folder, number, rows, config, cascade = item
     files = ShardFiles(Path(folder), number)
     if files.facts("noise") is None:
         documents = unpack_documents(files.read("measured", "docs.zst"))
-        scores = _scorer(config, Path(folder))([documents[row].text for row in rows])
-        write_file(files.path("noise.npz"), pack_arrays({"rows": np.array(rows), "scores": scores}))
+        texts = [documents[row].text for row in rows]
+        p = LinearClassifier.load(Path(folder) / _CLASSIFIER).probabilities(texts)
+        has_form = np.ones(len(texts), np.bool_)
+        for index in np.flatnonzero(p >= _SURELY_TRUSTED):
+            has_form[index] = cascade.forms.includes(texts[index])
+        by_model = np.zeros(len(texts))
+        uncertain = np.flatnonzero(has_form & cascade.is_uncertain(p))
+        if config.model and len(uncertain):
+            from modelwright.data.noise_model import NoiseModel
+
+            scores = NoiseModel(config.model, config.model_noise_label).scores([texts[index] for index in uncertain])
+            by_model[uncertain] = cascade.by_model(scores)
+        arrays = {"rows": np.array(rows, np.int64), "p": p, "by_model": by_model, "has_form": has_form}
+        write_file(files.path("noise.npz"), pack_arrays(arrays))
         files.finish("noise", ["noise.npz"], {})
-    arrays = unpack_arrays(files.read("noise", "noise.npz"))
-    return number, arrays["rows"].tolist(), arrays["scores"].tolist()
-
-
-def _sigmoid(value: Any) -> Any:
-    return 1 / (1 + np.exp(-np.clip(value, -50, 50)))
+    return number, unpack_arrays(files.read("noise", "noise.npz"))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from modelwright.data.clean_config import CleanConfig
-from modelwright.data.document import KINDS, SPLITS, Document
+from modelwright.data.document import KINDS, Document
 from modelwright.data.shard_files import ShardFiles, pack_arrays, pack_lines, unpack_documents, unpack_lines, write_file
 from modelwright.data.steps.format import Format
 from modelwright.data.steps.privacy import Privacy
@@ -42,7 +42,7 @@ def measure_shard(item: _Item) -> tuple[int, int, dict[str, Any]]:
             ),
             "language": np.array([has_language(document, config.quality) for document in kept], np.bool_),
             "kind": np.array([KINDS.index(document.kind) for document in kept], np.int8),
-            "split": np.array([SPLITS.index(document.split) for document in kept], np.int8),
+            "split": np.array([document.split == "heldout" for document in kept], np.int8),
             "ids": np.frombuffer(json.dumps([document.id for document in kept]).encode(), np.uint8),
             **vars(prints),
         }
@@ -51,12 +51,11 @@ def measure_shard(item: _Item) -> tuple[int, int, dict[str, Any]]:
         write_file(files.path("arrays.npz"), pack_arrays(arrays))
         facts = {"documents": len(documents)}
         files.finish("measured", ["docs.zst", "format.zst", "arrays.npz"], facts)
-        files.path("raw.zst").unlink()
     return number, facts["documents"], facts
 
 
 def write_shard(item: _Item) -> tuple[int, int, dict[str, Any]]:
-    """Drop what was decided, replace personal data in the rest, and write both."""
+    """Drop what was decided, replace personal data, and write both. Only values of kept documents are counted."""
     folder, number, config = item
     files = ShardFiles(Path(folder), number)
     facts = files.facts("written")
@@ -67,13 +66,15 @@ def write_shard(item: _Item) -> tuple[int, int, dict[str, Any]]:
         privacy = Privacy(config.privacy)
         kept: list[str] = []
         counts, replaced = _Counts(), Counter[str]()
-        for line in lines:
+        for position, line in enumerate(lines):
             entry = json.loads(line)
-            counts.add("dropped", entry["step"], entry["reason"], entry["text"])
+            step, drop = entry.pop("step"), Drop(entry.pop("reason"), entry.pop("detail"))
+            counts.add("dropped", step, drop.reason, entry["text"])
+            lines[position] = _drop_line(privacy(Document.from_plain(entry))[0], step, drop)
         for index, document in enumerate(documents):
             if index in drops:
                 step, reason, detail = drops[index]
-                lines.append(_drop_line(document, step, Drop(reason, detail)))
+                lines.append(_drop_line(privacy(document)[0], step, Drop(reason, detail)))
                 counts.add("dropped", step, reason, document.text)
             else:
                 document, values = privacy(document)
@@ -108,5 +109,5 @@ class _Counts:
 
 
 def _drop_line(document: Document, step: str, drop: Drop) -> str:
-    entry = {"step": step, "reason": drop.reason, "detail": drop.detail, **vars(document)}
-    return json.dumps(entry | {"meta": dict(document.meta)}, ensure_ascii=False)
+    entry = {"step": step, "reason": drop.reason, "detail": drop.detail, **document.plain()}
+    return json.dumps(entry, ensure_ascii=False)

@@ -135,10 +135,14 @@ def mixed_lines(text: str, rng: random.Random) -> str:
 
 Corruption = Callable[[str, random.Random], str]
 
-CORRUPTIONS: dict[str, Corruption] = {
-    corruption.__name__: corruption
-    for corruption in (
-        shuffled_words, wrong_characters, gibberish, keyword_spam, menus, markup, wrong_encoding, log_lines, repetition,
-        mixed_lines,
-    )
-}  # fmt: skip
+
+def _by_name(*corruptions: Corruption) -> dict[str, Corruption]:
+    return {corruption.__name__: corruption for corruption in corruptions}
+
+
+TRAINING_CORRUPTIONS = _by_name(
+    shuffled_words, gibberish, keyword_spam, menus, markup, log_lines, wrong_encoding
+)  # fmt: skip
+"""What the noise classifier learns from."""
+TEST_CORRUPTIONS = _by_name(wrong_characters, repetition, mixed_lines)
+"""What it is tested on, and never learns from."""

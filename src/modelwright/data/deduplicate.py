@@ -4,7 +4,8 @@ In this order: training documents whose text, answer or summary is that of a hel
 which the first stays; documents whose whole text is inside another one; near-duplicates, of which the best stays.
 Only documents of one kind are duplicates of each other, but a training document must not give away a held-out one of
 any kind. A held-out document wins over its near-duplicates in training; one that is inside a training text is dropped
-itself, because the longer text has more to teach.
+itself, because the longer text has more to teach. It then costs no other training document: if some were dropped for
+it, all is decided again without it.
 
 Near-duplicates: documents are taken from the best to the worst, and one is dropped if its Jaccard similarity with one
 that was kept is at least the threshold. Candidates are documents that share a MinHash band (`steps/shingles.py`).
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.data.document import KINDS, SPLITS
+from modelwright.data.document import KINDS
 from modelwright.data.steps.shingles import NUM_BANDS, SHINGLE_WORDS, jaccard
 from modelwright.data.workers import ShardEngine
 
@@ -31,7 +32,7 @@ _MOST_CANDIDATES = 200
 _FILTER_BITS = 26
 _MOST_CACHED = 20_000
 _SEARCHED_AT_ONCE = 2**22
-_TRAIN, _HELDOUT = SPLITS.index("train"), SPLITS.index("heldout")
+_TRAIN, _HELDOUT = 0, 1
 _PAIRS = KINDS.index("qa")
 """Different questions may share a part of their answers."""
 
@@ -60,7 +61,7 @@ class DuplicatesConfig:
 
 @dataclass(kw_only=True)
 class Corpus:
-    """What deduplication knows of N documents. kind: int8; split: 0 training, 1 held out; own, keys: see
+    """What deduplication knows of N documents. kind: int8; split: 1 held out, 0 any other; own, keys: see
     `Fingerprints`; quality: higher is better; num_shingles: int64; alive: not dropped yet.
     """
 
@@ -117,22 +118,74 @@ def find_duplicates(
     num_indexed: the last so many documents come from the index of earlier runs; they are never dropped, and only
     compared as exact and near-duplicates.
     """
-    result: list[Duplicate] = []
-
-    def drop(found: Duplicate) -> None:
-        corpus.alive[found.numbers] = False
-        if len(found.numbers):
-            result.append(found)
-
     num_new = len(corpus.own) - num_indexed
-    drop(_given_away(corpus, num_new))
-    drop(_exact(corpus, num_new))
+    before = corpus.alive.copy()
+    gives_away = corpus.alive & (corpus.split == _HELDOUT)
+    while True:
+        given_away = _given_away(corpus, num_new, gives_away)
+        result = [given_away, *_find(given_away, corpus, store, config, engine, num_new)]
+        lost = given_away.instead[~corpus.alive[given_away.instead]]
+        if not len(lost):
+            break
+        gives_away[lost] = False  # a held-out document that is dropped itself costs no training document
+        corpus.alive[:] = before
+    # what comes back with them may have changed which held-out documents stay
+    leaks = _given_away(corpus, num_new, corpus.alive & (corpus.split == _HELDOUT))
+    corpus.alive[leaks.numbers] = False
+    return _with_survivors([found for found in (*result, leaks) if len(found.numbers)])
+
+
+def _find(
+    given_away: Duplicate, corpus: Corpus, store: ShingleStore, config: DuplicatesConfig, engine: ShardEngine,
+    num_new: int,
+) -> list[Duplicate]:  # fmt: skip
+    """All duplicates but those that give away a held-out document, marked in `corpus.alive` as these are."""
+    corpus.alive[given_away.numbers] = False
+    exact = _exact(corpus, num_new)
+    corpus.alive[exact.numbers] = False
+    groups = _shared_bands(corpus, config, engine) if config.near else None
+    inside: list[Duplicate] = []
     if config.contained != "off":
-        for found in _contained(corpus, store, config, num_new):
-            drop(found)
-    if config.near:
-        drop(_near(corpus, store, config, engine, num_new))
-    return _with_survivors(result)
+        inside = _contained(corpus, store, config, num_new)
+        for found in inside:
+            corpus.alive[found.numbers] = False
+    if groups is not None:
+        near = _Near(corpus, store, config, groups, num_new)
+        near.add_all()
+        inside = [*_still_inside(inside, corpus, store, near), near.found()]
+    for found in inside:
+        corpus.alive[found.numbers] = False
+    return [exact, *inside]
+
+
+def _still_inside(inside: list[Duplicate], corpus: Corpus, store: ShingleStore, near: "_Near") -> list[Duplicate]:
+    """Those documents that are inside one that was kept after all. Where the longer document was dropped as a
+    near-duplicate, the one kept instead may lack the part; then the shorter document is compared with the kept ones
+    itself.
+    """
+    outer_of: dict[int, int] = {}
+    for found in inside:
+        outer_of |= zip(map(int, found.numbers), map(int, found.instead), strict=True)
+    kept: dict[int, int] = {}
+    for number in sorted(outer_of, key=lambda one: (-int(corpus.num_shingles[one]), one)):
+        outer = outer_of[number]
+        outer = near.kept_instead(kept.get(outer, outer))
+        if corpus.alive[outer] and _contains(store.row(outer), store.row(number)):
+            kept[number] = outer
+        else:
+            corpus.alive[number] = True
+            near.add(number)
+    result: list[Duplicate] = []
+    for found in inside:
+        numbers = np.array([number for number in found.numbers if int(number) in kept], np.int64)
+        instead = np.array([kept[int(number)] for number in numbers], np.int64)
+        result.append(Duplicate(numbers, found.reason, instead, np.ones(len(numbers), np.float32)))
+    return result
+
+
+def _contains(outer: NDArray[np.uint32], inner: NDArray[np.uint32]) -> bool:
+    starts = np.flatnonzero(outer[: max(0, len(outer) - len(inner) + 1)] == inner[0])
+    return any(np.array_equal(outer[start : start + len(inner)], inner) for start in starts)
 
 
 def _with_survivors(found: list[Duplicate]) -> list[Duplicate]:
@@ -149,10 +202,10 @@ def _with_survivors(found: list[Duplicate]) -> list[Duplicate]:
     return [replace(one, instead=np.array([survivor(int(n)) for n in one.instead], np.int64)) for one in found]
 
 
-def _given_away(corpus: Corpus, num_new: int) -> Duplicate:
-    """Training documents with a text, answer or summary of a held-out one."""
+def _given_away(corpus: Corpus, num_new: int, by: NDArray[np.bool_]) -> Duplicate:
+    """Training documents with a text, answer or summary of a held-out one; by [N]: the held-out ones that count."""
     split, alive, keys = corpus.split[:num_new], corpus.alive[:num_new], corpus.keys[:num_new]
-    heldout = np.flatnonzero(alive & (split == _HELDOUT))
+    heldout = np.flatnonzero(alive & by[:num_new])
     known, owners = keys[heldout].ravel(), np.repeat(heldout, keys.shape[1])
     known, owners = known[known != 0], owners[known != 0]
     training = np.flatnonzero(alive & (split == _TRAIN))
@@ -257,55 +310,66 @@ def _may_contain(corpus: Corpus, outer: int, needle: int) -> bool:
     return bool(corpus.split[outer] == _TRAIN and corpus.kind[outer] == corpus.kind[needle])
 
 
-def _near(
-    corpus: Corpus, store: ShingleStore, config: DuplicatesConfig, engine: ShardEngine, num_new: int
-) -> Duplicate:
-    groups = _shared_bands(corpus, config, engine)
-    members = np.flatnonzero((groups != NOTHING).any(axis=1))
-    indexed = members >= num_new
-    heldout = corpus.split[members] == _HELDOUT
-    length = corpus.num_shingles[members]
-    order = members[np.lexsort((members, -length, -corpus.quality[members], ~heldout, ~indexed))]
-    kept_in: dict[int, list[int]] = {}
-    dropped: list[tuple[int, int, float]] = []
-    for number in map(int, order):
-        bands = [int(group) for group in groups[number] if group != NOTHING]
-        match = _most_similar(number, bands, kept_in, store, corpus, config.min_jaccard) if number < num_new else None
+class _Near:
+    """Near-duplicates: documents are added from the best to the worst, and dropped if they are similar to one that was
+    kept before. groups: see `_shared_bands`.
+    """
+
+    def __init__(
+        self, corpus: Corpus, store: ShingleStore, config: DuplicatesConfig, groups: NDArray[np.int32], num_new: int
+    ) -> None:
+        self._corpus, self._store, self._groups, self._num_new = corpus, store, groups, num_new
+        self._min_jaccard = config.min_jaccard
+        self._kept_in: dict[int, list[int]] = {}
+        self._dropped: dict[int, tuple[int, float]] = {}
+
+    def add_all(self) -> None:
+        """Add all documents that are alive."""
+        corpus = self._corpus
+        members = np.flatnonzero(corpus.alive & (self._groups != NOTHING).any(axis=1))
+        indexed = members >= self._num_new
+        heldout = corpus.split[members] == _HELDOUT
+        length = corpus.num_shingles[members]
+        for number in members[np.lexsort((members, -length, -corpus.quality[members], ~heldout, ~indexed))]:
+            self.add(int(number))
+
+    def add(self, number: int) -> None:
+        """Keep a document, or mark it as dropped in the corpus."""
+        bands = [int(group) for group in self._groups[number] if group != NOTHING]
+        match = self._most_similar(number, bands) if number < self._num_new else None
         if match is not None:
-            dropped.append((number, *match))
-            continue
+            self._dropped[number] = match
+            self._corpus.alive[number] = False
+            return
         for band in bands:
-            kept_in.setdefault(band, []).append(number)
-    dropped.sort()
-    numbers, instead, similarity = zip(*dropped, strict=True) if dropped else ((), (), ())
-    return Duplicate(
-        np.array(numbers, np.int64), "near-duplicate", np.array(instead, np.int64), np.array(similarity, np.float32)
-    )
+            self._kept_in.setdefault(band, []).append(number)
 
+    def kept_instead(self, number: int) -> int:
+        """The document that was kept instead of one that was dropped; any other itself."""
+        return self._dropped[number][0] if number in self._dropped else number
 
-def _most_similar(
-    number: int,
-    bands: list[int],
-    kept_in: dict[int, list[int]],
-    store: ShingleStore,
-    corpus: Corpus,
-    min_jaccard: float,
-) -> tuple[int, float] | None:
-    """The first kept candidate that is similar enough, in the order of shared bands."""
-    shared: dict[int, int] = {}
-    for band in bands:
-        for candidate in kept_in.get(band, ()):
-            shared[candidate] = shared.get(candidate, 0) + 1
-    for candidate in sorted(shared, key=lambda one: (-shared[one], one))[:_MOST_CANDIDATES]:
-        if corpus.kind[candidate] != corpus.kind[number]:
-            continue
-        own, other = store.unique(number), store.unique(candidate)
-        if min(len(own), len(other)) < min_jaccard * max(len(own), len(other)):
-            continue
-        similarity = jaccard(own, other)
-        if similarity >= min_jaccard:
-            return candidate, similarity
-    return None
+    def found(self) -> Duplicate:
+        numbers = sorted(self._dropped)
+        instead = np.array([self._dropped[number][0] for number in numbers], np.int64)
+        similarity = np.array([self._dropped[number][1] for number in numbers], np.float32)
+        return Duplicate(np.array(numbers, np.int64), "near-duplicate", instead, similarity)
+
+    def _most_similar(self, number: int, bands: list[int]) -> tuple[int, float] | None:
+        """The first kept candidate that is similar enough, in the order of shared bands."""
+        shared: dict[int, int] = {}
+        for band in bands:
+            for candidate in self._kept_in.get(band, ()):
+                shared[candidate] = shared.get(candidate, 0) + 1
+        for candidate in sorted(shared, key=lambda one: (-shared[one], one))[:_MOST_CANDIDATES]:
+            if self._corpus.kind[candidate] != self._corpus.kind[number]:
+                continue
+            own, other = self._store.unique(number), self._store.unique(candidate)
+            if min(len(own), len(other)) < self._min_jaccard * max(len(own), len(other)):
+                continue
+            similarity = jaccard(own, other)
+            if similarity >= self._min_jaccard:
+                return candidate, similarity
+        return None
 
 
 def _shared_bands(corpus: Corpus, config: DuplicatesConfig, engine: ShardEngine) -> NDArray[np.int32]:

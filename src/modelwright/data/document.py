@@ -6,12 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Kind = Literal["prose", "code", "qa"]
-Split = Literal["train", "heldout"]
+Split = Literal["train", "heldout", "open"]
+"""`open`: the run that reads the document decides."""
 Message = Mapping[str, str]
 """One turn of a conversation: `role` ("system", "user", "assistant") and `content`."""
 
 KINDS: tuple[Kind, ...] = ("prose", "code", "qa")
 SPLITS: tuple[Split, ...] = ("train", "heldout")
+"""The splits of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +63,21 @@ class Document:
 
     def to_json(self) -> str:
         """One JSON line, without the line end; `from_json` reads it back."""
-        return json.dumps(vars(self) | {"meta": dict(self.meta)}, ensure_ascii=False)
+        return json.dumps(self.plain(), ensure_ascii=False)
+
+    def plain(self) -> dict[str, Any]:
+        """The fields as plain data; an open split is left out, because whoever reads the record decides it."""
+        fields = vars(self) | {"meta": dict(self.meta)}
+        return {name: value for name, value in fields.items() if (name, value) != ("split", "open")}
+
+    @classmethod
+    def from_plain(cls, fields: Mapping[str, Any]) -> "Document":
+        """The inverse of `plain`."""
+        return cls(**{"split": "open", **fields})
 
     @classmethod
     def from_json(cls, line: str | bytes) -> "Document":
-        return cls(**json.loads(line))
+        return cls.from_plain(json.loads(line))
 
 
 def join_turns(messages: list[Message]) -> str:

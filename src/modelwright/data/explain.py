@@ -6,7 +6,8 @@ from itertools import islice
 from pathlib import Path
 
 from modelwright.core.errors import DataError
-from modelwright.data.clean import REPORT, DroppedDocument, read_dropped, read_kept
+from modelwright.data.clean import DroppedDocument, read_dropped, read_kept
+from modelwright.data.clean_folder import REPORT
 from modelwright.data.document import Document
 from modelwright.data.steps.quality import FEATURES, QualityConfig, measure
 

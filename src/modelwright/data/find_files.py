@@ -13,6 +13,7 @@ import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
 from modelwright.core.errors import DataError
+from modelwright.data.clean_folder import without_dropped
 from modelwright.data.readers import File
 
 PROSE_EXTENSIONS = (".txt", ".md", ".rst")
@@ -63,6 +64,9 @@ def _locate(source: str, skip: SkipFile) -> Iterator[File]:
         skip(reason, _shown(source, path, name))
 
     result = _walk(filesystem, path, pass_over) if is_folder else _glob(filesystem, path, pass_over)
+    result, other = without_dropped(result)
+    for name in other:
+        pass_over("file of a cleaned folder beside its kept documents", name)
     files = [file for name in result if (file := _supported(filesystem, name, _shown(source, path, name), pass_over))]
     if not files:
         what = "the directory holds" if is_folder else "the pattern matches"

@@ -1,7 +1,8 @@
 """Files of a piece of work that is cut into shards, each whole or absent, so that a killed process resumes.
 
 A shard's result is one or more files and a marker `NNNNN.STAGE.json`, written last, with the SHA-256 of each file and
-small facts. Whoever reads a file of a finished shard compares its hash, so a flipped byte is one error that names it.
+small facts. A stage whose files do not have these hashes is not finished, so a shard that was changed on disk is done
+again, by itself; if that happens while it is read, one error names the file.
 """
 
 import hashlib
@@ -22,6 +23,7 @@ from modelwright.core.errors import ArtifactError
 from modelwright.data.document import Document
 
 Arrays = dict[str, NDArray[Any]]
+_REMEDY = "run the same command again, which does this shard anew"
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,15 @@ class ShardFiles:
         write_atomic(self.path(f"{stage}.json"), json.dumps({"files": hashes, "facts": facts}))
 
     def facts(self, stage: str) -> dict[str, Any] | None:
-        """The facts of a finished stage, None for an unfinished one."""
+        """The facts of a finished stage whose files are as they were written, None for any other."""
         marker = self._marker(stage)
-        return marker["facts"] if marker and all(self.path(name).exists() for name in marker["files"]) else None
+        return marker["facts"] if marker and all(self._is_whole(*entry) for entry in marker["files"].items()) else None
+
+    def _is_whole(self, name: str, sha256: str) -> bool:
+        try:
+            return hashlib.sha256(self.path(name).read_bytes()).hexdigest() == sha256
+        except OSError:
+            return False
 
     def read(self, stage: str, name: str) -> bytes:
         """The content of a file that `stage` wrote. Raises `ArtifactError` if it is damaged."""
@@ -50,23 +58,16 @@ class ShardFiles:
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise ArtifactError(f"{path}: cannot be read ({error.strerror}); {_remedy(self.folder)}") from None
+            raise ArtifactError(f"{path}: cannot be read ({error.strerror}); {_REMEDY}") from None
         if not marker or hashlib.sha256(content).hexdigest() != marker["files"].get(name):
-            raise ArtifactError(f"{path}: its content has changed since it was written; {_remedy(self.folder)}")
+            raise ArtifactError(f"{path}: its content has changed since it was written; {_REMEDY}")
         return content
 
     def _marker(self, stage: str) -> dict[str, Any] | None:
-        path = self.path(f"{stage}.json")
         try:
-            return json.loads(path.read_bytes())
-        except FileNotFoundError:
+            return json.loads(self.path(f"{stage}.json").read_bytes())
+        except (FileNotFoundError, ValueError):
             return None
-        except ValueError:
-            raise ArtifactError(f"{path}: is damaged; {_remedy(self.folder)}") from None
-
-
-def _remedy(folder: Path) -> str:
-    return f"remove {folder} and run the same command again"
 
 
 def pack_lines(lines: Iterable[str], *, level: int = 3) -> bytes:

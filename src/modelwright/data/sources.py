@@ -6,10 +6,11 @@ libraries. What cannot be read raises one `DataError` with file and line, or is 
 holds one document at a time, and the whole file of `.json` and `.html`. Cleaning is `data.clean`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.core.seeds import derive_seed
@@ -145,19 +146,29 @@ class SourceReport:
         return first if count == 1 else f"{first}, ..."
 
 
-def read_documents(config: SourceConfig, *, report: SourceReport) -> Iterator[Document]:
+def read_documents(
+    config: SourceConfig, *, report: SourceReport, leave_open: bool = False, sample: int = 0
+) -> Iterator[Document]:
     """All documents of the sources, in a fixed order; `report` is filled on the way.
+
+    leave_open: what neither its record nor `validation_fraction` puts into a split stays open, else it is for training.
+    sample: if not 0, read about so many documents, the first of every file, or of every so many files.
 
     Raises `DataError`, with file and line where there is one, for a source that is missing or of an unsupported
     format, for an unreadable record (unless `on_bad_record` is "skip") and, at the end, for an empty corpus.
     """
-    for document in _split(_read(config, report), config.validation_fraction):
+    rest: Split = "open" if leave_open else "train"
+    for document in _split(_read(config, report, sample), config.validation_fraction, rest):
         report.add(document)
         yield document
     if not report.num_documents:
         left_out = {**report.skipped, **report.passed_over}
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
-        text = f"{', '.join(config.sources)}: the corpus is empty ({reasons or 'no records'})"
+        shown = ", ".join(config.sources)
+        if bad := sum(report.skipped.values()) - report.skipped.get("empty text", 0):
+            text = f"{shown}: none of the records could be read ({reasons})"
+            raise DataError(f"{text}; --data.on_bad_record error says what is wrong with the first of the {bad}")
+        text = f"{shown}: the corpus is empty ({reasons or 'no records'})"
         raise DataError(f"{text}; give files that contain text with --data.sources")
 
 
@@ -168,14 +179,21 @@ class _Unsplit:
     document: Document
 
 
-def _read(config: SourceConfig, report: SourceReport) -> Iterator[Document | _Unsplit]:
+def _read(config: SourceConfig, report: SourceReport, sample: int) -> Iterator[Document | _Unsplit]:
     if BUILTIN in config.sources:
-        yield from machine_corpus(fraction=config.stdlib_fraction, skip=report.pass_over)
+        documents = machine_corpus(fraction=config.stdlib_fraction, skip=report.pass_over)
+        yield from islice(documents, sample or None)
     named = tuple(source for source in config.sources if source != BUILTIN)
     complain = _complaint(config, report)
-    for file in locate(named, report.pass_over):
+    files: Iterable[readers.File] = locate(named, report.pass_over)
+    most: int | None = None
+    if sample:
+        every = list(files)
+        files = every[:: max(1, len(every) // sample)]
+        most = -(-sample // max(1, len(every)))
+    for file in files:
         report.num_files += 1
-        yield from _read_file(file, config, report, complain)
+        yield from islice(_read_file(file, config, report, complain), most)
 
 
 def _complaint(config: SourceConfig, report: SourceReport) -> readers.Complaint:
@@ -218,7 +236,7 @@ def _texts(
     for where, text in read(file, complain, 0 if is_code else config.max_document_chars):
         if text.strip():
             kind: Kind = "code" if is_code else "prose"
-            yield _Unsplit(Document(id=where, text=text, kind=kind, split="train", source=file.name))
+            yield _Unsplit(Document(id=where, text=text, kind=kind, split="open", source=file.name))
         else:
             report.skip("empty text", where)
 
@@ -278,8 +296,10 @@ def _document(
     complain: readers.Complaint,
 ) -> Document | _Unsplit | None:  # fmt: skip
     """The document in a record; None if it was reported or is empty."""
-    if all(name in record for name in _DOCUMENT_FIELDS) and record["kind"] in KINDS and record["split"] in SPLITS:
-        return Document(**{name: record[name] for name in _DOCUMENT_FIELDS})
+    if _is_document(record):
+        document = Document.from_plain({name: record[name] for name in _DOCUMENT_FIELDS if name in record})
+        document = document.map_text(_encodable)
+        return document if document.split != "open" else _Unsplit(document)
     kind: Kind = "prose"
     meta: dict[str, Any] = {}
     wants_text = config.text_field != DEFAULT_TEXT_FIELD and config.text_field in record
@@ -311,8 +331,35 @@ def _document(
     if not text or not text.strip():
         report.skip("empty text", where)
         return None
-    document = Document(id=where, text=text, kind=kind, split="train", source=source, meta=meta)
+    document = Document(id=where, text=text, kind=kind, split="open", source=source, meta=meta)
     return _Unsplit(document.map_text(_encodable))
+
+
+def _is_document(record: Mapping[str, Any]) -> bool:
+    """Whether a record is a document that cleaning wrote, with all its fields; an open split has none."""
+    if not all(_is_text(record, name) for name in ("id", "text", "source")) or not isinstance(record.get("meta"), dict):
+        return False
+    if record.get("kind") not in KINDS:
+        return False
+    if "split" in record and record["split"] not in SPLITS:
+        return False
+    meta = record["meta"]
+    if not all(isinstance(meta.get(name, ""), str) for name in ("title", "summary", "question", "answer")):
+        return False
+    if not all(_are_turns(meta[name]) for name in ("messages", "rejected") if name in meta):
+        return False
+    return record["kind"] != "qa" or "messages" in meta or ("question" in meta and "answer" in meta)
+
+
+def _are_turns(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    turns = cast(list[Any], value)
+    return all(isinstance(turn, dict) and _is_text(turn, "role") and _is_text(turn, "content") for turn in turns)
+
+
+def _is_text(record: Mapping[str, Any], name: str) -> bool:
+    return isinstance(record.get(name), str)
 
 
 def _way_to_text(record: Mapping[str, Any]) -> str:
@@ -333,7 +380,7 @@ def _given_split(file: readers.File) -> Split | None:
     return "heldout" if is_heldout else None
 
 
-def _split(documents: Iterator[Document | _Unsplit], fraction: float) -> Iterator[Document]:
+def _split(documents: Iterator[Document | _Unsplit], fraction: float, rest: Split) -> Iterator[Document]:
     """Decide the open splits by the hash of the text, so that equal texts get the same split. If a kind has two or more
     documents, at least one is held out: until the first one is, the document with the smallest hash is retained.
     """
@@ -346,7 +393,7 @@ def _split(documents: Iterator[Document | _Unsplit], fraction: float) -> Iterato
                 with_heldout.add(result.kind)
             yield result
             continue
-        document = result.document
+        document = replace(result.document, split=rest)
         place = derive_seed(0, "heldout", document.text) / 2**63 if fraction else 1.0
         if place < fraction:
             with_heldout.add(document.kind)

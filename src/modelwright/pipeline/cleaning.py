@@ -1,4 +1,4 @@
-"""Sources to a folder of cleaned documents: the first stage of a run, and `modelwright clean`.
+"""Sources to a folder of cleaned documents: the first stage of a run, and `modelwright clean` (`clean_command.py`).
 
 Beside the files of `data.clean` the folder holds `sources.json`, what was read and what was not, and
 `quarantine.jsonl`, one line for each record that was skipped.
@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.artifacts import write_atomic
-from modelwright.core.config import digest, dump
-from modelwright.core.errors import writing
+from modelwright.core.errors import DataError, writing
 from modelwright.core.progress import Progress
 from modelwright.core.resources import versions
-from modelwright.core.rundir import lock_folder
-from modelwright.data.clean import DROPPED, KEPT, CleanReport, clean_documents, describe_drops
+from modelwright.data.clean import CleanReport, clean_documents
 from modelwright.data.clean_config import CleanConfig
+from modelwright.data.clean_noise import low_recall
 from modelwright.data.document import Document
 from modelwright.data.find_files import locate
 from modelwright.data.sources import BUILTIN, SourceConfig, SourceReport, read_documents
 from modelwright.pipeline.redact import redact_text
 
 QUARANTINE, SOURCES = "quarantine.jsonl", "sources.json"
+_TRUSTED_STDLIB_FRACTION = 0.1
 
 
 def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int | float]]:
@@ -34,11 +34,11 @@ def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int |
     and the trusted text and model of the stage noise. Raises `DataError` for a missing source.
     """
     result: list[list[str | int | float]] = []
-    sources = (*data.sources, *(clean.noise.trusted if clean.noise.enabled else ()))
+    sources = (*data.sources, *clean.noise.trusted)
     if BUILTIN in sources:
         libraries = versions("torch", "numpy")
         result.append([BUILTIN, sys.version, *libraries.values()])
-    folders = [Path(clean.noise.model)] if clean.noise.enabled and clean.noise.model else []
+    folders = [Path(clean.noise.model)] if clean.noise.model else []
     single = [Path(data.schema)] if data.schema else []
     for path in [*single, *(path for folder in folders for path in sorted(folder.glob("*")))]:
         if path.is_file():
@@ -53,65 +53,73 @@ def fingerprint(data: SourceConfig, clean: CleanConfig) -> list[list[str | int |
 
 
 def clean_into(
-    data: SourceConfig, clean: CleanConfig, out: Path, work: Path, key: str, progress: Progress
+    data: SourceConfig,
+    clean: CleanConfig,
+    out: Path,
+    work: Path,
+    key: str,
+    progress: Progress,
+    *,
+    seed: int,
+    leave_open: bool = False,
 ) -> tuple[CleanReport, dict[str, Any], list[str]]:
     """Read the sources and clean them into `out`.
 
     work: folder for what is unfinished, which the next call with the same key resumes. Returns the report, the facts
-    about the sources and what was not read, in words. Raises like `data.clean.clean_documents`.
+    about the sources and what was not read, in words. seed: of the stage noise. leave_open: as in `read_documents`.
+    Raises like `data.clean.clean_documents`.
     """
-    report = SourceReport()
+    report, before = SourceReport(), fingerprint(data, clean)
     with writing(work):
         work.mkdir(parents=True, exist_ok=True)
-    documents = _quarantining(read_documents(data, report=report), report, work / QUARANTINE)
-    cleaned, facts = clean_documents(
+
+    def facts() -> dict[str, Any]:
+        """What was read, as soon as all is read; a source that has changed meanwhile may be read in part."""
+        if changed := [entry[0] for entry in _differing(before, fingerprint(data, clean))]:
+            raise DataError(f"{changed[0]}: has changed while it was read; run the same command when it is complete")
+        return {"report": report.facts(), "summary": report.summary()}
+
+    documents = _quarantining(read_documents(data, report=report, leave_open=leave_open), report, work / QUARANTINE)
+    cleaned, read = clean_documents(
         documents,
         clean,
         out,
         progress,
         work=work,
         key=key,
-        facts=lambda: {"report": report.facts(), "summary": report.summary()},
-        read_trusted=_read_trusted,
+        facts=facts,
+        read_trusted=read_trusted,
+        seed=seed,
     )
     with writing(out):
         shutil.copyfile(work / QUARANTINE, out / QUARANTINE)
-        write_atomic(out / SOURCES, json.dumps(facts["report"], indent=1, ensure_ascii=False))
+        write_atomic(out / SOURCES, json.dumps(read["report"], indent=1, ensure_ascii=False))
         shutil.rmtree(work, ignore_errors=True)
-    return cleaned, facts["report"], [redact_text(line) for line in facts["summary"]]
+    return cleaned, read["report"], [redact_text(line) for line in read["summary"]]
 
 
-def _read_trusted(sources: tuple[str, ...], most: int) -> list[Document]:
-    """The first documents of the sources of `clean.noise.trusted`."""
-    config = SourceConfig(sources=sources, validation_fraction=0.0, on_bad_record="skip")
-    return list(islice(read_documents(config, report=SourceReport()), most))
+def noise_warnings(report: CleanReport) -> list[str]:
+    """What a reader of the result must know about the classifier of the stage noise."""
+    names = low_recall(report.noise)
+    if not names:
+        return []
+    return [f"the noise classifier hardly finds junk such as {', '.join(names)}, from which it did not learn"]
 
 
-def clean_sources(data: SourceConfig, clean: CleanConfig, out: Path, progress: Progress) -> list[str]:
-    """`modelwright clean`; returns the lines to print."""
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-    with lock_folder(out, "this folder; wait for it or choose another --out"):
-        key = digest({"data": dump(data), "sources": fingerprint(data, clean)})
-        cleaned, sources, unread = clean_into(data, clean, out, out / "work", key, progress)
-    lines = [*unread, *_funnel(cleaned)]
-    if sources["skipped"]:
-        lines.append(f"skipped records are listed in {out / QUARANTINE}")
-    lines.append(describe_drops(cleaned, clean))
-    return [*lines, f"kept {out / KEPT}, dropped {out / DROPPED}"]
+def _differing(before: list[list[str | int | float]], after: list[list[str | int | float]]) -> list[list[Any]]:
+    """The entries of either fingerprint that the other lacks."""
+    return [entry for entry in [*after, *before] if entry not in before or entry not in after]
 
 
-def _funnel(report: CleanReport) -> Iterator[str]:
-    """A line for each stage: what went in, and what it dropped."""
-    left = report.num_documents
-    yield f"{'stage':<12}{'documents':>12}{'dropped':>12}"
-    for step, reasons in report.dropped.items():
-        dropped = sum(entry["documents"] for entry in reasons.values())
-        yield f"{step:<12}{left:>12,}{dropped:>12,}"
-        left -= dropped
-    yield f"{'kept':<12}{left:>12,}"
-    if report.replaced:
-        yield "replaced: " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(report.replaced.items()))
+def read_trusted(sources: tuple[str, ...], most: int) -> list[Document]:
+    """The first documents of the sources of `clean.noise.trusted`, without pairs, which the stage does not judge. Of
+    `stdlib`, the documentation and code on this machine, a tenth of the modules is enough.
+    """
+    config = SourceConfig(
+        sources=sources, validation_fraction=0.0, on_bad_record="skip", stdlib_fraction=_TRUSTED_STDLIB_FRACTION
+    )
+    documents = read_documents(config, report=SourceReport())
+    return list(islice((document for document in documents if document.kind != "qa"), most))
 
 
 def _quarantining(documents: Iterator[Any], report: SourceReport, path: Path) -> Iterator[Any]:

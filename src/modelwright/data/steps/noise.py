@@ -1,145 +1,180 @@
-"""Noise: a classifier of trusted text against junk, as a cascade.
+"""Noise: a calibrated linear classifier of trusted text against junk, on hashed n-grams of words and characters.
 
-A logistic regression on the features of the stage quality decides the clear cases. Only documents in its uncertain
-band are read by an encoder (`data/noise_encoder.py`), which is trained once for the corpus, or by any Hugging Face
-sequence-classification model on disk.
-
-Trusted samples are given (`trusted`), or are the documents of the corpus itself with the most ordinary features; junk
-is made from them (`corruptions.py`). A part of the samples is held out: on it the probabilities are calibrated, the
-band and the threshold chosen, and precision and recall measured.
+The classifier judges only forms of text that it knows: a chat, a table or a language that the trusted text does not
+have is rare, which does not make it junk. How it is trained and tested is `data/clean_noise.py`.
 """
 
-from dataclasses import asdict, dataclass
-from typing import Any
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
 
-_RIDGE = 1e-3
-_MAX_NEWTON_STEPS = 50
+_BUCKETS = 2**18
+_HEAD_CHARS = 4000
+"""Of longer texts only the beginning is read."""
+_FOLDS = 5
+_RARE = 0.01
+"""A form with a smaller share of the trusted documents is one that the trusted text does not have."""
+_SPEAKER = re.compile(r"\s*(?:[\[(]?\d{1,2}:\d\d(?::\d\d)?[\])]?\s*)?(<[^<>\s]{1,24}>|[^\W\d][\w .'-]{0,24}:(?=\s))")
+_CELLS = re.compile(r"\||\t|;|,(?! )| {3,}")
+_MIN_LINES = 4
+_LEAST_THRESHOLD = 0.5
+"""Where samples are easy to tell apart, a lower threshold would keep its promise for them, and for no other text."""
+
+Layout = Literal["chat", "table", "text"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseConfig:
     """The noise classifier."""
 
-    enabled: bool = False
-    """Drop prose and code that a classifier takes for junk."""
     trusted: tuple[str, ...] = ()
-    """Files or directories with trusted text; empty takes the most ordinary documents of the corpus."""
+    """Files or directories with trusted text, from which the classifier learns what is no noise; `stdlib`: English
+    documentation and Python code on this machine; empty switches the stage off."""
     model: str = ""
-    """Folder of a Hugging Face sequence-classification model that decides instead of our own encoder."""
+    """Folder of a Hugging Face sequence-classification model that decides where the classifier is uncertain."""
     model_noise_label: str = "1"
     """Label of the class of `model` that stands for noise, by name or number."""
-    min_precision: float = 0.95
+    min_precision: float = constant(0.95)
     """Precision that the threshold must reach on held-out samples: the share of dropped documents that are junk."""
     assumed_share: float = constant(0.1)
     """Share of noise in the corpus for which `min_precision` is kept; with more noise the precision is higher."""
-    min_train_steps: int = constant(300)
-    """Steps of training the encoder, or three epochs if these are more."""
     num_samples: int = constant(3000)
     """Most trusted samples; as many junk samples are made from them."""
-    max_missed: float = constant(0.005)
-    """Share of held-out samples that may be noise below the uncertain band."""
-    max_false: float = constant(0.0005)
-    """Share of held-out samples that may be trusted text above the uncertain band; an outlier is not noise yet."""
 
     def __post_init__(self) -> None:
-        if not 0.5 <= self.min_precision < 1:
-            raise ConfigError(f"min_precision: must be from 0.5 to below 1, got {self.min_precision}; 0.95 is usual")
+        if self.model and not self.trusted:
+            raise ConfigError("model: needs trusted text to be calibrated; name some with noise.trusted")
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.trusted)
+
+
+def layout_of(text: str) -> Layout:
+    """Whether the lines of a text are turns of a chat, rows of a table or anything else."""
+    lines = [line for line in text[:_HEAD_CHARS].split("\n") if line.strip()]
+    if len(lines) < _MIN_LINES:
+        return "text"
+    speakers = [match[1] for line in lines if (match := _SPEAKER.match(line))]
+    if len(speakers) >= 0.5 * len(lines) and len(set(speakers)) <= 0.5 * len(speakers):
+        return "chat"
+    cells = Counter(len(_CELLS.findall(line)) for line in lines)
+    return "table" if sum(count for number, count in cells.items() if number >= 2) >= 0.6 * len(lines) else "text"
+
+
+def language_of(text: str) -> str:
+    """The ISO 639-1 code of a text's language, "" where its halves disagree, as those of junk often do."""
+    import py3langid  # takes half a second
+
+    head = text[:_HEAD_CHARS]
+    first, second = (py3langid.classify(half)[0] for half in (head[: len(head) // 2], head[len(head) // 2 :]))
+    return first if first == second != "zxx" else ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogisticModel:
-    """P(noise) = sigmoid(weights . (x - mean) / scale + bias), for features x and their squares."""
+class KnownForms:
+    """The layouts and languages of the trusted text."""
 
-    mean: list[float]
-    scale: list[float]
-    weights: list[float]
+    layouts: tuple[str, ...]
+    languages: tuple[str, ...]
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> "KnownForms":
+        counts = [Counter(form(text) for text in texts) for form in (layout_of, language_of)]
+        layouts, languages = (sorted(name for name, n in one.items() if n >= _RARE * len(texts)) for one in counts)
+        return cls(layouts=tuple(layouts), languages=tuple(languages))
+
+    def includes(self, text: str) -> bool:
+        """Whether a text has a form that is known; one whose language cannot be told has no other language."""
+        return layout_of(text) in self.layouts and language_of(text) in ("", *self.languages)
+
+
+@dataclass(frozen=True)
+class LinearClassifier:
+    """P(noise) = sigmoid(slope * (weights . n-grams + bias) + offset)."""
+
+    weights: NDArray[np.float32]
     bias: float
+    slope: float
+    offset: float
 
-    def probabilities(self, features: NDArray[np.float32]) -> NDArray[np.float64]:
-        """P(noise) [N] of documents with these features [N, F]."""
-        scores = _standardized(features, np.array(self.mean), np.array(self.scale)) @ np.array(self.weights) + self.bias
-        return 1 / (1 + np.exp(-np.clip(scores, -50, 50)))
+    @classmethod
+    def fit(
+        cls, texts: Sequence[str], labels: NDArray[np.bool_], groups: NDArray[np.int64]
+    ) -> tuple["LinearClassifier", NDArray[np.float64]]:
+        """Fit and calibrate by cross-validation; returns P(noise) of each text by a classifier that has not seen it,
+        too [N]. labels [N]: whether noise; groups [N]: texts of one group are in one fold. Deterministic.
+        """
+        from sklearn.calibration import CalibratedClassifierCV
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.model_selection import GroupKFold, cross_val_predict
 
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
+        inputs = _ngrams(texts)
+        folds = list(GroupKFold(_FOLDS).split(inputs, labels, groups))
+        linear = LogisticRegression(C=10.0, solver="liblinear", random_state=0)
+        calibrated: Any = CalibratedClassifierCV(linear, method="sigmoid", cv=folds, ensemble=False)  # pyright: ignore[reportArgumentType]
+        (calibrated,) = calibrated.fit(inputs, labels).calibrated_classifiers_
+        (sigmoid,), fitted = calibrated.calibrators, calibrated.estimator
+        weights = fitted.coef_[0].astype(np.float32)
+        result = cls(weights, float(fitted.intercept_[0]), -float(sigmoid.a_), -float(sigmoid.b_))
+        unseen = cross_val_predict(linear, inputs, labels, cv=folds, method="decision_function")
+        return result, logistic(result.slope * unseen + result.offset)
 
+    def probabilities(self, texts: Sequence[str]) -> NDArray[np.float64]:
+        """P(noise) of each text [N]."""
+        if not len(texts):
+            return np.empty(0)
+        scores: NDArray[np.float64] = _ngrams(texts) @ self.weights + self.bias
+        return logistic(self.slope * scores + self.offset)
 
-def fit_logistic(features: NDArray[np.float32], labels: NDArray[np.bool_]) -> LogisticModel:
-    """Fit by Newton's method with a small ridge penalty. features [N, F]; labels [N]: whether noise."""
-    mean = features.mean(axis=0, dtype=np.float64)
-    scale = features.std(axis=0, dtype=np.float64) + 1e-6
-    inputs = _standardized(features, mean, scale)
-    design = np.concatenate([inputs, np.ones((len(inputs), 1))], axis=1)
-    weights = np.zeros(design.shape[1])
-    penalty = _RIDGE * len(design) * np.eye(design.shape[1])
-    penalty[-1, -1] = 0
-    for _ in range(_MAX_NEWTON_STEPS):
-        p = 1 / (1 + np.exp(-np.clip(design @ weights, -50, 50)))
-        gradient = design.T @ (p - labels) + penalty @ weights
-        hessian = (design * (p * (1 - p) + 1e-9)[:, None]).T @ design + penalty
-        step = np.linalg.solve(hessian, gradient)
-        weights -= step
-        if np.abs(step).max() < 1e-6:
-            break
-    return LogisticModel(
-        mean=mean.tolist(), scale=scale.tolist(), weights=weights[:-1].tolist(), bias=float(weights[-1])
-    )
+    def save(self, path: Path) -> None:
+        scalars = np.array([self.bias, self.slope, self.offset])
+        save_file({"weights": self.weights, "scalars": scalars}, path)
 
-
-def uncertain_band(
-    p: NDArray[np.float64], labels: NDArray[np.bool_], max_missed: float, max_false: float
-) -> tuple[float, float]:
-    """`(low, high)`: below low a document is trusted, above high it is noise; of all samples at most a share of
-    `max_missed` is noise below low, and of `max_false` trusted above high.
-    """
-    order = np.argsort(p)
-    errors_below = np.cumsum(labels[order]) / len(p)
-    errors_above = np.cumsum(~labels[order][::-1])[::-1] / len(p)
-    num_low = int(np.searchsorted(errors_below, max_missed, side="right"))
-    low = float(p[order][num_low]) if num_low < len(p) else 1.0
-    fits = np.flatnonzero(errors_above <= max_false)
-    high = float(p[order][fits[0]]) if len(fits) else 1.0
-    return (low, high) if low < high else ((low + high) / 2, (low + high) / 2)
+    @classmethod
+    def load(cls, path: Path) -> "LinearClassifier":
+        arrays = load_file(path)
+        return cls(arrays["weights"], *map(float, arrays["scalars"]))
 
 
-def calibrate(scores: NDArray[np.float64], labels: NDArray[np.bool_]) -> tuple[float, float]:
-    """Platt scaling (1999): slope and offset such that sigmoid(slope * score + offset) is the probability of noise."""
-    model = fit_logistic(scores[:, None].astype(np.float32), labels)
-    linear = model.weights[0] / model.scale[0]
-    return linear, model.bias - linear * model.mean[0]
+def logistic(scores: Any) -> Any:
+    """The logistic function, without overflow."""
+    return 1 / (1 + np.exp(-np.clip(scores, -50, 50)))
 
 
 def threshold_for(p: NDArray[np.float64], labels: NDArray[np.bool_], min_precision: float, share: float) -> float:
-    """The lowest threshold from which the precision is at least `min_precision` if a share of `share` of all documents
-    is noise, whatever its share among the samples; 1 if there is none. One more false drop than there were is counted
-    (Laplace's rule), so that few samples promise little.
+    """The lowest threshold, at least a half, from which the precision is at least `min_precision` if a share of `share`
+    of all documents is noise, whatever its share among the samples; above 1 if there is none. One more trusted sample
+    than there are counts as noise for sure (Laplace's rule), so that few samples promise little.
     """
-    order = np.argsort(-p, kind="stable")
-    hits = np.cumsum(labels[order]) * share / max(1, int(labels.sum()))
-    false = (np.cumsum(~labels[order]) + 1) * (1 - share) / (int((~labels).sum()) + 1)
-    precision = hits / np.maximum(hits + false, 1e-12)
-    good = np.flatnonzero(precision >= min_precision)
-    return float(p[order][good[-1]]) if len(good) else 1.0
+    from sklearn.metrics import precision_recall_curve
+
+    if not labels.any():
+        return 2.0
+    p, labels = np.append(p, 1.0), np.append(labels, False)
+    weights = np.where(labels, share / labels.sum(), (1 - share) / (~labels).sum())
+    precision, _, thresholds = precision_recall_curve(labels, p, sample_weight=weights)
+    good = np.flatnonzero(precision[:-1] >= min_precision)
+    return max(_LEAST_THRESHOLD, float(thresholds[good[0]])) if len(good) else 2.0
 
 
-def precision_recall(dropped: NDArray[np.bool_], labels: NDArray[np.bool_]) -> tuple[float, float]:
-    """Precision and recall of dropping noise; 1 and 0 if nothing is dropped."""
-    hits = int((dropped & labels).sum())
-    return hits / max(1, int(dropped.sum())) if dropped.any() else 1.0, hits / max(1, int(labels.sum()))
+def _ngrams(texts: Sequence[str]) -> Any:
+    """Hashed n-grams of the beginnings of texts, a sparse matrix [N, 2 * _BUCKETS]."""
+    from scipy.sparse import hstack
+    from sklearn.feature_extraction.text import HashingVectorizer
 
-
-def ordinariness(features: NDArray[np.float32]) -> NDArray[np.float32]:
-    """How far each document is from the median of any feature, in units of the median absolute deviation [N]."""
-    middle = np.median(features, axis=0)
-    spread = np.median(np.abs(features - middle), axis=0) + 1e-6
-    return (np.abs(features - middle) / spread).max(axis=1)
-
-
-def _standardized(features: NDArray[np.float32], mean: NDArray[Any], scale: NDArray[Any]) -> NDArray[np.float64]:
-    return np.clip((features - mean) / scale, -10, 10)
+    single: Any = np.float32
+    words = HashingVectorizer(n_features=_BUCKETS, ngram_range=(1, 2), token_pattern=r"\w+|[^\w\s]", dtype=single)
+    chars = HashingVectorizer(n_features=_BUCKETS, analyzer="char_wb", ngram_range=(1, 4), dtype=single)
+    heads = [text[:_HEAD_CHARS] for text in texts]
+    return hstack([words.transform(heads), chars.transform(heads)], format="csr")

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError
-from modelwright.data.document import Document, Kind
+from modelwright.data.document import KINDS, Document, Kind
+from modelwright.data.steps import text_signs
 from modelwright.data.words import hash_words, split_words
 
 _LITERAL = re.compile(
@@ -31,21 +32,9 @@ _MAY_BE_DATA = re.compile(r"""['"\d]""")
 _COMMENT = re.compile(r"\s*(#|//).*$")
 _DIGIT = re.compile(r"\d")
 _SYMBOL = re.compile(r"[^\w\s.,;:!?'\"()\-\u2010-\u201f\u3001-\u3003\uff0c\uff1a\uff1b\uff01\uff1f]")
-_STOP_WORDS = frozenset(
-    word
-    for words in (
-        "the be to of and that have with is in it for on as at by or this not are was an from but",
-        "der die das und ist nicht mit von den ein eine zu auf für im sich",
-        "le la les de des et est un une que qui dans pour pas sur au",
-        "el los las y es en que por con para una se del no",
-        "il di che e per una non sono con da del si",
-        "o a os as um uma e de do da em que não para com",
-        "de het een en van is dat niet op te zijn met voor",
-    )
-    for word in words.split()
-)
-"""The most frequent words of English, German, French, Spanish, Italian, Portuguese and Dutch."""
+_CUT_OFF = re.compile(r"\w\s*(?:\.\.\.|\u2026|\.{0,3}\s*\[?(?:read|show) more\W*)$", re.IGNORECASE)
 _LATIN = re.compile(r"[A-Za-zÀ-ɏ]")
+_UNSPACED = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af]")
 _ASCII = [chr(code) for code in range(128)]
 _ASCII_DIGITS = [code for code, char in enumerate(_ASCII) if _DIGIT.match(char)]
 _ASCII_SYMBOLS = [code for code, char in enumerate(_ASCII) if _SYMBOL.match(char)]
@@ -53,18 +42,22 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _MAX_NGRAM = 4
 _COMPRESSED_CHARS = 20_000
 _LANGUAGE_CHARS = 2_000
+_FEWEST_LINES_OF_CODE = 4
 _HEAD_CHARS = 200_000
 """Features of longer texts are those of their first characters."""
 
 FEATURES = (
     "num_chars", "num_words", "mean_word_chars", "char_entropy", "word_entropy", "digit_fraction", "symbol_fraction",
     "duplicate_line_fraction", "data_fraction", "top_ngram_fraction", "compression_ratio", "stop_word_fraction",
+    "ellipsis_fraction", "misordered_fraction", "sorted_fraction", "broken_word_fraction", "record_fraction",
+    "error_fraction", "cut_end_fraction", "code_fraction",
 )  # fmt: skip
 """num_chars: of the text without its title, for pairs of the answers; num_words: of the whole text. Entropies in bits.
 duplicate_line_fraction, data_fraction: of characters, in lines that occurred before and in lines of data, 0 below
 `min_lines` lines. top_ngram_fraction: largest fraction of characters that one 2- to 4-gram of words covers.
-compression_ratio: compressed over uncompressed bytes (zlib). stop_word_fraction: of the words in Latin script, 1 where
-there are few."""
+compression_ratio: compressed over uncompressed bytes (zlib). stop_word_fraction: of the words in Latin script, those
+that are frequent in one language, 1 where there are few words in Latin script. ellipsis_fraction: of the lines, those
+that end where the text was cut off (an ellipsis, "Read more"). The others: see `text_signs.py`."""
 
 _REASONS = {
     "num_chars": ("too short", "too long"), "num_words": ("too few words", "too many words"),
@@ -76,6 +69,12 @@ _REASONS = {
     "top_ngram_fraction": ("few repeated phrases", "repeated phrase"),
     "compression_ratio": ("repetitive", "incompressible"),
     "stop_word_fraction": ("no stop words", "many stop words"),
+    "ellipsis_fraction": ("few ellipses", "cut off"),
+    "misordered_fraction": ("few misordered words", "words out of order"),
+    "sorted_fraction": ("words out of alphabetical order", "word list"),
+    "broken_word_fraction": ("few broken words", "broken words"),
+    "record_fraction": ("few records", "log or records"), "error_fraction": ("few error messages", "error page"),
+    "cut_end_fraction": ("few cut ends", "fragment"), "code_fraction": ("little code", "much code"),
 }  # fmt: skip
 
 LIMIT_OF = {
@@ -93,7 +92,9 @@ DEFAULT_LIMITS: Mapping[Kind, Limits] = {
     "prose": _ANY | {
         "max_duplicate_line_fraction": 0.3, "max_top_ngram_fraction": 0.3, "max_digit_fraction": 0.5,
         "max_symbol_fraction": 0.3, "min_char_entropy": 2.0, "max_char_entropy": 8.0, "min_compression_ratio": 0.1,
-        "max_mean_word_chars": 15.0, "min_stop_word_fraction": 0.02,
+        "max_mean_word_chars": 15.0, "min_stop_word_fraction": 0.07, "max_ellipsis_fraction": 0.3,
+        "max_misordered_fraction": 0.1, "max_broken_word_fraction": 0.08, "max_record_fraction": 0.5,
+        "max_sorted_fraction": 0.8, "max_error_fraction": 0.1,
     },
     "code": _ANY | {
         "max_duplicate_line_fraction": 0.6, "min_char_entropy": 2.0, "min_compression_ratio": 0.05,
@@ -102,10 +103,18 @@ DEFAULT_LIMITS: Mapping[Kind, Limits] = {
     "qa": {"min_num_chars": 1.0, "max_num_chars": 2_000_000.0, "max_duplicate_line_fraction": 0.3},
 }  # fmt: skip
 """Gopher's limits where it has them, wider for short documents; see `QualityConfig.limits`."""
+_CODE_LINES = 0.4
+"""Prose of which more lines look like code is judged as code: records often have no kind."""
+_OF_ANY_LENGTH = (
+    "num_chars", "num_words", "duplicate_line_fraction", "data_fraction", "ellipsis_fraction", "misordered_fraction",
+    "broken_word_fraction", "error_fraction", "cut_end_fraction",
+)  # fmt: skip
+_OF_SHORT_TEXTS = ("cut_end_fraction",)
+"""Long texts are more than their ends. No limit by default: chats and comments are often written in lower case."""
+_NEVER_AUTOMATIC = ("num_chars", "num_words", "cut_end_fraction", "code_fraction")
 
 _SHORT_WORDS, _SHORT_CHARS = 50, 300
 """Fractions, ratios and entropies of shorter texts vary too much to be judged."""
-_LENGTHS = ("num_chars", "num_words")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +122,8 @@ class QualityConfig:
     """Limits on features of a text, for each kind of document."""
 
     thresholds: Literal["fixed", "auto"] = "fixed"
-    """`auto` derives limits from the corpus: the 1% and 99% quantiles of each feature by kind, widened by half their
-    distance from the median."""
+    """`auto` tightens the limits by the corpus: to the 1% and 99% quantiles of each feature by kind, widened by half
+    their distance from the median."""
     auto_tail: float = constant(0.01)
     """Tail of the distribution that `thresholds: auto` starts from."""
     limits: dict[str, float] = field(default_factory=dict)
@@ -132,6 +141,17 @@ class QualityConfig:
             kind, _, limit = name.rpartition(".")
             if kind not in ("", *DEFAULT_LIMITS) or limit[:4] not in ("min_", "max_") or limit[4:] not in FEATURES:
                 raise ConfigError(f"limits: {name!r} is not [KIND.]min_FEATURE or max_FEATURE; features: {FEATURES}")
+        if self.languages:
+            _check_languages(self.languages)
+
+
+def _check_languages(languages: Sequence[str]) -> None:
+    import py3langid  # takes half a second
+
+    known = sorted({code for code, _ in py3langid.rank("")})
+    if unknown := [code for code in languages if code not in known]:
+        text = f"languages: {unknown[0]!r} is not the code of a language that can be recognized, such as en, de or zh"
+        raise ConfigError(f"{text}; known are {', '.join(known)}")
 
 
 def measure(document: Document, config: QualityConfig) -> list[float]:
@@ -147,6 +167,7 @@ def measure(document: Document, config: QualityConfig) -> list[float]:
     lengths = np.fromiter(map(len, words), np.int64, len(words))
     counts, num_digits, num_symbols = _characters(text)
     hashes = hash_words(words)
+    function_words, language = text_signs.function_word_share(words)
     raw = text[:_COMPRESSED_CHARS].encode("utf-8", "replace")
     return [
         float(len(body) if body.strip() else 0),
@@ -160,7 +181,15 @@ def measure(document: Document, config: QualityConfig) -> list[float]:
         data_share(lines) if has_lines else 0.0,
         _top_ngram_share(hashes, lengths, num_chars),
         len(zlib.compress(raw, 1)) / max(1, len(raw)),
-        _stop_word_share(words, text),
+        function_words if words and _is_latin(text) else 1.0,
+        sum(_CUT_OFF.search(line) is not None for line in lines) / max(1, len(lines)),
+        text_signs.misordered_share(words, language),
+        text_signs.sorted_share(words),
+        text_signs.broken_word_share(text, len(words)),
+        text_signs.record_share(lines) if has_lines else 0.0,
+        text_signs.error_share(lines),
+        text_signs.cut_end_share(body),
+        text_signs.code_share(lines) if len(lines) >= _FEWEST_LINES_OF_CODE else 0.0,
     ]
 
 
@@ -173,13 +202,19 @@ def has_language(document: Document, config: QualityConfig) -> bool:
     return py3langid.classify(document.text[:_LANGUAGE_CHARS])[0] in config.languages
 
 
+def judged_kinds(features: NDArray[np.float32], kinds: NDArray[np.int8]) -> NDArray[np.int8]:
+    """The kinds [N] whose limits apply to documents [N]: prose whose lines look like code is judged as code."""
+    is_code = (kinds == KINDS.index("prose")) & (features[:, FEATURES.index("code_fraction")] > _CODE_LINES)
+    return np.where(is_code, np.int8(KINDS.index("code")), kinds)
+
+
 def limits_by_kind(config: QualityConfig, features: Mapping[Kind, NDArray[np.float32]]) -> dict[Kind, dict[str, float]]:
     """The limits in effect. features: [documents, features] by kind; read for `thresholds: auto` only."""
     result: dict[Kind, dict[str, float]] = {}
     for kind, defaults in DEFAULT_LIMITS.items():
         limits = dict(defaults)
         if config.thresholds == "auto" and len(features.get(kind, ())):
-            limits |= _quantile_limits(features[kind], config.auto_tail)
+            limits |= _tighter(limits, _quantile_limits(features[kind], config.auto_tail))
         limits |= {name: value for name, value in config.limits.items() if "." not in name}
         limits |= {name[len(kind) + 1 :]: v for name, v in config.limits.items() if name.startswith(f"{kind}.")}
         result[kind] = limits
@@ -189,7 +224,7 @@ def limits_by_kind(config: QualityConfig, features: Mapping[Kind, NDArray[np.flo
 def judge(features: NDArray[np.float32], limits: Limits) -> list[tuple[NDArray[np.bool_], str, str, float]]:
     """For each limit in order: which of the documents [N] violate it, the reason, the feature and the limit.
 
-    Documents of fewer than 50 words and 300 characters are judged by their length and lines alone.
+    Documents of fewer than 50 words and 300 characters are judged by their length, lines, ends and words alone.
     """
     num_words, num_chars = (features[:, FEATURES.index(name)] for name in ("num_words", "num_chars"))
     is_short = (num_words < _SHORT_WORDS) & (num_chars < _SHORT_CHARS)
@@ -198,8 +233,10 @@ def judge(features: NDArray[np.float32], limits: Limits) -> list[tuple[NDArray[n
         feature, limit = name[4:], limits[name]
         values = features[:, FEATURES.index(feature)]
         violates = values < np.float32(limit) if name.startswith("min_") else values > np.float32(limit)
-        if feature not in (*_LENGTHS, "duplicate_line_fraction", "data_fraction"):
+        if feature not in _OF_ANY_LENGTH:
             violates = violates & ~is_short
+        if feature in _OF_SHORT_TEXTS:
+            violates = violates & is_short
         result.append((violates, _REASONS[feature][name.startswith("max_")], feature, limit))
     return result
 
@@ -232,6 +269,19 @@ def is_data_line(line: str) -> bool:
     return num_literals > 0 and letters < 0.25 * len(code.strip())
 
 
+def _tighter(fixed: Limits, automatic: Limits) -> dict[str, float]:
+    """The automatic limits, none of them wider than the fixed one, without those that no document can violate."""
+    result: dict[str, float] = {}
+    for name, value in automatic.items():
+        is_max = name.startswith("max_")
+        bound = fixed.get(name, value)
+        value = min(value, bound) if is_max else max(value, bound)
+        can_bite = value < 1 or not name.endswith("_fraction") if is_max else value > 0
+        if can_bite:
+            result[name] = value
+    return result
+
+
 def _quantile_limits(features: NDArray[np.float32], tail: float) -> dict[str, float]:
     """Limits at the tails' quantiles, moved outward by half their distance from the median, for documents of at least
     50 words. Where a distribution has no tail on one side, nothing is cut there.
@@ -242,7 +292,7 @@ def _quantile_limits(features: NDArray[np.float32], tail: float) -> dict[str, fl
         return result
     low, middle, high = np.quantile(long, [tail, 0.5, 1 - tail], axis=0)
     for number, name in enumerate(FEATURES):
-        if name in _LENGTHS:
+        if name in _NEVER_AUTOMATIC:
             continue
         if low[number] < middle[number]:
             result[f"min_{name}"] = float(1.5 * low[number] - 0.5 * middle[number])
@@ -280,7 +330,9 @@ def _top_ngram_share(hashes: NDArray[np.uint64], lengths: NDArray[np.int64], num
     return largest
 
 
-def _stop_word_share(words: Sequence[str], text: str) -> float:
-    if not words or len(_LATIN.findall(text[:1000])) < 0.5 * min(len(text), 1000):
-        return 1.0
-    return sum(word in _STOP_WORDS for word in words) / len(words)
+def _is_latin(text: str) -> bool:
+    """Whether most of a text is in Latin script. In Chinese and Japanese a few characters say as much as a line of the
+    commands between them.
+    """
+    head = text[:1000]
+    return len(_LATIN.findall(head)) >= 0.5 * len(head) and len(_UNSPACED.findall(head)) <= 0.05 * len(head)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelwright.data.clean import STAGES, read_dropped
+from modelwright.data.clean_noise import low_recall
 from modelwright.data.sources import BUILTIN
 from modelwright.pipeline.redact import redact_text
 from modelwright.pipeline.report.blocks import Block, Excerpt, Fold, Note, Section, Table
@@ -104,11 +105,17 @@ def _noise_blocks(clean: Mapping[str, Any]) -> list[Block]:
     if not noise:
         return []
     text = (
-        f"Noise: of {count(noise['judged'])} documents the encoder read {count(noise['read_by_encoder'])}. On held-out "
-        f"samples {percent(noise['precision'], 1)} of what the classifier drops is junk, and it drops "
-        f"{percent(noise['recall'], 1)} of the junk."
+        f"Noise: of {count(noise['judged'])} documents the classifier was uncertain about {count(noise['uncertain'])} "
+        f"and left {count(noise['abstained'])} alone, whose form the trusted text does not have. It drops "
+        f"{percent(noise['trusted_dropped'], 1)} of trusted text that it has not seen, and of junk from generators "
+        f"that it did not learn from {percent(noise['recall'], 1)}; where a tenth of a corpus is such junk, "
+        f"{percent(noise['precision'], 1)} of what it drops is junk."
     )
-    return [Note(text)]
+    rows = [[name.replace("_", " "), percent(recall, 1)] for name, recall in noise["recall_by_kind"].items()]
+    blocks: list[Block] = [Note(text), Table(["junk it did not learn from", "dropped"], rows, "Noise", numeric=(1,))]
+    if names := low_recall(noise):
+        blocks.append(Note(f"Warning: it hardly finds {', '.join(names)}."))
+    return blocks
 
 
 def _dropped_blocks(stage: StageData, num_examples: int) -> list[Block]:

@@ -10,9 +10,10 @@ from dataclasses import asdict
 from modelwright.core.config import dump
 from modelwright.core.errors import DataError
 from modelwright.core.rundir import RunDir
-from modelwright.data.clean import DROPPED, describe_drops
+from modelwright.data.clean import describe_drops
 from modelwright.data.clean_config import CleanConfig
-from modelwright.pipeline.cleaning import clean_into, fingerprint
+from modelwright.data.clean_folder import DROPPED
+from modelwright.pipeline.cleaning import clean_into, fingerprint, noise_warnings
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.estimates import moving_estimate
 from modelwright.pipeline.report.corpus import corpus_section
@@ -26,6 +27,8 @@ def _build(config: RunConfig, run: RunDir, present: Sequence[str]) -> Stage:
     """Reads the sources and cleans them. Its digest covers names, sizes and modification times of the files read."""
     clean: CleanConfig = config.section(CLEAN)
     settings = {name: value for name, value in dump(clean).items() if name != "num_workers"}
+    if clean.noise.enabled:
+        settings["seed"] = config.seed
     return Stage(
         name=CLEAN.name,
         title=CLEAN.title,
@@ -39,7 +42,9 @@ def _run(context: StageContext, config: RunConfig) -> None:
     out, note, settings = context.output.path, context.progress.note, config.section(CLEAN)
     work = context.folder.path / "work"
     try:
-        cleaned, sources, unread = clean_into(config.data, settings, out, work, context.digest, context.progress)
+        cleaned, sources, unread = clean_into(
+            config.data, settings, out, work, context.digest, context.progress, seed=config.seed
+        )
     except DataError as error:
         if not (out / DROPPED).exists():
             raise
@@ -47,10 +52,13 @@ def _run(context: StageContext, config: RunConfig) -> None:
         shutil.copyfile(out / DROPPED, kept)
         raise DataError(f"{error}; the dropped text is in {kept}") from None
     context.output.facts |= {"sources": sources, "clean": asdict(cleaned)}
-    for line in unread:
+    for line in (*unread, *noise_warnings(cleaned)):
         note(f"clean: {line}")
     where = f"; the dropped text is in {context.folder.artifact / DROPPED}" if cleaned.num_dropped else ""
-    note(f"clean: {cleaned.num_kept:,} documents kept, {describe_drops(cleaned, settings)}{where}")
+    if not any("heldout" in splits for splits in cleaned.kept.values()):
+        text = "no document is held out, so this run has no validation loss and no evaluation of its text"
+        note(f"clean: {text}; raise --data.validation_fraction, or give sources with a held-out split")
+    note(f"clean: {cleaned.num_kept:,} documents kept, {describe_drops(cleaned)}{where}")
 
 
 def _estimate(config: RunConfig, run: RunDir, rates: Rates) -> StageEstimate:

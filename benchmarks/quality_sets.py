@@ -1,0 +1,235 @@
+"""What cleaning drops of labelled text, by kind: good text of machines and people, and nine kinds of bad text.
+
+    python benchmarks/quality_sets.py --man /usr/share/man --count 100
+    python benchmarks/quality_sets.py --man /usr/share/man --half development
+
+Good text: sources and docstrings of the standard library, manual pages by language from `--man` (Debian's manpages-de,
+-fr, -es, -ja and -zh), chats, tables and short texts. Bad text has generators of its own, not those from which the
+noise classifier learns; it is made of the good English text of the same half. Limits may be tuned on the half
+`development` only. The last column has the stage noise as well, with the good text of the other half as trusted text.
+"""
+
+import argparse
+import ast
+import gzip
+import random
+import re
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from modelwright.core.progress import SilentProgress
+from modelwright.data.clean import clean_documents, read_dropped
+from modelwright.data.clean_config import CleanConfig
+from modelwright.data.deduplicate import DuplicatesConfig
+from modelwright.data.document import Document
+from modelwright.data.steps.noise import NoiseConfig
+from modelwright.data.steps.privacy import PrivacyConfig
+
+HALVES = ("development", "test")
+_NAMES = ("Ann", "Bob", "Chen", "Dora", "Emil", "Fatima")
+_LOREM = re.findall(
+    r"\w+",
+    "lorem ipsum dolor sit amet consectetur adipiscing elit sed do eiusmod tempor incididunt ut labore et dolore magna "
+    "aliqua enim ad minim veniam quis nostrud exercitation ullamco laboris nisi aliquip ex ea commodo consequat duis "
+    "irure in reprehenderit voluptate velit esse cillum fugiat nulla pariatur excepteur sint occaecat cupidatat non",
+)
+_OFFERS = (
+    "cheap",
+    "hotel",
+    "deals",
+    "flights",
+    "quotes",
+    "best",
+    "price",
+    "voucher",
+    "jackpot",
+    "diet",
+    "loans",
+    "fast",
+)
+_CONFUSED = str.maketrans({"l": "1", "o": "0", "e": "c", "m": "rn", "i": "!", "a": "@", "s": "5", "t": "f", "d": "cl"})
+_STATUS = ("404 Not Found", "403 Forbidden", "500 Internal Server Error", "502 Bad Gateway", "503 Service Unavailable")
+_NOT_CODE = {"site-packages", "test", "tests", "encodings", "pydoc_data"}
+"""The last two are tables of data."""
+
+
+def docstrings() -> Iterator[str]:
+    """Docstrings of at least 300 characters of the standard library."""
+    for path in _sources():
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+        yield from (text for node in nodes if len(text := ast.get_docstring(node) or "") >= 300)
+
+
+def code() -> Iterator[str]:
+    for path in _sources():
+        text = path.read_text(encoding="utf-8", errors="replace")
+        yield from (part for start in range(0, len(text) - 500, 4000) if len(part := text[start : start + 3000]) > 500)
+
+
+def manual(folder: Path, *languages: str) -> Iterator[str]:
+    """Plain text of manual pages, without roff requests."""
+    for language in languages:
+        for path in sorted((folder / language).rglob("*.gz")):
+            raw = gzip.decompress(path.read_bytes()).decode("utf-8", "replace")
+            lines = [re.sub(r'^\.\w+ ?"?|"$', "", line) for line in raw.split("\n") if not re.match(r"^[.']\\\"", line)]
+            text = re.sub(r"\\f\(?\w{1,2}|\\[&|^/]|\\\*\(..", "", "\n".join(lines)).replace("\\-", "-").strip()
+            if len(text) > 400:
+                yield text[:5000]
+
+
+def chats(sentences: list[str], rng: random.Random) -> Iterator[str]:
+    while True:
+        people = rng.sample(_NAMES, 2)
+        yield "\n".join(f"{people[turn % 2]}: {rng.choice(sentences)}" for turn in range(rng.randrange(6, 16)))
+
+
+def tables(sentences: list[str], rng: random.Random) -> Iterator[str]:
+    while True:
+        rows = [f"| {rng.choice(_NAMES)} | {rng.randrange(99)} | {rng.choice(sentences)[:40]} |" for _ in range(10)]
+        yield "\n".join(["| name | number | remark |", "| --- | --- | --- |", *rows])
+
+
+def short(sentences: list[str], rng: random.Random) -> Iterator[str]:
+    while True:
+        yield " ".join(rng.sample(sentences, rng.randrange(1, 3)))
+
+
+def log(text: str, rng: random.Random) -> str:
+    words = text.split()
+    lines = [
+        f"{rng.choice(('Jan', 'Feb', 'Mar'))} {rng.randrange(1, 29):2} {rng.randrange(24):02}:{rng.randrange(60):02}:"
+        f"{rng.randrange(60):02} host{rng.randrange(9)} {rng.choice(('sshd', 'cron'))}[{rng.randrange(9999)}]: "
+        f"{rng.choice(words)} {rng.choice(words)} from 10.0.{rng.randrange(99)}.{rng.randrange(99)}"
+        for _ in range(25)
+    ]
+    return "\n".join(lines)
+
+
+def word_list(text: str, rng: random.Random) -> str:
+    words = sorted({word.lower() for word in re.findall(r"[A-Za-z]{3,}", text)})
+    return rng.choice(("\n", ", ", " ")).join(words * (1 + 60 // max(1, len(words))))
+
+
+def error_page(text: str, rng: random.Random) -> str:
+    status = rng.choice(_STATUS)
+    address = "/".join(rng.sample(re.findall(r"[a-z]{4,}", text) or ["x"], 1))
+    return (
+        f"{status}\n\nThe requested URL /{address} was not found on this server or could not be shown.\n"
+        f"Please contact the administrator.\n\nApache/2.4.{rng.randrange(60)} (Debian) at {address}.example Port 443"
+    )
+
+
+def lorem(text: str, rng: random.Random) -> str:
+    return ". ".join(" ".join(rng.choices(_LOREM, k=rng.randrange(6, 14))).capitalize() for _ in range(10)) + "."
+
+
+def shuffled(text: str, rng: random.Random) -> str:
+    words = text.split()
+    return " ".join(rng.sample(words, len(words)))
+
+
+def scanned(text: str, rng: random.Random) -> str:
+    """Characters as a bad scan confuses them."""
+    return "".join(char.translate(_CONFUSED) if rng.random() < 0.3 else char for char in text)
+
+
+def truncated(text: str, rng: random.Random) -> str:
+    """A piece cut out at any characters, with nothing that says so."""
+    start = rng.randrange(max(1, len(text) - 60))
+    return text[start : start + rng.randrange(25, 60)].replace("\n", " ")
+
+
+def spam(text: str, rng: random.Random) -> str:
+    where = ("online", "near me", "2024")
+    return " ".join(f"{rng.choice(_OFFERS)} {rng.choice(_OFFERS)} {rng.choice(where)}," for _ in range(60))
+
+
+def csv_dump(text: str, rng: random.Random) -> str:
+    rows = [
+        f"{rng.randrange(9**7)},{rng.choice(_NAMES)},{rng.random():.4f},{rng.randrange(9**9)},TRUE,{rng.random():.3f}"
+        for _ in range(30)
+    ]
+    return "\n".join(["id,name,score,account,active,weight", *rows])
+
+
+BAD: dict[str, Callable[[str, random.Random], str]] = {
+    "log": log, "word list": word_list, "error page": error_page, "lorem ipsum": lorem, "shuffled words": shuffled,
+    "bad scan": scanned, "truncated": truncated, "keyword spam": spam, "CSV dump": csv_dump,
+}  # fmt: skip
+
+
+def labelled(half: str, count: int, man: Path) -> list[tuple[str, bool, Document]]:
+    """`(kind, is bad, document)`; both halves have no text in common."""
+    offset = HALVES.index(half)
+    rng = random.Random(offset)
+
+    def part(texts: Iterator[str]) -> list[str]:
+        chosen = list(dict.fromkeys(texts))[offset::2]
+        return random.Random(7).sample(chosen, min(count, len(chosen)))
+
+    english = part(docstrings())
+    sentences = [one for text in english for one in re.findall(r"[A-Z][^.\n]{30,120}\.", text)]
+    good: dict[str, list[str]] = {"code": part(code()), "code without kind": part(code()), "docstrings": english}
+    for name, languages in (("de", ["de"]), ("fr", ["fr"]), ("es", ["es"]), ("ja", ["ja"]), ("zh", ["zh_CN", "zh_TW"])):
+        good[f"manual, {name}"] = part(manual(man, *languages))
+    for name, generator in (("chat", chats), ("table", tables), ("short", short)):
+        texts = generator(sentences, rng)
+        good[name] = [next(texts) for _ in range(count)]
+    entries = [(kind, False, text) for kind, texts in good.items() for text in texts]
+    entries += [(kind, True, make(rng.choice(english), rng)) for kind, make in BAD.items() for _ in range(count)]
+    return [
+        (
+            kind,
+            bad,
+            Document(id=f"{number}", text=text, kind="code" if kind == "code" else "prose", split="train", source=""),
+        )
+        for number, (kind, bad, text) in enumerate(entries)
+    ]
+
+
+def dropped(entries: list[tuple[str, bool, Document]], trusted: list[Document]) -> set[str]:
+    """Ids of the documents that the stages format, quality and noise drop."""
+    config = CleanConfig(
+        noise=NoiseConfig(trusted=("the other half",) if trusted else ()),
+        duplicates=DuplicatesConfig(near=False, contained="off"), privacy=PrivacyConfig(replace=()),
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        documents = (document for _, _, document in entries)
+        clean_documents(
+            documents, config, Path(folder), SilentProgress(), read_trusted=lambda sources, most: trusted[:most]
+        )
+        return {entry.document.id for entry in read_dropped(Path(folder)) if entry.step != "duplicates"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--man", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=100, help="documents of each kind")
+    parser.add_argument("--half", choices=HALVES, default="test")
+    given = parser.parse_args()
+    other = HALVES[1 - HALVES.index(given.half)]
+    entries = labelled(given.half, given.count, given.man)
+    trusted = [document for _, bad, document in labelled(other, given.count, given.man) if not bad]
+    random.Random(0).shuffle(trusted)
+    sets = [dropped(entries, []), dropped(entries, trusted)]
+    print("| kind | label | documents | quality drops | with noise |\n| --- | --- | --- | --- | --- |")
+    groups = [(kind, bad) for kind, bad in dict.fromkeys((kind, bad) for kind, bad, _ in entries)]
+    for kind, bad in [*groups, ("all", False), ("all", True)]:
+        ids = [one.id for name, is_bad, one in entries if is_bad == bad and kind in (name, "all")]
+        shares = " | ".join(f"{sum(one in found for one in ids) / len(ids):.1%}" for found in sets)
+        print(f"| {kind} | {'bad' if bad else 'good'} | {len(ids)} | {shares} |")
+
+
+def _sources() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    return [path for path in sorted(root.rglob("*.py")) if not _NOT_CODE & set(path.parts)]
+
+
+if __name__ == "__main__":
+    main()

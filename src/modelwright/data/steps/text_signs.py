@@ -1,0 +1,175 @@
+"""Signs that a text is no prose: records, broken words, words out of order, error pages, fragments; and signs of code.
+
+Each function measures one fraction from 0 to 1, on which `quality.py` sets a limit. Function words are those that are
+frequent in any text of a language; a text in a language that has no list here has few of them.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from itertools import pairwise
+
+_FUNCTION_WORDS: Mapping[str, frozenset[str]] = {
+    language: frozenset(words.split())
+    for language, words in {
+        "en": "the be to of and that have with is in it for on as at by or this not are was an from but a you if will",
+        "de": "der die das und ist nicht mit von den ein eine zu auf für im sich in des dem werden wird oder als es",
+        "fr": "le la les de des et est un une que qui dans pour pas sur au du en il à ne ce par avec ou",
+        "es": "el los las y es en que por con para una se del no de la un a lo al como o si",
+        "it": "il di che e per una non sono con da del si la un in è le i della al o",
+        "pt": "o a os as um uma e de do da em que não para com por se no na",
+        "nl": "de het een en van is dat niet op te zijn met voor in die of er aan",
+        "sv": "och i att det som en på är av för med den till inte om ett kan",
+        "da": "og i at det er en til af som på de med den ikke for et kan",
+        "no": "og i det er på til som en av for at med ikke den de kan",
+        "fi": "ja on ei että se oli joka mutta kun ovat myös tai niin kuin jos",
+        "pl": "w i na z się nie do to że jest o jak po co dla lub jeśli",
+        "cs": "a se v na je že o s z do i to jako pro není nebo pokud",
+        "hu": "a az és hogy nem is egy ez van meg de volt csak vagy ha",
+        "ro": "și de în a la cu pe o nu că din care este un se sau dacă",
+        "tr": "ve bir bu da de için ile olarak daha çok gibi o ne veya",
+        "hr": "i u je na se za da su s od o koji a ili ako",
+        "sl": "in je v na se za da so z ki ne pa če ali",
+        "id": "yang dan di dengan untuk ini dari dalam itu tidak pada ke adalah atau",
+        "ca": "de la el i que a en les per un els una del no és amb",
+        "vi": "và của là có cho không được một các trong người này",
+        "et": "ja on ei et see oma ka kui või mis",
+        "lt": "ir kad su iš į yra tai kaip ar o",
+        "sk": "a na v sa je že s z do o i to ako pre alebo",
+        "af": "die en van in is het nie dat te vir op wat met sy",
+        "eu": "eta da ez du bat ere dira baina edo den dute",
+        "cy": "y yr a i yn o ar am ei bod mae oedd wedi hyn",
+        "ga": "an na agus ar i a le do ag sé bhí seo",
+        "sq": "të e në dhe një për se që nga është i si",
+        "sw": "na ya wa kwa ni katika la cha za kuwa hii",
+        "tl": "ang ng sa na at mga ay ito para si hindi",
+        "is": "og að í á er sem til við um en var það ekki",
+        "gl": "a o de que e do da en un para se os as con unha",
+        "eo": "la de kaj en al estas kiu por ne li mi",
+        "lv": "un ir ka ar no uz par kas vai",
+    }.items()
+}
+"""Without words that are frequent in keywords of another language (Albanian and English "me")."""
+
+
+def _set(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+_MISORDERED: Mapping[str, tuple[tuple[frozenset[str], frozenset[str]], ...]] = {
+    "en": (
+        (
+            _set("the a an"),
+            _set("the a an of to in for on at by from with and or but that is are was were be has have it if this"),
+        ),
+        (_set("of"), _set("of to for on at from with and or but is are was were be has have if")),
+    ),
+    "de": (
+        (
+            _set("ein eine einen einem einer eines vom zum zur im"),
+            _set("und oder ist sind mit zu auf für im in nicht wird ein eine aber wenn dass als das"),
+        ),
+    ),
+    "fr": (
+        (
+            _set("le les un une des du au"),
+            _set("le la les et ou est sont dans sur pour par avec du des un une qui que au"),
+        ),
+    ),
+    "es": ((_set("un una el los las del al"), _set("el los las y o es son en por para con un una del al")),),
+}
+"""By language: words after which a noun phrase must go on, and words that cannot go on with it."""
+_FEWEST_PAIRS = 5
+_BROKEN_WORD = re.compile(r"[a-zà-öø-ÿ][\d!]+[a-zà-öø-ÿ]")
+_DIGIT = re.compile(r"\d")
+_SPACES = re.compile(r"[\s,;|]+")
+_FEWEST_TOKENS_WITH_DIGITS = 3
+_SHARE_OF_TOKENS_WITH_DIGITS = 0.35
+_CODE_LINE = re.compile(
+    r"""\s*(?:
+    (?:async\ )?(?:def|class|func|fn|struct|enum|interface|namespace|using)\ .*
+    |(?:public|private|protected|static|const|let|var)\ .*
+    |(?:import\ [\w.*{]|from\ [\w.]+\ import\b|\#\s?(?:include|define|ifdef|ifndef|endif)\b|package\ [\w.]+;?$).*
+    |(?:if|elif|for|while|with|except|switch|catch)\b.*[:{]|(?:else|try|finally)\s?[:{]
+    |(?:return|raise|yield|assert|del)\b.*
+    |(?:self|this)[.\->].*|@\w[\w.]*(?:\(.*\))?|pass|break|continue|\}.*|["']{3}.*
+    |[\w.\[\]"'*&]+\s*(?:[-+*/|&%]|:\ ?[\w\[\], .]+)?=[^=].*
+    |[\w.]+\([^)]*\)?[,;:]?|.*(?:[;{}\[]|\w\(|\),?|=>|->)
+    )\s*""",
+    re.VERBOSE,
+)
+_ERRORS = sorted(status.phrase for status in HTTPStatus if status >= 400)
+_ERROR_LINE = re.compile(
+    rf"\W*(?:http\W+)?(?:error\W+)?(?:[45]\d\d\W+(?:{'|'.join(map(re.escape, _ERRORS))})|(?:http|error)\W+[45]\d\d)\b"
+    r".{0,40}",
+    re.IGNORECASE,
+)
+_ENDS = frozenset(".!?:;…\"'”’»)]}>。!?】」』*`|")
+_LATIN_START = re.compile(r"[a-zà-öø-ÿ]")
+
+
+def function_word_share(words: Sequence[str]) -> tuple[float, str]:
+    """The largest share of words that are function words of one language, and that language."""
+    counts = Counter(words)
+    share, language = max((sum(counts[word] for word in own), name) for name, own in _FUNCTION_WORDS.items())
+    return share / max(1, len(words)), language
+
+
+def misordered_share(words: Sequence[str], language: str) -> float:
+    """Of the articles and the like, those whose next word cannot follow them; one such slip does not count."""
+    num_pairs = num_wrong = 0
+    for starts, followers in _MISORDERED.get(language, ()):
+        pairs = [after for before, after in pairwise(words) if before in starts]
+        num_pairs += len(pairs)
+        num_wrong += sum(after in followers for after in pairs)
+    return max(0, num_wrong - 1) / num_pairs if num_pairs >= _FEWEST_PAIRS else 0.0
+
+
+def sorted_share(words: Sequence[str]) -> float:
+    """Of the pairs of neighboring different words, those in alphabetical order: half in prose, all in a word list."""
+    pairs = [(first, second) for first, second in pairwise(words) if first != second]
+    return sum(first < second for first, second in pairs) / max(1, len(pairs))
+
+
+def broken_word_share(text: str, num_words: int) -> float:
+    """Of the words, those with digits or exclamation marks between their letters, as a bad scan has them."""
+    return sum(_BROKEN_WORD.search(part) is not None for part in text.split()) / max(1, num_words)
+
+
+def record_share(lines: Sequence[str]) -> float:
+    """Of the characters, those in lines of records, such as of a log: at least three parts of such a line hold digits,
+    and these are more than a third of all its parts.
+    """
+    records = sum(len(line) for line in lines if _is_record(line))
+    return records / max(1, sum(map(len, lines)))
+
+
+def code_share(lines: Sequence[str]) -> float:
+    """Of the lines, those that look like statements of a programming language."""
+    return sum(_CODE_LINE.fullmatch(line) is not None for line in lines) / max(1, len(lines))
+
+
+def error_share(lines: Sequence[str]) -> float:
+    """Of the lines, those that hold a status of HTTP for an error, such as "404 Not Found", and hardly more."""
+    return sum(_ERROR_LINE.fullmatch(line) is not None for line in lines) / max(1, len(lines))
+
+
+def cut_end_share(text: str) -> float:
+    """Of the two ends of a text, those in the middle of a sentence, as far as letters and punctuation tell: it begins
+    with a lower-case letter (of Latin script), or does not end with punctuation.
+    """
+    stripped = text.strip()
+    if not stripped:
+        return 0.0
+    begins = _LATIN_START.match(stripped) is not None
+    ends = stripped[-1] not in _ENDS and stripped[-1].isascii()
+    return (begins + ends) / 2
+
+
+def _is_record(line: str) -> bool:
+    if not _DIGIT.search(line):
+        return False
+    tokens = [token for token in _SPACES.split(line) if token]
+    with_digits = sum(_DIGIT.search(token) is not None for token in tokens)
+    return with_digits >= _FEWEST_TOKENS_WITH_DIGITS and with_digits > _SHARE_OF_TOKENS_WITH_DIGITS * len(tokens)

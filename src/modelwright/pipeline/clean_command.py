@@ -1,0 +1,152 @@
+"""What `modelwright clean` does around cleaning: checks of the folder, a trial on a sample, and what to print."""
+
+import json
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from modelwright.core.artifacts import write_atomic
+from modelwright.core.config import difference, digest, dump
+from modelwright.core.errors import ConfigError, DataError, writing
+from modelwright.core.progress import Progress
+from modelwright.core.rundir import check_folder, lock_folder
+from modelwright.data.clean import CleanReport, clean_documents, describe_drops, read_dropped
+from modelwright.data.clean_config import CleanConfig
+from modelwright.data.clean_folder import DROPPED, KEPT, REPORT
+from modelwright.data.find_files import locate
+from modelwright.data.sources import BUILTIN, SourceConfig, SourceReport, read_documents
+from modelwright.pipeline.cleaning import QUARANTINE, clean_into, fingerprint, noise_warnings, read_trusted
+
+SETTINGS = "settings.json"
+_SEED = 1
+"""The seed of a run that sets none."""
+_SAMPLE_DOCUMENTS = 5000
+_EXAMPLES_PER_REASON = 2
+_EXCERPT_CHARS = 80
+
+
+def clean_sources(data: SourceConfig, clean: CleanConfig, out: str, progress: Progress) -> list[str]:
+    """Clean the sources into the folder `out`; returns the lines to print. Raises `ConfigError` for a folder that
+    cannot take the result.
+    """
+    folder = _checked(out, data.sources)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with lock_folder(folder, "this folder; wait for it or choose another --out"):
+        settings = {"data": dump(data), "clean": dump(clean)}
+        if changed := _changed(folder, settings):
+            progress.note(f"clean: {folder} holds the result of other settings, which is replaced: {changed}")
+        key = digest({"data": settings["data"], "sources": fingerprint(data, clean)})
+        # Splits are the business of the run that reads the result, unless the user asks for them here.
+        is_open = data.validation_fraction == 0
+        cleaned, sources, unread = clean_into(
+            data, clean, folder, folder / "work", key, progress, seed=_SEED, leave_open=is_open
+        )
+        write_atomic(folder / SETTINGS, json.dumps(settings, indent=1))
+    lines = [*unread, *_funnel(cleaned), *noise_warnings(cleaned)]
+    if sources["skipped"]:
+        lines.append(f"skipped records are listed in {folder / QUARANTINE}")
+    lines.append(describe_drops(cleaned))
+    lines.append(f"kept {folder / KEPT}, dropped {folder / DROPPED}")
+    return [*lines, f"train on it: modelwright run quickstart --data.sources {shlex.quote(out)}"]
+
+
+def try_cleaning(data: SourceConfig, clean: CleanConfig, progress: Progress) -> list[str]:
+    """`modelwright clean --dry-run`: the lines to print about a sample of the sources. Nothing is left on disk."""
+    report = SourceReport()
+    documents = read_documents(data, report=report, leave_open=True, sample=_SAMPLE_DOCUMENTS)
+    clean = replace(clean, duplicates=replace(clean.duplicates, index=""))
+    with tempfile.TemporaryDirectory() as name:
+        folder, problem = Path(name), ""
+        try:
+            clean_documents(documents, clean, folder, progress, read_trusted=read_trusted, seed=_SEED)
+        except DataError as error:
+            if not (folder / REPORT).exists():
+                raise
+            problem = str(error)
+        cleaned = CleanReport(**json.loads((folder / REPORT).read_text()))
+        examples = list(_examples(folder))
+    about = f"trial on {cleaned.num_documents:,} documents from the beginning of every file; nothing is written"
+    lines = [
+        about,
+        *report.summary(),
+        *_funnel(cleaned),
+        *noise_warnings(cleaned),
+        *examples,
+        problem or describe_drops(cleaned),
+    ]
+    if clean.duplicates.near:
+        lines.append("a whole corpus has more duplicates than a sample of it")
+    return lines
+
+
+def _checked(out: str, sources: tuple[str, ...]) -> Path:
+    """The folder for the result. Raises `ConfigError` if it is none, or if the next reading of the sources would take
+    the result for text.
+    """
+    if "://" in out:
+        raise ConfigError(f"--out: {out} is not a folder of this machine; give one, and copy the result afterwards")
+    folder = Path(out)
+    check_folder(folder, "--out")
+    place = folder.resolve()
+    inside = [source for source in sources if source != BUILTIN and "://" not in source and _covers(source, place)]
+    named = tuple(source for source in sources if source != BUILTIN)
+    files = [file.name for file in locate(named, lambda reason, where: None) if place in Path(file.path).parents]
+    if inside or files:
+        text = f"--out: {out} lies in the source {inside[0]}" if inside else f"--out: {out} holds the source {files[0]}"
+        raise ConfigError(f"{text}, so that its result would be read as text; choose a folder outside of the sources")
+    return folder
+
+
+def _covers(source: str, place: Path) -> bool:
+    """Whether a source is a folder, or a pattern of all depths, that `place` is in."""
+    root = Path(source.partition("**")[0]).expanduser().resolve()
+    return root.is_dir() and (root == place or root in place.parents)
+
+
+def _changed(folder: Path, settings: Mapping[str, Any]) -> str:
+    """Names of settings that differ from those of the result in `folder`; "" if there is none."""
+    try:
+        earlier: Any = json.loads((folder / SETTINGS).read_text())
+    except (OSError, ValueError):
+        return "unknown settings" if (folder / KEPT).exists() else ""
+    now, before = json.loads(json.dumps(settings)), cast(dict[str, Any], earlier)
+    return ", ".join(dict.fromkeys([*_names(difference(now, before)), *_names(difference(before, now))]))
+
+
+def _names(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _names(cast(Mapping[str, Any], value), f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _funnel(report: CleanReport) -> Iterator[str]:
+    """A line for each stage: what went in, and what it dropped."""
+    left = report.num_documents
+    yield f"{'stage':<12}{'documents':>12}{'dropped':>12}"
+    for step, reasons in report.dropped.items():
+        dropped = sum(entry["documents"] for entry in reasons.values())
+        yield f"{step:<12}{left:>12,}{dropped:>12,}"
+        left -= dropped
+    yield f"{'kept':<12}{left:>12,}"
+    if report.replaced:
+        yield "replaced: " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(report.replaced.items()))
+
+
+def _examples(folder: Path) -> Iterator[str]:
+    """The first dropped documents of each stage and reason, a line for each and one for the beginning of its text."""
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for dropped in read_dropped(folder):
+        lines = by_reason.setdefault((dropped.step, dropped.reason), [])
+        if len(lines) < 2 * _EXAMPLES_PER_REASON:
+            words = " ".join(dropped.document.text[: 4 * _EXCERPT_CHARS].split())
+            text = "".join(char for char in words if char.isprintable())[:_EXCERPT_CHARS]
+            lines += [f"  {dropped.document.id}{': ' * bool(dropped.detail)}{dropped.detail}", f"    {text}"]
+    for (step, reason), lines in by_reason.items():
+        yield f"{step}: {reason}"
+        yield from lines
