@@ -1,0 +1,47 @@
+"""Random swap: words of a sentence change places (EDA, Wei & Zou 2019, https://arxiv.org/abs/1901.11196)."""
+
+from dataclasses import dataclass
+from random import Random
+
+from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
+from modelwright.data.augment.word_spans import (
+    Span,
+    find_words,
+    repair_articles,
+    replace_spans,
+    spans_of_sentences,
+    stands_free,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomSwapConfig:
+    """Exchange of words within a sentence."""
+
+    fraction: float = 0.1
+    """Fraction of the words that change places; EDA's alpha."""
+
+    def __post_init__(self) -> None:
+        check_fraction("fraction", self.fraction)
+
+
+def random_swap(config: RandomSwapConfig) -> Augmentation:
+    return prose_augmentation(
+        "random_swap", lambda text, rng: swap_words(text, config.fraction, rng), keeps=("word_count", "lines")
+    )
+
+
+def swap_words(text: str, fraction: float, rng: Random) -> str | None:
+    """The first word of a sentence and words with a capital stay where they are, so that the case stays right. The
+    articles "a" and "an" follow the word that now comes after them.
+    """
+    edits: list[Span] = []
+    for sentence in spans_of_sentences(text):
+        words = [word for word in find_words(sentence.text) if word.text.islower() and stands_free(sentence.text, word)]
+        expected = fraction * len(words) / 2
+        num_pairs = min(int(expected) + (rng.random() < expected % 1), len(words) // 2)
+        places = rng.sample(words, 2 * num_pairs)
+        for one, other in zip(places[::2], places[1::2], strict=True):
+            for at, new in ((one, other.text), (other, one.text)):
+                edits.append(Span(sentence.start + at.start, sentence.start + at.end, new))
+    return repair_articles(replace_spans(text, edits), text)
