@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Mapping, Sequence
 
-from modelwright.cli import clean, commands, config, lr_find, plan, run
+from modelwright.cli import augment, clean, commands, config, lr_find, plan, run
 from modelwright.cli.parsers import new_parser
 
 SHELLS = ("bash", "zsh", "fish")
@@ -25,6 +25,7 @@ PARSERS = {
     "run": run.parser,
     "launch": run.launch_parser,
     "clean": clean.parser,
+    "augment": augment.parser,
     "recipes": commands.recipes_parser,
     "config": config.config_parser,
     "explain": config.explain_parser,

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 from modelwright import __version__
-from modelwright.cli import clean, commands, completion, config, lr_find, plan, run
+from modelwright.cli import augment, clean, commands, completion, config, lr_find, plan, run
 from modelwright.cli.launch import EXIT_REPORT_DIR, GOES_ON, write_exit_report
 from modelwright.cli.stopping import StopSignals
 from modelwright.core.errors import ModelwrightError
@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "run": (run.run, "run a recipe, a YAML file, or a run directory again; resumes what was cut off"),
     "launch": (run.launch, "run on several hosts, or with processes that may come and go"),
     "clean": (clean.clean, "clean text into a folder, or explain what happened to a document"),
+    "augment": (augment.augment, "make changed copies of training documents, or preview them"),
     "recipes": (commands.recipes, "list the recipes"),
     "config": (config.config, "print the configuration of a recipe or a YAML file, with documentation"),
     "explain": (config.explain, "explain a setting: its meaning, default and allowed values"),

@@ -27,8 +27,8 @@ class Augmentation:
     """One way to change documents.
 
     name: recorded with every changed document. kinds: the documents that it takes. keeps: its promise, which the tests
-    check. change: the method, for several documents at once, so that a model computes them together. counts: what the method left
-    as it was, by reason, since it was built.
+    check. change: the method, for several documents at once, so that a model computes them together. counts: what the
+    method left as it was, by reason, since it was built.
     """
 
     name: str

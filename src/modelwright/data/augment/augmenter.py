@@ -57,7 +57,9 @@ class Augmenter:
         copies: list[Document | None] = [None] * len(documents)
         for method in self.methods:
             places = [place for place, name in enumerate(chosen) if name == method.name]
-            for place, copy in zip(places, self._apply(method, [documents[place] for place in places], epoch), strict=True):
+            for place, copy in zip(
+                places, self._apply(method, [documents[place] for place in places], epoch), strict=True
+            ):
                 copies[place] = copy
         return copies
 

@@ -36,7 +36,7 @@ class BackTranslationConfig:
     """Pivot language, for the endpoint."""
     fraction: float = 0.5
     """Fraction of the sentences that are translated."""
-    cache: Path = Path.home() / ".cache" / "modelwright"
+    cache: Path = Path("~/.cache/modelwright")
     """Folder that keeps translations for later runs."""
 
     def __post_init__(self) -> None:
@@ -50,10 +50,12 @@ def back_translation(config: BackTranslationConfig) -> Augmentation:
     if config.endpoint.url:
         there = EndpointTranslator(config.endpoint, source=config.language, target=config.pivot)
         back = EndpointTranslator(config.endpoint, source=config.pivot, target=config.language)
-        names = [digest([config.endpoint.url, config.endpoint.model, config.language, config.pivot, way]) for way in "tb"]
+        names = [
+            digest([config.endpoint.url, config.endpoint.model, config.language, config.pivot, way]) for way in "tb"
+        ]
         return translate_and_back(
-            TranslationCache(there, name=names[0], folder=config.cache),
-            TranslationCache(back, name=names[1], folder=config.cache),
+            TranslationCache(there, name=names[0], folder=config.cache.expanduser()),
+            TranslationCache(back, name=names[1], folder=config.cache.expanduser()),
             fraction=config.fraction,
             failures=lambda: there.num_failed + back.num_failed,
         )
@@ -63,8 +65,8 @@ def back_translation(config: BackTranslationConfig) -> Augmentation:
             "endpoint.url and endpoint.model"
         )
     return translate_and_back(
-        _cached_model(config.forward, "back_translation.forward", config.cache),
-        _cached_model(config.backward, "back_translation.backward", config.cache),
+        _cached_model(config.forward, "back_translation.forward", config.cache.expanduser()),
+        _cached_model(config.backward, "back_translation.backward", config.cache.expanduser()),
         fraction=config.fraction,
     )
 
@@ -92,7 +94,10 @@ def translate_and_back(
         return [
             with_texts(
                 document,
-                [_with_paraphrases(text, chosen[number, place], paraphrases) for place, text in enumerate(texts_of(document))],
+                [
+                    _with_paraphrases(text, chosen[number, place], paraphrases)
+                    for place, text in enumerate(texts_of(document))
+                ],
             )
             for number, document in enumerate(documents)
         ]

@@ -41,7 +41,9 @@ def drop_comments(source: str, fraction: float, rng: Random) -> str | None:
         tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     except (SyntaxError, ValueError, RecursionError, tokenize.TokenError):
         return None
-    comments = [token.start for token in tokens if token.type == tokenize.COMMENT and not _DIRECTIVE.match(token.string)]
+    comments = [
+        token.start for token in tokens if token.type == tokenize.COMMENT and not _DIRECTIVE.match(token.string)
+    ]
     places = [(line - 1, column) for line, column in comments]
     lines = source.splitlines(keepends=True)
     if len(lines) != source.count("\n") + (not source.endswith("\n")):  # form feeds and other line ends

@@ -50,7 +50,9 @@ def tag_sentences(text: str) -> list[list[TaggedWord]]:
     sentences = []
     for sentence in spans_of_sentences(text):
         tagged = _tag(sentence.text.rstrip())
-        sentences.append([TaggedWord(sentence.start + start, sentence.start + end, *rest) for start, end, *rest in tagged])
+        sentences.append(
+            [TaggedWord(sentence.start + start, sentence.start + end, *rest) for start, end, *rest in tagged]
+        )
     return sentences
 
 
@@ -89,7 +91,9 @@ def _inflected(lemma: str, tag: str) -> str:
     penn = _TAGS[tag][2]
     if penn in ("NN", "JJ", "RB", "VB", "VBP"):
         return lemma
-    forms = [form for form in _lemminflect().getInflection(lemma, penn, inflect_oov=False) if form != lemma or penn == "VBD"]
+    forms = [
+        form for form in _lemminflect().getInflection(lemma, penn, inflect_oov=False) if form != lemma or penn == "VBD"
+    ]
     return str(forms[0]) if forms else ""
 
 

@@ -48,7 +48,9 @@ def hypernyms(wordnet: WordNet, lemma: str, part: PartOfSpeech) -> Sequence[str]
         deep = [synset for synset in synsets if _depth(wordnet, synset.offset) >= _MIN_DEPTH]
         words = [(word, synset.offset) for synset in deep for word in synset.words]
         fitting = [
-            word for word, offset in words if main_sense(wordnet, word, part) == offset and is_common(wordnet, word, part)
+            word
+            for word, offset in words
+            if main_sense(wordnet, word, part) == offset and is_common(wordnet, word, part)
         ]
         if fitting:
             return [max(fitting, key=lambda word: wordnet.counts(word, part))]

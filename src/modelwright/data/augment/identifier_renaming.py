@@ -138,7 +138,9 @@ def _names_in(tree: ast.AST) -> set[str]:
     for node in ast.walk(tree):
         for _, value in ast.iter_fields(node):
             values = value if isinstance(value, list) else [value]
-            names |= {part for text in values if isinstance(text, str) for part in text.split(".") if part.isidentifier()}
+            names |= {
+                part for text in values if isinstance(text, str) for part in text.split(".") if part.isidentifier()
+            }
     return names
 
 
@@ -150,9 +152,9 @@ def _sort_of(name: str, function: ast.AST) -> str:
                 return "element"
             case ast.withitem(optional_vars=ast.Name(id=target)) if target == name:
                 return "resource"
-            case ast.AugAssign(target=ast.Name(id=target), op=ast.Add() | ast.Sub(), value=ast.Constant(value=int())) if (
-                target == name
-            ):
+            case ast.AugAssign(
+                target=ast.Name(id=target), op=ast.Add() | ast.Sub(), value=ast.Constant(value=int())
+            ) if target == name:
                 return "number"
             case ast.Assign(targets=[ast.Name(id=target)], value=value) if target == name:
                 return _sort_of_value(value)
@@ -171,7 +173,9 @@ def _sort_of_value(value: ast.expr) -> str:
             return "set"
         case ast.Constant(value=bool()) | ast.Compare() | ast.UnaryOp(op=ast.Not()):
             return "bool"
-        case ast.Constant(value=int() | float()) | ast.Call(func=ast.Name(id="len" | "sum" | "int" | "float" | "round")):
+        case (
+            ast.Constant(value=int() | float()) | ast.Call(func=ast.Name(id="len" | "sum" | "int" | "float" | "round"))
+        ):
             return "number"
         case ast.Constant(value=str()) | ast.JoinedStr() | ast.Call(func=ast.Name(id="str" | "repr")):
             return "str"
@@ -189,7 +193,7 @@ def _new_name(sort: str, used: set[str], rng: Random) -> str:
 
 
 def _apply(source: str, tree: ast.Module, new_names: Mapping[tuple[int, int], str]) -> str:
-    """The source with new names at (line from 1, column in bytes). Its tree is checked: it is `tree` with these names."""
+    """The source with new names at (line from 1, column in bytes). Its tree must be `tree` with these names."""
     lines = [line.encode() for line in source.split("\n")]
     old: dict[tuple[int, int], str] = {}
     for node in ast.walk(tree):

@@ -20,7 +20,12 @@ from modelwright.data.augment.random_deletion import RandomDeletionConfig, rando
 from modelwright.data.augment.random_insertion import RandomInsertionConfig, random_insertion
 from modelwright.data.augment.random_swap import RandomSwapConfig, random_swap
 from modelwright.data.augment.sentence_shuffle import SentenceShuffleConfig, sentence_shuffle
-from modelwright.data.augment.span_infilling import LanguageModel, LoadLanguageModel, SpanInfillingConfig, span_infilling
+from modelwright.data.augment.span_infilling import (
+    LanguageModel,
+    LoadLanguageModel,
+    SpanInfillingConfig,
+    span_infilling,
+)
 from modelwright.data.augment.synonym_replacement import SynonymReplacementConfig, synonym_replacement
 
 
@@ -71,7 +76,9 @@ def build_methods(
     by_name = {method.name: method for method in known}
     for name in names:
         if name not in by_name:
-            raise ConfigError(f"methods: {name!r} is unknown{did_you_mean(name, by_name)} (known: {', '.join(by_name)})")
+            raise ConfigError(
+                f"methods: {name!r} is unknown{did_you_mean(name, by_name)} (known: {', '.join(by_name)})"
+            )
     chosen = [by_name[name] for name in dict.fromkeys(names)]
     return [method.build(configs.get(method.name, method.config()), load_language_model) for method in chosen]
 

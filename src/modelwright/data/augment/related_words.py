@@ -1,7 +1,7 @@
 """Which word of a sentence can be replaced by which other one of WordNet, so that the sentence still reads.
 
-A word has many meanings and a program does not know which is meant. So only words qualify of which one meaning is by far
-the most frequent, and only such words take their place. The new word gets the inflection of the old one.
+A word has many meanings and a program does not know which is meant. So only words are replaced that nearly always have
+the same meaning, and only by such words. The new word gets the inflection of the old one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +21,15 @@ _DETERMINERS = frozenset({"AT0", "DT0", "DPS", "CRD", "ORD", "POS", "DTQ"})
 _INSIDE_NOUN_PHRASE = frozenset({"AJ0", "AJC", "AJS", "NN0", "NN1", "AV0"})
 _GOVERNED = frozenset({"PRP", "PRF", "AVP", "TO0", "CJT", "AJ0", "DTQ"})
 """What follows a verb that depends on the verb itself: a preposition, a particle, an infinitive, a clause."""
-_LEFT_ALONE = frozenset(
-    "be have do go get make take give come put say see know think let use want need seem keep find look turn set hold run "
-    "become leave bring mean call show feel tell ask try start begin end one thing way lot kind sort other such same more "
-    "most many much few own new first last next able good bad very so then there here now just only also too even still "
-    "well again always never ever not no yes once mr mrs dr time year day man woman people".split()
-)
+_LEFT_ALONE = frozenset({
+    "be", "have", "do", "go", "get", "make", "take", "give", "come", "put", "say", "see", "know", "think", "let",
+    "use", "want", "need", "seem", "keep", "find", "look", "turn", "set", "hold", "run", "become", "leave", "bring",
+    "mean", "call", "show", "feel", "tell", "ask", "try", "start", "begin", "end", "one", "thing", "way", "lot",
+    "kind", "sort", "other", "such", "same", "more", "most", "many", "much", "few", "own", "new", "first", "last",
+    "next", "able", "good", "bad", "very", "so", "then", "there", "here", "now", "just", "only", "also", "too",
+    "even", "still", "well", "again", "always", "never", "ever", "not", "no", "yes", "once", "mr", "mrs", "dr",
+    "time", "year", "day", "man", "woman", "people",
+})  # fmt: skip
 """Words with so many uses that a replacement seldom fits, and adverbs that are little but structure."""
 
 Alternatives = Callable[[WordNet, str, PartOfSpeech], Sequence[str]]
@@ -69,7 +72,10 @@ def _may_change(sentence: Sequence[TaggedWord], place: int, wordnet: WordNet) ->
     neighbors = [(other.text.lower(), word.text.lower()) for other in sentence[max(0, place - 1) : place]]
     neighbors += [(word.text.lower(), other.text.lower()) for other in sentence[place + 1 : place + 2]]
     lemmas = [(word.lemma, second) for first, second in neighbors if first == word.text.lower()]
-    if any(first.isalpha() and second.isalpha() and wordnet.has_phrase(first, second) for first, second in neighbors + lemmas):
+    if any(
+        first.isalpha() and second.isalpha() and wordnet.has_phrase(first, second)
+        for first, second in neighbors + lemmas
+    ):
         return False
     if word.part == "verb":
         return place + 1 == len(sentence) or sentence[place + 1].tag not in _GOVERNED

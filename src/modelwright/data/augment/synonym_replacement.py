@@ -48,9 +48,7 @@ def synonyms(wordnet: WordNet, lemma: str, part: PartOfSpeech) -> Sequence[str]:
     return [word for word in others if main_sense(wordnet, word, part) == sense and is_common(wordnet, word, part)]
 
 
-def replace_words(
-    text: str, wordnet: WordNet, alternatives: Alternatives, fraction: float, rng: Random
-) -> str | None:
+def replace_words(text: str, wordnet: WordNet, alternatives: Alternatives, fraction: float, rng: Random) -> str | None:
     """The text with `fraction` of its words replaced by alternatives, or as many as have any."""
     candidates = [word for sentence in replaceable_words(text, wordnet, alternatives) for word in sentence]
     if not candidates:

@@ -17,8 +17,8 @@ _WAIT_S = 60.0
 
 
 class TranslationCache:
-    """Remembers what a translator returned. name: identifies translator, direction and settings; folder: made if absent.
-    Several processes may share a folder. Texts that could not be translated are tried again.
+    """Remembers what a translator returned. name: identifies translator, direction and settings; folder: made if
+    absent. Several processes may share a folder. Texts that could not be translated are tried again.
     """
 
     def __init__(self, translate: Translate, *, name: str, folder: Path) -> None:

@@ -107,7 +107,7 @@ def missing_extra(package: str) -> ConfigError:
 def stands_free(text: str, word: Span) -> bool:
     """Whether a word has white space before it and can be taken out without two punctuation marks left side by side."""
     before, after = text[: word.start].rstrip(), text[word.end : word.end + 1]
-    if not before or before[-1] in ".!?:\"”" or not text[word.start - 1].isspace():
+    if not before or before[-1] in '.!?:"”' or not text[word.start - 1].isspace():
         return False
     if not after.isspace() and after not in _PUNCTUATION:
         return False
@@ -117,11 +117,11 @@ def stands_free(text: str, word: Span) -> bool:
 def spans_of_sentences(text: str, language: str = "en") -> list[Span]:
     """Sentences with the white space after them; together they are the text."""
     try:
-        import sentencex
+        from sentencex import segment  # pyright: ignore[reportAttributeAccessIssue]
     except ImportError:
         raise missing_extra("sentencex") from None
     spans, start = [], 0
-    for sentence in sentencex.segment(language, text):
+    for sentence in segment(language, text):
         spans.append(Span(start, start + len(sentence), sentence))
         start += len(sentence)
     return spans
