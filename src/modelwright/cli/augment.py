@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         "Make changed copies of training documents and write them as JSON lines, with the id of the original and the "
         "method. Documents that a run with the same --data.validation_fraction holds out get no copy. The same command "
         "resumes what was interrupted.",
-        example="modelwright augment notes/ copies.jsonl --augment.methods random_swap keyboard_typos --augment.copies 2",
+        example="modelwright augment notes/ copies.jsonl --augment.methods random_swap case_noise --augment.copies 2",
         notes=_NOTES,
         usage="modelwright augment SOURCE ... OUT [--a.b VALUE ...]\n"
         "       modelwright augment SOURCE ... OUT --preview N [--a.b VALUE ...]",

@@ -200,4 +200,5 @@ def _remarks(facts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield "left as they were: " + ", ".join(f"{count:,} {reason}" for reason, count in sorted(unchanged.items()))
     if held_out := sum(shard["held_out"] for shard in facts):
         yield f"held out, and so not augmented: {held_out:,} documents"
-    yield f"{sum(shard['copies'] for shard in facts):,} copies of {sum(shard['documents'] for shard in facts):,} documents"
+    num_copies, num_documents = (sum(shard[name] for shard in facts) for name in ("copies", "documents"))
+    yield f"{num_copies:,} copies of {num_documents:,} documents"
