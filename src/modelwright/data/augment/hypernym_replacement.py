@@ -14,6 +14,16 @@ _MAX_STEPS = 2
 _MIN_DEPTH = 5
 """Number of broader nouns above a hypernym; the top of the hierarchy holds words such as "entity" and "object"."""
 
+_TOO_BROAD = frozenset({
+    "aerosol", "alteration", "approximation", "area", "associate", "belief", "capital", "chemical", "collection",
+    "commerce", "compartment", "concept", "consciousness", "distance", "emotion", "energy", "goal", "grownup",
+    "idea", "imagery", "inhabitant", "instrumentation", "integer", "interaction", "leader", "matter", "month",
+    "move", "nonfiction", "number", "object", "organ", "organism", "papers", "parent", "person", "personnel",
+    "process", "selection", "series", "share", "standing", "substance", "text", "thinker", "thinking", "wave",
+    "weather", "worker",
+})  # fmt: skip
+"""Broader nouns that say too little in place of a narrower one, or that nobody would use there."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HypernymReplacementConfig:
@@ -46,7 +56,7 @@ def hypernyms(wordnet: WordNet, lemma: str, part: PartOfSpeech) -> Sequence[str]
     for _ in range(_MAX_STEPS):
         synsets = [wordnet.synset(offset, part) for offset in level]
         deep = [synset for synset in synsets if _depth(wordnet, synset.offset) >= _MIN_DEPTH]
-        words = [(word, synset.offset) for synset in deep for word in synset.words]
+        words = [(word, synset.offset) for synset in deep for word in synset.words if word not in _TOO_BROAD]
         fitting = [
             word
             for word, offset in words

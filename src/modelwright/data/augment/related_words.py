@@ -13,24 +13,37 @@ from modelwright.data.augment.english import TaggedWord, is_countable, tag_sente
 from modelwright.data.augment.word_spans import find_words, is_english, match_case
 from modelwright.data.augment.wordnet import PartOfSpeech, WordNet
 
-_MIN_SHARE = 0.7
+_MIN_SHARE = 0.6
 """Share of a word's occurrences that its most frequent meaning must have."""
 _MIN_COUNT = 3
-"""Occurrences in WordNet's tagged texts that a new word must have; rarer ones read oddly ("supra" for "above")."""
+"""Occurrences in WordNet's tagged texts that a new word must have, because rare ones read oddly, and the main meaning of
+a word with several ones, because fewer say nothing."""
 _DETERMINERS = frozenset({"AT0", "DT0", "DPS", "CRD", "ORD", "POS", "DTQ"})
 _INSIDE_NOUN_PHRASE = frozenset({"AJ0", "AJC", "AJS", "NN0", "NN1", "AV0"})
 _GOVERNED = frozenset({"PRP", "PRF", "AVP", "TO0", "CJT", "AJ0", "DTQ"})
 """What follows a verb that depends on the verb itself: a preposition, a particle, an infinitive, a clause."""
 _LEFT_ALONE = frozenset({
-    "be", "have", "do", "go", "get", "make", "take", "give", "come", "put", "say", "see", "know", "think", "let",
-    "use", "want", "need", "seem", "keep", "find", "look", "turn", "set", "hold", "run", "become", "leave", "bring",
-    "mean", "call", "show", "feel", "tell", "ask", "try", "start", "begin", "end", "one", "thing", "way", "lot",
-    "kind", "sort", "other", "such", "same", "more", "most", "many", "much", "few", "own", "new", "first", "last",
-    "next", "able", "good", "bad", "very", "so", "then", "there", "here", "now", "just", "only", "also", "too",
-    "even", "still", "well", "again", "always", "never", "ever", "not", "no", "yes", "once", "mr", "mrs", "dr",
-    "time", "year", "day", "man", "woman", "people",
+    "able", "about", "above", "ace", "adopt", "after", "afterward", "afterwards", "again", "all", "along", "also",
+    "altogether", "always", "ask", "associate", "average", "bad", "badly", "be", "beckon", "become", "before",
+    "begin", "being", "beloved", "bible", "bigger", "bring", "bullet", "call", "cardinal", "central", "christ",
+    "circular", "close", "come", "content", "creator", "cross", "curse", "curved", "damn", "darned", "day", "dear",
+    "die", "do", "done", "dr", "easy", "elderly", "end", "enough", "espouse", "even", "ever", "evidence",
+    "existence", "feel", "few", "find", "finding", "first", "full", "further", "fuse", "get", "give", "given",
+    "glue", "go", "goddam", "goddamn", "goddamned", "good", "granted", "have", "help", "hence", "here", "hold",
+    "hour", "hurt", "ill", "individual", "instal", "integrity", "jesus", "just", "keep", "key", "kind", "know",
+    "larger", "last", "later", "lean", "learned", "leave", "let", "likewise", "link", "look", "lord", "lot", "make",
+    "man", "manifest", "manpower", "many", "mean", "men", "minute", "mix", "more", "most", "mr", "mrs", "much",
+    "near", "need", "never", "new", "next", "no", "north", "northward", "not", "nothing", "now", "number", "oath",
+    "older", "once", "one", "only", "other", "own", "oxygen", "papers", "part", "paste", "pay", "people", "perish",
+    "person", "plan", "plant", "plenty", "presently", "pretty", "print", "procure", "program", "publish", "put",
+    "race", "real", "rest", "round", "run", "same", "say", "second", "secure", "see", "seem", "selling", "set",
+    "show", "single", "slug", "so", "some", "sort", "spread", "spring", "springtime", "stairs", "start", "static",
+    "steps", "still", "such", "sure", "take", "tell", "then", "there", "thing", "think", "through", "time", "too",
+    "total", "transverse", "try", "turn", "unity", "up", "upward", "upwards", "use", "very", "want", "wave", "way",
+    "well", "wind", "woman", "works", "year", "yes", "zero",
 })  # fmt: skip
-"""Words with so many uses that a replacement seldom fits, and adverbs that are little but structure."""
+"""Words with so many uses that a replacement seldom fits, words that are little but structure, and words of which
+WordNet's main meaning is no longer the usual one. They neither change nor replace others."""
 
 Alternatives = Callable[[WordNet, str, PartOfSpeech], Sequence[str]]
 """Lemmas that can take the place of a lemma, best first."""
@@ -96,7 +109,8 @@ def _options(word: TaggedWord, wordnet: WordNet, alternatives: Alternatives) -> 
         return ()
     options = []
     for other in alternatives(wordnet, lemma, word.part):
-        fits = other.isalpha() and other != lemma
+        is_abbreviation = other.startswith(lemma) or lemma.startswith(other)  # "minute" and "min"
+        fits = other.isalpha() and len(other) > 2 and other not in _LEFT_ALONE and not is_abbreviation
         if fits and word.part == "noun":
             fits = is_countable(other) == is_countable(lemma)
         if fits and (form := word.inflect(other)):
@@ -110,7 +124,7 @@ def main_sense(wordnet: WordNet, lemma: str, part: PartOfSpeech) -> int | None:
     if not senses:
         return None
     counts = wordnet.counts(lemma, part)
-    is_clear = len(senses) == 1 or counts[0] > _MIN_SHARE * sum(counts)
+    is_clear = len(senses) == 1 or (counts[0] >= _MIN_COUNT and counts[0] > _MIN_SHARE * sum(counts))
     return senses[0] if is_clear else None
 
 
