@@ -7,8 +7,9 @@ from random import Random
 from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
 from modelwright.data.augment.word_spans import Span, draw, find_words, replace_spans
 
-_MARK = re.compile(r"(?<=[^\W\d_])(?:[.,;:!?](?=\s|$)|['’](?=[^\W\d_])| [—–] )")
-"""Marks after a word, apostrophes within one and dashes between words; not those of figures and abbreviations."""
+_MARK = re.compile(r"(?<=[^\W\d_])(?:(?<=\w\w)[.,;:!?](?=\s|$)|['’](?=[^\W\d_])| [—–] )")
+"""Marks after a word, apostrophes within one and dashes between words; not those of figures and of "e.g."."""
+_MIN_WORD_LEN = 3
 _REPLACEMENTS = {
     ",": "", ";": ",", ":": "", ".": "", "!": ".", "?": "", "'": "", "’": "'", " — ": ", ", " – ": ", ",
 }  # fmt: skip
@@ -41,6 +42,8 @@ def add_noise(text: str, fraction: float, rng: Random) -> str | None:
 
 def _other_case(word: str, rng: Random) -> str:
     """A capital is forgotten; a word in lower case is capitalized or, for emphasis, in capitals."""
+    if len(word) < _MIN_WORD_LEN and word not in ("I", "A", "In", "It", "He", "We"):
+        return word  # "C" is a unit
     if word != word.lower():
         return word.lower()
     return word.upper() if rng.random() < 0.3 else word[:1].upper() + word[1:]

@@ -49,7 +49,13 @@ def drop_comments(source: str, fraction: float, rng: Random) -> str | None:
     if len(lines) != source.count("\n") + (not source.endswith("\n")):  # form feeds and other line ends
         return None
     chosen = dict(place for block in draw(_blocks(places, lines), fraction, rng) for place in block)
-    kept = [_without(line, chosen[number]) if number in chosen else line for number, line in enumerate(lines)]
+    kept: list[str] = []
+    for number, line in enumerate(lines):
+        after_block = number - 1 in chosen and _is_alone(lines[number - 1], chosen[number - 1])
+        if after_block and not line.strip() and not "".join(kept[-1:]).strip():
+            continue  # the blank lines around a block of comments would add up
+        kept += [_without(line, chosen[number])] if number in chosen else [line]
+        kept = kept if kept[-1] else kept[:-1]
     result = "".join(kept)
     assert ast.dump(ast.parse(result)) == tree
     return result

@@ -18,7 +18,7 @@ _TOO_BROAD = frozenset({
     "aerosol", "alteration", "approximation", "area", "associate", "belief", "capital", "chemical", "collection",
     "commerce", "compartment", "concept", "consciousness", "distance", "emotion", "energy", "goal", "grownup",
     "idea", "imagery", "inhabitant", "instrumentation", "integer", "interaction", "leader", "matter", "month",
-    "move", "nonfiction", "number", "object", "organ", "organism", "papers", "parent", "person", "personnel",
+    "move", "nonfiction", "peer", "number", "object", "organ", "organism", "papers", "parent", "person", "personnel",
     "process", "selection", "series", "share", "standing", "substance", "text", "thinker", "thinking", "wave",
     "weather", "worker",
 })  # fmt: skip

@@ -21,6 +21,7 @@ _SEES_NAMES = frozenset({"locals", "vars", "eval", "exec", "dir", "globals", "co
 """Functions with which a program can look at its names; where one is used, no name changes."""
 
 _NAMES: Mapping[str, Sequence[str]] = {
+    "index": ("index", "position", "place", "number", "step"),
     "element": ("item", "entry", "element", "each", "part"),
     "list": ("items", "entries", "elements", "parts", "values"),
     "dict": ("table", "mapping", "lookup", "index"),
@@ -112,7 +113,7 @@ def _fixed_names(
                 fixed |= {other or name.partition(".")[0]}
             case ast.JoinedStr():
                 fixed |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-    return fixed | {name for name in _names_in(ast.Module(list(function.body), [])) if name.startswith("__")}
+    return fixed | {name for name in _names_in(ast.Module(list(function.body), [])) if name.startswith("_")}
 
 
 def _own_nodes(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
@@ -148,6 +149,8 @@ def _sort_of(name: str, function: ast.AST) -> str:
     """The key of `_NAMES` for a variable, from the first statement that binds it."""
     for node in ast.walk(function):
         match node:
+            case ast.For(target=ast.Name(id=target), iter=ast.Call(func=ast.Name(id="range"))) if target == name:
+                return "index"
             case ast.For(target=ast.Name(id=target)) | ast.AsyncFor(target=ast.Name(id=target)) if target == name:
                 return "element"
             case ast.withitem(optional_vars=ast.Name(id=target)) if target == name:
@@ -179,7 +182,7 @@ def _sort_of_value(value: ast.expr) -> str:
             return "number"
         case ast.Constant(value=str()) | ast.JoinedStr() | ast.Call(func=ast.Name(id="str" | "repr")):
             return "str"
-        case ast.Call(func=ast.Attribute(attr="strip" | "lower" | "upper" | "join" | "format" | "replace" | "title")):
+        case ast.Call(func=ast.Attribute(attr="strip" | "lower" | "upper" | "format" | "replace" | "title")):
             return "str"
     return "value"
 

@@ -1,5 +1,6 @@
 """Random swap: words of a sentence change places (EDA, Wei & Zou 2019, https://arxiv.org/abs/1901.11196)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -36,12 +37,25 @@ def swap_words(text: str, fraction: float, rng: Random) -> str | None:
     articles "a" and "an" follow the word that now comes after them.
     """
     edits: list[Span] = []
+    longest: tuple[list[Span], int] = ([], 0)
     for sentence in spans_of_sentences(text):
         words = [word for word in find_words(sentence.text) if word.text.islower() and stands_free(sentence.text, word)]
         expected = fraction * len(words) / 2
         num_pairs = min(int(expected) + (rng.random() < expected % 1), len(words) // 2)
-        places = rng.sample(words, 2 * num_pairs)
-        for one, other in zip(places[::2], places[1::2], strict=True):
-            for at, new in ((one, other.text), (other, one.text)):
-                edits.append(Span(sentence.start + at.start, sentence.start + at.end, new))
+        edits += _swap_pairs(words, num_pairs, sentence.start, rng)
+        if len(words) > len(longest[0]):
+            longest = words, sentence.start
+    if not edits and len(longest[0]) > 1:  # a short text gets one pair at least
+        edits = _swap_pairs(longest[0], 1, longest[1], rng)
     return repair_articles(replace_spans(text, edits), text)
+
+
+def _swap_pairs(words: Sequence[Span], num_pairs: int, start: int, rng: Random) -> list[Span]:
+    """Pairs of words of a sentence that begins at `start`, each in the place of the other."""
+    places = rng.sample(words, 2 * num_pairs)
+    pairs = zip(places[::2], places[1::2], strict=True)
+    return [
+        Span(start + at.start, start + at.end, new)
+        for one, other in pairs
+        for at, new in ((one, other.text), (other, one.text))
+    ]

@@ -5,7 +5,7 @@ What augments documents is `data/augment/augmenter.py`; it is told the strength 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 

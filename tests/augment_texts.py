@@ -7,12 +7,12 @@ PROSE = (
     "warm, which surprised the entire team. An early explanation blamed a faulty thermometer.",
     '"Have you seen my spaniel?" the boy asked. His mother shook her head. "Look behind the sofa," she suggested, '
     '"or in the cottage."',
-    "Dr. Smith bought a violin for $300 in St. Paul on 3 May 2019; it belonged to a young widow. Visit "
+    "Dr. Smith bought a violin for $300 in St. Paul on 3 May 2019; it belonged to a composer. Visit "
     "https://example.org/shop for more details, or write to info@example.org.",
     "Hi folks, I purchased this blender last week and it's fantastic! The motor is extremely quiet, the jug is "
     "easy to clean and the manual is clear. I'd buy it again.",
     "Preheat the oven to 180 °C. Beat an egg with a cup of sugar until the mixture is almost white, then add the "
-    "butter slowly. Bake the cake for 40 minutes; let it cool completely in the kitchen before you cut it.",
+    "butter slowly. Bake the cake for 40 minutes; let it cool completely before you cut it. Serve it to your guests.",
     "The committee rejected the proposal after a long debate. Several members argued that the cost was enormous, "
     "and that an independent study should precede any decision. The chairman promised a prompt answer.",
     "In 1848 the physician opened a small hospital near the harbor. He treated sailors, laborers and orphans "
@@ -28,7 +28,7 @@ PROSE = (
     "temperature. An adult blue whale can weigh approximately 150 tonnes. Sailors once hunted them with rifles and "
     "lances.",
     "To replace the battery, remove the two screws on the back and lift the cover gently. Disconnect the cable "
-    "immediately before you take the old battery out. Keep the screws in a small box.",
+    "immediately before you take the old battery out. This technique works for all models.",
     "The detective studied the letter for an hour. The ink was faded, the paper torn, and yet the signature was "
     "obviously genuine. He smiled, folded it carefully and called his driver.",
     "I think the film is too long (nearly three hours), but the actors are brilliant. The final scene made me "
@@ -58,7 +58,7 @@ CODE = (
     "class Stack:\n    # A list is enough.\n    def __init__(self):\n        self.items = []\n\n"
     "    def pop_all(self):\n        taken = self.items  # hand over the list itself\n        self.items = []\n"
     "        return taken\n",
-    "def word_counts(text):\n    counts = {}\n    for word in text.split():\n        key = word.lower().strip('.,')\n"
+    "def word_counts(text):\n    counts = {}  # by word\n    for word in text.split():\n        key = word.lower().strip('.,')\n"
     "        counts[key] = counts.get(key, 0) + 1  # noqa: SIM\n    return sorted(counts, key=lambda w: -counts[w])\n",
     "def bisect(values, wanted):\n    low = 0\n    high = len(values)\n    while low < high:\n"
     "        middle = (low + high) // 2  # cannot overflow in Python\n        if values[middle] < wanted:\n"
@@ -80,7 +80,7 @@ CODE = (
     "        record = json.load(handle)\n    version = record.get('version', 1)\n    if version != 1:\n"
     "        raise ValueError(version)\n    return record\n",
     "def counter():\n    count = 0\n\n    def step():\n        nonlocal count\n        count += 1  # shared\n"
-    "        return count\n\n    return step\n",
+    "        return count\n\n    made = step  # a closure\n    return made\n",
     "def primes(limit):\n    # Sieve of Eratosthenes\n    is_prime = [True] * limit\n    found = []\n"
     "    for candidate in range(2, limit):\n        if is_prime[candidate]:\n            found.append(candidate)\n"
     "            for multiple in range(candidate * candidate, limit, candidate):\n"
