@@ -124,7 +124,11 @@ class MaskedModel:
         starts = {token: token[1:] for token in vocabulary if token.startswith(marks)} if marks else {}
         words = starts or {token: token for token in vocabulary if not token.startswith("##")}
         size = self._model.get_output_embeddings().weight.shape[0]
-        return {vocabulary[token]: word for token, word in words.items() if word.isalpha() and vocabulary[token] < size}
+        return {
+            vocabulary[token]: word
+            for token, word in words.items()
+            if word.isalpha() and len(word) > 1 and vocabulary[token] < size
+        }
 
     @cached_property
     def _word_ids(self) -> torch.Tensor:

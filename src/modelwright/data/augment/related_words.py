@@ -16,8 +16,8 @@ from modelwright.data.augment.wordnet import PartOfSpeech, WordNet
 _MIN_SHARE = 0.6
 """Share of a word's occurrences that its most frequent meaning must have."""
 _MIN_COUNT = 3
-"""Occurrences in WordNet's tagged texts that a new word must have, because rare ones read oddly, and the main meaning of
-a word with several ones, because fewer say nothing."""
+"""Occurrences in WordNet's tagged texts that a new word must have, because rare ones read oddly, and that the main
+meaning of a word with several must have, because fewer say nothing."""
 _DETERMINERS = frozenset({"AT0", "DT0", "DPS", "CRD", "ORD", "POS", "DTQ"})
 _INSIDE_NOUN_PHRASE = frozenset({"AJ0", "AJC", "AJS", "NN0", "NN1", "AV0"})
 _GOVERNED = frozenset({"PRP", "PRF", "AVP", "TO0", "CJT", "AJ0", "DTQ"})

@@ -17,6 +17,8 @@ _MAX_BATCH = 16
 _MAX_TOKENS_PER_TOKEN = 2.0
 """A translation may have this many tokens for each of the source."""
 _SPARE_TOKENS = 10
+_USUAL_MAX_LEN = 512
+"""Positions of a model whose config does not say."""
 _NUM_CONNECTIONS = 8
 _MAX_FAILURES = 10
 """Requests that may fail one after another before work stops, even if failures are skipped."""
@@ -31,10 +33,11 @@ class MarianTranslator:
 
     def __init__(self, folder: Path, *, setting: str) -> None:
         self._tokenizer, self._model = load_transformers(folder, "AutoModelForSeq2SeqLM", setting)
+        self._max_len = int(getattr(self._model.config, "max_position_embeddings", _USUAL_MAX_LEN))
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> list[str]:
-        encoded = [self._tokenizer(text, truncation=True).input_ids for text in texts]
+        encoded = [self._tokenizer(text, truncation=True, max_length=self._max_len).input_ids for text in texts]
         results = [""] * len(texts)
         by_length: dict[int, list[int]] = {}
         for number, ids in enumerate(encoded):
@@ -45,7 +48,7 @@ class MarianTranslator:
                 output = self._model.generate(
                     input_ids=torch.tensor([encoded[number] for number in chosen]),
                     attention_mask=torch.ones(len(chosen), length, dtype=torch.long),
-                    max_new_tokens=int(_MAX_TOKENS_PER_TOKEN * length) + _SPARE_TOKENS,
+                    max_new_tokens=min(int(_MAX_TOKENS_PER_TOKEN * length) + _SPARE_TOKENS, self._max_len - 1),
                     num_beams=1,
                     do_sample=False,
                 )

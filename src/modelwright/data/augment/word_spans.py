@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from modelwright.core.errors import ConfigError
 
@@ -91,11 +91,16 @@ _ARTICLE = re.compile(rf"\b([Aa]n?)( |\n)({_LETTER}[\w'’-]*)")
 
 @lru_cache(maxsize=100_000)
 def _article(word: str) -> str:
+    return str(_inflect_engine().a(word)).partition(" ")[0]
+
+
+@cache
+def _inflect_engine() -> Any:
     try:
         import inflect
     except ImportError:
         raise missing_extra("inflect") from None
-    return str(inflect.engine().a(word)).partition(" ")[0]  # pyright: ignore[reportArgumentType]
+    return inflect.engine()
 
 
 def missing_extra(package: str) -> ConfigError:

@@ -18,7 +18,7 @@ SetStrength = Callable[[float], None]
 
 @dataclass(frozen=True, kw_only=True)
 class AugmentationStrengthConfig:
-    """The rule: `probability`, times `high_factor` above the upper threshold, times `low_factor` below the lower one."""
+    """The rule: `probability`, times `high_factor` at a high loss, times `low_factor` at a low one."""
 
     probability: float = 0.3
     """Probability that a document is augmented while the loss is between the thresholds."""
