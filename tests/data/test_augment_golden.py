@@ -145,7 +145,8 @@ def test_renaming_keeps_what_others_can_see() -> None:
 
     source = (
         "from os import path\n\ndef f(key, *rest, flag=None):\n    found = path.join(key, flag=key)\n"
-        "    shown = 'found'\n    other = f'{shown}'\n    def inner(found_too=found):\n        return found + found_too\n"
+        "    shown = 'found'\n    other = f'{shown}'\n"
+        "    def inner(found_too=found):\n        return found + found_too\n"
         "    found.found = [found for key in rest]\n    return inner(found_too=other)\n"
     )
     after = rename_identifiers(source, 1.0, Random(0))

@@ -1,12 +1,12 @@
-"""Which documents are augmented: deterministic whatever the batch, never held-out ones, and open to methods from outside."""
+"""Which documents are augmented: deterministic whatever the batch, never held-out ones; methods from outside join."""
 
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import augment_texts
 import pytest
 
+import augment_texts
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.augment.augmentation import prose_augmentation
 from modelwright.data.augment.augmenter import Augmenter
@@ -96,7 +96,7 @@ def test_names_of_the_list_are_those_of_the_methods_and_wrong_ones_are_refused(t
     assert [method.build(method.config(), no_language_model).name for method in free] == [m.name for m in free]
     with pytest.raises(ConfigError, match="did you mean 'random_swap'"):
         build_methods(["random_swop"], {}, no_language_model)
-    with pytest.raises(ConfigError, match="fraction: 0.0 is not in"):
+    with pytest.raises(ConfigError, match=r"fraction: 0\.0 is not in"):
         KeyboardTyposConfig(fraction=0.0)
     with pytest.raises(DataError, match="apt install wordnet-base"):
         synonym_replacement(SynonymReplacementConfig(wordnet=tmp_path))

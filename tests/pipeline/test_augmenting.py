@@ -1,14 +1,14 @@
-"""`modelwright augment` from its command line: copies, resume, workers, held-out documents, preview; our engine fills."""
+"""`modelwright augment`: copies, resume, workers, held-out documents, preview; and our engine as a filler of gaps."""
 
 import json
 from pathlib import Path
 from random import Random
 
-import augment_texts
 import pytest
-import tiny_decoder
 import torch
 
+import augment_texts
+import tiny_decoder
 from modelwright.cli.main import main
 from modelwright.data.augment.span_infilling import SpanInfillingConfig, span_infilling
 from modelwright.data.document import Document
