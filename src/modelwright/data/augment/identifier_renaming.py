@@ -17,8 +17,9 @@ from modelwright.data.augment.word_spans import draw
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _SCOPES = (*_FUNCTIONS, ast.Lambda, ast.ClassDef, *_COMPREHENSIONS)
-_SEES_NAMES = frozenset({"locals", "vars", "eval", "exec", "dir", "globals", "compile"})
-"""Functions with which a program can look at its names; where one is used, no name changes."""
+_SEES_NAMES = frozenset({"locals", "eval", "exec"})
+"""Functions with which a program can look at its local names; where one is used, no name changes."""
+_SEES_NAMES_WITHOUT_ARGUMENTS = frozenset({"vars", "dir"})
 
 _NAMES: Mapping[str, Sequence[str]] = {
     "index": ("index", "position", "place", "number", "step"),
@@ -61,7 +62,7 @@ def rename_identifiers(source: str, fraction: float, rng: Random) -> str | None:
     except (SyntaxError, ValueError, RecursionError):
         return None
     used = _names_in(tree) | set(keyword.kwlist) | set(keyword.softkwlist) | set(dir(builtins))
-    if _SEES_NAMES & {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}:
+    if any(map(_sees_names, ast.walk(tree))):
         return None
     variables = [
         (_sort_of(name, function), nodes)
@@ -74,6 +75,15 @@ def rename_identifiers(source: str, fraction: float, rng: Random) -> str | None:
         used.add(name)
         new_names |= {(node.lineno, node.col_offset): name for node in nodes}
     return _apply(source, tree, new_names) if new_names else None
+
+
+def _sees_names(node: ast.AST) -> bool:
+    match node:
+        case ast.Name(id=name):
+            return name in _SEES_NAMES
+        case ast.Call(func=ast.Name(id=name), args=[], keywords=[]):
+            return name in _SEES_NAMES_WITHOUT_ARGUMENTS
+    return False
 
 
 def local_variables(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, list[ast.Name]]:
