@@ -16,11 +16,11 @@ from modelwright.cli.overrides import read_overrides, split_settings
 from modelwright.cli.parsers import new_parser
 from modelwright.core.config import dump, merge, parse
 from modelwright.core.errors import ConfigError
+from modelwright.data.augment.augment_config import AugmentConfig
 from modelwright.data.augment.methods import AUGMENTATIONS
 from modelwright.data.augment.word_diff import word_diff
 from modelwright.data.document import Document
 from modelwright.data.sources import SourceConfig
-from modelwright.pipeline.augmenting import AugmentConfig, augment_sources, preview
 
 _FLAGS = ("preview", "help")
 _NOTES = "methods: " + ", ".join(method.name for method in AUGMENTATIONS)
@@ -62,6 +62,8 @@ def augment(words: Sequence[str]) -> int:
     base = {"data": {"sources": options.sources, "on_bad_record": "skip"}}
     config: Any = parse(commands, merge(base, read_overrides(commands, settings, _FLAGS)))
     methods = {method.name: dump(getattr(config, method.name)) for method in AUGMENTATIONS}
+    from modelwright.pipeline.augmenting import augment_sources, preview
+
     if options.preview:
         pairs = preview(config.data, config.augment, methods, options.preview)
         show_pairs(pairs, Console(highlight=False))

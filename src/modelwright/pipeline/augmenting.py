@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from modelwright.core.config import digest, dump, parse
-from modelwright.core.errors import ConfigError, writing
+from modelwright.core.errors import writing
 from modelwright.core.progress import Progress
 from modelwright.core.resources import num_usable_cores
 from modelwright.core.rundir import lock_folder
+from modelwright.data.augment.augment_config import AugmentConfig
 from modelwright.data.augment.augmentation import Augmentation
 from modelwright.data.augment.augmenter import Augmenter, MethodCost
 from modelwright.data.augment.methods import AUGMENTATIONS, build_methods
@@ -35,30 +36,6 @@ _BATCH_DOCUMENTS = 16
 _ORIGINALS, _COPIES = "originals", "copies"
 _PREVIEW_TRIES = 50
 """Documents that a preview looks at for each pair that it shows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AugmentConfig:
-    """Which copies are made."""
-
-    methods: tuple[str, ...] = ("synonym_replacement", "identifier_renaming", "comment_dropping")
-    """Names of methods; each document gets one of those that take its kind. docs/augmentation.md describes them."""
-    strength: float = 1.0
-    """Probability, in (0, 1], that a document gets a copy in a round."""
-    copies: int = 1
-    """Number of rounds; each draws methods and words anew."""
-    seed: int = 0
-    """Seed of all random choices."""
-    num_workers: int = 0
-    """Worker processes, each with its own copy of a method's model; 0 uses every core."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.strength <= 1:
-            raise ConfigError(f"strength: {self.strength} is not in (0, 1]")
-        if self.copies < 1:
-            raise ConfigError(f"copies: must be at least 1, got {self.copies}")
-        if self.num_workers < 0:
-            raise ConfigError(f"num_workers: must not be negative, got {self.num_workers}; 0 uses every core")
 
 
 @dataclass(frozen=True)
@@ -156,7 +133,7 @@ def _copies(documents: Sequence[Document], augmenter: Augmenter, augment: Augmen
 
 
 def _divide(documents: Iterator[Document], folder: Path) -> list[ShardFiles]:
-    """Write the documents into shards, those that are there already are compared by their count only."""
+    """Write the documents into shards; a finished one is not written again."""
     with writing(folder):
         folder.mkdir(exist_ok=True)
         num_shards = 0

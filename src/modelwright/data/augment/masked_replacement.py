@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from random import Random
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from modelwright.core.config import constant
 from modelwright.core.errors import ConfigError, ModelError
@@ -22,6 +20,9 @@ from modelwright.data.augment.word_spans import (
     replace_spans,
     stands_free,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor  # imported late elsewhere: the command line lists methods without it
 
 _CONTEXT_CHARS = 400
 """Text on each side of a masked word that the model sees."""
@@ -96,9 +97,14 @@ class MaskedModel:
         if self._tokenizer.mask_token is None:
             raise ModelError(f"{folder}: its tokenizer has no mask token; give a masked language model such as BERT")
 
-    @torch.no_grad()
     def fill(self, text: str, words: Sequence[Span], top_k: int) -> list[list[Fill]]:
         """For each word the likeliest whole words in its place, best first."""
+        from torch import no_grad
+
+        with no_grad():
+            return self._fill(text, words, top_k)
+
+    def _fill(self, text: str, words: Sequence[Span], top_k: int) -> list[list[Fill]]:
         prompts = [self._masked(text, word) for word in words]
         fills: list[list[Fill]] = []
         for start in range(0, len(prompts), _MAX_BATCH):
@@ -131,8 +137,10 @@ class MaskedModel:
         }
 
     @cached_property
-    def _word_ids(self) -> torch.Tensor:
-        return torch.tensor(sorted(self._words))
+    def _word_ids(self) -> "Tensor":
+        from torch import tensor
+
+        return tensor(sorted(self._words))
 
 
 def load_transformers(folder: Path, auto_class: str, setting: str) -> tuple[Any, Any]:

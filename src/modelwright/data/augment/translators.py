@@ -8,8 +8,6 @@ from pathlib import Path
 from threading import Lock
 from typing import Literal
 
-import torch
-
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.augment.masked_replacement import load_transformers
 
@@ -35,8 +33,9 @@ class MarianTranslator:
         self._tokenizer, self._model = load_transformers(folder, "AutoModelForSeq2SeqLM", setting)
         self._max_len = int(getattr(self._model.config, "max_position_embeddings", _USUAL_MAX_LEN))
 
-    @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> list[str]:
+        import torch
+
         encoded = [self._tokenizer(text, truncation=True, max_length=self._max_len).input_ids for text in texts]
         results = [""] * len(texts)
         by_length: dict[int, list[int]] = {}
