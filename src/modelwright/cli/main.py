@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 from modelwright import __version__
-from modelwright.cli import clean, commands, config, lr_find, plan, run
+from modelwright.cli import augment, clean, commands, config, lr_find, plan, run
 from modelwright.cli.completion import completion_parser, completion_script
 from modelwright.cli.launch import EXIT_REPORT_DIR, GOES_ON, write_exit_report
 from modelwright.cli.parsers import Command
@@ -46,6 +46,12 @@ COMMANDS: dict[str, Command] = {
         parser=clean.parser,
         settings=clean.setting_names,
         summary="clean text into a folder, or explain what happened to a document",
+    ),
+    "augment": Command(
+        run=augment.augment,
+        parser=augment.parser,
+        settings=augment.setting_names,
+        summary="make changed copies of documents for training, or look at some",
     ),
     "recipes": Command(run=commands.recipes, parser=commands.recipes_parser, summary="list the recipes"),
     "config": Command(

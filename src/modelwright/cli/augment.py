@@ -1,0 +1,101 @@
+"""`modelwright augment`: changed copies of documents for training, or a look at some of them."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import field, make_dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from modelwright.cli.display import choose_display
+from modelwright.cli.overrides import read_overrides, split_settings
+from modelwright.cli.parsers import new_parser
+from modelwright.core.config import dump, merge, parse
+from modelwright.core.errors import ConfigError
+from modelwright.data.augment.augment_config import AugmentConfig
+from modelwright.data.augment.methods import AUGMENTATIONS
+from modelwright.data.augment.word_diff import word_diff
+from modelwright.data.document import Document
+from modelwright.data.sources import SourceConfig
+
+_FLAGS = ("preview", "help")
+_NOTES = "methods: " + ", ".join(method.name for method in AUGMENTATIONS)
+
+
+def config_class() -> type:
+    """The settings of the command: sources, which copies are made, and a section for each method."""
+    sections = [("data", SourceConfig), ("augment", AugmentConfig), *((one.name, one.config) for one in AUGMENTATIONS)]
+    fields = [(name, section, field(default_factory=section)) for name, section in sections]
+    return make_dataclass("AugmentCommandConfig", fields, frozen=True, kw_only=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = new_parser(
+        "augment",
+        "Make changed copies of training documents and write them as JSON lines, with the id of the original and the "
+        "method. Documents that a run with the same --data.validation_fraction holds out get no copy. The same command "
+        "resumes what was interrupted.",
+        example="modelwright augment notes/ copies.jsonl --augment.methods random_swap case_noise --augment.copies 2",
+        notes=_NOTES,
+        usage="modelwright augment SOURCE ... OUT [--a.b VALUE ...]\n"
+        "       modelwright augment SOURCE ... OUT --preview N [--a.b VALUE ...]",
+    )
+    parser.add_argument("sources", metavar="SOURCE", nargs="+", help="as in data.sources; docs/data.md has the formats")
+    parser.add_argument("out", metavar="OUT", help="file for the copies, with the ending .jsonl")
+    parser.add_argument(
+        "--preview", metavar="N", type=int, default=0, help="show N copies beside their originals instead"
+    )
+    return parser
+
+
+def setting_names() -> list[str]:
+    """The settings that `modelwright augment` takes as options."""
+    from modelwright.core.config_docs import settings_of
+
+    return [setting.key for setting in settings_of(config_class())]
+
+
+def augment(words: Sequence[str]) -> int:
+    """`modelwright augment`"""
+    leading, own, settings = split_settings(words, _FLAGS)
+    options = parser().parse_args([*leading, *own])
+    if not options.out.endswith(".jsonl"):
+        raise ConfigError(f"augment: {options.out}: give a file for the copies with the ending .jsonl as the last word")
+    commands = config_class()
+    base = {"data": {"sources": options.sources, "on_bad_record": "skip"}}
+    config: Any = parse(commands, merge(base, read_overrides(commands, settings, _FLAGS)))
+    methods = {method.name: dump(getattr(config, method.name)) for method in AUGMENTATIONS}
+    from modelwright.pipeline.augmenting import augment_sources, preview
+
+    if options.preview:
+        pairs = preview(config.data, config.augment, methods, options.preview)
+        show_pairs(pairs, Console(highlight=False))
+        return 0
+    display = choose_display(sys.stderr)
+    try:
+        for line in augment_sources(config.data, config.augment, methods, Path(options.out), display):
+            print(line)
+    finally:
+        display.end()
+    return 0
+
+
+def show_pairs(pairs: Sequence[tuple[Document, Document]], console: Console) -> None:
+    """Originals and copies side by side, what differs marked by color and by brackets."""
+    for original, copy in pairs:
+        table = Table(title=f"{copy.meta['augmentation']}: {original.id}", title_justify="left", expand=True)
+        before, after = Text(), Text()
+        for old, new in word_diff(original.text, copy.text):
+            same = old == new
+            before.append(old if same or not old else f"[{old}]", "" if same else "bold red")
+            after.append(new if same or not new else f"[{new}]", "" if same else "bold green")
+        table.add_column("before", ratio=1, overflow="fold")
+        table.add_column("after", ratio=1, overflow="fold")
+        table.add_row(before, after)
+        console.print(table)
+    if not pairs:
+        console.print("no document changes; check --augment.methods and the kinds of the documents")

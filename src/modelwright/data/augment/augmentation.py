@@ -1,0 +1,94 @@
+"""`Augmentation`: one way to change documents, and how a change of a text becomes a change of a document.
+
+A method is a function of a document and of its own random stream, so its result depends neither on the worker nor on
+the documents beside it. Which documents are changed, how often and with which stream is `augmenter.py`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, Literal
+
+from modelwright.core.errors import ConfigError
+from modelwright.data.document import Document, Kind, join_turns
+
+Kept = Literal["words", "word_count", "letters", "lines", "syntax_tree"]
+"""What a changed text shares with the original: the same words in another order, the number of words, the same letters
+apart from their case, the number of lines, the syntax tree apart from the names of local variables."""
+
+TextChange = Callable[[str, Random], str | None]
+"""A changed text; None, or the same text, where nothing can be changed."""
+BatchChange = Callable[[Sequence[Document], Sequence[Random]], list[Document | None]]
+"""A changed copy of each document, None where nothing can be changed; each with its own random stream."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augmentation:
+    """One way to change documents.
+
+    name: recorded with every changed document. kinds: the documents that it takes. keeps: its promise, which the tests
+    check. change: the method, for several documents at once, so that a model computes them together. counts: what the
+    method left as it was, by reason, since it was built.
+    """
+
+    name: str
+    kinds: frozenset[Kind]
+    keeps: frozenset[Kept]
+    change: BatchChange
+    counts: Callable[[], Mapping[str, int]] = dict
+
+    def __call__(self, document: Document, rng: Random) -> Document | None:
+        return self.change([document], [rng])[0]
+
+
+def prose_augmentation(name: str, change: TextChange, *, keeps: Sequence[Kept] = ()) -> Augmentation:
+    """A method for prose and for the questions of conversations, from a change of one text."""
+    kinds: frozenset[Kind] = frozenset({"prose", "qa"})
+    return Augmentation(name=name, kinds=kinds, keeps=frozenset(keeps), change=one_by_one(change))
+
+
+def code_augmentation(name: str, change: TextChange, *, keeps: Sequence[Kept] = ()) -> Augmentation:
+    """A method for source code, from a change of one text."""
+    return Augmentation(name=name, kinds=frozenset({"code"}), keeps=frozenset(keeps), change=one_by_one(change))
+
+
+def one_by_one(change: TextChange) -> BatchChange:
+    def change_batch(documents: Sequence[Document], rngs: Sequence[Random]) -> list[Document | None]:
+        pairs = zip(documents, rngs, strict=True)
+        return [with_texts(document, [change(text, rng) for text in texts_of(document)]) for document, rng in pairs]
+
+    return change_batch
+
+
+def texts_of(document: Document) -> list[str]:
+    """The texts that may change: the body of a document without its title, or the user's turns of a conversation. What
+    the assistant says stays, because that is what is learned.
+    """
+    if document.kind == "qa":
+        return [turn["content"] for turn in document.messages if turn["role"] == "user"]
+    return [document.body]
+
+
+def with_texts(document: Document, texts: Sequence[str | None]) -> Document | None:
+    """The document with `texts` in place of `texts_of(document)`, of which None stays; None if nothing changes."""
+    before = texts_of(document)
+    after = [old if new is None else new for old, new in zip(before, texts, strict=True)]
+    if after == before or not all(text.strip() for text in after):
+        return None
+    if document.kind != "qa":
+        start = len(document.text) - len(before[0])
+        return replace(document, text=document.text[:start] + after[0])
+    left = iter(after)
+    turns = [{**turn, "content": next(left)} if turn["role"] == "user" else turn for turn in document.messages]
+    meta: dict[str, Any] = dict(document.meta)
+    if "messages" in meta:
+        meta["messages"] = turns
+    else:
+        meta["question"] = after[0]
+    return replace(document, text=join_turns(turns), meta=meta)
+
+
+def check_fraction(name: str, fraction: float) -> None:
+    """Raises `ConfigError` unless the fraction is in (0, 1]."""
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"{name}: {fraction} is not in (0, 1]; for example 0.1")

@@ -1,0 +1,160 @@
+"""Back translation: sentences into another language and back (Sennrich et al. 2016, https://arxiv.org/abs/1511.06709)."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from modelwright.core.config import digest
+from modelwright.core.errors import ConfigError
+from modelwright.data.augment.augmentation import Augmentation, check_fraction, texts_of, with_texts
+from modelwright.data.augment.translation_cache import Translate, TranslationCache
+from modelwright.data.augment.translators import EndpointConfig, EndpointTranslator, MarianTranslator
+from modelwright.data.augment.word_spans import Span, draw, replace_spans, spans_of_sentences
+from modelwright.data.document import Document
+
+_LENGTHS = (0.5, 2.0)
+"""Length of a translation back, relative to the original; outside of it the model lost something or ran on."""
+_MIN_WORDS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackTranslationConfig:
+    """Paraphrases by translation into a pivot language and back: by two models on disk or by an endpoint."""
+
+    forward: Path = Path()
+    """Folder of a Marian-type model of Hugging Face that translates into the pivot language."""
+    backward: Path = Path()
+    """Folder of the model that translates back."""
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
+    """A chat model that translates both ways, instead of the two folders."""
+    language: str = "English"
+    """Language of the documents, for the endpoint."""
+    pivot: str = "German"
+    """Pivot language, for the endpoint."""
+    fraction: float = 0.5
+    """Fraction of the sentences that are translated."""
+    cache: Path = Path("~/.cache/modelwright")
+    """Folder that keeps translations for later runs."""
+
+    def __post_init__(self) -> None:
+        check_fraction("fraction", self.fraction)
+        has_models = self.forward != Path() and self.backward != Path()
+        if bool(self.endpoint.url) and has_models:
+            raise ConfigError("back_translation: set either endpoint.url or forward and backward, not both")
+
+
+def back_translation(config: BackTranslationConfig) -> Augmentation:
+    if config.endpoint.url:
+        there = EndpointTranslator(config.endpoint, source=config.language, target=config.pivot)
+        back = EndpointTranslator(config.endpoint, source=config.pivot, target=config.language)
+        names = [
+            digest([config.endpoint.url, config.endpoint.model, config.language, config.pivot, way]) for way in "tb"
+        ]
+        return translate_and_back(
+            TranslationCache(there, name=names[0], folder=config.cache.expanduser()),
+            TranslationCache(back, name=names[1], folder=config.cache.expanduser()),
+            fraction=config.fraction,
+            failures=lambda: there.num_failed + back.num_failed,
+        )
+    if config.forward == Path() or config.backward == Path():
+        raise ConfigError(
+            "back_translation: names no translator; set forward and backward to the folders of two models, or "
+            "endpoint.url and endpoint.model"
+        )
+    return translate_and_back(
+        _cached_model(config.forward, "back_translation.forward", config.cache.expanduser()),
+        _cached_model(config.backward, "back_translation.backward", config.cache.expanduser()),
+        fraction=config.fraction,
+    )
+
+
+def _cached_model(folder: Path, setting: str, cache: Path) -> Translate:
+    """A model's translations, remembered as long as its files do not change."""
+    translate = MarianTranslator(folder, setting=setting)
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir())]
+    return TranslationCache(translate, name=digest([str(folder.resolve()), files]), folder=cache)
+
+
+def translate_and_back(
+    there: Translate, back: Translate, *, fraction: float, failures: Callable[[], int] = lambda: 0
+) -> Augmentation:
+    """The method, given its two translators. The sentences of all documents are translated together."""
+    counts: Counter[str] = Counter()
+
+    def change(documents: Sequence[Document], rngs: Sequence[Random]) -> list[Document | None]:
+        chosen = {
+            (number, place): draw(_sentences(text), fraction, rng)
+            for number, (document, rng) in enumerate(zip(documents, rngs, strict=True))
+            for place, text in enumerate(texts_of(document))
+        }
+        paraphrases = _paraphrases([span.text for spans in chosen.values() for span in spans], there, back, counts)
+        return [
+            with_texts(
+                document,
+                [
+                    _with_paraphrases(text, chosen[number, place], paraphrases)
+                    for place, text in enumerate(texts_of(document))
+                ],
+            )
+            for number, document in enumerate(documents)
+        ]
+
+    def report() -> Mapping[str, int]:
+        return dict(counts) | ({"failed requests": failures()} if failures() else {})
+
+    return Augmentation(
+        name="back_translation", kinds=frozenset({"prose", "qa"}), keeps=frozenset(), change=change, counts=report
+    )
+
+
+def _paraphrases(sentences: Sequence[str], there: Translate, back: Translate, counts: Counter[str]) -> dict[str, str]:
+    """What came back of each sentence, for those that pass `problem_of`; the others are counted."""
+    originals = list(dict.fromkeys(sentences))
+    pivots = there([_on_one_line(sentence) for sentence in originals])
+    translated = [(original, pivot) for original, pivot in zip(originals, pivots, strict=True) if pivot]
+    returned = back([pivot for _, pivot in translated])
+    paraphrases = {}
+    for (original, _), paraphrase in zip(translated, returned, strict=True):
+        problem = problem_of(paraphrase, original)
+        if problem:
+            counts[problem] += 1
+        else:
+            paraphrases[original] = paraphrase
+    return paraphrases
+
+
+def problem_of(paraphrase: str, original: str) -> str:
+    """Why a paraphrase cannot take the place of the original: "" if it can."""
+    low, high = _LENGTHS
+    if not low * len(original) <= len(paraphrase) <= high * len(original):
+        return "unlike in length"
+    if re.findall(r"\w+", paraphrase.lower()) == re.findall(r"\w+", original.lower()):
+        return "copies"
+    if sorted(re.findall(r"\d+", paraphrase)) != sorted(re.findall(r"\d+", original)):
+        return "other figures"
+    if paraphrase[-1] != original[-1] and not (paraphrase[-1] in ".!?" and original[-1] in ".!?"):
+        return "another end"
+    return ""
+
+
+def _with_paraphrases(text: str, spans: Sequence[Span], paraphrases: Mapping[str, str]) -> str:
+    edits = [Span(span.start, span.end, paraphrases[span.text]) for span in spans if span.text in paraphrases]
+    return replace_spans(text, edits)
+
+
+def _on_one_line(sentence: str) -> str:
+    return " ".join(sentence.split())
+
+
+def _sentences(text: str) -> list[Span]:
+    """Sentences without the white space around them, long enough to be said otherwise."""
+    spans = []
+    for span in spans_of_sentences(text):
+        sentence = span.text.strip()
+        start = span.start + len(span.text) - len(span.text.lstrip())
+        if len(sentence.split()) >= _MIN_WORDS:
+            spans.append(Span(start, start + len(sentence), sentence))
+    return spans

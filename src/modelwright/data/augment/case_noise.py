@@ -1,0 +1,49 @@
+"""Case and punctuation noise: capitals and punctuation marks as careless writers leave them."""
+
+import re
+from dataclasses import dataclass
+from random import Random
+
+from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
+from modelwright.data.augment.word_spans import Span, draw, find_words, replace_spans
+
+_MARK = re.compile(r"(?<=[^\W\d_])(?:(?<=\w\w)[.,;:!?](?=\s|$)|['’](?=[^\W\d_])| [—–] )")
+"""Marks after a word, apostrophes within one and dashes between words; not those of figures and of "e.g."."""
+_MIN_WORD_LEN = 3
+_REPLACEMENTS = {
+    ",": "", ";": ",", ":": "", ".": "", "!": ".", "?": "", "'": "", "’": "'", " — ": ", ", " – ": ", ",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseNoiseConfig:
+    """Careless capitals and punctuation."""
+
+    fraction: float = 0.05
+    """Fraction of the words whose capitals change, and of the punctuation marks that are left out or replaced."""
+
+    def __post_init__(self) -> None:
+        check_fraction("fraction", self.fraction)
+
+
+def case_noise(config: CaseNoiseConfig) -> Augmentation:
+    return prose_augmentation(
+        "case_noise", lambda text, rng: add_noise(text, config.fraction, rng), keeps=("letters", "lines")
+    )
+
+
+def add_noise(text: str, fraction: float, rng: Random) -> str | None:
+    words = [Span(word.start, word.end, _other_case(word.text, rng)) for word in find_words(text)]
+    marks = [Span(match.start(), match.end(), _REPLACEMENTS[match[0]]) for match in _MARK.finditer(text)]
+    changed = draw([word for word in words if word.text != text[word.start : word.end]], fraction, rng)
+    taken = {place for word in changed for place in range(word.start, word.end)}
+    return replace_spans(text, [*changed, *draw([mark for mark in marks if mark.start not in taken], fraction, rng)])
+
+
+def _other_case(word: str, rng: Random) -> str:
+    """A capital is forgotten; a word in lower case is capitalized or, for emphasis, in capitals."""
+    if len(word) < _MIN_WORD_LEN and word not in ("I", "A", "In", "It", "He", "We"):
+        return word  # "C" is a unit
+    if word != word.lower():
+        return word.lower()
+    return word.upper() if rng.random() < 0.3 else word[:1].upper() + word[1:]

@@ -1,0 +1,75 @@
+"""Hypernym replacement: nouns by broader ones of WordNet, "spaniel" by "dog"."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
+from modelwright.data.augment.related_words import is_common, main_sense, open_wordnet
+from modelwright.data.augment.synonym_replacement import replace_words
+from modelwright.data.augment.wordnet import DEFAULT_FOLDER, PartOfSpeech, WordNet
+
+_MAX_STEPS = 2
+"""How far up the hierarchy a broader noun may be."""
+_MIN_DEPTH = 5
+"""Number of broader nouns above a hypernym; the top of the hierarchy holds words such as "entity" and "object"."""
+
+_TOO_BROAD = frozenset({
+    "aerosol", "alteration", "approximation", "area", "associate", "belief", "capital", "chemical", "collection",
+    "commerce", "compartment", "concept", "consciousness", "distance", "emotion", "energy", "goal", "grownup",
+    "idea", "imagery", "inhabitant", "instrumentation", "integer", "interaction", "leader", "matter", "month",
+    "move", "nonfiction", "peer", "number", "object", "organ", "organism", "papers", "parent", "person", "personnel",
+    "process", "selection", "series", "share", "standing", "substance", "text", "thinker", "thinking", "wave",
+    "weather", "worker",
+})  # fmt: skip
+"""Broader nouns that say too little in place of a narrower one, or that nobody would use there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HypernymReplacementConfig:
+    """Replacement of nouns by broader ones."""
+
+    fraction: float = 0.1
+    """Fraction of the words that are replaced, where as many are nouns with a broader one that fits."""
+    wordnet: Path = DEFAULT_FOLDER
+    """Folder of a WordNet database; Debian's package `wordnet-base` has one."""
+
+    def __post_init__(self) -> None:
+        check_fraction("fraction", self.fraction)
+
+
+def hypernym_replacement(config: HypernymReplacementConfig) -> Augmentation:
+    wordnet = open_wordnet(config.wordnet)
+    return prose_augmentation(
+        "hypernym_replacement",
+        lambda text, rng: replace_words(text, wordnet, hypernyms, config.fraction, rng),
+        keeps=("word_count", "lines"),
+    )
+
+
+def hypernyms(wordnet: WordNet, lemma: str, part: PartOfSpeech) -> Sequence[str]:
+    """The most common of the nearest broader nouns that seldom mean anything else; none if they are rare."""
+    sense = main_sense(wordnet, lemma, part)
+    if sense is None or part != "noun":
+        return ()
+    level = wordnet.synset(sense, part).hypernyms
+    for _ in range(_MAX_STEPS):
+        synsets = [wordnet.synset(offset, part) for offset in level]
+        deep = [synset for synset in synsets if _depth(wordnet, synset.offset) >= _MIN_DEPTH]
+        words = [(word, synset.offset) for synset in deep for word in synset.words if word not in _TOO_BROAD]
+        fitting = [
+            word
+            for word, offset in words
+            if main_sense(wordnet, word, part) == offset and is_common(wordnet, word, part)
+        ]
+        if fitting:
+            return [max(fitting, key=lambda word: wordnet.counts(word, part))]
+        level = tuple(offset for synset in synsets for offset in synset.hypernyms)
+    return ()
+
+
+def _depth(wordnet: WordNet, offset: int) -> int:
+    depth = 0
+    while broader := wordnet.synset(offset, "noun").hypernyms:
+        offset, depth = broader[0], depth + 1
+    return depth

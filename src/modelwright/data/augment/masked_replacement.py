@@ -1,0 +1,165 @@
+"""Contextual replacement: words by what a masked language model finds likely in their place
+(Kobayashi 2018, https://arxiv.org/abs/1805.06201; Wu et al. 2019, https://arxiv.org/abs/1812.06705)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from modelwright.core.config import constant
+from modelwright.core.errors import ConfigError, ModelError
+from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
+from modelwright.data.augment.word_spans import (
+    Span,
+    draw,
+    find_words,
+    match_case,
+    repair_articles,
+    replace_spans,
+    stands_free,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor  # imported late elsewhere: the command line lists methods without it
+
+_CONTEXT_CHARS = 400
+"""Text on each side of a masked word that the model sees."""
+_MIN_WORD_LEN = 3
+_WORD_STARTS = ("Ġ", "▁")
+"""How byte-level BPE and SentencePiece mark a token that begins a word; WordPiece marks those that do not, by `##`."""
+_MAX_BATCH = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedReplacementConfig:
+    """Replacement of words by a masked language model."""
+
+    model: Path = Path()
+    """Folder of a masked language model of Hugging Face, such as BERT, with its tokenizer."""
+    fraction: float = 0.1
+    """Fraction of the words that are replaced."""
+    top_k: int = 10
+    """The new word is drawn, by its probability, from this many likeliest ones."""
+    min_probability: float = constant(0.01)
+    """Words that the model finds less likely than this are not taken."""
+
+    def __post_init__(self) -> None:
+        check_fraction("fraction", self.fraction)
+        if self.top_k < 1:
+            raise ConfigError(f"top_k: {self.top_k} is not positive; for example 10")
+
+
+def masked_replacement(config: MaskedReplacementConfig) -> Augmentation:
+    model = MaskedModel(config.model)
+    return prose_augmentation(
+        "masked_replacement",
+        lambda text, rng: replace_masked(text, model, config, rng),
+        keeps=("word_count", "lines"),
+    )
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A word for a masked place, with its probability."""
+
+    word: str
+    probability: float
+
+
+def replace_masked(text: str, model: "MaskedModel", config: MaskedReplacementConfig, rng: Random) -> str | None:
+    """Words with a capital, which may be names, stay. All places of a text go through the model together, and each is
+    predicted from the unchanged text.
+    """
+    words = [
+        word
+        for word in find_words(text)
+        if word.text.isalpha() and word.text.islower() and len(word.text) >= _MIN_WORD_LEN and stands_free(text, word)
+    ]
+    chosen = draw(words, config.fraction, rng)
+    edits = []
+    for word, fills in zip(chosen, model.fill(text, chosen, config.top_k + 1), strict=True):
+        fitting = [
+            fill for fill in fills if fill.word.lower() != word.text and fill.probability >= config.min_probability
+        ][: config.top_k]
+        if fitting:
+            fill = rng.choices(fitting, weights=[fill.probability for fill in fitting])[0]
+            edits.append(Span(word.start, word.end, match_case(fill.word, word.text)))
+    return repair_articles(replace_spans(text, edits), text) if edits else None
+
+
+class MaskedModel:
+    """A masked language model and its tokenizer. Raises `ConfigError` or `ModelError` if they cannot be loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer, self._model = load_transformers(folder, "AutoModelForMaskedLM", "masked_replacement.model")
+        if self._tokenizer.mask_token is None:
+            raise ModelError(f"{folder}: its tokenizer has no mask token; give a masked language model such as BERT")
+
+    def fill(self, text: str, words: Sequence[Span], top_k: int) -> list[list[Fill]]:
+        """For each word the likeliest whole words in its place, best first."""
+        from torch import no_grad
+
+        with no_grad():
+            return self._fill(text, words, top_k)
+
+    def _fill(self, text: str, words: Sequence[Span], top_k: int) -> list[list[Fill]]:
+        prompts = [self._masked(text, word) for word in words]
+        fills: list[list[Fill]] = []
+        for start in range(0, len(prompts), _MAX_BATCH):
+            batch = self._tokenizer(prompts[start : start + _MAX_BATCH], return_tensors="pt", padding=True)
+            rows, columns = (batch["input_ids"] == self._tokenizer.mask_token_id).nonzero(as_tuple=True)
+            logits_NV = self._model(**batch).logits[rows, columns].float()
+            best = logits_NV.softmax(dim=-1)[:, self._word_ids].topk(min(top_k, len(self._word_ids)))
+            for probabilities, places in zip(best.values.tolist(), best.indices, strict=True):
+                ids = self._word_ids[places].tolist()
+                fills.append([Fill(self._words[one], p) for one, p in zip(ids, probabilities, strict=True)])
+        return fills
+
+    def _masked(self, text: str, word: Span) -> str:
+        left, right = text[: word.start][-_CONTEXT_CHARS:], text[word.end :][:_CONTEXT_CHARS]
+        left, right = left.replace(self._tokenizer.mask_token, ""), right.replace(self._tokenizer.mask_token, "")
+        return f"{left}{self._tokenizer.mask_token}{right}"
+
+    @cached_property
+    def _words(self) -> dict[int, str]:
+        """The whole words of the vocabulary by token id."""
+        vocabulary = self._tokenizer.get_vocab()
+        marks = tuple(mark for mark in _WORD_STARTS if any(token.startswith(mark) for token in vocabulary))
+        starts = {token: token[1:] for token in vocabulary if token.startswith(marks)} if marks else {}
+        words = starts or {token: token for token in vocabulary if not token.startswith("##")}
+        size = self._model.get_output_embeddings().weight.shape[0]
+        return {
+            vocabulary[token]: word
+            for token, word in words.items()
+            if word.isalpha() and len(word) > 1 and vocabulary[token] < size
+        }
+
+    @cached_property
+    def _word_ids(self) -> "Tensor":
+        from torch import tensor
+
+        return tensor(sorted(self._words))
+
+
+def load_transformers(folder: Path, auto_class: str, setting: str) -> tuple[Any, Any]:
+    """Tokenizer and model of a Hugging Face folder, from safetensors only and without code from the folder.
+
+    auto_class: of `transformers`; setting: names the folder in errors.
+    """
+    if not (folder / "config.json").is_file():
+        problem = f"{folder} holds no config.json" if folder != Path() else "is not set"
+        raise ConfigError(f"{setting}: {problem}; give the folder of a model of Hugging Face")
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(f"{setting}: needs the package transformers: pip install 'modelwright[hf]'") from None
+    options = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+        model = getattr(transformers, auto_class).from_pretrained(folder, use_safetensors=True, **options)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ModelError(f"{setting}: {folder} cannot be loaded as {auto_class} ({first_line})") from None
+    return tokenizer, model.eval()

@@ -1,0 +1,87 @@
+"""The one list of augmentation methods. A new one is a file with a config and a builder, and a line here."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modelwright.core.errors import ConfigError
+from modelwright.core.suggest import did_you_mean
+from modelwright.data.augment.augmentation import Augmentation
+from modelwright.data.augment.back_translation import BackTranslationConfig, back_translation
+from modelwright.data.augment.case_noise import CaseNoiseConfig, case_noise
+from modelwright.data.augment.comment_dropping import CommentDroppingConfig, comment_dropping
+from modelwright.data.augment.hypernym_replacement import HypernymReplacementConfig, hypernym_replacement
+from modelwright.data.augment.identifier_renaming import IdentifierRenamingConfig, identifier_renaming
+from modelwright.data.augment.keyboard_typos import KeyboardTyposConfig, keyboard_typos
+from modelwright.data.augment.masked_replacement import MaskedReplacementConfig, masked_replacement
+from modelwright.data.augment.ocr_confusions import OcrConfusionsConfig, ocr_confusions
+from modelwright.data.augment.random_deletion import RandomDeletionConfig, random_deletion
+from modelwright.data.augment.random_insertion import RandomInsertionConfig, random_insertion
+from modelwright.data.augment.random_swap import RandomSwapConfig, random_swap
+from modelwright.data.augment.sentence_shuffle import SentenceShuffleConfig, sentence_shuffle
+from modelwright.data.augment.span_infilling import (
+    LanguageModel,
+    LoadLanguageModel,
+    SpanInfillingConfig,
+    span_infilling,
+)
+from modelwright.data.augment.synonym_replacement import SynonymReplacementConfig, synonym_replacement
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method in the list. config: the dataclass of its settings; build: makes it from them, and from what loads a
+    language model.
+    """
+
+    name: str
+    config: type
+    build: Callable[[Any, LoadLanguageModel], Augmentation]
+
+
+def without_model(build: Callable[[Any], Augmentation]) -> Callable[[Any, LoadLanguageModel], Augmentation]:
+    """A builder that takes the config alone, as one of the list."""
+    return lambda config, load: build(config)
+
+
+AUGMENTATIONS: tuple[Method, ...] = (
+    Method("synonym_replacement", SynonymReplacementConfig, without_model(synonym_replacement)),
+    Method("hypernym_replacement", HypernymReplacementConfig, without_model(hypernym_replacement)),
+    Method("random_insertion", RandomInsertionConfig, without_model(random_insertion)),
+    Method("random_swap", RandomSwapConfig, without_model(random_swap)),
+    Method("random_deletion", RandomDeletionConfig, without_model(random_deletion)),
+    Method("sentence_shuffle", SentenceShuffleConfig, without_model(sentence_shuffle)),
+    Method("back_translation", BackTranslationConfig, without_model(back_translation)),
+    Method("keyboard_typos", KeyboardTyposConfig, without_model(keyboard_typos)),
+    Method("ocr_confusions", OcrConfusionsConfig, without_model(ocr_confusions)),
+    Method("case_noise", CaseNoiseConfig, without_model(case_noise)),
+    Method("span_infilling", SpanInfillingConfig, span_infilling),
+    Method("masked_replacement", MaskedReplacementConfig, without_model(masked_replacement)),
+    Method("identifier_renaming", IdentifierRenamingConfig, without_model(identifier_renaming)),
+    Method("comment_dropping", CommentDroppingConfig, without_model(comment_dropping)),
+)
+
+
+def build_methods(
+    names: Sequence[str],
+    configs: Mapping[str, Any],
+    load_language_model: LoadLanguageModel,
+    *,
+    known: Sequence[Method] = AUGMENTATIONS,
+) -> list[Augmentation]:
+    """The methods of these names. configs: settings by name, defaults where there are none. Raises `ConfigError` for a
+    name that is not known.
+    """
+    by_name = {method.name: method for method in known}
+    for name in names:
+        if name not in by_name:
+            raise ConfigError(
+                f"methods: {name!r} is unknown{did_you_mean(name, by_name)} (known: {', '.join(by_name)})"
+            )
+    chosen = [by_name[name] for name in dict.fromkeys(names)]
+    return [method.build(configs.get(method.name, method.config()), load_language_model) for method in chosen]
+
+
+def no_language_model(folder: Path) -> LanguageModel:
+    raise ConfigError(f"{folder}: language models cannot be loaded here; `modelwright augment` can")

@@ -1,0 +1,51 @@
+"""Random deletion: words are left out (EDA, Wei & Zou 2019, https://arxiv.org/abs/1901.11196)."""
+
+from dataclasses import dataclass
+from random import Random
+
+from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
+from modelwright.data.augment.word_spans import (
+    Span,
+    draw,
+    find_words,
+    repair_articles,
+    replace_spans,
+    spans_of_sentences,
+    stands_free,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomDeletionConfig:
+    """Words left out."""
+
+    fraction: float = 0.1
+    """Fraction of the words that are left out; EDA's alpha."""
+
+    def __post_init__(self) -> None:
+        check_fraction("fraction", self.fraction)
+
+
+def random_deletion(config: RandomDeletionConfig) -> Augmentation:
+    return prose_augmentation(
+        "random_deletion", lambda text, rng: delete_words(text, config.fraction, rng), keeps=("lines",)
+    )
+
+
+def delete_words(text: str, fraction: float, rng: Random) -> str | None:
+    """The first word of a sentence stays, and a word whose absence would leave two punctuation marks side by side."""
+    candidates = [
+        Span(sentence.start + word.start, sentence.start + word.end, word.text)
+        for sentence in spans_of_sentences(text)
+        for word in find_words(sentence.text)[1:]
+        if stands_free(sentence.text, word)
+    ]
+    edits = [_without(text, word) for word in draw(candidates, fraction, rng)]
+    return repair_articles(replace_spans(text, edits), text) if edits else None
+
+
+def _without(text: str, word: Span) -> Span:
+    """The word with one space beside it; line breaks stay."""
+    if text[word.start - 1] == " ":
+        return Span(word.start - 1, word.end, "")
+    return Span(word.start, word.end + (text[word.end : word.end + 1] == " "), "")

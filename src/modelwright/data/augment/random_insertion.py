@@ -1,0 +1,62 @@
+"""Random insertion: synonyms of words of a sentence at random places in it (EDA, Wei & Zou 2019,
+https://arxiv.org/abs/1901.11196)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
+from modelwright.data.augment.related_words import open_wordnet, replaceable_words
+from modelwright.data.augment.synonym_replacement import synonyms
+from modelwright.data.augment.word_spans import (
+    Span,
+    find_words,
+    repair_articles,
+    replace_spans,
+    spans_of_sentences,
+    stands_free,
+)
+from modelwright.data.augment.wordnet import DEFAULT_FOLDER, WordNet
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomInsertionConfig:
+    """Insertion of synonyms."""
+
+    fraction: float = 0.1
+    """Number of inserted words, as a fraction of the words; EDA's alpha. There are at most as many as synonyms."""
+    wordnet: Path = DEFAULT_FOLDER
+    """Folder of a WordNet database; Debian's package `wordnet-base` has one."""
+
+    def __post_init__(self) -> None:
+        check_fraction("fraction", self.fraction)
+
+
+def random_insertion(config: RandomInsertionConfig) -> Augmentation:
+    wordnet = open_wordnet(config.wordnet)
+    return prose_augmentation(
+        "random_insertion", lambda text, rng: insert_words(text, wordnet, config.fraction, rng), keeps=("lines",)
+    )
+
+
+def insert_words(text: str, wordnet: WordNet, fraction: float, rng: Random) -> str | None:
+    """Synonyms go between two words of the sentence whose word they mean, never to its beginning."""
+    inserted: dict[int, str] = {}
+    sentences = spans_of_sentences(text)
+    num_left = max(1, round(fraction * len(find_words(text))))
+    found = [
+        (sentence, word)
+        for sentence, words in zip(sentences, replaceable_words(text, wordnet, synonyms), strict=False)
+        for word in words
+    ]
+    rng.shuffle(found)
+    for sentence, word in found[:num_left]:
+        places = [
+            sentence.start + other.start
+            for other in find_words(sentence.text)[1:]
+            if stands_free(sentence.text, other) and text[sentence.start + other.start - 1] == " "
+        ]
+        if places:
+            inserted.setdefault(rng.choice(places), rng.choice(word.alternatives).lower())
+    edits = [Span(place, place, f"{word} ") for place, word in inserted.items()]
+    return repair_articles(replace_spans(text, edits), text) if edits else None

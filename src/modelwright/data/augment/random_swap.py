@@ -1,0 +1,61 @@
+"""Random swap: words of a sentence change places (EDA, Wei & Zou 2019, https://arxiv.org/abs/1901.11196)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
+from modelwright.data.augment.word_spans import (
+    Span,
+    find_words,
+    repair_articles,
+    replace_spans,
+    spans_of_sentences,
+    stands_free,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomSwapConfig:
+    """Exchange of words within a sentence."""
+
+    fraction: float = 0.1
+    """Fraction of the words that change places; EDA's alpha."""
+
+    def __post_init__(self) -> None:
+        check_fraction("fraction", self.fraction)
+
+
+def random_swap(config: RandomSwapConfig) -> Augmentation:
+    return prose_augmentation(
+        "random_swap", lambda text, rng: swap_words(text, config.fraction, rng), keeps=("word_count", "lines")
+    )
+
+
+def swap_words(text: str, fraction: float, rng: Random) -> str | None:
+    """The first word of a sentence and words with a capital stay where they are, so that the case stays right. The
+    articles "a" and "an" follow the word that now comes after them.
+    """
+    edits: list[Span] = []
+    longest: tuple[list[Span], int] = ([], 0)
+    for sentence in spans_of_sentences(text):
+        words = [word for word in find_words(sentence.text) if word.text.islower() and stands_free(sentence.text, word)]
+        expected = fraction * len(words) / 2
+        num_pairs = min(int(expected) + (rng.random() < expected % 1), len(words) // 2)
+        edits += _swap_pairs(words, num_pairs, sentence.start, rng)
+        if len(words) > len(longest[0]):
+            longest = words, sentence.start
+    if not edits and len(longest[0]) > 1:  # a short text gets one pair at least
+        edits = _swap_pairs(longest[0], 1, longest[1], rng)
+    return repair_articles(replace_spans(text, edits), text)
+
+
+def _swap_pairs(words: Sequence[Span], num_pairs: int, start: int, rng: Random) -> list[Span]:
+    """Pairs of words of a sentence that begins at `start`, each in the place of the other."""
+    places = rng.sample(words, 2 * num_pairs)
+    pairs = zip(places[::2], places[1::2], strict=True)
+    return [
+        Span(start + at.start, start + at.end, new)
+        for one, other in pairs
+        for at, new in ((one, other.text), (other, one.text))
+    ]

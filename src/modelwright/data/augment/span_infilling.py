@@ -1,0 +1,156 @@
+"""Span infilling: short runs of words written anew by a language model, as BART's and T5's objectives fill them
+(Lewis et al. 2020, https://arxiv.org/abs/1910.13461).
+
+A causal model sees only what stands before a gap, so it writes several candidates and then says which of them best
+leads on to the text after the gap. The model is handed in: `pipeline/augmenting.py` loads it into our engine.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Protocol
+
+from modelwright.core.errors import ConfigError
+from modelwright.data.augment.augmentation import Augmentation, check_fraction, texts_of, with_texts
+from modelwright.data.augment.word_spans import (
+    Span,
+    find_words,
+    repair_articles,
+    replace_spans,
+    spans_of_sentences,
+)
+from modelwright.data.document import Document
+
+_SPAN_WORDS = 3
+"""Words in a gap: the mean length in BART and T5."""
+_CONTEXT_CHARS = 1000
+_FOLLOWING_CHARS = 60
+"""Text before a gap that the model continues, and text after it by which candidates are compared."""
+_TOKENS_PER_WORD = 4
+
+
+class LanguageModel(Protocol):
+    """A causal language model."""
+
+    def complete(self, prompts: Sequence[str], *, max_tokens: int, seeds: Sequence[int]) -> list[str]:
+        """A sampled continuation of each prompt, with its first white space."""
+        ...
+
+    def log_probs(self, contexts: Sequence[str], continuations: Sequence[str]) -> list[float]:
+        """The log-probability of each continuation after its context, in nats."""
+        ...
+
+
+LoadLanguageModel = Callable[[Path], LanguageModel]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanInfillingConfig:
+    """Short spans written anew by a language model."""
+
+    model: Path = Path()
+    """Model folder, as `modelwright serve` takes it."""
+    fraction: float = 0.1
+    """Fraction of the words that lie in spans, which have three words each."""
+    num_candidates: int = 4
+    """Candidates that the model writes for each span; the one that leads best to the following text is taken."""
+
+    def __post_init__(self) -> None:
+        check_fraction("fraction", self.fraction)
+        if self.num_candidates < 1:
+            raise ConfigError(f"num_candidates: {self.num_candidates} is not positive; for example 4")
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A span of one text of a document: `number` says which document and text it belongs to."""
+
+    number: tuple[int, int]
+    text: str
+    span: Span
+
+    @property
+    def context(self) -> str:
+        """What stands before the gap, without the space that belongs to the next word."""
+        return self.text[: self.span.start][-_CONTEXT_CHARS:].rstrip(" ")
+
+    @property
+    def following(self) -> str:
+        return self.text[self.span.end :][:_FOLLOWING_CHARS]
+
+
+def span_infilling(config: SpanInfillingConfig, load: LoadLanguageModel) -> Augmentation:
+    if config.model == Path():
+        raise ConfigError("span_infilling.model: is not set; give a model folder, as modelwright export writes it")
+    model = load(config.model)
+
+    def change(documents: Sequence[Document], rngs: Sequence[Random]) -> list[Document | None]:
+        pairs = list(zip(documents, rngs, strict=True))
+        gaps = [
+            Gap((number, place), text, span)
+            for number, (document, rng) in enumerate(pairs)
+            for place, text in enumerate(texts_of(document))
+            for span in choose_spans(text, config.fraction, rng)
+        ]
+        seeds = [rngs[gap.number[0]].getrandbits(62) for gap in gaps for _ in range(config.num_candidates)]
+        edits = _fill(gaps, seeds, config.num_candidates, model)
+        return [
+            with_texts(
+                document,
+                [_edited(text, edits.get((number, place), [])) for place, text in enumerate(texts_of(document))],
+            )
+            for number, document in enumerate(documents)
+        ]
+
+    return Augmentation(
+        name="span_infilling", kinds=frozenset({"prose", "qa"}), keeps=frozenset({"lines"}), change=change
+    )
+
+
+def choose_spans(text: str, fraction: float, rng: Random) -> list[Span]:
+    """Runs of words with single spaces between them, within a sentence, not at its beginning, and without names."""
+    runs = []
+    for sentence in spans_of_sentences(text):
+        words = find_words(sentence.text)
+        for first in range(1, len(words) - _SPAN_WORDS + 1, _SPAN_WORDS):
+            start, end = words[first].start, words[first + _SPAN_WORDS - 1].end
+            inside = sentence.text[start:end]
+            is_plain = inside == " ".join(word.text for word in words[first : first + _SPAN_WORDS])
+            if is_plain and inside.islower() and sentence.text[start - 1] == " ":
+                runs.append(Span(sentence.start + start, sentence.start + end, inside))
+    num_spans = min(len(runs), max(1, round(fraction * len(find_words(text)) / _SPAN_WORDS)))
+    return [runs[place] for place in sorted(rng.sample(range(len(runs)), num_spans))]
+
+
+def _fill(
+    gaps: Sequence[Gap], seeds: Sequence[int], num_candidates: int, model: LanguageModel
+) -> dict[tuple[int, int], list[Span]]:
+    """What goes into the gaps, by document and text; gaps for which the model writes no words stay."""
+    prompts = [gap.context for gap in gaps for _ in range(num_candidates)]
+    completions = model.complete(prompts, max_tokens=_TOKENS_PER_WORD * (_SPAN_WORDS + 1), seeds=seeds)
+    tries = []
+    for place, gap in enumerate(gaps):
+        written = completions[place * num_candidates : (place + 1) * num_candidates]
+        fills = dict.fromkeys(fill for text in written if (fill := first_words(text)) and fill != gap.span.text)
+        tries += [(gap, fill) for fill in fills]
+    scores = model.log_probs([f"{gap.context} {fill}" for gap, fill in tries], [gap.following for gap, _ in tries])
+    best: dict[Gap, tuple[float, str]] = {}
+    for (gap, fill), score in zip(tries, scores, strict=True):
+        best[gap] = max(best.get(gap, (score, fill)), (score, fill))
+    edits: dict[tuple[int, int], list[Span]] = {}
+    for gap, (_, fill) in best.items():
+        edits.setdefault(gap.number, []).append(Span(gap.span.start, gap.span.end, fill))
+    return edits
+
+
+def first_words(completion: str) -> str:
+    """The first words of a continuation that begins with a space; "" if they are not plain words. The last word of a
+    continuation may be cut off and does not count.
+    """
+    words = completion.split(" ")[1:-1][:_SPAN_WORDS] if completion.startswith(" ") else []
+    return " ".join(words) if words and all(word.isalpha() and word.islower() for word in words) else ""
+
+
+def _edited(text: str, edits: Sequence[Span]) -> str:
+    return repair_articles(replace_spans(text, edits), text)

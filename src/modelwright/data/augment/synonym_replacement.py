@@ -1,0 +1,61 @@
+"""Synonym replacement: words by others of their WordNet synset (Zhang et al. 2015, https://arxiv.org/abs/1509.01626)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from modelwright.data.augment.augmentation import Augmentation, check_fraction, prose_augmentation
+from modelwright.data.augment.related_words import (
+    Alternatives,
+    is_common,
+    main_sense,
+    open_wordnet,
+    replaceable_words,
+)
+from modelwright.data.augment.word_spans import Span, draw, find_words, repair_articles, replace_spans
+from modelwright.data.augment.wordnet import DEFAULT_FOLDER, PartOfSpeech, WordNet
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynonymReplacementConfig:
+    """Replacement of words by synonyms."""
+
+    fraction: float = 0.1
+    """Fraction of the words that are replaced, where as many have a synonym that fits."""
+    wordnet: Path = DEFAULT_FOLDER
+    """Folder of a WordNet database; Debian's package `wordnet-base` has one."""
+
+    def __post_init__(self) -> None:
+        check_fraction("fraction", self.fraction)
+
+
+def synonym_replacement(config: SynonymReplacementConfig) -> Augmentation:
+    wordnet = open_wordnet(config.wordnet)
+    return prose_augmentation(
+        "synonym_replacement",
+        lambda text, rng: replace_words(text, wordnet, synonyms, config.fraction, rng),
+        keeps=("word_count", "lines"),
+    )
+
+
+def synonyms(wordnet: WordNet, lemma: str, part: PartOfSpeech) -> Sequence[str]:
+    """Words of the lemma's main meaning that seldom mean anything else, and that are common."""
+    sense = main_sense(wordnet, lemma, part)
+    if sense is None:
+        return ()
+    others = wordnet.synset(sense, part).words
+    return [word for word in others if main_sense(wordnet, word, part) == sense and is_common(wordnet, word, part)]
+
+
+def replace_words(text: str, wordnet: WordNet, alternatives: Alternatives, fraction: float, rng: Random) -> str | None:
+    """The text with `fraction` of its words replaced by alternatives, or as many as have any."""
+    candidates = [word for sentence in replaceable_words(text, wordnet, alternatives) for word in sentence]
+    if not candidates:
+        return None
+    share = min(1.0, fraction * len(find_words(text)) / len(candidates))
+    edits = [
+        Span(candidate.word.start, candidate.word.end, rng.choice(candidate.alternatives))
+        for candidate in draw(candidates, share, rng)
+    ]
+    return repair_articles(replace_spans(text, edits), text)

@@ -1,0 +1,132 @@
+"""Where the words of a text are, and how some of them are replaced without damage to what stands around them."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from random import Random
+from typing import Any, TypeVar
+
+from modelwright.core.errors import ConfigError
+
+T = TypeVar("T")
+
+_LETTER = r"[^\W\d_]"
+_SPANS = re.compile(
+    r"`[^`\n]*`"  # code
+    r"|https?://\S+|www\.\S+|\S+@\S+\.\w+|<[^<>\s]+>|[#@]\w+"  # addresses, tags
+    rf"|(?:{_LETTER}\.){{2,}}"  # abbreviations with dots
+    r"|[^\s\"'“”‘’()\[\],;:—-]*[\d_/\\][^\s\"'“”‘’()\[\],;:—-]*"  # figures, identifiers, paths
+    rf"|({_LETTER}+(?:['’-]{_LETTER}+)*)"
+)
+_ENGLISH_WORDS = frozenset({"the", "of", "and", "to", "in", "is", "was", "that", "with", "for", "it", "on", "are"})
+_MIN_ENGLISH = 0.06
+"""Share of these words in a text that counts as English. In running English it is about 0.25."""
+_PUNCTUATION = ".,;:!?)]\"'”’…—-"
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a text: characters `start` to `end`, which are `text`."""
+
+    start: int
+    end: int
+    text: str
+
+
+def find_words(text: str) -> list[Span]:
+    """The words of a text, contractions and hyphenated words as one. Addresses, code in backticks, figures, paths,
+    identifiers and dotted abbreviations are not words, and so are never changed.
+    """
+    return [Span(match.start(1), match.end(1), match[1]) for match in _SPANS.finditer(text) if match[1]]
+
+
+def draw(items: Sequence[T], fraction: float, rng: Random) -> list[T]:
+    """About `fraction` of the items, at least one, in their order; all if there are none."""
+    if not items:
+        return []
+    places = sorted(rng.sample(range(len(items)), max(1, round(fraction * len(items)))))
+    return [items[place] for place in places]
+
+
+def replace_spans(text: str, edits: Iterable[Span]) -> str:
+    """The text with other words at some places: `Span.text` is the new one. They must not overlap."""
+    pieces, end = [], 0
+    for edit in sorted(edits, key=lambda edit: edit.start):
+        pieces += [text[end : edit.start], edit.text]
+        end = edit.end
+    return "".join([*pieces, text[end:]])
+
+
+def match_case(word: str, like: str) -> str:
+    """A word in lower case, capitalized or in upper case as another one is."""
+    if like.isupper() and len(like) > 1:
+        return word.upper()
+    return word[:1].upper() + word[1:] if like[:1].isupper() else word
+
+
+def is_english(text: str) -> bool:
+    words = re.findall(r"[a-z]+", text.lower())
+    return bool(words) and sum(word in _ENGLISH_WORDS for word in words) >= _MIN_ENGLISH * len(words)
+
+
+def repair_articles(text: str, before: str) -> str:
+    """Make "a" and "an" agree with the words after them, in English texts. A pair that occurs in the text before the
+    change stays as its author wrote it.
+    """
+    if not is_english(before):
+        return text
+    written = {match[0].lower() for match in _ARTICLE.finditer(before)}
+
+    def agree(match: re.Match[str]) -> str:
+        if match[0].lower() in written:
+            return match[0]
+        return match_case(_article(match[3].lower()), match[1]) + match[2] + match[3]
+
+    return _ARTICLE.sub(agree, text)
+
+
+_ARTICLE = re.compile(rf"\b([Aa]n?)( |\n)({_LETTER}[\w'’-]*)")
+
+
+@lru_cache(maxsize=100_000)
+def _article(word: str) -> str:
+    return str(_inflect_engine().a(word)).partition(" ")[0]
+
+
+@cache
+def _inflect_engine() -> Any:
+    try:
+        import inflect
+    except ImportError:
+        raise missing_extra("inflect") from None
+    return inflect.engine()
+
+
+def missing_extra(package: str) -> ConfigError:
+    return ConfigError(
+        f"augment: {package} is not installed; install what text augmentation needs: pip install 'modelwright[augment]'"
+    )
+
+
+def stands_free(text: str, word: Span) -> bool:
+    """Whether a word has white space before it and can be taken out without two punctuation marks left side by side."""
+    before, after = text[: word.start].rstrip(), text[word.end : word.end + 1]
+    if not before or before[-1] in '.!?:"”' or not text[word.start - 1].isspace():
+        return False
+    if not after.isspace() and after not in _PUNCTUATION:
+        return False
+    return after.isspace() or before[-1] not in _PUNCTUATION
+
+
+def spans_of_sentences(text: str, language: str = "en") -> list[Span]:
+    """Sentences with the white space after them; together they are the text."""
+    try:
+        from sentencex import segment  # pyright: ignore[reportAttributeAccessIssue]
+    except ImportError:
+        raise missing_extra("sentencex") from None
+    spans, start = [], 0
+    for sentence in segment(language, text):
+        spans.append(Span(start, start + len(sentence), sentence))
+        start += len(sentence)
+    return spans

@@ -1,0 +1,181 @@
+"""Sources to a file of augmented documents: `modelwright augment`.
+
+Documents are first divided into shards, then workers make the copies of each shard. The same command resumes what was
+interrupted: a finished shard is not made again. The result does not depend on the number of workers.
+"""
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from modelwright.core.config import digest, dump, parse
+from modelwright.core.errors import writing
+from modelwright.core.progress import Progress
+from modelwright.core.resources import num_usable_cores
+from modelwright.core.rundir import lock_folder
+from modelwright.data.augment.augment_config import AugmentConfig
+from modelwright.data.augment.augmentation import Augmentation
+from modelwright.data.augment.augmenter import Augmenter, MethodCost
+from modelwright.data.augment.methods import AUGMENTATIONS, build_methods
+from modelwright.data.clean_config import CleanConfig
+from modelwright.data.document import Document
+from modelwright.data.shard_files import ShardFiles, numbered, pack_lines, unpack_documents, unpack_lines, write_file
+from modelwright.data.sources import SourceConfig, SourceReport, read_documents
+from modelwright.data.workers import LocalProcesses
+from modelwright.pipeline.cleaning import fingerprint
+from modelwright.pipeline.infill_model import InfillModel
+from modelwright.pipeline.redact import redact_text
+
+_SHARD_DOCUMENTS = 500
+_BATCH_DOCUMENTS = 16
+_ORIGINALS, _COPIES = "originals", "copies"
+_PREVIEW_TRIES = 50
+"""Documents that a preview looks at for each pair that it shows."""
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """A shard for a worker. settings: of the methods, by name, as plain data."""
+
+    shard: ShardFiles
+    augment: AugmentConfig
+    settings: Mapping[str, Any]
+
+
+def make_methods(augment: AugmentConfig, settings: Mapping[str, Any]) -> list[Augmentation]:
+    """The methods that are named. settings: by name, as plain data. Raises `ConfigError`."""
+    configs = {
+        method.name: parse(method.config, settings[method.name], method.name)
+        for method in AUGMENTATIONS
+        if method.name in settings
+    }
+    return build_methods(augment.methods, configs, InfillModel)
+
+
+def preview(
+    data: SourceConfig, augment: AugmentConfig, settings: Mapping[str, Any], num_pairs: int
+) -> list[tuple[Document, Document]]:
+    """The first documents that change, each with its changed copy."""
+    augmenter = Augmenter(make_methods(augment, settings), seed=augment.seed)
+    pairs: list[tuple[Document, Document]] = []
+    documents = read_documents(data, report=SourceReport())
+    for document in islice(documents, num_pairs * _PREVIEW_TRIES):
+        (copy,) = augmenter([document], epoch=0, strength=augment.strength)
+        if copy is not None:
+            pairs.append((document, copy))
+        if len(pairs) == num_pairs:
+            break
+    return pairs
+
+
+def augment_sources(
+    data: SourceConfig, augment: AugmentConfig, settings: Mapping[str, Any], out: Path, progress: Progress
+) -> list[str]:
+    """Write the copies as JSON lines into `out`, in the order of the documents; returns the lines to print.
+
+    settings: of the methods, by name, as plain data. Documents that `data` holds out get no copy. Raises `ConfigError`
+    and `DataError`.
+    """
+    make_methods(augment, settings)  # complains before anything is read
+    work = out.with_name(f"{out.name}.work")
+    with writing(work):
+        work.mkdir(parents=True, exist_ok=True)
+    with lock_folder(work, "this folder; wait for it or write elsewhere"):
+        work_key = digest(
+            [dump(data), fingerprint(data, CleanConfig()), dump(replace(augment, num_workers=0)), settings]
+        )
+        report = SourceReport()
+        shards = _divide(read_documents(data, report=report), work / work_key)
+        jobs = [ShardJob(shard, augment, settings) for shard in shards]
+        engine = LocalProcesses(augment.num_workers or num_usable_cores())
+        progress.begin("augment", report.num_documents, "documents")
+        num_done = 0
+        for num_documents in engine.map(augment_shard, jobs):
+            num_done += num_documents
+            progress.advance(num_done)
+        progress.end()
+        facts = [shard.facts(_COPIES) or {} for shard in shards]
+        _join(shards, out)
+    shutil.rmtree(work)
+    return [*(redact_text(line) for line in report.summary()), *_table(facts), *_remarks(facts), f"copies in {out}"]
+
+
+def augment_shard(job: ShardJob) -> int:
+    """Make the copies of one shard, unless they are there; returns the number of its documents."""
+    facts = job.shard.facts(_COPIES)
+    if facts is None:
+        methods = make_methods(job.augment, job.settings)
+        augmenter = Augmenter(methods, seed=job.augment.seed)
+        documents = unpack_documents(job.shard.read(_ORIGINALS, "originals.zst"))
+        lines = [copy.to_json() for copy in _copies(documents, augmenter, job.augment)]
+        write_file(job.shard.path("copies.zst"), pack_lines(lines))
+        facts = {
+            "documents": len(documents),
+            "held_out": sum(document.split != "train" for document in documents),
+            "copies": len(lines),
+            "costs": {name: asdict(cost) for name, cost in augmenter.costs.items()},
+            "unchanged": dict(sum((Counter(method.counts()) for method in methods), Counter())),
+        }
+        job.shard.finish(_COPIES, ["copies.zst"], facts)
+    return facts["documents"]
+
+
+def _copies(documents: Sequence[Document], augmenter: Augmenter, augment: AugmentConfig) -> Iterator[Document]:
+    for start in range(0, len(documents), _BATCH_DOCUMENTS):
+        batch = documents[start : start + _BATCH_DOCUMENTS]
+        rounds = [augmenter(batch, epoch=epoch, strength=augment.strength) for epoch in range(augment.copies)]
+        yield from (copy for place in zip(*rounds, strict=True) for copy in place if copy is not None)
+
+
+def _divide(documents: Iterator[Document], folder: Path) -> list[ShardFiles]:
+    """Write the documents into shards; a finished one is not written again."""
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+        num_shards = 0
+        while chunk := list(islice(documents, _SHARD_DOCUMENTS)):
+            shard = ShardFiles(folder, num_shards)
+            if shard.facts(_ORIGINALS) is None:
+                write_file(shard.path("originals.zst"), pack_lines(document.to_json() for document in chunk))
+                shard.finish(_ORIGINALS, ["originals.zst"], {})
+            num_shards += 1
+    return list(numbered(folder, num_shards))
+
+
+def _join(shards: Sequence[ShardFiles], out: Path) -> None:
+    """All copies in one file, which appears whole."""
+    temporary = out.with_name(f"{out.name}.tmp")
+    with writing(out):
+        with open(temporary, "w", encoding="utf-8") as file:
+            for shard in shards:
+                file.writelines(f"{line}\n" for line in unpack_lines(shard.read(_COPIES, "copies.zst")))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, out)
+
+
+def _table(facts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line for each method: what it was given, what it changed and its cost."""
+    totals: dict[str, MethodCost] = {}
+    for shard in facts:
+        for name, cost in shard["costs"].items():
+            totals.setdefault(name, MethodCost()).add(MethodCost(**cost))
+    yield f"{'method':<22}{'documents':>12}{'changed':>12}{'seconds':>12}{'documents/s':>14}"
+    for name, cost in totals.items():
+        yield (
+            f"{name:<22}{cost.num_documents:>12,}{cost.num_changed:>12,}{cost.seconds:>12,.1f}{cost.documents_per_s:>14,.1f}"
+        )
+
+
+def _remarks(facts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    unchanged = sum((Counter(shard["unchanged"]) for shard in facts), Counter[str]())
+    if unchanged:
+        yield "left as they were: " + ", ".join(f"{count:,} {reason}" for reason, count in sorted(unchanged.items()))
+    if held_out := sum(shard["held_out"] for shard in facts):
+        yield f"held out, and so not augmented: {held_out:,} documents"
+    num_copies, num_documents = (sum(shard[name] for shard in facts) for name in ("copies", "documents"))
+    yield f"{num_copies:,} copies of {num_documents:,} documents"
