@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from modelwright.cli.display import choose_display
-from modelwright.cli.overrides import read_overrides, split_settings
+from modelwright.cli.overrides import all_paths, read_overrides, split_settings
 from modelwright.cli.parsers import new_parser
 from modelwright.core.config import dump, merge, parse
 from modelwright.core.errors import ConfigError
@@ -54,9 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 def setting_names() -> list[str]:
     """The settings that `modelwright augment` takes as options."""
-    from modelwright.core.config_docs import settings_of
-
-    return [setting.key for setting in settings_of(config_class())]
+    return list(all_paths(config_class()))
 
 
 def augment(words: Sequence[str]) -> int:

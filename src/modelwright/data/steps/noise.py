@@ -127,7 +127,7 @@ class LinearClassifier:
         (sigmoid,), fitted = calibrated.calibrators, calibrated.estimator
         weights = fitted.coef_[0].astype(np.float32)
         result = cls(weights, float(fitted.intercept_[0]), -float(sigmoid.a_), -float(sigmoid.b_))
-        unseen = cross_val_predict(linear, inputs, labels, cv=folds, method="decision_function")
+        unseen = np.asarray(cross_val_predict(linear, inputs, labels, cv=folds, method="decision_function"))
         return result, logistic(result.slope * unseen + result.offset)
 
     def probabilities(self, texts: Sequence[str]) -> NDArray[np.float64]:
