@@ -5,6 +5,7 @@ where there is nothing else; artifact/sft/train, sft/heldout: conversations with
 set without documents has no folder.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import chain
@@ -14,15 +15,16 @@ from typing import Any
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError, DataError
 from modelwright.data.clean import read_kept
-from modelwright.data.document import SPLITS, Kind, Split
+from modelwright.data.document import SPLITS, Document, Kind, Split
 from modelwright.data.fit import ConversationFit
-from modelwright.data.pack import LossMask, TokenIds, pack
+from modelwright.data.pack import PackConfig, TokenSequence, pack
+from modelwright.data.row_labels import row_score, row_source
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.pipeline.config import RunConfig
 from modelwright.pipeline.stage import Stage, StageContext
 from modelwright.pipeline.stages.stage_inputs import tokenizer_stage
 
-Sequences = Iterator[tuple[TokenIds, LossMask | None]]
+Sequences = Iterator[TokenSequence]
 SHOWN_EVERY = 256
 TEXT_KINDS: tuple[Kind, ...] = ("prose", "code")
 ROW_LEN_STEP = 64
@@ -56,10 +58,12 @@ def _run(context: StageContext, config: RunConfig, tokenizer: Tokenizer) -> None
             "pack: the sources hold question/answer pairs and no other text; pretraining learns from the pairs as text"
         )
     for split in SPLITS:
-        texts = _documents(clean, split, kinds, tokenizer, config.hardware.num_threads)
+        texts = _documents(clean, split, kinds, tokenizer, config)
         _pack(context, config, f"pretrain/{split}", texts, tokenizer)
-        fit = ConversationFit(seq_len=config.pack.seq_len, overlong=config.pack.long_documents)
-        report = _pack(context, config, f"sft/{split}", _conversations(clean, split, tokenizer, fit), tokenizer)
+        overlong = "skip" if config.pack.long_documents == "skip" else "split"
+        fit = ConversationFit(seq_len=config.pack.seq_len, overlong=overlong)
+        chats = _conversations(clean, split, tokenizer, fit, config.pack)
+        report = _pack(context, config, f"sft/{split}", chats, tokenizer)
         if not fit.num_conversations:
             continue
         facts[f"pairs/{split}"] = fit.facts()
@@ -86,10 +90,10 @@ def _pack(
 ) -> dict[str, Any]:
     """Pack one set, add its report to the artifact's facts and return it; {} if no sequence is left to pack."""
     sequences = _counted(sequences, context, f"pack {name}")
-    first: list[tuple[TokenIds, LossMask | None]] = []
+    first: list[TokenSequence] = []
     for sequence in sequences:
         first.append(sequence)
-        if config.pack.long_documents == "split" or len(sequence[0]) <= config.pack.seq_len:
+        if config.pack.long_documents != "skip" or len(sequence.ids) <= config.pack.seq_len:
             break
     else:
         return {}
@@ -101,21 +105,41 @@ def _pack(
     return context.output.facts[name]
 
 
-def _documents(clean: Path, split: Split, kinds: tuple[Kind, ...], tokenizer: Tokenizer, num_threads: int) -> Sequences:
+def _documents(
+    clean: Path, split: Split, kinds: tuple[Kind, ...], tokenizer: Tokenizer, config: RunConfig
+) -> Sequences:
     """Begin token, text, end token."""
-    texts = (document.text for document in read_kept(clean, split=split) if document.kind in kinds)
-    return ((ids, None) for ids in tokenizer.encode_documents(texts, num_threads=num_threads))
+    labels: deque[tuple[str, float | None]] = deque()
+
+    def texts() -> Iterator[str]:
+        for document in read_kept(clean, split=split):
+            if document.kind in kinds:
+                labels.append(_labels(document, config.pack))
+                yield document.text
+
+    # Documents are encoded some blocks ahead; their labels wait in the same order.
+    for ids in tokenizer.encode_documents(texts(), num_threads=config.hardware.num_threads):
+        yield TokenSequence(ids, None, *labels.popleft())
 
 
-def _conversations(clean: Path, split: Split, tokenizer: Tokenizer, fit: ConversationFit) -> Sequences:
+def _conversations(
+    clean: Path, split: Split, tokenizer: Tokenizer, fit: ConversationFit, config: PackConfig
+) -> Sequences:
     """Rendered chats; the targets are what the assistant says, with the token that ends it."""
     for document in read_kept(clean, split=split, kind="qa"):
         try:
             sequences = tokenizer.encode_training_chats(document.messages)
         except DataError as error:
             raise DataError(f"{document.id}: {error}") from None
-        fitted = (fit.fit(ids, mask, stop_ids=tokenizer.stop_ids) for ids, mask in sequences)
-        yield from filter(None, fitted)
+        labels = _labels(document, config)
+        for ids, mask in sequences:
+            if fitted := fit.fit(ids, mask, stop_ids=tokenizer.stop_ids):
+                yield TokenSequence(*fitted, *labels)
+
+
+def _labels(document: Document, config: PackConfig) -> tuple[str, float | None]:
+    """What is stored with the rows of a document: its source and its score."""
+    return row_source(document, config.group_by), row_score(document, config.score)
 
 
 def _tell_overlong(context: StageContext, config: RunConfig, fit: ConversationFit) -> None:
