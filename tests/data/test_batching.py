@@ -13,7 +13,7 @@ from modelwright.data.batching.config import BatchingConfig, CurriculumConfig, M
 from modelwright.data.batching.curriculum import Pacing, RowOrder, uniform
 from modelwright.data.batching.loader import PlannedLoader, build_loader
 from modelwright.data.batching.mixture import Mixture, apportion
-from modelwright.data.batching.token_budget import LENGTH_MULTIPLE, cut, cut_evenly, padded_len
+from modelwright.data.batching.token_budget import LENGTH_MULTIPLE, cut, padded_len
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.data.pack import PackConfig, TokenSequence, pack
 
@@ -69,21 +69,8 @@ def test_batches_stay_within_the_budget_and_equal_the_naive_ones(seed: int) -> N
     ends = cut(lengths, budget, 300)
     parts = np.split(lengths, ends[:-1])
     assert [part.tolist() for part in parts] == naive_cut(lengths.tolist(), budget, 300)
-    even = np.split(lengths, cut_evenly(lengths, budget, 300)[:-1])
-    assert len(even) <= len(parts) + 1
-    for part in (*parts, *even):
+    for part in parts:
         assert len(part) * padded_len(int(part[0]), 300) <= budget or len(part) == 1
-    assert sum(map(len, even)) == len(lengths)
-
-
-def test_batches_of_a_block_have_nearly_equal_numbers_of_tokens() -> None:
-    for seed in range(10):
-        rng = np.random.default_rng(seed)
-        lengths = np.sort(np.clip(rng.lognormal(4.5, 0.8, 2500).astype(int), 2, 512))[::-1]
-        tokens = [part.sum() for part in np.split(lengths, cut_evenly(lengths, 8192, 512)[:-1])]
-        assert min(tokens) > 0.8 * max(tokens)
-        rest = [part.sum() for part in np.split(lengths, cut(lengths, 8192, 512)[:-1])]
-        assert min(tokens) > min(rest)
 
 
 def test_an_epoch_with_a_token_budget_reads_every_row_once_with_little_padding(rows: PackedRows) -> None:

@@ -18,7 +18,7 @@ from modelwright.data.batch import TokenBatch
 from modelwright.data.batching.config import BatchingConfig, CurriculumConfig
 from modelwright.data.batching.curriculum import Pacing, RowOrder, permutation
 from modelwright.data.batching.mixture import Mixture, apportion
-from modelwright.data.batching.token_budget import cut, cut_evenly, padded_len
+from modelwright.data.batching.token_budget import cut, padded_len
 from modelwright.data.loader import PackedLoader, PackedRows
 
 POOL_BATCHES = 50
@@ -158,7 +158,7 @@ class PlannedLoader:
             return Block(rows=rows, ends=np.array([len(rows)]), order=np.zeros(1, dtype=np.int64))
         lengths = self.lengths[rows]
         by_length = np.argsort(-lengths, kind="stable")
-        ends = cut_evenly(lengths[by_length], self.budget, self.rows.seq_len)
+        ends = cut(lengths[by_length], self.budget, self.rows.seq_len)
         order = permutation(derive_seed(self.seed, "batches", position.block), len(ends))
         return Block(rows=rows[by_length], ends=ends, order=order)
 
@@ -183,7 +183,7 @@ def build_loader(
     lengths, budget = rows.row_lengths(), batch_rows * rows.seq_len if by_tokens else 0
     num_batches = -(-rows.num_rows // batch_rows)
     if by_tokens:
-        num_batches = len(cut(np.sort(lengths)[::-1], budget, rows.seq_len))
+        num_batches = _batches_per_epoch(lengths, budget, rows.seq_len, seed=seed)
     num_steps = num_steps_of(num_batches)
     names = list(rows.sources) if config.mixture.is_on else [""]
     members = [rows.source_rows(name) for name in names] if config.mixture.is_on else [np.arange(rows.num_rows)]
@@ -203,6 +203,14 @@ def build_loader(
     )
 
 
+def _batches_per_epoch(lengths: np.ndarray, budget: int, longest: int, *, seed: int) -> int:
+    """Batches of a token budget that the rows make once, in blocks of rows in any order."""
+    fewest = len(cut(np.sort(lengths)[::-1], budget, longest))
+    num_blocks = max(1, fewest // min(POOL_BATCHES, max(1, fewest // 4)))
+    blocks = np.array_split(lengths[permutation(derive_seed(seed, "epoch"), len(lengths))], num_blocks)
+    return sum(len(cut(np.sort(block)[::-1], budget, longest)) for block in blocks)
+
+
 def _block_rows(config: BatchingConfig, num_rows: int, num_batches: int, num_steps: int) -> int:
     """Rows of a block with a token budget: few enough that what changes during the run changes gradually."""
     most = min(POOL_BATCHES, num_batches // 4)
@@ -210,7 +218,8 @@ def _block_rows(config: BatchingConfig, num_rows: int, num_batches: int, num_ste
         most = min(most, int(config.curriculum.fraction * num_steps) // GRADUAL_BLOCKS)
     if config.mixture.final_weights or config.mixture.update != "none":
         most = min(most, num_steps // GRADUAL_BLOCKS)
-    return max(1, num_rows * max(1, most) // num_batches)
+    num_blocks = -(-num_batches // max(1, most))
+    return -(-num_rows // num_blocks)
 
 
 def _difficulty(
