@@ -1,6 +1,7 @@
 """Chunks that overlap, rows that know their source and their score."""
 
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ def test_chunks_of_any_length(seed: int) -> None:
     cuts = list(chunks(length, chunk_len, overlap=overlap, min_tokens=min_tokens))
     assert cuts[0][0] == 0
     assert cuts[-1][1] == length
-    for (start, end), (later_start, later_end) in zip(cuts, cuts[1:], strict=False):
+    for (start, end), (later_start, later_end) in pairwise(cuts):
         assert later_start <= end - overlap  # at least the overlap is repeated
         assert start < later_start
         assert end < later_end
@@ -74,7 +75,7 @@ def test_every_target_counts_once_unless_asked(tmp_path: Path, mode, masked: boo
 
 
 def test_settings_of_chunks_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"chunk_overlap: must be from 1 to 511 \(pack.seq_len - 1\), got 512"):
+    with pytest.raises(ConfigError, match=r"chunk_overlap: must be from 1 to 511 \(pack\.seq_len - 1\), got 512"):
         PackConfig(long_documents="chunk", chunk_overlap=512)
     with pytest.raises(ConfigError, match=r"min_chunk_tokens: must be above chunk_overlap \(50\) and at most"):
         PackConfig(long_documents="chunk", min_chunk_tokens=50)
@@ -116,7 +117,7 @@ def test_scores_and_sources_of_documents() -> None:
     assert row_score(document, "") is None
     assert row_score(document, "q") == 2.0
     assert 0 < (row_score(document, "compression_ratio") or 0) < 0.05
-    with pytest.raises(DataError, match="m.jsonl:3: the field 'w' is None, not a number"):
+    with pytest.raises(DataError, match=r"m\.jsonl:3: the field 'w' is None, not a number"):
         row_score(document, "w")
 
 

@@ -10,8 +10,8 @@ A shard folder holds rows of `seq_len` tokens, filled with whole sequences where
     scores.bin        float32 [rows], only when sequences came with scores: the mean over the tokens of the row
 
 A sequence longer than a row is cut into pieces that overlap by one token: the last token of a piece is the first of the
-next, so every token but a sequence's first is predicted exactly once. Chunks overlap by more; the tokens that an earlier
-chunk has too are context in the later one, without a label. Sequences of different sources never share a row, and the
+next, so every token but a sequence's first is predicted exactly once. Chunks overlap by more: the tokens that an
+earlier chunk has too are context in the later one, without a label. Sequences of different sources never share a row, and the
 rows of a source follow one another. Memory is bounded by about 40 bytes a piece: the tokens wait in a spool file while
 the rows are planned.
 """

@@ -39,7 +39,7 @@ from modelwright.train.monitors.watchdog import Watchdog
 from modelwright.train.objective import Batch, Objective
 from modelwright.train.parallelize import activation_pass, parallelize, remove_passes
 from modelwright.train.runner import MicrobatchRunner, Runner
-from modelwright.train.runtime import Report, Runtime, ignore_event
+from modelwright.train.runtime import Report, Runtime, TechniqueBuilder, ignore_event
 from modelwright.train.signals import StopRequest
 from modelwright.train.state import TrainResult, TrainState
 from modelwright.train.step import TrainStep
@@ -138,6 +138,7 @@ def build_step(
     note: Callable[[str], None] = lambda text: None,
     report: Report = ignore_event,
     techniques: Sequence[Technique] = (),
+    technique_builders: Sequence[TechniqueBuilder] = (),
     gradient_sync: GradientSync | None = None,
     abandon_memory: Callable[[], None] = lambda: None,
     peak_flops: float = 0.0,
@@ -254,6 +255,7 @@ def build_step(
     acting = build_techniques(config, run, objective=objective, scaler=scaler, loss_scale=loss_scale, num_rows=num_rows)
     acting += [retry] if retry else []
     acting += techniques
+    acting += [built for build in technique_builders if (built := build(run)) is not None]
     check_layout(config, parallel, num_processes=global_mesh.world.size, techniques=acting)
     one_step = TrainStep(
         model=executor.model,
@@ -285,6 +287,7 @@ def train(
     heldout: Sequence[Batch] = (),
     peak_flops: float = 0.0,
     techniques: Sequence[Technique] = (),
+    technique_builders: Sequence[TechniqueBuilder] = (),
     gradient_sync: GradientSync | None = None,
     parallel: ParallelConfig = DATA_PARALLEL,
     restart: bool = False,
@@ -294,7 +297,8 @@ def train(
     num_steps: from `config.resolve_num_steps`; name: what the progress display calls it; input_digest: of whatever
     decides the result (config, data, initial weights): a checkpoint with another one is refused; heldout: batches for
     evaluation, shared among the ranks; peak_flops: matrix-product rate of one rank in FLOP/s, 0 when unknown;
-    techniques: further ones, which act last; gradient_sync: sums gradients instead of what `config.gradient_sync`
+    techniques: further ones, which act last; technique_builders: of further ones that need parts of the run;
+    gradient_sync: sums gradients instead of what `config.gradient_sync`
     describes; parallel: how the world is laid out; restart: begin at step 0 when all checkpoints are damaged, which is
     an error otherwise. Every rank comes with the same whole model and leaves with it, trained; in between, and after an
     error, a model that is laid out over several ranks has no values of its own. Writes `stage.checkpoints`,
@@ -340,6 +344,7 @@ def train(
                     heldout=heldout,
                     peak_flops=peak_flops,
                     techniques=techniques,
+                    technique_builders=technique_builders,
                     gradient_sync=gradient_sync,
                     watchdog=watchdog,
                     arena=arena,
@@ -371,6 +376,7 @@ def _train_laid_out(
     heldout: Sequence[Batch],
     peak_flops: float,
     techniques: Sequence[Technique],
+    technique_builders: Sequence[TechniqueBuilder],
     gradient_sync: GradientSync | None,
     watchdog: Watchdog,
     arena: StepArena,
@@ -397,6 +403,7 @@ def _train_laid_out(
             note=note,
             report=anomalies.report if anomalies else ignore_event,
             techniques=techniques,
+            technique_builders=technique_builders,
             gradient_sync=gradient_sync,
             abandon_memory=arena.abandon,
             peak_flops=peak_flops,

@@ -26,6 +26,7 @@ from modelwright.core.compatibility import (
 )
 from modelwright.core.config import dump
 from modelwright.core.errors import ConfigError
+from modelwright.data.batching.config import BatchingConfig
 from modelwright.memory.config import ActivationCheckpointingConfig
 from modelwright.optim.build import OptimizerKind
 from modelwright.optim.clip import AdaptiveClipConfig
@@ -100,6 +101,7 @@ class SharedTrainConfig:
     adaptive_clip: AdaptiveClipConfig = field(default_factory=AdaptiveClipConfig)
     weight_decay_schedule: WeightDecayScheduleConfig = field(default_factory=WeightDecayScheduleConfig)
     sparse_updates: SparseUpdateConfig = field(default_factory=SparseUpdateConfig)
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
     batch_selection: BatchSelectionConfig = field(default_factory=BatchSelectionConfig)
     gradient_sync: GradientSyncConfig = field(default_factory=GradientSyncConfig)
     async_updates: AsyncUpdatesConfig = field(default_factory=AsyncUpdatesConfig)
@@ -172,6 +174,8 @@ class TrainConfig(SharedTrainConfig):
         for name in ("weight_decay", "max_grad_norm", "eval_every_steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative, got {getattr(self, name)}; 0 disables it")
+        if self.batching.mixture.update != "none" and not self.eval_every_steps:
+            raise ConfigError("batching.mixture.update: acts at evaluations; set eval_every_steps above 0")
         if self.adaptive_clip.kind != "none" and not self.max_grad_norm:
             raise ConfigError(
                 f"adaptive_clip.kind: {self.adaptive_clip.kind} needs a max_grad_norm above 0 as its floor"

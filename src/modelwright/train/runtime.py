@@ -10,6 +10,7 @@ from modelwright.parallel.mesh import Mesh, World
 from modelwright.parallel.strategy import Replica, Strategy
 from modelwright.precision.apply import ModelPrecision
 from modelwright.train.runner import Executor, Runner
+from modelwright.train.technique import Technique
 
 Report = Callable[[int, str, float, float, str], None]
 """Takes step, kind, value, limit and text of an event that a person should look at."""
@@ -60,3 +61,7 @@ class Runtime:
     def max_over_ranks(self, value: float) -> float:
         """Sum over the processes that make one update together."""
         return self.mesh.world.maxima(value)[0]
+
+
+TechniqueBuilder = Callable[[Runtime], Technique | None]
+"""Builds a technique for one layout; None where it has nothing to do."""

@@ -12,7 +12,7 @@ class CurriculumConfig:
     """Easy rows first: rows are drawn from the easiest fraction, which grows (Platanios et al. 2019)."""
 
     by: Literal["none", "length", "score", "loss"] = "none"
-    """What makes a row difficult: its `length` in tokens, its `score` (`pack.score`), or the `loss` of `model` on it."""
+    """What makes a row difficult: its `length` in tokens, its `score` (`pack.score`), or the `loss` of `model`."""
     pacing: Literal["linear", "root"] = "root"
     """How the fraction of rows grows; `root` spends more steps on difficult rows."""
     fraction: float = 0.5

@@ -2,8 +2,8 @@
 
 The global sequence of rows is planned in blocks: one batch of `rows`, or about `POOL_BATCHES` batches of a
 `token_budget`, whose rows are sorted by length before they are divided into batches. Competence and shares of sources
-are those of a block's first batch. Every rank plans all blocks alike, from the lengths alone, and reads its share of the
-rows of a batch, so any number of ranks gives the same global batches. Batch number n is a function of n and of the
+are those of a block's first batch. Every rank plans all blocks alike, from the lengths alone, and reads its share of a
+batch's rows, so any number of ranks gives the same global batches. Batch number n is a function of n and of the
 updates of the mixture; a resumed run plans the blocks before it again (about a million rows a second).
 """
 
@@ -222,9 +222,7 @@ def _block_rows(config: BatchingConfig, num_rows: int, num_batches: int, num_ste
     return -(-num_rows // num_blocks)
 
 
-def _difficulty(
-    rows: PackedRows, config: CurriculumConfig, row_losses: Callable[[], np.ndarray]
-) -> np.ndarray | None:
+def _difficulty(rows: PackedRows, config: CurriculumConfig, row_losses: Callable[[], np.ndarray]) -> np.ndarray | None:
     """The difficulty of each row, [rows]; None without a curriculum."""
     match config.by:
         case "none":

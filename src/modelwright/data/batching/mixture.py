@@ -75,3 +75,12 @@ def apportion(owed: np.ndarray, num_rows: int) -> np.ndarray:
     missing = num_rows - int(counts.sum())
     counts[np.argsort(counts - owed, kind="stable")[:missing]] += 1
     return counts
+
+
+def exponentiated_gradient(shares: np.ndarray, excess: np.ndarray, *, rate: float, smoothing: float) -> np.ndarray:
+    """Shares [S] after one update with the excess losses [S]: shares grow by exp(rate x excess loss, at least 0), are
+    normalized, and a share of `smoothing` is distributed equally (DoReMi, Xie et al. 2023, algorithm 1).
+    """
+    logits = rate * np.maximum(excess, 0.0)
+    grown = shares * np.exp(logits - logits.max())
+    return (1.0 - smoothing) * grown / grown.sum() + smoothing / len(shares)

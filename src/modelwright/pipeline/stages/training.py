@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from modelwright.core.errors import DataError
 from modelwright.core.progress import SilentProgress
 from modelwright.core.seeds import derive_seed
 from modelwright.data.batch import TokenBatch
+from modelwright.data.batching.loader import build_loader
 from modelwright.data.loader import PackedLoader, PackedRows
 from modelwright.data.tokenizer import Tokenizer
 from modelwright.model.decoder import Decoder
@@ -26,10 +28,12 @@ from modelwright.pipeline.stages.stage_inputs import model_before, tokenizer_sta
 from modelwright.train.build import train
 from modelwright.train.config import TrainConfig
 from modelwright.train.evaluation import HeldoutBatches
-from modelwright.train.objective import Objective
+from modelwright.train.objective import BatchSource, Objective
+from modelwright.train.row_losses import stored_row_losses
 from modelwright.train.state import TrainResult, load_best
+from modelwright.train.techniques.heldout_mixture import heldout_mixture
 
-Learn = Callable[[PackedLoader], Objective]
+Learn = Callable[[BatchSource], Objective]
 TOO_LOW = 1.02
 """Steps faster than the peak by more than this share of measurement error show that the peak is wrong."""
 
@@ -95,12 +99,21 @@ def _learn(
     packed, world = PackedRows(rows), context.ranks.world
     num_copies = training.num_copies(config.parallel.axes(world.size))
     batch_rows = training.batch_rows(packed.seq_len, num_copies=num_copies)
-    loader = PackedLoader(packed, batch_rows=batch_rows, seed=derive_seed(config.seed, name, "order"))
+    judge = Path(training.batching.curriculum.model)
+    loader = build_loader(
+        packed,
+        training.batching,
+        batch_rows=batch_rows,
+        seed=derive_seed(config.seed, name, "order"),
+        num_steps_of=training.resolve_num_steps,
+        row_losses=lambda: stored_row_losses(packed, judge, context.folder.path, world),
+    )
+    objective = learn(loader)
     num_steps = training.resolve_num_steps(loader.num_batches_per_epoch)
     microbatch_rows = max(1, batch_rows // (training.gradient_accumulation_steps * num_copies))
     result = train(
         model,
-        learn(loader),
+        objective,
         training,
         num_steps=num_steps,
         world=world,
@@ -113,6 +126,18 @@ def _learn(
         peak_flops=peak_flops(context, config, training),
         parallel=config.parallel,
         restart=context.restart,
+        technique_builders=[
+            partial(
+                heldout_mixture,
+                training.batching.mixture,
+                mixture=loader.mixture,
+                objective=objective,
+                heldout=heldout_by_source(rows.parent / "heldout", config, batch_rows=microbatch_rows),
+                every=training.eval_every_steps,
+            )
+        ]
+        if training.batching.mixture.update != "none"
+        else (),
     )
     peaks = _peaks_after(context, config, training, result)
     used_share = _utilization(result, peaks, context.ranks.size)
@@ -133,6 +158,22 @@ def heldout_sample(folder: Path, config: RunConfig, *, batch_rows: int) -> Seque
     return [loader.batch(number) for number in range(max(1, requested // batch_rows))]
 
 
+def heldout_by_source(folder: Path, config: RunConfig, *, batch_rows: int) -> dict[str, Sequence[TokenBatch]]:
+    """Held-out batches of each source, for a mixture: the first of them on disk, equally many tokens of each, together
+    about `config.validation_tokens`.
+    """
+    if not folder.is_dir():
+        return {}
+    packed = PackedRows(folder)
+    tokens = config.validation_tokens or packed.num_rows * packed.seq_len
+    most = max(1, tokens // packed.seq_len // len(packed.sources))
+    chosen = {name: packed.source_rows(name)[:most] for name in packed.sources}
+    return {
+        name: [packed.gather(own[first : first + batch_rows]) for first in range(0, len(own), batch_rows)]
+        for name, own in chosen.items()
+    }
+
+
 def _take_best(model: Decoder, context: StageContext, training: TrainConfig, result: TrainResult) -> int:
     """Restore the weights with the lowest held-out loss if they are not the last; returns their step."""
     better = training.keep_best and 0 < result.best.step < result.num_steps and result.best.loss < result.heldout_loss
@@ -146,7 +187,7 @@ def _take_best(model: Decoder, context: StageContext, training: TrainConfig, res
 
 
 def _facts(
-    result: TrainResult, model: Decoder, num_steps: int, loader: PackedLoader, taken: int, context: StageContext
+    result: TrainResult, model: Decoder, num_steps: int, loader: BatchSource, taken: int, context: StageContext
 ) -> dict[str, Any]:
     return {
         "num_steps": num_steps,
