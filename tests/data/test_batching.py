@@ -19,9 +19,9 @@ from modelwright.data.pack import PackConfig, TokenSequence, pack
 
 SEQ_LEN, BATCH_ROWS = 64, 16
 ALL = {
-    "mode": "token_budget",
+    "by_tokens": True,
     "curriculum": {"by": "length", "fraction": 0.4},
-    "mixture": {"weights": {"a": 1, "b": 2, "c": 3}, "final_weights": {"a": 3, "b": 1, "c": 1}},
+    "mixture": {"weights": {"a": 1, "b": 2, "c": 3}, "update": "linear"},
 }
 
 
@@ -35,9 +35,10 @@ def packed(folder: Path, count: int = 900, mode="one_per_row") -> PackedRows:
     return PackedRows(folder)
 
 
-def loader_of(rows: PackedRows, num_steps: int = 200, **settings) -> PlannedLoader:
+def loader_of(rows: PackedRows, *, by_tokens: bool = False, num_steps: int = 200, **settings) -> PlannedLoader:
     loader = build_loader(
-        rows, parse(BatchingConfig, settings), batch_rows=BATCH_ROWS, seed=3, num_steps_of=lambda per_epoch: num_steps,
+        rows, parse(BatchingConfig, settings, constants=True), batch_rows=BATCH_ROWS, by_tokens=by_tokens, seed=3,
+        num_steps_of=lambda per_epoch: num_steps,
         row_losses=lambda: np.arange(rows.num_rows)[::-1],
     )  # fmt: skip
     assert isinstance(loader, PlannedLoader)
@@ -74,7 +75,7 @@ def test_batches_stay_within_the_budget_and_equal_the_naive_ones(seed: int) -> N
 
 
 def test_an_epoch_with_a_token_budget_reads_every_row_once_with_little_padding(rows: PackedRows) -> None:
-    loader = loader_of(rows, mode="token_budget")
+    loader = loader_of(rows, by_tokens=True)
     seen: list[int] = []
     padded = real = 0
     index = 0
@@ -129,7 +130,7 @@ def test_the_same_batches_after_a_resume_at_any_step_on_any_number_of_ranks(rows
 
 
 def test_ranks_without_a_row_get_padding(rows: PackedRows) -> None:
-    loader = loader_of(rows, mode="token_budget")
+    loader = loader_of(rows, by_tokens=True)
     index = min(range(30), key=lambda index: len(loader.global_rows(index)))
     num_rows = len(loader.global_rows(index))
     share = loader.batch(index, rank=num_rows, world_size=num_rows + 1)
@@ -153,7 +154,13 @@ def test_going_back_gives_the_same_batch(rows: PackedRows) -> None:
 
 def test_the_default_is_todays_loader(rows: PackedRows) -> None:
     loader = build_loader(
-        rows, BatchingConfig(), batch_rows=4, seed=3, num_steps_of=lambda n: n, row_losses=lambda: np.zeros(0)
+        rows,
+        BatchingConfig(),
+        batch_rows=4,
+        by_tokens=False,
+        seed=3,
+        num_steps_of=lambda n: n,
+        row_losses=lambda: np.zeros(0),
     )
     assert isinstance(loader, PackedLoader)
 
@@ -171,12 +178,11 @@ def test_competence_is_that_of_the_paper(pacing) -> None:
     assert Pacing(CurriculumConfig(), 200).competence(0) == 1.0
 
 
-@pytest.mark.parametrize("by", ["length", "score", "loss"])
+@pytest.mark.parametrize("by", ["length", "quality", "loss:models/small"])
 def test_rows_come_from_the_easiest_fraction(rows: PackedRows, by: str) -> None:
-    model = {"model": "some-model"} if by == "loss" else {}
-    loader = loader_of(rows, curriculum={"by": by, "fraction": 1.0, **model})
+    loader = loader_of(rows, curriculum={"by": by, "fraction": 1.0})
     difficulty = {
-        "length": rows.row_lengths(), "score": rows.row_scores(), "loss": np.arange(rows.num_rows)[::-1],
+        "length": rows.row_lengths(), "quality": rows.row_scores(), "loss:models/small": np.arange(rows.num_rows)[::-1],
     }[by]  # fmt: skip
     for index in range(0, 200, 7):
         num_easy = max(1, int(loader.pacing.competence(index) * rows.num_rows))
@@ -251,8 +257,8 @@ def test_shares_follow_weights_temperature_and_schedule() -> None:
     assert shares(temperature=2.0) == pytest.approx([0.75, 0.25])
     assert shares(weights={"a": 1, "b": 4}) == pytest.approx([0.2, 0.8])
     assert shares(weights={"b": 4}) == [0.0, 1.0]
-    moving = {"weights": {"a": 1}, "final_weights": {"b": 1}}
-    assert [shares(batch, **moving)[1] for batch in (0, 5, 10, 99)] == pytest.approx([0.0, 0.5, 1.0, 1.0])
+    moving = {"weights": {"b": 1}, "update": "linear"}
+    assert [shares(batch, **moving)[1] for batch in (0, 5, 10, 99)] == pytest.approx([0.1, 0.55, 1.0, 1.0])
 
 
 def test_each_batch_has_its_share_of_every_source(rows: PackedRows) -> None:
@@ -276,9 +282,22 @@ def test_settings_are_checked(rows: PackedRows) -> None:
         loader_of(rows, mixture={"weights": {"d": 1.0}})
     with pytest.raises(ConfigError, match="temperature: must be above 0"):
         MixtureConfig(temperature=0.0)
-    with pytest.raises(ConfigError, match="a schedule and update exclude each other"):
-        MixtureConfig(final_weights={"a": 1.0}, update="heldout_loss")
+    with pytest.raises(ConfigError, match="update: linear needs weights to move to"):
+        MixtureConfig(update="linear")
     with pytest.raises(ConfigError, match="weights: must not be negative"):
         MixtureConfig(weights={"a": -1.0, "b": 2.0})
-    with pytest.raises(ConfigError, match="model: goes with by: loss"):
+    with pytest.raises(ConfigError, match="by: 'loss' names nothing"):
         CurriculumConfig(by="loss")
+
+
+def test_the_settings_say_what_rows_must_be_packed_with() -> None:
+    assert [CurriculumConfig(by=by).score for by in ("none", "length", "loss:a/b", "quality")] == [
+        "",
+        "",
+        "",
+        "quality",
+    ]
+    assert CurriculumConfig(by="loss:a/b").model == "a/b"
+    kinds, sources = MixtureConfig(weights={"code": 2.0}), MixtureConfig(weights={"code": 2.0, "a.txt": 1.0})
+    groups = [config.group_by for config in (MixtureConfig(), kinds, sources, MixtureConfig(temperature=2.0))]
+    assert groups == ["none", "kind", "source", "source"]

@@ -1,5 +1,5 @@
-"""Training on batches by tokens with a curriculum and a mixture that follows held-out losses: the same run after a kill,
-a stop or a move to other ranks."""
+"""Training on batches by tokens with a curriculum and a mixture that follows held-out losses: the same run after a
+kill or a move to other ranks."""
 
 import os
 import signal
@@ -30,8 +30,7 @@ from tolerances import TOLERANCES
 
 NUM_STEPS, EVERY = 12, 3
 BATCHING = {
-    "mode": "token_budget",
-    "curriculum": {"by": "length", "fraction": 0.75},
+    "curriculum": {"by": "length"},
     "mixture": {"weights": {"even": 1, "noise": 1}, "update": "heldout_loss"},
 }
 LOSS = TOLERANCES["fp32_loss"]
@@ -47,7 +46,7 @@ def packed(folder: Path) -> PackedRows:
             sequences.append(TokenSequence(draw.integers(2, tiny_run.VOCABULARY, length), None, "noise"))
         else:
             sequences.append(TokenSequence(np.full(length, 2 + number % 5), None, "even"))
-    config = PackConfig(seq_len=tiny_run.LENGTH, mode="one_per_row")
+    config = PackConfig(seq_len=tiny_run.LENGTH, mode="length_buckets")
     pack(sequences, folder, config, vocab_size=tiny_run.VOCABULARY, eos_id=1)
     return PackedRows(folder)
 
@@ -56,7 +55,7 @@ def run(folder: Path, rows: Path, *, world: World | None = None, stop_after: int
     """Train, or resume; returns the rows of each batch that was read, in order."""
     data = PackedRows(rows)
     loader = build_loader(
-        data, parse(BatchingConfig, BATCHING), batch_rows=tiny_run.ROWS, seed=5,
+        data, parse(BatchingConfig, BATCHING), batch_rows=tiny_run.ROWS, by_tokens=True, seed=5,
         num_steps_of=lambda per_epoch: NUM_STEPS, row_losses=lambda: np.zeros(0),
     )  # fmt: skip
     assert isinstance(loader, PlannedLoader)
@@ -124,7 +123,7 @@ def run_and_die(folder: Path, rows: Path, step: int) -> None:
 
 def test_shares_move_to_the_source_with_the_higher_loss(whole, rows) -> None:
     sources = PackedRows(rows).sources
-    first_noise = sources["even"] if list(sources)[0] == "even" else 0
+    first_noise = sources["even"] if next(iter(sources)) == "even" else 0
     is_noise = range(first_noise, first_noise + sources["noise"])
     shares = [sum(row in is_noise for row in batch[1:]) / (len(batch) - 1) for batch in whole[1]]
     assert np.mean(shares[-3:]) > np.mean(shares[:3]) + 0.1
@@ -169,8 +168,8 @@ def test_exponentiated_gradient_equals_the_naive_one() -> None:
 
 def test_a_source_without_held_out_rows_is_refused(rows) -> None:
     loader = build_loader(
-        PackedRows(rows), parse(BatchingConfig, BATCHING), batch_rows=8, seed=5, num_steps_of=lambda n: n,
-        row_losses=lambda: np.zeros(0),
+        PackedRows(rows), parse(BatchingConfig, BATCHING), batch_rows=8, by_tokens=True, seed=5,
+        num_steps_of=lambda per_epoch: NUM_STEPS, row_losses=lambda: np.zeros(0),
     )  # fmt: skip
     assert isinstance(loader, PlannedLoader)
     with pytest.raises(ConfigError, match="has no held-out rows to measure its loss on"):

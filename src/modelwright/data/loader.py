@@ -51,7 +51,9 @@ class PackedRows:
     def row_scores(self) -> np.ndarray:
         """The score of each row, [rows] float32. Raises `ArtifactError` if they were packed without scores."""
         if not self.has_scores:
-            raise ArtifactError(f"{self.folder}: the rows have no scores; set pack.score and run the pack stage again")
+            raise ArtifactError(
+                f"{self.folder}: the rows have no scores; run the pack stage again with this curriculum"
+            )
         return _map(self.folder / "scores.bin", np.dtype(np.float32), (self.num_rows,))
 
     def source_rows(self, name: str) -> np.ndarray:

@@ -11,9 +11,9 @@ A shard folder holds rows of `seq_len` tokens, filled with whole sequences where
 
 A sequence longer than a row is cut into pieces that overlap by one token: the last token of a piece is the first of the
 next, so every token but a sequence's first is predicted exactly once. Chunks overlap by more: the tokens that an
-earlier chunk has too are context in the later one, without a label. Sequences of different sources never share a row, and the
-rows of a source follow one another. Memory is bounded by about 40 bytes a piece: the tokens wait in a spool file while
-the rows are planned.
+earlier chunk has too are context in the later one, without a label. Sequences of different sources never share a row,
+and the rows of a source follow one another. Memory is bounded by about 40 bytes a piece: the tokens wait in a spool
+file while the rows are planned.
 """
 
 import json
@@ -55,23 +55,22 @@ class PackConfig:
 
     seq_len: int = 512
     """Tokens in a row."""
-    mode: Literal["best_fit", "one_per_row"] = "best_fit"
-    """`best_fit` packs several sequences into a row; `one_per_row` pads each."""
+    mode: Literal["best_fit", "one_per_row", "length_buckets"] = "best_fit"
+    """`best_fit` packs several sequences into a row; `one_per_row` pads each; `length_buckets` makes batches of single
+    sequences of similar length, padded to the longest, as many as fit into `batch_tokens`."""
     long_documents: Literal["split", "chunk", "skip"] = "split"
     """What happens to documents that are longer than a row: `split` divides them; `chunk` divides them into chunks of
     `seq_len` tokens that overlap; both truncate conversations. `skip` drops and counts documents and conversations."""
-    chunk_overlap: int = 50
+    chunk_overlap: int = constant(50)
     """`chunk`: tokens that a chunk repeats from the one before it, as context."""
-    min_chunk_tokens: int = 256
+    min_chunk_tokens: int = constant(256)
     """`chunk`: shortest chunk. If less is left of a document, its last chunk begins earlier and repeats more."""
-    count_overlap: bool = False
+    count_overlap: bool = constant(False)
     """`chunk`: whether repeated tokens count in the loss again."""
-    group_by: Literal["none", "kind", "source"] = "none"
-    """Pack only documents of the same kind (prose, code), or of the same source (file or corpus), into a row, so that
-    `batching.mixture` can choose among them."""
-    score: str = ""
-    """What is stored with each row for `batching.curriculum`: `compression_ratio` (compressed over uncompressed bytes),
-    or the name of a numeric field of the records; "" stores nothing."""
+    group_by: Literal["none", "kind", "source"] = constant("none")
+    """Whether only documents of the same kind, or of the same source, share a row; `batching.mixture` asks for it."""
+    score: str = constant("")
+    """The score that is stored with each row (`row_labels.row_score`); `batching.curriculum` asks for it."""
     shard_bytes: int = constant(256 * 2**20)
     """Size at which a shard file is closed."""
 
@@ -91,7 +90,7 @@ class PackConfig:
         if not self.chunk_overlap < self.min_chunk_tokens <= self.seq_len:
             raise ConfigError(
                 f"min_chunk_tokens: must be above chunk_overlap ({self.chunk_overlap}) and at most pack.seq_len "
-                f"({self.seq_len}), got {self.min_chunk_tokens}"
+                f"({self.seq_len}), got {self.min_chunk_tokens}; chunks of 512 tokens are usual"
             )
 
 

@@ -32,6 +32,7 @@ def row_score(document: Document, score: str) -> float | None:
         names = ", ".join(map(str, document.meta)) or "none"
         raise DataError(
             f"{document.id}: the field {score!r} is {value!r}, not a number (fields of the record: {names}); "
-            f"name it in data.keep_fields and give every record one, or set pack.score to {COMPRESSION_RATIO}"
+            "name it in data.keep_fields and give every record one, or set batching.curriculum.by to "
+            f"{COMPRESSION_RATIO}"
         )
     return float(value)

@@ -32,7 +32,7 @@ def stored_row_losses(rows: PackedRows, model_folder: Path, folder: Path, world:
         model = load_model(model_folder)
         if model.config.vocab_size < rows.vocab_size:
             raise ConfigError(
-                f"batching.curriculum.model: {model_folder} has a vocabulary of {model.config.vocab_size}, the rows "
+                f"batching.curriculum.by: {model_folder} has a vocabulary of {model.config.vocab_size}, the rows "
                 f"one of {rows.vocab_size}; choose a model with the tokenizer of this run"
             )
         losses = row_losses(model.to(world.device), rows, world.device)

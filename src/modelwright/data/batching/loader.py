@@ -1,7 +1,7 @@
 """`build_loader`: packed rows to batches, with a token budget, a curriculum and a mixture of sources.
 
-The global sequence of rows is planned in blocks: one batch of `rows`, or about `POOL_BATCHES` batches of a
-`token_budget`, whose rows are sorted by length before they are divided into batches. Competence and shares of sources
+The global sequence of rows is planned in blocks: one batch of whole rows, or about `POOL_BATCHES` batches of
+a token budget, whose rows are sorted by length before they are divided into batches. Competence and shares of sources
 are those of a block's first batch. Every rank plans all blocks alike, from the lengths alone, and reads its share of a
 batch's rows, so any number of ranks gives the same global batches. Batch number n is a function of n and of the
 updates of the mixture; a resumed run plans the blocks before it again (about a million rows a second).
@@ -168,16 +168,18 @@ def build_loader(
     config: BatchingConfig,
     *,
     batch_rows: int,
+    by_tokens: bool,
     seed: int,
     num_steps_of: Callable[[int], int],
     row_losses: Callable[[], np.ndarray],
 ) -> PackedLoader | PlannedLoader:
-    """The batches of a training. batch_rows: whole rows of a batch; a token budget is as many tokens. num_steps_of:
+    """The batches of a training. batch_rows: whole rows of a batch. by_tokens: batches of rows of similar length that
+    have at most as many tokens as `batch_rows` whole rows. num_steps_of:
     steps of the run by the batches of an epoch. row_losses: called for a curriculum by loss; the loss of each row.
 
     Raises `ConfigError` if the mixture names a source that the rows do not have.
     """
-    curriculum, by_tokens = config.curriculum, config.mode == "token_budget"
+    curriculum = config.curriculum
     if not by_tokens and curriculum.by == "none" and not config.mixture.is_on:
         return PackedLoader(rows, batch_rows=batch_rows, seed=seed)
     lengths, budget = rows.row_lengths(), batch_rows * rows.seq_len if by_tokens else 0
@@ -216,7 +218,7 @@ def _block_rows(config: BatchingConfig, num_rows: int, num_batches: int, num_ste
     most = min(POOL_BATCHES, num_batches // 4)
     if config.curriculum.by != "none":
         most = min(most, int(config.curriculum.fraction * num_steps) // GRADUAL_BLOCKS)
-    if config.mixture.final_weights or config.mixture.update != "none":
+    if config.mixture.update != "none":
         most = min(most, num_steps // GRADUAL_BLOCKS)
     num_blocks = -(-num_batches // max(1, most))
     return -(-num_rows // num_blocks)
@@ -224,12 +226,8 @@ def _block_rows(config: BatchingConfig, num_rows: int, num_batches: int, num_ste
 
 def _difficulty(rows: PackedRows, config: CurriculumConfig, row_losses: Callable[[], np.ndarray]) -> np.ndarray | None:
     """The difficulty of each row, [rows]; None without a curriculum."""
-    match config.by:
-        case "none":
-            return None
-        case "length":
-            return rows.row_lengths()
-        case "score":
-            return rows.row_scores()
-        case "loss":
-            return row_losses()
+    if config.by == "none":
+        return None
+    if config.by == "length":
+        return rows.row_lengths()
+    return row_losses() if config.model else rows.row_scores()

@@ -14,30 +14,28 @@ from modelwright.data.batching.config import MixtureConfig
 
 
 class Mixture:
-    """Shares [S] float64 of the sources `names` in each batch. sizes: tokens of each source. num_steps: batches after
-    which `final_weights` are reached. Raises `ConfigError` if a weight names no source.
+    """Shares [S] float64 of the sources `names` in each batch. sizes: tokens of each source. num_steps: batches of
+    the run. Raises `ConfigError` if a weight names no source.
     """
 
     def __init__(self, config: MixtureConfig, names: Sequence[str], sizes: Sequence[int], *, num_steps: int) -> None:
         self.names = tuple(names)
         self.num_steps = num_steps
         by_size = dict(zip(names, map(float, sizes), strict=True))
-        self.first = self._shares("weights", config.weights or by_size, config.temperature)
-        self.last = self.first
-        if config.final_weights:
-            self.last = self._shares("final_weights", config.final_weights, config.temperature)
+        self.last = self._shares(config.weights or by_size, config.temperature)
+        self.first = self._shares(by_size, config.temperature) if config.update == "linear" else self.last
         self.history: list[tuple[int, list[float]]] = []
         """Updates: the first batch that each applies to, ascending, and the shares from then on."""
         self.generation = 0
         """How often the history was replaced: plans of batches made before that are void."""
 
-    def _shares(self, setting: str, weights: Mapping[str, float], temperature: float) -> np.ndarray:
+    def _shares(self, weights: Mapping[str, float], temperature: float) -> np.ndarray:
         unknown = [name for name in weights if name not in self.names]
         if unknown:
             known = ", ".join(repr(name) for name in self.names)
             raise ConfigError(
-                f"batching.mixture.{setting}: there is no source {unknown[0]!r}; the packed rows have {known} "
-                "(pack.group_by decides what a source is)"
+                f"batching.mixture.weights: there is no source {unknown[0]!r}; the packed rows have {known} "
+                "(weights for prose and code alone make kinds the sources)"
             )
         values = np.array([weights.get(name, 0.0) for name in self.names], dtype=np.float64)
         scaled = np.where(values > 0, (values / values.max()) ** (1.0 / temperature), 0.0)

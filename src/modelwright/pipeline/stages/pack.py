@@ -7,7 +7,7 @@ set without documents has no folder.
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ def pack_stage(config: RunConfig) -> Stage:
     """Artifact: shard folders (see the module). Facts: one packing report per folder, `pairs/<split>` on how the
     conversations fitted into the rows, and `pretrain_kinds`."""
     tokenizer_from = tokenizer_stage(config)
+    config = replace(config, pack=with_labels(config))
 
     def run(context: StageContext) -> None:
         _run(context, config, Tokenizer.load(context.parents[tokenizer_from]))
@@ -42,11 +43,32 @@ def pack_stage(config: RunConfig) -> Stage:
     return Stage(
         name="pack",
         title="Packing rows of tokens",
-        settings=dump(config.pack),
+        settings=dump(config.pack) | _label_settings(config.pack),
         parents=("clean", tokenizer_from),
         run=run,
         version=2,
     )
+
+
+def with_labels(config: RunConfig) -> PackConfig:
+    """The settings of packing, with the labels of rows that the trainings of the run ask for. Raises `ConfigError` if
+    they ask for different ones.
+    """
+    wanted = [config.stage_config(name).batching for name in config.trainings]
+    scores = sorted({batching.curriculum.score for batching in wanted} - {""})
+    groups = sorted({batching.mixture.group_by for batching in wanted} - {"none"})
+    for setting, names in (("curriculum.by", scores), ("mixture.weights", groups)):
+        if len(names) > 1:
+            raise ConfigError(
+                f"batching.{setting}: the training stages need rows by {' and by '.join(names)}; choose one for all"
+            )
+    return replace(config.pack, score=scores[0] if scores else "", group_by=groups[0] if groups else "none")
+
+
+def _label_settings(config: PackConfig) -> dict[str, str]:
+    """The labels of rows that are not the default, for the digest."""
+    labels = {"score": config.score, "group_by": config.group_by}
+    return {name: value for name, value in labels.items() if value not in ("", "none")}
 
 
 def _run(context: StageContext, config: RunConfig, tokenizer: Tokenizer) -> None:

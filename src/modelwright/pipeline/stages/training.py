@@ -104,6 +104,7 @@ def _learn(
         packed,
         training.batching,
         batch_rows=batch_rows,
+        by_tokens=config.pack.mode == "length_buckets",
         seed=derive_seed(config.seed, name, "order"),
         num_steps_of=training.resolve_num_steps,
         row_losses=lambda: stored_row_losses(packed, judge, context.folder.path, world),
@@ -136,7 +137,7 @@ def _learn(
                 every=training.eval_every_steps,
             )
         ]
-        if training.batching.mixture.update != "none"
+        if training.batching.mixture.update == "heldout_loss"
         else (),
     )
     peaks = _peaks_after(context, config, training, result)

@@ -1,6 +1,7 @@
 """Moves the shares of sources in the batches to those with a high held-out loss, at every evaluation."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from modelwright.train.technique import StepInfo, Technique
 
 class HeldoutMixture:
     """Updates `mixture`, which the loader of the batches reads, from the held-out loss of each source. Its state is the
-    history of the shares. heldout: batches by source.
+    history of the shares. heldout: batches by source. reference_losses: of another model by source, of which only the
+    excess counts (DoReMi); {} counts the whole loss (group DRO).
     """
 
     def __init__(
@@ -28,18 +30,20 @@ class HeldoutMixture:
         mixture: Mixture,
         objective: Objective,
         heldout: Mapping[str, Sequence[Batch]],
+        reference_losses: Mapping[str, float],
     ) -> None:
         self.config = config
         self.run = run
         self.mixture = mixture
         self.objective = objective
         self.heldout = heldout
+        self.reference_losses = reference_losses
         self.losses: dict[str, float] = {}
 
     def on_step_end(self, info: StepInfo) -> None:
         """Update the shares for the batches after step `info.step`."""
         self.losses = self.evaluate()
-        references = self.config.reference_losses
+        references = self.reference_losses
         excess = np.array([self.losses[name] - references.get(name, 0.0) for name in self.mixture.names])
         shares = exponentiated_gradient(
             self.mixture.shares(info.step), excess, rate=self.config.learning_rate, smoothing=self.config.smoothing
@@ -77,16 +81,19 @@ def heldout_mixture(
     objective: Objective,
     heldout: Mapping[str, Sequence[Batch]],
     every: int,
+    reference_losses: Mapping[str, float] = MappingProxyType({}),
 ) -> Technique | None:
-    """every: steps between updates. Raises `ConfigError` if a source has no held-out batch."""
-    if config.update == "none":
+    """See `HeldoutMixture`. every: steps between updates. Raises `ConfigError` if a source has no held-out batch."""
+    if config.update != "heldout_loss":
         return None
     if missing := [name for name in mixture.names if not len(heldout.get(name, ()))]:
         raise ConfigError(
             f"batching.mixture.update: the source {missing[0]!r} has no held-out rows to measure its loss on; raise "
             "data.validation_fraction, or set it to none"
         )
-    technique = HeldoutMixture(config, run, mixture=mixture, objective=objective, heldout=heldout)
+    technique = HeldoutMixture(
+        config, run, mixture=mixture, objective=objective, heldout=heldout, reference_losses=reference_losses
+    )
     return Technique(
         name="heldout_mixture",
         on_step_end=technique.on_step_end,
