@@ -22,13 +22,13 @@ from modelwright.data.batching.token_budget import cut, padded_len
 from modelwright.data.loader import PackedLoader, PackedRows
 
 POOL_BATCHES = 50
-"""Batches of a block; a quarter of an epoch at most (`LengthGroupedSampler` of Hugging Face Transformers)."""
+"""Batches of a block; a quarter of an epoch at most (as the length-grouped sampler of Hugging Face Transformers)."""
 GRADUAL_BLOCKS = 20
 """Blocks, at least, in which a curriculum grows or shares of sources change."""
 
 
 @dataclass(frozen=True)
-class Block:
+class BatchPlan:
     """Consecutive batches that are planned together."""
 
     rows: np.ndarray
@@ -134,18 +134,18 @@ class PlannedLoader:
         shares = self.mixture.shares(position.first_batch)
         self._position = position
         self._counts = apportion(position.owed + shares * self.block_rows, self.block_rows)
-        self._block: Block | None = None
+        self._block: BatchPlan | None = None
 
     def _num_batches(self) -> int:
         """Batches of the block at the current position; only a token budget has to plan it to know."""
         return self._planned().num_batches if self.budget else 1
 
-    def _planned(self) -> Block:
+    def _planned(self) -> BatchPlan:
         if self._block is None:
             self._block = self._plan(self._position, self._counts)
         return self._block
 
-    def _plan(self, position: Position, counts: np.ndarray) -> Block:
+    def _plan(self, position: Position, counts: np.ndarray) -> BatchPlan:
         """The batches of the block at `position`, in which each source has `counts` [S] rows."""
         sources = np.repeat(np.arange(len(counts)), counts)
         sources = sources[permutation(derive_seed(self.seed, "sources", position.block), len(sources))]
@@ -155,12 +155,12 @@ class PlannedLoader:
             numbers = position.num_drawn[source] + np.arange(counts[source])
             rows[sources == source] = self.orders[source].draw(numbers, competence)
         if not self.budget:
-            return Block(rows=rows, ends=np.array([len(rows)]), order=np.zeros(1, dtype=np.int64))
+            return BatchPlan(rows=rows, ends=np.array([len(rows)]), order=np.zeros(1, dtype=np.int64))
         lengths = self.lengths[rows]
         by_length = np.argsort(-lengths, kind="stable")
         ends = cut(lengths[by_length], self.budget, self.rows.seq_len)
         order = permutation(derive_seed(self.seed, "batches", position.block), len(ends))
-        return Block(rows=rows[by_length], ends=ends, order=order)
+        return BatchPlan(rows=rows[by_length], ends=ends, order=order)
 
 
 def build_loader(
