@@ -153,7 +153,7 @@ class PlannedLoader:
         rows = np.empty(len(sources), dtype=np.int64)
         for source in np.flatnonzero(counts):
             numbers = position.num_drawn[source] + np.arange(counts[source])
-            rows[sources == source] = self.orders[source].draw(numbers, competence)
+            rows[sources == source] = self.orders[int(source)].draw(numbers, competence)
         if not self.budget:
             return BatchPlan(rows=rows, ends=np.array([len(rows)]), order=np.zeros(1, dtype=np.int64))
         lengths = self.lengths[rows]
